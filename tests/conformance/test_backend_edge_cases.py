@@ -15,7 +15,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Tensor, Wanted
 from shmserve.protocol.worker_messages import Row
 from shmserve.workers.process.exit_codes import Exit
-from tests.conformance.models import ADDING, REFUSING, SLOW, Make
+from tests.conformance.models import ADDING, REFUSING, Make
 from tests.support.workers.in_process import loaded
 from tests.support.workers.models.worker_models import KINDS, Kind, needs
 from tests.support.workers.worker_harness import PATIENCE_S, WorkerProcess, assert_failed, config, work
@@ -49,8 +49,7 @@ def ended(worker: WorkerProcess) -> int:
         return worker.process.wait(PATIENCE_S)
 
 
-def test_every_backend_is_in_every_table() -> None:
-    assert set(SLOW) == set(BY_NAME)
+def test_every_backend_has_or_refuses_optional_inputs() -> None:
     assert set(BY_NAME) - set(ADDING) == {"dali", "fil", "identity", *REFUSING}
 
 
@@ -112,23 +111,27 @@ def test_a_model_without_an_output_of_the_configuration(kind: Kind, tmp_path: Pa
         assert "'z'" in str(error)  # noqa: PT017 (one or the other)
 
 
-@kinds(SLOW)
+@pytest.mark.parametrize("kind", KINDS, ids=list(BY_NAME))
 def test_batches_run_in_order_and_a_crash_ends_the_worker(kind: Kind, tmp_path: Path) -> None:
-    """A batch that arrives while another runs starts after it."""
+    """The batches wait until the stopped worker continues."""
     needs(kind)
-    with WorkerProcess(SLOW[kind.name](tmp_path), tmp_path) as worker:
+    with WorkerProcess(kind.echo(tmp_path, ("FP32",), (-1,), 0), tmp_path, packages=kind.packages) as worker:
         worker.loaded()
         place = worker.place(8)
-        worker.execute(work(1, flat("x", 1, 2), rows=0))
-        worker.execute(work(2, flat("x", 3, 4), rows=0, outputs=[Wanted("y", place)]))
+        worker.process.send_signal(signal.SIGSTOP)
+        worker.execute(work(1, flat("xFP32", 1, 2), rows=0))
+        worker.execute(work(2, flat("xFP32", 3, 4), rows=0, outputs=[Wanted("yFP32", place)]))
+        worker.process.send_signal(signal.SIGCONT)
         rows, first = worker.done()
         assert [values(worker, row) for row in rows] == [[[1, 2]]]
         rows, second = worker.done()
         assert [values(worker, row) for row in rows] == [[[3, 4]]]
         assert rows[0].outputs[0].data == (place,)
         assert first.times[-1] <= second.times[0]
-        worker.execute(work(3, flat("x", 5, 6), rows=0))
-        worker.process.send_signal(signal.SIGSEGV)
+        worker.process.send_signal(signal.SIGSTOP)
+        worker.execute(work(3, flat("xFP32", 5, 6), rows=0))
+        for number in (signal.SIGSEGV, signal.SIGCONT):
+            worker.process.send_signal(number)
         assert ended(worker) == -signal.SIGSEGV
         assert "Segmentation fault" in worker.said()
         assert not worker.reports

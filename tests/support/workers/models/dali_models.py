@@ -59,16 +59,3 @@ def failing(folder: Path) -> ModelConfig:
 
     pipeline(folder, make)
     return config("dali", X, Y, max_batch=8)
-
-
-def slow(folder: Path) -> ModelConfig:
-    """y = x, after a large image has been blurred."""
-
-    def make(fn: Any, types: Any) -> Any:
-        x = source(fn, types, "x", "FP32", 1)
-        image = fn.resize(fn.constant(fdata=[0.0] * 4, shape=[2, 2, 1]), size=[1000, 1000])
-        blurred = fn.gaussian_blur(fn.reshape(image, layout="HWC"), window_size=151, dtype=types.FLOAT)
-        return x + fn.reductions.sum(blurred)
-
-    pipeline(folder, make)
-    return config("dali", X, Y)

@@ -97,18 +97,3 @@ def adding(folder: Path) -> None:
         return [a, b], [a + b]
 
     save(folder, build)
-
-
-def slow(folder: Path, side: int, times: int) -> ModelConfig:
-    """y = x, after a product of diagonal matrices."""
-
-    def build() -> tuple[list[Any], list[Any]]:
-        x = data("x", [-1])
-        one, total = paddle.eye(side), paddle.sum(x)
-        matrix = one * total
-        for _ in range(times):
-            matrix = paddle.matmul(matrix, one)
-        return [x], [x + (paddle.sum(matrix) / side - total)]
-
-    save(folder, build)
-    return _json(config("paddle", X, Y))

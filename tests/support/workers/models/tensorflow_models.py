@@ -108,17 +108,3 @@ def adding(folder: Path) -> None:
         return {"a": a, "b": b}, {"sum": a + b}
 
     saved_model(folder, make)
-
-
-def slow(folder: Path, side: int, times: int) -> ModelConfig:
-    def make() -> tuple[Tensors, Tensors]:
-        x = placeholder("x", "FP32", [-1])
-        one = tf.eye(side)
-        total = tf.reduce_sum(x)
-        matrix = one * total
-        for _ in range(times):
-            matrix = tf.matmul(matrix, one)
-        return {"x": x}, {"y": x + (tf.linalg.trace(matrix) / side - total)}
-
-    saved_model(folder, make)
-    return config("tensorflow", X, Y)

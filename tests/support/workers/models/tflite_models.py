@@ -132,30 +132,6 @@ def failing(folder: Path) -> ModelConfig:
     return config("tflite", X, {**Y, "looked": ("FP32", (-1,))}, max_batch=8)
 
 
-def slow(folder: Path, side: int, times: int) -> ModelConfig:
-    """y = x + (t(x) - sum(x)), where t is the sum of a matrix with sum(x) / side in its diagonal, multiplied by one."""
-    graph = Graph()
-    x, y = graph.input("x", "FP32", [-1]), graph.output("y", "FP32", [-1])
-    one, axis = graph.weight("one", np.eye(side, dtype=np.float32)), graph.weight("axis", np.zeros(1, np.int32))
-    axes = graph.weight("axes", np.arange(2, dtype=np.int32))
-    total = graph.tensor("total", "FP32", [])
-    graph.node("SUM", [x, axis], [total], of="ReducerOptions", keepDims=False)
-    matrix = graph.tensor("m0", "FP32", [side, side])
-    graph.node("MUL", [one, total], [matrix], of="MulOptions")
-    for number in range(times):
-        following = graph.tensor(f"m{number + 1}", "FP32", [side, side])
-        graph.node("BATCH_MATMUL", [matrix, one], [following], of="BatchMatMulOptions")
-        matrix = following
-    for name in ("trace", "again", "zero"):
-        graph.tensor(name, "FP32", [])
-    graph.node("SUM", [matrix, axes], ["trace"], of="ReducerOptions", keepDims=False)
-    graph.node("DIV", ["trace", graph.weight("side", np.array(side, np.float32))], ["again"], of="DivOptions")
-    graph.node("SUB", ["again", total], ["zero"], of="SubOptions")
-    graph.node("ADD", [x, "zero"], [y], of="AddOptions")
-    graph.save(folder)
-    return config("tflite", X, Y)
-
-
 def adding(folder: Path) -> None:
     graph = Graph()
     a, b = graph.input("a", "FP32", [-1, 2]), graph.input("b", "FP32", [-1, 2])
