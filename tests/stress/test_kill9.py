@@ -11,7 +11,6 @@ import random
 import select
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,14 @@ import pytest
 from bench.hostile.run import ServerSnapshot, compare
 from bench.lib import models, processes
 from bench.lib.child import Child
-from bench.lib.raw_client import Lane, Zmq
+from bench.lib.raw_client import Zmq
 from bench.lib.setting import Served
 from bench.soak.run import SLOW
 from shmserve import Client, ModelFailed
 from shmserve.protocol import codec
-from shmserve.protocol.messages import Fail, Infer, Ping, Pong, Reply, Tensor
+from shmserve.protocol.messages import Fail, Infer, Reply, Tensor
 from shmserve.testing import Server
-from tests.support.living import await_connections
+from tests.support.model_files import python_model
 
 pytestmark = pytest.mark.process
 
@@ -39,57 +38,27 @@ FRAMES_BYTES = 1 << 20
 SHM = Path("/dev/shm")
 END_S = 30.0
 NAMES = ("identity", "slow")
-GATE = """\
-import os
+DIES = python_model(
+    """
+    from shmserve.shm.extents import posix
 
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    # Runs when a byte is there to be taken from the pipe.
-    def initialize(self, args):
-        self.gate = os.open(os.path.join(args["model_repository"], "gate"), os.O_RDWR)
-
-    def execute(self, requests):
-        os.read(self.gate, 1)
-        return [
-            pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
-            for r in requests
-        ]
-"""
-
-DIES = """\
-import os
-import signal
-
-import triton_python_backend_utils as pb_utils
-
-from shmserve.shm.extents import posix
-
-
-class TritonPythonModel:
-    # A zero kills it after it has created a named segment and before the broker is told of it.
-    def create_and_die(self, *args):
-        self.extent = self.create(*args)  # the reference keeps it open: closing would remove the name
+    create = posix.create
+    def create_and_die(*args):
+        self.extent = create(*args)  # the reference keeps it open: closing would remove the name
         os.kill(os.getpid(), signal.SIGKILL)
-
-    def execute(self, requests):
-        if not pb_utils.get_input_tensor_by_name(requests[0], "x").as_numpy().all():
-            self.create, posix.create = posix.create, self.create_and_die
-        return [
-            pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
-            for r in requests
-        ]
-"""
+    if not x.all():
+        posix.create = create_and_die
+    return self.respond(x)
+    """
+)
+"""A zero kills it after it has created a named segment and before the broker is told of it."""
 
 
 def write_repository(root: Path) -> None:
     models.write(root, "identity", models.identity(max_batch=8), {})
     dims = {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}
     models.write(root, "slow", models.Model("python", *dims, max_batch=4, dynamic=True), {"model.py": SLOW})
-    for name, source in (("gate", GATE), ("dies", DIES)):
-        models.write(root, name, models.Model("python", *dims), {"model.py": source})
-    os.mkfifo(root / "gate" / "gate")
+    models.write(root, "dies", models.Model("python", *dims), {"model.py": DIES})
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +68,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@contextmanager
-def serving(repository: Path) -> Iterator[Server]:
-    with Server(
-        repository, "--worker-output-bytes", str(OUTPUT_BYTES), "--broker-arena-bytes", str(FRAMES_BYTES)
-    ) as server:
-        yield server
+def serving(repository: Path) -> Server:
+    memory = ("--worker-output-bytes", str(OUTPUT_BYTES), "--broker-arena-bytes", str(FRAMES_BYTES))
+    return Server(repository, *memory)
 
 
 @pytest.fixture(scope="module")
@@ -172,48 +138,6 @@ def test_r13_memory_of_killed_clients_is_released(server: Server) -> None:
     fill(server)
     _, worse = compare(Served(server.runtime_dir), before)
     assert not worse, worse
-
-
-def test_queued_requests_of_a_killed_client_are_not_run(server: Server, repository: Path) -> None:
-    """One request runs and fifty wait behind it; then their client is killed."""
-    path = server.url.partition("://")[2]
-    with (
-        Child("tests.stress.test_kill9:waiting_client", path=path) as child,
-        Lane(path) as lane,
-        Client(server.url) as client,
-    ):
-        lane.hello("memfd")
-        before = executions(client)
-        child.ask(count=51)
-        kill(child.pid)
-        await_connections(client, 2)  # the server has noticed that the client ended
-        lane.send(Infer(1, "gate", 0, (Tensor("x", "FP32", (1,), b"1234"),)))
-        with (repository / "gate" / "gate").open("wb", buffering=0) as gate:
-            gate.write(b"22")
-            reply = lane.receive_kind(Reply, Fail)
-            assert isinstance(reply, Reply), reply
-            assert reply.outputs[0].data == b"1234"
-        assert executions(client) - before <= 2
-
-
-def executions(client: Client) -> int:
-    (stats,) = client.statistics("gate")["model_stats"]
-    return int(stats["execution_count"])
-
-
-def waiting_client(path: str) -> Any:
-    """For the test above: sends this many requests, and answers when all have arrived."""
-    lane = Lane(path)
-    lane.hello("memfd")
-
-    def handle(count: int) -> dict[str, Any]:
-        for number in range(1, count + 1):
-            lane.send(Infer(number, "gate", 0, (Tensor("x", "FP32", (1,), b"abcd"),)))
-        lane.send(Ping(7))
-        lane.receive_kind(Pong)
-        return {}
-
-    return handle
 
 
 # ------------------------------------------------------------------------------------------------- workers

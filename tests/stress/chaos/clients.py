@@ -10,10 +10,9 @@ import asyncio
 import json
 import random
 import re
-import select
-import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from threading import Event
@@ -24,22 +23,9 @@ import numpy as np
 
 from bench.lib.child import Answer, Handler
 from bench.lib.raw_client import ConnectionClosed, Lane, Zmq
-from bench.soak.clients import Allowed, permitted
+from bench.soak.clients import Allowed, Call, Tally, permitted
 from bench.soak.raw_clients import PATIENCE, RawClient, RawLaneClient, RawZmqClient
-from shmserve.protocol import codec
-from shmserve.protocol.messages import (
-    PACKET_BYTES,
-    BrokerMessage,
-    Fail,
-    Goodbye,
-    Infer,
-    Lease,
-    LeaseEnd,
-    Ping,
-    Pong,
-    Reply,
-    Tensor,
-)
+from shmserve.protocol.messages import Goodbye, Ping
 
 WIDTH = 16
 """Number of values in a tensor of the models that get one request at a time."""
@@ -151,191 +137,43 @@ def gateway(url: str, seed: int, allowed: Allowed) -> Handler:
     return handle
 
 
-_decode = codec.Codec(BrokerMessage).decode
-
-
-class _Alone:
-    """A connection that sends one request at a time, over a lease if it has one. Each request is answered once, on the
-    lease or on the lane, whichever process is killed."""
-
-    def __init__(self, path: str, roll: random.Random) -> None:
-        self.link = Lane(path)
-        self._roll = roll
-        self._models: dict[int, str] = {}
-        """Lease -> its model."""
-        self._number = 0
-        try:
-            self.link.hello("memfd", leases=True)
-        except AssertionError:
-            self.link.close()
-            raise
-
-    def ask(self, model: str, counts: Counter[str]) -> tuple[Reply | Fail, bytes]:
-        self._number += 1
-        content = self._roll.randbytes(4 * WIDTH)
-        infer = Infer(self._number, model, 0, (Tensor("x", "FP32", (1, WIDTH), content),))
-        lease = next((lease for lease, known in self._models.items() if known == model), 0)
-        if lease:
-            counts["leased"] += 1
-            try:
-                self.link.leases[lease].send(codec.encode([infer]))
-            except OSError:  # LeaseEnd follows
-                counts["too late"] += 1
-        else:
-            self.link.send(infer)
-        while True:
-            answer = self._receive(lease if lease in self._models else 0, infer, counts)
-            if answer is not None:
-                assert answer.request == infer.request, f"{answer} instead of the answer to {infer.request}"
-                return answer, content
-
-    def _receive(self, lease: int, infer: Infer, counts: Counter[str]) -> Reply | Fail | None:
-        """The answer, if it is the next thing that arrives."""
-        answer = self._take(lease) if lease else None
-        if answer is not None:
-            return answer
-        ready: list[Any] = [self.link, self.link.leases[lease]] if lease and not self.is_over(lease) else [self.link]
-        if not self.link.inbox and not select.select(ready, [], [], PATIENCE)[0]:
-            raise TimeoutError(f"request {infer.request}: nothing within {PATIENCE:g} s")
-        if lease and (answer := self._take(lease)) is not None:
-            return answer
-        try:
-            message = self.link.receive(0.0)
-        except TimeoutError:
-            return None
-        return self._handle(message, lease, infer, counts)
-
-    def _handle(self, message: Any, lease: int, infer: Infer, counts: Counter[str]) -> Reply | Fail | None:
-        if isinstance(message, Goodbye):
-            raise ConnectionClosed(message.text)
-        if isinstance(message, Ping):
-            self.link.send(Pong(message.number))
-        elif isinstance(message, Lease):
-            self._models[message.lease] = message.model
-        elif isinstance(message, LeaseEnd):
-            answer = self._take(message.lease) or self._take(message.lease)  # after the end, an error may come first
-            del self._models[message.lease]
-            self.link.leases.pop(message.lease).close()
-            if message.lease != lease or answer is not None:
-                return answer
-            if message.error is not None:
-                return Fail(infer.request, message.error.code, message.error.text)
-            counts["again"] += 1
-            self.link.send(infer)
-        elif isinstance(message, (Reply, Fail)):
-            return message
-        return None
-
-    def is_over(self, lease: int) -> bool:
-        """Whether the socket has ended and is therefore always readable."""
-        try:
-            return not self.link.leases[lease].recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def _take(self, lease: int) -> Reply | Fail | None:
-        """The answer that has arrived over the lease."""
-        try:
-            packet = self.link.leases[lease].recv(PACKET_BYTES, socket.MSG_DONTWAIT)
-        except OSError:
-            return None
-        if not packet:
-            return None
-        (answer,) = _decode(packet)
-        assert isinstance(answer, (Reply, Fail)), answer
-        return answer
-
-
-def alone(link: str, path: str, seed: int, models: Sequence[str], allowed: Allowed) -> Handler:
-    """Sends one request at a time, with a pause now and then so that others get a turn. `over leases` counts requests
-    over leases."""
-    assert link == "lane", "only a lane has leases"
-    roll = random.Random(seed)
-
-    def ask(asker: _Alone, counts: Counter[str], ways: Counter[str]) -> str:
-        model = models[0] if roll.random() < 0.98 else roll.choice(models)
-        answer, content = asker.ask(model, ways)
-        if isinstance(answer, Reply):
-            counts["right"] += 1
-            return "" if answer.outputs[0].data == content else f"{model}: other bytes than were sent"
-        counts[answer.code] += 1
-        Event().wait(PAUSE_S)  # the model may be loading
-        return "" if permitted(allowed, answer.code, f"{model}: {answer.text}") else f"{answer.code}: {answer.text}"
+def alone(url: str, seed: int, models: Sequence[str], allowed: Allowed, reconnect_timeout: float) -> Handler:
+    """Sends one request at a time with either public client, mostly to the first model, so that it gets leases. `over
+    leases` counts how often one was seen."""
 
     def handle(seconds: float) -> Answer:
-        end = monotonic() + seconds
-        counts: Counter[str] = Counter()
-        ways: Counter[str] = Counter()
-        sent, lost, examples, ends = 0, 0, [], []
-        while monotonic() < end:
-            try:
-                asker = _Alone(path, roll)
-            except (AssertionError, OSError):
-                Event().wait(PAUSE_S)
-                continue
-            try:
-                while monotonic() < end:
-                    if roll.random() < 0.002:
-                        Event().wait(roll.random() * 0.2)
-                    sent += 1
-                    if fault := ask(asker, counts, ways):
-                        examples.append(fault)
-            except TimeoutError as error:
-                lost += 1
-                examples.append(str(error))
-            except (ConnectionClosed, BrokenPipeError, ConnectionResetError) as error:
-                counts["connection lost"] += 1
-                ends.append(str(error))
-            asker.link.close()
-        return {
-            "sent": sent, "lost": lost, "wrong": len(examples), "examples": examples[:5], "ends": ends,
-            "counts": dict(counts), "over leases": dict(ways),
-        }  # fmt: skip
+        return asyncio.run(_alone(url, random.Random(seed), models, Tally(allowed), reconnect_timeout, seconds))
 
     return handle
 
 
-def alone_in_public(url: str, seed: int, model: str, allowed: Allowed, reconnect_timeout: float) -> Handler:
-    """Like `alone`, alternating between the public clients."""
-
-    def handle(seconds: float) -> Answer:
-        return asyncio.run(_alone_in_public(url, random.Random(seed), model, allowed, reconnect_timeout, seconds))
-
-    return handle
-
-
-async def _alone_in_public(
-    url: str, roll: random.Random, model: str, allowed: Allowed, reconnect_timeout: float, seconds: float
+async def _alone(
+    url: str, roll: random.Random, models: Sequence[str], tally: Tally, reconnect_timeout: float, seconds: float
 ) -> Answer:
     from shmserve import AsyncClient, Client
     from shmserve.errors import ServeError
 
-    end = monotonic() + seconds
-    counts: Counter[str] = Counter()
-    sent, examples = 0, []
+    end, seen = monotonic() + seconds, 0
     with Client(url, reconnect_timeout=reconnect_timeout) as waiting:
         async with AsyncClient(url, reconnect_timeout=reconnect_timeout) as awaiting:
             while monotonic() < end:
                 in_turn = roll.random() < 0.5
                 for _ in range(roll.randrange(200)):
+                    model = models[0] if roll.random() < 0.98 else roll.choice(models)
                     x = np.frombuffer(roll.randbytes(4 * WIDTH), np.uint32).astype(np.float32).reshape(1, -1)
-                    sent += 1
+                    tally.sent += 1
                     try:
                         if in_turn:
                             y = waiting.infer(model, {"x": x})["y"]
                         else:
                             y = (await awaiting.infer(model, {"x": x}))["y"]
                     except ServeError as error:
-                        counts[error.code] += 1
-                        if not permitted(allowed, error.code, f"{model}: {error}"):
-                            examples.append(f"{error.code}: {error}")
+                        tally.failed(Call(model, x, x, None), error)
                     else:
-                        counts["right"] += 1
-                        if not np.array_equal(x, y):
-                            examples.append(f"{model}: other bytes than were sent")
-    return {"sent": sent, "lost": 0, "wrong": len(examples), "examples": examples[:5], "counts": dict(counts)}
+                        tally.right(model, y, x)
+                with suppress(ServeError):
+                    seen += "\nshmserve_leases 0\n" not in waiting.metrics()
+    return {**tally.answer(), "over leases": seen}
 
 
 class Operator:

@@ -20,7 +20,8 @@ import numpy as np
 from bench.lib.child import Answer, Handler
 from bench.soak.clients import PATIENCE, Allowed, Call, Tally
 from shmserve import errors
-from tests.support.model_files import write_model
+from tests.support.ensemble_models import ensemble, model
+from tests.support.model_files import python_model
 
 MODELS = ("spread", "rows", "sums", "repeat", "calls")
 ROWS = 6
@@ -28,31 +29,25 @@ WIDTH = 4000
 PARTS = 20
 WINDOW = 3
 
-SPREAD = """\
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [
-            pb_utils.InferenceResponse([
-                pb_utils.Tensor("y", 2 * pb_utils.get_input_tensor_by_name(request, "x").as_numpy())
-            ])
-            for request in requests
-        ]
-"""
-SUMS = """\
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.one(request) for request in requests]
-
-    def one(self, request):
-        x, state = (pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in ("x", "state"))
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", state + x), pb_utils.Tensor("new", state + x)])
-"""
+SUMS = python_model(
+    """
+    y = x + pb_utils.get_input_tensor_by_name(request, "state").as_numpy()
+    return pb_utils.InferenceResponse([pb_utils.Tensor("y", y), pb_utils.Tensor("new", y)])
+    """
+)
+CALLS = python_model(
+    """
+    y = pb_utils.get_input_tensor_by_name(request, "x")
+    for name in ("identity_FP32", "spread"):
+        given = [pb_utils.Tensor.from_dlpack("x", y.to_dlpack())]
+        response = pb_utils.InferenceRequest(model_name=name, requested_output_names=["y"], inputs=given).exec()
+        if response.has_error():
+            return pb_utils.InferenceResponse([], response.error())
+        y = pb_utils.get_output_tensor_by_name(response, "y")
+    return pb_utils.InferenceResponse([y])
+    """
+)
+"""Calls two models, the second with the output of the first."""
 REPEAT = """\
 import threading
 
@@ -90,51 +85,14 @@ class TritonPythonModel:
             thread.join()
 """
 
-CALLS = """\
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    # Calls others one after the other, each with what it has from the one before.
-    def execute(self, requests):
-        return [self.one(request) for request in requests]
-
-    def one(self, request):
-        for name in ("identity_FP32", "spread"):
-            x = pb_utils.get_input_tensor_by_name(request, "x") if name == "identity_FP32" else y
-            call = pb_utils.InferenceRequest(model_name=name, requested_output_names=["y"],
-                                             inputs=[pb_utils.Tensor.from_dlpack("x", x.to_dlpack())])
-            response = call.exec()
-            if response.has_error():
-                return pb_utils.InferenceResponse([], response.error())
-            y = pb_utils.get_output_tensor_by_name(response, "y")
-        return pb_utils.InferenceResponse([y])
-"""
-
-CONFIGS = {
-    "spread": 'backend: "python" input [ { name: "x" data_type: TYPE_FP32 dims: [ -1, -1 ] } ] '
-    'output [ { name: "y" data_type: TYPE_FP32 dims: [ -1, -1 ] } ]',
-    "rows": 'platform: "ensemble" input [ { name: "x" data_type: TYPE_FP32 dims: [ -1, -1 ] } ] '
-    'output [ { name: "z" data_type: TYPE_FP32 dims: [ -1, -1 ] } ] ensemble_scheduling { step [ '
-    '{ model_name: "spread" model_version: -1 '
-    'input_map { key: "x" value: "x" } output_map { key: "y" value: "wide" } }, '
-    '{ model_name: "identity_FP32" model_version: -1 '
-    'input_map { key: "x" value: "wide" } output_map { key: "y" value: "z" } } ] } '
-    'parameters { key: "step[1].map" value { string_value: "wide" } }',
-    "calls": 'backend: "python" instance_group [ { count: 2 kind: KIND_CPU } ] '
-    'input [ { name: "x" data_type: TYPE_FP32 dims: [ -1, -1 ] } ] '
-    'output [ { name: "y" data_type: TYPE_FP32 dims: [ -1, -1 ] } ]',
-    "sums": 'backend: "python" max_batch_size: 4 instance_group [ { count: 2 kind: KIND_CPU } ] '
-    'input [ { name: "x" data_type: TYPE_FP32 dims: [ 3 ] } ] '
-    'output [ { name: "y" data_type: TYPE_FP32 dims: [ 3 ] } ] '
-    "sequence_batching { direct { } max_sequence_idle_microseconds: 5000000 control_input [ "
+TWO = "instance_group [ { count: 2 kind: KIND_CPU } ] "
+SEQUENCES = (
+    "max_batch_size: 4 sequence_batching { direct { } max_sequence_idle_microseconds: 5000000 control_input [ "
     '{ name: "START" control [ { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } ] }, '
     '{ name: "READY" control [ { kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] } ] } ] '
-    'state [ { input_name: "state" output_name: "new" data_type: TYPE_FP32 dims: [ 3 ] } ] }',
-    "repeat": 'backend: "python" max_batch_size: 4 dynamic_batching { } '
-    'input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ] '
-    'output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] } ] model_transaction_policy { decoupled: true }',
-}  # fmt: skip
+    'state [ { input_name: "state" output_name: "new" data_type: TYPE_FP32 dims: [ 3 ] } ] }'
+)
+STREAMS = "max_batch_size: 4 dynamic_batching { } model_transaction_policy { decoupled: true }"
 
 _START = "must specify the START flag"
 ALLOWED = {
@@ -145,9 +103,13 @@ ALLOWED = {
 
 
 def write(root: Path) -> None:
-    sources = {"spread": SPREAD, "sums": SUMS, "repeat": REPEAT, "calls": CALLS}
-    for name, text in CONFIGS.items():
-        write_model(root, name, f'name: "{name}" {text}', sources.get(name, ""))
+    matrix = "[-1,-1]"
+    model(root, "spread", python_model("return self.respond(2 * x)"), outputs=(f"y:FP32:{matrix}",), dims=matrix)
+    model(root, "calls", CALLS, TWO, (f"y:FP32:{matrix}",), matrix)
+    model(root, "sums", SUMS, TWO + SEQUENCES, ("y:FP32:[3]",), "[3]")
+    model(root, "repeat", REPEAT, STREAMS, ("y:FP32:[-1]",), "[2]")
+    steps = "spread(x:x)->(y:wide)", "identity_FP32(x:wide)->(y:z)/map:wide"
+    ensemble(root, "rows", f"x:FP32:{matrix}", f"z:FP32:{matrix}", *steps)
 
 
 class Caller:
