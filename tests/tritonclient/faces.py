@@ -16,8 +16,6 @@ import numpy as np
 from tritonclient.utils import InferenceServerException
 from tritonclient.utils import shared_memory as shm
 
-from tests.tritonclient.methods import CLASSES, CLIENTS, FUNCTIONS
-
 A = np.arange(16, dtype=np.int32).reshape(1, 16)
 B = np.full((1, 16), 3, np.int32)
 BYTES = A.nbytes
@@ -130,27 +128,3 @@ class Region:
 
     def array(self, offset: int = 0) -> Any:
         return shm.get_contents_as_numpy(self.handle, np.int32, [1, 16], offset)
-
-
-def found_methods() -> set[str]:
-    """The public methods and functions of the package; they differ from METHODS if the package has changed."""
-    names = set()
-    for face in CLIENTS:
-        names |= _public(face, importlib.import_module(f"tritonclient.{face}").InferenceServerClient)
-    for name in CLASSES:
-        module, _, kind = name.rpartition(".")
-        home = "grpc._client" if name == "grpc.CallContext" else module
-        made = _public(name, getattr(importlib.import_module(f"tritonclient.{home}"), kind))
-        names |= made or {f"{name}.use"}
-    for module in FUNCTIONS:
-        here = importlib.import_module(f"tritonclient.{module}")
-        names |= {
-            f"{module}.{name}"
-            for name, thing in vars(here).items()
-            if inspect.isfunction(thing) and thing.__module__ == here.__name__ and not name.startswith("_")
-        }
-    return names
-
-
-def _public(prefix: str, kind: type) -> set[str]:
-    return {f"{prefix}.{name}" for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))}
