@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support import ensemble_models
 from tests.support.model_files import parameters, write_model
 
 WIDTH = 100_000
@@ -15,6 +16,10 @@ CONFIG = """
 backend: "python" max_batch_size: 8
 input {{ name: "x" data_type: TYPE_FP32 dims: {width} }} output {{ name: "y" data_type: {out} }}
 instance_group {{ kind: KIND_GPU gpus: 0 count: {count} }}
+"""
+CHAIN = """
+platform: "ensemble" max_batch_size: {batch}
+input {{ name: "x" data_type: TYPE_FP32 dims: {width} }} output {{ name: "y" data_type: {out} }}
 """
 HEAD = """\
 import os
@@ -71,21 +76,12 @@ def gpu_model(
     write_model(repository, name, config + ON_DEVICE + more, HEAD + source)
 
 
-def chain(repository: Path, name: str, *models: str, out: str = FLOATS, width: int = WIDTH) -> None:
+def chain(repository: Path, name: str, *models: str, out: str = FLOATS, width: int = WIDTH, batch: int = 8) -> None:
     tensors = ["x", *(f"t{number}" for number in range(1, len(models))), "y"]
-    steps = " ".join(
-        f'step {{ model_name: "{model}" input_map {{ key: "x" value: "{given}" }} '
-        f'output_map {{ key: "y" value: "{made}" }} }}'
-        for model, given, made in zip(models, tensors, tensors[1:], strict=False)
-    )
-    write_model(
-        repository,
-        name,
-        f'platform: "ensemble" max_batch_size: 8\n'
-        f'input {{ name: "x" data_type: TYPE_FP32 dims: {width} }}\n'
-        f'output {{ name: "y" data_type: {out.format(width=width)} }}\n'
-        f"ensemble_scheduling {{ {steps} }}\n",
-    )
+    links = zip(models, tensors, tensors[1:], strict=False)
+    steps = [f"{model}(x:{given})->(y:{made})" for model, given, made in links]
+    config = CHAIN.format(batch=batch, width=width, out=out.format(width=width))
+    write_model(repository, name, config + ensemble_models.steps(*steps))
 
 
 def numbers(rows: int = 1, seed: int = 1, width: int = WIDTH) -> np.ndarray[Any, Any]:

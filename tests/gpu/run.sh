@@ -6,7 +6,7 @@
 # others. Exit code: 0 if all parts passed or were skipped, 1 if a part failed, 2 for wrong arguments.
 #
 # PYTHON                        the interpreter, default python3
-# TEST_ARGS, BENCH_ARGS         options of pytest and of bench.gpu, instead of "tests/gpu" and "--seconds 225"
+# TEST_ARGS, BENCH_ARGS         options of pytest and of bench.gpu, instead of these tests and "--seconds 225"
 # TEST_SECONDS, BENCH_SECONDS   the limits, default 200 and 245
 set -uo pipefail
 
@@ -17,7 +17,7 @@ fi
 mkdir -p "$2" || exit 2
 wheelhouse=$(realpath "$1") out=$(realpath "$2")
 python=${PYTHON:-python3}
-read -ra test_args <<< "${TEST_ARGS:-tests/gpu}"
+read -ra test_args <<< "${TEST_ARGS:-tests/conformance/test_devices.py tests/gpu}"
 read -ra bench_args <<< "${BENCH_ARGS:---seconds 225}"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shmserve.testing import Server
-from tests.support.model_files import write_model
+from tests.gpu.gpu_models import chain
 from tests.support.workers.models.worker_models import Graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
@@ -76,16 +76,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator[
         (repository / name / "config.pbtxt").write_text(
             'backend: "tensorrt" instance_group { kind: KIND_GPU gpus: 0 }\n'
         )
-    step = 'step {{ model_name: "{}" input_map {{ key: "x" value: "{}" }} output_map {{ key: "y" value: "{}" }} }}'
-    steps = step.format("first", "x", "t"), step.format("second", "t", "y")
-    write_model(
-        repository,
-        "both",
-        f'platform: "ensemble" max_batch_size: 2\n'
-        f'input {{ name: "x" data_type: TYPE_FP32 dims: {WIDE} }}\n'
-        f'output {{ name: "y" data_type: TYPE_FP32 dims: {WIDE} }}\n'
-        f"ensemble_scheduling {{ {' '.join(steps)} }}\n",
-    )
+    chain(repository, "both", "first", "second", width=WIDE, batch=2)
     with Server(repository, "--exit-on-error", "true", start_timeout=300) as server:
         yield server
 
@@ -105,28 +96,17 @@ def test_batches_give_the_same_results_as_on_the_cpu(server: Server, sources: Pa
                 np.testing.assert_allclose(future.result()["y"], wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_an_ensemble_passes_tensors_between_steps_on_the_gpu(server: Server) -> None:
-    x = np.random.default_rng(5).standard_normal((1, WIDE)).astype(np.float32)
-    with server.client() as client:
-        for _ in range(4):
-            np.testing.assert_array_equal(client.infer("both", {"x": x})["y"], (x + 1) + 1)
-
-
-def test_clients_send_and_receive_tensors_on_the_gpu(server: Server) -> None:
-    """The client's own memory, a library's array in the middle of its pool, and an array that is not written yet."""
+def test_tensors_stay_on_the_gpu_between_clients_and_steps(server: Server) -> None:
+    """tests/gpu/test_clients.py has all kinds of arrays."""
     cupy = importlib.import_module("cupy")
-    random = np.random.default_rng(6).standard_normal((1, WIDE)).astype(np.float32)
+    given = np.random.default_rng(5).standard_normal((1, WIDE)).astype(np.float32)
     with server.client() as client:
         x, y = client.empty((1, WIDE), device="cuda:0"), client.empty((1, WIDE), device="cuda:0")
-        cupy.asarray(x)[...] = cupy.asarray(random)
-        found: Any = client.infer("first", {"x": x}, outputs={"y": y})["y"]
-        assert found is y
-        np.testing.assert_array_equal(y.numpy(), random + 1)
-        pool = cupy.zeros((3, WIDE), cupy.float32)
-        with cupy.cuda.Stream(non_blocking=True):
-            for _ in range(20):
-                pool[1:2] = cupy.asarray(random) * 2
-            np.testing.assert_array_equal(client.infer("both", {"x": pool[1:2]})["y"], (random * 2 + 1) + 1)
-        futures = [client.submit("first", {"x": x if number % 2 else random}) for number in range(6)]
+        cupy.asarray(x)[...] = cupy.asarray(given)
+        for _ in range(4):
+            np.testing.assert_array_equal(client.infer("both", {"x": given})["y"], (given + 1) + 1)
+            client.infer("both", {"x": x}, outputs={"y": y})
+            np.testing.assert_array_equal(y.numpy(), (given + 1) + 1)
+        futures = [client.submit("first", {"x": x if number % 2 else given}) for number in range(6)]
         for future in futures:
-            np.testing.assert_array_equal(future.result()["y"], random + 1)
+            np.testing.assert_array_equal(future.result()["y"], given + 1)

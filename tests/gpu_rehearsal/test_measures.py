@@ -31,20 +31,8 @@ def test_the_tests_on_a_gpu_pass_with_the_stand_ins() -> None:
 
 def test_the_measures_of_transfers_run_with_the_stand_ins(tmp_path: Path) -> None:
     """The copies are those that docs/gpu.md states: an output of a Python model is copied once, within the GPU."""
-    command = [
-        sys.executable,
-        "-m",
-        "bench.gpu",
-        "--out",
-        str(tmp_path),
-        "--mib",
-        "1",
-        "--turn",
-        "0.02",
-        "--rounds",
-        "1",
-    ]
-    command += ["--only", "copies", "--only", "hand-over", "--only", "host-to-device"]
+    command = [sys.executable, "-m", "bench.gpu", "--out", str(tmp_path), "--mib", "1", "--turn", "0.02"]
+    command += ["--rounds", "1", "--only", "copies", "--only", "hand-over", "--only", "host-to-device"]
     path = os.pathsep.join(filter(None, (str(STANDINS), os.environ.get("PYTHONPATH"))))
     gpus = json.dumps([{"uuid": "GPU-aa11", "pci": "00000000:3B:00.0"}])
     environment = os.environ | {"PYTHONPATH": path, "STANDIN_GPUS": gpus, "CUDA_VISIBLE_DEVICES": "GPU-aa11"}

@@ -15,22 +15,14 @@ from tests import ROOT
 pytestmark = pytest.mark.process
 FILES = {"install.log", "machine.log", "tests.log", "tests.xml", "bench.log", "results.json", "results.md"}
 MEASURES = {"hand-over", "copies", "host-to-device", "resnet", "overlap", "lone", "throughput"}
-FAILING = """
-import pytest
-
-
-@pytest.mark.gpu
-def test_it():
-    assert 1 == 2
-"""
-HANGING = """
+TEST = """
 import select
 import pytest
 
 
 @pytest.mark.gpu
 def test_it():
-    select.select([], [], [])
+    {body}
 """
 
 
@@ -55,7 +47,7 @@ def test_without_a_gpu_everything_is_skipped(tmp_path: Path) -> None:
     code, summary = run(tmp_path, BENCH_ARGS="--seconds 0")
     out = tmp_path / "out"
     assert (code, outcomes(summary)) == (0, dict.fromkeys(("install", "machine", "tests", "bench"), "ok")), summary
-    assert " skipped in " in summary
+    assert " skipped, " in summary
     assert " passed" not in summary
     rows = json.loads((out / "results.json").read_text())["rows"]
     assert {row["measure"]: row["verdict"] for row in rows} == dict.fromkeys(MEASURES, "skipped")
@@ -63,22 +55,23 @@ def test_without_a_gpu_everything_is_skipped(tmp_path: Path) -> None:
     assert "Python 3" in (out / "machine.log").read_text()
 
 
-def test_after_a_failed_test_the_measures_are_taken(tmp_path: Path) -> None:
-    (tmp_path / "test_failing.py").write_text(FAILING)
-    arguments = {"TEST_ARGS": str(tmp_path / "test_failing.py"), "BENCH_ARGS": "--seconds 0 --only resnet"}
-    code, summary = run(tmp_path, **arguments)
-    expected = {"install": "ok", "machine": "ok", "tests": "FAILED: tests.log", "bench": "ok"}
+@pytest.mark.parametrize(
+    ("body", "outcome", "logged"),
+    [
+        ("assert 1 == 2", "FAILED: tests.log", "test_it.py::test_it"),
+        ("select.select([], [], [])", "FAILED: it exceeded 10 s", "KeyboardInterrupt"),
+    ],
+    ids=["fails", "hangs"],
+)
+def test_after_a_failed_or_hanging_test_the_measures_are_taken(
+    tmp_path: Path, body: str, outcome: str, logged: str
+) -> None:
+    test = tmp_path / "test_it.py"
+    test.write_text(TEST.format(body=body))
+    code, summary = run(tmp_path, TEST_SECONDS="10", TEST_ARGS=str(test), BENCH_ARGS="--seconds 0 --only resnet")
+    expected = {"install": "ok", "machine": "ok", "tests": outcome, "bench": "ok"}
     assert (code, outcomes(summary)) == (1, expected), summary
-    assert "test_failing.py::test_it" in summary
-
-
-def test_a_part_that_hangs_is_ended(tmp_path: Path) -> None:
-    (tmp_path / "test_hanging.py").write_text(HANGING)
-    arguments = {"TEST_ARGS": str(tmp_path / "test_hanging.py"), "BENCH_ARGS": "--seconds 0 --only resnet"}
-    code, summary = run(tmp_path, TEST_SECONDS="10", **arguments)
-    expected = {"install": "ok", "machine": "ok", "tests": "FAILED: it exceeded 10 s", "bench": "ok"}
-    assert (code, outcomes(summary)) == (1, expected), summary
-    assert "KeyboardInterrupt" in (tmp_path / "out" / "tests.log").read_text()
+    assert logged in (tmp_path / "out" / "tests.log").read_text()
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
