@@ -13,46 +13,12 @@ import pytest
 
 from bench.lib import models
 from bench.lib.setting import serving
-from tests.conformance.wire_client import (
-    ANSWER,
-    ASK,
-    BYE,
-    CANCEL,
-    FAIL,
-    FAIL_BATCH,
-    FAIL_HELD,
-    GOODBYE,
-    HELLO,
-    INFER,
-    INFER_BATCH,
-    MORE,
-    PART,
-    PING,
-    PONG,
-    RELEASED,
-    REPLY,
-    REPLY_BATCH,
-    RETURN,
-    Message,
-    Segment,
-    WireClient,
-)
+from tests.conformance import wire_client as wire
+from tests.conformance.wire_client import Message, Segment, WireClient
+from tests.support.model_files import python_model
 
 pytestmark = pytest.mark.process
-SLOW = """\
-import time
-
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        time.sleep(0.3)
-        return [
-            pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
-            for r in requests
-        ]
-"""
+SLOW = python_model("select.select([], [], [], 0.3)\nreturn self.respond(x)")
 COUNTS = """\
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -103,7 +69,7 @@ def test_inline_tensors_come_back_inline(server: Path, outputs: str) -> None:
     x = floats(1024)
     with WireClient(server, outputs) as client:
         tag, request, version, tensors, *_ = client.infer(1, "identity", [["x", "FP32", [1024], x.tobytes()]])
-        assert (tag, request, version) == (REPLY, 1, 1)
+        assert (tag, request, version) == (wire.REPLY, 1, 1)
         assert tensors == [["y", "FP32", [1024], x.tobytes()]]
 
 
@@ -112,11 +78,13 @@ def results(client: WireClient, count: int) -> dict[int, Message]:
     found: dict[int, Message] = {}
     while len(found) < count:
         message = client.read()
-        if message[0] == FAIL_BATCH:
-            assert found.keys().isdisjoint(message[1])
-            found |= {request: [FAIL, request, *message[2:]] for request in message[1]}
+        if message[0] == wire.RELEASED:
             continue
-        if message[0] != REPLY_BATCH:
+        if message[0] == wire.FAIL_BATCH:
+            assert found.keys().isdisjoint(message[1])
+            found |= {request: [wire.FAIL, request, *message[2:]] for request in message[1]}
+            continue
+        if message[0] != wire.REPLY_BATCH:
             assert message[1] not in found
             found[message[1]] = message
             continue
@@ -128,7 +96,7 @@ def results(client: WireClient, count: int) -> dict[int, Message]:
             tensors = [
                 [name, dtype, [axis, *dims], blob] for (name, dtype, dims), blob in zip(forms, blobs, strict=True)
             ]
-            found[request] = [REPLY, request, version, tensors, None]
+            found[request] = [wire.REPLY, request, version, tensors, None]
     return found
 
 
@@ -145,9 +113,9 @@ def test_requests_in_a_batch_have_the_answers_of_requests_one_by_one(server: Pat
             data = [floats(2 * axis, number).tobytes() for number, axis in zip(numbers, rows, strict=True)]
             data[7] = data[7][4:]
             columns = [[["x", "FP32", [2]]], numbers, rows, [[blob] for blob in data]]
-            batches.append([INFER_BATCH, "batching", 0, columns])
+            batches.append([wire.INFER_BATCH, "batching", 0, columns])
             for number, axis, blob in zip(numbers, rows, data, strict=True):
-                singly.append([INFER, number, "batching", 0, [["x", "FP32", [axis, 2], blob]]])
+                singly.append([wire.INFER, number, "batching", 0, [["x", "FP32", [axis, 2], blob]]])
         client.send(*batches)
         together = results(client, 6 * most)
         client.send(*singly)
@@ -155,22 +123,25 @@ def test_requests_in_a_batch_have_the_answers_of_requests_one_by_one(server: Pat
         batched = client.batched
         assert together == results(client, 6 * most)
         assert client.batched == batched, "what came by Infer is answered by Reply"
-        assert {answer[0] for answer in together.values()} == {REPLY, FAIL}
+        assert {answer[0] for answer in together.values()} == {wire.REPLY, wire.FAIL}
 
 
-def test_a_request_of_a_batch_is_cancelled_by_its_number_and_has_a_timeout(server: Path) -> None:
+@pytest.mark.parametrize("batched", [False, True], ids=["one by one", "batch"])
+def test_requests_are_cancelled_by_number_and_have_timeouts(server: Path, batched: bool) -> None:
+    """Each request is answered once; inputs that a worker still reads are released later."""
+
+    def infer(numbers: list[int], *more: Any) -> list[Message]:
+        if batched:
+            columns = [[["x", "FP32", []]], numbers, [1] * len(numbers), [[b"1234"] for _ in numbers]]
+            return [[wire.INFER_BATCH, "slow", 0, columns, *more]]
+        return [[wire.INFER, number, "slow", 0, [["x", "FP32", [1], b"1234"]], None, *more] for number in numbers]
+
     with WireClient(server, "frames") as client:
-        columns = [[["x", "FP32", []]], [1, 2, 3], [1, 1, 1], [[b"1234"], [b"2345"], [b"3456"]]]
-        client.send([INFER_BATCH, "slow", 0, columns], [CANCEL, 2])
-        answers: dict[int, Message] = {}
-        while len(answers) < 3:
-            answers |= {number: one for number, one in results(client, 1).items() if one[0] != RELEASED}
-        assert [answers[number][0] for number in (1, 3)] == [REPLY, REPLY]
-        assert answers[2][2] == "CANCELLED"
-        client.send([INFER_BATCH, "slow", 0, [[["x", "FP32", []]], [4], [1], [[b"1234"]]], 50_000])
-        while (answer := client.read())[0] == RELEASED:
-            assert answer[1] == 2
-        assert answer[1:3] == [4, "DEADLINE_EXCEEDED"]
+        client.send(*infer([1, 2, 3]), [wire.CANCEL, 2], [wire.CANCEL, 99])
+        client.send(*infer([4], 50_000))
+        answers = results(client, 4)
+        assert [answers[number][0] for number in (1, 3)] == [wire.REPLY] * 2
+        assert [answers[number][2] for number in (2, 4)] == ["CANCELLED", "DEADLINE_EXCEEDED"]
 
 
 def test_strings_have_a_length_prefix(server: Path) -> None:
@@ -186,7 +157,7 @@ def test_tensors_in_frames(server: Path) -> None:
     with WireClient(server, "frames") as client:
         answer = client.infer(1, "identity", [["x", "FP32", [200_000], 0]], frames=(x.tobytes(),))
         name, dtype, shape, data = answer[3][0]
-        assert (answer[0], name, dtype, shape) == (REPLY, "y", "FP32", [200_000])
+        assert (answer[0], name, dtype, shape) == (wire.REPLY, "y", "FP32", [200_000])
         assert type(data) is int
         assert client.frames[data] == x.tobytes()
 
@@ -196,9 +167,9 @@ def test_a_response_too_large_for_frames_is_refused(server: Path) -> None:
     x = floats(400_000)
     with WireClient(server, "frames") as client, Segment(client, x.tobytes()) as segment:
         answer = client.infer(1, "identity", [["x", "FP32", [400_000], [segment.handle]]])
-        assert answer[:3] == [FAIL, 1, "INVALID_ARG"]
+        assert answer[:3] == [wire.FAIL, 1, "INVALID_ARG"]
         assert str(1024 * 1024) in answer[3]
-        assert client.infer(2, "identity", [["x", "FP32", [1], b"1234"]])[0] == REPLY
+        assert client.infer(2, "identity", [["x", "FP32", [1], b"1234"]])[0] == wire.REPLY
 
 
 def test_tensors_in_named_segments(own_server: Path) -> None:
@@ -207,15 +178,15 @@ def test_tensors_in_named_segments(own_server: Path) -> None:
     with WireClient(own_server, "posix") as client, Segment(client, x.tobytes()) as segment:
         for request in range(1, 4):
             answer = client.infer(request, "identity", [["x", "FP32", [1_000_000], [segment.handle]]])
-            assert answer[0] == REPLY, answer
+            assert answer[0] == wire.REPLY, answer
             output = answer[3][0]
             assert output[:3] == ["y", "FP32", [1_000_000]]
             assert output[3][0][0] >> 32 != client.owner
             assert client.bytes_of(output) == x.tobytes()
-            client.send([RETURN, output[3]])
-        client.send([RETURN, output[3]])
+            client.send([wire.RETURN, output[3]])
+        client.send([wire.RETURN, output[3]])
         refused = client.read()
-        assert refused[:3] == [FAIL, 0, "INVALID_ARG"]
+        assert refused[:3] == [wire.FAIL, 0, "INVALID_ARG"]
 
 
 def test_an_output_in_a_segment_of_the_client(own_server: Path) -> None:
@@ -224,38 +195,10 @@ def test_an_output_in_a_segment_of_the_client(own_server: Path) -> None:
         number = segment.number
         inputs = [["x", "FP32", [5000], [[number, 0, 20_000]]]]
         answer = client.infer(1, "identity", inputs, [["y", [number, 20_000, 20_000]]])
-        assert answer[0] == REPLY, answer
+        assert answer[0] == wire.REPLY, answer
         assert answer[3] == [["y", "FP32", [5000], [[number, 20_000, 20_000]]]]
         written = Path(f"/dev/shm/{segment.name}").read_bytes()[20_000:]
         assert written == x.tobytes()
-
-
-def test_cancel_ends_queued_and_running_requests(server: Path) -> None:
-    """Each request is answered once; inputs that a worker still reads are released later."""
-    tensor = ["x", "FP32", [1], b"1234"]
-    with WireClient(server, "frames") as client:
-        client.send(*([INFER, request, "slow", 0, [tensor]] for request in (1, 2, 3)))
-        client.send([CANCEL, 3], [CANCEL, 2], [CANCEL, 99])
-        answers: dict[int, Message] = {}
-        while len(answers) < 3:
-            answer = client.read()
-            if answer[0] == RELEASED:
-                continue
-            assert answer[1] not in answers
-            answers[answer[1]] = answer
-        assert answers[1][0] == REPLY
-        for request in (2, 3):
-            assert answers[request][0] in (FAIL, FAIL_HELD)
-            assert answers[request][2] == "CANCELLED"
-
-
-def test_a_timeout_fails_first_and_releases_later(server: Path) -> None:
-    with WireClient(server, "frames") as client:
-        answer = client.infer(1, "slow", [["x", "FP32", [1], b"1234"]], None, 50_000)
-        assert answer[0] in (FAIL, FAIL_HELD)
-        assert answer[2] == "DEADLINE_EXCEEDED"
-        if answer[0] == FAIL_HELD:
-            assert client.read() == [RELEASED, 1]
 
 
 def test_a_stream_sends_as_many_parts_as_its_window_allows(server: Path) -> None:
@@ -263,37 +206,37 @@ def test_a_stream_sends_as_many_parts_as_its_window_allows(server: Path) -> None
         return ["x", "FP32", [1], np.float32(number).tobytes()]
 
     with WireClient(server, "frames") as client:
-        client.send([INFER, 1, "counts", 0, [count(5)], None, 0, {"window": 2}])
+        client.send([wire.INFER, 1, "counts", 0, [count(5)], None, 0, {"window": 2}])
         for number in range(5):
             tag, request, version, outputs, *rest = client.read()
-            assert (tag, request, version) == (PART, 1, 1)
+            assert (tag, request, version) == (wire.PART, 1, 1)
             assert outputs == [["y", "FP32", [2], np.full(2, number, np.float32).tobytes()]]
             assert True not in rest
             if number == 1:
-                client.send([PING, 7])
-                assert client.read() == [PONG, 7]  # the window is full
-                client.send([MORE, 1, 100], [MORE, 99, 1])
-        assert client.read() == [PART, 1, 1, [], None, True]
-        client.send([INFER, 2, "counts", 0, [count(1000)], None, 0, {"window": 1}])
-        assert client.read()[:2] == [PART, 2]
-        client.send([CANCEL, 2])
+                client.send([wire.PING, 7])
+                assert client.read() == [wire.PONG, 7]  # the window is full
+                client.send([wire.MORE, 1, 100], [wire.MORE, 99, 1])
+        assert client.read() == [wire.PART, 1, 1, [], None, True]
+        client.send([wire.INFER, 2, "counts", 0, [count(1000)], None, 0, {"window": 1}])
+        assert client.read()[:2] == [wire.PART, 2]
+        client.send([wire.CANCEL, 2])
         ended = client.read()
-        assert ended[0] in (FAIL, FAIL_HELD)
+        assert ended[0] in (wire.FAIL, wire.FAIL_HELD)
         assert ended[1:3] == [2, "CANCELLED"]
-        if ended[0] == FAIL_HELD:
-            assert client.read() == [RELEASED, 2]
+        if ended[0] == wire.FAIL_HELD:
+            assert client.read() == [wire.RELEASED, 2]
         assert client.infer(3, "counts", [count(0)], None, 0, {"window": 1})[3:] == [[], None, True]
-        assert client.infer(4, "counts", [count(1)])[:3] == [FAIL, 4, "UNSUPPORTED"]
+        assert client.infer(4, "counts", [count(1)])[:3] == [wire.FAIL, 4, "UNSUPPORTED"]
         answer = client.infer(5, "identity", [count(7)], None, 0, {"window": 1})
-        assert answer == [REPLY, 5, 1, [["y", "FP32", [1], np.float32(7).tobytes()]], None]
+        assert answer == [wire.REPLY, 5, 1, [["y", "FP32", [1], np.float32(7).tobytes()]], None]
 
 
 def ask(client: WireClient, what: str, model: str = "", version: int = 0) -> Any:
-    client.send([ASK, 77, what, model, version, b""])
+    client.send([wire.ASK, 77, what, model, version, b""])
     body = b""
     while True:
         answer = client.read()
-        assert answer[:2] == [ANSWER, 77], answer
+        assert answer[:2] == [wire.ANSWER, 77], answer
         body += answer[2]
         if not answer[3]:
             return json.loads(body)
@@ -321,14 +264,7 @@ def test_status_queries(server: Path) -> None:
 
 def test_another_protocol_is_refused_by_number(server: Path) -> None:
     with WireClient(server, "frames", greet=False) as client:
-        client.send([HELLO, 2, os.getpid(), "from the future", "frames"])
+        client.send([wire.HELLO, 2, os.getpid(), "from the future", "frames"])
         answer = client.read()
-        assert answer[:2] == [GOODBYE, "PROTOCOL"]
+        assert answer[:2] == [wire.GOODBYE, "PROTOCOL"]
         assert "protocol 2" in answer[2]
-
-
-def test_bye_ends_only_this_client(server: Path) -> None:
-    with WireClient(server, "frames") as staying:
-        with WireClient(server, "frames") as leaving:
-            leaving.send([INFER, 1, "slow", 0, [["x", "FP32", [1], b"1234"]]], [BYE])
-        assert staying.infer(1, "identity", [["x", "FP32", [1], b"1234"]])[0] == REPLY
