@@ -9,6 +9,7 @@ import pytest
 
 from shmserve.repo import samples
 from tests.deploy import image
+from tests.support.load import write_times
 from tests.support.model_files import python_model, write_model
 
 CONFIG = """
@@ -34,12 +35,13 @@ def built() -> str:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with samples and the model "waits", which takes as many seconds as its input says."""
+    """A repository with samples, a model for a load, and "waits", which takes as many seconds as its input says."""
     root = tmp_path_factory.mktemp("models")
     for name in samples.build(root, lambda text: None):
         if name not in SAMPLES:
             shutil.rmtree(root / name)
     write_model(root, "waits", CONFIG, python_model(WAITS))
+    write_times(root, "twice", "0")
     for path in (root, *root.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     return root

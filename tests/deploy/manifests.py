@@ -41,6 +41,13 @@ def one(overlay: str, kind: str, name: str = "") -> Thing:
     return found
 
 
+def triggers() -> dict[str, tuple[str, float]]:
+    """Trigger of the component keda -> its query and its threshold."""
+    (scaled,) = read(KUBERNETES / "components/keda/scaledobject.yaml")
+    made = [(trigger["name"], trigger["metadata"]) for trigger in scaled["spec"]["triggers"]]
+    return {name: (about["query"], float(about["threshold"])) for name, about in made}
+
+
 def container(thing: Thing) -> Thing:
     """The container of the server in a Deployment."""
     (found,) = thing["spec"]["template"]["spec"]["containers"]

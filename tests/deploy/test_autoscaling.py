@@ -1,40 +1,16 @@
-"""The autoscaling queries, on series with known results and on an overloaded server."""
+"""The autoscaling queries on series with known results."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from shmserve.testing import Server
-from tests.deploy.manifests import KUBERNETES, read
-from tests.fleet import programs, watching
-from tests.support.model_files import python_model, write_model
-
-CLIENTS = 16
-CONFIG = """
-backend: "python" max_batch_size: 0
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
-output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
-instance_group [ { count: 1 kind: KIND_CPU } ]
-"""
-SLOW = """
-select.select([], [], [], 0.1)
-return self.respond(x)
-"""
-
-
-def triggers() -> dict[str, tuple[str, float]]:
-    """Name -> query, threshold."""
-    (scaled,) = read(KUBERNETES / "components/keda/scaledobject.yaml")
-    made = [(trigger["name"], trigger["metadata"]) for trigger in scaled["spec"]["triggers"]]
-    return {name: (about["query"], float(about["threshold"])) for name, about in made}
+from tests.deploy import manifests
+from tests.fleet import programs
 
 
 def histogram(model: str, fast: int, all_: int, pod: str = "a", job: str = "shmserve") -> list[dict[str, str]]:
@@ -86,7 +62,7 @@ def test_scaling_queries_give_the_expected_values(case: str, tmp_path: Path) -> 
     promtool = programs.need("promtool")
     trigger, series, expected = CASES[case]
     checked: dict[str, Any] = {
-        "expr": triggers()[trigger][0],
+        "expr": manifests.triggers()[trigger][0],
         "eval_time": "10m",
         "exp_samples": [{"labels": "{}", "value": expected}],
     }
@@ -98,37 +74,3 @@ def test_scaling_queries_give_the_expected_values(case: str, tmp_path: Path) -> 
     file.write_text(json.dumps({"evaluation_interval": "15s", "tests": tests}))
     done = subprocess.run([str(promtool), "test", "rules", str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.process
-def test_an_overloaded_server_triggers_scaling(tmp_path: Path) -> None:
-    """Without requests, neither trigger asks for more pods; with more requests than the instance can run, both do."""
-    programs.need("prometheus")
-    write_model(tmp_path / "models", "slow", CONFIG, python_model(SLOW))
-    over = threading.Event()
-    with (
-        Server(tmp_path / "models", gateway=True) as server,
-        watching.running(tmp_path, [server.endpoints["metrics"]]) as prometheus,
-    ):
-        prometheus.until(lambda: prometheus.query("shmserve_ready == 1"))
-        for query, _ in triggers().values():
-            assert [value for _, value in prometheus.query(query)] == [0.0]
-
-        def send() -> None:
-            with server.client() as client:
-                while not over.is_set():
-                    client.infer("slow", {"x": np.ones(1, np.float32)})
-
-        def exceeds(query: str, threshold: float) -> bool:
-            return prometheus.query(query)[0][1] > threshold
-
-        threads = [threading.Thread(target=send) for _ in range(CLIENTS)]
-        for thread in threads:
-            thread.start()
-        try:
-            for trigger in triggers().values():
-                prometheus.until(partial(exceeds, *trigger))
-        finally:
-            over.set()
-            for thread in threads:
-                thread.join()

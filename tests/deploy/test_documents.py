@@ -56,10 +56,9 @@ def test_numbers_on_the_page_match_the_manifests() -> None:
     command = container(one("base", "Deployment"))["lifecycle"]["preStop"]["exec"]["command"]
     assert f"`{' '.join(command)}`" in PAGE
     assert f"`terminationGracePeriodSeconds` ({spec['terminationGracePeriodSeconds']})" in PAGE
-    (scaled,) = read(KUBERNETES / "components/keda/scaledobject.yaml")
-    queue, busy = (trigger["metadata"]["threshold"] for trigger in scaled["spec"]["triggers"])
-    assert f"| {queue} s |" in PAGE
-    assert f"| {busy} |" in PAGE
+    (_, queue), (_, busy) = manifests.triggers().values()
+    assert f"| {queue:g} s |" in PAGE
+    assert f"| {busy:g} |" in PAGE
 
 
 def test_build_arguments_on_the_page_match_the_dockerfile() -> None:

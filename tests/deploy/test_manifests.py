@@ -10,7 +10,7 @@ import pytest
 from shmserve.broker.config.settings import parse
 from shmserve.broker.observability.metric_definitions import FAMILIES
 from tests.deploy import manifests
-from tests.deploy.manifests import KSERVE, KUBERNETES, OVERLAYS, Thing, container, one, read, things
+from tests.deploy.manifests import KSERVE, KUBERNETES, OVERLAYS, Thing, container, one, read, things, triggers
 
 VERSIONS = ("1.29", "1.33", "1.37")
 """Versions of Kubernetes. 1.29 is the oldest that supports everything in the manifests."""
@@ -156,24 +156,19 @@ def test_prometheus_scrapes_with_a_token_over_tls() -> None:
     assert {made[name]["httpGet"]["scheme"] for name in PATHS} == {"HTTPS"}
 
 
-def queries() -> dict[str, str]:
-    """Trigger of the component keda -> its query."""
-    (scaled,) = read(KUBERNETES / "components/keda/scaledobject.yaml")
-    return {trigger["name"]: trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]}
-
-
 def test_hpa_and_keda_use_the_same_queries_and_thresholds() -> None:
     (scaled,) = read(KUBERNETES / "components/keda/scaledobject.yaml")
     (hpa,) = read(KUBERNETES / "components/hpa/hpa.yaml")
     (rules,) = read(KUBERNETES / "components/hpa/adapter-rules.yaml")
     by_adapter = [rule["metricsQuery"].replace(",<<.LabelMatchers>>", "") for rule in rules["rules"]["external"]]
-    assert by_adapter == list(queries().values())
+    queries, thresholds = zip(*triggers().values(), strict=True)
+    assert by_adapter == list(queries)
     metrics = [metric["external"] for metric in hpa["spec"]["metrics"]]
     assert [metric["metric"]["name"] for metric in metrics] == [
         rule["name"]["as"] for rule in rules["rules"]["external"]
     ]
-    thousandths = [float(trigger["metadata"]["threshold"]) * 1000 for trigger in scaled["spec"]["triggers"]]
-    assert [float(metric["target"]["value"].removesuffix("m")) for metric in metrics] == thousandths
+    thousandths = [float(metric["target"]["value"].removesuffix("m")) for metric in metrics]
+    assert thousandths == [threshold * 1000 for threshold in thresholds]
     behavior = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     assert behavior == hpa["spec"]["behavior"]
     for component in ("keda", "hpa"):
@@ -184,7 +179,7 @@ def test_hpa_and_keda_use_the_same_queries_and_thresholds() -> None:
 
 def test_metrics_in_the_queries_exist() -> None:
     known = {family.name for family in FAMILIES}
-    for query in queries().values():
+    for query, _ in triggers().values():
         named = {re.sub("_(bucket|sum)$", "", name) for name in re.findall(r"(?:shmserve|nv)_\w+", query)}
         assert named
         assert named <= known

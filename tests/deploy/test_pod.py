@@ -3,7 +3,6 @@ stops."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 import threading
@@ -18,9 +17,10 @@ from tests.deploy import image
 from tests.deploy.manifests import one
 from tests.deploy.pod import PATIENCE_S, Pod, running
 from tests.support.gateway.rpc import Rpcs, infer_request, message
+from tests.support.load import Load, over_http
 
 pytestmark = pytest.mark.process
-ALWAYS = ("add_sub", "mlp", "waits")
+ALWAYS = ("add_sub", "mlp", "twice", "waits")
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +82,15 @@ def test_every_process_is_restricted(lasting: Pod) -> None:
     assert len(seen) >= 2 + len(ALWAYS), seen
 
 
-def test_only_the_volumes_are_written_to(lasting: Pod) -> None:
+def test_only_the_volumes_are_written_to_and_have_their_size(lasting: Pod) -> None:
     """The root file system is read-only. Nothing has tried to write to it, or the log would show an error."""
     tried = lasting.execute("sh", "-c", "touch /new /etc/new /opt/shmserve/new /models/new /etc/shmserve/new")
     said, _ = tried.communicate(timeout=PATIENCE_S)
     assert said.count("Read-only file system") == 5, said
     assert "Read-only" not in lasting.log.read_text()
     assert (lasting.root / "run" / "shmserve" / "lane.sock").is_socket()
-
-
-def test_shared_memory_has_the_size_of_the_manifest(lasting: Pod) -> None:
     words = ("python3", "-c", "import os; found = os.statvfs('/dev/shm'); print(found.f_blocks * found.f_frsize)")
-    assert int(lasting.output(*words)) == 1 << 30
+    assert int(lasting.output(*words)) == 1 << 30, "the size of the manifest"
 
 
 def test_the_cli_works_in_the_pod(lasting: Pod) -> None:
@@ -117,67 +114,30 @@ def test_the_image_contains_only_the_program(built: str) -> None:
     assert "10001" in listed.split()
 
 
-class Calls(threading.Thread):
-    """Sends requests one after the other over one connection, like a client that has not noticed the drain yet."""
-
-    def __init__(self, pod: Pod) -> None:
-        super().__init__()
-        self.answered = 0
-        self.news = threading.Condition()
-        self.over = threading.Event()
-        self.errors: list[str] = []
-        self._pod = pod
-
-    def run(self) -> None:
-        connection = http.client.HTTPConnection(self._pod.address, self._pod.port("http"), timeout=PATIENCE_S)
-        while not self.over.is_set():
-            try:
-                connection.request("POST", "/v2/models/waits/infer", body(0.02))
-                answer = connection.getresponse()
-                text = answer.read()
-            except (OSError, http.client.HTTPException) as error:
-                self.errors.append(repr(error))
-                break
-            if answer.status != 200:
-                self.errors.append(f"{answer.status}: {text!r}")
-            with self.news:
-                self.answered += 1
-                self.news.notify_all()
-        connection.close()
-
-    def until_more(self, count: int) -> None:
-        with self.news:
-            wanted = self.answered + count
-            assert self.news.wait_for(lambda: self.answered >= wanted, PATIENCE_S)
-
-
 def test_the_pre_stop_drain_loses_no_request(mortal: Pod) -> None:
-    """preStop takes the pod out of service. Requests that still arrive are answered, including long ones. Then the pod
-    is empty, and SIGTERM ends it at once."""
-    calls = [Calls(mortal) for _ in range(3)]
+    """preStop takes the pod out of service. Requests of clients that have not noticed yet are answered, including long
+    ones. Then the pod is empty, and SIGTERM ends it at once."""
+
+    def call() -> None:
+        with over_http(mortal.port("http"), address=mortal.address) as send:
+            load.send_all("http", send)
+
+    load = Load(dict.fromkeys(("first", "second", "third"), call))
     answers: list[int] = []
     long = threading.Thread(target=lambda: answers.append(mortal.ask("/v2/models/waits/infer", 8000, body(3.0)).status))
-    for thread in calls:
-        thread.start()
-    try:
-        for thread in calls:
-            thread.until_more(5)
+    with load:
+        load.until_more(15)
         long.start()
         stopping = mortal.pre_stop()
         while mortal.probe("readinessProbe") == 200:  # as a kubelet does, at longer intervals
             assert stopping.poll() is None, "preStop has ended, and the pod is ready"
-        for thread in calls:
-            thread.until_more(20)  # this pod is still among the endpoints
-    finally:
-        for thread in calls:
-            thread.over.set()
-            thread.join()
-        long.join()
+        load.until_more(60)  # this pod is still among the endpoints
+    long.join()
     said, _ = stopping.communicate(timeout=PATIENCE_S)
     assert (stopping.returncode, said.startswith("the server is empty")) == (0, True), said
     assert mortal.probe("livenessProbe") == 200
     assert answers == [200]
-    assert [thread.errors for thread in calls] == [[], [], []]
+    assert not load.failed
     assert mortal.terminate() == 0
     assert '"stopped"' in mortal.log.read_text()
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from shmserve.testing import Server
+from tests.deploy import manifests
 from tests.fleet import load, programs, watching
 from tests.fleet.watching import Prometheus
 from tests.unit.deploy.monitoring import alerts, dashboards, expressions, recorded, server_metrics
@@ -94,6 +95,12 @@ def test_every_panel_query_returns_data(watched: Watched, name: str) -> None:
         if not watched.prometheus.query(query) and not any(word in query for word in WITHOUT_DATA):
             empty.append(query)
     assert not empty
+
+
+def test_autoscaling_queries_return_one_value_below_the_threshold(watched: Watched) -> None:
+    for query, threshold in manifests.triggers().values():
+        (value,) = [value for _, value in watched.prometheus.query(query)]
+        assert 0 <= value < threshold, query
 
 
 def test_an_alert_fires_for_a_killed_server(watched: Watched) -> None:

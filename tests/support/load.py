@@ -80,9 +80,9 @@ def _in_sequence(sequence: int, start: bool, end: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def over_http(port: int, header: str = "") -> Iterator[Send]:
+def over_http(port: int, header: str = "", address: str = "127.0.0.1") -> Iterator[Send]:
     """`header`: the name of a header that carries the number of the sequence."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    connection = http.client.HTTPConnection(address, port, timeout=PATIENCE_S)
 
     def send(model: str, value: float, sequence: int = 0, start: bool = False, end: bool = False) -> tuple[float, int]:
         tensor = {"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [value]}
