@@ -27,9 +27,6 @@ UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 STORED = 0o2777
 """Mode of an emptyDir: it belongs to root, and to the group fsGroup."""
 LISTENS = ("SHMSERVE_HTTP_ADDRESS", "SHMSERVE_GRPC_ADDRESS")
-ANY_ADDRESS = "0.0.0.0"
-
-
 _NUMBERS = itertools.count()
 
 

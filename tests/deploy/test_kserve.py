@@ -28,11 +28,9 @@ def test_the_kserve_client_gets_the_results_of_the_model(built: str, models: Pat
     (container,) = spec["containers"]
     assert f"--grpc-port={GRPC_PORT}" in container["args"]
     # KServe adds the volume into which its storage initializer has downloaded storageUri.
-    container["volumeMounts"].append(
-        {"name": "kserve-provision-location", "mountPath": "/mnt/models", "readOnly": True}
-    )
-    spec["volumes"].append({"name": "kserve-provision-location"})
-    with running(tmp_path, spec, {"kserve-provision-location": models}) as pod:
+    container["volumeMounts"].append({"name": VOLUME, "mountPath": "/mnt/models", "readOnly": True})
+    spec["volumes"].append({"name": VOLUME})
+    with running(tmp_path, spec, {VOLUME: models}) as pod:
         script = Path(__file__).with_name("of_kserve.py")
         addresses = (f"http://{pod.address}:{container['ports'][0]['containerPort']}", f"{pod.address}:{GRPC_PORT}")
         done = subprocess.run(

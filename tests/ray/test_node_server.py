@@ -66,23 +66,16 @@ def twice(runtime_dir: Path) -> float:
 
 
 def test_owners_share_a_server_until_the_last_one_closes_it(config: ServerConfig, hosts: Path) -> None:
-    first, second = (NodeServer(config, "key", hosts) for _ in range(2))
+    first, second = (NodeServer(ServerConfig(config.models, gateway=True), "key", hosts) for _ in range(2))
     first.start(START_S)
     second.start(START_S)
-    assert (first.host, first.runtime_dir) == (second.host, second.runtime_dir)
+    assert (first.host, first.runtime_dir, first.ports) == (second.host, second.runtime_dir, second.ports)
+    assert sorted(first.ports) == ["grpc", "http"]
     with ends(first.host):
         first.close()
         assert twice(second.runtime_dir) == 6.0
         second.close()
     assert not (hosts).exists()
-
-
-def test_a_gateway_listens_on_its_own_ports(config: ServerConfig, hosts: Path) -> None:
-    server = NodeServer(ServerConfig(config.models, gateway=True), "key", hosts)
-    server.start(START_S)
-    assert sorted(server.ports) == ["grpc", "http"]
-    with ends(server.host):
-        server.close()
 
 
 def test_a_server_ends_when_its_owner_is_killed(config: ServerConfig, hosts: Path) -> None:

@@ -7,6 +7,7 @@ The examples are not part of this project. One passes if it exits with 0 and doe
 from __future__ import annotations
 
 import argparse
+import operator
 import subprocess
 import sys
 import tempfile
@@ -51,15 +52,8 @@ def runs(folder: Path) -> Iterator[Run]:
             yield Run(path, protocol, ("-d",))
 
 
-def models_for(run: Run) -> list[str]:
-    """The examples of model control count the models of the repository."""
-    return list(MODELS)[: 7 if run.protocol == "http" else 8]
-
-
 def attempt(run: Run, python: Path, endpoints: dict[str, str]) -> str:
     """ "", or the error."""
-    if run.protocol not in endpoints:
-        return f"no endpoint for {run.protocol}"
     command = [str(python), str(run.path), *run.arguments, *(() if run.fixed else ("-u", endpoints[run.protocol]))]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=EXAMPLE_S, check=False)
@@ -73,35 +67,29 @@ def attempt(run: Run, python: Path, endpoints: dict[str, str]) -> str:
 
 
 def results(found: list[Run], python: Path, gpu: bool) -> Iterator[tuple[Run, str, float]]:
-    left_out = [run for run in found if "cudashm" in run.path.name and not gpu]
-    usual = [run for run in found if "model_control" not in run.path.name and run not in left_out]
-    groups = [
+    """Runs each group on a server of its own."""
+    needs_gpu = [run for run in found if "cudashm" in run.path.name and not gpu]
+    control = [run for run in found if "model_control" in run.path.name]
+    usual = [run for run in found if run not in needs_gpu and run not in control]
+    groups: list[tuple[list[Run], list[str], str, dict[str, int]]] = [
         ([run for run in usual if not run.fixed], list(MODELS), "*", {}),
         ([run for run in usual if run.fixed], ["custom_identity_int32"], "*", {"http": HTTP, "grpc": GRPC}),
     ]
-    groups += [([run], models_for(run), "simple", {}) for run in found if "model_control" in run.path.name]
-    for group, names, load, ports in groups:
-        yield from together(group, python, names, load, ports)
-    for run in left_out:
+    # The examples of model control count the models of the repository.
+    groups += [([run], list(MODELS)[: 7 if run.protocol == "http" else 8], "simple", {}) for run in control]
+    for group, names, load, ports in filter(operator.itemgetter(0), groups):
+        done = 0
+        try:
+            with tempfile.TemporaryDirectory() as work, serving(Path(work) / "models", names, load, ports) as endpoints:
+                for run in group:
+                    started = perf_counter()
+                    yield run, attempt(run, python, endpoints), perf_counter() - started
+                    done += 1
+        except AssertionError as error:
+            for run in group[done:]:
+                yield run, str(error).strip().splitlines()[-1], 0.0
+    for run in needs_gpu:
         yield run, "not run: it needs a GPU", 0.0
-
-
-def together(
-    group: list[Run], python: Path, names: list[str], load: str, ports: dict[str, int]
-) -> Iterator[tuple[Run, str, float]]:
-    """Runs all of them on one server."""
-    if not group:
-        return
-    done = 0
-    try:
-        with tempfile.TemporaryDirectory() as work, serving(Path(work) / "models", names, load, ports) as endpoints:
-            for run in group:
-                started = perf_counter()
-                yield run, attempt(run, python, endpoints), perf_counter() - started
-                done += 1
-    except AssertionError as error:
-        for run in group[done:]:
-            yield run, str(error).strip().splitlines()[-1], 0.0
 
 
 def main(words: list[str]) -> int:

@@ -100,7 +100,7 @@ def gateway(url: str, seed: int, allowed: Allowed) -> Handler:
     roll, texts = random.Random(seed), "|".join(allowed.values())
     address = url.removeprefix("http://")
 
-    def ask(endpoint: HTTPConnection, counts: Counter[str]) -> str:
+    def ask(endpoint: HTTPConnection, tally: Tally) -> None:
         shape = roll.randrange(1, 5), roll.randrange(1, 60)
         data = [float(roll.randrange(1000)) for _ in range(shape[0] * shape[1])]
         tensor = {"name": "x", "datatype": "FP32", "shape": shape, "data": data}
@@ -108,31 +108,28 @@ def gateway(url: str, seed: int, allowed: Allowed) -> Handler:
         response = endpoint.getresponse()
         told = json.loads(response.read())
         if response.status == 200:
-            counts["right"] += 1
-            return "" if told["outputs"][0]["data"] == data else f"identity_FP32 of {shape} is another one"
-        counts[f"HTTP {response.status}"] += 1
-        return "" if re.search(texts, told["error"], re.DOTALL) else f"HTTP {response.status}: {told['error']}"
+            tally.right("identity_FP32", np.array(told["outputs"][0]["data"]), np.array(data))
+            return
+        tally.counts[f"HTTP {response.status}"] += 1
+        if not re.search(texts, told["error"], re.DOTALL):
+            tally.fault(f"HTTP {response.status}: {told['error']}")
 
     def handle(seconds: float) -> Answer:
-        end = monotonic() + seconds
-        counts: Counter[str] = Counter()
-        sent, lost, examples = 0, 0, []
+        end, tally = monotonic() + seconds, Tally()
         endpoint = HTTPConnection(address, timeout=PATIENCE)
         while monotonic() < end:
-            sent += 1
+            tally.sent += 1
             try:
-                fault = ask(endpoint, counts)
-                if fault:
-                    examples.append(fault)
+                ask(endpoint, tally)
             except TimeoutError:
-                lost += 1
+                tally.lost += 1
                 endpoint.close()
             except (OSError, HTTPException):
-                counts["connection lost"] += 1
+                tally.counts["connection lost"] += 1
                 endpoint.close()
                 Event().wait(PAUSE_S)
         endpoint.close()
-        return {"sent": sent, "lost": lost, "wrong": len(examples), "examples": examples[:5], "counts": dict(counts)}
+        return tally.answer()
 
     return handle
 

@@ -199,19 +199,15 @@ def test_r12_unexpected_descriptors_are_closed(server: Server, attacker: Child) 
 # ------------------------------------------------------------------------------------------------- leases
 
 
-def infer_leased_model(client: Client, rounds: int = 5) -> None:
-    for number in range(rounds):
-        x = np.full((1, 4), number, np.float32)
-        assert np.array_equal(client.infer("lent", {"x": x}, timeout=30)["y"], x)
-
-
 @pytest.mark.parametrize("what", ["flood", "silence", "descriptors"])
 def test_a_client_that_does_not_release_its_lease_does_not_block_others(
     server: Server, attacker: Child, what: str
 ) -> None:
     attacker.ask(do="hold_lease", what=what)
     with server.client() as client:
-        infer_leased_model(client, 40)
+        for number in range(40):
+            x = np.full((1, 4), number, np.float32)
+            assert np.array_equal(client.infer("lent", {"x": x}, timeout=30)["y"], x)
         honest(client)
 
 
