@@ -117,19 +117,19 @@ def test_batches_run_in_order_and_a_crash_ends_the_worker(kind: Kind, tmp_path: 
     needs(kind)
     with WorkerProcess(kind.echo(tmp_path, ("FP32",), (-1,), 0), tmp_path, packages=kind.packages) as worker:
         worker.loaded()
-        place = worker.place(8)
+        place = worker.place(16)
         worker.process.send_signal(signal.SIGSTOP)
-        worker.execute(work(1, flat("xFP32", 1, 2), rows=0))
-        worker.execute(work(2, flat("xFP32", 3, 4), rows=0, outputs=[Wanted("yFP32", place)]))
+        worker.execute(work(1, flat("xFP32", 1, 2, 3, 4), rows=0))
+        worker.execute(work(2, flat("xFP32", 5, 6, 7, 8), rows=0, outputs=[Wanted("yFP32", place)]))
         worker.process.send_signal(signal.SIGCONT)
         rows, first = worker.done()
-        assert [values(worker, row) for row in rows] == [[[1, 2]]]
+        assert [values(worker, row) for row in rows] == [[[1, 2, 3, 4]]]
         rows, second = worker.done()
-        assert [values(worker, row) for row in rows] == [[[3, 4]]]
+        assert [values(worker, row) for row in rows] == [[[5, 6, 7, 8]]]
         assert rows[0].outputs[0].data == (place,)
         assert first.times[-1] <= second.times[0]
         worker.process.send_signal(signal.SIGSTOP)
-        worker.execute(work(3, flat("xFP32", 5, 6), rows=0))
+        worker.execute(work(3, flat("xFP32", 1, 2, 3, 4), rows=0))
         for number in (signal.SIGSEGV, signal.SIGCONT):
             worker.process.send_signal(number)
         assert ended(worker) == -signal.SIGSEGV
