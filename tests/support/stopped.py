@@ -1,31 +1,27 @@
-"""Workers that do not run, so that requests wait for them."""
+"""Requests that wait behind stopped workers, and so share batches."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import shmserve
-from tests.support.living import pids
+from shmserve import Client
+from tests.support.living import pids, until
 
 
 @contextmanager
-def stopped(client: shmserve.Client, model: str) -> Iterator[None]:
-    """Stops the workers of a model for the duration of the block. The block should wait until the requests wait."""
-    found = set(pids(client, model).values())
-    assert found
+def stopped(client: Client, model: str, waiting: int) -> Iterator[None]:
+    """Stops the workers of a model until this many requests wait for them."""
+    pending = re.compile(rf'^nv_inference_pending_request_count{{model="{model}",version="1"}} (\d+)$', re.MULTILINE)
+    workers = pids(client, model).values()
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
     try:
-        for pid in found:
-            os.kill(pid, signal.SIGSTOP)
         yield
+        until(client, lambda: sum(map(int, pending.findall(client.metrics()))) >= waiting)
     finally:
-        for pid in found:
+        for pid in workers:
             os.kill(pid, signal.SIGCONT)
-
-
-def succeeded(client: shmserve.Client, model: str) -> int:
-    """The number of requests to a model that have succeeded."""
-    (found,) = client.statistics(model)["model_stats"]
-    return int(found["inference_stats"]["success"]["count"])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import shmserve
 from shmserve.repo import ocr, samples
-from tests.support.docs.waiting import stopped
+from tests.support.stopped import stopped
 
 for module in ("onnxruntime", "cv2", "pyclipper", "PIL", "shapely", "yaml", "rapidocr_onnxruntime"):
     pytest.importorskip(module)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shmserve import Client
 from shmserve.repo import minilm, ocr
-from tests.support.docs.waiting import stopped
+from tests.support.stopped import stopped
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("onnxruntime")

@@ -18,8 +18,6 @@ from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.testing import Server
 from tests.support.docs import pages
-from tests.support.gateway.running_gateway import metric
-from tests.support.living import until
 from tests.support.stopped import stopped
 from tests.support.workers.in_process import completed, load_failure
 from tests.support.workers.models import dali_models
@@ -264,9 +262,8 @@ def test_a_pipeline_written_in_python_is_served(tmp_path: Path) -> None:
     (version / "beside.py").write_text("FACTOR = 3.0\n")
     with Server(tmp_path, "--exit-on-error", "true") as server, server.client() as client:
         given = [np.arange(length, dtype=np.float32)[None] for length in range(1, 30)]
-        with stopped(client, "scaled"):
+        with stopped(client, "scaled", 6):
             futures = [client.submit("scaled", {"x": array}) for array in given]
-            until(client, lambda: metric(server, "nv_inference_pending_request_count", model="scaled") > 5)
         for array, future in zip(given, futures, strict=True):
             (found,) = future.result().values()
             assert np.array_equal(found, array * 3)
