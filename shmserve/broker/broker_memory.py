@@ -11,7 +11,7 @@ from itertools import count
 
 from shmserve.broker.segments import Segments
 from shmserve.core.ledger import INTERNAL
-from shmserve.core.requests.cache import Placed
+from shmserve.core.owners.cache import Placed
 from shmserve.errors import Unavailable
 from shmserve.protocol.messages import OWNER_SHIFT, Handle, Map
 from shmserve.shm.arena import Arena, Segment

@@ -15,18 +15,24 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from shmserve.core import events, exit, invariants
-from shmserve.core.batching import dispatch, leases, reports
+from shmserve.core import events, invariants
+from shmserve.core.batching import dispatch, leases, reports, sequence_scheduler
 from shmserve.core.calls.calls import ModelCalls
 from shmserve.core.effects import Effect
-from shmserve.core.ensembles import readiness
 from shmserve.core.ensembles.advance import Ensembles
 from shmserve.core.events import Event
-from shmserve.core.intake import Intake
+from shmserve.core.exit import exit, responses
+from shmserve.core.intake import enqueue, waiting
+from shmserve.core.intake.admission import Admission
+from shmserve.core.intake.connections import Connections
+from shmserve.core.intake.intake import Intake
+from shmserve.core.intake.queries import QueryQueue
+from shmserve.core.intake.quotas import Quotas
 from shmserve.core.internal_errors import InternalErrors
 from shmserve.core.limits import Limits
 from shmserve.core.models import (
     deployment,
+    ensemble_readiness,
     handover,
     load_results,
     memory,
@@ -38,14 +44,8 @@ from shmserve.core.models import (
     unhealthy,
 )
 from shmserve.core.models.lifecycle import Lifecycle
+from shmserve.core.owners.cache import Copies
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests import enqueue, responses, waiting
-from shmserve.core.requests.admission import Admission
-from shmserve.core.requests.cache import Copies
-from shmserve.core.requests.connections import Connections
-from shmserve.core.requests.queries import QueryQueue
-from shmserve.core.requests.quotas import Quotas
-from shmserve.core.sequences import scheduler
 from shmserve.core.state import WORKERS_FROM, State, Timer
 from shmserve.core.states import InstanceState
 from shmserve.protocol.messages import Ask, Bye, Cancel, Hello, Infer, InferBatch, Map, More, Ping, Pong, Return, Unmap
@@ -134,7 +134,7 @@ class Core:
             events.Exited: lifecycle.exited,
             events.DeviceHealth: partial(unhealthy.device_health, state),
             events.Measured: partial(memory.measured, state),
-            events.Composed: partial(readiness.composed, state),
+            events.Composed: partial(ensemble_readiness.composed, state),
             events.LeaseRead: partial(leases.on_log_read, state),
             events.Drain: lifecycle.drain,
         }
@@ -171,8 +171,8 @@ class Core:
         return {
             Timer.DEADLINE: partial(exit.deadline_passed, state),
             Timer.QUEUE: partial(enqueue.queue_timeout, state),
-            Timer.IDLE: partial(scheduler.idle, state),
-            Timer.BACKLOG: partial(scheduler.backlog_timeout, state),
+            Timer.IDLE: partial(sequence_scheduler.idle, state),
+            Timer.BACKLOG: partial(sequence_scheduler.backlog_timeout, state),
             Timer.RETRY: of_instance(lifecycle.retry),
             Timer.LATE: of_instance(lifecycle.late),
             Timer.HANG: of_instance(partial(dispatch.check_hang, state)),
@@ -287,7 +287,7 @@ class Core:
         if changes.to_sleep:
             sleep.put_unused_to_sleep(state, now)
         if state.readiness_changed:
-            readiness.update(state, now)
+            ensemble_readiness.update(state, now)
             if state.loaded_versions:
                 waiting.check(state, self._check, now)
                 self._advance_and_dispatch(now)
@@ -330,7 +330,7 @@ class Core:
                     dispatch.dispatch(state, version, now)
                 else:
                     dispatch.refuse_stranded(state, version, now)
-                    scheduler.dispatch(state, version, now)
+                    sequence_scheduler.dispatch(state, version, now)
                 scaler = version.scaler
                 if scaler is not None and not scaler.watched:
                     scaling.notice(state, version, scaler, now)

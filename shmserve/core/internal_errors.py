@@ -9,9 +9,9 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from shmserve.core.models.termination import kill
-from shmserve.core.requests.connections import Connections
+from shmserve.core.intake.connections import Connections
 from shmserve.core.state import WORKERS_FROM, State
+from shmserve.core.termination import kill
 from shmserve.errors import Internal
 
 INTERNAL_ERROR = "an internal error of the server"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from shmserve.core.ensembles.graph import handles_of
-from shmserve.core.ensembles.run import Run
-from shmserve.core.exit import is_stream
+from shmserve.core.exit.exit import is_stream
+from shmserve.core.exit.shadow import Comparison
+from shmserve.core.intake.queries import QueryQueue
 from shmserve.core.ledger import Place
-from shmserve.core.models.model import Model
+from shmserve.core.owners.model import Model
+from shmserve.core.owners.run import Run
 from shmserve.core.records import CallingWorker, ClientState, Instance, Request, Version
-from shmserve.core.requests.queries import QueryQueue
-from shmserve.core.requests.shadow import Comparison
+from shmserve.core.service.graph import handles_of
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, InstanceState, RequestState, SequenceState, VersionState
 from shmserve.protocol.messages import Handle, Reply

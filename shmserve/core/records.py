@@ -13,19 +13,19 @@ from typing import Any, ClassVar, Protocol
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from shmserve.core.batching.batch import Batch
-from shmserve.core.batching.form import BatchRules
-from shmserve.core.batching.lending import Lending, lending_of
-from shmserve.core.batching.padding import rounded
-from shmserve.core.batching.queue import RequestQueue
 from shmserve.core.effects import Send
-from shmserve.core.ensembles.graph import EnsembleGraph, handles_of
 from shmserve.core.ledger import Ledger
 from shmserve.core.limits import Limits
-from shmserve.core.models.scaler import Scaler
 from shmserve.core.policy import BatchPolicy, InstanceSpec, MemoryEstimate, ModelPolicy, QueuePolicy
-from shmserve.core.requests.validation import CheckedForm, Checker
-from shmserve.core.sequences.slots import SequenceSlots
+from shmserve.core.service.batch import Batch
+from shmserve.core.service.form import BatchRules
+from shmserve.core.service.graph import EnsembleGraph, handles_of
+from shmserve.core.service.lending import Lending, lending_of
+from shmserve.core.service.padding import rounded
+from shmserve.core.service.queue import RequestQueue
+from shmserve.core.service.scaler import Scaler
+from shmserve.core.service.slots import SequenceSlots
+from shmserve.core.service.validation import CheckedForm, Checker
 from shmserve.core.states import InstanceState, RequestState, SequenceState, VersionState, move
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.stats.statistics import Statistics

@@ -12,18 +12,18 @@ from enum import Enum, auto
 from itertools import count
 from typing import Any, TypeAlias
 
-from shmserve.core.batching.lease import Lease
-from shmserve.core.batching.rate_limiter import Limiter
 from shmserve.core.effects import Effect, Log, Send
-from shmserve.core.ensembles.run import Runs
 from shmserve.core.ledger import INTERNAL, Ledger
 from shmserve.core.limits import Limits
-from shmserve.core.models.model import Model
-from shmserve.core.models.progress import Changes, Loading, Memory
-from shmserve.core.outputs import Outputs
+from shmserve.core.owners.cache import Cache
+from shmserve.core.owners.lease import Lease
+from shmserve.core.owners.model import Model
+from shmserve.core.owners.observers import Observers
+from shmserve.core.owners.outputs import Outputs
+from shmserve.core.owners.progress import Changes, Loading, Memory
+from shmserve.core.owners.rate_limiter import Limiter
+from shmserve.core.owners.run import Runs
 from shmserve.core.records import CallingWorker, ClientState, Instance, Key, Request, Sequence, Version
-from shmserve.core.requests.cache import Cache
-from shmserve.core.requests.observers import Observers
 from shmserve.core.states import RequestState, SequenceState, VersionState
 from shmserve.core.traffic import ALIAS, Shadow, Split, Traffic
 from shmserve.errors import InvalidRequest, NotFound

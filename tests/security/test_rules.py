@@ -23,7 +23,7 @@ from bench.hostile.client import SECRETS
 from bench.lib.raw_client import Lane, Segment
 from shmserve.broker.config import settings
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
-from shmserve.core.requests.validation import Checker
+from shmserve.core.service.validation import Checker
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.errors import InvalidRequest, ProtocolError
 from shmserve.gateway import options as flags

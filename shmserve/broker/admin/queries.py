@@ -13,11 +13,12 @@ from shmserve.broker.admin import report
 from shmserve.broker.models.catalog import Catalog
 from shmserve.core.core import Core
 from shmserve.core.models import sizes
-from shmserve.core.models.model import Model
 from shmserve.core.models.retirement import UNLOADED
+from shmserve.core.owners import activity
+from shmserve.core.owners.model import Model
 from shmserve.core.records import Instance, Version
 from shmserve.core.states import InstanceState, VersionState
-from shmserve.core.stats import activity, histogram
+from shmserve.core.stats import histogram
 from shmserve.core.stats.statistics import Statistics
 from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail

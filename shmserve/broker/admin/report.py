@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from shmserve.core.ensembles.graph import EnsembleGraph
 from shmserve.core.records import Version
+from shmserve.core.service.graph import EnsembleGraph
 from shmserve.core.stats.statistics import Statistics, StepCount
 
 Document = dict[str, Any]

@@ -20,7 +20,7 @@ from shmserve.broker.observability.logs import FORMATS
 from shmserve.broker.processes.cpus import host_policy
 from shmserve.broker.processes.gpus import xids
 from shmserve.core import limits
-from shmserve.core.batching.rate_limiter import ANY, SHARED
+from shmserve.core.owners.rate_limiter import ANY, SHARED
 from shmserve.errors import InvalidRequest
 from shmserve.gateway_options import OPTIONS, Option
 from shmserve.repo.remote.address import RemoteAddress, is_remote, parse_address

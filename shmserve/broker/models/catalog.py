@@ -18,9 +18,9 @@ from shmserve.broker.models.backend_files import BackendFiles
 from shmserve.broker.models.differences import LoadedVersion
 from shmserve.broker.models.repositories import KeptConfig, Reading, Repositories
 from shmserve.broker.processes.resources import DEFAULTS, WorkerResources, resources_of
-from shmserve.core.batching.rate_limiter import lacking
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse, Target
+from shmserve.core.owners.rate_limiter import lacking
 from shmserve.core.policy import ModelPolicy
 from shmserve.core.records import Version
 from shmserve.errors import InvalidRequest, NotFound

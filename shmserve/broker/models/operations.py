@@ -27,8 +27,8 @@ from shmserve.broker.observability.logs import log_record
 from shmserve.core import effects, events
 from shmserve.core.core import Core
 from shmserve.core.models.deployment import OVERTAKEN
+from shmserve.core.owners import activity
 from shmserve.core.states import VersionState
-from shmserve.core.stats import activity
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.protocol.bodies import decode_body
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from shmserve.broker.observability.logs import log_record
 from shmserve.core.events import SetTraffic
-from shmserve.core.models.model import Model
+from shmserve.core.owners.model import Model
 from shmserve.core.state import State
 from shmserve.core.traffic import Traffic
 from shmserve.errors import InvalidRequest, NotFound

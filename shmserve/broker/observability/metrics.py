@@ -17,13 +17,14 @@ from msgspec import Struct
 from shmserve.broker.observability.metric_definitions import INSTANCE, VERSION, Page, labels
 from shmserve.broker.observability.metric_settings import DEFAULTS, MetricSettings
 from shmserve.core.models import memory, sizes
-from shmserve.core.models.model import Model
 from shmserve.core.models.retirement import UNLOADED
-from shmserve.core.models.scaler import Scaler
+from shmserve.core.owners import activity
+from shmserve.core.owners.model import Model
 from shmserve.core.records import Instance, Version
+from shmserve.core.service.scaler import Scaler
 from shmserve.core.state import WORKERS_FROM, State
 from shmserve.core.states import InstanceState, VersionState
-from shmserve.core.stats import activity, histogram
+from shmserve.core.stats import histogram
 from shmserve.core.stats.statistics import FailureKind, Statistics
 from shmserve.protocol.messages import OWNER_SHIFT
 from shmserve.shm.arena import Arena

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.broker.observability.logs import log_record
-from shmserve.core.requests.recording import Recording
+from shmserve.core.owners.recording import Recording
 from shmserve.core.state import State
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
 from shmserve.protocol.bodies import decode_body

@@ -17,7 +17,7 @@ from shmserve.broker.observability.log_settings import setting_names
 from shmserve.broker.observability.logs import log_record
 from shmserve.broker.observability.trace_tensors import Read, activities
 from shmserve.core.effects import Traced
-from shmserve.core.requests.trace import PER_SECOND, Sample
+from shmserve.core.owners.trace import PER_SECOND, Sample
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.otel import settings as otel
 from shmserve.otel.settings import OtelSettings

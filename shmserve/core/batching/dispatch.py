@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.core import exit
 from shmserve.core.batching import leases, recall
-from shmserve.core.batching.batch import Batch
-from shmserve.core.batching.form import BatchPlan, Reason
 from shmserve.core.batching.planning import busy, place_for, plan_batch, plan_extension, planned, sends_ahead, take
-from shmserve.core.batching.rate_limiter import Limiter
-from shmserve.core.models.termination import kill
+from shmserve.core.exit import exit, shadow
+from shmserve.core.owners.rate_limiter import Limiter
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests import shadow
-from shmserve.core.requests.validation import CheckedForm
+from shmserve.core.service.batch import Batch
+from shmserve.core.service.form import BatchPlan, Reason
+from shmserve.core.service.validation import CheckedForm
 from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState, move_all
+from shmserve.core.termination import kill
 from shmserve.protocol.messages import CHUNK_BYTES, PACKET_MESSAGES, Columns
 from shmserve.protocol.worker_messages import Execute, Work
 

@@ -10,17 +10,17 @@ request that died with the worker.
 
 from __future__ import annotations
 
-from shmserve.core import exit
-from shmserve.core.batching.form import Reason
-from shmserve.core.batching.lease import Lease
-from shmserve.core.batching.lending import ALONE, ALONE_MOST, Lending
 from shmserve.core.effects import ReadLease, StartLease
 from shmserve.core.events import LeaseRead
-from shmserve.core.models.termination import kill
+from shmserve.core.exit import exit
+from shmserve.core.owners.lease import Lease
 from shmserve.core.records import ClientState, Instance, Request, Version
+from shmserve.core.service.form import Reason
+from shmserve.core.service.lending import ALONE, ALONE_MOST, Lending
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats.statistics import FailureKind
+from shmserve.core.termination import kill
 from shmserve.errors import ModelFailed
 from shmserve.protocol import messages
 from shmserve.protocol.messages import Failure, LeaseEnd

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shmserve.core.batching.batch import Batch
-from shmserve.core.batching.form import BatchPlan, Reason, form
-from shmserve.core.batching.padding import form_padded
 from shmserve.core.records import Instance, Request, Version
+from shmserve.core.service.batch import Batch
+from shmserve.core.service.form import BatchPlan, Reason, form
+from shmserve.core.service.padding import form_padded
 
 
 def plan_batch(version: Version, now: int, alone: bool = False) -> BatchPlan:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shmserve.core import exit
-from shmserve.core.batching.batch import Batch
+from shmserve.core.exit import exit
 from shmserve.core.records import Instance, Request, Version
+from shmserve.core.service.batch import Batch
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.protocol.worker_messages import Withdraw

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from shmserve.core import exit
 from shmserve.core.batching import dispatch, leases, recall
-from shmserve.core.batching.batch import Batch
 from shmserve.core.effects import Send
-from shmserve.core.models.termination import kill, kill_for_protocol_error
+from shmserve.core.exit import exit, responses
 from shmserve.core.records import ClientState, Instance, Request, Version
-from shmserve.core.requests import responses
+from shmserve.core.service.batch import Batch
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, RequestState
+from shmserve.core.termination import kill, kill_for_protocol_error
 from shmserve.protocol.messages import Columns, Reply, ReplyBatch, tensors_of
 from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Withdrawn, rows_of
 

@@ -10,22 +10,22 @@ because a call has the audience of its parent.
 
 from __future__ import annotations
 
-from shmserve.core import exit
 from shmserve.core.batching import dispatch
 from shmserve.core.calls import deadlock
 from shmserve.core.effects import Query
-from shmserve.core.ensembles.graph import handles_of
-from shmserve.core.intake import Intake, Memory
+from shmserve.core.exit import exit, responses
+from shmserve.core.intake import waiting
+from shmserve.core.intake.intake import Intake, Memory
+from shmserve.core.intake.queries import QueryQueue
+from shmserve.core.intake.quotas import Quotas
+from shmserve.core.intake.refusals import count_refused
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.models import loading
-from shmserve.core.models.termination import kill_for_protocol_error
 from shmserve.core.records import CallingWorker, Instance, Request, Version
-from shmserve.core.requests import responses, waiting
-from shmserve.core.requests.queries import QueryQueue
-from shmserve.core.requests.quotas import Quotas
-from shmserve.core.requests.refusals import count_refused
+from shmserve.core.service.graph import handles_of
 from shmserve.core.state import STOPPING, State
 from shmserve.core.states import InstanceState, RequestState
+from shmserve.core.termination import kill_for_protocol_error
 from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.protocol import roles
 from shmserve.protocol.messages import Ask, Cancel, Fail, Handle, More, Return

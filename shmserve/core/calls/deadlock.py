@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from itertools import chain
 
-from shmserve.core.ensembles.run import Run
 from shmserve.core.models import memory
+from shmserve.core.owners.run import Run
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState

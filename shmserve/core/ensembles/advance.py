@@ -1,6 +1,6 @@
 """Runs ensembles: starts each step when its inputs exist. Tensors stay in the memory of the worker that produced them.
 
-A Run (`core.ensembles.run`) is one request to an ensemble. Its steps are ordinary requests in the queues of their
+A Run (`core.owners.run`) is one request to an ensemble. Its steps are ordinary requests in the queues of their
 models, except that their results go to the run. Invariant: a result is only recorded when it arrives (`Run.results`);
 `advance` processes it after all events of the turn, never while a batch is being processed.
 
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shmserve.core import exit
-from shmserve.core.ensembles import graph, steps
-from shmserve.core.ensembles.run import Iteration, KeptTensor, MappedStep, Run, Spot
-from shmserve.core.intake import Intake
+from shmserve.core.ensembles import steps
+from shmserve.core.exit import exit, responses
+from shmserve.core.intake.intake import Intake
+from shmserve.core.intake.quotas import Quotas
+from shmserve.core.owners.run import Iteration, KeptTensor, MappedStep, Run, Spot
 from shmserve.core.records import Request
-from shmserve.core.requests import responses
-from shmserve.core.requests.quotas import Quotas
+from shmserve.core.service import graph
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.core.stats.statistics import FailureKind

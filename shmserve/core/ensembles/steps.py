@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from shmserve.core.ensembles import graph
-from shmserve.core.ensembles.graph import FittedInputs, StepInput, StepPlan
-from shmserve.core.ensembles.plan import FITTED, plans_of
-from shmserve.core.ensembles.run import Run, Spot
-from shmserve.core.intake import Intake
+from shmserve.core.batching import sequence_scheduler
+from shmserve.core.intake import enqueue
+from shmserve.core.intake.intake import Intake
+from shmserve.core.intake.quotas import Quotas
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.models import memory
+from shmserve.core.owners.plan import FITTED, plans_of
+from shmserve.core.owners.run import Run, Spot
 from shmserve.core.records import Version
-from shmserve.core.requests import enqueue
-from shmserve.core.requests.quotas import Quotas
-from shmserve.core.sequences import scheduler
+from shmserve.core.service import graph
+from shmserve.core.service.graph import FittedInputs, StepInput, StepPlan
 from shmserve.core.state import State
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.errors import ServeError, Unavailable, Unsupported
@@ -32,7 +32,7 @@ def follow(state: State, run: Run, index: int, options: Options) -> None:
     """Continues a sequence in the generation where it started. That can differ from the current generation and from the
     one that this run holds."""
     step = run.graph.steps[index]
-    member = scheduler.version_of(state, run.request.client, step.model, step.version, options)
+    member = sequence_scheduler.version_of(state, run.request.client, step.model, step.version, options)
     if member is not None and member is not run.members[index]:
         if member.service.decoupled and not run.members[index].service.decoupled:
             text = f"'{member.model}' of a step is decoupled, unlike its replacement"

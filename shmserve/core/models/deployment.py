@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from shmserve.core.effects import Settled
 from shmserve.core.events import Deploy, Refuse, Restart, SetService, SetTraffic, Target, Unload
 from shmserve.core.models import loading, memory, retirement, sizes, value
-from shmserve.core.models.model import Departure, FailedChange, Model, Operation, Unloading
-from shmserve.core.models.scaler import Scaler
+from shmserve.core.owners.model import Departure, FailedChange, Model, Operation, Unloading
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.records import Instance, Version
+from shmserve.core.service.scaler import Scaler
 from shmserve.core.state import STOPPING, State
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.traffic import UNSET, Traffic

@@ -8,12 +8,12 @@ if it starts them later.
 
 from __future__ import annotations
 
-from shmserve.core import exit
 from shmserve.core.batching import leases, recall
-from shmserve.core.models.termination import kill
+from shmserve.core.exit import exit
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, RequestState
+from shmserve.core.termination import kill
 
 RECALL_NS = 1_000_000_000
 """How long a worker has to report the requests that it has not started. Much longer than a message takes."""

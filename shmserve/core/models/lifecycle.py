@@ -3,18 +3,18 @@ room.py decide which ones should run."""
 
 from __future__ import annotations
 
-from shmserve.core import exit
 from shmserve.core.batching import dispatch, leases, recall
-from shmserve.core.batching.batch import Batch
 from shmserve.core.effects import Drained
 from shmserve.core.events import Compiled, Drain, Exited, Garbled
+from shmserve.core.exit import exit, responses
+from shmserve.core.intake import waiting
+from shmserve.core.intake.queries import QueryQueue
 from shmserve.core.models import deployment, load_results, loading, retirement, sleep, unhealthy, value
-from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests import responses, waiting
-from shmserve.core.requests.queries import QueryQueue
+from shmserve.core.service.batch import Batch
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
+from shmserve.core.termination import kill
 from shmserve.errors import HandleLost, ServeError
 from shmserve.protocol.messages import Failure, Map, Unmap
 from shmserve.protocol.worker_messages import LoadFailed, Stop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shmserve.core.effects import Kill
 from shmserve.core.models import loading
-from shmserve.core.models.model import Model
+from shmserve.core.owners.model import Model
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, VersionState

@@ -19,10 +19,10 @@ from msgspec import Struct
 
 from shmserve.core.models import loading, memory, sleep, value
 from shmserve.core.models.memory import BytesByPlace, megabytes
-from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
+from shmserve.core.termination import kill
 
 _I, _V = InstanceState, VersionState
 _LEAVING = (_I.GOING_TO_SLEEP, _I.STOPPING)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from shmserve.core.batching import leases
 from shmserve.core.models import resizing, sizes
 from shmserve.core.models.lifecycle import pause_ns
-from shmserve.core.models.scaler import SLOW_WINDOW_NS, SUSTAINED, WINDOW_NS, Measured, Reading, Scaler
 from shmserve.core.policy import ScaledGroup
 from shmserve.core.records import Instance, Version
+from shmserve.core.service.scaler import SLOW_WINDOW_NS, SUSTAINED, WINDOW_NS, Measured, Reading, Scaler
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from shmserve.core.events import DeviceHealth
 from shmserve.core.models import deployment, load_results, loading, retirement, sleep
-from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State
 from shmserve.core.states import InstanceState, VersionState
+from shmserve.core.termination import kill
 
 _I, _V = InstanceState, VersionState
 

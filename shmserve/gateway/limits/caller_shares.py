@@ -3,7 +3,7 @@
 The broker sees a gateway as one client, with one limit on its requests (client_requests) and one on its queries
 (client_questions), and all clients share the gateway's memory for inputs. Without shares, the clients of one slow model
 could therefore use up everything. Each party may use a fraction of what all others leave, so something is always left.
-As in the broker (core/requests/quotas.py), a full share of an address or a token only refuses connections that already
+As in the broker (core/intake/quotas.py), a full share of an address or a token only refuses connections that already
 use much of it. The connections divide as much again by the same rule, and a connection with nothing in flight is
 refused only if the rest is reserved for other addresses.
 

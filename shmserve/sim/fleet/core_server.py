@@ -7,7 +7,7 @@ from zlib import crc32
 
 from msgspec.structs import replace
 
-from shmserve.core.requests.cache import OVERHEAD
+from shmserve.core.owners.cache import OVERHEAD
 from shmserve.protocol.messages import Infer
 from shmserve.sim.fleet.plan import FleetPlan
 from shmserve.sim.fleet.server import FOREVER, Answered, Flight

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from shmserve.core.batching.padding import rounded
+from shmserve.core.service.padding import rounded
 from shmserve.protocol.batch_queue import BatchQueue, QueuedBatch
 from shmserve.protocol.messages import OWNER_SHIFT, Fail, Failure, Map, More, Ping, Pong, Reply, Return, Unmap
 from shmserve.protocol.worker_messages import (

@@ -14,9 +14,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from shmserve.core import events
-from shmserve.core.batching.rate_limiter import SHARED
 from shmserve.core.effects import Send, Spawn
 from shmserve.core.limits import Limits
+from shmserve.core.owners.cache import Placed
+from shmserve.core.owners.rate_limiter import SHARED
 from shmserve.core.policy import (
     BatchPolicy,
     InstanceSpec,
@@ -27,7 +28,6 @@ from shmserve.core.policy import (
     TensorSpec,
     TimeoutAction,
 )
-from shmserve.core.requests.cache import Placed
 from shmserve.protocol.batch_queue import QueuedBatch
 from shmserve.protocol.messages import OWNER_SHIFT, Fail, FailHeld, Handle, Infer, Map, Part, Reply, Tensor
 from shmserve.protocol.worker_messages import EndSequences, Row, Work

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.core.batching.lending import ALONE, Lending
 from shmserve.core.effects import StartLease
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.core.records import ClientState, Version
+from shmserve.core.service.lending import ALONE, Lending
 from shmserve.core.stats.statistics import Statistics
 from shmserve.protocol.messages import Handle, Infer
 from tests.support.core.fakes.client import FakeClient

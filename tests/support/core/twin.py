@@ -12,6 +12,7 @@ from msgspec.structs import asdict, replace
 from shmserve.core import events
 from shmserve.core.effects import Spawn
 from shmserve.core.limits import Limits
+from shmserve.core.owners.cache import Placed
 from shmserve.core.policy import (
     BatchPolicy,
     ModelPolicy,
@@ -21,7 +22,6 @@ from shmserve.core.policy import (
     TensorSpec,
     TimeoutAction,
 )
-from shmserve.core.requests.cache import Placed
 from shmserve.protocol.batch_queue import QueuedBatch
 from shmserve.protocol.messages import Cancel, Fail, FailHeld, Infer, InferBatch, Reply, ReplyBatch, Return, Tensor
 from shmserve.protocol.roles import ALL_ROLES, INFER, OBSERVE

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shmserve.core.batching import dispatch
+from shmserve.core.batching import dispatch, sequence_scheduler
 from shmserve.core.records import Instance, Sequence, Version
-from shmserve.core.sequences import scheduler
-from shmserve.core.sequences.slots import SequenceSlots
+from shmserve.core.service.slots import SequenceSlots
 from shmserve.core.state import State
 
 REQUESTS, BACKLOG = "TRITONSERVER_DELAY_SCHEDULER", "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
@@ -42,7 +41,7 @@ class Delay:
 
 def install(environment: Mapping[str, str]) -> None:
     delay = Delay(int(environment.get(REQUESTS) or 0), int(environment.get(BACKLOG) or 0))
-    immediately, run = dispatch.dispatch, scheduler._run  # noqa: SLF001 - replaced for this server
+    immediately, run = dispatch.dispatch, sequence_scheduler._run  # noqa: SLF001 - replaced for this server
 
     def delayed_dispatch(state: State, version: Version, now: int) -> None:
         if version.service.sequence_slots is not None or not delay.holds(version):
@@ -55,4 +54,4 @@ def install(environment: Mapping[str, str]) -> None:
             run(state, version, slots, instance, now)
 
     dispatch.dispatch = delayed_dispatch
-    scheduler._run = delayed_run  # noqa: SLF001 - replaced for this server
+    sequence_scheduler._run = delayed_run  # noqa: SLF001 - replaced for this server

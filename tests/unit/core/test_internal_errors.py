@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from shmserve.core import exit
 from shmserve.core.batching import dispatch, reports
 from shmserve.core.core import Core
 from shmserve.core.effects import Kill, Log, Send
+from shmserve.core.exit import exit
+from shmserve.core.intake.admission import Admission
 from shmserve.core.internal_errors import ERRORS_PER_TURN, INTERNAL_ERROR
-from shmserve.core.requests.admission import Admission
 from shmserve.protocol.messages import Cancel, Columns, Fail, Goodbye, InferBatch, Reply, TensorForm
 from tests.support.core.policies import plain
 from tests.support.core.world import World

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from shmserve.core.batching.form import Reason
 from shmserve.core.ledger import Ledger
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.records import ClientState, Instance, Request, Version
+from shmserve.core.service.form import Reason
 from shmserve.core.states import (
     TABLES,
     IllegalMove,

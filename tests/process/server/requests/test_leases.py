@@ -20,7 +20,7 @@ import pytest
 import uvloop
 
 import shmserve
-from shmserve.core.batching.lending import ALONE
+from shmserve.core.service.lending import ALONE
 from shmserve.testing import Server
 from tests.support.clients.client_faces import FACES
 from tests.support.living import PATIENCE_S, pids, until

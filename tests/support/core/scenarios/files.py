@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shmserve.core.batching.rate_limiter import ANY, SHARED
 from shmserve.core.limits import ANY_GPU, Limits
+from shmserve.core.owners.rate_limiter import ANY, SHARED
 from tests.support.core.policies import nanoseconds
 from tests.support.core.scenarios.scenario import Scenario, size
 

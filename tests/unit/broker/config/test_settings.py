@@ -20,8 +20,8 @@ from shmserve.broker.config.flag import Flag
 from shmserve.broker.config.flags import FLAGS
 from shmserve.broker.listeners.access import Rule
 from shmserve.broker.processes.cpus import host_policy
-from shmserve.core.batching.rate_limiter import ANY, SHARED
 from shmserve.core.limits import Limits
+from shmserve.core.owners.rate_limiter import ANY, SHARED
 from shmserve.protocol.roles import INFER, OBSERVE
 from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.compile import CoreSet

@@ -14,8 +14,8 @@ from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.operations import ClientOperations
 from shmserve.broker.models.repositories import Repositories
 from shmserve.core import effects, events
-from shmserve.core.batching.rate_limiter import ANY
 from shmserve.core.core import Core
+from shmserve.core.owners.rate_limiter import ANY
 from shmserve.protocol.messages import Answer, Ask, Fail
 from shmserve.repo.compile import CoreSet
 from tests.support.broker.fake_loop import ThreadedLoop

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shmserve.broker.observability.recordings import EXPIRES_S, PAGE, Recordings
-from shmserve.core.requests.recording import Recording
+from shmserve.core.owners.recording import Recording
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
 from shmserve.protocol.messages import Infer
 from tests.support.broker.fake_loop import Loop

@@ -15,7 +15,7 @@ import pytest
 
 from shmserve.broker.observability.service_status import Announcer, Census
 from shmserve.broker.processes.workers import worker_environment
-from shmserve.core.models.model import Model
+from shmserve.core.owners.model import Model
 from shmserve.core.records import Version
 from shmserve.core.states import VersionState
 from shmserve.gateway.service import Service

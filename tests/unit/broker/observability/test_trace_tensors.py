@@ -14,8 +14,8 @@ from shmserve.broker.observability.trace_tensors import ELEMENTS, STRING_BYTES, 
 from shmserve.broker.observability.traces import lines
 from shmserve.core.effects import Traced
 from shmserve.core.limits import Limits
+from shmserve.core.owners.trace import Sample
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
-from shmserve.core.requests.trace import Sample
 from shmserve.protocol.messages import Handle, Infer, More, Options, Tensor
 from tests.support.core.world import World
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from shmserve.broker.observability.log_settings import LogSettings
 from shmserve.broker.observability.traces import TraceFile, TraceSettings, config, merged, otel_settings
 from shmserve.core.effects import Log, Traced
-from shmserve.core.requests.trace import PER_SECOND, Sample
+from shmserve.core.owners.trace import PER_SECOND, Sample
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
 from shmserve.otel.settings import OtelSettings
 from shmserve.protocol.messages import Handle

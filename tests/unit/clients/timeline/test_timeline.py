@@ -16,7 +16,7 @@ from shmserve.clients.timeline.collected import Collected
 from shmserve.clients.timeline.summary import summary, text
 from shmserve.clients.timeline.trace_events import Timeline, write
 from shmserve.clients.timeline.tracks import lanes
-from shmserve.core.batching.form import Reason
+from shmserve.core.service.form import Reason
 from tests.support.clients.trace_events import check
 
 US = 1000

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.core.batching.form import BatchPlan, BatchRules, form
 from shmserve.core.policy import BatchPolicy
+from shmserve.core.service.form import BatchPlan, BatchRules, form
 
 
 @dataclass

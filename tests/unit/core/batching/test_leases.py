@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from shmserve.core import events
-from shmserve.core.batching.form import Reason
-from shmserve.core.batching.lending import ALONE, ALONE_MOST, lending_of
 from shmserve.core.effects import Traced
 from shmserve.core.events import LeaseRead
 from shmserve.core.ledger import INTERNAL
+from shmserve.core.owners import activity
+from shmserve.core.owners.recording import Recording
+from shmserve.core.owners.trace import Sample
 from shmserve.core.policy import ModelPolicy, PaddingPolicy, SequencePolicy, TensorSpec
 from shmserve.core.records import CallingWorker
-from shmserve.core.requests.recording import Recording
-from shmserve.core.requests.trace import Sample
-from shmserve.core.stats import activity
+from shmserve.core.service.form import Reason
+from shmserve.core.service.lending import ALONE, ALONE_MOST, lending_of
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.stats.statistics import FailureKind
 from shmserve.protocol.messages import INLINE_BYTES

@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.core.batching.form import BatchPlan, BatchRules, Reason
-from shmserve.core.batching.padding import form_padded, group_of
 from shmserve.core.policy import BatchPolicy, PaddingPolicy
+from shmserve.core.service.form import BatchPlan, BatchRules, Reason
+from shmserve.core.service.padding import form_padded, group_of
 
 MAX = 6
 NOW = 100

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from shmserve.core.batching.queue import IDLE_LEVELS, IDLE_USERS, UNSERVED, PriorityLevel, RequestQueue
 from shmserve.core.policy import BatchPolicy, QueuePolicy, TimeoutAction
+from shmserve.core.service.queue import IDLE_LEVELS, IDLE_USERS, UNSERVED, PriorityLevel, RequestQueue
 from tests.support.hypothesis_profiles import examples
 
 CLIENTS = [SimpleNamespace(number=number, user="ann") for number in range(1, 5)]

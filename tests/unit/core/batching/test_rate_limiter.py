@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.core.batching.rate_limiter import ANY, SHARED, lacking
 from shmserve.core.limits import Limits
+from shmserve.core.owners.rate_limiter import ANY, SHARED, lacking
 from shmserve.core.policy import InstanceSpec, Resource
 from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.policies import plain

@@ -15,11 +15,11 @@ import pytest
 
 from shmserve.core import events
 from shmserve.core.effects import Send
-from shmserve.core.ensembles import graph
-from shmserve.core.ensembles.run import Run
 from shmserve.core.limits import Limits
+from shmserve.core.owners.run import Run
+from shmserve.core.owners.trace import Sample
 from shmserve.core.policy import BatchPolicy
-from shmserve.core.requests.trace import Sample
+from shmserve.core.service import graph
 from shmserve.core.state import WORKERS_FROM
 from shmserve.protocol.messages import (
     OWNER_SHIFT,

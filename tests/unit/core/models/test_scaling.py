@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from shmserve.core.events import Target
 from shmserve.core.models import sizes
-from shmserve.core.models.scaler import MAX_PATIENCE, WINDOW_NS, Reading, Scaler, expected_wait
 from shmserve.core.policy import InstanceSpec, ScaledGroup, ScalingPolicy
 from shmserve.core.records import Instance, Version
+from shmserve.core.service.scaler import MAX_PATIENCE, WINDOW_NS, Reading, Scaler, expected_wait
 from tests.support.core.policies import scaling_of
 
 MS = 10**6

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from shmserve.core import events
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.limits import Limits
+from shmserve.core.owners.cache import Placed
 from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
-from shmserve.core.requests.cache import Placed
 from shmserve.core.state import WORKERS_FROM
 from shmserve.protocol.messages import OWNER_SHIFT, Handle, Infer, Map, Options, Return, Tensor, Wanted
 from tests.support.core.fakes.client import FakeClient

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.core.effects import Traced
+from shmserve.core.owners.trace import Sample
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
-from shmserve.core.requests.trace import Sample
-from shmserve.core.requests.validation import _FORMS, Checker
+from shmserve.core.service.validation import _FORMS, Checker
 from shmserve.errors import InvalidRequest
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.core import events
+from shmserve.core.intake.quotas import DISCONNECT_BURST, DISCONNECT_NS, LONGEST_NS
 from shmserve.core.limits import BURST_S, NAMED, PATIENCE_S, Limits
 from shmserve.core.policy import BatchPolicy
 from shmserve.core.records import ORDER
-from shmserve.core.requests.quotas import DISCONNECT_BURST, DISCONNECT_NS, LONGEST_NS
 from shmserve.protocol.messages import (
     FIELD_BYTES,
     PROTOCOL,

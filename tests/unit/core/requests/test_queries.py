@@ -9,8 +9,8 @@ import pytest
 from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.core.effects import Query, Send
+from shmserve.core.intake.queries import ARGUMENTS_BYTES, QUERIES_PER_TURN
 from shmserve.core.limits import Limits
-from shmserve.core.requests.queries import ARGUMENTS_BYTES, QUERIES_PER_TURN
 from shmserve.protocol.messages import FIELD_BYTES, PROTOCOL, Ask, Bye, Fail, Hello
 
 EVERY = 7

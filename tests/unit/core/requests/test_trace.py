@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.core.effects import Log, Traced
-from shmserve.core.requests.trace import ID_LENGTH, PER_SECOND, Sample
+from shmserve.core.owners.trace import ID_LENGTH, PER_SECOND, Sample
 from shmserve.protocol.messages import Infer, Options
 from shmserve.protocol.trace_context import TraceContext
 from shmserve.protocol.worker_messages import Call

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.core.policy import ModelPolicy, TensorSpec
-from shmserve.core.requests.validation import Checker
+from shmserve.core.service.validation import Checker
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import FIELD_BYTES, Handle, Tensor, Wanted

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from shmserve.core import events
+from shmserve.core.batching import sequence_scheduler
 from shmserve.core.effects import Kill, Send
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, IdControl, InstanceSpec, ModelPolicy, SequencePolicy, TensorSpec
 from shmserve.core.records import Instance, Request, Sequence, Version
-from shmserve.core.sequences import scheduler
-from shmserve.core.sequences.slots import SequenceSlots
+from shmserve.core.service.slots import SequenceSlots
 from shmserve.core.state import State
 from shmserve.core.states import SequenceState
 from shmserve.protocol.batch_queue import QueuedBatch
@@ -87,7 +87,7 @@ class Watched(FakeWorker):
         super().finish(now, took, rows_first, error)
 
 
-put = scheduler.put
+put = sequence_scheduler.put
 WORLDS: WeakKeyDictionary[State, Sequenced] = WeakKeyDictionary()
 
 
@@ -96,7 +96,7 @@ def _the_rules_hear_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     def heard_put(state: State, version: Version, number: int, request: Request, now: int) -> None:
         WORLDS[state].put(version, number, request, now)
 
-    monkeypatch.setattr(scheduler, "put", heard_put)
+    monkeypatch.setattr(sequence_scheduler, "put", heard_put)
 
 
 class Sequenced(World):

@@ -19,7 +19,7 @@ from shmserve.clients.timeline.collected import Collected
 from shmserve.clients.timeline.trace_events import Timeline
 from shmserve.core import events
 from shmserve.core.limits import Limits
-from shmserve.core.requests.recording import Recording
+from shmserve.core.owners.recording import Recording
 from shmserve.core.state import State
 from shmserve.protocol.messages import Handle, Infer, Map, More, Options, Wanted
 from tests.support.clients.trace_events import check

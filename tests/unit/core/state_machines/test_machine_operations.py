@@ -17,8 +17,8 @@ from shmserve.core import events
 from shmserve.core.effects import Kill, Settled
 from shmserve.core.limits import Limits
 from shmserve.core.models import resizing, sizes
-from shmserve.core.models.scaler import WINDOW_NS
 from shmserve.core.policy import InstanceSpec, MemoryEstimate
+from shmserve.core.service.scaler import WINDOW_NS
 from shmserve.core.states import VersionState
 from shmserve.protocol.worker_messages import LoadFailed
 from tests.support.core.fakes.worker import FakeWorker

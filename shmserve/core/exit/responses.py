@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from shmserve.core import exit
-from shmserve.core.batching.batch import Batch
-from shmserve.core.models.termination import kill_for_protocol_error
+from shmserve.core.exit import exit
 from shmserve.core.records import Instance, Request, Version
+from shmserve.core.service.batch import Batch
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
+from shmserve.core.termination import kill_for_protocol_error
 from shmserve.protocol.messages import More
 from shmserve.protocol.worker_messages import Row, Streamed
 

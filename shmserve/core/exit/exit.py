@@ -10,8 +10,8 @@ Invariant: the requester gets exactly one final response.
 from __future__ import annotations
 
 from shmserve.core.effects import Free
+from shmserve.core.exit import shadow
 from shmserve.core.records import ClientState, Request, Version
-from shmserve.core.requests import shadow
 from shmserve.core.state import State
 from shmserve.core.states import RequestState, VersionState, move_all
 from shmserve.core.stats.statistics import FailureKind

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from shmserve.core.ensembles.graph import reshape
-from shmserve.core.ensembles.plan import plans_of
-from shmserve.core.ensembles.run import Held, Run
+from shmserve.core.owners.plan import plans_of
+from shmserve.core.owners.run import Held, Run
 from shmserve.core.records import Request, Version
+from shmserve.core.service.graph import reshape
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.errors import ServeError, Unavailable

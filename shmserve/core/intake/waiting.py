@@ -15,10 +15,10 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from shmserve.core import exit
-from shmserve.core.ensembles.graph import HANDLE_BYTES
+from shmserve.core.exit import exit
 from shmserve.core.records import Request, Version
-from shmserve.core.requests.validation import options_bytes
+from shmserve.core.service.graph import HANDLE_BYTES
+from shmserve.core.service.validation import options_bytes
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.errors import ServeError, Unavailable
 from shmserve.protocol.messages import Fail, Infer

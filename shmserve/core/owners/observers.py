@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from shmserve.core.batching.batch import Batch
-from shmserve.core.batching.form import Reason
-from shmserve.core.batching.lease import Lease
 from shmserve.core.effects import Effect
 from shmserve.core.events import LeasedRequest
+from shmserve.core.owners.lease import Lease
+from shmserve.core.owners.recording import Recording
+from shmserve.core.owners.trace import PARAMETER, Traces
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests.recording import Recording
-from shmserve.core.requests.trace import PARAMETER, Traces
+from shmserve.core.service.batch import Batch
+from shmserve.core.service.form import Reason
 from shmserve.protocol.messages import Tensor
 
 

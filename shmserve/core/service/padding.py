@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from shmserve.core.batching.form import BatchItem, BatchPlan, BatchRules, Reason, form
 from shmserve.core.policy import PaddingPolicy
+from shmserve.core.service.form import BatchItem, BatchPlan, BatchRules, Reason, form
 
 _WASTE = 4
 """Groups whose padding costs more than this many batches are not considered: two groups nearly always cost less."""

@@ -5,13 +5,13 @@ Invariant: after `disconnect`, all further input of the client is ignored.
 
 from __future__ import annotations
 
-from shmserve.core import exit
 from shmserve.core.effects import Close
 from shmserve.core.events import Closed, Garbled, Opened
+from shmserve.core.exit import exit
+from shmserve.core.intake.queries import QueryQueue
+from shmserve.core.intake.quotas import SECOND, Quotas
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import ClientState
-from shmserve.core.requests.queries import QueryQueue
-from shmserve.core.requests.quotas import SECOND, Quotas
 from shmserve.core.state import State
 from shmserve.errors import ConnectionLost, Internal, ProtocolError, ServeError, Unavailable
 from shmserve.protocol import roles

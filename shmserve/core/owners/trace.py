@@ -12,11 +12,11 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shmserve.core.batching.form import Reason
-from shmserve.core.batching.lease import Lease
 from shmserve.core.effects import Log, Traced
 from shmserve.core.events import LeasedRequest
+from shmserve.core.owners.lease import Lease
 from shmserve.core.records import Request, Version
+from shmserve.core.service.form import Reason
 from shmserve.core.states import RequestState
 from shmserve.protocol.messages import Tensor
 from shmserve.protocol.trace_context import TRACE_PARENT, TRACE_STATE, TraceContext, parsed

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shmserve.core.ensembles.graph import handles_of
 from shmserve.core.ledger import Ledger
 from shmserve.core.records import Instance, Request, Requester
+from shmserve.core.service.graph import handles_of
 from shmserve.protocol.messages import OWNER_SHIFT, Handle, Tensor
 
 

@@ -5,11 +5,10 @@ Invariant: only `level`, which runs before the request exists, may reject it; `p
 
 from __future__ import annotations
 
-from shmserve.core import exit
-from shmserve.core.batching import dispatch, leases
-from shmserve.core.ensembles.begin import begin
+from shmserve.core.batching import dispatch, leases, sequence_scheduler
+from shmserve.core.exit import exit
+from shmserve.core.intake.begin_run import begin
 from shmserve.core.records import ClientState, Miss, Request, Version
-from shmserve.core.sequences import scheduler
 from shmserve.core.state import State, Timer
 from shmserve.core.states import RequestState
 from shmserve.errors import Unavailable, Unsupported
@@ -26,7 +25,7 @@ def level(
     version, 0 for the default."""
     service = version.service
     if service.sequence_slots is not None:
-        scheduler.check(state, client, version, number, options, rows)
+        sequence_scheduler.check(state, client, version, number, options, rows)
         return 0
     if options is not None and options.sequence and service.graph is None:
         raise Unsupported(
@@ -62,7 +61,7 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
     if request.is_step and (service.order is not None or service.sequence_slots is not None):
         state.deadlock_possible = True
     if service.sequence_slots is not None:
-        scheduler.put(state, version, number, request, now)
+        sequence_scheduler.put(state, version, number, request, now)
         return
     _set_queue_timeout(state, version, request, now)
     service.queue.add(request)

@@ -17,10 +17,10 @@ from typing import ClassVar, NamedTuple
 
 from msgspec import Struct, field
 
-from shmserve.core.ensembles.graph import EnsembleGraph, Levels, StepInput, StepPlan
 from shmserve.core.fair_queue import FairQueue
 from shmserve.core.ledger import Ledger
 from shmserve.core.records import STEP, Request, Response, Version
+from shmserve.core.service.graph import EnsembleGraph, Levels, StepInput, StepPlan
 from shmserve.protocol.messages import Fail, Handle, Part, Reply, Tensor, Wanted
 
 Held = dict["tuple[str, int] | Version", Version]

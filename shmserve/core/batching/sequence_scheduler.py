@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from shmserve.core import exit
-from shmserve.core.batching.batch import Batch
 from shmserve.core.batching.dispatch import may_start, start
-from shmserve.core.batching.form import BatchPlan, Reason, form
+from shmserve.core.exit import exit
 from shmserve.core.policy import SequencePolicy
 from shmserve.core.records import ClientState, Instance, Key, Request, Sequence, Version
-from shmserve.core.sequences.slots import SequenceSlots
+from shmserve.core.service.batch import Batch
+from shmserve.core.service.form import BatchPlan, Reason, form
+from shmserve.core.service.slots import SequenceSlots
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import SequenceState, VersionState
 from shmserve.errors import InvalidRequest, Unavailable

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from shmserve.core.ledger import INTERNAL, Ledger
-from shmserve.core.outputs import Outputs
+from shmserve.core.owners.outputs import Outputs
 from shmserve.core.records import Request, Version
 from shmserve.protocol.messages import OWNER_SHIFT, Handle, Map, Tensor, Value
 from shmserve.protocol.trace_context import TRACE_CONTEXT

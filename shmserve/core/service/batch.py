@@ -6,7 +6,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from shmserve.core.batching.form import Reason
+from shmserve.core.service.form import Reason
 from shmserve.core.states import BatchState, RequestState, move
 
 _AT_WORK = (RequestState.SENT, RequestState.LINGERING)

@@ -7,9 +7,9 @@ these policies, so that their ids, which are part of its keys, cannot be reused.
 
 from __future__ import annotations
 
-from shmserve.core.ensembles.graph import StepInput, StepPlan
-from shmserve.core.ensembles.run import Run
+from shmserve.core.owners.run import Run
 from shmserve.core.records import Version
+from shmserve.core.service.graph import StepInput, StepPlan
 from shmserve.protocol.messages import Wanted
 
 _PLANS = 64

@@ -85,7 +85,7 @@ class EnsembleGraph:
         self.reshapes = any(spec.reshape is not None for spec in policy.inputs)
         """Some inputs have a different shape in the steps."""
         self.plans: dict[tuple[object, ...], dict[int, StepPlan]] = {}
-        """See `ensembles.plan`."""
+        """See `owners.plan`."""
         self._needed: dict[tuple[str, ...], frozenset[int]] = {}
         self._levels: dict[tuple[frozenset[int], frozenset[int]], Levels] = {}
 

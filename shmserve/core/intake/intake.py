@@ -3,7 +3,7 @@
 `ask` takes the message of a client, or a call of a model: it finds the version, lets the request wait while that is
 loading, checks it, and queues it. What differs for a call is asked of its `Calling`. `ask_columns` does the same for
 many requests of one form at once. `step` makes the request of a step, which its ensemble has checked. Only the copy of
-a request for a shadow is made elsewhere, in `requests.shadow`: no limit may refuse it.
+a request for a shadow is made elsewhere, in `exit.shadow`: no limit may refuse it.
 
 Invariant: `ask_columns` refuses the same requests as `ask`, with the same errors. Once the memory of a request is
 pinned, nothing refuses it.
@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from shmserve.core.ensembles.graph import HANDLE_BYTES
+from shmserve.core.batching import sequence_scheduler
+from shmserve.core.exit import shadow
+from shmserve.core.intake import enqueue, waiting
+from shmserve.core.intake.connections import Connections
+from shmserve.core.intake.quotas import Quotas
+from shmserve.core.intake.refusals import BatchRefusals, refuse
 from shmserve.core.records import ClientState, Request, Requester, Version
-from shmserve.core.requests import enqueue, shadow, waiting
-from shmserve.core.requests.connections import Connections
-from shmserve.core.requests.quotas import Quotas
-from shmserve.core.requests.refusals import BatchRefusals, refuse
-from shmserve.core.requests.validation import options_bytes
-from shmserve.core.sequences import scheduler
+from shmserve.core.service.graph import HANDLE_BYTES
+from shmserve.core.service.validation import options_bytes
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import RequestState, VersionState
 from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
@@ -98,7 +99,7 @@ class Intake:
         version = None if message.version else state.ready.get(message.model)
         going_on, waits = None, False
         if options is not None and options.sequence:
-            going_on = scheduler.version_of(state, client, message.model, message.version, options)
+            going_on = sequence_scheduler.version_of(state, client, message.model, message.version, options)
             version = going_on or version
             if version is not None and waited is None:  # an earlier request of the sequence may wait there
                 waits = version.unchecked.count > 0

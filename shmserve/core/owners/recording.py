@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shmserve.core.batching.batch import Batch
-from shmserve.core.batching.form import Reason
-from shmserve.core.batching.lease import Lease
 from shmserve.core.events import LeasedRequest
+from shmserve.core.owners.lease import Lease
 from shmserve.core.records import CallingWorker, ClientState, Instance, Request, Version
+from shmserve.core.service.batch import Batch
+from shmserve.core.service.form import Reason
 from shmserve.core.states import RequestState
 from shmserve.protocol.recorded import RecordedBatch, RecordedEnd, RecordedRequest
 

@@ -15,9 +15,9 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from shmserve.core.ensembles.graph import handles_of
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import ClientState, Request, Response, Version
+from shmserve.core.service.graph import handles_of
 from shmserve.core.state import State
 from shmserve.core.traffic import Shadow
 from shmserve.errors import ServeError

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import re
 
-from shmserve.core import exit
 from shmserve.core.effects import Forget, Free, Query
 from shmserve.core.events import Framed, Garbled, OwnSegment, OwnSegmentGone
-from shmserve.core.intake import Intake
+from shmserve.core.exit import exit, responses
+from shmserve.core.intake import waiting
+from shmserve.core.intake.connections import Connections
+from shmserve.core.intake.intake import Intake
+from shmserve.core.intake.queries import QueryQueue
+from shmserve.core.intake.quotas import Quotas
+from shmserve.core.intake.refusals import count_refused, refuse
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import ClientState, Request
-from shmserve.core.requests import responses, waiting
-from shmserve.core.requests.connections import Connections
-from shmserve.core.requests.queries import QueryQueue
-from shmserve.core.requests.quotas import Quotas
-from shmserve.core.requests.refusals import count_refused, refuse
 from shmserve.core.state import WORKERS_FROM, State
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.protocol import roles

@@ -1,0 +1,1 @@
+"""The one way out: responses, and the end of requests."""
