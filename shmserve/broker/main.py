@@ -145,7 +145,7 @@ class ServerProcess:
             self._control,
             runtime_dir=settings.runtime_dir,
             arena_bytes=settings.broker_arena_bytes,
-            access=setting.access(settings),
+            access=setting.access(settings, self._gateways.pids),
             workers=worker_settings(settings, gpus.uuids(), self._gpu_monitor.used_by, busy_poll_ns, self._load_nice),
             metrics=setting.metrics(settings),
             mode=self._mode,

@@ -73,7 +73,7 @@ def _check_requests(state: State) -> dict[Version, list[Request]]:
         elif request.state is not RequestState.LINGERING:
             assert request.client.requests.get(request.client_number) == request.number, request.story()
     abandoned = (r for r in state.requests.values() if r.state is RequestState.LINGERING and is_stream(r))
-    assert state.abandoned == Counter(request.client.user for request in abandoned)
+    assert state.abandoned == Counter(request.payer.user for request in abandoned)
     return queues
 
 
@@ -118,6 +118,10 @@ def _check_client_bytes(state: State, clients: Iterable[ClientState]) -> None:
         assert client.bytes == own + step_bytes[client]
         assert client.steps == steps[client]
         assert client.input_bytes == input_bytes[client]
+        for caller in client.callers.values():
+            mine = [request.inline for request in state.requests.values() if request.payer is caller]
+            assert (caller.in_flight, caller.bytes) == (len(mine), sum(mine)), f"caller {caller.name} of {client.name}"
+            assert mine, f"caller {caller.name} of {client.name} is kept without a request"
 
 
 def _check_version(state: State, version: Version, queue: list[Request]) -> None:

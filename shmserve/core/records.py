@@ -46,6 +46,7 @@ from shmserve.protocol.messages import (
     WantedOutputs,
     tensors_of,
 )
+from shmserve.protocol.roles import FORWARD
 from shmserve.protocol.worker_messages import Call, StepOptions
 
 _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
@@ -106,12 +107,14 @@ class Requester(Protocol):
 
 
 class Request(Struct, eq=False, gc=False):
-    """`number` is the broker's, `client_number` the requester's. `client` pays for it: the requester itself, or the
-    client of the ensemble. `cost` is max(1, rows): the batch capacity it takes."""
+    """`number` is the broker's, `client_number` the requester's. `client` has sent it: the requester itself, or the
+    client of the ensemble. `payer` is the caller whose share it uses: the client, or one of the callers for whom the
+    client speaks. `cost` is max(1, rows): the batch capacity it takes."""
 
     number: int
     requester: Requester
     client: ClientState
+    payer: Payer
     client_number: int
     version: Version
     inputs: tuple[Tensor, ...]
@@ -201,6 +204,30 @@ class Request(Struct, eq=False, gc=False):
         )
 
 
+class Caller(Struct, eq=False):
+    """One of the callers for whom a client speaks, while it has requests. Those of the server's gateways count like
+    users. Those of other clients share what their user has, so the client gains nothing by naming them."""
+
+    client: ClientState
+    name: str
+    number: int
+    user: str
+    in_flight: int = 0
+    bytes: int = 0
+    """Bytes inside the messages of its requests in flight."""
+
+    def enter(self, count: int, inline: int) -> None:
+        self.client.callers[self.name] = self
+        self.in_flight += count
+        self.bytes += inline
+
+    def leave(self, inline: int) -> None:
+        self.in_flight -= 1
+        self.bytes -= inline
+        if not self.in_flight:
+            del self.client.callers[self.name]
+
+
 class ClientState(Struct, eq=False):
     """`outputs` is how it receives large outputs: memfd, posix or frames; empty until it has sent Hello.
 
@@ -240,6 +267,31 @@ class ClientState(Struct, eq=False):
     """It accepts ReplyHeld."""
     error_level: int = 0
     """Level of its token bucket of protocol errors, as a time: each error advances it by 1 s / client_errors."""
+    callers: dict[str, Caller] = {}
+    """Those with requests in flight."""
+
+    callers_seen: int = 0
+
+    def payer(self, name: str) -> Payer:
+        """Who pays for a request that names this caller; "": the client itself."""
+        if not name:
+            return self
+        found = self.callers.get(name)
+        if found is None:
+            self.callers_seen += 1
+            user = f"{self.user} {name}" if self.granted & FORWARD else self.user
+            found = Caller(self, name, -(self.number << 32) - self.callers_seen, user)
+        return found
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.requests) + self.steps
+
+    def enter(self, count: int, inline: int) -> None:
+        """Its requests are in `requests`."""
+
+    def leave(self, inline: int) -> None:
+        """See `enter`."""
 
     def has_placed(self, handle: Handle) -> bool:
         """Was this output placed in the client's own memory, as it requested? Such outputs are not holds."""
@@ -289,6 +341,9 @@ class ClientState(Struct, eq=False):
     def ended(self, request: Request) -> None:
         if request.state is not RequestState.LINGERING:  # otherwise its number may be in use again
             self.detached(request)
+
+
+Payer = ClientState | Caller
 
 
 class CallingWorker(ClientState, eq=False):

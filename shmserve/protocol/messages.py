@@ -213,7 +213,8 @@ class Hello(Struct, array_like=True, tag=6, gc=False):
 class Infer(Struct, array_like=True, tag=7, gc=False):
     """One request. `request` is the client's own number, unique among its requests in flight.
 
-    `version` 0: the default version. `outputs` None: all. `timeout_us` counts from arrival; 0: none.
+    `version` 0: the default version. `outputs` None: all. `timeout_us` counts from arrival; 0: none. `payer`: who pays
+    for it, if the client serves several callers.
     """
 
     request: Id
@@ -223,16 +224,18 @@ class Infer(Struct, array_like=True, tag=7, gc=False):
     outputs: WantedOutputs | None = None
     timeout_us: Id = 0
     options: Options | None = None
+    payer: Name = ""
 
 
 class InferBatch(Struct, array_like=True, tag=12, gc=False):
     """Up to BATCH_REQUESTS requests like Infer, without wanted outputs or options, whose inputs have the same form.
-    Each is independent of the others; `timeout_us` applies to each."""
+    Each is independent of the others; `timeout_us` and `payer` apply to each."""
 
     model: Name
     version: Id
     columns: Columns
     timeout_us: Id = 0
+    payer: Name = ""
 
 
 class Cancel(Struct, array_like=True, tag=8, gc=False):

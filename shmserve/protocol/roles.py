@@ -11,6 +11,8 @@ from shmserve.errors import Denied, InvalidRequest, ServeError
 from shmserve.protocol.actions import Action
 
 INFER, OBSERVE, OPERATE = 1, 2, 4
+FORWARD = 8
+"""The right of the server's gateways to name the callers who pay for requests. Not a role: no user can have it."""
 NO_ROLES = 0
 ALL_ROLES = INFER | OBSERVE | OPERATE
 ROLES = {"infer": INFER, "observe": OBSERVE, "operate": OPERATE}

@@ -38,7 +38,10 @@ def in_batches(messages: list[Any], most: int) -> list[Any]:
             if len(inputs) == 1:
                 tensor = inputs[0]
                 if type(tensor.data) is bytes:
-                    key = (message.model, message.version, message.timeout_us, tensor.name, tensor.dtype, tensor.shape)
+                    key = (
+                        message.model, message.version, message.timeout_us, message.payer, tensor.name, tensor.dtype,
+                        tensor.shape,
+                    )  # fmt: skip
             else:
                 key = _key(message)
         if key is not None and key == last and len(run) < room:
@@ -60,7 +63,7 @@ def _key(message: Infer) -> Any:
     if not message.inputs or any(type(tensor.data) is not bytes for tensor in message.inputs):
         return None
     forms = [(tensor.name, tensor.dtype, tensor.shape) for tensor in message.inputs]
-    return message.model, message.version, message.timeout_us, forms
+    return message.model, message.version, message.timeout_us, message.payer, forms
 
 
 def _fits(message: Infer) -> bool:
@@ -92,7 +95,7 @@ def _joined(run: list[Infer]) -> list[Any]:
         (first.inputs[0].shape[0],) * len(run),
         data,
     )
-    return [InferBatch(first.model, first.version, columns, first.timeout_us)]
+    return [InferBatch(first.model, first.version, columns, first.timeout_us, first.payer)]
 
 
 class RowReply(Struct, gc=False):

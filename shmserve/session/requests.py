@@ -79,17 +79,18 @@ class SessionRequests:
         request_id: str | None = None,
         window: int = 0,
         caller: str = "",
+        payer: str = "",
     ) -> None:
         """Queue a request. Raises InvalidRequest, without side effects, if it cannot be encoded. `now` is the time on
-        the monotonic clock, used only with `timeout`. `window` is that of a StreamTicket, 0 for other tickets. `caller`
-        is for clients that serve several users: a sequence belongs to one of them."""
+        the monotonic clock, used only with `timeout`. `window` is that of a StreamTicket, 0 for other tickets. For
+        clients that serve several callers: `caller` is the one a sequence belongs to, `payer` the one who pays."""
         timeout_us = 0 if timeout is None else timeout_us_of(timeout)
         parameters = parameters if self._current_context is None else self._with_context(parameters)
         try:
             tensors, kept, size = self._encode(inputs, self.memory)
         except UntypedInput:
             again = partial(self.infer, ticket, model, inputs, now, outputs, version, timeout, priority, sequence,
-                            sequence_start, sequence_end, parameters, request_id, window, caller)  # fmt: skip
+                            sequence_start, sequence_end, parameters, request_id, window, caller, payer)  # fmt: skip
             if (arrays := self._typed(ticket, model, inputs, now, version, timeout, again)) is None:
                 return
             tensors, kept, size = self._encode(arrays, self.memory)
@@ -113,6 +114,8 @@ class SessionRequests:
                 if kept is not None:
                     self.memory.release_inputs(kept)
                 raise
+        if payer:
+            message.payer = payer
         ticket.deadline = None
         if timeout_us:
             message.timeout_us = timeout_us

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -158,9 +158,9 @@ def _not_a_repository(root: Path) -> str:
     )
 
 
-def access(settings: argparse.Namespace) -> AccessRules:
-    """The table of roles."""
-    return AccessRules(settings.access, settings.socket_group)
+def access(settings: argparse.Namespace, gateways: Container[int] = ()) -> AccessRules:
+    """The table of roles. `gateways`: the pids of the server's gateways, as they change."""
+    return AccessRules(settings.access, settings.socket_group, gateways)
 
 
 def limits(settings: argparse.Namespace) -> Limits:

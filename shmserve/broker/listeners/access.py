@@ -10,11 +10,11 @@ import grp
 import os
 import pwd
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from msgspec import Struct
 
-from shmserve.protocol.roles import ALL_ROLES, INFER, NO_ROLES, OBSERVE, roles_of
+from shmserve.protocol.roles import ALL_ROLES, FORWARD, INFER, NO_ROLES, OBSERVE, roles_of
 
 FORM = "WHO=ROLE,ROLE with WHO one of uid:N, gid:N, user:NAME, group:NAME, *"
 _MOST_ID = 2**32 - 2
@@ -25,6 +25,7 @@ class Principal(Struct, frozen=True):
 
     uid: int
     groups: frozenset[int] = frozenset()
+    pid: int = 0
 
 
 class Rule(Struct, frozen=True):
@@ -39,8 +40,12 @@ class AccessRules:
     """Root and the server's own user always have all roles, as they control the processes anyway. Members of the socket
     group may infer and observe. Other users have the union of the roles of all rules that match them."""
 
-    def __init__(self, rules: Iterable[Rule] = (), socket_group: int | None = None) -> None:
+    def __init__(
+        self, rules: Iterable[Rule] = (), socket_group: int | None = None, gateways: Container[int] = ()
+    ) -> None:
+        """`gateways`: pids of the server's own gateways, which name the callers who pay for their requests."""
         self.socket_group = socket_group
+        self._gateways = gateways
         self._privileged = frozenset((0, os.geteuid()))
         self._roles: dict[tuple[str, int | str], int] = {}
         for rule in rules:
@@ -59,7 +64,7 @@ class AccessRules:
 
     def roles_of(self, principal: Principal) -> int:
         if principal.uid in self._privileged:
-            return ALL_ROLES
+            return ALL_ROLES | FORWARD if principal.pid in self._gateways else ALL_ROLES
         known = self._roles
         roles = known.get(("*", ""), NO_ROLES) | known.get(("uid", principal.uid), NO_ROLES)
         for group in principal.groups:

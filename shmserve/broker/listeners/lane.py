@@ -114,14 +114,14 @@ def raise_descriptor_limit(descriptors: int) -> None:
 
 
 def peer(sock: socket.socket) -> Principal:
-    """The user and groups of the peer when it connected, as stored by the kernel."""
-    _, uid, gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    """The user, groups and pid of the peer when it connected, as stored by the kernel."""
+    pid, uid, gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     groups = array.array("I", (gid & 0xFFFFFFFF,))
     try:
         groups.frombytes(sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, _GROUPS_BYTES))
     except OSError as error:
         log.warning("a user is in too many groups; only the first one counts: %s", error.strerror)
-    return Principal(uid & 0xFFFFFFFF, frozenset(groups))
+    return Principal(uid & 0xFFFFFFFF, frozenset(groups), pid)
 
 
 def set_group_access(path: Path, group: int | None, mode: int) -> None:

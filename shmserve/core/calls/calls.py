@@ -21,7 +21,7 @@ from shmserve.core.intake.quotas import Quotas
 from shmserve.core.intake.refusals import count_refused
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.models import loading
-from shmserve.core.records import CallingWorker, Instance, Request, Version
+from shmserve.core.records import CallingWorker, Instance, Payer, Request, Version
 from shmserve.core.service.graph import handles_of
 from shmserve.core.state import STOPPING, State
 from shmserve.core.states import InstanceState, RequestState
@@ -188,6 +188,10 @@ class _Call:
         self._waited = waited
         self._instance = calls.state.instances[caller.number][1]
         self.parent = self._parent()
+
+    @property
+    def payer(self) -> Payer:
+        return self._caller if self.parent is None else self.parent.payer
 
     def _parent(self) -> Request | None:
         """The request that the call names, if the instance is running it or still answering it."""

@@ -205,7 +205,7 @@ class Ensembles:
 
     def _queue_rows(self, run: Run) -> None:
         first = run.mapped[0]
-        self._state.runs.with_rows.add(run.request.client.user, run, first.count - first.next > ROWS_TOGETHER)
+        self._state.runs.with_rows.add(run.request.payer.user, run, first.count - first.next > ROWS_TOGETHER)
 
     def ask_rows(self, most: int, now: int) -> int:
         """Requests rows of mapped steps, up to `most`, round robin between users and runs. Returns the number of

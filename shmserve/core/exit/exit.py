@@ -174,7 +174,7 @@ def linger(state: State, request: Request) -> None:
     """The request was answered (or its requester left) while a worker still has it."""
     request.move(_LINGERING)
     if is_stream(request):
-        state.abandoned[request.client.user] += 1
+        state.abandoned[request.payer.user] += 1
     if request.sequence is not None:
         text = f"an earlier request of sequence {request.sequence.id!r} was cancelled, which ended the sequence"
         request.sequence.fail("CANCELLED", text)
@@ -206,12 +206,14 @@ def end(state: State, request: Request) -> None:
     request.requester.ended(request)
     request.move(_ENDED)
     del state.requests[request.number]
+    if request.payer is not request.client:
+        request.payer.leave(request.inline)
     if state.shadowed:
         shadow.not_repeated(state, request)
     if final is _LINGERING and is_stream(request):
-        state.abandoned[request.client.user] -= 1
-        if not state.abandoned[request.client.user]:
-            del state.abandoned[request.client.user]
+        state.abandoned[request.payer.user] -= 1
+        if not state.abandoned[request.payer.user]:
+            del state.abandoned[request.payer.user]
     if request.sequence is not None:
         request.sequence.left(request)
         state.to_dispatch[request.version] = None
@@ -230,6 +232,9 @@ def end_plain(version: Version, requests: list[Request], taken: int, now: int) -
         client = request.client
         del client.requests[request.client_number]
         client.bytes -= request.inline
+        payer = request.payer
+        if payer is not client:
+            payer.leave(request.inline)
         rows += request.cost
         arrivals.append(request.arrived)
     account(version, arrivals, rows, taken, now)

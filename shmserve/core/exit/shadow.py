@@ -139,8 +139,8 @@ def answered(state: State, request: Request, reply: Reply) -> Reply:
     keeper = request.client if _in_memory_of_client(request) else None
     comparison = Comparison(state, shadow, version, reply.outputs, size, keeper, request.client_number)
     compared = Request(
-        number, comparison, client, number, target, inputs, request.outputs, request.options, rows, rows or 1, inline,
-        signature, segments, pins, (), state.now, LEVEL, audience=INTERNAL, special=True, length=length,
+        number, comparison, client, client, number, target, inputs, request.outputs, request.options, rows, rows or 1,
+        inline, signature, segments, pins, (), state.now, LEVEL, audience=INTERNAL, special=True, length=length,
     )  # fmt: skip
     state.compared_bytes += size
     shadow.pending += 1

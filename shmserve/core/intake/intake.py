@@ -19,7 +19,7 @@ from shmserve.core.intake import enqueue, waiting
 from shmserve.core.intake.connections import Connections
 from shmserve.core.intake.quotas import Quotas
 from shmserve.core.intake.refusals import BatchRefusals, refuse
-from shmserve.core.records import ClientState, Request, Requester, Version
+from shmserve.core.records import ClientState, Payer, Request, Requester, Version
 from shmserve.core.service.graph import HANDLE_BYTES
 from shmserve.core.service.validation import options_bytes
 from shmserve.core.state import STOPPING, State, Timer
@@ -48,6 +48,10 @@ class Calling(Protocol):
     """What differs for a call of a model. `parent`: the request that the model is running, if the call names it."""
 
     parent: Request | None
+
+    @property
+    def payer(self) -> Payer:
+        """The one of its parent."""
 
     def check_caller(self) -> None:
         """Raises if the model may not call now. Shared quotas do not apply: the parent request has already been
@@ -122,6 +126,11 @@ class Intake:
             return self._wait(client, number, message, version, now, blocks, waited, calling)
         assert version.policy is not None, version.label
         service = version.service
+        payer: Payer = client
+        if calling is not None:
+            payer = calling.payer
+        elif message.payer:  # type: ignore[union-attr]  # a Call comes with `calling`
+            payer = client.payer(message.payer)  # type: ignore[union-attr]
         rows, signature, inline, shared, length = service.checker.check(inputs, outputs)
         if options is not None:
             inline += options_bytes(options)
@@ -135,11 +144,11 @@ class Intake:
             if waited is None:
                 busy = len(state.requests) >= self._busy
                 if busy:
-                    self._quotas.check_queue(client, version, inline, now)
+                    self._quotas.check_queue(payer, version, inline, now)
                 if client.held_bytes > self._heavy:
                     self._check_held(client)
             if streamed:
-                self._check_stream(client, version, options)
+                self._check_stream(payer, version, options)
         plain = service.plain and (options is None or not options.sequence)
         level = 0 if plain else enqueue.level(state, client, version, message.version, options, rows, now)
         if waited is None:
@@ -149,14 +158,18 @@ class Intake:
             segments, pins, size = waited.segments, waited.pins, waited.input_bytes
             own, arrived = waited.number, waited.arrived
             waited.move(RequestState.ENDED)  # its timers end; the new request has its place in the tables
+            payer = waited.payer
+            payer.leave(waited.inline)
         request = Request(
-            own, client, client, number, version, inputs, outputs, options, rows, rows or 1, inline, signature,
+            own, client, client, payer, number, version, inputs, outputs, options, rows, rows or 1, inline, signature,
             segments, pins, blocks, arrived, level, audience=client.audience, length=length,
             special=streamed or bool(segments),
         )  # fmt: skip
         client.requests[number] = own
         state.requests[own] = request
         client.bytes += inline
+        if payer is not client:
+            payer.enter(1, inline)
         if size:
             request.input_bytes = size
             client.input_bytes += size
@@ -200,20 +213,24 @@ class Intake:
             return waited
         state = self._state
         inline, shared = waiting.size_of(message)
+        payer = calling.payer if calling is not None else client.payer(message.payer)  # type: ignore[union-attr]
         busy = calling is None and len(state.requests) >= self._busy
         if busy:
-            self._quotas.check_queue(client, version, inline, now)
+            self._quotas.check_queue(payer, version, inline, now)
         if client.held_bytes > self._heavy and calling is None:
             self._check_held(client)
         segments, pins, size = self._memory(client, message, blocks, calling) if shared else _NOTHING
         request = Request(
-            state.next_number(), client, client, number, version, message.inputs, message.outputs, message.options,
-            0, 1, inline, None, segments, pins, blocks, now, 0, 0, _deadline(message.timeout_us, calling, now),
+            state.next_number(), client, client, payer, number, version, message.inputs, message.outputs,
+            message.options, 0, 1, inline, None, segments, pins, blocks, now, 0, 0,
+            _deadline(message.timeout_us, calling, now),
             audience=client.audience, special=True, unchecked=message, input_bytes=size,
         )  # fmt: skip
         if calling is not None:
             _belongs(request, calling)
         waiting.add(state, request)
+        if payer is not client:
+            payer.enter(1, inline)
         if busy:
             self._quotas.queued += inline
         if calling is not None:
@@ -232,13 +249,13 @@ class Intake:
             self._state.send(client.number, Reclaim())
         raise Unavailable(text)
 
-    def _check_stream(self, client: ClientState, version: Version, options: Options | None) -> None:
+    def _check_stream(self, payer: Payer, version: Version, options: Options | None) -> None:
         if options is None or not options.window:
             raise Unsupported(
                 f"model '{version.model}' has a decoupled transaction policy: it may send several responses; "
                 "call it with stream()"
             )
-        abandoned = self._state.abandoned[client.user]
+        abandoned = self._state.abandoned[payer.user]
         if abandoned >= self._client_requests:
             raise Unavailable(
                 f"{abandoned} cancelled streams of this user have not been ended by their models, the limit "
@@ -308,7 +325,7 @@ class Intake:
         if refusals.known and valid and refusals.repeats(client, message, index):
             return
         tensors = message.columns.tensors(index)
-        single = Infer(number, message.model, message.version, tensors, None, message.timeout_us)
+        single = Infer(number, message.model, message.version, tensors, None, message.timeout_us, None, message.payer)
         try:
             self.ask(client, number, single, now)
             refusals.known.clear()  # a limit may have been reached, which is checked first
@@ -326,6 +343,7 @@ class Intake:
         assert version.policy is not None, version.label
         form = checker.form(columns.forms)
         known, requests, mine = form.by_rows, state.requests, client.requests
+        payer = client.payer(message.payer)
         deadline = now + message.timeout_us * 1000 if message.timeout_us else 0
         admitted: list[Request] = []
         like: Request | None = None
@@ -350,7 +368,7 @@ class Intake:
                     continue
                 sizes, inline = checked.sizes, checked.inline
                 like = Request(
-                    0, client, client, 0, version, (), None, None, rows, rows or 1, inline,
+                    0, client, client, payer, 0, version, (), None, None, rows, rows or 1, inline,
                     checked.signature, (), (), (), now, 0, 0, deadline,
                     audience=client.audience, length=checked.length, form=form,
                 )  # fmt: skip
@@ -368,6 +386,8 @@ class Intake:
                 state.set_timer(deadline, Timer.DEADLINE, request)
             admitted.append(request)
         if admitted:
+            if payer is not client:
+                payer.enter(len(admitted), sum([request.inline for request in admitted]))
             if self._samples:
                 state.observers.admitted(version, admitted)
             service.queue.add_all(admitted)
@@ -392,8 +412,8 @@ class Intake:
         `enqueue.put`. `checked`: rows, signature, inline bytes and length."""
         rows, signature, inline, length = checked
         request = Request(
-            self._state.next_number(), run, parent.client, 0, version, inputs, outputs, options, rows, rows or 1,
-            inline, signature, segments, (), (), now, level, deadline=parent.deadline, parent=parent.number,
+            self._state.next_number(), run, parent.client, parent.payer, 0, version, inputs, outputs, options, rows,
+            rows or 1, inline, signature, segments, (), (), now, level, deadline=parent.deadline, parent=parent.number,
             special=True, length=length,
         )  # fmt: skip
         self._state.requests[request.number] = request

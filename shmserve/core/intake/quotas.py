@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from shmserve.core.effects import Pause
 from shmserve.core.limits import BURST_S, PATIENCE_S
-from shmserve.core.records import ClientState, Version
+from shmserve.core.records import ClientState, Payer, Version
 from shmserve.core.state import State
 from shmserve.errors import Unavailable
 from shmserve.protocol.messages import PACKET_BYTES
@@ -95,12 +95,12 @@ class Quotas:
 
     # ------------------------------------------------------------------------------------ requests
 
-    def check_queue(self, client: ClientState, version: Version, inline: int, now: int) -> None:
-        """Raises if the client may not have another request in flight with this many bytes inside its message."""
+    def check_queue(self, payer: Payer, version: Version, inline: int, now: int) -> None:
+        """Raises if the payer may not have another request in flight with this many bytes inside its message."""
         total = len(self._state.requests)
         if total < self.busy:
             return
-        limits, mine = self._limits, len(client.requests) + client.steps
+        limits, mine = self._limits, payer.in_flight
         waits, waiting = version.waits, version.waiting_bytes
         if total >= limits.requests and self._has_share(mine, limits.requests):
             raise Unavailable(
@@ -113,7 +113,7 @@ class Quotas:
                 f"{_retry('responses have arrived')}, or add instances"
             )
         if waiting + inline > limits.model_queue_bytes:
-            if self._has_share(client.bytes + inline, limits.model_queue_bytes):
+            if self._has_share(payer.bytes + inline, limits.model_queue_bytes):
                 raise Unavailable(
                     f"{waiting} bytes are queued for model '{version.model}', the limit is {limits.model_queue_bytes} "
                     f"(model_queue_bytes); {_retry('responses have arrived')}, or send less inside messages"
@@ -122,7 +122,7 @@ class Quotas:
             self._counted_at = now
             self.queued = sum(client.bytes for client in self._state.clients.values())
         queued = self.queued + inline
-        if queued > limits.queue_bytes and self._has_share(client.bytes + inline, limits.queue_bytes):
+        if queued > limits.queue_bytes and self._has_share(payer.bytes + inline, limits.queue_bytes):
             raise Unavailable(
                 f"{queued} bytes are inside requests in flight, the limit is {limits.queue_bytes} (queue_bytes); "
                 f"{_retry('responses have arrived')}, or send less inside messages"
@@ -157,7 +157,8 @@ class Quotas:
         return ""
 
     def _has_share(self, mine: int, limit: int) -> bool:
-        return mine * len(self._state.clients) >= limit
+        parties = sum(max(1, len(client.callers)) for client in self._state.clients.values())
+        return mine * parties >= limit
 
     # ------------------------------------------------------------------------------------ protocol errors
 

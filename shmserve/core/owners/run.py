@@ -165,6 +165,8 @@ class Run(Struct, eq=False):
         self.in_flight[request.number], self.spots[request.number] = request, spot
         request.client.steps += 1
         request.client.bytes += request.inline
+        if request.payer is not request.client:
+            request.payer.enter(1, request.inline)
 
     def fail_early(self, request: Request, code: str, text: str) -> None:
         self.deliver(request, Fail(request.client_number, code, text))

@@ -1,11 +1,11 @@
 """The request queue of a model version, in the order in which the requests would run.
 
 Priority levels are strict. Within a level, start-time fair queueing in rows divides capacity twice: between users, and
-within a user between its clients. So a user gains nothing from more connections, and a client gains nothing from
-sending more. With a single client, requests run in order of arrival. Requests whose queue timeout has passed under the
-DELAY action come after all unexpired ones of their level.
+within a user between its payers, which are clients or the callers of a client. So a user gains nothing from more
+connections, and a payer gains nothing from sending more. With a single payer, requests run in order of arrival.
+Requests whose queue timeout has passed under the DELAY action come after all unexpired ones of their level.
 
-A user is charged when a request is taken: requests that are cancelled or expire cost nothing. A client is charged when
+A user is charged when a request is taken: requests that are cancelled or expire cost nothing. A payer is charged when
 its request arrives, so that the user's requests have an order, and refunded if it is not run.
 """
 
@@ -29,8 +29,8 @@ IDLE_USERS = 64
 """Users of a level kept before idle ones are dropped."""
 
 
-class QueueClient(Protocol):
-    """The client whose share a request uses."""
+class QueuePayer(Protocol):
+    """The caller whose share a request uses. Its `number` is unique among those of its user."""
 
     @property
     def number(self) -> int: ...
@@ -44,7 +44,7 @@ class Queued(Protocol):
     @property
     def number(self) -> int: ...
     @property
-    def client(self) -> QueueClient: ...
+    def payer(self) -> QueuePayer: ...
     @property
     def cost(self) -> int: ...
     @property
@@ -127,7 +127,7 @@ class Share(Generic[R]):
         sums = {client: _sums(refunds) for client, refunds in back.items()}
         newest = dict.fromkeys(back, 0)
         for request in self.ready:
-            client = request.client.number
+            client = request.payer.number
             if client in sums:
                 tags, totals = sums[client]
                 moved = totals[bisect_left(tags, request.tag)]
@@ -200,12 +200,12 @@ class PriorityLevel(Generic[R]):
         return max([self.dropped, *[share.turn for share in self.shares.values()]])
 
     def add(self, request: R) -> None:
-        client = request.client
-        share = self.shares.get(client.user)
+        payer = request.payer
+        share = self.shares.get(payer.user)
         if share is None:
-            share = self._new(client.user)
+            share = self._new(payer.user)
         tags = share.tags
-        number = client.number
+        number = payer.number
         last = tags.get(number, 0)
         turn = share.turn
         request.tag = tag = (last if last > turn else turn) + request.cost
@@ -222,11 +222,11 @@ class PriorityLevel(Generic[R]):
             insort(ready, request, key=_by_tag)
 
     def add_all(self, requests: list[R]) -> None:
-        """Adds requests of one client, in order."""
+        """Adds requests of one payer, in order."""
         first = requests[0]
         self.add(first)
-        client = first.client
-        ready, tag = self.shares[client.user].ready, first.tag
+        payer = first.payer
+        ready, tag = self.shares[payer.user].ready, first.tag
         if ready[-1] is not first:  # requests of others are behind it
             for request in requests[1:]:
                 self.add(request)
@@ -235,16 +235,16 @@ class PriorityLevel(Generic[R]):
             tag += request.cost
             request.tag = tag
         ready += requests[1:]
-        self.shares[client.user].tags[client.number] = tag
+        self.shares[payer.user].tags[payer.number] = tag
 
     def remove(self, request: R) -> None:
         if request.delayed:
             self.delayed.remove(request)
         else:
             self._drop(request)
-        share = self.shares.get(request.client.user)
+        share = self.shares.get(request.payer.user)
         if share is not None and share.ready:
-            share.unserved.append((request.client.number, request.tag, request.cost))
+            share.unserved.append((request.payer.number, request.tag, request.cost))
             self.unserved[share] = None
             if len(share.unserved) > UNSERVED + len(share.ready):
                 share.refund()
@@ -254,7 +254,7 @@ class PriorityLevel(Generic[R]):
         if request.delayed:
             self.delayed.insert(0, request)
             return
-        share = self.share(request.client.user)
+        share = self.share(request.payer.user)
         if not share.ready:
             share.charged = max(share.charged, self.turn)
             self.active.append(share)
@@ -267,7 +267,7 @@ class PriorityLevel(Generic[R]):
         self.delayed.append(request)
 
     def _drop(self, request: R) -> None:
-        share = self.shares[request.client.user]
+        share = self.shares[request.payer.user]
         share.drop(request)
         if not share.ready:
             self.active.remove(share)
@@ -329,7 +329,7 @@ class PriorityLevel(Generic[R]):
         counts: dict[Share[R], int] = {}
         shares = self.shares
         for request in taken:
-            share = shares[request.client.user]
+            share = shares[request.payer.user]
             share.charged += request.cost
             counts[share] = counts.get(share, 0) + 1
         self.turn = max(self.turn, share.charged)
@@ -344,7 +344,7 @@ class PriorityLevel(Generic[R]):
         chosen: dict[Share[R], set[int]] = {}
         for request in requests:
             if not request.delayed:
-                share = self.shares[request.client.user]
+                share = self.shares[request.payer.user]
                 share.charged += request.cost
                 chosen.setdefault(share, set()).add(request.number)
         for share, numbers in chosen.items():
@@ -417,7 +417,7 @@ class RequestQueue(Generic[R]):
             self.timed += 1
 
     def add_all(self, requests: list[R]) -> None:
-        """Adds requests of one client, level and deadline, which arrived together."""
+        """Adds requests of one payer, level and deadline, which arrived together."""
         first = requests[0]
         level = self._levels.get(first.level)
         if level is None:

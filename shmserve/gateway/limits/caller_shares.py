@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.metrics import family
+from shmserve.protocol.messages import NAME_LENGTH
 
 
 class ShareExceeded(Unavailable):
@@ -65,7 +66,7 @@ class Charged(Protocol):
 class Payer:
     """One connection with one token, and the accounts that its calls are charged to. The first account is the total."""
 
-    __slots__ = ("_pool", "accounts", "caller", "calls", "input_bytes", "queries", "token")
+    __slots__ = ("_pool", "accounts", "caller", "calls", "input_bytes", "name", "queries", "token")
 
     def __init__(
         self, pool: Pool, accounts: tuple[ShareAccount, ...], queries: Payer | None = None, token: str = "",
@@ -81,6 +82,9 @@ class Payer:
         """Name of the token, or the key of a ZeroMQ client; "": none. Sequence ids are scoped by it."""
         self.caller = token, address
         """Who calls, over any number of connections."""
+        self.name = f"token {token}"[:NAME_LENGTH] if token else address
+        """The caller as the broker knows it. "": callers on this machine without a token, who share what the gateway
+        has."""
 
     def charge(self, ticket: Charged, input_bytes: int) -> None:
         """Raises Unavailable, without charging anything, if a share would be exceeded."""

@@ -319,7 +319,7 @@ class RequestSender:
             link.session.infer(
                 ticket, model, inputs.encoded(), NO_TIME, outputs, version or None, None, options.priority,
                 options.sequence, options.sequence_start, options.sequence_end, parameters, request_id or None, window,
-                payer.token,
+                payer.token, payer.name,
             )  # fmt: skip
         except BaseException:
             release(ticket)

@@ -225,7 +225,10 @@ class Peer:
         timeout = infer.timeout_us / 1e6 or None
         now = NO_TIME if timeout is None else monotonic()
         if options is None:
-            link.session.infer(ticket, infer.model, inputs.encoded(), now, outputs, infer.version or None, timeout)
+            link.session.infer(
+                ticket, infer.model, inputs.encoded(), now, outputs, infer.version or None, timeout,
+                payer=self._payer.name,
+            )  # fmt: skip
         else:
             parameters = options.parameters
             if options.queue_timeout_us:
@@ -233,7 +236,7 @@ class Peer:
             link.session.infer(
                 ticket, infer.model, inputs.encoded(), now, outputs, infer.version or None, timeout, options.priority,
                 options.sequence or None, options.sequence_start, options.sequence_end, parameters or None,
-                options.id or None, window, self._payer.token,
+                options.id or None, window, self._payer.token, self._payer.name,
             )  # fmt: skip
         link.send_soon(timeout is not None)
 

@@ -68,7 +68,7 @@ def _form_of(peer: int, message: Any) -> Any:
     if len({tensor.shape[0] for tensor in message.inputs}) != 1:
         return None
     forms = tuple((tensor.name, tensor.dtype, tensor.shape[1:]) for tensor in message.inputs)
-    return peer, message.model, message.version, message.timeout_us, forms
+    return peer, message.model, message.version, message.timeout_us, message.payer, forms
 
 
 def _batch(messages: list[Infer]) -> InferBatch:
@@ -79,7 +79,7 @@ def _batch(messages: list[Infer]) -> InferBatch:
         tuple(message.inputs[0].shape[0] for message in messages),
         tuple(tuple(one.data for one in message.inputs if isinstance(one.data, bytes)) for message in messages),
     )
-    return InferBatch(first.model, first.version, columns, first.timeout_us)
+    return InferBatch(first.model, first.version, columns, first.timeout_us, first.payer)
 
 
 class Turn:

@@ -8,7 +8,7 @@ from typing import Any
 from shmserve.core import events
 from shmserve.core.policy import MemoryEstimate, ModelPolicy
 from shmserve.protocol.messages import Cancel, Handle, Infer, Map, Options, Ping, Return, Tensor, Unmap, Wanted
-from shmserve.protocol.roles import ALL_ROLES, ROLES
+from shmserve.protocol.roles import ALL_ROLES, FORWARD, ROLES
 from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Streamed, Withdrawn
 from tests.support.core.calling import Calling
 from tests.support.core.fakes.client import FakeClient
@@ -83,9 +83,10 @@ class Scenario(Operating, Streaming, Leasing, Calling):
     def do_client(
         self, *names: str, plane: str = "lane", outputs: str = "", audience: str = "uid:1000", roles: str = ""
     ) -> None:
-        """client a b leases: clients that accept leases. `keeps`: they keep inputs for shadows. roles=infer: without
-        other roles."""
-        flags = [name for name in names if name in ("leases", "keeps")]
+        """client a b leases: clients that accept leases. `keeps`: they keep inputs for shadows. `forwards`: they
+        speak for callers. roles=infer: without other roles."""
+        flags = [name for name in names if name in ("leases", "keeps", "forwards")]
+        granted = ALL_ROLES | (FORWARD if "forwards" in flags else 0)
         for name in names:
             if name not in flags:
                 self.named[name] = self.connect(
@@ -93,14 +94,14 @@ class Scenario(Operating, Streaming, Leasing, Calling):
                     plane,
                     outputs,
                     audience,
-                    ROLES[roles] if roles else ALL_ROLES,
+                    ROLES[roles] if roles else granted,
                     "leases" in flags,
                     "keeps" in flags,
                 )
 
     def do_infer(self, client: str, first: str, *flags: str, **options: str) -> list[Event]:
         """infer a 1 or infer a 1-5: requests of client a, with rows= shape= x= (the shape of x) fill= (each byte)
-        without= at= and so on, or with sequence=7, and with the flags `start` and `end`."""
+        without= at= payer= and so on, or with sequence=7, and with the flags `start` and `end`."""
         start, _, end = first.partition("-")
         options |= dict.fromkeys(flags, "yes")
         return [self._infer(self.named[client], number, options) for number in range(int(start), int(end or start) + 1)]
@@ -131,7 +132,8 @@ class Scenario(Operating, Streaming, Leasing, Calling):
             outputs = tuple(self._wanted(text) for text in options["outputs"].split(","))
         timeout = nanoseconds(options.get("timeout", "0s")) // 1000
         version = int(options.get("version", 0))
-        return Infer(number, model, version, tuple(inputs), outputs, timeout, given if given != Options() else None)
+        sent = given if given != Options() else None
+        return Infer(number, model, version, tuple(inputs), outputs, timeout, sent, options.get("payer", ""))
 
     def _wanted(self, text: str) -> Wanted:
         name, _, place = text.partition("@")

@@ -89,7 +89,7 @@ def test_a_connection_has_the_identity_of_its_peer_process(door: Door) -> None:
         door.accept()  # no other connection is waiting
     ((sock, uid, roles),) = door.opened
     assert (uid, roles) == (os.geteuid(), ALL_ROLES)
-    assert peer(sock) == Principal(os.geteuid(), frozenset((os.getegid(), *os.getgroups())))
+    assert peer(sock) == Principal(os.geteuid(), frozenset((os.getegid(), *os.getgroups())), os.getpid())
 
 
 @contextlib.contextmanager
@@ -138,7 +138,7 @@ def test_a_user_with_very_many_groups(monkeypatch: pytest.MonkeyPatch, caplog: p
                 return ours.getsockopt(level, option, size)
 
         many: Any = Many()
-        assert peer(many) == Principal(os.geteuid(), frozenset((os.getegid(),)))
+        assert peer(many) == Principal(os.geteuid(), frozenset((os.getegid(),)), os.getpid())
     assert "too many groups" in caplog.text
 
 

@@ -24,7 +24,7 @@ def request(client: int = 1, cost: int = 1, level: int = 0, name: int = 0) -> An
     made = SimpleNamespace(
         inline=0,
         deadline=0,
-        client=(CLIENTS + OTHERS)[client - 1],
+        payer=(CLIENTS + OTHERS)[client - 1],
         cost=cost,
         level=level,
         tag=0,
@@ -47,11 +47,11 @@ def test_more_connections_do_not_increase_the_share_of_a_user() -> None:
     crowd = [SimpleNamespace(number=number, user="ann") for number in range(100, 1100)]
     for name, client in enumerate(crowd):
         for _ in range(3):
-            waiting.add(SimpleNamespace(**{**vars(request(name=name)), "client": client}))
+            waiting.add(SimpleNamespace(**{**vars(request(name=name)), "payer": client}))
     for name in range(2000, 2100):
         waiting.add(request(5, name=name))
     assert names(waiting.in_order())[:4] == [0, 2000, 1, 2001]
-    assert sum(each.client.user == "bob" for each in waiting.take(100)) == 50
+    assert sum(each.payer.user == "bob" for each in waiting.take(100)) == 50
     waiting.add(request(8, name=3000))
     assert 3000 in names(waiting.in_order())[:3], "a third user joins in at once"
 
@@ -63,7 +63,7 @@ def test_a_user_that_was_served_alone_gets_an_equal_share_afterwards() -> None:
     waiting.take(50)
     for name in range(1000, 1100):
         waiting.add(request(5, cost=8, name=name))
-    assert sum(each.client.user == "bob" for each in waiting.take(20)) == 10
+    assert sum(each.payer.user == "bob" for each in waiting.take(20)) == 10
 
 
 def test_requests_put_back_are_not_charged_twice() -> None:
@@ -89,14 +89,14 @@ def test_a_request_put_back_is_first_and_gives_its_user_no_further_precedence() 
     for name in range(2, 50):
         waiting.add(request(1, name=name))
     assert waiting.take(1) == [early]
-    assert sum(each.client.user == "ann" for each in waiting.take(20)) == 10
+    assert sum(each.payer.user == "ann" for each in waiting.take(20)) == 10
 
 
 def test_the_number_of_remembered_idle_users_is_bounded() -> None:
     level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
     for number in range(1, 2000):
         one: Any = request(name=number)
-        one.client = SimpleNamespace(number=number, user=f"user {number}")
+        one.payer = SimpleNamespace(number=number, user=f"user {number}")
         level.add(one)
         level.take(1)
     assert len(level.shares) <= IDLE_USERS
@@ -164,16 +164,16 @@ def test_cancelling_requests_gives_no_precedence() -> None:
     for each in mine[:50]:
         waiting.remove(each)
     first = waiting.in_order()[:20]
-    assert sum(each.client.number == 1 for each in first) <= 10
+    assert sum(each.payer.number == 1 for each in first) <= 10
 
 
 def test_the_number_of_clients_that_a_level_remembers_is_bounded() -> None:
     level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
     last = SimpleNamespace(number=0, user="ann")
-    level.add(SimpleNamespace(inline=0, deadline=0, client=last, cost=1, level=0, tag=0, delayed=False))
+    level.add(SimpleNamespace(inline=0, deadline=0, payer=last, cost=1, level=0, tag=0, delayed=False))
     for number in range(1, 2000):
         one: Any = SimpleNamespace(
-            inline=0, deadline=0, client=SimpleNamespace(number=number, user="ann"), cost=1, tag=0, delayed=False
+            inline=0, deadline=0, payer=SimpleNamespace(number=number, user="ann"), cost=1, tag=0, delayed=False
         )
         level.add(one)
         level.take(1)
@@ -237,7 +237,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert late == [each for each in self.delayed if each.level == level]
             for client in CLIENTS + OTHERS:
                 mine = [
-                    each.name for each in found if not each.delayed and (each.level, each.client) == (level, client)
+                    each.name for each in found if not each.delayed and (each.level, each.payer) == (level, client)
                 ]
                 assert mine == sorted(mine), "a client's own requests keep their order"
 
@@ -257,11 +257,11 @@ def test_backlogged_clients_get_equal_rows(offers: list[tuple[int, int]], seed: 
     served = {client: 0 for client, _ in offers}
     left = dict.fromkeys(served, 0)
     for each in waiting.in_order():
-        left[each.client.number] += 1
+        left[each.payer.number] += 1
     while all(left.values()):
         each = waiting.take(1)[0]
-        served[each.client.number] += each.cost
-        left[each.client.number] -= 1
+        served[each.payer.number] += each.cost
+        left[each.payer.number] -= 1
         assert max(served.values()) - min(served.values()) <= 12
 
 
@@ -271,13 +271,13 @@ def test_backlogged_users_get_equal_rows(offers: list[tuple[int, int]], most: in
     waiting = queue()
     for client, cost in offers * 10:
         waiting.add(request(client, cost))
-    left = Counter(each.client.user for each in waiting.in_order())
+    left = Counter(each.payer.user for each in waiting.in_order())
     served = dict.fromkeys(left, 0)
     while True:
         taken = waiting.take(most)
-        left.subtract(each.client.user for each in taken)
+        left.subtract(each.payer.user for each in taken)
         if not all(left.values()):
             break
         for each in taken:
-            served[each.client.user] += each.cost
+            served[each.payer.user] += each.cost
         assert max(served.values()) - min(served.values()) <= 12

@@ -42,6 +42,7 @@ from shmserve.protocol.messages import (
     Unmap,
     Wanted,
 )
+from shmserve.protocol.roles import ALL_ROLES, FORWARD
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import references
 from tests.support.core.machine import MS, WorldMachine, in_batches, run_machine
@@ -101,6 +102,8 @@ MEMBERS = {"chain": {"plain", "ordered", "single"}, "nested": {"chain", "plain",
 
 NAMES = [policy.name for policy, _, _ in MODELS]
 AHEAD = ["plain", "pair", "timed", "ordered", "padded"]
+PAYERS = ["", "alice", "bob"]
+"""The callers for whom clients speak."""
 
 
 class Slow(World):
@@ -171,7 +174,8 @@ class CoreMachine(WorldMachine):
     @rule(kind=st.integers(0, 3), other=st.booleans())
     def connect(self, kind: int, other: bool) -> None:
         plane, outputs = (("lane", "memfd"), ("lane", "memfd"), ("zmq", "posix"), ("zmq", "frames"))[kind]
-        client = self.world.connect(f"c{len(self.all_clients)}", plane, outputs, "uid:2000" if other else "uid:1000")
+        audience, roles = ("uid:2000", ALL_ROLES) if other else ("uid:1000", ALL_ROLES | FORWARD)
+        client = self.world.connect(f"c{len(self.all_clients)}", plane, outputs, audience, roles)
         self.clients.append(client)
         self.all_clients.append(client)
 
@@ -216,17 +220,19 @@ class CoreMachine(WorldMachine):
         wanted=st.sampled_from([None, None, ("w",), ("y", "w"), ("placed",)]),
         together=st.booleans(),
         batched=st.booleans(),
+        payer=st.sampled_from(["", *PAYERS]),
     )
     def infer(
         self, which: int, which_model: int, count: int, rows: int, where: str, shape: int, optional: bool,
         options: Options | None, timeout_ms: int, wanted: tuple[str, ...] | None, together: bool, batched: bool = False,
+        payer: str = "",
     ) -> None:  # fmt: skip
         client = self.choose_client(which)
         model = self.world.policies[self.names[which_model % len(self.names)], 1]
         happened: list[tuple[int, Any]] = []
         for _ in range(count):
             message = self.make_request(client, model, rows, where, shape, optional, wanted)
-            message.options, message.timeout_us = options, timeout_ms * 1000
+            message.options, message.timeout_us, message.payer = options, timeout_ms * 1000, payer
             client.sends(message.request)
             if timeout_ms:
                 self.deadlines[client.peer, message.request] = self.world.now + timeout_ms * MS
@@ -242,6 +248,7 @@ class CoreMachine(WorldMachine):
 
     def _simple(self, client: FakeClient, name: str, rows: int) -> tuple[int, Infer]:
         message = self.make_request(client, self.world.policies[name, 1], rows, "inline", 1, True, None)
+        message.payer = PAYERS[message.request % len(PAYERS)]
         client.sends(message.request)
         if name == "ordered":
             self.world.asked_in_order[client.peer, message.request] = message.request
