@@ -33,7 +33,7 @@ def failed_to_load(state: State, version: Version, instance: Instance, reason: s
     of it, since it needs all of its instances."""
     instance.explain(reason)
     if version.state is not _V.LOADING:
-        instance.move(_I.FAILED)
+        _has_failed(state, instance)
         version.instances.remove(instance)
         if version.state is _V.UNAVAILABLE:  # its GPU had been unhealthy
             version.explain(version.degraded_reason or reason)
@@ -62,9 +62,16 @@ def cannot_fit(state: State, version: Version, reason: str, now: int) -> None:
     version.settle_sleep()
 
 
+def _has_failed(state: State, instance: Instance) -> None:
+    instance.move(_I.FAILED)
+    if state.memory.holders.pop(instance, None) is not None:  # it was to be tried again
+        state.memory.changed = True
+
+
 def give_up(state: State, version: Version, instance: Instance, reason: str) -> None:
     """The version fails to load, because it needs all of its instances."""
-    instance.move(_I.FAILED, reason)
+    instance.explain(reason)
+    _has_failed(state, instance)
     state.models[version.model].loads.failed += 1
     version.move(_V.UNAVAILABLE, reason)
     state.refresh(version.model)

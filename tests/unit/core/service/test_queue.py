@@ -236,9 +236,7 @@ class QueueMachine(RuleBasedStateMachine):
             late = [each for each in found if each.level == level and each.delayed]
             assert late == [each for each in self.delayed if each.level == level]
             for client in CLIENTS + OTHERS:
-                mine = [
-                    each.name for each in found if not each.delayed and (each.level, each.payer) == (level, client)
-                ]
+                mine = [each.name for each in found if not each.delayed and (each.level, each.payer) == (level, client)]
                 assert mine == sorted(mine), "a client's own requests keep their order"
 
 

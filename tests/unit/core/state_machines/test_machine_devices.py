@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from shmserve.core import events
 from shmserve.core.effects import Kill
-from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy
+from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, ScalingPolicy
 from shmserve.core.states import VersionState
 from tests.support.core.machine import WorldMachine, run_machine
 from tests.support.core.world import World
@@ -77,8 +77,14 @@ class DeviceMachine(DeviceRules, OperatedMachine):
     def begin(self, names: list[str], ahead: str) -> None:
         self.set_out(names, ahead)
 
-    def spec(self, name: str, index: int) -> InstanceSpec:
-        return spec_of(name, index)
+    def instances(self, name: str, count: int, scaled: bool) -> tuple[tuple[InstanceSpec, ...], ScalingPolicy | None]:
+        """Scaled instances are on the first GPU: a scaled group has one device."""
+        _, scaling = super().instances(name, count, scaled)
+        if scaling is None:
+            return tuple(spec_of(name, index) for index in range(count)), None
+        group = scaling.groups[0]
+        specs = tuple(replace(spec, kind="KIND_GPU", device=DEVICES[0]) for spec in group.specs)
+        return specs[:count], replace(scaling, groups=(replace(group, specs=specs),))
 
 
 class TightDeviceMachine(DeviceMachine):

@@ -17,7 +17,7 @@ from shmserve.core import events
 from shmserve.core.effects import Kill, Settled
 from shmserve.core.limits import Limits
 from shmserve.core.models import resizing, sizes
-from shmserve.core.policy import InstanceSpec, MemoryEstimate
+from shmserve.core.policy import InstanceSpec, MemoryEstimate, ScalingPolicy
 from shmserve.core.service.scaler import WINDOW_NS
 from shmserve.core.states import VersionState
 from shmserve.protocol.worker_messages import LoadFailed
@@ -71,10 +71,9 @@ class OperatedMachine(CoreMachine):
     ) -> None:  # fmt: skip
         """`known`: all versions that were not deleted. `scaled`: the number of instances follows the load."""
         name = self.names[which % len(self.names)]
-        specs = tuple(self.spec(name, index) for index in range(count))
+        specs, scaling = self.instances(name, count, scaled)
         first = self.world.policies[name, 1]
         self.world.policies[name, 2] = replace(first, version=2)
-        scaling = scaling_of(name, f"1-{count + 1}", up="1ms", down="20ms") if scaled else None
         memory = self.memory_of(name)
         targets = tuple(
             events.Target(number, source + 10 * (number - 1), specs, memory=memory, scaling=scaling)
@@ -82,8 +81,9 @@ class OperatedMachine(CoreMachine):
         )
         self.operate(events.Deploy(name, targets, 0, fresh and source == 0, numbers if known else None), together)
 
-    def spec(self, name: str, index: int) -> InstanceSpec:
-        return InstanceSpec(f"{name}_{index}")
+    def instances(self, name: str, count: int, scaled: bool) -> tuple[tuple[InstanceSpec, ...], ScalingPolicy | None]:
+        scaling = scaling_of(name, f"1-{count + 1}", up="1ms", down="20ms") if scaled else None
+        return tuple(InstanceSpec(f"{name}_{index}") for index in range(count)), scaling
 
     def memory_of(self, name: str) -> MemoryEstimate:
         """The memory of each instance of the model."""
