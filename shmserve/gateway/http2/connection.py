@@ -17,8 +17,6 @@ from shmserve.gateway.listeners.callers import peer_address
 
 JOINED_BYTES = 128 * 1024
 """Output of one iteration up to this size is joined into one buffer."""
-LINGER_S = 1.0
-"""How long a connection that is over waits for its client to close it."""
 LAST_CALLS_S = 1.0
 """Grace period at shutdown for calls in transit from clients that do not acknowledge the PING."""
 _scratch = memoryview(bytearray(256 * 1024))
@@ -35,8 +33,6 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         self._core: Http2 | None = None
         self._filling = False
         self._scheduled = False
-        self._lingers = False
-        """It sends nothing more, and waits for the client to close the connection."""
         self._turn = listener.turn
         self._unsent = 0
 
@@ -57,7 +53,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         core = self._core
-        if core is None or self._lingers:
+        if core is None:
             return _scratch
         space = core.space()
         self._filling = space is not None
@@ -67,7 +63,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
 
     def buffer_updated(self, count: int) -> None:
         core = self._core
-        if core is None or self._lingers:
+        if core is None:
             return
         self._scheduled = True  # flushed below
         if self._filling:
@@ -89,7 +85,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
     def go_on(self) -> bool:
         """Processes delayed frames. True: frames are left."""
         core, transport = self._core, self._transport
-        if core is None or transport is None or transport.is_closing() or self._lingers:
+        if core is None or transport is None or transport.is_closing():
             return False
         self._scheduled = True
         core.feed(b"")
@@ -139,19 +135,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
                 transport.writelines(out)
             core.taken()
         if core.done:
-            self._linger()
-
-    def _linger(self) -> None:
-        """Closes the connection when the client does. If the server closed first, with input that it has not read, the
-        kernel would reset the connection, and the client could lose the last responses."""
-        transport = self._transport
-        if not transport.can_write_eof():  # TLS, which ends with messages of its own
             transport.close()
-        elif not self._lingers:
-            self._lingers = True
-            transport.write_eof()
-            transport.resume_reading()
-            self._listener.loop.call_later(LINGER_S, transport.close)
 
     def check_timeouts(self, waited: int) -> None:
         """Called on every turn of the slow clock."""

@@ -87,3 +87,28 @@ def test_the_token_share_covers_http_and_grpc(server: Server, gate: Path, tmp_pa
         open_gate(gate)
         assert first.result().model_name == "gated"
     gateway.stop()
+
+
+def test_a_caller_waits_for_what_runs_and_not_for_the_queue_of_another_one(
+    server: Server, gate: Path, tmp_path: Path
+) -> None:
+    gateway, header = with_tokens(server, tmp_path)
+    answered: list[str] = []
+    with Rpcs(gateway.grpc) as rpcs:
+        waiting = [
+            rpcs.ModelInfer.future(request("gated"), metadata=[("authorization", header["alice"])]) for _ in range(20)
+        ]
+        wait_in_flight(server, 20, 20)
+        waiting.append(rpcs.ModelInfer.future(request("gated"), metadata=[("authorization", header["bob"])]))
+        wait_in_flight(server, 21, 21)
+        for call in waiting:
+            name = "bob" if call is waiting[-1] else "alice"
+            call.add_done_callback(lambda _, name=name: answered.append(name))
+        for count in range(len(waiting)):
+            open_gate(gate)
+            while len(answered) == count:  # callbacks run in a thread of grpcio
+                continue
+        for call in waiting:
+            assert call.result().model_name == "gated"
+    assert answered.index("bob") <= 5, answered
+    gateway.stop()

@@ -20,8 +20,8 @@ COLUMNS_ON_WIRE = [[["x", "FP32", [2]]], [1], [1], [[bytes(8)]]]
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        (Infer(1, "m", 0, (TENSOR,)), [7, 1, "m", 0, [ON_WIRE], None, 0, None]),
-        (InferBatch("m", 0, COLUMNS), [12, "m", 0, COLUMNS_ON_WIRE, 0]),
+        (Infer(1, "m", 0, (TENSOR,)), [7, 1, "m", 0, [ON_WIRE], None, 0, None, ""]),
+        (InferBatch("m", 0, COLUMNS), [12, "m", 0, COLUMNS_ON_WIRE, 0, ""]),
         (Reply(1, 1, (TENSOR,)), [33, 1, 1, [ON_WIRE], None]),
         (
             Execute(1, 0, (Work(2, 1, (TENSOR,), None, "uid:1"),)),

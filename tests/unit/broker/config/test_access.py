@@ -23,7 +23,7 @@ from shmserve.broker.listeners.lane import LaneListener, open_to_group, peer, ra
 from shmserve.errors import Denied
 from shmserve.protocol import codec
 from shmserve.protocol.messages import BrokerMessage, Goodbye
-from shmserve.protocol.roles import ALL_ROLES, INFER, NO_ROLES, OBSERVE, OPERATE
+from shmserve.protocol.roles import ALL_ROLES, FORWARD, INFER, NO_ROLES, OBSERVE, OPERATE
 from tests.support.broker.fake_loop import Loop
 
 ME = pwd.getpwuid(os.geteuid())
@@ -81,6 +81,17 @@ def door(tmp_path: Path) -> Iterator[Door]:
     made = Door(tmp_path / "lane.sock")
     yield made
     made.close()
+
+
+def test_only_the_servers_own_gateways_may_name_payers_that_count_like_users() -> None:
+    gateways: set[int] = set()
+    access = AccessRules((rule("*=infer,observe,operate"),), None, gateways)
+    mine = Principal(os.geteuid(), pid=77)
+    assert access.roles_of(mine) == ALL_ROLES
+    gateways.add(77)
+    assert access.roles_of(mine) == ALL_ROLES | FORWARD
+    assert access.roles_of(Principal(os.geteuid(), pid=78)) == ALL_ROLES
+    assert access.roles_of(Principal(4242, pid=77)) == ALL_ROLES, "another user's process that has the pid by chance"
 
 
 def test_a_connection_has_the_identity_of_its_peer_process(door: Door) -> None:
