@@ -130,8 +130,9 @@ def watch(state: State, version: Version, instance: Instance, now: int) -> None:
 
 def check_hang(state: State, version: Version, instance: Instance, now: int) -> None:
     """The execution limit timer: kills the instance if the batch has exceeded the limit. Time spent waiting for
-    other models does not count; the timer is set again when they have answered. Neither does time in which the instance
-    responds to requests of earlier batches, which may take all places that this batch waits for."""
+    other models does not count; the timer is set again when they have answered. Neither does time spent waiting for
+    callers to accept responses, or in which the instance responds to requests of earlier batches, which may take all
+    places that this batch waits for."""
     instance.watched = False
     if instance.lease and instance.state is not InstanceState.KILLED:
         leases.ask_for_log(state, instance)  # which shows what it runs, and since when
@@ -139,7 +140,8 @@ def check_hang(state: State, version: Version, instance: Instance, now: int) -> 
     running = instance.running
     if running is None or not version.limit_ns or instance.waits or instance.state is InstanceState.KILLED:
         return
-    left = max(running.began + running.waited, instance.responded) + version.limit_ns - now
+    stalled = running.stalled + (now - running.stalled_since if running.stalled_since else 0)
+    left = max(running.began + running.waited + stalled, instance.responded) + version.limit_ns - now
     if left > 0:
         instance.watched = True
         state.set_timer(now + left, Timer.HANG, instance)
@@ -187,7 +189,7 @@ def _refuse_late(state: State, version: Version, instance: Instance, plan: Batch
         done += 4 * version.spread_ns
     running = instance.running
     if running is not None:
-        done += max(0, running.began + version.service_ns - now)
+        done += max(0, running.began + running.stalled + version.service_ns - now)
     late = [request for request in planned(version, plan) if 0 < request.deadline < done]
     if late and running is None and len(late) == plan.count:
         # Decay the estimate, which is otherwise updated only by batches that run: a model that was slow once would

@@ -77,7 +77,8 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         _recovered(state, version, instance)
     if version.trial is instance:
         version.trial = None
-    version.served(times[3] - taken, now - batch.began)
+    batch.resume(now)
+    version.served(max(times[3] - taken - batch.stalled, 0), max(now - batch.began - batch.stalled, 0))
     early = batch.early
     if early:
         statistics.queued(early, taken)

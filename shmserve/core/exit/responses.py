@@ -51,6 +51,8 @@ def _row(state: State, version: Version, instance: Instance, row: Row, now: int)
     if row.more:
         if taken:
             exit.respond_part(state, request, row.outputs, row.parameters, False)
+            if batch is not None and request.batch is batch and request.parts >= _window(request):
+                batch.stall(now)
         return
     _leave(state, instance, batch, request)
     if request.state is _LINGERING:
@@ -76,6 +78,11 @@ def _count(state: State, version: Version, request: Request, row: Row) -> None:
     else:
         outcome = "cancel"
     version.statistics.responded(request.parts, outcome, row.times)
+
+
+def _window(request: Request) -> int:
+    """How many responses its caller has accepted so far."""
+    return request.options.window if request.options is not None else MAX_WINDOW
 
 
 def _leave(state: State, instance: Instance, batch: Batch[Request] | None, request: Request) -> None:
@@ -115,5 +122,7 @@ def more(state: State, request: Request, count: int) -> None:
         return
     if instance is not None and request.state in (_SENT, _OPEN):
         state.send(instance.peer, More(request.number, count))
+    if request.batch is not None:
+        request.batch.resume(state.now)
     window = min(options.window + count, MAX_WINDOW)
     request.options = replace(options, window=window)  # messages already sent keep their options

@@ -43,6 +43,10 @@ class Batch(Struct, Generic[R], eq=False):
     """Requests that the worker has not reported yet."""
     waited: int = 0
     """ns that its instance spent waiting for other models."""
+    stalled: int = 0
+    """ns that its instance may have spent waiting for callers to accept more responses."""
+    stalled_since: int = 0
+    """0: all callers accept more responses."""
     recalled: bool = False
     """Its requests were recalled, because the instance waits for another model or was restarted."""
     early: list[int] = []
@@ -52,6 +56,16 @@ class Batch(Struct, Generic[R], eq=False):
     """The times of its Done, for traces and ensemble statistics."""
     slots: int = 0
     """With sequence slots: highest occupied slot + 1, which counts as the batch size, as in Triton."""
+
+    def stall(self, now: int) -> None:
+        """A caller accepts no more responses for now."""
+        self.stalled_since = self.stalled_since or now
+
+    def resume(self, now: int) -> None:
+        """A caller accepts more responses, or none of them matter any more."""
+        if self.stalled_since:
+            self.stalled += now - self.stalled_since
+            self.stalled_since = 0
 
     @property
     def count(self) -> int:
