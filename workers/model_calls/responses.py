@@ -29,6 +29,7 @@ from shmserve.workers.model_calls.stream import (
     SENT_TWICE,
     ResponseSender,
     StreamClosed,
+    bytes_of,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 KEPT = 1024
 """Maximum number of queued responses of a request whose caller does not read, if the model does not wait for room."""
+BUFFER_BYTES = 1 << 20
+"""Maximum size of the queued responses of a request, besides the first one. When they are larger, the model waits."""
 _FINAL = "TRITONSERVER_RESPONSE_COMPLETE_FINAL"
 CANCELLED = Failure(Cancelled.code, "the request was cancelled while the model answered it")
 _STOPPED = Failure(Unavailable.code, "the model is being unloaded; its answer ends here")
@@ -251,17 +254,25 @@ class OpenResponses:
             self._signal_reader()
 
     def send(self, stream: ResponseSender, response: Response | None, final: bool) -> Awaitable[None]:
-        """Sends a response, or the end of the responses. Waits until the caller's window has room."""
+        """Sends a response, or the end of the responses. If the caller accepts no more for now, the response is queued;
+        the model waits only if the queued ones are too large."""
         if self._nothing_to_send(stream, response):
             return SENT
         sent_at = monotonic_ns()
         with self.turn:
             if not self._begin_to_send(stream, response, final):
                 return SENT
-            if response is not None and response.error is None:
-                while not (stream.room or stream.cancelled or stream.over):
-                    self._wait()
-            self._send(stream, response, final, sent_at)
+            free = response is None or response.error is not None
+            if stream.dropped or ((stream.room or free) and not stream.kept):
+                self._send(stream, response, final, sent_at)
+                return SENT
+            row = self._row_of(stream, response, final, sent_at)
+            size = bytes_of(row)
+            while stream.kept and stream.kept_bytes + size > BUFFER_BYTES and not stream.dropped:
+                self._wait()
+            stream.final = stream.final or final
+            stream.keep(row, size, None)
+            self._send_kept(stream)
             return SENT
 
     def send_soon(
@@ -276,7 +287,7 @@ class OpenResponses:
             if not self._begin_to_send(stream, response, final):
                 return SENT
             free = response is None or response.error is not None
-            if stream.cancelled or stream.over or ((stream.room or free) and not stream.kept):
+            if stream.dropped or ((stream.room or free) and not stream.kept):
                 self._send(stream, response, final, sent_at)
                 return SENT
             if len(stream.kept) >= KEPT and response is not None:
@@ -286,12 +297,9 @@ class OpenResponses:
                 return SENT
             row = self._row_of(stream, response, final, sent_at)
             stream.final = stream.final or final
-            if loop is None:
-                stream.kept.append((row, None))
-                return SENT
-            sent: Future[None] = loop.create_future()
-            stream.kept.append((row, sent))
-            return sent
+            sent: Future[None] | None = None if loop is None else loop.create_future()
+            stream.keep(row, bytes_of(row), sent)
+            return SENT if sent is None else sent
 
     def is_cancelled(self, request: int, stream: ResponseSender | None) -> bool:
         """Whether the request was cancelled, according to the messages received so far."""
@@ -408,11 +416,12 @@ class OpenResponses:
     def _send_kept(self, stream: ResponseSender) -> None:
         """Sends kept responses while there is room."""
         kept = stream.kept
-        while kept and not stream.over and (stream.room or not _takes_room(kept[0][0])):
+        while kept and not stream.dropped and (stream.room or not _takes_room(kept[0][0])):
             row, sent = kept.popleft()
+            stream.kept_bytes -= bytes_of(row)
             self._report(stream, row)
             settle_soon(sent)
-        if stream.over:
+        if stream.dropped:
             self._drop_kept(stream)
 
     def _drop_kept(self, stream: ResponseSender) -> None:
@@ -422,6 +431,7 @@ class OpenResponses:
             last = last or not row.more
             self._discard(row)
             settle_soon(sent)
+        stream.kept_bytes = 0
         if last:
             self._end(stream, None)
 
@@ -433,7 +443,7 @@ class OpenResponses:
             what = f"last response ({_FINAL})" if self.decoupled else "response"
             failure = Failure(ModelFailed.code, f"the model dropped the request without a {what}")
             if stream.kept:
-                stream.kept.append((Row(stream.work.request, (), failure), None))
+                stream.keep(Row(stream.work.request, (), failure), 0, None)
             else:
                 self._end(stream, None if stream.cancelled else failure)
 

@@ -19,6 +19,8 @@ IN_FORKED_PROCESS = (
     "model's own process can"
 )
 _NO_LIMIT = 1 << 62
+ROW_BYTES = 256
+"""What a queued response takes besides its data."""
 
 
 class ResponseSender:
@@ -32,6 +34,7 @@ class ResponseSender:
         "cancelled",
         "final",
         "kept",
+        "kept_bytes",
         "loop",
         "over",
         "response",
@@ -55,10 +58,31 @@ class ResponseSender:
         """The response of a model that is not decoupled; it is reported with the batch."""
         self.kept: deque[tuple[Row, Future[None] | None]] = deque()
         """Queued responses without room, each with the future that resolves when it is sent."""
+        self.kept_bytes = 0
         self.loop: AbstractEventLoop | None = None
         self.task: Task[Any] | None = None
         """The coroutine that answers this request and those in `task_streams`."""
         self.task_streams: tuple[ResponseSender, ...] = ()
+
+    @property
+    def dropped(self) -> bool:
+        """Whether further responses are dropped."""
+        return self.cancelled or self.over
+
+    def keep(self, row: Row, size: int, sent: Future[None] | None) -> None:
+        self.kept.append((row, sent))
+        self.kept_bytes += size
+
+
+def bytes_of(row: Row) -> int:
+    """The size of a response that is queued."""
+    size = ROW_BYTES
+    for tensor in row.outputs:
+        if isinstance(tensor.data, bytes):
+            size += len(tensor.data)
+        elif isinstance(tensor.data, tuple):
+            size += sum([handle.size for handle in tensor.data])
+    return size
 
 
 class StreamClosed(Exception):

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
-from shmserve.protocol.messages import Options
+from shmserve.protocol.messages import Options, Tensor
 from shmserve.protocol.worker_messages import Row, Work
 from shmserve.workers.model_calls.answer import Response
 from shmserve.workers.model_calls.responses import OpenResponses
 
 WINDOW = 2
+
+
+TENSOR = Tensor("y", "FP32", (1,), bytes(4))
 
 
 class Eager(asyncio.SelectorEventLoop):
@@ -42,7 +45,7 @@ def loop() -> Iterator[Eager]:
 def test_a_cancelled_coroutine_does_not_resume_when_the_window_opens(loop: Eager) -> None:
     streams = OpenResponses(decoupled=True)
     said: list[Row] = []
-    streams.connect(said.append, lambda work, _: Row(work.request, ((),)), lambda _: None)  # type: ignore[arg-type]
+    streams.connect(said.append, lambda work, _: Row(work.request, (TENSOR,)), lambda _: None)
     stream = streams.begin(Work(1, 1, (), None, "internal", Options(window=WINDOW)))
     streams.turn.release()
     passed = 0

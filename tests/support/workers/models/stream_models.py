@@ -59,7 +59,7 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             assert sender is request.get_response_sender()
             for index in range(count_of(request)):
-                sender.send(response(index))
+                sender.send(response(index, wishes(request).get("size", 1)))
             sender.send(flags=FINAL)
 """
 IN_THREADS = """\
