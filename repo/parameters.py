@@ -303,7 +303,8 @@ STRICT_OUTPUTS = _row(
     "An output whose type or shape differs from the configuration is an error.", backends=("python",))
 SEND_WAITS = _row(
     _PYTHON, "send_waits", _FLAG, True,
-    "A sender of responses waits for a slow client. With false, responses are buffered.", backends=("python",))
+    "A sender waits for a slow client when 1 MiB of responses is queued. With false, it never waits.",
+    backends=("python",))
 HOST_INPUTS = _row(
     _PYTHON, "FORCE_CPU_ONLY_INPUT_TENSORS",
     ParameterKind(lambda text: text.lower() not in ("no", "false"), '"yes" or "no"'), True,
