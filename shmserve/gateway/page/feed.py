@@ -11,12 +11,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 import msgspec
 
 from shmserve.errors import Internal, ServeError, Unavailable
-from shmserve.gateway.limits.caller_shares import network_of
 from shmserve.gateway.page.rows import Rows
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.session import Ticket
@@ -26,9 +26,8 @@ BROKER_SHARE = 0.02
 """Maximum fraction of the broker's time spent on the page."""
 VIEWERS = 64
 """Maximum number of streams of a gateway."""
-ADDRESS_VIEWERS = 16
-"""Maximum number of streams of one address. Does not apply to loopback addresses, which all users of the machine
-share."""
+CALLER_VIEWERS = 16
+"""Maximum number of streams of one caller. Callers without a token on this machine count as one, without this limit."""
 STALLED = 10
 log = logging.getLogger("shmserve.gateway")
 _encode = msgspec.json.Encoder().encode
@@ -49,12 +48,12 @@ class ViewerConnection(Protocol):
 
 
 class Viewer:
-    """`roles`: the roles of its client, which the page shows."""
+    """`caller`: the name of who pays, see `caller_shares`. `roles`: those of its client, which the page shows."""
 
-    def __init__(self, feed: PageFeed, connection: ViewerConnection, address: str, roles: Iterable[str]) -> None:
+    def __init__(self, feed: PageFeed, connection: ViewerConnection, caller: str, roles: Iterable[str]) -> None:
         self.feed = feed
         self.connection = connection
-        self.network = network_of(address)
+        self.caller = caller
         self.roles = sorted(roles)
         self.number = 0
         """The last event sent."""
@@ -93,7 +92,7 @@ class PageFeed:
         self._servers = _encode(servers)
         self._loop = link.bind()
         self._viewers: dict[Viewer, None] = {}
-        self._networks: Counter[str] = Counter()
+        self._callers: Counter[str] = Counter()
         self._rows = Rows()
         self._facts = b""
         """The part of the last document that every event repeats, as JSON. Empty: there is no document."""
@@ -106,18 +105,23 @@ class PageFeed:
 
     # ------------------------------------------------------------------------------------ viewers
 
-    def check_room(self, address: str) -> None:
-        """Raises Unavailable if there are too many streams."""
-        if len(self._viewers) >= VIEWERS:
+    def make_room(self, caller: str) -> None:
+        """Raises Unavailable if the caller has too many streams. If there are too many, but the caller has few of them,
+        the oldest one of the caller with the most ends."""
+        mine = self._callers[caller]
+        if caller and mine >= CALLER_VIEWERS:
+            raise Unavailable(f"{mine} pages of this caller are open, the limit; close one of them")
+        if len(self._viewers) < VIEWERS:
+            return
+        name, count = max(self._callers.items(), key=itemgetter(1))
+        if mine + 1 >= count:
             raise Unavailable(f"{VIEWERS} pages are open at this gateway, the limit; close one of them")
-        network = network_of(address)
-        if network and self._networks[network] >= ADDRESS_VIEWERS:
-            raise Unavailable(f"{ADDRESS_VIEWERS} pages of this address are open, the limit; close one of them")
+        next(viewer for viewer in self._viewers if viewer.caller == name).stop()
 
     def add(self, viewer: Viewer) -> None:
         """The first event is sent as soon as there is one."""
         self._viewers[viewer] = None
-        self._networks[viewer.network] += 1
+        self._callers[viewer.caller] += 1
         if self._facts or self._error:
             self._send(viewer, {})
         self._schedule()
@@ -126,9 +130,9 @@ class PageFeed:
         if viewer not in self._viewers:
             return
         del self._viewers[viewer]
-        self._networks[viewer.network] -= 1
-        if not self._networks[viewer.network]:
-            del self._networks[viewer.network]
+        self._callers[viewer.caller] -= 1
+        if not self._callers[viewer.caller]:
+            del self._callers[viewer.caller]
         if not self._viewers:
             self._forget("")
 

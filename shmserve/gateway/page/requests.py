@@ -96,8 +96,9 @@ class PageRequests:
     def _begin_events(self, connection: PageConnection, head: PageHead) -> None:
         if head.old:
             raise Unsupported("the event stream requires HTTP/1.1")
-        self._feed.check_room(connection.address)
-        viewer = Viewer(self._feed, connection, connection.address, head.roles)
+        caller = connection.payer(head.token).name
+        self._feed.make_room(caller)
+        viewer = Viewer(self._feed, connection, caller, head.roles)
         connection.watch(viewer)
         connection.begin_events(more=self._confined)
         self._feed.add(viewer)

@@ -11,7 +11,7 @@ import pytest
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.limits.turns import JobTurns
-from shmserve.gateway.page.feed import ADDRESS_VIEWERS, BROKER_SHARE, PERIOD_S, STALLED, VIEWERS, PageFeed, Viewer
+from shmserve.gateway.page.feed import BROKER_SHARE, CALLER_VIEWERS, PERIOD_S, STALLED, VIEWERS, PageFeed, Viewer
 from shmserve.gateway.page.rows import SLICE
 from tests.support.gateway.manual_loop import ManualLoop
 
@@ -54,10 +54,10 @@ class Broker:
         """Sets the models and their numbers of queued requests."""
         self.models = [{"name": name, "version": "1", "queued": count} for name, count in queued.items()]
 
-    def view(self, address: str = "127.0.0.1", roles: Iterable[str] = ("page",)) -> Connection:
-        self.feed.check_room(address)
+    def view(self, caller: str = "", roles: Iterable[str] = ("page",)) -> Connection:
+        self.feed.make_room(caller)
         connection = Connection()
-        connection.viewer = Viewer(self.feed, connection, address, roles)
+        connection.viewer = Viewer(self.feed, connection, caller, roles)
         self.feed.add(connection.viewer)
         return connection
 
@@ -225,18 +225,28 @@ def test_an_unexpected_answer_ends_no_stream(caplog: pytest.LogCaptureFixture) -
 
 def test_the_number_of_streams_is_limited() -> None:
     broker = Broker()
-    others = [broker.view("192.0.2.1") for _ in range(ADDRESS_VIEWERS)]
-    with pytest.raises(Unavailable, match=f"{ADDRESS_VIEWERS} pages of this address"):
+    others = [broker.view("192.0.2.1") for _ in range(CALLER_VIEWERS)]
+    with pytest.raises(Unavailable, match=f"{CALLER_VIEWERS} pages of this caller"):
         broker.view("192.0.2.1")
     broker.view("192.0.2.2")
-    own = [broker.view() for _ in range(VIEWERS - ADDRESS_VIEWERS - 1)]
+    own = [broker.view() for _ in range(VIEWERS - CALLER_VIEWERS - 1)]
     with pytest.raises(Unavailable, match=f"{VIEWERS} pages are open"):
         broker.view()
     own[0].viewer.disconnected()
     others[0].viewer.disconnected()
     broker.view("192.0.2.1")
-    with pytest.raises(Unavailable, match="of this address"):
+    with pytest.raises(Unavailable, match="of this caller"):
         broker.view("192.0.2.1")
+
+
+def test_a_caller_who_has_all_streams_locks_nobody_out() -> None:
+    broker = Broker()
+    own = [broker.view() for _ in range(VIEWERS)]
+    mine = [broker.view("token alice"), broker.view("token bob")]
+    assert [connection.ended for connection in own[:3]] == [True, True, False], "the oldest of the caller with most end"
+    assert not any(connection.ended for connection in (*own[2:], *mine))
+    with pytest.raises(Unavailable, match="pages are open at this gateway"):
+        broker.view()
 
 
 def test_all_streams_end_when_access_may_have_changed() -> None:
