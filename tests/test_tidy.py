@@ -149,14 +149,6 @@ def test_packages_in_setup_cfg_match_the_folders() -> None:
     assert listed == names
 
 
-def test_the_layers_of_the_core_name_every_module() -> None:
-    """import-linter can require this only in contracts that name packages."""
-    layers = setup()["importlinter:contract:core-layers"]["layers"].replace("|", " ")
-    core = ROOT / "shmserve" / "core"
-    modules = [".".join(path.relative_to(core).with_suffix("").parts) for path in core.rglob("*.py")]
-    assert sorted(words(layers)) == sorted(name for name in modules if not name.endswith("__init__"))
-
-
 def test_every_data_file_is_packaged() -> None:
     patterns = {}
     for package, value in setup()["options.package_data"].items():

@@ -512,7 +512,7 @@ FAULTS = (
     Fault(
         "ended streams still count as abandoned",
         "shmserve/core/exit/exit.py",
-        "        state.abandoned[request.client.user] -= 1\n",
+        "        state.abandoned[request.payer.user] -= 1\n",
         "        pass\n",
     ),
     Fault(
