@@ -25,6 +25,7 @@ from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.listener import HttpListener
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import ShareBounds
+from shmserve.gateway.limits.proxies import TrustedProxies, networks_of
 from shmserve.gateway.service import Service
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.upstream.regions import Regions
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     url = args.url
     if url is None and args.runtime_dir is None:
         url = os.environ.get("SHMSERVE_URL") or None
-    bounds = ShareBounds(args.connection_share, args.address_share, args.token_share, args.memory_bytes)
+    bounds = ShareBounds(args.connection_share, args.address_share, args.token_share, args.memory_bytes, _proxies(args))
     try:
         name = f"gateway of {os.getpid()}"
         link = GatewayLink(url, args.runtime_dir, name, args.memory_bytes, bounds, args.busy_poll_us * 1000)
@@ -148,6 +149,13 @@ def _openings(
         address = args.metrics_address or args.http_address
         openings.append(Opening("metrics", "Prometheus", metrics, guard, address, args.metrics_port))
     return openings
+
+
+def _proxies(args: argparse.Namespace) -> TrustedProxies:
+    try:
+        return TrustedProxies(networks_of(args.trusted_proxies or ""))
+    except ValueError as error:
+        raise Misuse(f"--trusted-proxies: {error}") from error
 
 
 async def _serve(

@@ -95,7 +95,7 @@ class HttpExchange(FairReader):
     def payer(self, token: str) -> Payer:
         """The account charged for requests to the broker."""
         assert self._shares is not None
-        return self._shares.payer(token)
+        return self._shares.payer(token, self._head.caller if self._head is not None else "")
 
     def hold(self, size: int) -> None:
         """Counts bytes that the current request makes, until it has been answered. Raises Unavailable if a share would

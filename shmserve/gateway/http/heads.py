@@ -21,6 +21,7 @@ from shmserve.gateway.http.limits import HEAD_WORK, HEADERS, LINE_WORK
 from shmserve.gateway.http.routes import API_ROUTES, NoRoute, RouteTable, resolve
 from shmserve.gateway.limits.backlog import REQUEST_WORK
 from shmserve.gateway.limits.bounded_cache import BoundedCache
+from shmserve.gateway.limits.proxies import named_in
 from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.upstream.documents import Route
 from shmserve.protocol.actions import Action
@@ -63,6 +64,8 @@ class HttpHead(Struct):
     """The client waits for 100 Continue before it sends the body."""
     token: str = ""
     """Name of the token that the request was authenticated with."""
+    caller: str = ""
+    """What a proxy says about its caller."""
     refusal: NoRoute | ServeError | None = None
     """Set if there is no route or access is denied."""
     forwarded: dict[str, str] | None = None
@@ -190,6 +193,7 @@ def _guard(head: HttpHead, headers: Headers, access: EndpointAccess | None, forw
             head.token = access.check(action, header)
             if action in PAGE:
                 head.roles = access.roles(header)
+        head.caller = named_in(header)
         if forward is not None and head.route.action in TO_MODELS and forward.active:
             head.forwarded = forward.of([(_text(name), _text(value).strip()) for name, value in headers])
     except ServeError as error:

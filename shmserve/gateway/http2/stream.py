@@ -21,6 +21,7 @@ from shmserve.gateway.http2.sending import NO_CALL, Channel, Sending, notify
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.backlog import CONNECTION_WORK, REQUEST_WORK
 from shmserve.gateway.limits.caller_shares import Payer
+from shmserve.gateway.limits.proxies import named_in
 from shmserve.gateway.limits.turns import Job, SlicedWork
 from shmserve.gateway.upstream.receive import TRUSTED_BYTES, ReceiveBuffer, Room
 
@@ -75,7 +76,7 @@ class Http2Stream(Sending):
         return self.head.metadata
 
     def payer(self, token: str) -> Payer:
-        return self._core.shares.payer(token)
+        return self._core.shares.payer(token, named_in(self.metadata.get))
 
     @property
     def stuck(self) -> bool:

@@ -18,12 +18,17 @@ from typing import Protocol
 from msgspec import Struct
 
 from shmserve.errors import Unavailable
+from shmserve.gateway.limits.proxies import TrustedProxies
 from shmserve.gateway.metrics import family
 from shmserve.protocol.messages import NAME_LENGTH
 
 
 class ShareExceeded(Unavailable):
     """A party has too much in flight. The server may still have capacity for others."""
+
+
+PAYERS = 256
+"""Callers that a connection of a proxy remembers before idle ones are forgotten."""
 
 
 class ShareBounds(Struct, frozen=True):
@@ -34,6 +39,7 @@ class ShareBounds(Struct, frozen=True):
     token: float = 0.25
     input_bytes: int = 4 << 30
     """Maximum input bytes of all requests together."""
+    proxies: TrustedProxies = TrustedProxies()
 
 
 class ShareAccount:
@@ -202,29 +208,51 @@ class Pool:
 class ConnectionShares:
     """The shares of one connection, until `close`."""
 
-    __slots__ = ("_accounts", "_address", "_payers", "_shares")
+    __slots__ = ("_accounts", "_address", "_of_proxy", "_payers", "_shares")
 
     def __init__(self, shares: Shares, address: str) -> None:
         self._shares = shares
-        self._address = address
-        share = shares.bounds.connection
+        self._address = network_of(address)
+        proxies = shares.bounds.proxies
+        self._of_proxy = bool(proxies) and proxies.trusts(address)
+        """Its requests may be those of many callers, so it has no share of its own."""
+        share = 1.0 if self._of_proxy else shares.bounds.connection
         self._accounts = ShareAccount("connection", share), ShareAccount("connection", share)
-        self._payers: dict[str, Payer] = {}
+        self._payers: dict[tuple[str, str], Payer] = {}
 
-    def payer(self, token: str) -> Payer:
-        """`token`: the name of the token; "" for a call without one."""
-        payer = self._payers.get(token)
+    def payer(self, token: str, named: str = "") -> Payer:
+        """`token`: the name of the token; "" for a call without one. `named`: what a header says about the caller."""
+        key = token, named and self._named(named)
+        payer = self._payers.get(key)
         if payer is None:
-            shares, address, (requests, queries) = self._shares, self._address, self._accounts
+            if len(self._payers) >= PAYERS:
+                self._forget_idle()
+            shares, address, (requests, queries) = self._shares, key[1] or self._address, self._accounts
             query_payer = Payer(shares.queries, shares.queries.enter(queries, address, token))
             payer = Payer(shares.requests, shares.requests.enter(requests, address, token), query_payer, token, address)
-            self._payers[token] = payer
+            self._payers[key] = payer
         return payer
 
+    def _named(self, named: str) -> str:
+        proxies = self._shares.bounds.proxies
+        if self._of_proxy:
+            return network_of(proxies.caller(named))
+        if proxies:
+            self._shares.ignored += 1
+        return ""
+
+    def _forget_idle(self) -> None:
+        for key in [key for key, payer in self._payers.items() if not (payer.calls or payer.queries.calls)]:
+            self._leave(*key)
+            del self._payers[key]
+
+    def _leave(self, token: str, address: str) -> None:
+        self._shares.requests.leave(address or self._address, token)
+        self._shares.queries.leave(address or self._address, token)
+
     def close(self) -> None:
-        for token in self._payers:
-            self._shares.requests.leave(self._address, token)
-            self._shares.queries.leave(self._address, token)
+        for key in self._payers:
+            self._leave(*key)
         self._payers = {}
 
 
@@ -233,6 +261,8 @@ class Shares:
 
     def __init__(self, bounds: ShareBounds | None = None) -> None:
         self.bounds = bounds or ShareBounds()
+        self.ignored = 0
+        """Requests that named their caller in a header, from other places than trusted proxies."""
         self.requests = Pool("requests", "client_requests", 8192, self.bounds)
         self.queries = Pool("questions", "client_questions", 1024, self.bounds)
 
@@ -242,9 +272,8 @@ class Shares:
             pool.allow(limits.get(pool.limit, pool.calls))
 
     def connect(self, address: str) -> ConnectionShares:
-        """`address`: the peer address of the socket. Headers that a proxy adds are ignored: clients can send them
-        too."""
-        return ConnectionShares(self, network_of(address))
+        """`address`: the peer address of the socket."""
+        return ConnectionShares(self, address)
 
     def metrics(self) -> str:
         requests, queries = self.requests, self.queries
@@ -258,6 +287,12 @@ class Shares:
                 "counter",
                 "Calls refused because a share was exceeded, by kind of share",
                 refused,
+            )
+            + family(
+                "forwarded_ignored_total",
+                "counter",
+                "Requests whose X-Forwarded-For or Forwarded was ignored, because they came from no trusted proxy",
+                {"": self.ignored},
             )
         )
 

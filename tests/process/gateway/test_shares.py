@@ -89,17 +89,21 @@ def test_the_token_share_covers_http_and_grpc(server: Server, gate: Path, tmp_pa
     gateway.stop()
 
 
+@pytest.mark.parametrize("told_apart", ["by token", "by a proxy"])
 def test_a_caller_waits_for_what_runs_and_not_for_the_queue_of_another_one(
-    server: Server, gate: Path, tmp_path: Path
+    server: Server, gate: Path, tmp_path: Path, told_apart: str
 ) -> None:
-    gateway, header = with_tokens(server, tmp_path)
+    if told_apart == "by token":
+        gateway, header = with_tokens(server, tmp_path)
+        metadata = {name: [("authorization", value)] for name, value in header.items()}
+    else:
+        gateway = Gateway(server, "--trusted-proxies=127.0.0.0/8")
+        metadata = {"alice": [("x-forwarded-for", "192.0.2.1")], "bob": [("x-forwarded-for", "192.0.2.2")]}
     answered: list[str] = []
     with Rpcs(gateway.grpc) as rpcs:
-        waiting = [
-            rpcs.ModelInfer.future(request("gated"), metadata=[("authorization", header["alice"])]) for _ in range(20)
-        ]
+        waiting = [rpcs.ModelInfer.future(request("gated"), metadata=metadata["alice"]) for _ in range(20)]
         wait_in_flight(server, 20, 20)
-        waiting.append(rpcs.ModelInfer.future(request("gated"), metadata=[("authorization", header["bob"])]))
+        waiting.append(rpcs.ModelInfer.future(request("gated"), metadata=metadata["bob"]))
         wait_in_flight(server, 21, 21)
         for call in waiting:
             name = "bob" if call is waiting[-1] else "alice"

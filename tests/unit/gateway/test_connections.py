@@ -91,5 +91,5 @@ def test_the_metrics_are_documented() -> None:
     text = endpoint.metrics("HTTP", "", "status") + endpoint.metrics("gRPC", "", "code") + endpoint.shares.metrics()
     names = re.findall("# TYPE (\\S+)", text)
     page = (ROOT / "docs" / "metrics.md").read_text()
-    assert len(names) == 10
+    assert len(names) == 11
     assert not [name for name in names if f"| `{name}` |" not in page]

@@ -1,0 +1,74 @@
+"""Reverse proxies whose word about the addresses of their callers is taken.
+
+Any caller can send X-Forwarded-For or Forwarded, so these headers count only on connections from `--trusted-proxies`. A
+proxy appends the address from which it got the request, so the caller is the last address that is no trusted proxy.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterable
+
+HEADERS = ("x-forwarded-for", "forwarded")
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def networks_of(text: str) -> tuple[Network, ...]:
+    """Parses `10.0.0.0/8,192.0.2.7`. Raises ValueError."""
+    return tuple(ipaddress.ip_network(part.strip()) for part in text.split(",") if part.strip())
+
+
+def named_in(header: Callable[[str], str | None]) -> str:
+    """What the request says about its callers; "" if nothing."""
+    return header(HEADERS[0]) or header(HEADERS[1]) or ""
+
+
+class TrustedProxies:
+    def __init__(self, networks: Iterable[Network] = ()) -> None:
+        self._networks = tuple(networks)
+
+    def __bool__(self) -> bool:
+        return bool(self._networks)
+
+    def trusts(self, address: str) -> bool:
+        found = _parsed(address)
+        return found is not None and self._contains(found)
+
+    def caller(self, named: str) -> str:
+        """The address of the caller, from the value of a header; "" if it names none."""
+        found = ""
+        for part in reversed(named.split(",")):
+            address = _parsed(_address_in(part))
+            if address is None:
+                break
+            found = str(address)
+            if not self._contains(address):
+                break
+        return found
+
+    def _contains(self, address: Address) -> bool:
+        return any(address in network for network in self._networks)
+
+
+def _address_in(part: str) -> str:
+    """The address in an element of X-Forwarded-For or Forwarded, without its port."""
+    for pair in part.split(";"):
+        name, equals, value = pair.strip().partition("=")
+        text = (value if equals else name).strip().strip('"')
+        if equals and name.lower() != "for":
+            continue
+        if text.startswith("["):
+            return text[1:].partition("]")[0]
+        return text.partition(":")[0] if text.count(":") == 1 else text
+    return ""
+
+
+def _parsed(text: str) -> Address | None:
+    try:
+        found = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return mapped or found
