@@ -599,4 +599,40 @@ FAULTS = (
         "        state.compared_bytes -= self.size\n",
         "",
     ),
+    Fault(
+        "any client may name callers that count like users",
+        "shmserve/core/records.py",
+        "if self.granted & FORWARD else self.user",
+        "if name else self.user",
+    ),
+    Fault(
+        "a caller is never forgotten",
+        "shmserve/core/records.py",
+        "            del self.client.callers[self.name]\n",
+        "            pass\n",
+    ),
+    Fault(
+        "requests overtake those that waited for a load",
+        "shmserve/core/intake/intake.py",
+        "        elif version is not None and state.loaded_versions and waited is None:",
+        "        elif version is None and state.loaded_versions and waited is None:",
+    ),
+    Fault(
+        "waiting for a caller counts as the time of a batch",
+        "shmserve/core/exit/responses.py",
+        "                batch.stall(now)\n",
+        "                pass\n",
+    ),
+    Fault(
+        "any caller may say who it is",
+        "shmserve/gateway/limits/caller_shares.py",
+        "        if self._of_proxy:\n            return",
+        "        if proxies:\n            return",
+    ),
+    Fault(
+        "a model waits for a caller that does not read",
+        "workers/model_calls/responses.py",
+        "stream.kept_bytes + size > BUFFER_BYTES",
+        "True",
+    ),
 )

@@ -35,7 +35,8 @@ def test_the_caller_is_the_last_address_that_is_no_trusted_proxy(named: str, cal
 def test_either_header_names_the_caller() -> None:
     assert named_in({"x-forwarded-for": "1.2.3.4", "forwarded": "for=5.6.7.8"}.get) == "1.2.3.4"
     assert named_in({"forwarded": "for=5.6.7.8"}.get) == "for=5.6.7.8"
-    assert named_in({}.get) == ""
+    nothing: dict[str, str] = {}
+    assert named_in(nothing.get) == ""
     with pytest.raises(ValueError, match="ten"):
         networks_of("10.0.0.0/ten")
 
