@@ -10,17 +10,18 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from heapq import nlargest
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from shmserve.broker.models.traffic import traffic_document
-from shmserve.core.records import ClientState, Version
+from shmserve.core.records import Caller, ClientState, Version
 from shmserve.core.state import State
 from shmserve.core.stats.statistics import Statistics
 from shmserve.core.traffic import UNSET
 from shmserve.system import procfs
 
 SHOWN_CLIENTS = 100
+SHOWN_CALLERS = 10
 COMPARED_S = 10.0
 """Minimum interval in seconds between comparisons with the files on disk."""
 
@@ -69,13 +70,11 @@ class ActivityReport:
                 on_gpu = instance["kind"] == "KIND_GPU" and instance["pid"]
                 instance["gpu_memory_bytes"] = self._gpu_bytes(instance["pid"]) if on_gpu else 0
         self._add_traffic(index)
-        clients = self._state.clients
-        shown = nlargest(SHOWN_CLIENTS, clients.values(), key=lambda one: (len(one.requests), one.held_bytes))
         answer = {
             "time_ns": began,
             "server": self._server(),
             "models": index,
-            "clients": [self._client(client) for client in shown],
+            "clients": self._clients(),
             "gpus": self._gpus(),
         }
         return answer | {"took_ns": time.monotonic_ns() - began}
@@ -108,6 +107,14 @@ class ActivityReport:
             "machine_memory_used_bytes": used,
         }
 
+    def _clients(self) -> list[Document]:
+        """The clients, and the callers for whom they speak, with the most requests in flight."""
+        known = self._state.clients.values()
+        clients = nlargest(SHOWN_CLIENTS, known, key=lambda one: (len(one.requests), one.held_bytes))
+        callers = chain.from_iterable(client.callers.values() for client in known)
+        largest = nlargest(SHOWN_CALLERS, callers, key=lambda one: one.in_flight)
+        return [self._client(client) for client in clients] + [_caller(caller) for caller in largest]
+
     def _client(self, client: ClientState) -> Document:
         segments = self._state.ledger.segments
         sizes = [segments[number].size for number in client.segments if number in segments]
@@ -121,6 +128,20 @@ class ActivityReport:
             "segments": len(sizes),
             "segment_bytes": sum(sizes),
         }
+
+
+def _caller(caller: Caller) -> Document:
+    client = caller.client
+    return {
+        "number": client.number,
+        "name": f"caller of {client.name}",
+        "user": caller.name,
+        "plane": client.plane,
+        "in_flight": caller.in_flight,
+        "held_bytes": 0,
+        "segments": 0,
+        "segment_bytes": 0,
+    }
 
 
 def counters(counted: Statistics) -> Document:

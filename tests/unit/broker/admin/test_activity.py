@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from shmserve.broker.admin.activity import SHOWN_CLIENTS, ActivityReport
+from shmserve.broker.admin.activity import SHOWN_CALLERS, SHOWN_CLIENTS, ActivityReport
 from shmserve.broker.admin.queries import Control
 from shmserve.core.events import SetTraffic
 from shmserve.core.stats import histogram
 from shmserve.protocol.messages import Ask, Fail
-from shmserve.protocol.roles import INFER, OBSERVE, OPERATE
+from shmserve.protocol.roles import ALL_ROLES, FORWARD, INFER, OBSERVE, OPERATE
 from shmserve.system import procfs
 from tests.support.broker.metrics import MS, infer, policy
 from tests.support.core.world import World
@@ -112,6 +112,24 @@ def test_the_server_and_its_busiest_clients_are_listed() -> None:
     assert all(one["user"] for one in found["clients"])
     for roles in (OBSERVE, INFER | OBSERVE):
         assert ask(control, roles=roles)["clients"] == [one | {"user": ""} for one in found["clients"]]
+
+
+def test_the_callers_of_a_gateway_with_the_most_requests_are_listed() -> None:
+    world = World()
+    world.deploy(policy())
+    gateway = world.connect("gateway of 7", roles=ALL_ROLES | FORWARD)
+    number = 0
+    for count in range(1, SHOWN_CALLERS + 4):
+        for _ in range(count):
+            number += 1
+            sent = infer(gateway, number)
+            sent[1].payer = f"token c{count}"
+            world.turn([sent])
+    found = ask(control_of(world))["clients"]
+    assert found[0]["in_flight"] == number
+    assert [(one["name"], one["user"], one["in_flight"]) for one in found[1:]] == [
+        ("caller of gateway of 7", f"token c{count}", count) for count in range(SHOWN_CALLERS + 3, 3, -1)
+    ]
 
 
 def test_an_internal_error_in_a_query_is_answered(caplog: pytest.LogCaptureFixture) -> None:
