@@ -269,7 +269,6 @@ class ClientState(Struct, eq=False):
     """Level of its token bucket of protocol errors, as a time: each error advances it by 1 s / client_errors."""
     callers: dict[str, Caller] = {}
     """Those with requests in flight."""
-
     callers_seen: int = 0
 
     def payer(self, name: str) -> Payer:

@@ -343,7 +343,6 @@ class Intake:
         assert version.policy is not None, version.label
         form = checker.form(columns.forms)
         known, requests, mine = form.by_rows, state.requests, client.requests
-        payer = client.payer(message.payer)
         deadline = now + message.timeout_us * 1000 if message.timeout_us else 0
         admitted: list[Request] = []
         like: Request | None = None
@@ -368,7 +367,7 @@ class Intake:
                     continue
                 sizes, inline = checked.sizes, checked.inline
                 like = Request(
-                    0, client, client, payer, 0, version, (), None, None, rows, rows or 1, inline,
+                    0, client, client, client, 0, version, (), None, None, rows, rows or 1, inline,
                     checked.signature, (), (), (), now, 0, 0, deadline,
                     audience=client.audience, length=checked.length, form=form,
                 )  # fmt: skip
@@ -386,7 +385,10 @@ class Intake:
                 state.set_timer(deadline, Timer.DEADLINE, request)
             admitted.append(request)
         if admitted:
-            if payer is not client:
+            if message.payer:
+                payer = client.payer(message.payer)
+                for request in admitted:
+                    request.payer = payer
                 payer.enter(len(admitted), sum([request.inline for request in admitted]))
             if self._samples:
                 state.observers.admitted(version, admitted)
