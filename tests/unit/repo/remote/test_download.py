@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from shmserve.repo.remote.cache import Cache, Slot
 from shmserve.repo.remote.download import Download
-from shmserve.repo.remote.stores import RemoteFile, Store, StoreError
+from shmserve.repo.remote.stores import NoRanges, RemoteFile, Store, StoreError
 
 PATIENCE_S = 60.0
 
@@ -62,4 +63,36 @@ def test_an_error_ends_the_other_pieces(tmp_path: Path) -> None:
             running.set_result(None)
         with pytest.raises(StoreError, match="the second piece"):
             fetch.result()
+    slot.close()
+
+
+class Sends(Store):
+    """Sends these bytes, whatever the size of the file is said to be."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def read(self, file: RemoteFile, start: int, end: int) -> bytes:
+        raise NoRanges("a store without ranges")
+
+    def stream(self, file: RemoteFile, write: Callable[[bytes], object]) -> None:
+        write(self._content)
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"abc", r"1/model: the connection ended after 3 of 4 bytes"),
+        (b"abcde", r"1/model is longer than its 4 bytes"),
+    ],
+)
+def test_an_object_of_another_size_is_not_kept(tmp_path: Path, content: bytes, error: str) -> None:
+    slot = Slot.acquire(tmp_path, ["key"])
+    cache = Cache(slot.folder, 1 << 20)
+    with ThreadPoolExecutor(1) as pool:
+        download = Download(cache, pool, lambda sha256: None, lambda size: None, lambda seconds: None, 1000)
+        with pytest.raises(StoreError, match=error):
+            download.fetch(Sends(content), "key", RemoteFile("1/model", "key", 4, "tag"))
+        found = download.fetch(Sends(b"abcd"), "key", RemoteFile("1/model", "key", 4, "tag"))
+        assert found == hashlib.sha256(b"abcd").hexdigest()
     slot.close()

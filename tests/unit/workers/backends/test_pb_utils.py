@@ -212,11 +212,11 @@ def test_triton_and_numpy_types_are_converted() -> None:
 
 
 def test_strings_to_bytes_and_back() -> None:
-    array = np.array([[b"a", b""], ["é", b"\xff" * 300]], object)
+    array = np.array([[b"a", b""], ["é", b"\xff" * 300], ["", b""]], object)
     data = pb_utils.serialize_byte_tensor(array)
     assert data is not None
     assert data.startswith(b"\x01\0\0\0a\0\0\0\0")
-    assert pb_utils.deserialize_bytes_tensor(data).tolist() == [b"a", b"", "é".encode(), b"\xff" * 300]
+    assert pb_utils.deserialize_bytes_tensor(data).tolist() == [b"a", b"", "é".encode(), b"\xff" * 300, b"", b""]
     assert pb_utils.deserialize_bytes_tensor(b"").tolist() == []
     assert pb_utils.serialize_byte_tensor(np.empty(0, object)) is None
     for bad in (b"\x05\0\0\0a", b"\x01\0\0"):
