@@ -22,10 +22,12 @@ from shmserve.protocol.messages import (
     Cancel,
     Fail,
     Goodbye,
+    Handle,
     Hello,
     Infer,
     Options,
     Reply,
+    Return,
 )
 from tests import ROOT
 from tests.support.core.fakes.client import FakeClient
@@ -153,6 +155,16 @@ def test_client_errors() -> None:
     assert len(client.errors) == 5 * BURST_S + 1
     assert not other.ended
     assert world.connect("a again").welcomed
+
+
+def test_errors_of_one_message_beyond_the_limit_disconnect_once() -> None:
+    world = Crowded(client_errors=5)
+    client = world.connect("a")
+    unknown = Handle(77, 0, 64)
+    world.turn([(client.peer, Return((unknown,) * 20 * BURST_S))])
+    check_refused(world.goodbyes(client), "client_errors", 5)
+    assert len(world.goodbyes(client)) == 1
+    assert len(client.errors) == 5 * BURST_S + 1
 
 
 def test_errors_below_the_rate_do_not_disconnect() -> None:
