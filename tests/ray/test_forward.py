@@ -52,11 +52,13 @@ def test_the_channel_to_a_restarted_server_is_closed() -> None:
         pending = asyncio.ensure_future(forward.call(old.port, PATH, b"wait", {}))
         await old.waiting.wait()
         assert await forward.call(new.port, PATH, b"", {}) == b"new"
+        closing = set(forward.closing)
+        assert closing, "it waits for the call"
         await old.stop()
         with pytest.raises((ConnectionLost, grpc.aio.AioRpcError)):
             await pending
-        assert forward.closing
-        await asyncio.gather(*forward.closing)
+        await asyncio.gather(*closing)
+        assert not forward.closing
         assert await forward.call(new.port, PATH, b"", {}) == b"new"
         await forward.close()
         await new.stop()
