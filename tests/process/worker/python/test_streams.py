@@ -428,7 +428,8 @@ class Storm:
         self.counts: dict[int, int] = {}
         self.open: set[int] = set()
         self.withdrawn: set[int] = set()
-        self.to_start = deque(range(1, STREAMS + 1))
+        first = 1000 * (seed + 1)  # numbers are not used again: the worker may remember one that was withdrawn too late
+        self.to_start = deque(range(first, first + STREAMS))
         self.batches: dict[int, set[int]] = {}
         self.pings = 0
 
@@ -487,7 +488,7 @@ class Storm:
         if not row.more:
             self.open.discard(request)
             if row.error is not None:
-                assert request in self.withdrawn
+                assert request in self.withdrawn, row.error
                 assert row.error.code == "CANCELLED"
             else:
                 assert self.seen[request] == self.counts[request]
