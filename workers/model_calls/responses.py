@@ -262,16 +262,14 @@ class OpenResponses:
         with self.turn:
             if not self._begin_to_send(stream, response, final):
                 return SENT
-            free = response is None or response.error is not None
-            if stream.dropped or ((stream.room or free) and not stream.kept):
-                self._send(stream, response, final, sent_at)
+            if self._sent_at_once(stream, response, final, sent_at):
                 return SENT
             row = self._row_of(stream, response, final, sent_at)
             size = bytes_of(row)
             while stream.kept and stream.kept_bytes + size > BUFFER_BYTES and not stream.dropped:
                 self._wait()
             stream.final = stream.final or final
-            stream.keep(row, size, None)
+            stream.keep(row, None)
             self._send_kept(stream)
             return SENT
 
@@ -286,9 +284,7 @@ class OpenResponses:
         with self.turn:
             if not self._begin_to_send(stream, response, final):
                 return SENT
-            free = response is None or response.error is not None
-            if stream.dropped or ((stream.room or free) and not stream.kept):
-                self._send(stream, response, final, sent_at)
+            if self._sent_at_once(stream, response, final, sent_at):
                 return SENT
             if len(stream.kept) >= KEPT and response is not None:
                 text = f"{KEPT} answers wait for a caller that does not read"
@@ -298,7 +294,7 @@ class OpenResponses:
             row = self._row_of(stream, response, final, sent_at)
             stream.final = stream.final or final
             sent: Future[None] | None = None if loop is None else loop.create_future()
-            stream.keep(row, bytes_of(row), sent)
+            stream.keep(row, sent)
             return SENT if sent is None else sent
 
     def is_cancelled(self, request: int, stream: ResponseSender | None) -> bool:
@@ -347,6 +343,14 @@ class OpenResponses:
         stream.final = final
         if final:
             self._changed()
+        return False
+
+    def _sent_at_once(self, stream: ResponseSender, response: Response | None, final: bool, sent_at: int) -> bool:
+        """False: the response has to be queued, because the caller accepts no more, or behind others."""
+        free = response is None or response.error is not None
+        if stream.dropped or ((stream.room or free) and not stream.kept):
+            self._send(stream, response, final, sent_at)
+            return True
         return False
 
     def _send(self, stream: ResponseSender, response: Response | None, final: bool, sent_at: int) -> None:
@@ -417,8 +421,7 @@ class OpenResponses:
         """Sends kept responses while there is room."""
         kept = stream.kept
         while kept and not stream.dropped and (stream.room or not _takes_room(kept[0][0])):
-            row, sent = kept.popleft()
-            stream.kept_bytes -= bytes_of(row)
+            row, sent = stream.pop_kept()
             self._report(stream, row)
             settle_soon(sent)
         if stream.dropped:
@@ -427,11 +430,10 @@ class OpenResponses:
     def _drop_kept(self, stream: ResponseSender) -> None:
         last = False
         while stream.kept:
-            row, sent = stream.kept.popleft()
+            row, sent = stream.pop_kept()
             last = last or not row.more
             self._discard(row)
             settle_soon(sent)
-        stream.kept_bytes = 0
         if last:
             self._end(stream, None)
 
@@ -443,7 +445,7 @@ class OpenResponses:
             what = f"last response ({_FINAL})" if self.decoupled else "response"
             failure = Failure(ModelFailed.code, f"the model dropped the request without a {what}")
             if stream.kept:
-                stream.keep(Row(stream.work.request, (), failure), 0, None)
+                stream.keep(Row(stream.work.request, (), failure), None)
             else:
                 self._end(stream, None if stream.cancelled else failure)
 

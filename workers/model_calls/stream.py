@@ -59,6 +59,7 @@ class ResponseSender:
         self.kept: deque[tuple[Row, Future[None] | None]] = deque()
         """Queued responses without room, each with the future that resolves when it is sent."""
         self.kept_bytes = 0
+        """Written by `keep` and `pop_kept` only."""
         self.loop: AbstractEventLoop | None = None
         self.task: Task[Any] | None = None
         """The coroutine that answers this request and those in `task_streams`."""
@@ -69,9 +70,14 @@ class ResponseSender:
         """Whether further responses are dropped."""
         return self.cancelled or self.over
 
-    def keep(self, row: Row, size: int, sent: Future[None] | None) -> None:
+    def keep(self, row: Row, sent: Future[None] | None) -> None:
         self.kept.append((row, sent))
-        self.kept_bytes += size
+        self.kept_bytes += bytes_of(row)
+
+    def pop_kept(self) -> tuple[Row, Future[None] | None]:
+        row, sent = self.kept.popleft()
+        self.kept_bytes -= bytes_of(row)
+        return row, sent
 
 
 def bytes_of(row: Row) -> int:
