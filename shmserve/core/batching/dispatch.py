@@ -140,8 +140,7 @@ def check_hang(state: State, version: Version, instance: Instance, now: int) -> 
     running = instance.running
     if running is None or not version.limit_ns or instance.waits or instance.state is InstanceState.KILLED:
         return
-    stalled = running.stalled + (now - running.stalled_since if running.stalled_since else 0)
-    left = max(running.began + running.waited + stalled, instance.responded) + version.limit_ns - now
+    left = version.limit_ns - min(running.worked(now), now - instance.responded)
     if left > 0:
         instance.watched = True
         state.set_timer(now + left, Timer.HANG, instance)

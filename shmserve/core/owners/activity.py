@@ -36,12 +36,12 @@ def running(instance: Instance) -> int:
 
 
 def busy_ns(version: Version, instance: Instance, now: int) -> int:
-    """How long the instance has been running a slow batch; 0: it is not. Time spent waiting for other models does not
-    count."""
+    """How long the instance has been running a slow batch; 0: it is not. Waiting for other models or for callers does
+    not count."""
     batch = instance.running
     if instance.waits or (batch is None and not instance.leased_since):
         return 0
-    ran = now - instance.leased_since if batch is None else now - batch.began - batch.waited
+    ran = now - instance.leased_since if batch is None else batch.worked(now)
     return ran if ran > max(BUSY_NS, BUSY_BATCHES * version.service_ns) else 0
 
 

@@ -67,6 +67,11 @@ class Batch(Struct, Generic[R], eq=False):
             self.stalled += now - self.stalled_since
             self.stalled_since = 0
 
+    def worked(self, now: int) -> int:
+        """ns since it began in which its instance has waited neither for other models nor for callers."""
+        stalled = self.stalled + (now - self.stalled_since if self.stalled_since else 0)
+        return now - self.began - self.waited - stalled
+
     @property
     def count(self) -> int:
         """All requests that were ever in it."""
