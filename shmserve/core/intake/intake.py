@@ -122,15 +122,15 @@ class Intake:
             find = self._find if calling is None else calling.find
             version = find(message.model, message.version)
             waits = version.state is VersionState.LOADING or (version.unchecked.count > 0 and waited is None)
-        if waits:
-            return self._wait(client, number, message, version, now, blocks, waited, calling)
-        assert version.policy is not None, version.label
-        service = version.service
         payer: Payer = client
         if calling is not None:
             payer = calling.payer
         elif message.payer:  # type: ignore[union-attr]  # a Call comes with `calling`
             payer = client.payer(message.payer)  # type: ignore[union-attr]
+        if waits:
+            return self._wait(client, payer, number, message, version, now, blocks, waited, calling)
+        assert version.policy is not None, version.label
+        service = version.service
         rows, signature, inline, shared, length = service.checker.check(inputs, outputs)
         if options is not None:
             inline += options_bytes(options)
@@ -199,6 +199,7 @@ class Intake:
     def _wait(
         self,
         client: ClientState,
+        payer: Payer,
         number: int,
         message: Infer | Call,
         version: Version,
@@ -213,7 +214,6 @@ class Intake:
             return waited
         state = self._state
         inline, shared = waiting.size_of(message)
-        payer = calling.payer if calling is not None else client.payer(message.payer)  # type: ignore[union-attr]
         busy = calling is None and len(state.requests) >= self._busy
         if busy:
             self._quotas.check_queue(payer, version, inline, now)
