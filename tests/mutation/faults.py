@@ -626,8 +626,8 @@ FAULTS = (
     Fault(
         "any caller may say who it is",
         "shmserve/gateway/limits/caller_shares.py",
-        "        if self._of_proxy:\n            return",
-        "        if proxies:\n            return",
+        "        if named and not self._of_proxy:",
+        "        if named and not self._shares.bounds.proxies:",
     ),
     Fault(
         "a model waits for a caller that does not read",

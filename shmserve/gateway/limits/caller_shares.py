@@ -18,7 +18,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.limits.proxies import TrustedProxies
+from shmserve.gateway.limits.proxies import TrustedProxies, parsed_address
 from shmserve.gateway.metrics import family
 from shmserve.protocol.messages import NAME_LENGTH
 
@@ -213,8 +213,7 @@ class ConnectionShares:
     def __init__(self, shares: Shares, address: str) -> None:
         self._shares = shares
         self._address = network_of(address)
-        proxies = shares.bounds.proxies
-        self._of_proxy = bool(proxies) and proxies.trusts(address)
+        self._of_proxy = shares.bounds.proxies.trusts(address)
         """Its requests may be those of many callers, so it has no share of its own."""
         share = 1.0 if self._of_proxy else shares.bounds.connection
         self._accounts = ShareAccount("connection", share), ShareAccount("connection", share)
@@ -222,37 +221,34 @@ class ConnectionShares:
 
     def payer(self, token: str, named: str = "") -> Payer:
         """`token`: the name of the token; "" for a call without one. `named`: what a header says about the caller."""
-        key = token, named and self._named(named)
-        payer = self._payers.get(key)
+        if named and not self._of_proxy:
+            named = ""
+            self._shares.ignored += bool(self._shares.bounds.proxies)
+        payer = self._payers.get((token, named))
         if payer is None:
             if len(self._payers) >= PAYERS:
                 self._forget_idle()
-            shares, address, (requests, queries) = self._shares, key[1] or self._address, self._accounts
+            shares, (requests, queries) = self._shares, self._accounts
+            address = (named and network_of(shares.bounds.proxies.caller(named))) or self._address
             query_payer = Payer(shares.queries, shares.queries.enter(queries, address, token))
             payer = Payer(shares.requests, shares.requests.enter(requests, address, token), query_payer, token, address)
-            self._payers[key] = payer
+            self._payers[token, named] = payer
         return payer
 
-    def _named(self, named: str) -> str:
-        proxies = self._shares.bounds.proxies
-        if self._of_proxy:
-            return network_of(proxies.caller(named))
-        if proxies:
-            self._shares.ignored += 1
-        return ""
-
     def _forget_idle(self) -> None:
-        for key in [key for key, payer in self._payers.items() if not (payer.calls or payer.queries.calls)]:
-            self._leave(*key)
-            del self._payers[key]
+        for key, payer in list(self._payers.items()):
+            if not (payer.calls or payer.queries.calls):
+                self._leave(payer)
+                del self._payers[key]
 
-    def _leave(self, token: str, address: str) -> None:
-        self._shares.requests.leave(address or self._address, token)
-        self._shares.queries.leave(address or self._address, token)
+    def _leave(self, payer: Payer) -> None:
+        token, address = payer.caller
+        self._shares.requests.leave(address, token)
+        self._shares.queries.leave(address, token)
 
     def close(self) -> None:
-        for key in self._payers:
-            self._leave(*key)
+        for payer in self._payers.values():
+            self._leave(payer)
         self._payers = {}
 
 
@@ -333,12 +329,9 @@ def _left(accounts: dict[str, ShareAccount], key: str) -> None:
 def network_of(address: str) -> str:
     """The key by which clients are counted. For IPv6 it is the /64 network, since a host usually has a whole one. For a
     loopback address it is "": all clients on this machine, and all behind a proxy on it, share that address."""
-    try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
+    parsed = parsed_address(address)
+    if parsed is None or parsed.is_loopback:
         return ""
     if isinstance(parsed, ipaddress.IPv6Address):
-        if parsed.ipv4_mapped is None:
-            return "" if parsed.is_loopback else str(ipaddress.IPv6Network((parsed, 64), strict=False))
-        parsed = parsed.ipv4_mapped
-    return "" if parsed.is_loopback else str(parsed)
+        return str(ipaddress.IPv6Network((parsed, 64), strict=False))
+    return str(parsed)

@@ -33,14 +33,14 @@ class TrustedProxies:
         return bool(self._networks)
 
     def trusts(self, address: str) -> bool:
-        found = _parsed(address)
+        found = parsed_address(address)
         return found is not None and self._contains(found)
 
     def caller(self, named: str) -> str:
         """The address of the caller, from the value of a header; "" if it names none."""
         found = ""
         for part in reversed(named.split(",")):
-            address = _parsed(_address_in(part))
+            address = parsed_address(_address_in(part))
             if address is None:
                 break
             found = str(address)
@@ -65,7 +65,8 @@ def _address_in(part: str) -> str:
     return ""
 
 
-def _parsed(text: str) -> Address | None:
+def parsed_address(text: str) -> Address | None:
+    """An IPv4 address for an IPv6 one that maps it; None if it is no address."""
     try:
         found = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
