@@ -39,9 +39,14 @@ def in_batches(messages: list[Any], most: int) -> list[Any]:
                 tensor = inputs[0]
                 if type(tensor.data) is bytes:
                     key = (
-                        message.model, message.version, message.timeout_us, message.payer, tensor.name, tensor.dtype,
+                        message.model,
+                        message.version,
+                        message.timeout_us,
+                        message.payer,
+                        tensor.name,
+                        tensor.dtype,
                         tensor.shape,
-                    )  # fmt: skip
+                    )
             else:
                 key = _key(message)
         if key is not None and key == last and len(run) < room:

@@ -89,9 +89,15 @@ def _renewed(message: Infer, kept: KeptInputs | None, numbers: dict[int, int], m
             ]
         )
     return Infer(
-        message.request, message.model, message.version, tuple(tensors), outputs, message.timeout_us, message.options,
+        message.request,
+        message.model,
+        message.version,
+        tuple(tensors),
+        outputs,
+        message.timeout_us,
+        message.options,
         message.payer,
-    )  # fmt: skip
+    )
 
 
 def _renumbered(handle: Handle, numbers: dict[int, int]) -> Handle:

@@ -20,8 +20,13 @@ from tests.fleet import balancers, load, programs
 from tests.fleet.balancers import HERE, Balancer, Ports
 
 SERVED_TO_ONE_ADDRESS = (
-    "--address-share", "1", "--connection-share", "1", "--trusted-proxies", "127.0.0.0/8",
-)  # fmt: skip
+    "--address-share",
+    "1",
+    "--connection-share",
+    "1",
+    "--trusted-proxies",
+    "127.0.0.0/8",
+)
 """As recommended in the configurations."""
 STOPS_SOON = ("--exit-timeout-secs", "8")
 """The server would otherwise wait long for sequences that have lost their clients."""

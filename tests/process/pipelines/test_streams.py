@@ -153,7 +153,7 @@ def test_times_of_responses_are_shown(server: Server) -> None:
     assert re.search(r"counted version 1: first response after \S+ \w+ \(mean\), .* between responses \S+ ", shown)
 
 
-def test_a_stream_that_nobody_reads_keeps_no_one_waiting(client: Any) -> None:
+def test_an_unread_stream_delays_no_other(client: Any) -> None:
     """The model answers in execute and has one instance."""
     held = ask(client, "inside", 500, window=1)
     assert next(held)["y"].item() == 0

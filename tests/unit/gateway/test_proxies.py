@@ -45,8 +45,10 @@ def test_only_a_trusted_proxy_names_callers() -> None:
     shares = Shares(ShareBounds(proxies=PROXIES))
     proxy, other = shares.connect("10.0.0.1"), shares.connect("203.0.113.1")
     assert [proxy.payer("", named).name for named in ("203.0.113.9", "203.0.113.8", "")] == [
-        "203.0.113.9", "203.0.113.8", "10.0.0.1",
-    ]  # fmt: skip
+        "203.0.113.9",
+        "203.0.113.8",
+        "10.0.0.1",
+    ]
     assert proxy.payer("alice", "203.0.113.9").name == "token alice"
     assert proxy.payer("", "203.0.113.9") is proxy.payer("", "203.0.113.9")
     assert other.payer("", "203.0.113.9").name == "203.0.113.1", "any caller could send the header"
@@ -54,7 +56,7 @@ def test_only_a_trusted_proxy_names_callers() -> None:
     assert "shmserve_gateway_forwarded_ignored_total 1" in shares.metrics()
     plain = Shares()
     assert plain.connect("10.0.0.1").payer("", "203.0.113.9").name == "10.0.0.1"
-    assert plain.ignored == 0, "nobody expects the header"
+    assert plain.ignored == 0, "the header is not expected"
 
 
 def test_the_callers_of_a_proxy_are_forgotten_when_idle() -> None:

@@ -239,7 +239,7 @@ def test_the_number_of_streams_is_limited() -> None:
         broker.view("192.0.2.1")
 
 
-def test_a_caller_who_has_all_streams_locks_nobody_out() -> None:
+def test_a_caller_with_all_streams_does_not_lock_out_others() -> None:
     broker = Broker()
     own = [broker.view() for _ in range(VIEWERS)]
     mine = [broker.view("token alice"), broker.view("token bob")]
