@@ -190,8 +190,8 @@ dashboards:
 proto: $(VENV)/.dev
 	@$(PIP) grpcio-tools
 	@$(BIN)/python -m grpc_tools.protoc -I repo/config --descriptor_set_out=repo/config/model_config.binpb repo/config/model_config.proto
-	@$(BIN)/python -m grpc_tools.protoc -I repo/config -I shmserve/gateway/grpc --include_imports \
-	  --descriptor_set_out=shmserve/gateway/grpc/grpc.binpb shmserve/gateway/grpc/inference.proto shmserve/gateway/grpc/health.proto
+	@$(BIN)/python -m grpc_tools.protoc -I repo/config -I shmserve/protocol/grpc --include_imports \
+	  --descriptor_set_out=shmserve/protocol/grpc/grpc.binpb shmserve/protocol/grpc/inference.proto shmserve/protocol/grpc/health.proto
 
 # ------------------------------------------------------------------------------------------- the service
 

@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from shmserve.clients.client import Outputs, default_name
 from shmserve.clients.streams import AsyncFlow, AsyncStream
-from shmserve.clients.transport.address import address_of
-from shmserve.clients.transport.event_loop import LoopLink, monotonic
 from shmserve.clients.waiting import ReadyWait
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.protocol.messages import Reply
@@ -34,6 +32,8 @@ from shmserve.session.uploads import (
     of_unload,
     recorded,
 )
+from shmserve.transport.address import address_of
+from shmserve.transport.loop_link import LoopLink, monotonic
 
 if TYPE_CHECKING:
     from shmserve.session.gpu.tensors import DeviceArray

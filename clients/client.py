@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shmserve.clients.future import Future
+from shmserve.clients.shared_link import SharedLink
 from shmserve.clients.streams import Flow, Stream
-from shmserve.clients.transport.address import address_of
-from shmserve.clients.transport.shared_reader import SharedLink
-from shmserve.clients.transport.threaded import monotonic
+from shmserve.clients.threaded_link import monotonic
 from shmserve.clients.waiting import ReadyWait
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.session import WINDOW, Result
@@ -30,6 +29,7 @@ from shmserve.session.uploads import (
     of_unload,
     recorded,
 )
+from shmserve.transport.address import address_of
 
 if TYPE_CHECKING:
     from shmserve.session.gpu.tensors import DeviceArray

@@ -25,7 +25,7 @@ FINISHED = "FINISHED"
 
 
 class ResponseReader(Protocol):
-    """The interface of the link that delivers the answer (`transport.shared_reader`)."""
+    """The interface of the link that delivers the answer (`clients.shared_link`)."""
 
     uncollected: int
     result_collected: bool

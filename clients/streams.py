@@ -10,13 +10,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from shmserve.clients.future import FINISHED, PENDING, Future
-from shmserve.clients.transport.shared_reader import SharedLink
+from shmserve.clients.shared_link import SharedLink
 from shmserve.session import Result, StreamTicket
 
 if TYPE_CHECKING:
     import asyncio
 
-    from shmserve.clients.transport.event_loop import LoopLink
+    from shmserve.transport.loop_link import LoopLink
 
 
 class Flow(StreamTicket, Future):

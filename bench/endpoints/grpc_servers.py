@@ -23,8 +23,8 @@ import numpy as np
 from bench.endpoints import servers as compared
 from bench.lib import models
 from bench.lib.processes import own_seconds
-from shmserve.gateway import __file__ as gateway_file
 from shmserve.protobuf_pools import pool_of
+from shmserve.protocol.grpc import __file__ as grpc_file
 
 ROOT = Path(__file__).parents[2]
 PEERS = Path(__file__).with_name("grpc_peers.py")
@@ -38,7 +38,7 @@ def messages() -> tuple[bytes, bytes]:
     """A request to the identity model, and its response."""
     from google.protobuf import message_factory
 
-    pool = pool_of(Path(gateway_file).with_name("grpc") / "grpc.binpb")
+    pool = pool_of(Path(grpc_file).with_name("grpc.binpb"))
     row = np.arange(compared.ROW, dtype=np.float32).tobytes()
 
     def made(kind: str, tensors: str, raw: str, name: str) -> bytes:

@@ -167,7 +167,7 @@ class _GrpcEcho(asyncio.Protocol):
     literals."""
 
     def __init__(self, answers: dict[str, bytes]) -> None:
-        from shmserve.gateway.http2 import frames
+        from shmserve.http2 import frames
 
         self._frames = frames
         self._answers = answers
@@ -228,7 +228,7 @@ _TRAILERS = b"\0\x0bgrpc-status\x010"
 
 
 async def _serve_grpc(documents: dict[str, Any], ready: int) -> None:
-    from shmserve.gateway.grpc.messages import filled, message_class
+    from shmserve.protocol.grpc.messages import filled, message_class
 
     answers = {
         "ServerMetadata": filled(message_class("inference.ServerMetadataResponse"), documents["server"]),

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from shmserve.gateway.grpc.messages import HEALTH, INFERENCE, methods
+from shmserve.protocol.grpc.messages import HEALTH, INFERENCE, methods
 
 STREAM = "ModelStreamInfer"
 WATCH = "Watch"

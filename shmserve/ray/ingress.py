@@ -18,11 +18,11 @@ from starlette.responses import Response, StreamingResponse
 
 from shmserve.errors import ConnectionLost, Denied, Internal, ServeError
 from shmserve.gateway.auth.actions import CHANGES, TO_MODELS
-from shmserve.gateway.grpc.messages import INFERENCE, message_class, read
 from shmserve.gateway.http.routes import NoRoute, resolve
 from shmserve.gateway.kserve.status import BY_CODE, http_of
 from shmserve.gateway.upstream.documents import Route
 from shmserve.protocol.actions import Action
+from shmserve.protocol.grpc.messages import INFERENCE, message_class, read
 from shmserve.ray.forward import Fields, end_to_end
 from shmserve.ray.grpc_services import SERVER_ONLY, STREAM, Reply, paths
 from shmserve.ray.handle import as_serve_error, is_lost

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.clients.transport.address import TCP_FRAME_BYTES
 from shmserve.protocol.messages import FRAME_BYTES, INLINE_BYTES, Handle, Return
+from shmserve.transport.address import TCP_FRAME_BYTES
 from tests.conformance.client_ways import LARGE, NUMBERS, data, place_of, shared_only, ways
 from tests.support.broker.fake_broker import FakeBroker, echo
 

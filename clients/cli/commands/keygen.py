@@ -7,9 +7,9 @@ import re
 import socket
 
 from shmserve.clients.cli.commands.base import print_json
-from shmserve.clients.transport import keys
 from shmserve.protocol.roles import roles_of
 from shmserve.terminal.errors import Failed, Misuse
+from shmserve.transport import keys
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 

@@ -15,7 +15,7 @@ from shmserve.clients.load.targets.connecting import connect, explained, tls_of
 from shmserve.clients.load.targets.grpc_connection import GrpcConnection, framed, head_block
 from shmserve.clients.load.targets.kserve import facts_of, parameters, raw_bytes
 from shmserve.errors import ConnectionLost, ModelFailed, Unsupported
-from shmserve.gateway.grpc.messages import INFERENCE, POOL, message_class, methods
+from shmserve.protocol.grpc.messages import INFERENCE, POOL, message_class, methods
 
 _FINAL = "triton_final_response"
 

@@ -25,9 +25,9 @@ from shmserve.errors import (
     Unavailable,
     Unsupported,
 )
-from shmserve.gateway.http2 import frames
-from shmserve.gateway.http2.codes import Code
-from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.http2 import frames
+from shmserve.http2.frames import ErrorCode
+from shmserve.protocol.grpc.codes import Code
 
 CODES: dict[Code, type[ServeError]] = {
     Code.INVALID_ARGUMENT: InvalidRequest,

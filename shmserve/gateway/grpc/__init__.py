@@ -1,8 +1,8 @@
-"""The gRPC services of inference.proto and health.proto; `make proto` compiles them to grpc.binpb.
+"""The gRPC services of `shmserve.protocol.grpc`.
 
 `start` has the options and builds the listener. `methods` maps the path of a call to its class and checks access:
 `calls` has the unary calls and health, `stream` has ModelStreamInfer, and `services` holds what they share. For an
 inference request, `wire` separates the tensors from the fields around them, and `plans` turns these fields into a Plan;
 `contents` converts large typed contents in slices. `rpcs` is the table of calls whose response is a document.
-`messages` has the protobuf classes, and `codes` maps errors to status codes.
+`codes` maps errors to status codes.
 """

@@ -8,12 +8,10 @@ from typing import Any
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable
 from shmserve.gateway.grpc.codes import code_of, rpc_error
-from shmserve.gateway.grpc.messages import filled, message_class, read
 from shmserve.gateway.grpc.plans import RpcPlan
 from shmserve.gateway.grpc.rpcs import Rpc
 from shmserve.gateway.grpc.services import Services
 from shmserve.gateway.grpc.wire import ResponseEncoder, parameters_of, take_apart
-from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.interface import Awaits, TransportStream
 from shmserve.gateway.kserve.answers import Buffer, Held, check_room
 from shmserve.gateway.kserve.status import grpc_text_of
@@ -26,6 +24,8 @@ from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.regions import Region
 from shmserve.gateway.upstream.requests import PendingCall, PendingInference, PendingQuery, ask, serve_error, withdraw
 from shmserve.protocol.actions import Action
+from shmserve.protocol.grpc.codes import Code, RpcError
+from shmserve.protocol.grpc.messages import filled, message_class, read
 from shmserve.protocol.messages import Reply
 
 MAX_QUERY_BYTES = 64 * 1024

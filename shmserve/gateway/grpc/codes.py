@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shmserve.errors import ServeError
-from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.kserve.status import grpc_of, grpc_text_of
 from shmserve.gateway.upstream.documents import BadLoad
+from shmserve.protocol.grpc.codes import Code, RpcError
 
 
 def code_of(error: ServeError) -> Code:

@@ -11,11 +11,11 @@ from msgspec import Struct
 
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest
-from shmserve.gateway.grpc.messages import unreadable
 from shmserve.gateway.grpc.wire import LENGTH_DELIMITED, field_at, number_at, varint
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.json_tensors import contents_field, wrong_contents
 from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, SlicedWork
+from shmserve.protocol.grpc.messages import unreadable
 
 AROUND_BYTES = 1 << 20
 """Maximum size of a request without its tensors."""

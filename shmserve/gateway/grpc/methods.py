@@ -8,14 +8,14 @@ from functools import partial
 from shmserve.errors import ServeError
 from shmserve.gateway.grpc.calls import AskCall, CheckCall, InferCall, WatchCall
 from shmserve.gateway.grpc.codes import rpc_error
-from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
 from shmserve.gateway.grpc.rpcs import RPCS, Rpc
 from shmserve.gateway.grpc.services import Services
 from shmserve.gateway.grpc.stream import StreamCall
-from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.interface import ServiceCall, TransportStream
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.protocol.actions import Action
+from shmserve.protocol.grpc.codes import Code, RpcError
+from shmserve.protocol.grpc.messages import HEALTH, INFERENCE
 
 Make = Callable[[TransportStream, Payer], ServiceCall]
 CALLS: dict[str, Callable[[Services, TransportStream, Payer], ServiceCall]] = {

@@ -9,7 +9,6 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.grpc import contents
-from shmserve.gateway.grpc.messages import message_class, read
 from shmserve.gateway.http2.limits import MESSAGE_BYTES
 from shmserve.gateway.kserve.json_tensors import contents_to_bytes
 from shmserve.gateway.kserve.plans import (
@@ -25,6 +24,7 @@ from shmserve.gateway.kserve.plans import (
 )
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.turns import SlicedWork
+from shmserve.protocol.grpc.messages import message_class, read
 from shmserve.protocol.messages import DIMS, PARAMETERS, TENSORS
 
 _CACHED_PLANS = 1024

@@ -10,12 +10,12 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
-from shmserve.gateway.grpc.messages import INFERENCE, message_class, methods
 from shmserve.gateway.kserve.plans import check_version
 from shmserve.gateway.upstream.device_regions import DeviceOrder
 from shmserve.gateway.upstream.documents import Arguments, Route, unknown_of_load, versions_of_load
 from shmserve.gateway.upstream.regions import Registration
 from shmserve.protocol.actions import Action
+from shmserve.protocol.grpc.messages import INFERENCE, message_class, methods
 
 RpcQuery = tuple[Route, Arguments]
 _Query = Callable[[Action, Any], RpcQuery]

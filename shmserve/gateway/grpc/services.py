@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.header_forwarding import Forward, HeaderParameters
-from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
 from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans, plan_in_slices
 from shmserve.gateway.grpc.wire import ResponseEncoder, tensor_at
 from shmserve.gateway.http2.interface import TransportStream
@@ -20,6 +19,7 @@ from shmserve.gateway.upstream.link import GatewayLink, Piece, partial_room
 from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.gateway.upstream.requests import RequestSender
+from shmserve.protocol.grpc.messages import HEALTH, INFERENCE
 from shmserve.protocol.messages import INLINE_BYTES
 from shmserve.shm.arena import ALIGN
 

@@ -17,7 +17,6 @@ from shmserve.gateway.grpc.codes import code_of
 from shmserve.gateway.grpc.plans import RpcPlan
 from shmserve.gateway.grpc.services import Services
 from shmserve.gateway.grpc.wire import IS_FINAL, NOT_FINAL, stream_error, streamed, take_apart
-from shmserve.gateway.http2.codes import Code
 from shmserve.gateway.http2.interface import Awaits, TransportStream
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.kserve.status import text_of
@@ -26,6 +25,7 @@ from shmserve.gateway.limits.turns import SLICE_BYTES, Job
 from shmserve.gateway.upstream.link import Piece
 from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.requests import PendingStream, serve_error, withdraw
+from shmserve.protocol.grpc.codes import Code
 from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW
 

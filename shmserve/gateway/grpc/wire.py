@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from shmserve.errors import Internal, InvalidRequest
-from shmserve.gateway.grpc.messages import message_class, unreadable
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.plans import INT64_MAX
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.upstream.link import Piece
+from shmserve.protocol.grpc.messages import message_class, unreadable
 from shmserve.protocol.messages import INLINE_BYTES, Tensor, Value
 
 FIELDS = 1024

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from shmserve.gateway.http2 import limits as most
-from shmserve.gateway.http2.frames import ErrorCode, Http2Error
+from shmserve.http2.frames import ErrorCode, Http2Error
 
 _REMEMBERED = 256
 """Number of closed streams remembered, to tell a late frame from a stream id that was skipped."""

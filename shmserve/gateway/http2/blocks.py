@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from shmserve.gateway.http2 import frames, heads
+from shmserve.gateway.http2 import heads
 from shmserve.gateway.http2 import limits as most
-from shmserve.gateway.http2.codes import Code, RpcError
-from shmserve.gateway.http2.frames import ErrorCode, Http2Error
 from shmserve.gateway.http2.life import Life
 from shmserve.gateway.http2.stream import Http2Stream, Http2Streams
 from shmserve.gateway.limits.backlog import REQUEST_WORK
+from shmserve.http2 import frames
+from shmserve.http2.frames import ErrorCode, Http2Error
+from shmserve.protocol.grpc.codes import Code, RpcError
 
 
 class HeaderBlocks:

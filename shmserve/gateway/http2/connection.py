@@ -6,14 +6,14 @@ import asyncio
 from typing import Any
 
 from shmserve.errors import ServeError
-from shmserve.gateway.http2.codes import Code, RpcError
-from shmserve.gateway.http2.frames import ErrorCode
 from shmserve.gateway.http2.interface import Awaits
 from shmserve.gateway.http2.listener import RpcListener
 from shmserve.gateway.http2.protocol import Http2
 from shmserve.gateway.http2.stream import Http2Stream
 from shmserve.gateway.limits.turns import SMALL_READ_BYTES, FairReader
 from shmserve.gateway.listeners.callers import peer_address
+from shmserve.http2.frames import ErrorCode
+from shmserve.protocol.grpc.codes import Code, RpcError
 
 JOINED_BYTES = 128 * 1024
 """Output of one iteration up to this size is joined into one buffer."""

@@ -16,7 +16,9 @@ from hpack.hpack import Decoder
 from hpack.table import HeaderTable
 from msgspec import Struct
 
-from shmserve.gateway.http2.frames import (
+from shmserve.gateway.http2.limits import CONTINUATIONS
+from shmserve.gateway.limits.bounded_cache import BoundedCache
+from shmserve.http2.frames import (
     END_HEADERS,
     END_STREAM,
     PADDED,
@@ -26,9 +28,7 @@ from shmserve.gateway.http2.frames import (
     frame,
     reset,
 )  # fmt: skip
-from shmserve.gateway.http2.frames import HEADERS as HEADERS_FRAME
-from shmserve.gateway.http2.limits import CONTINUATIONS
-from shmserve.gateway.limits.bounded_cache import BoundedCache
+from shmserve.http2.frames import HEADERS as HEADERS_FRAME
 
 HEAD_BYTES = 32 * 1024
 """Maximum size of one header block, encoded and decoded."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from shmserve.gateway.http2.codes import RpcError
 from shmserve.gateway.http2.interface import Application
 from shmserve.gateway.http2.limits import Http2Limits
 from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.limits.turns import JobTurns
+from shmserve.protocol.grpc.codes import RpcError
 
 
 class Expiring(Protocol):

@@ -3,12 +3,12 @@ call when its connection ends."""
 
 from __future__ import annotations
 
-from shmserve.gateway.http2 import frames
 from shmserve.gateway.http2 import limits as most
-from shmserve.gateway.http2.codes import Code, RpcError
-from shmserve.gateway.http2.frames import ErrorCode, Http2Error
 from shmserve.gateway.http2.interface import Awaits
 from shmserve.gateway.http2.stream import Http2Stream, Http2Streams
+from shmserve.http2 import frames
+from shmserve.http2.frames import ErrorCode, Http2Error
+from shmserve.protocol.grpc.codes import Code, RpcError
 
 _LAST_CALLS = b"lastcall"
 _STILL_THERE = b"thereyet"

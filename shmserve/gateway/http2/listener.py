@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.host import Expiring
 from shmserve.gateway.http2.interface import Application
 from shmserve.gateway.http2.limits import Http2Limits
@@ -16,6 +15,7 @@ from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
 from shmserve.gateway.listeners.callers import TURNS, Callers
+from shmserve.protocol.grpc.codes import Code, RpcError
 
 DEADLINE_S = 0.02
 """Resolution of deadlines."""

@@ -6,9 +6,9 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from shmserve.gateway import gzip_stream
-from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
+from shmserve.protocol.grpc.codes import Code, RpcError
 
 COMPRESSED_BYTES = 1024
 """Messages below this size are not compressed."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shmserve.gateway.http2 import frames, heads
+from shmserve.gateway.http2 import heads
 from shmserve.gateway.http2 import limits as most
 from shmserve.gateway.http2.blocks import HeaderBlocks
-from shmserve.gateway.http2.frames import ErrorCode, Http2Error
 from shmserve.gateway.http2.host import Http2Host
 from shmserve.gateway.http2.life import Life
 from shmserve.gateway.http2.stream import Http2Stream, Http2Streams
+from shmserve.http2 import frames
+from shmserve.http2.frames import ErrorCode, Http2Error
 
 _GREETING = frames.settings({
     frames.MAX_FRAME_SIZE: most.FRAME_BYTES,

@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 from struct import Struct
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.http2 import frames, heads, limits
-from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.gateway.http2 import heads, limits
 from shmserve.gateway.http2.host import Http2Host
 from shmserve.gateway.http2.interface import Awaits, ServiceCall
 from shmserve.gateway.http2.messages import COMPRESSED_BYTES, deflate_message
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.turns import Job
 from shmserve.gateway.upstream.receive import Room
+from shmserve.http2 import frames
+from shmserve.protocol.grpc.codes import Code, RpcError
 
 log = logging.getLogger("shmserve.gateway")
 

@@ -9,11 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.http2 import frames, heads
+from shmserve.gateway.http2 import heads
 from shmserve.gateway.http2 import limits as most
 from shmserve.gateway.http2.abuse import AbuseCounters, ClosedStreams
-from shmserve.gateway.http2.codes import Code, RpcError
-from shmserve.gateway.http2.frames import ErrorCode
 from shmserve.gateway.http2.host import Http2Host
 from shmserve.gateway.http2.interface import ServiceCall
 from shmserve.gateway.http2.messages import inflate_message, message_size_error
@@ -24,6 +22,9 @@ from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.proxies import named_in
 from shmserve.gateway.limits.turns import Job, SlicedWork
 from shmserve.gateway.upstream.receive import TRUSTED_BYTES, ReceiveBuffer, Room
+from shmserve.http2 import frames
+from shmserve.http2.frames import ErrorCode
+from shmserve.protocol.grpc.codes import Code, RpcError
 
 log = logging.getLogger("shmserve.gateway")
 T = TypeVar("T")

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.clients.transport.address import address_of
-from shmserve.clients.transport.event_loop import LoopLink
 from shmserve.errors import Internal, InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.limits.backlog import InputBacklog
@@ -29,6 +27,8 @@ from shmserve.session.memory import SessionMemory
 from shmserve.session.ticket import KeptInputs
 from shmserve.shm.views import Array
 from shmserve.system.loop_polling import LoopPolling
+from shmserve.transport.address import address_of
+from shmserve.transport.loop_link import LoopLink
 
 _BYTE = np.dtype("uint8")
 RETURN_BYTES = 4 << 20

@@ -12,10 +12,10 @@ import zmq
 from msgspec import Struct
 from zmq.utils import z85
 
-from shmserve.clients.transport import keys
 from shmserve.errors import InvalidRequest
 from shmserve.protocol import zmq_frames
 from shmserve.protocol.roles import ROLES, roles_of
+from shmserve.transport import keys
 
 log = logging.getLogger("shmserve.gateway")
 

@@ -20,8 +20,6 @@ from typing import Any
 
 import zmq
 
-from shmserve.clients.transport.address import TCP_FRAME_BYTES
-from shmserve.clients.transport.keys import Pair
 from shmserve.errors import Internal, ProtocolError, Unavailable
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.turns import SlicedWork
@@ -32,6 +30,8 @@ from shmserve.gateway.zmq_tcp.peer import Peer, PeerHost, decode
 from shmserve.gateway.zmq_tcp.requests import ZmqLimits
 from shmserve.protocol import zmq_frames
 from shmserve.protocol.messages import PACKET_BYTES, Hello
+from shmserve.transport.address import TCP_FRAME_BYTES
+from shmserve.transport.keys import Pair
 
 log = logging.getLogger("shmserve.gateway")
 

@@ -40,10 +40,10 @@ def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqTcpListener] |
     address = _ADDRESS.fullmatch(args.zmq_address)
     if address is None or int(address[2]) > 65535:
         raise Misuse(f"--zmq-address {args.zmq_address} is not tcp://HOST:PORT")
-    from shmserve.clients.transport.keys import check_curve, read_pair
     from shmserve.gateway.zmq_tcp.keys import Allowed
     from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
     from shmserve.gateway.zmq_tcp.requests import ZmqLimits
+    from shmserve.transport.keys import check_curve, read_pair
 
     check_curve()
     try:

@@ -16,9 +16,9 @@ import pytest
 
 import shmserve
 from shmserve.clients.cli import main
-from shmserve.clients.transport.keys import read_pair
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.testing import Server
+from shmserve.transport.keys import read_pair
 from tests.conformance.client_ways import NUMBERS, data
 from tests.support.clients.client_faces import FACES
 from tests.support.gateway.running_gateway import model

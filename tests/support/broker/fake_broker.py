@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import zmq
 
-from shmserve.clients.transport.keys import make_pair, write_pair
 from shmserve.errors import NotFound, ServeError
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
@@ -53,6 +52,7 @@ from shmserve.protocol.messages import (
 from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd, posix
 from shmserve.shm.mapped import Mapped
+from shmserve.transport.keys import make_pair, write_pair
 
 _BYTE = np.dtype("uint8")
 _INT = array.array("i").itemsize

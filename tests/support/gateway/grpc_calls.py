@@ -9,12 +9,12 @@ from typing import Any
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.auth.access import EndpointAccess
-from shmserve.gateway.grpc.messages import INFERENCE
 from shmserve.gateway.grpc.methods import Methods
 from shmserve.gateway.grpc.services import Services
 from shmserve.gateway.kserve.answers import Held
 from shmserve.gateway.limits.caller_shares import Payer, Shares
 from shmserve.gateway.upstream.regions import Regions
+from shmserve.protocol.grpc.messages import INFERENCE
 from shmserve.protocol.messages import Part, Reply, Tensor
 from shmserve.session import StreamTicket, Ticket
 from tests.support.gateway.rpc import message, parameter

@@ -1,6 +1,6 @@
-"""A gRPC client generated from the gateway's .proto, with grpcio and protobuf.
+"""A gRPC client generated from the .proto files, with grpcio and protobuf.
 
-Invariant: it uses no code of the gateway except the descriptors.
+Invariant: it uses no code of the product except the descriptors.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import grpc
 import numpy as np
 from google.protobuf import message_factory
 
-import shmserve.gateway
+import shmserve.protocol.grpc
 from shmserve.protobuf_pools import pool_of
 
 INFERENCE, HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
-POOL = pool_of(Path(shmserve.gateway.__file__).with_name("grpc") / "grpc.binpb")
+POOL = pool_of(Path(shmserve.protocol.grpc.__file__).with_name("grpc.binpb"))
 
 
 def message(name: str, /, **fields: Any) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.clients.transport.shared_reader import SharedLink
+from shmserve.clients.shared_link import SharedLink
 from shmserve.protocol.messages import Bye, Hello
 from tests.support.broker.fake_broker import FakeBroker, echo
 from tests.support.clients.client_faces import await_leader

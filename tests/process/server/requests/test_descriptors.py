@@ -16,10 +16,10 @@ import pytest
 
 import shmserve
 from bench.lib import models
-from shmserve.clients.transport.lane import Lane as ClientLane
 from shmserve.errors import ConnectionLost
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Map
+from shmserve.transport.lane import Lane as ClientLane
 from shmserve.workers.link import BrokerLink as WorkerLink
 from tests.support.launch import Launched
 from tests.support.living import await_connections

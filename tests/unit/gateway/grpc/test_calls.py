@@ -10,8 +10,8 @@ import pytest
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 from shmserve.gateway.auth.access import EndpointAccess
-from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
-from shmserve.gateway.http2.codes import Code, RpcError
+from shmserve.protocol.grpc.codes import Code, RpcError
+from shmserve.protocol.grpc.messages import HEALTH, INFERENCE
 from shmserve.protocol.messages import Reply, Tensor
 from shmserve.session import Session
 from tests.support.gateway.grpc_calls import Case

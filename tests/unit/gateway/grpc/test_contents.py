@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.grpc import contents
-from shmserve.gateway.grpc.messages import message_class
 from shmserve.gateway.grpc.plans import RpcPlan, plan_in_slices, plan_of
 from shmserve.gateway.limits.turns import SLICE_BYTES
+from shmserve.protocol.grpc.messages import message_class
 from tests.support.gateway.sliced_work import finished, slices_of
 from tests.support.hypothesis_profiles import examples
 

@@ -19,18 +19,18 @@ from shmserve.errors import BY_CODE, Internal, InvalidRequest, NotFound, ServeEr
 from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.grpc import wire as grpc_wire
 from shmserve.gateway.grpc.codes import code_of
-from shmserve.gateway.grpc.messages import HEALTH, INFERENCE, filled, methods, read
 from shmserve.gateway.grpc.methods import CALLS, Methods
 from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans, plan_in_slices, plan_of
 from shmserve.gateway.grpc.rpcs import RPCS
 from shmserve.gateway.grpc.services import Services
 from shmserve.gateway.grpc.wire import IS_FINAL, ResponseEncoder, stream_error, streamed, take_apart
-from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.kserve.json_tensors import CONTENTS, contents_to_bytes
 from shmserve.gateway.kserve.plans import InputPlan, RegionSlice, RequestOptions, RequestPlan
 from shmserve.gateway.upstream.documents import BadLoad, BrokerQuery, query_of
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.actions import Action
+from shmserve.protocol.grpc.codes import Code, RpcError
+from shmserve.protocol.grpc.messages import HEALTH, INFERENCE, filled, methods, read
 from shmserve.protocol.messages import TENSORS, Tensor
 from shmserve.protocol.roles import ROLES
 from shmserve.session.encode import TopK

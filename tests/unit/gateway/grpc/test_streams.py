@@ -9,7 +9,7 @@ import pytest
 from shmserve.errors import NotFound, Unavailable
 from shmserve.gateway.grpc import calls as grpc_calls
 from shmserve.gateway.grpc import stream as grpc_stream
-from shmserve.gateway.http2.codes import Code
+from shmserve.protocol.grpc.codes import Code
 from shmserve.protocol.messages import Reply
 from tests.support.gateway.grpc_calls import Case, part, reply
 

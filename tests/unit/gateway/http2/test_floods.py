@@ -15,9 +15,9 @@ import pytest
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.http2 import limits as most
-from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.interface import Awaits, TransportStream
 from shmserve.gateway.limits.backlog import CONNECTION_WORK, REQUEST_WORK, TURN_WORK
+from shmserve.protocol.grpc.codes import Code, RpcError
 from tests.support.gateway.grpc_calls import Case
 from tests.support.gateway.http2_caller import Caller, Echo, Host, Unfinished
 from tests.support.gateway.http2_frames import (

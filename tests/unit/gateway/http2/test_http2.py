@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.protocol import Http2
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.protocol.grpc.codes import Code, RpcError
 from tests.support.gateway.http2_caller import Caller, Echo, Host, Unfinished
 from tests.support.gateway.http2_frames import (
     CONTINUATION,

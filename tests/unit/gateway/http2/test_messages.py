@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from h2.exceptions import StreamClosedError
 
-from shmserve.gateway.http2.codes import Code
 from shmserve.gateway.http2.limits import INFLATED_BYTES
 from shmserve.gateway.limits.backlog import CONNECTION_WORK
 from shmserve.gateway.limits.turns import SLICE_BYTES
+from shmserve.protocol.grpc.codes import Code
 from tests.support.gateway.http2_caller import Caller, Echo, Host
 from tests.support.gateway.http2_frames import message
 

@@ -12,7 +12,6 @@ import pytest
 
 import shmserve
 from shmserve.clients.cli.parser import parser
-from shmserve.clients.transport import keys
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.listeners.callers import is_local
 from shmserve.gateway.zmq_tcp import start as zmqtcp_start
@@ -23,6 +22,7 @@ from shmserve.gateway.zmq_tcp.requests import ZmqLimits
 from shmserve.protocol.roles import INFER, OBSERVE, OPERATE
 from shmserve.session import Session
 from shmserve.terminal.errors import Misuse
+from shmserve.transport import keys
 from tests.support.gateway.zmq_listener import HELLO
 
 LIMITS = ZmqLimits(input_bytes=4 << 20)

@@ -15,9 +15,9 @@ from pathlib import Path
 from msgspec import Struct
 
 from shmserve import paths
-from shmserve.clients.transport.keys import Keys, read_pair, read_public
 from shmserve.errors import ConnectionLost, InvalidRequest
 from shmserve.protocol.messages import FRAME_BYTES
+from shmserve.transport.keys import Keys, read_pair, read_public
 
 SERVER_KEY, KEY_FILE = "SHMSERVE_SERVER_KEY", "SHMSERVE_KEY_FILE"
 """Environment variables: the defaults of server_key and key_file."""

@@ -15,12 +15,12 @@ import select
 import socket
 import struct
 
-from shmserve.clients.transport.address import Address, no_server
 from shmserve.errors import ConnectionLost, InvalidRequest, ProtocolError
 from shmserve.paths import SOCKET_PATH_BYTES
 from shmserve.protocol.descriptors import ANCILLARY_BYTES, LOST, received
 from shmserve.protocol.messages import PACKET_BYTES
 from shmserve.session import Incoming, Packet
+from shmserve.transport.address import Address, no_server
 
 # Plain integers, because operators of enum flags cost microseconds per call.
 _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)

@@ -8,10 +8,10 @@ import time
 import weakref
 from collections.abc import Callable
 
-from shmserve.clients.transport.address import no_server
-from shmserve.clients.transport.link import CLOSED, MAX_PAUSE_S, PAUSE_S, ServerLink, SessionLink, open_link
 from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
 from shmserve.session import Incoming, Ticket
+from shmserve.transport.address import no_server
+from shmserve.transport.link import CLOSED, MAX_PAUSE_S, PAUSE_S, ServerLink, SessionLink, open_link
 
 BURST = 32
 """Maximum number of packets read before other callbacks of the loop run."""

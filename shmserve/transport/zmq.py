@@ -16,10 +16,10 @@ from typing import Any
 
 import zmq
 
-from shmserve.clients.transport.address import Address, no_server
 from shmserve.errors import ConnectionLost, Denied, ProtocolError, ServeError, Unavailable
 from shmserve.protocol import zmq_frames
 from shmserve.session import Incoming, Packet
+from shmserve.transport.address import Address, no_server
 
 LINGER_MS = 500
 HEARTBEAT_MS = 2000

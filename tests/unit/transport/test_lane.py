@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 import shmserve
-from shmserve.clients.transport.lane import Lane
 from shmserve.protocol.messages import PACKET_BYTES
 from shmserve.session import Packet
+from shmserve.transport.lane import Lane
 
 
 @pytest.mark.parametrize(

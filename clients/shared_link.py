@@ -16,10 +16,10 @@ import threading
 from typing import Any
 
 from shmserve.clients.future import PENDING, Future
-from shmserve.clients.transport.link import CLOSED
-from shmserve.clients.transport.threaded import ThreadedLink, get_ident, monotonic
+from shmserve.clients.threaded_link import ThreadedLink, get_ident, monotonic
 from shmserve.errors import Cancelled, ConnectionLost
 from shmserve.session import StreamTicket
+from shmserve.transport.link import CLOSED
 
 LINGER_S = 5.0
 """Idle time after which the reader thread ends."""

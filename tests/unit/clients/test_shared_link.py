@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.clients.transport.lane import Lane
-from shmserve.clients.transport.zmq import ZmqLink
+from shmserve.transport.lane import Lane
+from shmserve.transport.zmq import ZmqLink
 from tests.support.broker.fake_broker import FakeBroker
 from tests.support.clients.client_faces import await_leader
 

@@ -8,12 +8,12 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from shmserve.clients.transport.address import Address
-from shmserve.clients.transport.trace_context import current_context
 from shmserve.errors import Cancelled, ConnectionLost, ServeError
 from shmserve.session import Incoming, Packet, Session
 from shmserve.session.arguments import check_memory_bytes, check_name, check_seconds
 from shmserve.session.leases import LeaseSockets
+from shmserve.transport.address import Address
+from shmserve.transport.trace_context import current_context
 
 CLOSED = "the client was closed before the response arrived"
 PAUSE_S = 0.01
@@ -77,10 +77,10 @@ class ServerLink(Protocol):
 def open_link(address: Address) -> ServerLink:
     """Raises ConnectionLost if there is no listener. Over ZeroMQ, only `receive` can detect that."""
     if address.kind == "unix":
-        from shmserve.clients.transport import lane
+        from shmserve.transport import lane
 
         return lane.connect(address)
-    from shmserve.clients.transport.zmq import ZmqLink
+    from shmserve.transport.zmq import ZmqLink
 
     return ZmqLink(address)
 

@@ -14,8 +14,10 @@ import time
 import weakref
 from collections.abc import Callable
 
-from shmserve.clients.transport.address import no_server
-from shmserve.clients.transport.link import (
+from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
+from shmserve.session import Incoming, Ticket
+from shmserve.transport.address import no_server
+from shmserve.transport.link import (
     CLOSED,
     INTERRUPTED,
     MAX_PAUSE_S,
@@ -24,8 +26,6 @@ from shmserve.clients.transport.link import (
     SessionLink,
     open_link,
 )
-from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
-from shmserve.session import Incoming, Ticket
 
 READ_EVERY = 16
 """Number of packets sent without reading after which pending input is read: a full socket would block the server."""
