@@ -8,7 +8,6 @@ import re
 from functools import cache
 from typing import Any
 
-import shmserve
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.gateway.auth.actions import TO_MODELS
 from shmserve.gateway.http.routes import KSERVE_PATHS, PATHS, Path
@@ -16,6 +15,7 @@ from shmserve.gateway.kserve.plans import CLASSES
 from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.protocol.actions import Action, Row
 from shmserve.protocol.messages import DIMS, NAME_LENGTH, TENSORS
+from shmserve.version import version
 
 JSON, BYTES, EVENTS = "application/json", "application/octet-stream", "text/event-stream"
 _HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -51,7 +51,7 @@ def document(openai: bool = True) -> _Schema:
         "openapi": "3.1.0",
         "info": {
             "title": "shmserve",
-            "version": shmserve.__version__,
+            "version": version(),
             "description": f"The KServe protocol, version 2, with extensions{_AND_OPENAI if openai else ''}.",
         },
         "paths": paths,
