@@ -6,11 +6,11 @@ Invariant: only the text of the fields that are set or removed changes. The resu
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-from shmserve.repo.config.outline import Field, OutlineBlock, Token, outline, tokens
+from shmserve.repo.config.outline import Field, OutlineBlock, outline
 
 INDENT = "  "
 _SEPARATOR = re.compile(r"[ \t]*[,;]")
@@ -24,25 +24,6 @@ class Edit(Struct, frozen=True):
     value: str | None
 
 
-class _Block(Struct):
-    """What is between two braces, or the whole file."""
-
-    start: int
-    end: int
-    fields: list[_Span]
-
-
-class _Span(Struct):
-    """A field in the text, from its name to the end of its value. `blocks`: several if the value is a list of them."""
-
-    name: str
-    start: int
-    end: int
-    value: int
-    """Where the value begins."""
-    blocks: list[_Block]
-
-
 def edited(text: str, edits: Sequence[Edit]) -> str:
     """The text with these changes. Raises OutlineError if it is not text format."""
     for edit in edits:
@@ -50,99 +31,63 @@ def edited(text: str, edits: Sequence[Edit]) -> str:
     return text
 
 
-def _spans(text: str) -> _Block:
-    """The file, with offsets instead of lines."""
-    starts = [0, *(match.end() for match in re.finditer("\n", text))]
-    found = [(starts[token.line - 1] + token.column - 1, token) for token in tokens(text)]
-    ends: dict[int, int] = {}
-    opened: list[int] = []
-    for offset, token in found:
-        if token.kind == "symbol" and token.text in "{<[":
-            opened.append(offset)
-        elif token.kind == "symbol" and token.text in "}>]" and opened:
-            ends[opened.pop()] = offset
-
-    def offset_of(token: Token) -> int:
-        return starts[token.line - 1] + token.column - 1
-
-    places = {offset: index for index, (offset, _) in enumerate(found)}
-
-    def spans(block: OutlineBlock) -> list[_Span]:
-        return [span(field) for field in block.fields]
-
-    def span(field: Field) -> _Span:
-        start = offset_of(field.name)
-        place = places[start] + 1
-        if found[place][1].text == ":":
-            place += 1
-        value, token = found[place]
-        if token.kind == "symbol" and token.text in "{<[":
-            end = ends[value] + 1
-        else:
-            while found[place + 1][1].kind == "string" and found[place][1].kind == "string":
-                place += 1  # adjacent strings are one value
-            end = found[place][0] + len(found[place][1].text)
-        blocks = []
-        for item in field.values:
-            if isinstance(item, OutlineBlock):
-                begin = offset_of(item.start)
-                blocks.append(_Block(begin + 1, ends[begin], spans(item)))
-        return _Span(field.name.text, start, end, value, blocks)
-
-    return _Block(0, len(text), spans(outline(text)))
-
-
 def _field(text: str, edit: Edit) -> str:
-    block = _spans(text)
+    block = outline(text)
     for depth, name in enumerate(edit.path):
-        found = [field for field in block.fields if field.name == name]
+        found = [field for field in block.fields if field.name.text == name]
         if not found:
             return text if edit.value is None else _inserted(text, block, edit.path[depth:], edit.value, not depth)
         if depth + 1 == len(edit.path):
             return _replaced(text, found, edit.value)
-        if not found[0].blocks:  # an empty list
+        inner = next(_blocks(found[0]), None)
+        if inner is None:  # an empty list
             if edit.value is None:
                 return text
             return _replaced(text, found, f"[ {{ {_written(edit.path[depth + 1 :], edit.value)} }} ]")
-        block = found[0].blocks[0]
+        block = inner
     return text
+
+
+def _blocks(field: Field) -> Iterator[OutlineBlock]:
+    return (value for value in field.values if isinstance(value, OutlineBlock))
 
 
 def _parameter(text: str, edit: Edit) -> str:
     key = edit.path[1]
     written = f'{{ key: "{key}" value: {{ string_value: {edit.value} }} }}'
-    for field in _spans(text).fields:
-        for block in field.blocks if field.name == "parameters" else ():
-            inside = {inner.name: inner for inner in block.fields}
-            if "key" not in inside or text[inside["key"].value : inside["key"].end].strip("\"'") != key:
+    for field in outline(text).fields:
+        for block in _blocks(field) if field.name.text == "parameters" else ():
+            inside = {inner.name.text: inner for inner in block.fields}
+            if "key" not in inside or text[inside["key"].start : inside["key"].end].strip("\"'") != key:
                 continue
-            if edit.value is None and len(field.blocks) == 1:
-                return _without(text, field)
-            if edit.value is None:  # an element of a list
-                return _without(text, _Span("", block.start - 1, block.end + 1, 0, []))
-            values = inside["value"].blocks if "value" in inside else []
-            if values and values[0].fields:
-                old = values[0].fields[0]
-                return text[: old.start] + f"string_value: {edit.value}" + text[old.end :]
-            return text[: block.start - 1] + written + text[block.end + 1 :]
+            if edit.value is None:
+                alone = len(field.values) == 1
+                return _without(
+                    text, field.name.start if alone else block.start.start, field.end if alone else block.end.end
+                )
+            values = next(_blocks(inside["value"]), None) if "value" in inside else None
+            if values is not None and values.fields:
+                old = values.fields[0]
+                return text[: old.name.start] + f"string_value: {edit.value}" + text[old.end :]
+            return text[: block.start.start] + written + text[block.end.end :]
     return text if edit.value is None else _appended(text, f"parameters {written}")
 
 
-def _replaced(text: str, found: Sequence[_Span], value: str | None) -> str:
+def _replaced(text: str, found: Sequence[Field], value: str | None) -> str:
     """Writes the value into the first of these fields and removes the others."""
-    for field in reversed(found[1:]):
-        text = _without(text, field)
-    first = found[0]
+    first, *others = found
+    for field in reversed(others):
+        text = _without(text, field.name.start, field.end)
     if value is None:
-        return _without(text, first)
-    colon = "" if ":" in text[first.start : first.value] or value.startswith(("{", "[")) else ":"
-    return text[: first.value].rstrip(" ") + f"{colon} {value}" + text[first.end :]
+        return _without(text, first.name.start, first.end)
+    colon = "" if ":" in text[first.name.start : first.start] or value.startswith(("{", "[")) else ":"
+    return text[: first.start].rstrip(" ") + f"{colon} {value}" + text[first.end :]
 
 
-def _without(text: str, field: _Span) -> str:
-    """Removes a field, its separator, and its line if nothing is left there."""
-    separator = _SEPARATOR.match(text, field.end)
-    start, end = field.start, separator.end() if separator else field.end
+def _without(text: str, start: int, end: int) -> str:
+    """Removes a field or an item, its separator, and its line if nothing is left there."""
+    separator = _SEPARATOR.match(text, end)
+    end = separator.end() if separator else end
     line_start = text.rfind("\n", 0, start) + 1
     line_end = text.find("\n", end)
     line_end = len(text) if line_end < 0 else line_end
@@ -153,20 +98,21 @@ def _without(text: str, field: _Span) -> str:
     return text[:start] + text[end:]
 
 
-def _inserted(text: str, block: _Block, path: Sequence[str], value: str, whole: bool) -> str:
+def _inserted(text: str, block: OutlineBlock, path: Sequence[str], value: str, whole: bool) -> str:
     """Adds a field at the end of a block, or of the file."""
     written = _written(path, value)
     if whole:
         return _appended(text, written)
-    line = text.rfind("\n", block.start, block.end) + 1
-    if line and not text[line : block.end].strip():  # the closing brace has a line of its own
-        indent = text[line : block.end] + INDENT
+    start, end = block.start.end, block.end.start
+    line = text.rfind("\n", start, end) + 1
+    if line and not text[line:end].strip():  # the closing brace has a line of its own
+        indent = text[line:end] + INDENT
         if block.fields:
-            first = block.fields[0].start
+            first = block.fields[0].name.start
             before = text[text.rfind("\n", 0, first) + 1 : first]
             indent = indent if before.strip() else before
         return f"{text[:line]}{indent}{written}\n{text[line:]}"
-    return f"{text[: block.start]}{text[block.start : block.end].rstrip()} {written} {text[block.end :]}"
+    return f"{text[:start]}{text[start:end].rstrip()} {written} {text[end:]}"
 
 
 def _appended(text: str, line: str) -> str:

@@ -1,7 +1,7 @@
-"""The structure of a text-format file: blocks, fields and values with line and column.
+"""The structure of a text-format file: blocks, fields and values with their positions.
 
 protobuf's text_format defines what a file means, but it stops at the first error and does not keep positions. The
-outline allows `load` to report all errors at once, and later rules to name a line.
+outline lets `load` report all errors at once, later rules name a line, and `edit` change single fields.
 
 Invariant: the parser does not recurse, and it limits nesting before other code parses the text.
 """
@@ -12,6 +12,8 @@ import os
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
+
+from msgspec import Struct
 
 DEPTH = 32
 """Maximum nesting of blocks. The schema itself needs eight."""
@@ -29,31 +31,39 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 
-_CLOSER = {"{": "}", "<": ">"}
+_CLOSER = {"{": "}", "<": ">", "[": "]"}
 
 
 class Token(NamedTuple):
-    """`kind` is word, number, string, symbol or end."""
+    """`kind` is word, number, string, symbol or end. `start` and `end` are offsets in the text."""
 
     kind: str
     text: str
     line: int
     column: int
+    start: int
+    end: int
 
 
 class Field(NamedTuple):
-    """A field as written. `listed`: `values` holds the items of a `[..]` list; otherwise it holds one item."""
+    """A field as written. `listed`: `values` holds the items of a `[..]` list; otherwise it holds one item.
+
+    The value extends from the offset `start` to `end`.
+    """
 
     name: Token
     values: list[Token | OutlineBlock]
     listed: bool
+    start: int
+    end: int
 
 
 class OutlineBlock(NamedTuple):
-    """The fields between braces, or those of the whole file."""
+    """The fields between the braces `start` and `end`, or those of the whole file."""
 
     start: Token
     fields: list[Field]
+    end: Token
 
 
 class OutlineError(Exception):
@@ -88,12 +98,12 @@ def tokens(text: str) -> Iterator[Token]:
     for match in _TOKEN.finditer(text):
         kind = str(match.lastgroup)
         if kind != "space":
-            yield Token(kind, match.group(), line, match.start() - line_start + 1)
+            yield Token(kind, match.group(), line, match.start() - line_start + 1, *match.span())
         newlines = text.count("\n", match.start(), match.end())
         if newlines:
             line += newlines
             line_start = text.rindex("\n", match.start(), match.end()) + 1
-    yield Token("end", "end of file", line, len(text) - line_start + 1)
+    yield Token("end", "end of file", line, len(text) - line_start + 1, len(text), len(text))
 
 
 class _TokenReader:
@@ -114,108 +124,122 @@ class _TokenReader:
         return token
 
 
-class _Open(NamedTuple):
-    """An unclosed block or list. `field` is set for a list; `block` is the one that contains it."""
+class _Open(Struct):
+    """An unclosed block or list. `field` is the name of the field being read: in a list, of the list itself."""
 
-    block: OutlineBlock
-    closer: str
     start: Token
-    field: Field | None
+    closer: str
+    fields: list[Field]
+    values: list[Token | OutlineBlock]
+    field: Token | None = None
+
+    @property
+    def listed(self) -> bool:
+        return self.closer == "]"
 
 
 def outline(text: str) -> OutlineBlock:
     """The file as a tree. Raises OutlineError if it is not text format."""
     reader = _TokenReader(text)
-    root = OutlineBlock(Token("symbol", "", 1, 1), [])
-    opened = [_Open(root, "", root.start, None)]
+    opened = [_Open(Token("symbol", "", 1, 1, 0, 0), "", [], [])]
+    root: OutlineBlock | None = None
     try:
-        while opened:
-            _next(reader, opened)
+        while root is None:
+            root = _next(reader, opened)
     except OutlineError as error:
         error.trail = _trail(opened)
         raise
     return root
 
 
-def _next(reader: _TokenReader, opened: list[_Open]) -> None:
+def _next(reader: _TokenReader, opened: list[_Open]) -> OutlineBlock | None:
+    """Read a token or a field. Returns the whole file at its end."""
     here = opened[-1]
     token = reader.take()
-    if token.text == here.closer or (token.kind == "end" and not here.closer):
+    if token.kind == "end" and not here.closer:
+        return OutlineBlock(here.start, here.fields, token)
+    if token.text == here.closer:
         opened.pop()
+        _closed(here, token, opened[-1])
     elif token.kind == "end":
         start = here.start
         raise OutlineError(start, f'"{start.text}" is never closed: expected "{here.closer}" before the end of file')
-    elif here.field is not None:
-        _list_item(reader, token, here.field, opened)
+    elif here.listed:
+        _list_item(reader, token, opened)
     elif token.kind == "word":
-        _field(reader, token, here.block, opened)
+        _field(reader, token, opened)
     elif token.text not in (",", ";"):
         raise OutlineError(
-            token, f"found {_named(token)}, expected a field name{_or_closer(here)}{_rather(token, here.block)}"
+            token, f"found {_named(token)}, expected a field name{_or_closer(here)}{_rather(token, here.fields)}"
         )
     if len(opened) > DEPTH:
         raise OutlineError(token, f"nested deeper than {DEPTH} levels", final=True)
+    return None
+
+
+def _closed(ended: _Open, end: Token, outer: _Open) -> None:
+    """Add a complete block or list to what contains it."""
+    if outer.listed:
+        outer.values.append(OutlineBlock(ended.start, ended.fields, end))
+        return
+    assert outer.field is not None
+    block: Token | OutlineBlock = OutlineBlock(ended.start, ended.fields, end)
+    values = ended.values if ended.listed else [block]
+    outer.fields.append(Field(outer.field, values, ended.listed, ended.start.start, end.end))
+    outer.field = None
 
 
 def _trail(opened: list[_Open]) -> tuple[tuple[str, int], ...]:
     trail = []
     for place, here in enumerate(opened):
-        if here.field is not None or not here.block.fields:
+        if here.listed or here.field is None:
             continue
-        field = here.block.fields[-1]
-        if place + 1 < len(opened) or not field.values:
-            name = field.name.text
-            index = sum(len(other.values) for other in here.block.fields if other.name.text == name) - 1
-            trail.append((name, max(index, 0)))
+        name = here.field.text
+        index = sum(len(other.values) for other in here.fields if other.name.text == name)
+        listed = opened[place + 1] if place + 1 < len(opened) else here
+        trail.append((name, index + len(listed.values)))
     return tuple(trail)
 
 
-def _rather(token: Token, block: OutlineBlock) -> str:
+def _rather(token: Token, fields: list[Field]) -> str:
     """A suggestion for a symbol or value in the place of a field name."""
-    if not block.fields or not block.fields[-1].values:
+    last = fields[-1].values[-1] if fields and fields[-1].values else None
+    if not isinstance(last, Token):
         return ""
-    last = block.fields[-1].values[-1]
-    if isinstance(last, OutlineBlock):
-        return ""
-    if last.kind == "word" and (last.line, last.column + len(last.text)) == (token.line, token.column):
+    if last.kind == "word" and last.end == token.start:
         return "; strings need quotes"
     return "; write several values as a list: [ 1, 2 ]" if token.kind in ("number", "string") else ""
 
 
-def _field(reader: _TokenReader, name: Token, block: OutlineBlock, opened: list[_Open]) -> None:
+def _field(reader: _TokenReader, name: Token, opened: list[_Open]) -> None:
+    here = opened[-1]
+    here.field = name
     colon = reader.head.text == ":"
     if colon:
         reader.take()
     token = reader.take()
-    field = Field(name, [], token.text == "[")
-    block.fields.append(field)
-    if field.listed:
-        opened.append(_Open(block, "]", token, field))
-    elif token.text in _CLOSER:
-        _open_block(token, field, opened)
+    if token.text in _CLOSER:
+        opened.append(_Open(token, _CLOSER[token.text], [], []))
     elif not colon:
         raise OutlineError(
             token, f'found {_named(token)} after "{escaped(name.text)}", expected ":" and a value or "{{"'
         )
     else:
-        field.values.append(_scalar(reader, token))
+        value = _scalar(reader, token)
+        here.fields.append(Field(name, [value], False, value.start, value.end))
+        here.field = None
 
 
-def _list_item(reader: _TokenReader, token: Token, field: Field, opened: list[_Open]) -> None:
-    if field.values:
+def _list_item(reader: _TokenReader, token: Token, opened: list[_Open]) -> None:
+    values = opened[-1].values
+    if values:
         if token.text != ",":
             raise OutlineError(token, f'found {_named(token)} in a list, expected "," or "]"')
         token = reader.take()
-    if token.text in _CLOSER:
-        _open_block(token, field, opened)
+    if token.text in ("{", "<"):
+        opened.append(_Open(token, _CLOSER[token.text], [], []))
     else:
-        field.values.append(_scalar(reader, token))
-
-
-def _open_block(token: Token, field: Field, opened: list[_Open]) -> None:
-    block = OutlineBlock(token, [])
-    field.values.append(block)
-    opened.append(_Open(block, _CLOSER[token.text], token, None))
+        values.append(_scalar(reader, token))
 
 
 def _scalar(reader: _TokenReader, token: Token) -> Token:
@@ -224,11 +248,10 @@ def _scalar(reader: _TokenReader, token: Token) -> Token:
     if token.kind not in ("word", "number", "string"):
         raise OutlineError(token, f"found {_named(token)}, expected a value")
     if token.kind == "string":
-        pieces = [token.text]
+        pieces = [token]
         while reader.head.kind == "string":
-            pieces.append(reader.take().text)
-        if len(pieces) > 1:
-            token = token._replace(text=" ".join(pieces))
+            pieces.append(reader.take())
+        token = token._replace(text=" ".join(piece.text for piece in pieces), end=pieces[-1].end)
     return token
 
 
