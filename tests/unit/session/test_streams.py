@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shmserve.errors import ConnectionLost, DeadlineExceeded, InvalidRequest, ModelFailed
 from shmserve.protocol.messages import Cancel, Fail, Infer, More, Part, Tensor
 from shmserve.session import Session, StreamTicket
-from shmserve.session.requests import GRACE_S
+from shmserve.session.session import GRACE_S
 from tests.support.clients.sessions import confirm_loaded, connect, connected, feed, sent
 
 
