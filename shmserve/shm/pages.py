@@ -36,23 +36,27 @@ _READ_WRITE = constants.PROT_READ | constants.PROT_WRITE
 
 
 class Pages:
-    """`size` bytes mapped at `address` until the last reference is dropped. Each view keeps a reference."""
+    """`size` bytes mapped at `address` until the last reference is dropped. Each view keeps a reference. `release`
+    then gets the address and the size."""
 
-    __slots__ = ("address", "before_unmap", "size", "writable")
+    __slots__ = ("_release", "address", "before_unmap", "size", "writable")
 
-    def __init__(self, address: int, size: int, writable: bool) -> None:
+    def __init__(
+        self, address: int, size: int, writable: bool, release: Callable[[int, int], object] = _munmap
+    ) -> None:
+        self._release = release
         self.address = address
         self.size = size
         self.writable = writable
         self.before_unmap: Callable[[Pages], object] | None = None
         """Called before unmapping, for code that registered the pages with a device."""
 
-    def __del__(self, munmap: Callable[[int, int], int] = _munmap) -> None:
+    def __del__(self) -> None:
         try:
             if self.before_unmap is not None:
                 self.before_unmap(self)
         finally:
-            munmap(self.address, self.size)
+            self._release(self.address, self.size)
 
     def warm(self, begin: int = 0, end: int | None = None) -> None:
         """Touches each page once for writing. Only the creator may call this, before other processes write to these

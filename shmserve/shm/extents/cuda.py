@@ -64,27 +64,16 @@ def parts_of(name: str) -> tuple[bytes, bytes]:
     return data[:EXPORTED_BYTES], data[EXPORTED_BYTES:]
 
 
-class DevicePages(Pages):
-    """Device memory, freed when the last reference is dropped. `size` is 0, because nothing is mapped on the host."""
-
-    __slots__ = ("_free",)
-
-    def __init__(self, address: int, free: Callable[[int], object]) -> None:
-        super().__init__(address, 0, False)
-        self._free = free
-
-    def __del__(self) -> None:  # type: ignore[override]
-        self._free(self.address)
-
-
 class CudaExtent:
+    """The size of its `pages` is 0, because nothing is mapped on the host."""
+
     kind = "cuda"
     align = ALIGN
     fd = -1
     writable = False
 
-    def __init__(self, pages: DevicePages, size: int, name: str) -> None:
-        self._pages: DevicePages | None = pages
+    def __init__(self, pages: Pages, size: int, name: str) -> None:
+        self._pages: Pages | None = pages
         self.address = pages.address
         self.size = size
         self.name: str | None = name
@@ -120,4 +109,4 @@ def create(
     except BaseException:
         free(address)
         raise
-    return CudaExtent(DevicePages(address, free), size, name)
+    return CudaExtent(Pages(address, 0, False, lambda address, _: free(address)), size, name)
