@@ -26,8 +26,7 @@ from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.gateway.metrics import family
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.zmq_tcp.keys import FULL, GOOD, UNKNOWN, Allowed, KeyEntry, Zap
-from shmserve.gateway.zmq_tcp.peer import Peer, PeerHost, decode
-from shmserve.gateway.zmq_tcp.requests import ZmqLimits
+from shmserve.gateway.zmq_tcp.peer import Peer, ZmqLimits, decode
 from shmserve.protocol import zmq_frames
 from shmserve.protocol.messages import PACKET_BYTES, Hello
 from shmserve.transport.address import TCP_FRAME_BYTES
@@ -58,7 +57,7 @@ NO_ENTRY = KeyEntry(0, "")
 monotonic = time.monotonic
 
 
-class ZmqTcpListener(PeerHost):
+class ZmqTcpListener:
     """`pair`: the keys of the gateway. `allowed`: the keys of clients."""
 
     def __init__(self, link: GatewayLink, limits: ZmqLimits, pair: Pair, allowed: Allowed) -> None:

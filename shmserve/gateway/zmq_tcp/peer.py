@@ -1,13 +1,15 @@
 """One client of the ZeroMQ endpoint: its messages -> requests to the broker, and the answers -> messages. Invariant: no
 handle passes through in either direction. Received frames are copied into this process's arena, and frames are copied
-when they are sent."""
+when they are sent. Tensors have no handles, since no memory is shared over TCP."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct
 
 from shmserve.errors import (
     Cancelled,
@@ -25,15 +27,7 @@ from shmserve.gateway.limits.caller_shares import release
 from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.gateway.upstream.documents import BrokerQuery
 from shmserve.gateway.upstream.link import GatewayLink, Inputs
-from shmserve.gateway.upstream.requests import NO_TIME, ask, withdraw
-from shmserve.gateway.zmq_tcp.requests import (
-    PeerQuery,
-    PeerRequest,
-    PeerStream,
-    ZmqLimits,
-    outputs_of,
-    piece_of,
-)  # fmt: skip
+from shmserve.gateway.upstream.requests import NO_TIME, PendingCall, PendingStream, ask, withdraw
 from shmserve.protocol import codec, roles
 from shmserve.protocol.messages import (
     FIELD_BYTES,
@@ -62,6 +56,7 @@ from shmserve.protocol.messages import (
     Welcome,
 )
 from shmserve.protocol.roles import OPERATIONS
+from shmserve.session.encode import TopK
 from shmserve.session.uploads import of_bytes
 
 if TYPE_CHECKING:
@@ -76,7 +71,17 @@ decode = codec.Codec(ClientMessage).decode
 monotonic = time.monotonic
 
 
-class PeerHost:
+class ZmqLimits(Struct, frozen=True):
+    """Limits of the ZeroMQ endpoint."""
+
+    input_bytes: int = 64 << 20
+    """Maximum size of the inputs of one request, and of the body of one operation."""
+    unsent_bytes: int = 64 << 20
+    connections: int = 1024
+    key_connections: int = 256
+
+
+class PeerHost(Protocol):
     """The listener's interface for its peers."""
 
     link: GatewayLink
@@ -93,6 +98,63 @@ class PeerHost:
         """Disconnects the client. `still_open`: ignore input other than Hello on its connection."""
 
 
+class PeerRequest(PendingCall):
+    """A request of a peer with one reply."""
+
+    __slots__ = ("peer", "request")
+
+    def __init__(self, peer: Peer, request: int) -> None:
+        self.peer = peer
+        self.request = request
+
+    def settle(self, answer: Any) -> None:
+        self.peer.answered(self, answer)
+
+    def fail(self, error: ServeError) -> None:
+        self.peer.failed(self, error)
+
+
+class PeerQuery(PendingCall):
+    """A query or an operation of a peer."""
+
+    __slots__ = ("peer", "request", "what")
+
+    def __init__(self, peer: Peer, ask: Ask) -> None:
+        self.peer = peer
+        self.request = ask.request
+        self.what = ask.what
+
+    def settle(self, answer: Any) -> None:
+        self.peer.query_answered(self, answer)
+
+    def fail(self, error: ServeError) -> None:
+        self.peer.failed(self, error)
+
+
+class PeerStream(PendingStream):
+    """A request of a peer that is answered in parts. Parts are passed on as they arrive, since the client itself asks
+    for more."""
+
+    __slots__ = ("peer", "request")
+
+    def __init__(self, peer: Peer, request: int, window: int) -> None:
+        super().__init__(window)
+        self.peer = peer
+        self.request = request
+
+    def part(self, result: Any, last: bool) -> None:
+        self.begun = True
+        self.ended = last
+        self.peer.part(self, result, last)
+
+    def settle(self, answer: Any) -> None:
+        self.ended = True
+        self.peer.answered(self, answer)
+
+    def fail(self, error: ServeError) -> None:
+        self.peer.failed(self, error)
+
+
 class Peer:
     """`entry`: the roles of its key. `receive` processes a ZeroMQ message; outgoing messages are queued in `outbox`."""
 
@@ -107,7 +169,7 @@ class Peer:
         self.unsent: list[list[bytes]] = []
         self.unsent_bytes = 0
         self.gone = False
-        self.tickets: dict[int, PeerRequest | PeerStream] = {}
+        self.tickets: dict[int, PeerRequest | PeerQuery | PeerStream] = {}
         self._listener = listener
         self._link = listener.link
         self._limits = listener.limits
@@ -393,13 +455,13 @@ class Peer:
         for start in range(0, len(body), FIELD_BYTES):
             self.queue(Answer(ticket.request, body[start : start + FIELD_BYTES], start + FIELD_BYTES < len(body)))
 
-    def failed(self, ticket: PeerRequest | PeerStream, error: ServeError) -> None:
+    def failed(self, ticket: PeerRequest | PeerQuery | PeerStream, error: ServeError) -> None:
         if isinstance(ticket, PeerStream):
             ticket.ended = True
         self._over(ticket)
         self.queue(Fail(ticket.request, error.code, text_of(error)))
 
-    def _over(self, ticket: PeerRequest | PeerStream) -> None:
+    def _over(self, ticket: PeerRequest | PeerQuery | PeerStream) -> None:
         if self.tickets.get(ticket.request) is ticket:
             del self.tickets[ticket.request]
             release(ticket)
@@ -471,3 +533,29 @@ _HANDLERS: dict[type, Callable[[Peer, Any], None]] = {
     Bye: Peer._bye,
     codec.Refused: Peer._refused,
 }
+
+
+def piece_of(tensor: Tensor, frames: Sequence[Buffer]) -> Buffer:
+    data = tensor.data
+    if isinstance(data, bytes):
+        return data
+    if isinstance(data, tuple):
+        raise InvalidRequest(f"input '{tensor.name}' is in shared memory, which is not supported over tcp: send frames")
+    if not 0 <= data < len(frames):
+        raise InvalidRequest(f"input '{tensor.name}' refers to frame {data}, but the message has {len(frames)} frames")
+    return frames[data]
+
+
+def outputs_of(infer: Infer) -> dict[str, TopK | None] | None:
+    if infer.outputs is None:
+        return None
+    outputs: dict[str, TopK | None] = {}
+    for wanted in infer.outputs:
+        if wanted.place is not None:
+            raise InvalidRequest(
+                f"output '{wanted.name}' is requested in shared memory, which is not supported over tcp"
+            )
+        if wanted.name in outputs:
+            raise InvalidRequest(f"output '{wanted.name}' is requested twice")
+        outputs[wanted.name] = TopK(wanted.classes) if wanted.classes else None
+    return outputs

@@ -42,7 +42,7 @@ def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqTcpListener] |
         raise Misuse(f"--zmq-address {args.zmq_address} is not tcp://HOST:PORT")
     from shmserve.gateway.zmq_tcp.keys import Allowed
     from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
-    from shmserve.gateway.zmq_tcp.requests import ZmqLimits
+    from shmserve.gateway.zmq_tcp.peer import ZmqLimits
     from shmserve.transport.keys import check_curve, read_pair
 
     check_curve()

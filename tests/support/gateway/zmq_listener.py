@@ -15,7 +15,7 @@ import shmserve
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.zmq_tcp.keys import Allowed
 from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
-from shmserve.gateway.zmq_tcp.requests import ZmqLimits
+from shmserve.gateway.zmq_tcp.peer import ZmqLimits
 from shmserve.transport.keys import Pair, make_pair, read_pair, write_pair
 
 LIMITS = ZmqLimits(input_bytes=4 << 20, unsent_bytes=8 << 20, connections=8, key_connections=6)

@@ -17,8 +17,7 @@ from shmserve.gateway.listeners.callers import is_local
 from shmserve.gateway.zmq_tcp import start as zmqtcp_start
 from shmserve.gateway.zmq_tcp.keys import KeyEntry, parse
 from shmserve.gateway.zmq_tcp.listener import host_of
-from shmserve.gateway.zmq_tcp.peer import Peer, PeerHost
-from shmserve.gateway.zmq_tcp.requests import ZmqLimits
+from shmserve.gateway.zmq_tcp.peer import Peer, ZmqLimits
 from shmserve.protocol.roles import INFER, OBSERVE, OPERATE
 from shmserve.session import Session
 from shmserve.terminal.errors import Misuse
@@ -85,9 +84,8 @@ def test_files_of_keys() -> None:
 
 def test_a_packet_of_many_messages_is_processed_in_slices() -> None:
     session = Session("memfd", memory_bytes=1 << 24)
-    host: Any = PeerHost()
-    host.link = SimpleNamespace(session=session, shares=Shares(), cancel=session.cancel)
-    host.limits, host.stopping = LIMITS, False
+    link = SimpleNamespace(session=session, shares=Shares(), cancel=session.cancel)
+    host: Any = SimpleNamespace(link=link, limits=LIMITS, stopping=False, dirty=lambda peer: None)
     peer = Peer(host, b"me", 1, "key", KeyEntry(INFER, ""), "127.0.0.1")
     slices = peer.receive(msgpack.packb([HELLO, *[[4, number] for number in range(3)]]), [])
     assert [len(peer.outbox) for _ in slices] == [1, 2, 3, 4]
