@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
@@ -13,7 +14,6 @@ import numpy.typing as npt
 from shmserve.clients.future import Future
 from shmserve.clients.shared_link import SharedLink
 from shmserve.clients.streams import Flow, Stream
-from shmserve.clients.threaded_link import monotonic
 from shmserve.clients.waiting import ReadyWait
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.session import WINDOW, Result
