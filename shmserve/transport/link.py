@@ -6,12 +6,12 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from shmserve.errors import Cancelled, ConnectionLost, ServeError
 from shmserve.session import Incoming, Packet, Session
 from shmserve.session.arguments import check_memory_bytes, check_name, check_seconds
-from shmserve.session.leases import LeaseSockets
 from shmserve.transport.address import Address
 from shmserve.transport.trace_context import current_context
 
@@ -20,6 +20,7 @@ PAUSE_S = 0.01
 """Delay before the first reconnect; doubled after each failure, up to MAX_PAUSE_S."""
 MAX_PAUSE_S = 0.25
 INTERRUPTED = ConnectionLost("reading was interrupted")
+CLIENT_SESSION = partial(Session, trace_context=current_context)
 
 
 class ServerLink(Protocol):
@@ -86,9 +87,17 @@ def open_link(address: Address) -> ServerLink:
 
 
 class SessionLink:
-    """A session, and the link that carries its packets: one after another, as the server may restart."""
+    """A session, and the link that carries its packets: one after another, as the server may restart. `make_session`
+    gets the arguments of a Session that depend on the link."""
 
-    def __init__(self, address: Address, name: str, reconnect_timeout: float, memory_bytes: int) -> None:
+    def __init__(
+        self,
+        address: Address,
+        name: str,
+        reconnect_timeout: float,
+        memory_bytes: int,
+        make_session: Callable[..., Session] = CLIENT_SESSION,
+    ) -> None:
         check_name("client", name)
         check_seconds("reconnect_timeout", reconnect_timeout)
         check_memory_bytes(memory_bytes)
@@ -97,25 +106,22 @@ class SessionLink:
         self._name = name
         self._reconnect_timeout = reconnect_timeout
         self._memory_bytes = memory_bytes
+        self._make_session = make_session
         self._start()
         _all.add(self)
 
     def _start(self) -> None:
         """Also called in a forked child, which must not use or release anything of the parent."""
-        self.session = self.make_session()
+        self.session = self._make_session(
+            self.address.memory,
+            memory_bytes=self._memory_bytes,
+            frame_bytes=self.address.frame_bytes,
+            on_full=self._flusher(),
+            lease_sockets=_LeaseSockets(self) if self.address.kind == "unix" else None,
+        )
         self._link: ServerLink | None = None
         self._unsent: list[Packet] = []
         self._was_connected = False
-
-    def make_session(self) -> Session:
-        address = self.address
-        return Session(
-            address.memory, memory_bytes=self._memory_bytes, frame_bytes=address.frame_bytes, on_full=self._flusher(),
-            lease_sockets=self.lease_sockets(), trace_context=current_context,
-        )  # fmt: skip
-
-    def lease_sockets(self) -> LeaseSockets | None:
-        return _LeaseSockets(self) if self.address.kind == "unix" else None
 
     def open_lease(self, lease: int, fd: int) -> None:
         link = self._link

@@ -9,12 +9,15 @@ import weakref
 from collections.abc import Callable
 
 from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
-from shmserve.session import Incoming, Ticket
-from shmserve.transport.address import no_server
-from shmserve.transport.link import CLOSED, MAX_PAUSE_S, PAUSE_S, ServerLink, SessionLink, open_link
+from shmserve.session import Incoming, Session, Ticket
+from shmserve.system.loop_polling import LoopPolling
+from shmserve.transport.address import Address, no_server
+from shmserve.transport.link import CLIENT_SESSION, CLOSED, MAX_PAUSE_S, PAUSE_S, ServerLink, SessionLink, open_link
 
 BURST = 32
 """Maximum number of packets read before other callbacks of the loop run."""
+HOLD_S = 0.005
+"""Time for which returns wait for a request."""
 RETRY_S = 0.002
 """Retry interval for a full link: ZeroMQ does not reliably signal that the link is writable again."""
 
@@ -29,6 +32,28 @@ def _has_input(descriptor: int) -> bool:
 
 
 class LoopLink(SessionLink):
+    """`hold_bytes`: returns of dropped outputs wait up to HOLD_S for the next request until they have this total size,
+    because a message of their own would wake the server once more; 0: they do not wait. Only a link that is used by no
+    other thread may hold returns.
+
+    `busy_poll_ns`: maximum time for which the loop polls for an answer instead of sleeping."""
+
+    def __init__(
+        self,
+        address: Address,
+        name: str,
+        reconnect_timeout: float,
+        memory_bytes: int,
+        *,
+        make_session: Callable[..., Session] = CLIENT_SESSION,
+        hold_bytes: int = 0,
+        busy_poll_ns: int = 0,
+    ) -> None:
+        self._hold_bytes = hold_bytes
+        self._busy_poll_ns = busy_poll_ns
+        self._polling: LoopPolling | None = None
+        super().__init__(address, name, reconnect_timeout, memory_bytes, make_session)
+
     def _start(self) -> None:
         super()._start()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -36,23 +61,37 @@ class LoopLink(SessionLink):
         self._writing = False
         self._connecting: asyncio.Task[None] | None = None
         self._sending_soon = False
-        self.flushing_soon = False
+        self._flushing_soon = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        self._held: asyncio.TimerHandle | None = None
+        """Sends the returns that wait for a request."""
 
     def _flusher(self) -> Callable[[], None]:
         reference = weakref.ref(self)
 
         def flush() -> None:
             link = reference()
-            if link is None or link.flushing_soon or link.closed:
+            if link is None or link._flushing_soon or link.closed:
                 return
             loop = link._loop
-            if loop is not None and not loop.is_closed():
-                link.flushing_soon = True
+            if loop is None or loop.is_closed():
+                return
+            if link._may_hold():
+                if link._held is None:
+                    link._held = loop.call_later(HOLD_S, link._release_held)
+            else:
+                link._flushing_soon = True
                 loop.call_soon_threadsafe(link._send)
 
         return flush
+
+    def _may_hold(self) -> bool:
+        return 0 < self.session.memory.drops.bytes < self._hold_bytes
+
+    def _release_held(self) -> None:
+        self._held = None
+        self.flush()
 
     def bind(self) -> asyncio.AbstractEventLoop:
         """Bind the client to the running loop. If its previous loop was closed, it moves to the new one."""
@@ -68,8 +107,9 @@ class LoopLink(SessionLink):
             self._lose(ConnectionLost("its event loop was closed"))
             self.session.fail_all(ConnectionLost("the event loop was closed before the response arrived"))
             self._connecting = self._timer = None
-            self._sending_soon = self.flushing_soon = self._writing = False
+            self._sending_soon = self._flushing_soon = self._writing = False
         self._loop = loop
+        self._polling = LoopPolling(loop, self._busy_poll_ns) if self._busy_poll_ns else None
         return loop
 
     # ------------------------------------------------------------------------------------ sending
@@ -91,7 +131,7 @@ class LoopLink(SessionLink):
 
     def _send(self) -> None:
         self._sending_soon = False
-        self.flushing_soon = False
+        self._flushing_soon = False
         if self.closed:
             return
         if self._link is None:
@@ -100,6 +140,12 @@ class LoopLink(SessionLink):
             return  # all unanswered requests are sent once connected
         self._unsent += self.session.take()
         self._push()
+        self._poll()
+
+    def _poll(self) -> None:
+        """Keeps the loop awake for the answers to requests in flight."""
+        if self._polling is not None and self._link is not None and self.session.tickets:
+            self._polling.wait(True)
 
     def _push(self) -> None:
         link, loop = self._link, self._loop
@@ -165,6 +211,8 @@ class LoopLink(SessionLink):
 
     def _readable(self) -> None:
         session = self.session
+        if self._polling is not None:
+            self._polling.wake(time.monotonic_ns())
         for _ in range(BURST):
             link = self._link
             if link is None:
@@ -177,20 +225,15 @@ class LoopLink(SessionLink):
             except ServeError as error:
                 self._lose(error)
                 return
-            if self._is_done():
-                break
+            if not session.tickets and self.address.kind == "unix":
+                break  # no answer is due; the loop reports other packets
         else:
             if self._loop is not None:
                 self._loop.call_soon(self._readable)
-        if session.urgent or self._returns_are_due():
+        if session.urgent or (session.memory.drops.full and not self._may_hold()):
             self._send()
-
-    def _is_done(self) -> bool:
-        """Whether to stop reading for now. The loop reports further input."""
-        return False
-
-    def _returns_are_due(self) -> bool:
-        return self.session.memory.drops.full
+        else:
+            self._poll()
 
     # ------------------------------------------------------------------------------------ deadlines
 
@@ -312,9 +355,10 @@ class LoopLink(SessionLink):
         if connecting is not None:
             connecting.cancel()
             await asyncio.wait([connecting])
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for timer in (self._timer, self._held):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._held = None
         link, self._link = self._link, None
         if link is not None:
             try:

@@ -4,10 +4,8 @@ Their bytes pass unchanged from the network to the model and back."""
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import Callable
 from functools import cached_property, partial
-from time import monotonic_ns
 from typing import Any
 
 import numpy as np
@@ -26,15 +24,12 @@ from shmserve.session.foreign_memory import ForeignRegion, RegionPart
 from shmserve.session.memory import SessionMemory
 from shmserve.session.ticket import KeptInputs
 from shmserve.shm.views import Array
-from shmserve.system.loop_polling import LoopPolling
 from shmserve.transport.address import address_of
 from shmserve.transport.loop_link import LoopLink
 
 _BYTE = np.dtype("uint8")
 RETURN_BYTES = 4 << 20
 """From this total size, outputs are returned to the server at once."""
-RETURN_S = 0.005
-"""After this time, outputs are returned without waiting for the next request."""
 TRIM_S = 10.0
 """Interval for freeing unused memory of inputs."""
 RECONNECT_S = 1.0
@@ -183,9 +178,9 @@ def partial_room(memory: SessionMemory, size: int, shift: int = 0) -> Room | Non
     return Room(array.data, partial(memory.warm, array))
 
 
-class GatewayLink(LoopLink):
+class GatewayLink:
     """The connection of a gateway to the broker. All endpoints share it, and their clients share its limits on requests
-    in flight."""
+    in flight. `make_link` makes the link that it owns."""
 
     def __init__(
         self,
@@ -195,67 +190,37 @@ class GatewayLink(LoopLink):
         memory_bytes: int,
         bounds: ShareBounds | None = None,
         busy_poll_ns: int = 0,
+        make_link: Callable[..., LoopLink] = LoopLink,
     ) -> None:
         address = address_of(url, runtime_dir)
         if address.kind != "unix":
             raise InvalidRequest(
                 f"a gateway must run on the server's machine and use its Unix socket, not {address.url}"
             )
-        self._busy_poll_ns = busy_poll_ns
-        self._return_timer: asyncio.TimerHandle | None = None
-        self._trim_timer: asyncio.TimerHandle | None = None
         self.shares = Shares(bounds or ShareBounds(input_bytes=memory_bytes))
-        super().__init__(address, name, reconnect_timeout=RECONNECT_S, memory_bytes=memory_bytes)
-
-    @cached_property
-    def _polling(self) -> LoopPolling:
-        """Polls for the answers to requests in flight."""
-        return LoopPolling(self.bind(), self._busy_poll_ns)
-
-    def _send(self) -> None:
-        super()._send()
-        if self.session.tickets:
-            self._polling.wait(True)
-
-    def _readable(self) -> None:
-        self._polling.wake(monotonic_ns())
-        super()._readable()
-        if self._link is not None and self.session.tickets:
-            self._polling.wait(True)
-
-    def _is_done(self) -> bool:
-        return not self.session.tickets
-
-    def _returns_are_due(self) -> bool:
-        return False  # `_flusher` returns them
-
-    # ------------------------------------------------------------------------------------ returns of outputs
-
-    def _flusher(self) -> Callable[[], None]:
-        """Returns large outputs that have been sent. They are returned with the next request, because a separate
-        message would wake the broker once more; or alone if no request follows."""
-        send_now, reference = super()._flusher(), weakref.ref(self)
-
-        def flush() -> None:
-            link = reference()
-            if link is None or link.closed or link._loop is None:
-                return
-            drops = link.session.memory.drops
-            if not drops or drops.bytes >= RETURN_BYTES:
-                send_now()
-            elif link._return_timer is None and not link._loop.is_closed():
-                link._return_timer = link._loop.call_later(RETURN_S, link._return)
-
-        return flush
-
-    def _return(self) -> None:
-        self._return_timer = None
-        self.flush()
-
-    # ------------------------------------------------------------------------------------ memory of inputs
+        self._link = make_link(
+            address,
+            name,
+            RECONNECT_S,
+            memory_bytes,
+            make_session=partial(
+                Session,
+                cold=True,
+                encode=_as_they_are,
+                decode=_held,
+                row_reply=reply_of,
+                on_limits=self.shares.limits,
+                explain_lost=_explain_lost,
+                keeps=True,
+            ),
+            hold_bytes=RETURN_BYTES,
+            busy_poll_ns=busy_poll_ns,
+        )
+        self.session = self._link.session
+        self._trim_timer: asyncio.TimerHandle | None = None
 
     def bind(self) -> asyncio.AbstractEventLoop:
-        loop = super().bind()
+        loop = self._link.bind()
         if self._trim_timer is None:
             self._trim_timer = loop.call_later(TRIM_S, self._trim, loop)
         return loop
@@ -263,15 +228,19 @@ class GatewayLink(LoopLink):
     def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
         """Frees memory that the bodies of earlier requests have left unused."""
         self._trim_timer = loop.call_later(TRIM_S, self._trim, loop)
-        if self.session.memory.trim() and self._link is not None:
+        if self.session.memory.trim() and self.session.connected:
             self.send_soon()
 
+    def send_soon(self, with_deadline: bool = False) -> None:
+        self._link.send_soon(with_deadline)
+
+    def cancel(self, ticket: Ticket) -> None:
+        self._link.cancel(ticket)
+
     async def close(self, error: ServeError | None = None) -> None:
-        for timer in (self._return_timer, self._trim_timer):
-            if timer is not None:
-                timer.cancel()
-        self._return_timer = None
-        await super().close(error)
+        if self._trim_timer is not None:
+            self._trim_timer.cancel()
+        await self._link.close(error)
 
     @cached_property
     def turns(self) -> JobTurns:
@@ -287,10 +256,3 @@ class GatewayLink(LoopLink):
     def backlog(self) -> InputBacklog:
         """Shared by all endpoints."""
         return InputBacklog(self.bind())
-
-    def make_session(self) -> Session:
-        return Session(
-            self.address.memory, memory_bytes=self._memory_bytes, on_full=self._flusher(), cold=True,
-            encode=_as_they_are, decode=_held, row_reply=reply_of, on_limits=self.shares.limits,
-            explain_lost=_explain_lost, lease_sockets=self.lease_sockets(), keeps=True,
-        )  # fmt: skip

@@ -4,7 +4,7 @@ requests."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +17,16 @@ from shmserve.gateway.upstream.requests import PendingInference, RequestSender
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Answer, Ask, ClientMessage, Fail, Handle, Infer, Ping, Reply, Return, Tensor
 from shmserve.session.ticket import Ticket
+from shmserve.transport.loop_link import LoopLink
 from tests.support.gateway.manual_loop import ManualLoop
 
 LARGE = 600 * 1024
 
 
 class Server:
-    """The server's end of the link."""
+    """The server's end of the link. `arrived`: what the loop does when a packet has arrived."""
+
+    arrived: Callable[[], None]
 
     def __init__(self) -> None:
         self.sent: list[list[Any]] = []
@@ -41,6 +44,9 @@ class Server:
     def descriptors(self) -> list[int]:
         return []
 
+    def close(self) -> None:
+        pass
+
 
 class Query(Ticket):
     answer: Any = None
@@ -52,31 +58,26 @@ class Query(Ticket):
         self.answer = error
 
 
-class Linked(GatewayLink):
+class Linked(LoopLink):
     """Connected to `server`."""
 
-    def __init__(self, loop: Any, server: Any) -> None:
-        super().__init__("unix:///nowhere", None, "gateway", 1 << 20)
+    def __init__(self, loop: Any, server: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._loop, self._link = loop, server
+        server.arrived = self._readable
 
     def bind(self) -> Any:
         return self._loop
-
-    def receive(self) -> None:
-        """What the loop does when a packet has arrived."""
-        self._readable()
-
-    def lose(self) -> None:
-        self._link = None
-        self.session.close()
 
 
 @pytest.fixture
 def connected() -> Iterator[tuple[Any, ManualLoop, Server]]:
     loop, server = ManualLoop(), Server()
-    link = Linked(loop, server)
+    link = GatewayLink(
+        "unix:///nowhere", None, "gateway", 1 << 20, make_link=lambda *args, **more: Linked(loop, server, *args, **more)
+    )
     yield link, loop, server
-    link.lose()
+    link.session.close()
 
 
 def drop(link: Any, offset: int, size: int = LARGE) -> Handle:
@@ -121,10 +122,10 @@ def test_packets_are_received_while_answers_are_due(connected: Any) -> None:
         link.session.ask(query, "status", 0.0)
     server.packets = [codec.encode([Answer(query.number, b'"yes"')]) for query in queries]
     server.packets.append(codec.encode([Ping(1)]))
-    link.receive()
+    server.arrived()
     assert [query.answer for query in queries] == ["yes", "yes"]
     assert server.looked == 2, "no packet is expected after the last answer"
-    link.receive()
+    server.arrived()
     assert not server.packets, "one that comes nevertheless is received"
 
 
@@ -164,7 +165,7 @@ class Gateway:
 
     def reply(self, message: Any) -> None:
         self._server.packets.append(codec.encode([message]))
-        self._link.receive()
+        self._server.arrived()
 
     def infer(self, wanted: list[Any], replied: list[str], **parameters: Any) -> tuple[list[str] | None, Any]:
         """The outputs in the message, if any, and the answer."""

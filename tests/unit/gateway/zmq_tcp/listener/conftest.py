@@ -41,7 +41,7 @@ def _as_it_was(broker: FakeBroker, listener: ListenerThread) -> Iterator[None]:
     """Checks that no request or memory of a test is left in the listener or the broker."""
     yield
     gc.collect()
-    listener.do(lambda: listener.listener.link.flush())
+    listener.do(lambda: listener.listener.link.send_soon())
     with Bare(listener, "alice") as bare:  # its query is processed after the returned memory
         bare.send([9, 1, "live"])
         assert bare.receive()[:3] == [37, 1, b'{"live": true}']
