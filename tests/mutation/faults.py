@@ -332,7 +332,10 @@ FAULTS = (
     Fault("withdrawn questions stay", "shmserve/session/queries.py", "self.withdraw(number)", "pass"),
     Fault("a resent request names old memory", "shmserve/session/resend.py", "restage(ticket, memory)", "pass"),
     Fault(
-        "inputs of an ended call are kept", "shmserve/session/session.py", "self.memory.release_inputs(kept)", "pass"
+        "inputs of an ended call are kept",
+        "shmserve/session/session.py",
+        "        finally:\n            if kept is not None:\n                self.memory.release_inputs(kept)",
+        "        finally:\n            pass",
     ),
     Fault(
         "freed segments are still committed",
