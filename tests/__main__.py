@@ -42,7 +42,7 @@ LONG = (
     "tests/process/server/observability/test_otel.py",
     "tests/sim/test_fleet.py",
     "tests/unit/bench",
-    "tests/unit/clients/tune/test_tuner.py",
+    "tests/unit/tools/tune/test_tuner.py",
     "tests/unit/core/test_memory.py",
     "tests/unit/deploy",
     "tests/unit/docs",

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.batching.experiments import EXPERIMENTS
 from bench.fleet.plots import series, standalone
-from shmserve.clients.load.report.charts import Axis, lines
+from shmserve.tools.load.report.charts import Axis, lines
 
 RESULTS = Path(__file__).with_name("results.json")
 PLOTS = Path(__file__).parents[2] / "docs" / "explanation"

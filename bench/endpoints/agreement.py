@@ -22,8 +22,8 @@ from bench.endpoints.servers import ROW, Serving, ours
 from bench.lib import models, table, wrk
 from bench.lib.clock import in_turn
 from bench.lib.table import Row, micros
-from shmserve.clients.load.measure import measure
-from shmserve.clients.load.plan import Closed, Endpoint, Plan, Settings
+from shmserve.tools.load.measure import measure
+from shmserve.tools.load.plan import Closed, Endpoint, Plan, Settings
 
 TOOL = Path(__file__).parents[2] / "build" / "tritonclient-env" / "bin" / "perf_analyzer"
 WITHIN = 0.05

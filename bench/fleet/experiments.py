@@ -7,11 +7,11 @@ from typing import Any
 
 from shmserve.core.policy import ModelPolicy, TensorSpec
 from shmserve.sim import Constant, Lognormal
-from shmserve.sim.fleet import Autoscale, FleetPlan, FleetResult, Outage, Surge, simulate_fleet
-from shmserve.sim.fleet.results import merge
 from shmserve.sim.plan import simple_model
 from shmserve.sim.results import Histogram
 from shmserve.sim.service import Service
+from shmserve.tools.plan import Autoscale, FleetPlan, FleetResult, Outage, Surge, simulate_fleet
+from shmserve.tools.plan.results import merge
 
 Row = dict[str, Any]
 MS = 1_000_000

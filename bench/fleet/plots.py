@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.fleet.experiments import GPUS
-from shmserve.clients.load.report.charts import Axis, Series, lines
+from shmserve.tools.load.report.charts import Axis, Series, lines
 
 Rows = list[dict[str, Any]]
 STYLE = (

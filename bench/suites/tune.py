@@ -24,14 +24,14 @@ from typing import Any
 from bench.lib import models
 from bench.suites.overload import WAITS
 from shmserve.clients.cli.temporary_server import TemporaryServer
-from shmserve.clients.tune.bench import Bench
-from shmserve.clients.tune.confirm import Confirmation, Confirmed
-from shmserve.clients.tune.goal import Goal
-from shmserve.clients.tune.predict import Prediction
-from shmserve.clients.tune.served import Served
-from shmserve.clients.tune.space import Candidate, TunedModel
 from shmserve.paths import python
 from shmserve.repo.config.schema import from_triton_json
+from shmserve.tools.tune.bench import Bench
+from shmserve.tools.tune.confirm import Confirmation, Confirmed
+from shmserve.tools.tune.goal import Goal
+from shmserve.tools.tune.predict import Prediction
+from shmserve.tools.tune.served import Served
+from shmserve.tools.tune.space import Candidate, TunedModel
 
 MS = 1_000_000
 MODELS = ("mlp", "cnn", "waits")

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from shmserve.clients.async_client import AsyncClient
-from shmserve.clients.top.prometheus import samples
+from shmserve import AsyncClient
+from shmserve.tools.top.prometheus import samples
 
 QUEUE_MS, BUSY = "queue_ms", "busy"
 """Names of what a replica reports: the mean queue time of the requests taken from its queues, and the fraction of time

@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 import ray
 
-from shmserve.clients.client import Client
-from shmserve.clients.future import Future
+from shmserve import Client, Future
 from shmserve.errors import Cancelled, ConnectionLost, InvalidRequest, Unavailable
 from shmserve.ray.config import ServerConfig
 from shmserve.ray.node_server import NodeServer

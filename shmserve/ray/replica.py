@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 from ray import ObjectRef, serve
 
-from shmserve.clients.async_client import AsyncClient
+from shmserve import AsyncClient
 from shmserve.errors import ConnectionLost, NotFound, Unavailable
 from shmserve.ray.autoscaling import QueueTimes, free_bytes
 from shmserve.ray.config import AppConfig

@@ -48,6 +48,7 @@ PROCESS_TESTS = {
     "workers": ("tests/process/worker", "tests/process/models"),
     "repo": ("tests/process/models/repositories", "tests/process/cli"),
     "clients": ("tests/process/cli",),
+    "shmserve/tools": ("tests/process/cli",),
 }
 
 

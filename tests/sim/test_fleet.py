@@ -15,10 +15,10 @@ import pytest
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.errors import InvalidRequest
 from shmserve.sim import Affine, Constant, Lognormal, SimModel
-from shmserve.sim.fleet import Autoscale, FleetPlan, FleetResult, Outage, Surge, simulate_fleet
-from shmserve.sim.fleet.balancing import Balancer, Ring
-from shmserve.sim.fleet.measured import read_measured
 from shmserve.sim.plan import simple_model
+from shmserve.tools.plan import Autoscale, FleetPlan, FleetResult, Outage, Surge, simulate_fleet
+from shmserve.tools.plan.balancing import Balancer, Ring
+from shmserve.tools.plan.measured import read_measured
 from tests import ROOT
 
 MS = 1_000_000

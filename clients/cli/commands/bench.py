@@ -19,8 +19,8 @@ from shmserve.terminal.console import Screen
 from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
-    from shmserve.clients.load.plan import Load, Plan
-    from shmserve.clients.load.record import Point, Run
+    from shmserve.tools.load.plan import Load, Plan
+    from shmserve.tools.load.record import Point, Run
 
 PREVIEW = 3
 """Number of error texts in the message for a run without a successful request."""
@@ -41,7 +41,7 @@ def bench(args: argparse.Namespace) -> int:
     if args.json:
         print_json(msgspec.to_builtins(run))
     else:
-        from shmserve.clients.load.report.table import run_text
+        from shmserve.tools.load.report.table import run_text
 
         print_text(run_text(run, screen_of(args)))
     _write(args, run)  # after the results are printed: a file that cannot be written must not lose them
@@ -51,7 +51,7 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    from shmserve.clients.load.plan import Endpoint, Inputs, Limit, Plan, Sequences, Settings
+    from shmserve.tools.load.plan import Endpoint, Inputs, Limit, Plan, Sequences, Settings
 
     url = args.url
     if url is None and args.runtime_dir is None:
@@ -90,10 +90,10 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 
 def _loads(args: argparse.Namespace, seed: int) -> tuple[Load, ...]:
-    from shmserve.clients.load.plan import Closed, Open, Replay
+    from shmserve.tools.load.plan import Closed, Open, Replay
 
     if args.replay is not None:
-        from shmserve.clients.load.generation.schedule import recorded_times
+        from shmserve.tools.load.generation.schedule import recorded_times
 
         try:
             text = args.replay.read_text()
@@ -121,9 +121,9 @@ def _bounds(args: argparse.Namespace) -> tuple[float, float]:
 
 
 def _measured(args: argparse.Namespace, plan: Plan) -> Run:
-    from shmserve.clients.load.calibration import calibrate
-    from shmserve.clients.load.measure import check, measure
-    from shmserve.clients.load.report.live import Live
+    from shmserve.tools.load.calibration import calibrate
+    from shmserve.tools.load.measure import check, measure
+    from shmserve.tools.load.report.live import Live
 
     check(plan)
     with Live(Screen(getattr(args, "color", None), sys.stderr)) as live:
@@ -144,15 +144,15 @@ def _why(points: tuple[Point, ...]) -> str:
 
 def _write(args: argparse.Namespace, run: Run) -> None:
     if args.save is not None:
-        from shmserve.clients.load.record import encode
+        from shmserve.tools.load.record import encode
 
         _write_file(args.save, encode(run).decode())
     if args.csv is not None:
-        from shmserve.clients.load.report.csv import csv_text
+        from shmserve.tools.load.report.csv import csv_text
 
         _write_file(args.csv, csv_text(run))
     if args.html is not None:
-        from shmserve.clients.load.report.html import html_text
+        from shmserve.tools.load.report.html import html_text
 
         _write_file(args.html, html_text(run))
 
@@ -165,9 +165,9 @@ def _write_file(path: Path, text: str) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from shmserve.clients.load.analysis.compare import compare
-    from shmserve.clients.load.record import read
-    from shmserve.clients.load.report.table import comparison_text
+    from shmserve.tools.load.analysis.compare import compare
+    from shmserve.tools.load.record import read
+    from shmserve.tools.load.report.table import comparison_text
 
     if args.model is not None:
         raise Misuse("--compare takes two saved runs and no model")

@@ -1,6 +1,6 @@
 """`shmserve plan`: simulates a fleet of servers.
 
-Invariant: this module simulates nothing. It makes plans from the arguments, runs them in `shmserve.sim.fleet`, and
+Invariant: this module simulates nothing. It makes plans from the arguments, runs them in `shmserve.tools.plan`, and
 prints the results.
 """
 
@@ -22,9 +22,9 @@ from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
     from shmserve.sim import SimModel
-    from shmserve.sim.fleet import FleetPlan, FleetResult
-    from shmserve.sim.fleet.measured import MeasuredModel
     from shmserve.sim.service import Service
+    from shmserve.tools.plan import FleetPlan, FleetResult
+    from shmserve.tools.plan.measured import MeasuredModel
 
 SERVERS = 100
 INSTANCES = 8
@@ -89,7 +89,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _simulated(plan: FleetPlan, progress: Any) -> FleetResult:
-    from shmserve.sim.fleet import simulate_fleet
+    from shmserve.tools.plan import simulate_fleet
 
     return simulate_fleet(plan, progress)
 
@@ -98,7 +98,7 @@ def _simulated(plan: FleetPlan, progress: Any) -> FleetResult:
 
 
 def _plans(args: argparse.Namespace, measured: MeasuredModel | None) -> Iterator[FleetPlan]:
-    from shmserve.sim.fleet import Autoscale, FleetPlan, Outage, Surge
+    from shmserve.tools.plan import Autoscale, FleetPlan, Outage, Surge
 
     model = _model(args, measured)
     outages = [Outage(at, lasts, zone=number % args.zones) for number, (at, lasts) in enumerate(args.kill_zone)]
@@ -175,7 +175,7 @@ def _capacity(model: SimModel) -> float:
 
 
 def _measured(args: argparse.Namespace) -> MeasuredModel:
-    from shmserve.sim.fleet.measured import read_measured
+    from shmserve.tools.plan.measured import read_measured
 
     try:
         return read_measured(_document(args), args.model)

@@ -21,10 +21,10 @@ from shmserve.extras import install_command, outdated
 from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
-    from shmserve.clients.top.columns import Table
-    from shmserve.clients.top.fleet.poller import Fleet
-    from shmserve.clients.top.sources import Source
-    from shmserve.clients.top.tables_app import TablesApp
+    from shmserve.tools.top.columns import Table
+    from shmserve.tools.top.fleet.poller import Fleet
+    from shmserve.tools.top.sources import Source
+    from shmserve.tools.top.tables_app import TablesApp
 
 HTTP_PORT = 8000
 OF_ONE, OF_MANY = ("models", "instances", "clients", "gpus"), ("servers", "models", "by-server")
@@ -88,14 +88,14 @@ def _top_of_one(args: argparse.Namespace, live: bool) -> int:
         raise Misuse(f"--table {args.table} is for several servers; of one: {', '.join(OF_ONE)}")
     if len(args.metrics_url) > 1:
         raise Misuse("--metrics-url is given more than once, for one server")
-    from shmserve.clients.top.plain import tables_of
+    from shmserve.tools.top.plain import tables_of
 
     sort_key = _sort_key(args.sort, tables_of(args.table))
     with _source(args) as source:
         if not live:
             return _print(args, source, sort_key)
         _set_colors(args)
-        from shmserve.clients.top.app import TopApp
+        from shmserve.tools.top.app import TopApp
 
         _run(TopApp(source, source.read(), args.interval, args.filter, sort_key, args.table or "models"))
         return 0
@@ -105,7 +105,7 @@ def _top_of_one(args: argparse.Namespace, live: bool) -> int:
 def _source(args: argparse.Namespace) -> Iterator[Source]:
     url = args.url or (os.environ.get("SHMSERVE_URL") if args.runtime_dir is None else None) or ""
     if url.startswith(("http://", "https://")):
-        from shmserve.clients.top.http_source import HttpSource
+        from shmserve.tools.top.http_source import HttpSource
 
         source = HttpSource(url, args.metrics_url[0] if args.metrics_url else "", _token(args.token_file))
         try:
@@ -115,7 +115,7 @@ def _source(args: argparse.Namespace) -> Iterator[Source]:
         return
     if args.metrics_url or args.token_file is not None:
         raise Misuse("--metrics-url and --token-file are for --url http://... and https://...")
-    from shmserve.clients.top.sources import ServerSource
+    from shmserve.tools.top.sources import ServerSource
 
     with connected(args) as client:
         yield ServerSource(client)
@@ -150,8 +150,8 @@ def _run(app: TablesApp) -> str | None:
 
 
 def _print(args: argparse.Namespace, source: Source, sort_key: str | None) -> int:
-    from shmserve.clients.top import plain
-    from shmserve.clients.top.view import make_view
+    from shmserve.tools.top import plain
+    from shmserve.tools.top.view import make_view
 
     tables = plain.tables_of(args.table)
     before = source.read()
@@ -190,8 +190,8 @@ def _url(server: str) -> str:
 def _openers(args: argparse.Namespace) -> dict[str, Callable[[], Source]]:
     """Displayed name -> function that makes the source. A source connects when it is read, so a server that is down
     raises no error here."""
-    from shmserve.clients.top.http_source import HttpSource
-    from shmserve.clients.top.sources import ServerSource
+    from shmserve.tools.top.http_source import HttpSource
+    from shmserve.tools.top.sources import ServerSource
 
     token = _token(args.token_file)
     metrics = iter(args.metrics_url)
@@ -216,8 +216,8 @@ def _openers(args: argparse.Namespace) -> dict[str, Callable[[], Source]]:
 
 
 def _top_of_many(args: argparse.Namespace, live: bool) -> int:
-    from shmserve.clients.top.fleet.poller import Fleet
-    from shmserve.clients.top.fleet.printed import fleet_tables_of
+    from shmserve.tools.top.fleet.poller import Fleet
+    from shmserve.tools.top.fleet.printed import fleet_tables_of
 
     if args.table not in (None, *OF_MANY):
         raise Misuse(f"--table {args.table} is for one server; of several: {', '.join(OF_MANY)}")
@@ -241,8 +241,8 @@ def _show_many(
     args: argparse.Namespace, fleet: Fleet, openers: dict[str, Callable[[], Source]], sort_key: str | None
 ) -> int:
     """Shows the view of all servers, and that of one server whenever it is selected, until the user quits."""
-    from shmserve.clients.top.app import TopApp
-    from shmserve.clients.top.fleet.fleet_app import FleetApp
+    from shmserve.tools.top.app import TopApp
+    from shmserve.tools.top.fleet.fleet_app import FleetApp
 
     _set_colors(args)
     message = ""
@@ -262,8 +262,8 @@ def _show_many(
 
 
 def _print_many(args: argparse.Namespace, fleet: Fleet, sort_key: str | None) -> int:
-    from shmserve.clients.top.fleet import printed
-    from shmserve.clients.top.fleet.totals import make_fleet_view
+    from shmserve.tools.top.fleet import printed
+    from shmserve.tools.top.fleet.totals import make_fleet_view
 
     tables = printed.fleet_tables_of(args.table)
     fleet.wait(args.interval + GRACE_S)

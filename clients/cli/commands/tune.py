@@ -1,6 +1,6 @@
 """`shmserve tune`: finds settings for a model that hold a latency target.
 
-Invariant: this module makes no decisions. It starts a temporary server, runs `shmserve.clients.tune`, and prints the
+Invariant: this module makes no decisions. It starts a temporary server, runs `shmserve.tools.tune`, and prints the
 outcome.
 """
 
@@ -21,10 +21,10 @@ from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client
-    from shmserve.clients.tune.goal import Goal
-    from shmserve.clients.tune.predict import Prediction
-    from shmserve.clients.tune.space import TunedModel
-    from shmserve.clients.tune.tuner import Outcome
+    from shmserve.tools.tune.goal import Goal
+    from shmserve.tools.tune.predict import Prediction
+    from shmserve.tools.tune.space import TunedModel
+    from shmserve.tools.tune.tuner import Outcome
 
 CONFIG = "config.pbtxt"
 ASK_S = 30.0
@@ -46,7 +46,7 @@ def tune(args: argparse.Namespace) -> int:
     goal = _goal(args)
     screen = screen_of(args)
     outcome = _tuned(args, folder, goal)
-    from shmserve.clients.tune import report
+    from shmserve.tools.tune import report
 
     path = _shown(folder / CONFIG)
     changes = report.diff(outcome, path)
@@ -88,7 +88,7 @@ def _missed(outcome: Outcome) -> str:
 
 
 def _goal(args: argparse.Namespace) -> Goal:
-    from shmserve.clients.tune.goal import Goal
+    from shmserve.tools.tune.goal import Goal
 
     return Goal(
         args.p99, args.rate, args.memory, args.rows, args.lengths or (1, 1), args.instances, args.seconds, args.confirm,
@@ -97,7 +97,7 @@ def _goal(args: argparse.Namespace) -> Goal:
 
 
 def _html(outcome: Outcome, path: str) -> str:
-    from shmserve.clients.tune.html import page
+    from shmserve.tools.tune.html import page
 
     return page(outcome, path)
 
@@ -136,10 +136,10 @@ def _read(file: Path) -> str:
 
 def _tuned(args: argparse.Namespace, folder: Path, goal: Goal) -> Outcome:
     from shmserve.clients.cli.temporary_server import TemporaryServer, ended_in_order
-    from shmserve.clients.tune.served import MAX_IN_FLIGHT, Served
-    from shmserve.clients.tune.space import TunedModel, check_tunable
-    from shmserve.clients.tune.tuner import Tuner
     from shmserve.repo.config.schema import from_triton_json
+    from shmserve.tools.tune.served import MAX_IN_FLIGHT, Served
+    from shmserve.tools.tune.space import TunedModel, check_tunable
+    from shmserve.tools.tune.tuner import Tuner
 
     options = ["--model-control-mode", "explicit", "--limit", f"client_requests={MAX_IN_FLIGHT}"]
     options += [word for given in args.backend_config for word in ("--backend-config", given)]
@@ -200,7 +200,7 @@ def _inputs(
 @contextmanager
 def _progress(args: argparse.Namespace) -> Iterator[Any]:
     """Shows the progress on stderr: a live line on a terminal, else a line per step."""
-    from shmserve.clients.tune.tuner import Events
+    from shmserve.tools.tune.tuner import Events
 
     screen = Screen(getattr(args, "color", None), sys.stderr)
 
@@ -213,7 +213,7 @@ def _progress(args: argparse.Namespace) -> Iterator[Any]:
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from shmserve.clients.tune.goal import per_s
+    from shmserve.tools.tune.goal import per_s
 
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn()
     with Progress(*columns, console=screen.console(), transient=True) as progress:

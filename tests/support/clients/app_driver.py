@@ -10,9 +10,9 @@ from textual.app import App
 from textual.pilot import Pilot
 from textual.strip import Strip
 
-from shmserve.clients.top.screens import Lines
-from shmserve.clients.top.table_view import TableView
-from shmserve.clients.top.texts import line_text
+from shmserve.tools.top.screens import Lines
+from shmserve.tools.top.table_view import TableView
+from shmserve.tools.top.texts import line_text
 
 PATIENCE_S = 60.0
 NEVER_S = 1e6

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shmserve.clients.load import record
-from shmserve.clients.load.measure import measure
-from shmserve.clients.load.plan import SECOND, Endpoint, Plan, Settings
 from shmserve.testing import Server
+from shmserve.tools.load import record
+from shmserve.tools.load.measure import measure
+from shmserve.tools.load.plan import SECOND, Endpoint, Plan, Settings
 
 END_S = 60
 SERVICE_NS = 20_000_000

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import trustme
 
-from shmserve.clients.load import one_load
-from shmserve.clients.load.generation import process
 from shmserve.repo import samples
 from shmserve.testing import Server
+from shmserve.tools.load import one_load
+from shmserve.tools.load.generation import process
 from tests.process.cli.commands import run
 from tests.process.cli.load.bench_server import SEQUENCE, SLOW, BenchServer
 from tests.support.gateway.running_gateway import Gateway, model, talker

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.clients.load import record
-from shmserve.clients.load.measure import measure
-from shmserve.clients.load.plan import Closed, Endpoint, Inputs, Plan
-from shmserve.clients.load.targets import base, connecting
 from shmserve.errors import ConnectionLost, InvalidRequest, NotFound
 from shmserve.gateway.auth import tokens
 from shmserve.terminal.errors import Misuse
+from shmserve.tools.load import record
+from shmserve.tools.load.measure import measure
+from shmserve.tools.load.plan import Closed, Endpoint, Inputs, Plan
+from shmserve.tools.load.targets import base, connecting
 from tests.process.cli.commands import COMMAND, run
 from tests.process.cli.load.bench_server import END_S, KINDS, QUICK, SHORT, BenchServer, one_point
 from tests.support.docs import pages
@@ -181,7 +181,7 @@ def test_tls_with_a_private_ca_and_client_certificates(scheme: str, secure: tupl
 def test_ctrl_c_does_not_end_the_echo_server(tmp_path: Path) -> None:
     """A terminal sends the signal to all processes; only the command itself may react to it."""
     reader, writer = os.pipe()
-    words = [sys.executable, "-m", "shmserve.clients.load.echo", "http", str(tmp_path), str(writer)]
+    words = [sys.executable, "-m", "shmserve.tools.load.echo", "http", str(tmp_path), str(writer)]
     with (
         open(reader) as ready,
         subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[writer], text=True) as process,

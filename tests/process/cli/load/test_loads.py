@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.clients.load import calibration, one_load, record
-from shmserve.clients.load.measure import Progress, measure
-from shmserve.clients.load.plan import SECOND, Closed, Inputs, Open, Plan, Sequences
 from shmserve.errors import InvalidRequest
+from shmserve.tools.load import calibration, one_load, record
+from shmserve.tools.load.measure import Progress, measure
+from shmserve.tools.load.plan import SECOND, Closed, Inputs, Open, Plan, Sequences
 from tests.process.cli.load.bench_server import KINDS, QUICK, SERVICE_NS, BenchServer, one_point
 
 pytestmark = pytest.mark.process

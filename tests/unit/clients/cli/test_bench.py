@@ -11,12 +11,12 @@ import pytest
 from shmserve.clients.cli.commands.bench import plan_of
 from shmserve.clients.cli.main import main
 from shmserve.clients.cli.parser import parser
-from shmserve.clients.load import record
-from shmserve.clients.load.measure import check
-from shmserve.clients.load.plan import Closed, Limit, Open, Replay, Sequences
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.terminal.errors import Misuse
-from tests.unit.clients.load.points import run, steady
+from shmserve.tools.load import record
+from shmserve.tools.load.measure import check
+from shmserve.tools.load.plan import Closed, Limit, Open, Replay, Sequences
+from tests.unit.tools.load.points import run, steady
 
 
 def plan(*words: str) -> Any:

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from msgspec.structs import replace
 
-from shmserve.clients.timeline.collected import Collected
-from shmserve.clients.timeline.trace_events import Timeline
 from shmserve.core import events
 from shmserve.core.limits import Limits
 from shmserve.core.owners.recording import Recording
 from shmserve.core.state import State
 from shmserve.protocol.messages import Handle, Infer, Map, More, Options, Wanted
+from shmserve.tools.timeline.collected import Collected
+from shmserve.tools.timeline.trace_events import Timeline
 from tests.support.clients.trace_events import check
 from tests.support.core.everything import MODELS, MS, SEQUENCES, STREAMS, Everything, with_members
 from tests.support.core.fakes.client import FakeClient

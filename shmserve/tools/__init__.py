@@ -1,0 +1,4 @@
+"""The programs beside the server: `load` (bench), `tune`, `plan`, `top` and `timeline`.
+
+Each is a library with a command in `shmserve.clients.cli`. They use the public client, as any other program does.
+"""

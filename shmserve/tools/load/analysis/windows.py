@@ -1,0 +1,163 @@
+"""Groups the responses of all generator processes into windows.
+
+Pure functions of the responses: no clock is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from shmserve.tools.load.analysis.latencies import window_percentiles
+from shmserve.tools.load.generation.messages import Samples
+from shmserve.tools.load.plan import SECOND, Settings
+from shmserve.tools.load.record import Window
+
+LONGEST = 10
+"""A window may be extended to this many times its length."""
+PARTS = 5
+"""Number of parts of a window in the timeline."""
+Array = NDArray[np.int64]
+GeneratorUse = dict[int, tuple[int, int]]
+"""Generator process -> its CPU time so far, and the time of that reading, in ns."""
+
+
+class Responses(Struct):
+    """Responses that arrived within a window."""
+
+    done: Array
+    latency: Array
+    delay: Array
+    code: NDArray[np.int16]
+    process: NDArray[np.int16]
+    first: Array
+    gaps: Array
+
+    @property
+    def good(self) -> Array:
+        """Latencies of successful responses."""
+        found: Array = self.latency[self.code == 0]
+        return found
+
+
+class Collector:
+    """Collects samples; `take` removes those of a window. The last second is kept for the progress display."""
+
+    def __init__(self, processes: int) -> None:
+        self._chunks: list[Responses] = []
+        self._gaps: list[tuple[Array, Array]] = []
+        self.errors: dict[int, list[str]] = {}
+        self.until = dict.fromkeys(range(processes), 0)
+        self.used: GeneratorUse = dict.fromkeys(range(processes), (0, 0))
+
+    def add(self, process: int, samples: Samples) -> None:
+        if process not in self.until:
+            return  # the process takes no part in this load
+        self.until[process] = samples.until_ns
+        self.used[process] = (samples.cpu_ns, samples.until_ns)
+        self.errors[process] = samples.errors
+        done = np.frombuffer(samples.done, np.int64)
+        if len(done):
+            latency, delay, first = (
+                np.frombuffer(data, np.int64) for data in (samples.latency, samples.delay, samples.first)
+            )
+            code = np.frombuffer(samples.code, np.int16)
+            self._chunks.append(
+                Responses(done, latency, delay, code, np.full(len(done), process, np.int16), first, done[:0])
+            )
+        if samples.gap:
+            self._gaps.append((np.frombuffer(samples.gap_at, np.int64), np.frombuffer(samples.gap, np.int64)))
+
+    def complete(self, end: int) -> bool:
+        """Whether all responses before this time have been reported."""
+        return min(self.until.values()) >= end
+
+    def count(self, start: int) -> int:
+        """Number of reported responses since `start`."""
+        return sum(int((chunk.done >= start).sum()) for chunk in self._chunks)
+
+    def peek(self, start: int, end: int) -> Responses:
+        """The responses from `start` to before `end`."""
+        return _joined(self._chunks, self._gaps, start, end)
+
+    def take(self, start: int, end: int) -> Responses:
+        """The same, but drops them and all earlier ones, except those that the progress display still needs."""
+        found = self.peek(start, end)
+        self._chunks = [rest for chunk in self._chunks if len((rest := _later(chunk, end - SECOND)).done)]
+        self._gaps = [(at[at >= end], gap[at >= end]) for at, gap in self._gaps if at[-1] >= end]
+        return found
+
+    def latest(self) -> tuple[int, Responses]:
+        """The time up to which all responses have been reported, and the responses of the second before it."""
+        end = min(self.until.values())
+        return end, self.peek(end - SECOND, end)
+
+    def error_counts(self, found: Responses) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for process, texts in self.errors.items():
+            codes = found.code[(found.process == process) & (found.code > 0)]
+            for code, count in zip(*np.unique(codes, return_counts=True), strict=True):
+                counts[texts[int(code) - 1]] += int(count)
+        return counts
+
+
+def _chosen(chunk: Responses, where: Any) -> Responses:
+    first = chunk.first[where] if len(chunk.first) else chunk.first
+    return Responses(
+        chunk.done[where], chunk.latency[where], chunk.delay[where], chunk.code[where], chunk.process[where], first,
+        chunk.gaps,
+    )  # fmt: skip
+
+
+def _later(chunk: Responses, end: int) -> Responses:
+    return _chosen(chunk, chunk.done >= end)
+
+
+_NONE = np.empty(0, np.int64)
+
+
+def _joined(chunks: list[Responses], gaps: list[tuple[Array, Array]], start: int, end: int) -> Responses:
+    parts = [_chosen(chunk, (chunk.done >= start) & (chunk.done < end)) for chunk in chunks]
+    between = [gap[(at >= start) & (at < end)] for at, gap in gaps]
+    if not parts:
+        small = np.empty(0, np.int16)
+        return Responses(_NONE, _NONE, _NONE, small, small, _NONE, np.concatenate(between) if between else _NONE)
+    join = np.concatenate
+    return Responses(
+        join([part.done for part in parts]), join([part.latency for part in parts]),
+        join([part.delay for part in parts]), join([part.code for part in parts]),
+        join([part.process for part in parts]), join([part.first for part in parts]),
+        join(between) if between else _NONE,
+    )  # fmt: skip
+
+
+def window_of(found: Responses, start: int, end: int, origin: int, deadline_ns: int) -> Window:
+    good = found.good
+    return Window(
+        start_ns=start - origin,
+        length_ns=end - start,
+        good=len(good),
+        failed=len(found.code) - len(good),
+        late=int((good > deadline_ns).sum()) if deadline_ns else 0,
+        mean_ns=float(good.mean()) if len(good) else 0.0,
+        percentiles=window_percentiles(good),
+    )
+
+
+def timeline(found: Responses, start: int, end: int, origin: int) -> list[Window]:
+    """The window in equal parts."""
+    edges = [start + (end - start) * number // PARTS for number in range(PARTS + 1)]
+    return [
+        window_of(_chosen(found, (found.done >= left) & (found.done < right)), left, right, origin, 0)
+        for left, right in pairwise(edges)
+    ]
+
+
+def is_long_enough(length_ns: int, responses: int, settings: Settings) -> bool:
+    """Whether a window of this length with this many responses may end."""
+    return responses >= settings.least or length_ns >= LONGEST * settings.window_ns

@@ -1,0 +1,269 @@
+"""Sends requests in a closed or an open loop and records their times: the core of a generator process.
+
+Invariant: in an open loop, latency counts from the intended time, whatever delayed the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+from shmserve.errors import ServeError
+from shmserve.tools.load.generation.messages import Samples
+from shmserve.tools.load.plan import Sequences
+from shmserve.tools.load.targets.base import Part, Slot
+
+BURST = 64
+"""Number of requests of a late schedule that are dispatched before other work of the event loop gets its turn."""
+MAX_ERRORS = 100
+"""Maximum number of distinct error texts that are recorded separately."""
+
+
+class Recorder:
+    """The times of responses, until they are taken."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self._codes: dict[str, int] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self.done, self.latency, self.delay, self.code = array("q"), array("q"), array("q"), array("h")
+        self.first, self.gap_at, self.gap = array("q"), array("q"), array("q")
+
+    def add(self, intended: int, sent: int, done: int, error: ServeError | None, first: int | None = None) -> None:
+        """`first`: for a stream, the time to its first answer; 0: it had none."""
+        if first is not None:
+            self.first.append(first)
+        self.done.append(done)
+        self.latency.append(done - intended)
+        self.delay.append(sent - intended)
+        self.code.append(0 if error is None else self._code(f"{error.code}: {error}"))
+
+    def _code(self, text: str) -> int:
+        found = self._codes.get(text)
+        if found is None:
+            if len(self._codes) >= MAX_ERRORS:
+                text = "other errors"
+            found = self._codes.setdefault(text, len(self._codes) + 1)
+            if found > len(self.errors):
+                self.errors.append(text)
+        return found
+
+    def take(self, now: int, cpu_ns: int) -> Samples:
+        taken = Samples(
+            now, cpu_ns, self.done.tobytes(), self.latency.tobytes(), self.delay.tobytes(), self.code.tobytes(),
+            self.first.tobytes(), self.gap_at.tobytes(), self.gap.tobytes(), list(self.errors),
+        )  # fmt: skip
+        self._clear()
+        return taken
+
+
+class Answers:
+    """Times of the answers of one stream."""
+
+    def __init__(self, recorder: Recorder, intended: int, clock: Callable[[], int]) -> None:
+        self._recorder, self._intended, self._clock = recorder, intended, clock
+        self.first = self._last = 0
+        """The time to the first answer."""
+
+    def __call__(self) -> None:
+        now, recorder = self._clock(), self._recorder
+        if self._last:
+            recorder.gap_at.append(now)
+            recorder.gap.append(now - self._last)
+        else:
+            self.first = now - self._intended
+        self._last = now
+
+
+class SequenceIds:
+    """Generates ids of sequences that no other generator process uses."""
+
+    def __init__(self, start: int) -> None:
+        self._next = start
+
+    def take(self) -> int:
+        self._next += 1
+        return self._next
+
+
+class Sender:
+    """`bodies` are sent round robin. `open_slot` opens a slot; `until` waits for a time of `clock`."""
+
+    def __init__(
+        self,
+        bodies: Sequence[Any],
+        open_slot: Callable[[], Awaitable[Slot]],
+        clock: Callable[[], int],
+        until: Callable[[int], Awaitable[None]],
+        *,
+        stream: bool = False,
+        sequences: Sequences | None = None,
+        ids: SequenceIds | None = None,
+        first_body: int = 0,
+    ) -> None:
+        self.recorder = Recorder()
+        self.failure: BaseException | None = None
+        """The exception that ended a loop."""
+        self._bodies = bodies
+        self._open_slot = open_slot
+        self._clock = clock
+        self._until = until
+        self._stream = stream
+        self._length = sequences.length if sequences is not None else 0
+        self._ids = ids or SequenceIds(0)
+        self._number = first_body
+        self._running = False
+        self._slots: list[Slot] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dispatching: asyncio.Task[None] | None = None
+        self._idle: list[asyncio.Future[int | None]] = []
+        self._pending: deque[int] = deque()
+        self._callers = 0
+
+    # ------------------------------------------------------------------------------------ loops
+
+    async def start_closed(self, concurrency: int, at: int) -> None:
+        """Opens the slots and sends from the time `at` on; returns without waiting for that time."""
+        self._running = True
+        while len(self._slots) < concurrency:
+            self._slots.append(await self._open_slot())
+        self._spawn(self._closed(concurrency, at))
+
+    async def _closed(self, concurrency: int, at: int) -> None:
+        await self._until(at)
+        for slot in self._slots[:concurrency]:
+            self._spawn(self._caller(slot))
+
+    async def _caller(self, slot: Slot) -> None:
+        parts = _Parts(self._length, self._ids)
+        while self._running:
+            now = self._clock()
+            await self._one(slot, parts.next(), now)
+        await self._finish(slot, parts)
+
+    def start_open(self, times: Iterator[int], at: int, limit: int) -> None:
+        """Sends at `at` plus each of the times; at most `limit` requests are in flight, further ones wait."""
+        self._running = True
+        self._callers = 0
+        self._dispatching = self._spawn(self._dispatch(times, at, limit))
+
+    async def _dispatch(self, times: Iterator[int], start: int, limit: int) -> None:
+        for number, after in enumerate(times, 1):
+            at = start + after
+            await self._until(at)
+            if number % BURST == 0:
+                await asyncio.sleep(0)  # `until` returns at once when late; an unreachable rate must not block the loop
+            if not self._running:
+                return
+            if self._idle:
+                self._idle.pop().set_result(at)
+            elif self._callers < limit:
+                self._callers += 1
+                self._spawn(self._open_caller(at))
+            else:
+                self._pending.append(at)
+
+    async def _open_caller(self, at: int | None) -> None:
+        slot = self._slots.pop() if self._slots else await self._open_slot()
+        parts = _Parts(self._length, self._ids)
+        while at is not None:
+            await self._one(slot, parts.next(), at)
+            if not self._running:
+                break
+            if self._pending:
+                at = self._pending.popleft()
+            else:
+                idle: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+                self._idle.append(idle)
+                at = await idle
+        await self._finish(slot, parts)
+        self._slots.append(slot)
+
+    async def stop(self, seconds: float) -> int:
+        """Stops sending, and waits up to `seconds` for the responses. Returns the number of missing responses."""
+        self._running = False
+        self._pending.clear()
+        if self._dispatching is not None:
+            self._dispatching.cancel()  # it may be sleeping until a send time far in the future
+            await asyncio.gather(self._dispatching, return_exceptions=True)
+            self._dispatching = None
+        for idle in self._idle:
+            idle.set_result(None)
+        self._idle.clear()
+        unanswered = 0
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=seconds)
+            unanswered = len(late)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        return unanswered
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.failure = task.exception()
+
+    # ------------------------------------------------------------------------------------ one request
+
+    async def _one(self, slot: Slot, part: Part | None, intended: int) -> None:
+        body = self._bodies[self._number % len(self._bodies)]
+        self._number += 1
+        sent = self._clock()
+        answers = Answers(self.recorder, intended, self._clock) if self._stream else None
+        error = None
+        try:
+            if answers is None:
+                await slot.send(body, part)
+            else:
+                await slot.stream(body, part, answers)
+        except ServeError as failed:
+            error = failed.with_traceback(None)
+            await asyncio.sleep(0)  # a request that fails at once must not starve the event loop
+        self.recorder.add(intended, sent, self._clock(), error, None if answers is None else answers.first)
+
+    async def _finish(self, slot: Slot, parts: _Parts) -> None:
+        """Ends a sequence that the end of the load has interrupted. Its requests are not recorded."""
+        if parts.is_open:
+            try:
+                await slot.send(self._bodies[0], parts.last())
+            except ServeError:
+                return  # the server forgets the sequence after its idle time
+
+
+class _Parts:
+    """The positions of a caller's requests in its sequences; None without sequences."""
+
+    def __init__(self, length: int, ids: SequenceIds) -> None:
+        self._length, self._ids = length, ids
+        self._id = self._sent = 0
+
+    def next(self) -> Part | None:
+        if not self._length:
+            return None
+        if not self._sent:
+            self._id = self._ids.take()
+        self._sent += 1
+        part = Part(self._id, self._sent == 1, self._sent == self._length)
+        if part.end:
+            self._sent = 0
+        return part
+
+    @property
+    def is_open(self) -> bool:
+        return self._sent > 0
+
+    def last(self) -> Part:
+        self._sent = 0
+        return Part(self._id, False, True)

@@ -1,0 +1,155 @@
+"""The measuring process's view of the generator processes of a run.
+
+Invariant: no generator process outlives the `async with` block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from shmserve.errors import BY_CODE, Internal, UnknownError
+from shmserve.paths import python
+from shmserve.system import interrupts
+from shmserve.terminal.errors import Misuse
+from shmserve.tools.load.generation.messages import (
+    Begin,
+    Broken,
+    End,
+    Ended,
+    News,
+    Prepare,
+    Prepared,
+    Samples,
+    read_news,
+    write,
+)
+from shmserve.tools.load.plan import SECOND, Load, Plan
+
+END_S = 40.0
+BEGIN_NS = SECOND // 20
+"""Time from the order to the first request."""
+OnSamples = Callable[[int, Samples], None]
+
+
+class _Process:
+    """A generator process and the connection to it."""
+
+    def __init__(self, index: int, team: Generators) -> None:
+        self.index = index
+        self._team = team
+        self._answers: asyncio.Queue[News] = asyncio.Queue()
+
+    async def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            command = [*python(), "-m", "shmserve.tools.load.generation.process", str(theirs.fileno())]
+            with interrupts.blocked_in_children():  # this process ends it by closing the socket
+                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._reading = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                news = await read_news(self._reader)
+                if isinstance(news, Samples):
+                    self._team.on_samples(self.index, news)
+                else:
+                    self._answers.put_nowait(news)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        finally:  # even if an interrupt ends this task: a caller must not wait for an answer that cannot come
+            self._answers.put_nowait(Broken("INTERNAL", "a generator process has ended unexpectedly"))
+
+    def order(self, order: Prepare | Begin | End) -> None:
+        write(self._writer, order)
+
+    async def answer(self) -> Prepared | Ended:
+        return _answer(await self._answers.get())
+
+    def check(self) -> None:
+        """Raises the error that has ended the process."""
+        while not self._answers.empty():
+            _answer(self._answers.get_nowait())
+
+    async def stop(self) -> None:
+        self._reading.cancel()
+        self._writer.close()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        try:
+            await asyncio.to_thread(self._process.wait, END_S)
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+
+
+def _answer(news: News) -> Prepared | Ended:
+    if isinstance(news, Prepared | Ended):
+        return news
+    if isinstance(news, Broken):
+        raise BY_CODE.get(news.code, UnknownError)(news.text) if news.code else Misuse(news.text)
+    raise Internal(f"unexpected message of a generator process: {type(news).__name__}")
+
+
+class Generators:
+    """Processes are added as needed; the first `processes` of them share a load."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.on_samples: OnSamples = lambda process, samples: None
+        """Receives the samples; each load has its own."""
+        self._processes: list[_Process] = []
+        self._active: Sequence[_Process] = ()
+        self.prepared: Prepared | None = None
+
+    async def __aenter__(self) -> Generators:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(process.stop() for process in self._processes))
+
+    async def ensure(self, count: int) -> Prepared:
+        """Starts processes until there are `count`, and lets them prepare."""
+        added = [_Process(index, self) for index in range(len(self._processes), count)]
+        for process in added:
+            await process.start()
+            self._processes.append(process)
+            process.order(Prepare(self._plan, process.index))
+        for process in added:
+            answer = await process.answer()
+            if isinstance(answer, Prepared):
+                self.prepared = answer
+        assert self.prepared is not None
+        return self.prepared
+
+    def begin(self, load: Load, processes: int, now: int) -> int:
+        """Starts the load. Returns the time of its start."""
+        start = now + BEGIN_NS
+        self._active = self._processes[:processes]
+        for process in self._active:
+            process.order(Begin(load, start, process.index, processes))
+        return start
+
+    async def end(self, patience_s: float) -> int:
+        """Stops the load. Returns the number of requests that were not answered within this time."""
+        for process in self._active:
+            process.order(End(patience_s))
+        answers = [await process.answer() for process in self._active]
+        self._active = ()
+        return sum(answer.unanswered for answer in answers if isinstance(answer, Ended))
+
+    def check(self) -> None:
+        for process in self._processes:
+            process.check()

@@ -1,0 +1,259 @@
+"""Measures one load: from its start, through warm-up and windows, to its result."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from shmserve.tools.load.analysis import server_side
+from shmserve.tools.load.analysis.confidence import Stability, interval, stability
+from shmserve.tools.load.analysis.latencies import Histogram, is_decided, name_of, needed, window_percentiles
+from shmserve.tools.load.analysis.usage import Meter, Reading, used
+from shmserve.tools.load.analysis.windows import (
+    Collector,
+    GeneratorUse,
+    Responses,
+    is_long_enough,
+    timeline,
+    window_of,
+)
+from shmserve.tools.load.generation.schedule import describe_rate
+from shmserve.tools.load.generation.team import Generators
+from shmserve.tools.load.plan import SECOND, Closed, Load, Plan, Settings
+from shmserve.tools.load.record import Cost, Interval, Latencies, Point, Window
+from shmserve.tools.load.targets.base import Target
+
+BUSY = 0.8
+"""Use of a core by a generator process above which another process is added."""
+KEEPS_UP = 0.97
+"""Share of an open loop's rate that a server must answer."""
+SHOW_S = 0.25
+OVERLOADED = "overloaded"
+DRAIN_S, OVERLOADED_S = 30.0, 0.5
+"""Maximum wait for responses after a load. The backlog of an overloaded server is cancelled early, so that it does not
+delay the next load."""
+Show = Callable[[str, float, float, float, float, int], None]
+"""Phase, seconds since the start; then for the last second: responses per second, p50 and p99 in ns, failures."""
+
+
+class _Boundary(Struct):
+    """Counters at the boundary of two windows."""
+
+    at: int
+    statistics: dict[str, Any]
+    usage: Reading
+    generator: GeneratorUse
+
+
+class LoadRun:
+    """One load from its start to its result."""
+
+    def __init__(
+        self, plan: Plan, load: Load, generators: Generators, processes: int, control: Target, meter: Meter,
+        show: Show,
+    ) -> None:  # fmt: skip
+        self._plan = plan
+        self._settings = settings_of(plan)
+        self._load = load
+        self._generators = generators
+        self._processes = processes
+        self._control = control
+        self._meter = meter
+        self._show = show
+        self._collector = Collector(processes)
+        self._windows: list[Window] = []
+        self._responses: list[Responses] = []
+        self._timeline: list[Window] = []
+        self._boundaries: list[_Boundary] = []
+        self._errors: list[Counter[str]] = []
+
+    async def run(self, may_grow: bool) -> Point | None:
+        """None if the generator is the bottleneck in the warm-up and `may_grow`: repeat the load with more processes.
+        After an exception the load continues until the generators stop.
+        """
+        generators, settings = self._generators, self._settings
+        self._rows = (await generators.ensure(self._processes)).rows
+        generators.on_samples = self._collector.add
+        self._start = start = generators.begin(self._load, self._processes, time.monotonic_ns())
+        await self._wait(start, "warm-up", complete=True)
+        before = dict(self._collector.used)
+        await self._wait(start + settings.warmup_ns, "warm-up")
+        if may_grow and max(_cores(before, self._collector.used)) > BUSY:
+            await generators.end(OVERLOADED_S)
+            return None
+        await self._boundary(time.monotonic_ns())
+        found = Stability(False, 0, "")
+        while len(self._windows) < settings.max_windows:
+            await self._window()
+            found = stability(self._windows, settings, isinstance(self._load, Closed))
+            if (found.stable and not self._undecided(found.first)) or self._is_hopeless():
+                break
+        unanswered = await generators.end(OVERLOADED_S if self._behind(self._windows) else DRAIN_S)
+        return self._result(found, unanswered)
+
+    async def _window(self) -> None:
+        """Measures one more window, which is extended until it has enough responses."""
+        settings, number = self._settings, len(self._windows) + 1
+        start = end = self._boundaries[-1].at
+        while True:
+            end += settings.window_ns
+            await self._wait(end, f"window {number}")
+            if is_long_enough(end - start, self._collector.count(start), settings):
+                break
+        await self._boundary(end)
+        await self._wait(end, f"window {number}", complete=True)
+        found = self._collector.take(start, end)
+        self._windows.append(window_of(found, start, end, self._start, self._plan.deadline_ns))
+        self._responses.append(found)
+        self._timeline += timeline(found, start, end, self._start)
+        self._errors.append(self._collector.error_counts(found))
+
+    async def _boundary(self, at: int) -> None:
+        statistics = await self._control.statistics(self._plan.model, self._plan.version)
+        self._boundaries.append(_Boundary(at, statistics, self._meter.read(), dict(self._collector.used)))
+
+    async def _wait(self, end: int, phase: str, complete: bool = False) -> None:
+        """Waits until this time, or until all responses up to it have been reported, and shows the progress."""
+        while True:
+            self._generators.check()
+            now = time.monotonic_ns()
+            if self._collector.complete(end) if complete else now >= end:
+                return
+            left = (end - now) / SECOND
+            if left > 0:
+                self._report(phase, now)
+            await asyncio.sleep(min(SHOW_S, left) if left > 0 else 0.01)
+
+    def _report(self, phase: str, now: int) -> None:
+        end, recent = self._collector.latest()
+        good = recent.good
+        span = min(SECOND, max(1, end - self._start)) / SECOND
+        p50, p99 = np.percentile(good, (50, 99)) if len(good) else (0.0, 0.0)
+        seconds, failed = max(0, now - self._start) / SECOND, len(recent.code) - len(good)
+        self._show(phase, seconds, len(good) / span, float(p50), float(p99), failed)
+
+    def _is_hopeless(self) -> bool:
+        """Whether more windows would only cost time: nothing succeeds, or the server cannot keep up with the rate."""
+        if len(self._windows) < self._plan.settings.min_windows:
+            return False
+        return not any(window.good for window in self._windows) or bool(self._behind(self._windows))
+
+    def _behind(self, windows: list[Window]) -> str:
+        """The text for a server that answers fewer requests than an open loop sends, beyond random variation."""
+        rate = describe_rate(self._load)
+        per_s = fmean(window.good + window.failed for window in windows) * SECOND / fmean(w.length_ns for w in windows)
+        chance = 3 * (rate * sum(window.length_ns for window in windows) / SECOND) ** 0.5
+        chance /= sum(window.length_ns for window in windows) / SECOND
+        if not rate or per_s >= min(KEEPS_UP * rate, rate - chance):
+            return ""
+        return f"{OVERLOADED}: {per_s:,.0f} responses/s to {rate:,.6g} requests/s"
+
+    def _undecided(self, first: int) -> str:
+        """The text for windows with too few responses to tell whether the plan's limit was kept."""
+        limit = self._plan.limit
+        if limit is None:
+            return ""
+        responses = self._responses[first:]
+        count = sum(len(part.good) for part in responses)
+        above = sum(int((part.good > limit.ns).sum()) for part in responses)
+        if is_decided(limit.percentile, count, above):
+            return ""
+        least = needed(limit.percentile)
+        return f"{count:,} of {least:,} responses for {name_of(limit.percentile)}: set a longer --window"
+
+    # ------------------------------------------------------------------------------------ the result
+
+    def _result(self, found: Stability, unanswered: int) -> Point:
+        first, confidence = found.first, self._plan.settings.confidence
+        windows, responses = self._windows[first:], self._responses[first:]
+        behind = self._behind(windows)
+        undecided = "" if behind else self._undecided(first)
+        failed = sum(window.failed for window in windows)
+        errors: Counter[str] = Counter()
+        for counts in self._errors[first:]:
+            errors += counts
+        if unanswered and not behind:
+            errors[f"no response within {DRAIN_S:g} s after the load"] += unanswered
+            failed += unanswered
+        seconds = sum(window.length_ns for window in windows) / SECOND
+        before, after = self._boundaries[first], self._boundaries[-1]
+        deadline = self._plan.deadline_ns
+        streams = self._plan.stream
+        return Point(
+            load=self._load,
+            windows=tuple(self._windows),
+            timeline=tuple(self._timeline),
+            used=(first, len(self._windows)),
+            stable=found.stable and not behind and not undecided,
+            note=behind or undecided or found.note,
+            throughput=interval([window.per_s for window in windows], confidence),
+            goodput=interval([window.in_time_per_s for window in windows], confidence) if deadline else None,
+            rows=self._rows,
+            latency=latencies_of([part.good for part in responses], confidence),
+            failed=failed,
+            errors=dict(errors),
+            first_answer=latencies_of([part.first[part.first > 0] for part in responses], confidence)
+            if streams
+            else None,
+            between_answers=latencies_of([part.gaps for part in responses], confidence) if streams else None,
+            answers_per_s=sum(len(part.gaps) + int((part.first > 0).sum()) for part in responses) / seconds,
+            server=server_side.between(before.statistics, after.statistics),
+            usage=used([boundary.usage for boundary in self._boundaries[first:]], (after.at - before.at) / SECOND),
+            cost=self._cost(before, after, responses),
+        )
+
+    def _cost(self, before: _Boundary, after: _Boundary, responses: list[Responses]) -> Cost:
+        cores = _cores(before.generator, after.generator)
+        count = sum(len(part.code) for part in responses)
+        delays = np.concatenate([part.delay for part in responses])
+        late = np.percentile(delays, (50, 99)) if len(delays) else (0.0, 0.0)
+        return Cost(
+            processes=self._processes,
+            cores=sum(cores),
+            busiest=max(cores),
+            request_ns=sum(cores) * (after.at - before.at) / count if count else 0.0,
+            send_delay_p50_ns=float(late[0]),
+            send_delay_p99_ns=float(late[1]),
+        )
+
+
+def settings_of(plan: Plan) -> Settings:
+    """With a limit, windows are long enough that all together have enough responses for its percentile."""
+    settings = plan.settings
+    if plan.limit is None:
+        return settings
+    return replace(settings, least=max(settings.least, math.ceil(needed(plan.limit.percentile) / settings.max_windows)))
+
+
+def _cores(before: GeneratorUse, after: GeneratorUse) -> list[float]:
+    """Use of a core by each generator process. A process reports it together with the time, ten times a second."""
+    changes = [(after[index][0] - cpu, after[index][1] - at) for index, (cpu, at) in before.items()]
+    return [cpu / span if span else 0.0 for cpu, span in changes]
+
+
+def latencies_of(parts: list[Any], confidence: float) -> Latencies:
+    """The latencies of all parts together. The intervals come from the percentiles of each part, which is a window. A
+    percentile that fewer than two windows have is unknown: its interval is from 0 to twice its value.
+    """
+    whole = Histogram()
+    for values in parts:
+        whole.add(values)
+    each = [window_percentiles(values) for values in parts]
+    low, high = whole.extremes
+    percentiles = {}
+    for name, value in whole.percentiles().items():
+        values = [found[name] for found in each if name in found]
+        half = interval(values, confidence).half if len(values) > 1 else value
+        percentiles[name] = Interval(value, max(0.0, value - half), value + half)
+    return Latencies(
+        count=whole.count, mean=whole.mean, low=low, high=high, percentiles=percentiles, histogram=whole.encoded()
+    )

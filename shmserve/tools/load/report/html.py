@@ -1,0 +1,148 @@
+"""A run as one HTML page: throughput against latency, the split of the server's time, histograms and timelines."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from shmserve.terminal.tables import duration_text
+from shmserve.tools.load.analysis.latencies import buckets
+from shmserve.tools.load.plan import SECOND
+from shmserve.tools.load.record import Latencies, Point, Run
+from shmserve.tools.load.report.charts import Axis, Series, bars, html_table, lines, page
+from shmserve.tools.load.report.table import NAMES, echo_text, percentile_text, rate_text, share_text
+
+BARS_PER_DECADE = 20
+
+
+def _time(ns: float) -> str:
+    return duration_text(ns / SECOND) if ns > 0 else "0"
+
+
+def _second(seconds: float) -> str:
+    return f"{seconds:g}"
+
+
+RATE = Axis("responses per second", rate_text)
+LATENCY = Axis("latency", _time, log=True)
+ROWS = Axis("rows", lambda rows: f"{rows:g}" if rows == int(rows) else "")
+
+
+def html_text(run: Run) -> str:
+    title = f"{run.plan.model} on {run.server.get('name', '')} {run.server.get('version', '')}".strip()
+    parts = [
+        f"<p>{escape(_summary(run))}</p>",
+        _table(run),
+        _curve(run),
+        _split(run),
+        *(part for point in run.points for part in _of_point(point)),
+    ]
+    if run.echo is not None:
+        parts.append(f"<p>{escape(echo_text(run.echo))}</p>")
+    return page(title, parts)
+
+
+def _summary(run: Run) -> str:
+    settings = run.plan.settings
+    facts = [
+        f"measured {run.created}",
+        f"over {run.plan.endpoint.scheme}",
+        f"windows of {settings.window_ns / SECOND:g} s until throughput and p{settings.percentile:g} are known to "
+        f"+-{settings.tolerance:.0%} with {settings.confidence:.0%} confidence",
+        f"{run.machine.get('cores')} cores, {run.machine.get('kernel')}",
+    ]
+    if run.plan.limit is not None:
+        best = f"{run.best:g}" if run.best is not None else "none"
+        facts.append(f"highest load with {run.plan.limit}: {best}")
+    return "; ".join(facts) + "."
+
+
+def _table(run: Run) -> str:
+    head = ["load", "requests/s", "+-", *NAMES, "failed", "stable"]
+    rows = [
+        [
+            str(point.load),
+            rate_text(point.throughput.mean),
+            share_text(point.throughput),
+            *(percentile_text(point.latency, name) for name in NAMES),
+            f"{point.failed:,}",
+            "yes" if point.stable else point.note,
+        ]
+        for point in run.points
+    ]
+    return html_table(head, rows)
+
+
+def _curve(run: Run) -> str:
+    """A chart of throughput against latency, if there are several loads."""
+    if len(run.points) < 2:
+        return ""
+    series = []
+    for name in ("p50", "p99"):
+        found = [(point, point.latency.percentiles[name]) for point in run.points if name in point.latency.percentiles]
+        series.append(
+            Series(
+                name,
+                [(point.throughput.mean, value.mean) for point, value in found],
+                [value.low for _, value in found],
+                [value.high for _, value in found],
+                [f"{point.value:g}" for point, _ in found],
+            )
+        )
+    return lines("Throughput against latency", RATE, LATENCY, series)
+
+
+def _split(run: Run) -> str:
+    """Where the server spends the time of a request, by load."""
+    points = [point for point in run.points if point.server is not None]
+    if len(points) < 2:
+        return ""
+    series = []
+    for part in ("queue", "gather", "compute", "scatter"):
+        values = [(point.value, point.server.parts.get(part, 0.0)) for point in points if point.server is not None]
+        series.append(Series(part, values))
+    return lines("Mean time in the server", Axis("load"), Axis("time", _time), series)
+
+
+def _of_point(point: Point) -> list[str]:
+    parts = [f"<h2>{escape(str(point.load))}</h2>"]
+    parts.append(_histogram("Latencies", point.latency))
+    if point.first_answer is not None:
+        parts.append(_histogram("Time to the first response", point.first_answer))
+    if point.between_answers is not None:
+        parts.append(_histogram("Time between responses", point.between_answers))
+    shown = point.timeline or point.windows
+    starts = [(window.start_ns + window.length_ns / 2) / SECOND for window in shown]
+    time_axis = Axis("seconds since the start", _second)
+    series = [
+        Series(
+            name,
+            [
+                (at, window.percentiles[name])
+                for at, window in zip(starts, shown, strict=True)
+                if name in window.percentiles
+            ],
+        )
+        for name in ("p50", "p99")
+    ]
+    rates = Series("responses/s", [(at, window.per_s) for at, window in zip(starts, shown, strict=True)])
+    parts += [lines("Throughput over time", time_axis, RATE, [rates])]
+    parts += [lines("Latency over time", time_axis, LATENCY, series)]
+    if point.server is not None and point.server.batch_sizes:
+        sizes = sorted((int(size), count) for size, count in point.server.batch_sizes.items())
+        values = [(size - 0.5, size + 0.5, float(count)) for size, count in sizes]
+        parts.append(bars("Batch sizes", ROWS, Axis("batches"), values))
+    return parts
+
+
+def _histogram(title: str, found: Latencies) -> str:
+    """A histogram with bars of equal width on a logarithmic axis."""
+    counts: dict[int, int] = {}
+    for value, count in buckets(found.histogram):
+        number = math.floor(math.log10(max(1.0, value)) * BARS_PER_DECADE)
+        counts[number] = counts.get(number, 0) + count
+    values = [
+        (10 ** (number / BARS_PER_DECADE), 10 ** ((number + 1) / BARS_PER_DECADE), float(count))
+        for number, count in sorted(counts.items())
+    ]
+    return bars(title, LATENCY, Axis("responses"), values)

@@ -1,0 +1,172 @@
+"""KServe v2 over gRPC: one connection per slot. Requests are encoded once; responses are decoded only for streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from google.protobuf import json_format
+
+from shmserve.errors import ConnectionLost, ModelFailed, Unsupported
+from shmserve.protocol.grpc.messages import INFERENCE, POOL, message_class, methods
+from shmserve.tools.load.plan import Endpoint
+from shmserve.tools.load.targets import base
+from shmserve.tools.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot, latest_statistics
+from shmserve.tools.load.targets.connecting import connect, explained, tls_of
+from shmserve.tools.load.targets.grpc_connection import GrpcConnection, framed, head_block
+from shmserve.tools.load.targets.kserve import facts_of, parameters, raw_bytes
+
+_FINAL = "triton_final_response"
+
+
+class GrpcTarget:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._tls = tls_of(endpoint)
+        self._methods = methods(INFERENCE)
+        self._connections: list[GrpcConnection] = []
+        self._control: GrpcConnection | None = None
+        self._request = message_class("inference.ModelInferRequest")
+        self._response = message_class("inference.ModelStreamInferResponse")
+
+    async def facts(self, model: str, version: str) -> ModelFacts:
+        with explained(self._endpoint):
+            server = await self._ask("ServerMetadata")
+        metadata = await self._ask("ModelMetadata", name=model, version=version)
+        config = (await self._ask("ModelConfig", name=model, version=version)).get("config", {})
+        return facts_of(metadata, config, server)
+
+    def prepare(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions) -> Any:
+        request = self._request(model_name=options.model, model_version=options.version)
+        for name, array in arrays.items():
+            request.inputs.add(name=name, datatype=facts.inputs[name]["datatype"], shape=list(array.shape))
+            request.raw_input_contents.append(raw_bytes(array))
+        for name in options.outputs:
+            request.outputs.add(name=name)
+        return _Body(request, options, self._request)
+
+    async def slot(self) -> Slot:
+        connection = await self._connect()
+        return _GrpcSlot(
+            connection, self._connect, self._head("ModelInfer"), self._head("ModelStreamInfer"), self._response
+        )
+
+    async def statistics(self, model: str, version: str) -> dict[str, Any]:
+        try:
+            return latest_statistics(await self._ask("ModelStatistics", name=model, version=version))
+        except Unsupported:
+            return {}
+
+    async def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+    async def _connect(self) -> GrpcConnection:
+        connection = await connect(GrpcConnection, self._endpoint, self._tls)
+        self._connections.append(connection)
+        await self._in_time(connection.ready, "the connection")
+        return connection
+
+    async def _in_time(self, answer: asyncio.Future[None], what: str) -> None:
+        try:
+            await asyncio.wait_for(answer, base.ASK_S)
+        except TimeoutError as error:
+            text = f"{self._endpoint.origin} has not answered {what} within {base.ASK_S:g} s"
+            raise ConnectionLost(f"{text}: is it a KServe server?") from error
+
+    def _head(self, method: str) -> bytes:
+        endpoint = self._endpoint
+        scheme = "https" if endpoint.is_secure else "http"
+        return head_block(scheme, endpoint.authority, f"/{INFERENCE}/{method}", endpoint.headers)
+
+    async def _ask(self, method: str, **fields: Any) -> dict[str, Any]:
+        kind = self._methods[method]
+        request = framed(message_class(kind.input_type.full_name)(**fields).SerializeToString())
+        if self._control is None or self._control.closed:
+            self._control = await self._connect()
+        found: list[bytes] = []
+        control = self._control
+        try:
+            await self._in_time(control.call(self._head(method), request, found.append), method)
+        except ConnectionLost:
+            control.close()
+            raise
+        answer = message_class(kind.output_type.full_name).FromString(b"".join(found))
+        document: dict[str, Any] = json_format.MessageToDict(
+            answer, preserving_proto_field_name=True, descriptor_pool=POOL
+        )
+        return document
+
+
+class _Body:
+    """An encoded request with its gRPC prefix. Protobuf accepts fields in any order, so parameters are appended."""
+
+    def __init__(self, request: Any, options: RequestOptions, kind: Any) -> None:
+        self._options, self._kind = options, kind
+        self._base: bytes = request.SerializeToString()
+        self._whole = framed(self._base + self._more(None, False))
+        self._streamed = framed(self._base + self._more(None, True))
+
+    def request(self, part: Part | None, stream: bool = False) -> bytes:
+        if part is None:
+            return self._streamed if stream else self._whole
+        return framed(self._base + self._more(part, stream))
+
+    def _more(self, part: Part | None, stream: bool) -> bytes:
+        message = self._kind()
+        found = parameters(self._options, part) | ({"triton_enable_empty_final_response": True} if stream else {})
+        for name, value in found.items():
+            if isinstance(value, bool):
+                message.parameters[name].bool_param = value
+            else:
+                message.parameters[name].int64_param = value
+        data: bytes = message.SerializeToString()
+        return data
+
+
+class _GrpcSlot:
+    def __init__(
+        self, connection: GrpcConnection, connect: Callable[[], Awaitable[GrpcConnection]], infer: bytes, stream: bytes,
+        response: Any,
+    ) -> None:  # fmt: skip
+        self._connection = connection
+        self._connect = connect
+        self._infer = infer
+        self._stream = stream
+        self._response = response
+
+    async def send(self, body: Any, part: Part | None) -> None:
+        if self._connection.closed:
+            self._connection = await self._connect()
+        try:
+            await self._connection.call(self._infer, body.request(part), _ignore)
+        except asyncio.CancelledError:
+            self._connection.cancel()
+            raise
+
+    async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
+        if self._connection.closed:
+            self._connection = await self._connect()
+        connection, errors = self._connection, []
+
+        def receive(data: bytes) -> None:
+            answer = self._response.FromString(data)
+            if answer.error_message:
+                errors.append(ModelFailed(answer.error_message))
+            elif answer.infer_response.outputs:
+                on_answer()
+            if errors or answer.infer_response.parameters[_FINAL].bool_param:
+                connection.end()
+
+        try:
+            await connection.call(self._stream, body.request(part, stream=True), receive, end=False)
+        except asyncio.CancelledError:
+            connection.cancel()
+            raise
+        if errors:
+            raise errors[0]
+
+
+def _ignore(message: bytes) -> None:
+    return

@@ -1,0 +1,78 @@
+"""Code shared by HTTP and gRPC: tensors as bytes or JSON, request parameters, and metadata and configuration as
+ModelFacts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from shmserve.errors import Unsupported
+from shmserve.tools.load.targets.base import ModelFacts, Part, RequestOptions, Spec
+
+
+def raw_bytes(array: Any) -> bytes:
+    """A tensor as the protocol sends it: little-endian; BYTES with a length of 4 bytes before each string."""
+    if array.dtype == object:
+        parts = []
+        for item in array.reshape(-1):
+            data = item.encode() if isinstance(item, str) else bytes(item)
+            parts += [len(data).to_bytes(4, "little"), data]
+        return b"".join(parts)
+    return np.ascontiguousarray(array).tobytes()
+
+
+def json_values(array: Any, spec: Spec, facts: ModelFacts) -> Any:
+    """A tensor in the form that generate takes: one value, or a list of all values. Raises Unsupported for tensors that
+    this cannot express."""
+    name, elsewhere = spec["name"], "measure it natively or over gRPC"
+    if spec["datatype"] in ("FP16", "BF16"):
+        raise Unsupported(f"input '{name}' is {spec['datatype']}, which generate_stream cannot carry: {elsewhere}")
+    dims = list(array.shape)
+    if facts.max_batch:
+        if dims[0] != 1:
+            raise Unsupported(f"generate_stream takes one row, and input '{name}' has {dims[0]}: {elsewhere}")
+        dims = dims[1:]
+    if sum(dim < 0 for dim in spec["shape"][-len(dims) :]) > 1 and any(dim != 1 for dim in dims[:-1]):
+        raise Unsupported(f"generate_stream cannot say the shape {dims} of input '{name}': {elsewhere}")
+    values = [_text_of(item, name) for item in array.flat] if array.dtype == object else array.reshape(-1).tolist()
+    return values[0] if len(values) == 1 else values
+
+
+def _text_of(item: Any, name: str) -> str:
+    try:
+        return item if isinstance(item, str) else bytes(item).decode()
+    except UnicodeDecodeError as error:
+        text = f"input '{name}' is not UTF-8 text ({error.reason}), which generate_stream needs"
+        raise Unsupported(f"{text}: measure it natively or over gRPC") from error
+
+
+def parameters(options: RequestOptions, part: Part | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if options.deadline_ns:
+        found["timeout"] = options.deadline_ns // 1000
+    if part is not None:
+        found |= {"sequence_id": part.sequence, "sequence_start": part.start, "sequence_end": part.end}
+    return found
+
+
+def facts_of(metadata: Mapping[str, Any], config: Mapping[str, Any], server: Mapping[str, Any]) -> ModelFacts:
+    def specs(kind: str) -> dict[str, dict[str, Any]]:
+        return {
+            spec["name"]: {
+                "name": spec["name"],
+                "datatype": spec["datatype"],
+                "shape": [int(dim) for dim in spec.get("shape", ())],
+            }
+            for spec in metadata.get(kind, ())
+        }
+
+    return ModelFacts(
+        inputs=specs("inputs"),
+        outputs=specs("outputs"),
+        max_batch=int(config.get("max_batch_size", 0)),
+        decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+        server={name: str(server.get(name, "")) for name in ("name", "version")},
+    )

@@ -1,0 +1,225 @@
+"""`shmserve top` on a terminal: the overview of one server, and its key bindings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from textual import on
+from textual.binding import Binding, BindingType
+
+from shmserve.errors import ServeError
+from shmserve.terminal.tables import visible
+from shmserve.tools.top.columns import TABLES, Table
+from shmserve.tools.top.panels import History, summary, wrapped
+from shmserve.tools.top.screens import ConfirmScreen, DetailScreen, Lines
+from shmserve.tools.top.sources import Source
+from shmserve.tools.top.table_view import TableView
+from shmserve.tools.top.tables_app import KEYS_OF_TABLES, OF_TABLES, SLOW_S, TablesApp, keys_line
+from shmserve.tools.top.texts import Line, fit
+from shmserve.tools.top.view import Row, make_view
+
+KEYS = (
+    ("Enter", "detail"), ("/", "filter"), ("<>", "sort"), ("l", "load"), ("u", "unload"), ("r", "restart"),
+    ("?", "help"),
+)  # fmt: skip
+DETAIL_KEYS = (("Esc", "back"), ("l", "load"), ("u", "unload"), ("r", "restart"), ("Up Down", "scroll"))
+HELP = (
+    ("1 2 3 4, Tab", "models, instances, clients, GPUs"),
+    ("Enter", "one model in detail; Esc goes back"),
+    ("l u r", "load, unload, restart what is selected"),
+    *KEYS_OF_TABLES,
+)
+QUESTIONS = {
+    "load": "All its versions are loaded from the repository, or loaded again if they have changed. What is served now "
+    "is served until then.",
+    "unload": "All its versions finish the requests that they have accepted; then their processes end.",
+    "restart": "Its processes are replaced. Requests that have not started move to the new ones.",
+}
+DOING = {"load": "loading", "unload": "unloading", "restart": "restarting"}
+
+
+class TopApp(TablesApp):
+    """One server."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(key, f"operate('{what}')", show=False, priority=True)
+        for key, what in (("l", "load"), ("u", "unload"), ("r", "restart"))
+    ]
+
+    def __init__(
+        self,
+        source: Source,
+        first: Mapping[str, Any],
+        interval: float,
+        filter_text: str = "",
+        sort_key: str | None = None,
+        table: str = "models",
+        end_key: str = "quit",
+    ) -> None:
+        """`first`: a document that has already been read. `end_key`: what the key q does."""
+        super().__init__(TABLES, interval, filter_text, sort_key, table)
+        self.source = source
+        self.history = History()
+        self.view = make_view(None, first)
+        self.busy: dict[str, float] = {}
+        """Operations in progress, as texts, and when they began."""
+        self._end_key = ("q", end_key)
+        self._before = first
+        self._last = time.monotonic()
+        self._problem = ""
+        self._message: list[tuple[str, str]] = []
+        self._reading = asyncio.Lock()
+
+    def on_unmount(self) -> None:
+        self.source.close()  # ends a read in progress, whose thread would keep the process alive
+
+    # -------------------------------------------------------------------------------------- reading
+
+    async def read(self) -> None:
+        """Reads a document and shows it."""
+        async with self._reading:
+            reading = asyncio.ensure_future(asyncio.to_thread(self._attempt))
+            await asyncio.wait({reading}, timeout=SLOW_S)
+            if not reading.done():
+                self._problem = self._problem or "waiting for the server"
+                self.draw()
+            document = await reading
+            if isinstance(document, ServeError):
+                self._problem = str(document)
+            else:
+                self._problem, self._last = "", time.monotonic()
+                self.view = make_view(self._before, document)
+                self._before = document
+                self.history.add(self.view)
+        self.draw()
+
+    def _attempt(self) -> Mapping[str, Any] | ServeError:
+        """Returns errors instead of raising them: if the user quits during the read, no task awaits this any more."""
+        try:
+            return self.source.read()
+        except ServeError as error:
+            return error
+
+    # -------------------------------------------------------------------------------------- drawing
+
+    def draw(self) -> None:
+        super().draw()
+        for screen in self.screen_stack if self.is_running else ():
+            if isinstance(screen, DetailScreen):
+                screen.show_view(self.view)
+
+    def _rows(self, name: str) -> list[Row]:
+        return self.view.table(name)
+
+    def _total(self, table: Table) -> int:
+        """Number of rows: the server counts more clients than it lists."""
+        total = len(self.view.table(table.name))
+        return max(total, self.view.server["connections"] or 0) if table.name == "clients" else total
+
+    def _unknown(self) -> frozenset[str]:
+        return self.view.unknown
+
+    def _draw_bottom(self) -> None:
+        if not self.is_running:
+            return
+        width = max(1, self.size.width)
+        for screen in self.screen_stack:
+            if screen is self._base or isinstance(screen, DetailScreen):
+                keys = KEYS if screen is self._base else DETAIL_KEYS
+                screen.query_one("#message", Lines).grow(self._messages(width, screen))
+                screen.query_one("#keys", Lines).show([keys_line([*keys, self._end_key], width)])
+
+    def _summary(self, width: int) -> list[Line]:
+        lines = summary(self.view, self.source.where, width)
+        if self._problem:
+            text = f"no answer for {time.monotonic() - self._last:.0f} s: {self._problem}"
+            lines[0] = fit([(visible(text), "bad")], width)
+        return lines
+
+    def _messages(self, width: int, screen: Any) -> list[Line]:
+        """Operations in progress, the last results, and why the selected row is not served."""
+        now = time.monotonic()
+        lines = [fit([(f"{text}, {now - began:.0f} s", "warn")], width) for text, began in self.busy.items()]
+        for text, style in self._message:
+            lines += wrapped(text, width, style)[:4]
+        row = screen.query_one(TableView).selected if screen is self._base else None
+        if row is not None and row.get("reason"):
+            name = row.get("instance") or f"{row['model']} {row['version'] or ''}".strip()
+            lines += wrapped(f"{name}: {row['reason']}", width, "warn")[:2]
+        return lines
+
+    def _help(self) -> Sequence[tuple[str, str]]:
+        return (*HELP, self._end_key)
+
+    def _forget(self) -> None:
+        self._message = []
+
+    # -------------------------------------------------------------------------------------- keys
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Disables the keys for tables on the screen of one model."""
+        if action == "operate":  # allowed on all screens that are not dialogs
+            action = "end"
+        return bool(super().check_action(action, parameters)) and not (
+            isinstance(self.screen, DetailScreen) and action in OF_TABLES
+        )
+
+    # -------------------------------------------------------------------------------------- one model
+
+    @on(TableView.Opened)
+    def open_detail(self) -> None:
+        row = self.query_one(TableView).selected
+        if row is not None and "model" in row:
+            self.push_screen(DetailScreen(row["model"], row["version"], self.view, self.history), lambda _: self.draw())
+            self.call_after_refresh(self.draw)
+
+    def _subject(self) -> Row | None:
+        """The model or the instance that keys apply to."""
+        if isinstance(self.screen, DetailScreen):
+            return {"model": self.screen.model, "version": self.screen.version}
+        row = self.query_one(TableView).selected
+        return row if row is not None and "model" in row else None
+
+    def action_operate(self, what: str) -> None:
+        row = self._subject()
+        if row is None:
+            self.say("select a model or an instance first", "warn")
+            return
+        if what not in self.source.operations:
+            self.say(f"{what} is not possible over HTTP; connect over the lane, ipc or tcp", "warn")
+            return
+        instance = str(row.get("instance", "")) if what == "restart" else ""
+        version = row["version"] if what == "restart" else None
+        name = f"instance '{instance}' of model '{row['model']}'" if instance else f"model '{row['model']}'"
+        if version is not None and not instance:
+            name += f" version {version}"
+        name = visible(name)
+        screen = ConfirmScreen(f"{what.capitalize()} {name}?", QUESTIONS[what], what.capitalize())
+
+        def decided(yes: bool | None) -> None:
+            if yes:
+                self.run_worker(self.operate(what, str(row["model"]), version, instance, name), group="operations")
+
+        self.push_screen(screen, decided)
+
+    async def operate(self, what: str, model: str, version: int | None, instance: str, name: str) -> None:
+        text = f"{DOING[what]} {name}"
+        self.busy[text] = began = time.monotonic()
+        self._draw_bottom()
+        try:
+            warnings = await asyncio.to_thread(self.source.operate, what, model, version, instance)
+        except ServeError as error:
+            self.say(f"{what} of {name} failed: {error}", "bad")
+        else:
+            self.say(f"{what} of {name} done in {time.monotonic() - began:.1f} s", "good")
+            self._message += [(f"warning: {warning}", "warn") for warning in warnings]
+        finally:
+            self.busy.pop(text, None)
+        await self.read()
+
+    def say(self, text: str, style: str) -> None:
+        self._message = [(text, style)]
+        self._draw_bottom()

@@ -1,0 +1,327 @@
+"""The columns of the tables: their definitions, which of them fit a width, and how values are formatted, sorted and
+filtered.
+
+Widths of numbers are fixed, so that columns do not move when values change; texts share the rest of the width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from shmserve.terminal.tables import visible
+from shmserve.tools.top.texts import (
+    NOTHING,
+    UNKNOWN,
+    Line,
+    bytes_text,
+    count_text,
+    duration_text,
+    pad,
+    rate_text,
+    reasons_text,
+    share_text,
+    text_width,
+)
+from shmserve.tools.top.view import Row
+
+WIDE = 110
+"""From this width on, two spaces separate columns."""
+RARE = 22
+"""Columns from this rank on are shown only if a row has a value."""
+_WIDTHS = {"count": 6, "rate": 6, "duration": 6, "bytes": 6, "share": 5}
+
+
+class Column(Struct, frozen=True):
+    """`rank`: columns with a low one are kept when space is short. `least`: minimum width of a text."""
+
+    key: str
+    head: str
+    kind: str
+    rank: int
+    about: str
+    least: int = 0
+
+    @property
+    def is_text(self) -> bool:
+        return self.kind in ("text", "reasons")
+
+    @property
+    def grows(self) -> bool:
+        """Whether its width depends on its values."""
+        return self.is_text or self.kind == "id"
+
+    @property
+    def width(self) -> int:
+        """The minimum width."""
+        return max(len(self.head), self.least or _WIDTHS.get(self.kind, 0))
+
+    @property
+    def descends(self) -> bool:
+        """Whether the largest values come first."""
+        return not self.grows
+
+
+class Table(Struct, frozen=True):
+    """`name`: the attribute of View. `sort`: the initial sort column. `identity`: the columns that identify a row; rows
+    with equal values are sorted by them."""
+
+    name: str
+    title: str
+    sort: str
+    identity: tuple[str, ...]
+    columns: tuple[Column, ...]
+
+    def column(self, key: str) -> Column:
+        return next(column for column in self.columns if column.key == key)
+
+    def without(self, *keys: str) -> Table:
+        return replace(self, columns=tuple(column for column in self.columns if column.key not in keys))
+
+    def identity_of(self, row: Row) -> tuple[Any, ...]:
+        return tuple(row.get(key) for key in self.identity)
+
+
+MODELS = Table(
+    "models",
+    "Models",
+    "model",
+    ("model", "version"),
+    (
+        Column("model", "model", "text", 0, "name of the model", 10),
+        Column("version", "ver", "id", 1, "version", 3),
+        Column("state", "state", "text", 2, "state of the version", 11),
+        Column("instances", "inst", "text", 6, "instances that serve, of those that should", 5),
+        Column("requests_per_s", "req/s", "rate", 3, "answered requests per second, also failed ones"),
+        Column("failed_per_s", "fail/s", "rate", 12, "failed requests per second"),
+        Column("p50", "p50", "duration", 7, "median time from arrival to answer"),
+        Column("p95", "p95", "duration", 11, "95th percentile of this time"),
+        Column("p99", "p99", "duration", 4, "99th percentile of this time"),
+        Column("queued", "queue", "count", 5, "requests that have not started"),
+        Column("in_flight", "run", "count", 8, "requests that are running"),
+        Column("mean_batch", "batch", "rate", 9, "mean rows per batch"),
+        Column("busy", "busy", "share", 10, "share of time in which instances ran a batch"),
+        Column("cpu", "cpu", "share", 16, "CPU time of its processes; 100% is one core"),
+        Column("memory_bytes", "mem", "bytes", 13, "memory of its processes (PSS)"),
+        Column("gpu_memory_bytes", "gpu mem", "bytes", 18, "memory of its processes on GPUs"),
+        Column("queue_seconds", "waits", "duration", 15, "mean time in the queue"),
+        Column("compute_seconds", "runs", "duration", 17, "mean time of a request's batch at its instance"),
+        Column("reasons", "batches formed because", "reasons", 14, "reasons of the batches in the interval", 28),
+        Column("batches_per_s", "batch/s", "rate", 19, "batches per second"),
+        Column("rows_per_s", "rows/s", "rate", 20, "rows per second"),
+        Column("cache_hits", "cache", "share", 24, "share of answers from the response cache"),
+        Column("share", "share", "share", 22, "share of requests that name no version"),
+        Column("sequences", "seqs", "count", 25, "live sequences"),
+        Column("requests", "requests", "count", 21, "requests answered since the version was loaded"),
+        Column("failed", "failed", "count", 23, "requests failed since the version was loaded"),
+        Column("restarts", "restarts", "count", 26, "restarts of its instances"),
+        Column("reason", "reason", "text", 27, "why it is not, or not fully, served", 16),
+    ),
+)
+INSTANCES = Table(
+    "instances",
+    "Instances",
+    "instance",
+    ("model", "version", "instance", "pid"),
+    (
+        Column("instance", "instance", "text", 0, "name of the instance", 14),
+        Column("model", "model", "text", 12, "its model", 10),
+        Column("version", "ver", "id", 11, "version of the model", 3),
+        Column("state", "state", "text", 1, "state of the instance", 11),
+        Column("busy_seconds", "busy", "duration", 2, "how long its current batch has run"),
+        Column("batch_rows", "batch", "count", 3, "rows of its current batch"),
+        Column("waiting_rows", "next", "count", 4, "rows of the batch that waits at it"),
+        Column("running", "run", "count", 5, "requests that it is running"),
+        Column("device", "device", "text", 9, "where it runs", 6),
+        Column("pid", "pid", "id", 8, "its process", 7),
+        Column("cpu", "cpu", "share", 7, "CPU time of its process; 100% is one core"),
+        Column("memory_bytes", "mem", "bytes", 6, "memory of its process (PSS)"),
+        Column("gpu_memory_bytes", "gpu mem", "bytes", 10, "memory of its process on GPUs"),
+        Column("restarts", "restarts", "count", 13, "restarts since the version was loaded"),
+        Column("reason", "reason", "text", 14, "why it does not serve", 24),
+    ),
+)
+CLIENTS = Table(
+    "clients",
+    "Clients",
+    "in_flight",
+    ("number",),
+    (
+        Column("number", "client", "id", 0, "number of the connection", 6),
+        Column("name", "name", "text", 1, "name that the client gave itself", 14),
+        Column("user", "user", "text", 2, "user of the connection; shown to operators", 9),
+        Column("plane", "link", "text", 5, "lane or zmq", 5),
+        Column("in_flight", "in flight", "count", 3, "requests without an answer"),
+        Column("held_bytes", "held", "bytes", 4, "bytes of answers in shared memory that it holds"),
+        Column("segment_bytes", "memory", "bytes", 6, "shared memory that it has announced"),
+        Column("segments", "segments", "count", 7, "segments of this memory"),
+    ),
+)
+GPUS = Table(
+    "gpus",
+    "GPUs",
+    "number",
+    ("uuid",),
+    (
+        Column("number", "gpu", "id", 0, "number in configurations", 3),
+        Column("name", "name", "text", 1, "type of the GPU", 12),
+        Column("utilization", "busy", "share", 2, "share of the time in which anything ran"),
+        Column("memory_used_bytes", "used", "bytes", 3, "memory in use, by all processes"),
+        Column("memory_bytes", "memory", "bytes", 4, "its memory"),
+        Column("memory_share", "used %", "share", 5, "share of its memory in use"),
+        Column("power_watts", "watts", "rate", 6, "power draw"),
+        Column("power_limit_watts", "limit", "rate", 7, "power limit"),
+        Column("out_of_service", "out of service", "text", 8, "why no instance runs on it", 14),
+        Column("temperature_celsius", "celsius", "rate", 9, "temperature"),
+        Column("sm_clock_share", "clock", "share", 10, "clock as a share of the highest"),
+        Column("throttled", "throttled", "text", 11, "why the clock is reduced", 10),
+        Column("uuid", "uuid", "text", 12, "UUID", 12),
+    ),
+)
+TABLES = (MODELS, INSTANCES, CLIENTS, GPUS)
+BY_NAME = {table.name: table for table in TABLES}
+
+
+# ------------------------------------------------------------------------------------------ cells
+
+STATES = {
+    "READY": "good", "ready": "good", "LOADING": "warn", "RELOADING": "warn", "DEGRADED": "warn", "starting": "warn",
+    "waiting": "warn", "stopping": "warn", "backoff": "bad", "failed": "bad", "killed": "bad", "quarantined": "bad",
+    "UNAVAILABLE": "bad", "not loaded": "dim", "NOT READY": "bad", "DRAINING": "warn", "UNREACHABLE": "bad",
+    "NO ANSWER": "bad", "CONNECTING": "dim", "PARTLY": "warn", "VERSIONS DIFFER": "warn",
+}  # fmt: skip
+"""State of a version, an instance, a server, or a model on several servers -> style."""
+_NUMBERS: dict[str, Callable[[Any], str]] = {
+    "count": count_text,
+    "id": str,
+    "rate": rate_text,
+    "duration": duration_text,
+    "bytes": bytes_text,
+    "share": share_text,
+}
+
+
+def cell(column: Column, row: Mapping[str, Any], unknown: frozenset[str] = frozenset()) -> str:
+    value = row.get(column.key)
+    if value is None or value in ("", {}):
+        return UNKNOWN if column.key in unknown else NOTHING
+    if column.kind == "reasons":
+        return reasons_text(value)
+    return visible(value) if column.kind == "text" else _NUMBERS[column.kind](value)
+
+
+def style(column: Column, row: Mapping[str, Any]) -> str:
+    value = row.get(column.key)
+    if value is None or value in ("", {}):
+        return "dim"
+    if column.key == "state":
+        return STATES.get(value, "plain")
+    if column.key == "busy_seconds":
+        return "bad" if row.get("slow") else "plain"
+    if column.key == "release":
+        return "warn" if row.get("release_differs") else "plain"
+    if column.key in ("failed_per_s", "queued"):
+        return ("bad" if column.key == "failed_per_s" else "warn") if value else "plain"
+    return "plain"
+
+
+# ------------------------------------------------------------------------------------------ selection
+
+
+class Layout(Struct, frozen=True):
+    """Columns with their widths, in the order of display."""
+
+    columns: tuple[Column, ...]
+    widths: tuple[int, ...]
+    gap: int = 1
+
+
+def choose(
+    table: Table, rows: Sequence[Mapping[str, Any]], width: int, unknown: frozenset[str] = frozenset()
+) -> Layout:
+    """The most important columns that fit. Columns without a value in any row give way to more important ones, and are
+    left out from rank RARE on."""
+    gap = 2 if width >= WIDE else 1
+    empty = {column.key for column in table.columns if column.rank > 9 and _is_empty(column, rows)}
+    candidates = [column for column in table.columns if column.rank < RARE or column.key not in empty]
+    ranked = sorted(candidates, key=lambda column: (column.key in empty, column.rank))
+    longest = {column.key: _longest(column, rows, unknown) for column in candidates if column.grows}
+    widths: dict[str, int] = {}
+    left = width
+    for column in ranked:
+        needed = column.width
+        if column.rank == 0 and column.is_text:  # names, which must stay distinguishable
+            needed = max(needed, min(longest[column.key], width // 4))
+        if not widths:
+            widths[column.key] = min(needed, width)
+            left -= widths[column.key]
+        elif needed + gap <= left:
+            widths[column.key] = needed
+            left -= needed + gap
+    for column in ranked:
+        if column.grows and column.key in widths:
+            more = max(0, min(left, longest[column.key] - widths[column.key]))
+            widths[column.key] += more
+            left -= more
+    shown = tuple(column for column in table.columns if column.key in widths)
+    return Layout(shown, tuple(widths[column.key] for column in shown), gap)
+
+
+def _longest(column: Column, rows: Sequence[Mapping[str, Any]], unknown: frozenset[str]) -> int:
+    return max((text_width(cell(column, row, unknown)) for row in rows), default=0)
+
+
+def heading(layout: Layout) -> list[str]:
+    return [
+        pad(column.head, width, not column.is_text) for column, width in zip(layout.columns, layout.widths, strict=True)
+    ]
+
+
+def spans(layout: Layout, row: Mapping[str, Any], unknown: frozenset[str] = frozenset()) -> Line:
+    """The cells of a row, padded or cut to the widths of their columns, with the gaps between them."""
+    line: Line = []
+    for column, width in zip(layout.columns, layout.widths, strict=True):
+        if line:
+            line.append((" " * layout.gap, "plain"))
+        line.append((pad(cell(column, row, unknown), width, not column.is_text), style(column, row)))
+    return line
+
+
+def _is_empty(column: Column, rows: Sequence[Mapping[str, Any]]) -> bool:
+    return not any(row.get(column.key) for row in rows)
+
+
+def sort(table: Table, rows: Iterable[Row], key: str, reverse: bool = False) -> list[Row]:
+    """The rows sorted by a column, in its default direction or reversed. Rows without a value are last."""
+    column = table.column(key)
+    found = sorted(rows, key=lambda row: _comparable([row.get(name) for name in table.identity]))
+    known = [row for row in found if _sortable(column, row) is not None]
+    rest = [row for row in found if _sortable(column, row) is None]
+    known.sort(key=lambda row: _comparable([_sortable(column, row)]), reverse=column.descends is not reverse)
+    return known + rest
+
+
+def _sortable(column: Column, row: Row) -> Any:
+    value = row.get(column.key)
+    if column.kind == "reasons":
+        return reasons_text(value) or None if value else None
+    return value if value != "" else None
+
+
+def _comparable(values: Sequence[Any]) -> list[tuple[bool, Any]]:
+    return [(value is not None, value if value is not None else 0) for value in values]
+
+
+def select(table: Table, rows: Iterable[Row], text: str) -> list[Row]:
+    """The rows whose texts contain all words of `text`, in any case."""
+    wanted = text.casefold().split()
+    columns = [column for column in table.columns if column.is_text or column.kind == "id"]
+    found = []
+    for row in rows:
+        words = " ".join(cell(column, row) for column in columns).casefold()
+        if all(word in words for word in wanted):
+            found.append(row)
+    return found

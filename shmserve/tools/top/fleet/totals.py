@@ -1,0 +1,268 @@
+"""Tables of several servers, computed from the last answer of each.
+
+Rates of a fleet are sums, means are weighted by requests, and percentiles come from the sum of the histograms.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.tools.top.columns import MODELS, Column, Table
+from shmserve.tools.top.fleet.poller import Snapshot
+from shmserve.tools.top.view import NOT_LOADED, Row, View, percentiles
+
+READY, NOT_READY, DRAINING = "READY", "NOT READY", "DRAINING"
+UNREACHABLE, NO_ANSWER, CONNECTING = "UNREACHABLE", "NO ANSWER", "CONNECTING"
+PARTLY, VERSIONS_DIFFER, UNAVAILABLE = "PARTLY", "VERSIONS DIFFER", "UNAVAILABLE"
+ORDER = (READY, DRAINING, NOT_READY, NO_ANSWER, UNREACHABLE, CONNECTING)
+SERVING = frozenset({"READY", "RELOADING", "DEGRADED", "ASLEEP"})
+"""States of a version that answers requests."""
+SILENT_S = 3.0
+"""A server that has not answered for this long, and for longer than an interval, has the state NO ANSWER."""
+
+SERVERS = Table(
+    "servers",
+    "Servers",
+    "server",
+    ("server",),
+    (
+        Column("server", "server", "text", 0, "its address", 12),
+        Column("state", "state", "text", 1, "state of the server; DRAINING: an operator took it out of service", 11),
+        Column("models", "models", "text", 5, "versions that serve, of those that it lists", 6),
+        Column("instances", "inst", "text", 6, "instances that serve, of those that should", 5),
+        Column("requests_per_s", "req/s", "rate", 2, "answered requests per second, also failed ones"),
+        Column("failed_per_s", "fail/s", "rate", 9, "failed requests per second"),
+        Column("p50", "p50", "duration", 12, "median time from arrival to answer"),
+        Column("p99", "p99", "duration", 3, "99th percentile of this time"),
+        Column("queue_seconds", "waits", "duration", 7, "mean time in the queue"),
+        Column("queued", "queue", "count", 4, "requests that have not started"),
+        Column("in_flight", "run", "count", 13, "requests without an answer"),
+        Column("cpu", "cpu", "share", 8, "utilization of the machine's cores"),
+        Column("memory_share", "mem", "share", 10, "share of the machine's memory in use"),
+        Column("gpu", "gpu", "share", 22, "utilization of the busiest GPU"),
+        Column("gpu_memory_share", "gpu mem", "share", 23, "share of the memory in use of the fullest GPU"),
+        Column("connections", "clients", "count", 17, "connections of clients"),
+        Column("release", "release", "text", 11, "release of shmserve; in colour if most servers have another", 7),
+        Column("uptime_seconds", "up", "duration", 14, "time since the server started"),
+        Column("reason", "reason", "text", 18, "why it is not READY", 24),
+    ),
+)  # fmt: skip
+FLEET_MODELS = Table(
+    "models",
+    "Models",
+    "model",
+    ("model",),
+    (
+        Column("model", "model", "text", 0, "name of the model", 10),
+        Column("versions", "ver", "text", 6, "versions that are served; with the number of servers if that differs", 3),
+        Column("state", "state", "text", 1, "READY, or what is wrong; PARTLY: not on all servers that have it", 11),
+        Column("servers", "servers", "text", 2, "servers that serve it, of those that have it", 7),
+        Column("instances", "inst", "text", 7, "instances that serve, of those that should", 5),
+        Column("requests_per_s", "req/s", "rate", 3, "answered requests per second, also failed ones"),
+        Column("failed_per_s", "fail/s", "rate", 11, "failed requests per second"),
+        Column("p50", "p50", "duration", 8, "median time from arrival to answer"),
+        Column("p95", "p95", "duration", 12, "95th percentile of this time"),
+        Column("p99", "p99", "duration", 4, "99th percentile of this time"),
+        Column("queue_seconds", "waits", "duration", 13, "mean time in the queue"),
+        Column("queued", "queue", "count", 5, "requests that have not started"),
+        Column("in_flight", "run", "count", 9, "requests that are running"),
+        Column("mean_batch", "batch", "rate", 14, "mean rows per batch"),
+        Column("busy", "busy", "share", 10, "share of time in which instances ran a batch"),
+        Column("memory_bytes", "mem", "bytes", 15, "memory of its processes (PSS)"),
+        Column("gpu_memory_bytes", "gpu mem", "bytes", 22, "memory of its processes on GPUs"),
+        Column("reason", "reason", "text", 17, "why it is not, or not fully, served, and where", 24),
+    ),
+)  # fmt: skip
+_OWN = ("model", "version")
+BY_SERVER = Table(
+    "by-server",
+    "By server",
+    "model",
+    ("model", "version", "server"),
+    (
+        *[column for column in MODELS.columns if column.key in _OWN],
+        Column("server", "server", "text", 0, "the server", 12),
+        *[column for column in MODELS.columns if column.key not in _OWN],
+    ),
+)
+FLEET_TABLES = (SERVERS, FLEET_MODELS, BY_SERVER)
+
+
+class FleetView(Struct):
+    """The rows of FLEET_TABLES, and `total`: of all servers. `unknown`: keys of columns that no server knows."""
+
+    total: Row
+    servers: list[Row]
+    models: list[Row]
+    by_server: list[Row]
+    unknown: frozenset[str] = frozenset()
+
+    def table(self, name: str) -> list[Row]:
+        return {"servers": self.servers, "models": self.models, "by-server": self.by_server}[name]
+
+
+def make_fleet_view(snapshots: Sequence[Snapshot], now: float, interval: float) -> FleetView:
+    """`now`: time of the monotonic clock. Unreachable servers have a row but do not count."""
+    servers = [_server(snapshot, now, interval) for snapshot in snapshots]
+    common = Counter(row["release"] for row in servers if row["release"]).most_common(1)
+    for row in servers:
+        row["release_differs"] = bool(common and row["release"] and row["release"] != common[0][0])
+    known = [snapshot for snapshot in snapshots if snapshot.view is not None and not snapshot.problem]
+    by_server = [
+        {**row, "server": snapshot.name} for snapshot in known if snapshot.view for row in snapshot.view.models
+    ]
+    names = sorted({row["model"] for row in by_server})
+    models = [_model(name, [row for row in by_server if row["model"] == name], known) for name in names]
+    views = [snapshot.view for snapshot in known if snapshot.view is not None]
+    unknown = frozenset.intersection(*[view.unknown for view in views]) if views else frozenset()
+    return FleetView(_total(servers, known), servers, models, by_server, unknown)
+
+
+# ------------------------------------------------------------------------------------------ servers
+
+
+def _server(snapshot: Snapshot, now: float, interval: float) -> Row:
+    view = snapshot.view
+    row: Row = dict.fromkeys([column.key for column in SERVERS.columns])
+    row |= {
+        "server": snapshot.name,
+        "url": snapshot.where,
+        "reason": snapshot.problem,
+        "release": str(view.server["version"] or "") or None if view is not None else None,
+        "answered_seconds": round(now - snapshot.answered, 3) if snapshot.answered is not None else None,
+    }
+    if snapshot.problem:
+        return row | {"state": UNREACHABLE}
+    row["state"] = _state(view) if view is not None else CONNECTING
+    silent = now - snapshot.asked if snapshot.asked is not None else 0.0
+    if silent > max(SILENT_S, interval):
+        row |= {"state": NO_ANSWER, "reason": f"no answer for {silent:.0f} s"}
+    elif view is not None and row["state"] == NOT_READY:
+        row["reason"] = next((f"{one['model']}: {one['reason']}" for one in view.models if one["reason"]), "")
+    return row | _values(snapshot, view) if view is not None else row
+
+
+def _values(snapshot: Snapshot, view: View) -> Row:
+    """The values of the last answer."""
+    server = view.server
+    used, total = server["machine_memory_used_bytes"], server["machine_memory_bytes"]
+    listed = [one for one in view.models if one["state"] != NOT_LOADED]
+    return {
+        **{name: server[name] for name in (
+            "uptime_seconds", "requests_per_s", "failed_per_s", "queued", "in_flight", "connections"
+        )},
+        "cpu": server["machine_utilization"],
+        "memory_share": used / total if used is not None and total else None,
+        "gpu": max((gpu["utilization"] for gpu in view.gpus if gpu["utilization"] is not None), default=None),
+        "gpu_memory_share": max(
+            (gpu["memory_share"] for gpu in view.gpus if gpu["memory_share"] is not None), default=None
+        ),
+        "models": f"{sum(one['state'] in SERVING for one in listed)}/{len(listed)}",
+        "instances": _instances(listed),
+        "queue_seconds": _weighted(view.models, "queue_seconds"),
+        **percentiles(_merged(snapshot.times.values())),
+    }  # fmt: skip
+
+
+def _state(view: View) -> str:
+    if view.server["out_of_service"]:
+        return DRAINING
+    return NOT_READY if view.server["ready"] is False else READY
+
+
+def _instances(rows: Iterable[Row]) -> str | None:
+    rows = list(rows)
+    expected = sum(row["expected"] for row in rows)
+    return f"{sum(row['ready'] for row in rows)}/{expected}" if expected else None
+
+
+# ------------------------------------------------------------------------------------------ models
+
+
+def _model(name: str, rows: list[Row], known: Sequence[Snapshot]) -> Row:
+    """`rows`: the model's versions on all servers."""
+    loaded = [row for row in rows if row["state"] != NOT_LOADED]
+    having = {row["server"] for row in loaded}
+    serving = [row for row in loaded if row["state"] in SERVING]
+    by_server = {server: _versions(row for row in serving if row["server"] == server) for server in having}
+    serves = {server for server, versions in by_server.items() if versions}
+    different = len({by_server[server] for server in serves}) > 1
+    state = UNAVAILABLE if not serves else PARTLY if serves != having else VERSIONS_DIFFER if different else READY
+    if state == READY and any(row["state"] != "READY" for row in serving):
+        state = next(row["state"] for row in serving if row["state"] != "READY")
+    times = [counts for snapshot in known for (model, _), counts in snapshot.times.items() if model == name]
+    batches = _sum(row["batches_per_s"] for row in rows)
+    ready = sum(row["ready"] for row in rows if row["busy"] is not None)
+    reasons = {row["reason"]: row["server"] for row in loaded if row["reason"]}
+    return {
+        "model": name,
+        "versions": _versions_text(serving, serves, different),
+        "state": state if having else NOT_LOADED,
+        "servers": f"{len(serves)}/{len(having)}" if having else None,
+        "instances": _instances(rows),
+        **{key: _sum(row[key] for row in rows) for key in (
+            "requests_per_s", "failed_per_s", "queued", "in_flight", "memory_bytes", "gpu_memory_bytes"
+        )},
+        "queue_seconds": _weighted(rows, "queue_seconds"),
+        "mean_batch": (_sum(row["rows_per_s"] for row in rows) or 0.0) / batches if batches else None,
+        "busy": sum(row["busy"] * row["ready"] for row in rows if row["busy"] is not None) / ready if ready else None,
+        "reason": "; ".join(f"{server}: {reason}" for reason, server in reasons.items()),
+        **percentiles(_merged(times)),
+    }  # fmt: skip
+
+
+def _versions(rows: Iterable[Row]) -> tuple[int, ...]:
+    return tuple(sorted({row["version"] or 0 for row in rows}))
+
+
+def _versions_text(serving: Sequence[Row], servers: set[str], different: bool) -> str:
+    """`1 2`, or `1 on 3, 2 on 1` if not all servers have the same."""
+    found = Counter(row["version"] or 0 for row in serving)
+    texts = [f"{version} on {count}" if different else str(version) for version, count in sorted(found.items())]
+    return (", " if different else " ").join(texts)
+
+
+# ------------------------------------------------------------------------------------------ all servers
+
+
+def _total(servers: Sequence[Row], known: Sequence[Snapshot]) -> Row:
+    states = Counter(row["state"] for row in servers)
+    models = [row for snapshot in known if snapshot.view for row in snapshot.view.models]
+    intervals = [snapshot.view.interval for snapshot in known if snapshot.view and snapshot.view.interval is not None]
+    return {
+        "servers": len(servers),
+        "states": {state: states[state] for state in ORDER if states[state]},
+        "releases": dict(Counter(row["release"] for row in servers if row["release"]).most_common()),
+        "interval": max(intervals, default=None),
+        **{key: _sum(row[key] for row in servers) for key in ("requests_per_s", "failed_per_s", "queued", "in_flight")},
+        "queue_seconds": _weighted(models, "queue_seconds"),
+        **percentiles(_merged(counts for snapshot in known for counts in snapshot.times.values())),
+    }
+
+
+def _sum(values: Iterable[float | None]) -> Any:
+    """The sum of the known values; None if there are none."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _weighted(rows: Iterable[Row], key: str) -> float | None:
+    """The mean over successful requests."""
+    pairs = [
+        (row[key], row["requests_per_s"] - row["failed_per_s"])
+        for row in rows
+        if row[key] is not None and row["requests_per_s"] is not None
+    ]
+    requests = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / requests if requests else None
+
+
+def _merged(times: Iterable[dict[int, int]]) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for counts in times:
+        found.update(counts)
+    return found

@@ -1,0 +1,374 @@
+"""A server over HTTP: the index, the statistics and the metrics of the KServe endpoints, put together as a document.
+
+Works with any server that has the statistics of KServe v2, such as Triton. Values that its metrics do not contain are
+left out, and `unknown` names their columns.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from shmserve.core.stats import histogram
+from shmserve.errors import (
+    ConnectionLost,
+    Denied,
+    Internal,
+    InvalidRequest,
+    NotFound,
+    ServeError,
+    Unavailable,
+    Unsupported,
+)
+from shmserve.repo.gpus import SHOWN_METRICS
+from shmserve.tools.top.prometheus import samples
+
+Document = dict[str, Any]
+
+_ERRORS: dict[int, type[ServeError]] = {
+    400: InvalidRequest,
+    401: Denied,
+    403: Denied,
+    404: NotFound,
+    503: Unavailable,
+}
+TIMEOUT_S = 10.0
+METRICS_PORT = 8002
+MAX_RESPONSE_BYTES = 256 << 20
+"""Maximum size of a response."""
+
+_UNKNOWN = (
+    "batch_rows", "busy_seconds", "waiting_rows", "running", "device", "pid", "user", "plane", "segments",
+    "segment_bytes", "gpu_memory_bytes", "sequences", "max_batch", "loading_seconds",
+)  # fmt: skip
+"""Columns without values from any HTTP endpoint."""
+_OF_INSTANCES = {
+    "shmserve_instance_memory_bytes": "memory_bytes",
+    "shmserve_instance_cpu_seconds_total": "cpu_seconds",
+    "shmserve_instance_restarts_total": "restarts",
+    "shmserve_instance_busy_seconds": "busy_seconds",
+}
+_OF_MODELS = {
+    "shmserve_model_requests_in_flight": "in_flight",
+    "nv_inference_pending_request_count": "queued",
+    "shmserve_model_share_percent": "share",
+}
+_OF_SERVER = {
+    "process_cpu_seconds_total": "cpu_seconds",
+    "process_resident_memory_bytes": "memory_bytes",
+    "shmserve_requests_in_flight": "in_flight",
+    "shmserve_out_of_service": "out_of_service",
+    "shmserve_held_bytes": "held_bytes",
+    "nv_cpu_utilization": "machine_utilization",
+    "nv_cpu_memory_total_bytes": "machine_memory_bytes",
+    "nv_cpu_memory_used_bytes": "machine_memory_used_bytes",
+}
+_THROTTLED, _GPU_OUT = "shmserve_gpu_throttled", "shmserve_gpu_out_of_service"
+_OF_CLIENTS = {"shmserve_client_held_bytes": "held_bytes", "shmserve_client_requests": "in_flight"}
+_TIMES = "shmserve_request_duration_seconds_bucket"
+_STATE = "shmserve_instance_state"
+_WANTED = frozenset(
+    (*_OF_INSTANCES, *_OF_MODELS, *_OF_SERVER, *SHOWN_METRICS, *_OF_CLIENTS, _TIMES, _STATE, _THROTTLED, _GPU_OUT,
+     "shmserve_clients",
+     "shmserve_requests_refused_total", "shmserve_segment_bytes", "shmserve_segments", "process_start_time_seconds")
+)  # fmt: skip
+
+
+class HttpSource:
+    """`metrics_url`: url of the metrics endpoint; "": port 8002 of the same host. `token` is sent as a bearer token."""
+
+    operations = ("load", "unload")
+
+    def __init__(self, url: str, metrics_url: str = "", token: str = "") -> None:
+        parts = _parts(url)
+        self._path = parts.path.rstrip("/")
+        self._api = _Connection(parts.scheme, parts.netloc, token)
+        host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else str(parts.hostname)
+        found = _parts(metrics_url) if metrics_url else urlsplit(f"{parts.scheme}://{host}:{METRICS_PORT}/metrics")
+        self._metrics_url = found.geturl()
+        self._metrics_path = found.path if found.path not in ("", "/") else "/metrics"
+        self._metrics = _Connection(found.scheme, found.netloc, token)
+        self._operating = [self._api, self._metrics]
+        self._token = token
+        self.where = url
+
+    def read(self) -> Mapping[str, Any]:
+        name = _object(self._api.call("GET", f"{self._path}/v2"))
+        ready = self._api.status("GET", f"{self._path}/v2/health/ready") == 200
+        index = self._api.call("POST", f"{self._path}/v2/repository/index", "{}")
+        statistics = _object(self._api.call("GET", f"{self._path}/v2/models/stats"))
+        notes = []
+        metrics: str | None = None
+        try:
+            metrics = self._metrics.text("GET", self._metrics_path)
+        except ServeError as error:
+            notes = [f"no metrics from {self._metrics_url} ({error}): select them by --metrics-url"]
+        try:
+            document = document_of(name, ready, index, statistics, metrics)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise Internal(f"the answers of {self.where} do not have the form of KServe v2: {error!r}") from error
+        document["notes"] = notes
+        return document
+
+    def operate(self, what: str, model: str, version: int | None, instance: str) -> list[str]:
+        if what not in self.operations:
+            raise Unsupported(f"'{what}' is not possible over HTTP; connect over the lane, ipc or tcp instead")
+        connection = self._api.another(timeout=None)  # reads continue during operations
+        self._operating.append(connection)
+        try:
+            path = f"{self._path}/v2/repository/models/{quote(model, safe='')}/{what}"
+            connection.text("POST", path, "{}")
+        finally:
+            self._operating.remove(connection)
+            connection.close()
+        return []
+
+    def close(self) -> None:
+        for connection in list(self._operating):
+            connection.close()
+
+
+def _parts(url: str) -> Any:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
+        raise InvalidRequest(f"invalid url {url!r}: expected http://host:port or https://host:port")
+    return parts
+
+
+def _object(answer: Any) -> Document:
+    if not isinstance(answer, dict):
+        raise Internal("the server's answer is not a JSON object")
+    return answer
+
+
+# ------------------------------------------------------------------------------------------ connections
+
+
+class _Connection:
+    """A connection that is kept open, and reopened once if the server has closed it in the meantime."""
+
+    def __init__(self, scheme: str, netloc: str, token: str, timeout: float | None = TIMEOUT_S) -> None:
+        self._address = scheme, netloc, token
+        secure = scheme == "https"
+        made: http.client.HTTPConnection
+        if secure:
+            made = http.client.HTTPSConnection(netloc, timeout=timeout, context=ssl.create_default_context())
+        else:
+            made = http.client.HTTPConnection(netloc, timeout=timeout)
+        self._made = made
+        self._url = f"{scheme}://{netloc}"
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def another(self, timeout: float | None) -> _Connection:
+        return _Connection(*self._address, timeout=timeout)
+
+    def call(self, method: str, path: str, body: str | None = None) -> Any:
+        text = self.text(method, path, body)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise Internal(f"the answer to {method} {path} is not JSON: {error}") from error
+
+    def text(self, method: str, path: str, body: str | None = None) -> str:
+        status, text = self._request(method, path, body)
+        if status != 200:
+            reason = http.client.responses.get(status, "no reason given")
+            raise _ERRORS.get(status, Internal)(_error_text(text) or f"{method} {path}: {reason} (status {status})")
+        return text
+
+    def status(self, method: str, path: str) -> int:
+        return self._request(method, path, None)[0]
+
+    def _request(self, method: str, path: str, body: str | None) -> tuple[int, str]:
+        with self._lock:
+            fresh = self._made.sock is None
+            try:
+                return self._once(method, path, body)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                self._made.close()
+                if fresh or self._closed or isinstance(error, TimeoutError):
+                    raise self._lost(error) from error
+            try:
+                return self._once(method, path, body)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                self._made.close()
+                raise self._lost(error) from error
+
+    def _once(self, method: str, path: str, body: str | None) -> tuple[int, str]:
+        if self._closed:
+            raise ConnectionLost("the connection is closed")
+        headers = self._headers | ({"Content-Type": "application/json"} if body is not None else {})
+        self._made.request(method, path, body, headers)
+        answer = self._made.getresponse()
+        data = answer.read(MAX_RESPONSE_BYTES + 1)
+        if len(data) > MAX_RESPONSE_BYTES:
+            raise http.client.HTTPException(f"its answer has more than {MAX_RESPONSE_BYTES} bytes")
+        return answer.status, data.decode(errors="replace")
+
+    def _lost(self, error: Exception) -> ConnectionLost:
+        reason = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+        return ConnectionLost(f"no server at {self._url} ({reason})")
+
+    def close(self) -> None:
+        """Wakes up a call in progress, which fails."""
+        self._closed = True
+        sock = self._made.sock
+        if sock is not None:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return  # the server was faster
+            if self._lock.acquire(blocking=False):
+                self._made.close()
+                self._lock.release()
+
+
+def _error_text(text: str) -> str:
+    try:
+        error = json.loads(text).get("error", "")
+    except (ValueError, AttributeError):
+        return ""
+    return str(error)
+
+
+# ------------------------------------------------------------------------------------------ documents
+
+
+def document_of(
+    server: Mapping[str, Any], ready: bool, index: Any, statistics: Mapping[str, Any], metrics: str | None
+) -> Document:
+    """The document. `metrics`: None if there is no metrics endpoint."""
+    models: dict[tuple[str, str], Document] = {}
+    for entry in index:
+        name, version = str(entry["name"]), str(entry.get("version", ""))
+        models[name, version] = {"name": name, "version": version, "state": str(entry.get("state", "")),
+                                 "reason": str(entry.get("reason", "")), "instances": []}  # fmt: skip
+    for counted in statistics.get("model_stats", ()):
+        key = str(counted["name"]), str(counted["version"])
+        entry = models.setdefault(
+            key, {"name": key[0], "version": key[1], "state": "READY", "reason": "", "instances": []}
+        )
+        entry["counters"] = _counters(counted)
+        memory = sum(int(used.get("byte_size", 0)) for used in counted.get("memory_usage", ()))
+        entry |= {"memory_bytes": memory} | {name: counted[name] for name in ("queued", "in_flight") if name in counted}
+    facts: Document = {"name": server.get("name"), "version": server.get("version"), "ready": ready}
+    document: Document = {
+        "time_ns": time.monotonic_ns(), "server": facts, "models": list(models.values()), "clients": [], "gpus": [],
+    }  # fmt: skip
+    seen = _add_metrics(document, models, metrics) if metrics is not None else set()
+    given = {name for entry in models.values() for name in ("queued", "in_flight") if name in entry}
+    document["unknown"] = sorted(_unknown(seen) | ({"queued", "in_flight"} - given))
+    return document
+
+
+def _counters(counted: Mapping[str, Any]) -> Document:
+    times = counted["inference_stats"]
+
+    def part(name: str, what: str) -> int:
+        return int(times.get(name, {}).get(what, 0))
+
+    batches = counted.get("batch_stats", ())
+    parts = ("compute_input", "compute_infer", "compute_output")
+    spent = sum(int(batch[name]["ns"]) for batch in batches for name in parts)
+    return {
+        "success": part("success", "count"),
+        "failed": part("fail", "count"),
+        "rows": int(counted["inference_count"]),
+        "batches": int(counted["execution_count"]),
+        "request_ns": part("success", "ns"),
+        "queue_ns": part("queue", "ns"),
+        "input_ns": part("compute_input", "ns"),
+        "infer_ns": part("compute_infer", "ns"),
+        "output_ns": part("compute_output", "ns"),
+        "batch_ns": spent,
+        "cache_hits": part("cache_hit", "count"),
+        "cache_misses": part("cache_miss", "count"),
+        "reasons": counted.get("batch_reasons", {}),
+        "batch_rows": {batch["batch_size"]: int(batch["compute_infer"]["count"]) for batch in batches},
+    }
+
+
+def _add_metrics(document: Document, models: Mapping[tuple[str, str], Document], text: str) -> set[str]:
+    """Adds the values of the metrics and returns the names of the metrics."""
+    server = document["server"]
+    seen: set[str] = set()
+    instances: dict[tuple[str, str, str], Document] = {}
+    clients: dict[str, Document] = {}
+    gpus: dict[str, Document] = {}
+    below: dict[tuple[str, str], dict[int, int]] = {}
+    for name, labels, value in samples(text, _WANTED):
+        seen.add(name)
+        key = labels.get("model", ""), labels.get("version", "")
+        if name in _OF_SERVER and not labels:
+            server[_OF_SERVER[name]] = value
+        elif name == "process_start_time_seconds":
+            server["uptime_seconds"] = max(0.0, time.time() - value)
+            server["pid"] = value  # distinguishes one server process from the next
+        elif name == _TIMES and labels.get("le") != "+Inf":
+            below.setdefault(key, {})[round(float(labels["le"]) * 1e9).bit_length()] = int(value)
+        elif name in _OF_MODELS and key in models:
+            models[key][_OF_MODELS[name]] = int(value)
+        elif name == _STATE or name in _OF_INSTANCES:
+            one = instances.setdefault((*key, labels.get("model_instance", "")), {})
+            one |= {"state": labels["state"]} if name == _STATE else {_OF_INSTANCES[name]: value}
+        elif name in _OF_CLIENTS and labels.get("client") != "other":
+            number = labels.get("client", "")
+            client = clients.setdefault(number, {"number": number, "name": labels.get("name", "")})
+            client[_OF_CLIENTS[name]] = int(value)
+        elif "gpu_uuid" in labels:
+            uuid = labels["gpu_uuid"]
+            gpu = gpus.setdefault(uuid, {"number": len(gpus), "uuid": uuid, "throttled": [], "out_of_service": ""})
+            if name in SHOWN_METRICS:
+                gpu[SHOWN_METRICS[name]] = value
+            elif name == _THROTTLED and value:
+                gpu["throttled"].append(labels.get("reason", ""))
+            elif name == _GPU_OUT and value:
+                gpu["out_of_service"] = "see shmserve doctor"
+        elif name == "shmserve_requests_refused_total":
+            server.setdefault("refused", {})[labels.get("reason", "")] = int(value)
+        elif name in ("shmserve_clients", "shmserve_segment_bytes", "shmserve_segments"):
+            total = {"shmserve_clients": "connections"}.get(name, name.removeprefix("shmserve_"))
+            server[total] = server.get(total, 0) + int(value)
+    if "out_of_service" in server:
+        server["out_of_service"] = bool(server["out_of_service"])
+    for (model, version, instance), one in instances.items():
+        if (model, version) in models and "state" in one:
+            entry = models[model, version]
+            entry["instances"].append({"name": instance, **one})
+            if "counters" in entry and "restarts" in one:
+                entry["counters"]["restarts"] = entry["counters"].get("restarts", 0) + int(one["restarts"])
+    for key, counts in below.items():
+        if key in models and "counters" in models[key]:
+            models[key]["counters"]["request_times"] = _separate(counts)
+    document["clients"] = list(clients.values())
+    document["gpus"] = [{"name": None, **dict.fromkeys(SHOWN_METRICS.values()), **gpu} for gpu in gpus.values()]
+    return seen
+
+
+def _separate(below: Mapping[int, int]) -> dict[int, int]:
+    """Counts of the buckets from cumulative counts."""
+    counts, last = {}, 0
+    for bucket, count in sorted(below.items()):
+        if bucket < histogram.BUCKETS and count > last:
+            counts[bucket] = count - last
+        last = max(last, count)
+    return counts
+
+
+def _unknown(seen: set[str]) -> set[str]:
+    """Columns without values over HTTP."""
+    unknown = set(_UNKNOWN)
+    if _TIMES not in seen:
+        unknown |= {"p50", "p95", "p99"}
+    if _STATE not in seen:
+        unknown |= {"instances", "cpu", "memory_bytes", "restarts", "busy"}
+    return unknown

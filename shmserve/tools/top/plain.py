@@ -1,0 +1,75 @@
+"""One view as text, or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from shmserve.terminal.tables import table as plain_table
+from shmserve.tools.top.columns import TABLES, Table, cell, choose, heading, select, sort, spans
+from shmserve.tools.top.panels import summary
+from shmserve.tools.top.texts import line_text
+from shmserve.tools.top.view import Row, View
+
+
+def tables_of(name: str | None) -> tuple[Table, ...]:
+    """The table of this name; all if it is None."""
+    return tuple(table for table in TABLES if name in (None, table.name))
+
+
+class Tables(Protocol):
+    """Rows by the names of tables."""
+
+    @property
+    def unknown(self) -> frozenset[str]:
+        """Keys of columns that no source knows."""
+
+    def table(self, name: str) -> list[Row]: ...
+
+
+def ordered(table: Table, view: Tables, text: str, key: str | None) -> list[Row]:
+    """The rows to show. A sort key that the table does not have selects its default order."""
+    known = key is not None and any(column.key == key for column in table.columns)
+    return sort(table, select(table, view.table(table.name), text), key if known and key else table.sort)
+
+
+def text(view: View, where: str, tables: Sequence[Table], words: str, key: str | None, width: int | None) -> str:
+    """A summary of the server and the tables; empty tables are left out. `width` None: no limit."""
+    lines = [line_text(line).rstrip() for line in summary(view, where, width or 1000)]
+    return "\n".join(lines + tables_text(view, tables, words, key, width))
+
+
+def tables_text(view: Tables, tables: Sequence[Table], words: str, key: str | None, width: int | None) -> list[str]:
+    """Lines, with an empty one before each table."""
+    lines: list[str] = []
+    found = [(table, rows) for table in tables if (rows := ordered(table, view, words, key))]
+    for table, rows in found:
+        lines += ["", *(_narrow(table, rows, view, width) if width else _wide(table, rows, view))]
+    if words and not found:
+        lines += ["", f"no row has the words of --filter {words}"]
+    return lines
+
+
+def _narrow(table: Table, rows: Sequence[Row], view: Tables, width: int) -> list[str]:
+    layout = choose(table, rows, width, view.unknown)
+    gap = " " * layout.gap
+    return [gap.join(heading(layout)).rstrip(), *[line_text(spans(layout, row, view.unknown)).rstrip() for row in rows]]
+
+
+def _wide(table: Table, rows: Sequence[Row], view: Tables) -> list[str]:
+    columns = [column for column in table.columns if any(row.get(column.key) not in (None, "", {}) for row in rows)]
+    cells = [[cell(column, row, view.unknown) for column in columns] for row in rows]
+    right = [place for place, column in enumerate(columns) if not column.is_text]
+    return plain_table([column.head for column in columns], cells, right).split("\n")
+
+
+def document(view: View, where: str, tables: Sequence[Table], words: str, key: str | None) -> dict[str, Any]:
+    """Values are in units without prefixes (seconds, bytes, shares of 1); null: no value, or unknown."""
+    return {
+        "url": where,
+        "interval": view.interval,
+        "server": view.server,
+        **{table.name: ordered(table, view, words, key) for table in tables},
+        "unknown": sorted(view.unknown),
+        "notes": list(view.notes),
+    }

@@ -1,0 +1,65 @@
+"""The source of a live view's documents, and the operations that it supports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from shmserve import Client
+
+OPERATIONS = ("load", "unload", "restart")
+FIRST = 0.25
+"""A live view reads a second time after this fraction of its interval, to show rates early."""
+
+
+class Source(Protocol):
+    """A server. All methods may block, and raise ServeError. They are called from any thread, but only one read at a
+    time."""
+
+    @property
+    def where(self) -> str:
+        """The displayed address."""
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Those of OPERATIONS that it supports."""
+
+    def read(self) -> Mapping[str, Any]:
+        """A document, as `view` describes it."""
+
+    def operate(self, what: str, model: str, version: int | None, instance: str) -> list[str]:
+        """Runs an operation until it is complete, and returns the warnings about it. Version and instance are for
+        restarts: None and "" mean all."""
+
+    def close(self) -> None:
+        """Ends calls in progress."""
+
+
+class ServerSource:
+    """A server over the lane, ZeroMQ, or ZeroMQ over TCP."""
+
+    operations = OPERATIONS
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    @property
+    def where(self) -> str:
+        return self._client.url
+
+    def read(self) -> Mapping[str, Any]:
+        return self._client.activity()
+
+    def operate(self, what: str, model: str, version: int | None, instance: str) -> list[str]:
+        client = self._client
+        if what == "load":
+            answer = client.load(model)
+        elif what == "unload":
+            answer = client.unload(model)
+        else:
+            answer = client.restart(model, version=version, instance=instance or None)
+        return list(answer.get("warnings", ()))
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,140 @@
+"""Predicts how a candidate performs under a load: runs the server's scheduler in simulated time, with the fitted times.
+
+Invariant: a prediction depends only on its arguments. All candidates see the same arrivals, so that they differ by
+their settings and not by chance.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from shmserve.sim import Load, Plan, Poisson, SimModel, simulate
+from shmserve.tools.tune.fit import Fit, Pair, Spread
+from shmserve.tools.tune.goal import Goal
+from shmserve.tools.tune.space import Candidate, TunedModel
+
+MAX_REQUESTS = 40_000
+LATENCIES = 5
+"""A simulation lasts at least this many times the latency target, so that a growing queue has time to show."""
+STEPS = (0.8, 0.95, 0.5, 0.25, 0.1, 0.03)
+"""Shares of the capacity at which the search for the highest rate begins."""
+AROUND = (1.0, 1.04, 0.96, 0.9)
+"""Factors applied to a guess, to try first."""
+PRECISION = 0.04
+FINE = 0.015
+"""Relative precision of the highest rate, in short and in longer simulations. Rates closer than PRECISION are equal."""
+WRONG = 1.1
+"""From this factor between predicted and measured rate, the cost of messages is adapted."""
+BUSY = 0.75
+"""From this utilization, the instances themselves are the bottleneck."""
+MESSAGE_NS = 4_000
+CLIENTS = 1
+"""One process sends all requests, as in a measurement."""
+
+
+class Prediction(Struct, frozen=True):
+    """The simulator's result for a candidate at this many requests per second. `p99_ns` is infinite if more than 1 % of
+    the requests are refused."""
+
+    candidate: Candidate
+    rate: float
+    p50_ns: float
+    p99_ns: float
+    mean_batch: float
+    utilisation: float
+
+
+class Predictor(Struct, frozen=True):
+    """`fits` and `spread` describe the service times, `link_ns` the delay of a message, and `message_ns` the time that
+    the server and the callers spend on a message."""
+
+    model: TunedModel
+    goal: Goal
+    fits: dict[Pair, Fit]
+    spread: Spread = Spread()
+    link_ns: int = 20_000
+    message_ns: int = MESSAGE_NS
+
+    def capacity(self, candidate: Candidate) -> float:
+        """An upper limit for the requests per second."""
+        fit = self.fits[candidate.instances, candidate.threads]
+        sizes = {size for size, _ in fit.entries if size <= candidate.batch} | {candidate.batch, self.goal.rows}
+        shortest = self.goal.lengths[0]
+        return max(fit.rows_per_s(size, shortest) for size in sizes) / self.goal.rows * self.model.devices
+
+    def at(self, candidate: Candidate, rate: float, longer: int = 1) -> Prediction:
+        """`longer`: factor for the length of the simulation."""
+        goal = self.goal
+        service = self.fits[candidate.instances, candidate.threads].service(self.spread)
+        policy = self.model.policy_of(candidate)
+        model = SimModel(policy, self.model.instances_of(candidate), service)
+        load = Load(policy.name, Poisson(rate), CLIENTS, (goal.rows, goal.rows), lengths=goal.lengths)
+        count = min(max(longer * goal.simulated, round(rate * LATENCIES * goal.p99_ns / 1e9)), MAX_REQUESTS)
+        plan = Plan((model,), (load,), requests=count, seed=1, link_ns=self.link_ns, message_ns=self.message_ns)
+        found = simulate(plan).models[policy.name]
+        latency, asked = found.latency, found.answered + sum(found.failed.values())
+        # A refused request misses the target.
+        late = 0.99 * asked > found.answered
+        p99 = inf if late else latency.quantile(0.99 * asked / max(found.answered, 1))
+        return Prediction(candidate, rate, latency.quantile(0.5), p99, found.mean_batch, found.utilisation)
+
+    def holds(self, prediction: Prediction) -> bool:
+        return prediction.p99_ns <= self.goal.p99_ns
+
+    def highest(
+        self, candidate: Candidate, floor: float = 0.0, longer: int = 1, guess: float = 0.0
+    ) -> Prediction | None:
+        """The prediction at the highest rate that holds the p99; None if no rate above `floor` does. `guess`: a rate
+        near it, if known. Longer simulations find it more precisely."""
+        low, high = 0.0, self.capacity(candidate)
+        best: Prediction | None = None
+        around = [guess * factor for factor in AROUND] if guess else []
+        # A guess that holds saves the simulation at the floor.
+        begin = [guess, floor] if guess > floor else [floor]
+        if floor >= high:
+            return None
+        for rate in (*begin, *around, *(high * share for share in STEPS)):
+            if not low < rate < high:
+                continue
+            found = self.at(candidate, rate, longer=longer)
+            if self.holds(found):
+                low, best = rate, found
+            elif rate <= floor:
+                return None
+            else:
+                high = rate
+        if best is None:
+            return None
+        while high - low > (FINE if longer > 1 else PRECISION) * high:
+            rate = (low + high) / 2
+            found = self.at(candidate, rate, longer=longer)
+            if self.holds(found):
+                low, best = rate, found
+            else:
+                high = rate
+        return best
+
+    def calibrated(self, candidate: Candidate, rate: float, mean_batch: float) -> Predictor:
+        """The predictor with a message cost that explains why `candidate` holds the p99 up to `rate` and not up to the
+        predicted rate. The cost is only adapted if the instances are not the bottleneck: batches of `mean_batch` rows
+        at this rate leave them idle."""
+        told = self.highest(candidate)
+        fit = self.fits[candidate.instances, candidate.threads]
+        rows = max(1, round(mean_batch))
+        use = rate * self.goal.rows / fit.rows_per_s(rows, self.goal.typical_length) / self.model.devices
+        if told is None or told.rate < rate * WRONG or use > BUSY:
+            return self
+        low, high = self.message_ns, round(1e9 / rate)
+        while high - low > FINE * high:
+            middle = (low + high) // 2
+            if self.holds(replace(self, message_ns=middle).at(candidate, rate)):
+                low = middle
+            else:
+                high = middle
+        return replace(self, message_ns=low)
+
+    def curve(self, candidate: Candidate, rates: tuple[float, ...]) -> list[Prediction]:
+        return [self.at(candidate, rate) for rate in rates]

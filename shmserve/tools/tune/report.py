@@ -1,0 +1,211 @@
+"""The outcome as text, as JSON, and as a diff of config.pbtxt. `html` draws it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import unified_diff
+from math import inf
+from statistics import median
+from typing import Any
+
+from shmserve.terminal.console import FAINT, GOOD, HEAD, Column, Screen
+from shmserve.tools.tune.confirm import GIVE_UP, Confirmed
+from shmserve.tools.tune.goal import per_s
+from shmserve.tools.tune.reasons import MIB, MS, prediction_error, reasons
+from shmserve.tools.tune.space import Candidate
+from shmserve.tools.tune.tuner import Outcome
+
+COLUMNS = (
+    Column("SETTING"),
+    Column("PREDICTED/S", right=True),
+    Column("MEASURED/S", right=True),
+    Column("P99 MS", right=True, rank=1),
+    Column("BATCH", right=True, rank=2),
+    Column("MIB", right=True, rank=3),
+    Column(""),
+)
+RATE_COLUMNS = (
+    Column("SETTING"),
+    Column("PREDICTED P99 MS", right=True, rank=1),
+    Column("MEASURED P99 MS", right=True),
+    Column("BATCH", right=True, rank=2),
+    Column("MIB", right=True, rank=3),
+    Column(""),
+)
+"""Columns with a target rate."""
+POINTS = (
+    Column("REQUESTS/S", right=True),
+    Column("PREDICTED P99 MS", right=True),
+    Column("MEASURED P99 MS", right=True),
+    Column("ERROR", right=True),
+)
+
+
+def diff(outcome: Outcome, path: str) -> str:
+    """The changes of config.pbtxt as a unified diff; empty if there are none."""
+    if outcome.chosen is None:
+        return ""
+    before, after = outcome.model.text, outcome.model.text_of(outcome.chosen)
+    names = (path, path) if path.startswith("/") else (f"a/{path}", f"b/{path}")
+    lines = unified_diff(before.splitlines(), after.splitlines(), *names, lineterm="")
+    return "\n".join(lines) + "\n" if before != after else ""
+
+
+def text(outcome: Outcome, screen: Screen) -> str:
+    """Everything but the diff."""
+    parts = []
+    columns, rows = measured(outcome)
+    if rows:
+        parts.append(screen.table(columns, rows))
+    if outcome.curve:
+        curve = screen.table(POINTS, _points(outcome))
+        parts.append(f"{screen.styled('The chosen setting, by load:', HEAD)}\n{curve}")
+    if outcome.chosen is not None:
+        lines = [screen.styled(headline(outcome), GOOD if outcome.holds else HEAD)]
+        for reason in reasons(outcome):
+            lines += screen.wrapped(reason, "  ", "    ")
+        parts.append("\n".join(lines))
+    elif nothing := reasons(outcome):
+        parts.append("\n".join(line for reason in nothing for line in screen.wrapped(reason, "", "")))
+    took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.seconds.items())
+    parts.append(screen.styled(f"{outcome.searched} settings simulated; {took}", FAINT))
+    return "\n\n".join(parts)
+
+
+def headline(outcome: Outcome) -> str:
+    """The chosen setting, and a note if it has not held the target."""
+    if outcome.chosen is None:
+        return "Nothing found"
+    setting = outcome.chosen.describe()
+    if outcome.holds:
+        return f"Best: {setting}"
+    found = outcome.of(outcome.chosen)
+    if found is None or not found.points:
+        return f"Best prediction, not measured: {setting}"
+    return f"No setting held the target on the server. The closest: {setting}"
+
+
+def measured(outcome: Outcome) -> tuple[Sequence[Column], list[list[str]]]:
+    """The table of the settings that were measured on the server."""
+    found = [each for each in outcome.confirmed if each.points or each.error]
+    return RATE_COLUMNS if outcome.goal.rate else COLUMNS, [_row(outcome, each) for each in found]
+
+
+def _row(outcome: Outcome, each: Confirmed) -> list[str]:
+    goal, told = outcome.goal, each.predicted
+    lowest = min((point.rate for point in each.points), default=0.0)
+    rate = goal.rate or each.rate or lowest
+    at = [point for point in each.points if point.rate == rate]
+    times = [point.p99_ns for point in at]
+    notes = ["chosen"] if each.candidate == outcome.chosen else []
+    notes += ["present"] if each.candidate == outcome.model.current else []
+    notes += [each.error] if each.error else []
+    if goal.rate:
+        rates = [_p99(told.p99_ns) if told is not None else "-"]
+    else:
+        reached = per_s(each.rate) if each.rate else f"< {per_s(lowest)}" if lowest else "-"
+        rates = [per_s(told.rate) if told is not None else "-", reached]
+    return [
+        each.candidate.describe(),
+        *rates,
+        _p99(median(times) if goal.rate or each.rate else max(times)) if at else "-",
+        f"{at[-1].mean_batch:.1f}" if at else "-",
+        f"{each.memory / MIB:,.0f}" if each.memory else "-",
+        ", ".join(notes),
+    ]
+
+
+def _points(outcome: Outcome) -> list[list[str]]:
+    """The predicted curve of the chosen setting, with the measured points."""
+    found = outcome.of(outcome.chosen)
+    rows = []
+    for told in outcome.curve:
+        known = found is not None and any(point.rate == told.rate for point in found.points)
+        p99 = found.p99_ns(told.rate) if found is not None and known else 0.0
+        # A measurement would have ended there. Beyond that, the length of the queue only depends on the length of the
+        # simulation.
+        expected = told.p99_ns if told.p99_ns <= GIVE_UP * outcome.goal.p99_ns else inf
+        finite = 0 < p99 < inf and expected < inf
+        error = f"{expected / p99 - 1:+.0%}" if finite else "-"
+        seen = _p99(p99) if known else "-"
+        rows.append([per_s(told.rate), _p99(expected), seen, error])
+    return rows
+
+
+def _p99(ns: float) -> str:
+    """The p99 as text. Infinite: the queue grew until the measurement ended, or more than 1 % of the requests were
+    refused."""
+    return f"{ns / MS:.2f}" if ns < inf else "overloaded"
+
+
+def _ms(ns: float) -> float | None:
+    """Milliseconds for JSON, which has no infinity."""
+    return ns / MS if ns < inf else None
+
+
+def settings(candidate: Candidate) -> dict[str, int]:
+    return {name: getattr(candidate, name) for name in candidate.__struct_fields__}
+
+
+def as_json(outcome: Outcome, path: str) -> dict[str, Any]:
+    goal = outcome.goal
+    return {
+        "model": outcome.model.name,
+        "p99_ms": goal.p99_ns / MS,
+        "rate": goal.rate or None,
+        "memory_bytes": goal.memory or None,
+        "interrupted": outcome.interrupted or None,
+        "holds": outcome.holds,
+        "chosen": settings(outcome.chosen) if outcome.chosen is not None else None,
+        "present": settings(outcome.model.current),
+        "reasons": reasons(outcome),
+        "diff": diff(outcome, path),
+        "confirmed": [_confirmed(outcome, each) for each in outcome.confirmed],
+        "curve": [
+            {"rate": told.rate, "p50_ms": _ms(told.p50_ns), "p99_ms": _ms(told.p99_ns), "mean_batch": told.mean_batch}
+            for told in outcome.curve
+        ],
+        "service_times": [
+            {
+                "instances": sample.instances,
+                "threads": sample.threads or None,
+                "rows": sample.rows,
+                "length": sample.length,
+                "measured_ms": sample.batch_ns / MS,
+                "fitted_ms": outcome.fits[sample.pair].ns(max(1, round(sample.rows)), sample.length) / MS
+                if sample.pair in outcome.fits
+                else None,
+            }
+            for sample in outcome.times.samples
+        ],
+        "memory": [
+            {"instances": count, "threads": threads or None, "bytes": size}
+            for (count, threads), size in sorted(outcome.times.memory.items())
+        ],
+        "simulated": outcome.searched,
+        "seconds": {name: round(seconds, 2) for name, seconds in outcome.seconds.items()},
+    }
+
+
+def _confirmed(outcome: Outcome, each: Confirmed) -> dict[str, Any]:
+    predicted = each.predicted
+    return {
+        "settings": settings(each.candidate),
+        "predicted": {"rate": predicted.rate, "p99_ms": _ms(predicted.p99_ns)} if predicted is not None else None,
+        "rate": each.rate or None,
+        "prediction_error": prediction_error(outcome, each.candidate),
+        "memory_bytes": each.memory,
+        "error": each.error or None,
+        "points": [
+            {
+                "rate": point.rate,
+                "responses_per_s": point.per_s,
+                "p50_ms": _ms(point.p50_ns),
+                "p99_ms": _ms(point.p99_ns),
+                "mean_batch": point.mean_batch,
+                "refused": point.refused,
+                "holds": point.holds,
+            }
+            for point in each.points
+        ],
+    }

@@ -1,0 +1,216 @@
+"""Runs the steps of tuning: measure, fit, search, confirm, choose.
+
+Invariant: an interrupt (KeyboardInterrupt) ends the current step; the outcome then has the results so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+from msgspec import Struct, field
+
+from shmserve.errors import InvalidRequest, ModelFailed
+from shmserve.tools.tune.bench import Bench
+from shmserve.tools.tune.confirm import Confirmation, Confirmed
+from shmserve.tools.tune.fit import Fit, Pair, Spread, fit, spread_of
+from shmserve.tools.tune.goal import Goal
+from shmserve.tools.tune.measure import Measurement, Times
+from shmserve.tools.tune.pool import Pool
+from shmserve.tools.tune.predict import MESSAGE_NS, Prediction, Predictor
+from shmserve.tools.tune.search import Search, shortlist
+from shmserve.tools.tune.space import Candidate, TunedModel
+
+WORST = 0.75
+"""Candidates whose predicted rate is a lower share of the best are not confirmed."""
+EQUAL = 1.04
+"""Measured rates that differ by less count as equal: the setting with the fewest instances is chosen, then the one with
+the higher predicted rate."""
+CURVE = (0.3, 0.5, 0.7, 0.85)
+"""Points of the predicted curve, as shares of the highest rate, besides the measured rates."""
+CLOSE = 0.05
+TURN_NS = 20_000
+"""Duration of a turn of the broker in the simulator."""
+CALIBRATION_ROUNDS = 4
+"""Number of measurements of the current setting before the search; the rest follow in turn with the other
+candidates."""
+LINK_NS = (5_000, 500_000)
+
+
+class Outcome(Struct):
+    """Everything that was found. Steps that were not reached leave their defaults."""
+
+    model: TunedModel
+    goal: Goal
+    times: Times = field(default_factory=Times)
+    fits: dict[Pair, Fit] = field(default_factory=dict)
+    link_ns: int = 0
+    message_ns: int = MESSAGE_NS
+    spread: Spread = Spread()
+    ranked: list[Prediction] = field(default_factory=list)
+    searched: int = 0
+    confirmed: list[Confirmed] = field(default_factory=list)
+    curve: list[Prediction] = field(default_factory=list)
+    chosen: Candidate | None = None
+    interrupted: str = ""
+    """The step in which Ctrl-C was pressed."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Duration of each step."""
+
+    def of(self, candidate: Candidate | None) -> Confirmed | None:
+        return next((each for each in self.confirmed if each.candidate == candidate), None)
+
+    def prediction(self, candidate: Candidate | None) -> Prediction | None:
+        return next((each for each in self.ranked if each.candidate == candidate), None)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the chosen candidate has held the p99 on the server."""
+        found = self.of(self.chosen)
+        return found is not None and (found.holds_at(self.goal.rate) if self.goal.rate else found.rate > 0)
+
+
+class Events:
+    """Receives the progress. `step` begins a step; `within` describes what is done now; `simulated` counts."""
+
+    def step(self, name: str) -> None: ...
+    def within(self, text: str) -> None: ...
+    def simulated(self, done: int, total: int, best: Prediction | None) -> None: ...
+
+
+class Tuner:
+    def __init__(self, bench: Bench, model: TunedModel, goal: Goal, events: Events, processes: int = 1) -> None:
+        if goal.rows > model.most:
+            raise InvalidRequest(f"requests of {goal.rows} rows: the largest batch of '{model.name}' is {model.most}")
+        self._bench = bench
+        self._events = events
+        self._processes = processes
+        self.outcome = Outcome(model, goal)
+        self._confirmation = Confirmation(bench, model, goal, events.within)
+        self.outcome.confirmed = self._confirmation.found
+
+    def run(self) -> Outcome:
+        steps = (
+            ("measure", self._measure),
+            ("calibrate", self._calibrate),
+            ("search", self._search),
+            ("confirm", self._confirm),
+        )
+        for name, work in steps:
+            begun = monotonic()
+            try:
+                self._events.step(name)
+                work()
+            except KeyboardInterrupt:
+                self.outcome.interrupted = name
+                break
+            finally:
+                self.outcome.seconds[name] = monotonic() - begun
+        self.outcome.chosen = choose(self.outcome)
+        return self.outcome
+
+    def _measure(self) -> None:
+        outcome = self.outcome
+        measurement = Measurement(self._bench, outcome.model, outcome.goal, self._events.within)
+        outcome.times = measurement.times
+        times = measurement.run()
+        outcome.fits = fit(times.samples)
+        assert times.lone is not None
+        goal, first = outcome.goal, outcome.fits[times.first]
+        service = first.ns(goal.rows, goal.typical_length)
+        overhead = max(0.0, times.lone.p50_ns - service)
+        outcome.link_ns = round(min(max((overhead - 2 * TURN_NS) / 4, LINK_NS[0]), LINK_NS[1]))
+        full = times.full
+        rows = max(goal.rows, round(full.mean_batch)) if full is not None else goal.rows
+        ratio = first.ns(rows, goal.typical_length) / service
+        outcome.spread = spread_of(times.lone.latencies, overhead, full.latencies if full is not None else (), ratio)
+
+    def _calibrate(self) -> None:
+        """Measures the current setting. If it holds a lower rate than predicted although its instances are idle, the
+        cost of messages is adapted."""
+        outcome, goal, now = self.outcome, self.outcome.goal, self.outcome.model.current
+        pair = now.instances, now.threads
+        if goal.rate or pair not in outcome.fits or now.batch < goal.rows:
+            return
+        told = self.predictor.highest(now)
+        if told is None:
+            return
+        self._confirmation.run([(now, told)], CALIBRATION_ROUNDS)
+        found = outcome.of(now)
+        assert found is not None
+        if found.rate and not found.error:
+            batches = [point.mean_batch for point in found.points if point.rate == found.rate]
+            outcome.message_ns = self.predictor.calibrated(now, found.rate, batches[-1]).message_ns
+
+    def _search(self) -> None:
+        outcome = self.outcome
+        predictor = self.predictor
+        memory: Callable[[Pair], float] = lambda pair: float(outcome.times.memory.get(pair, 0))  # noqa: E731
+        with Pool(self._processes) as pool:
+            search = Search(predictor, memory, pool, self._events.simulated)
+            try:
+                outcome.ranked = search.run()
+            except KeyboardInterrupt:
+                outcome.ranked = search.ranked()
+                raise
+            finally:
+                outcome.searched = len(search.tried)
+
+    @property
+    def predictor(self) -> Predictor:
+        outcome = self.outcome
+        return Predictor(outcome.model, outcome.goal, outcome.fits, outcome.spread, outcome.link_ns, outcome.message_ns)
+
+    def _confirm(self) -> None:
+        outcome, goal = self.outcome, self.outcome.goal
+        best = shortlist(outcome.ranked, goal.confirm, WORST)
+        wanted: list[tuple[Candidate, Prediction | None]] = [(each.candidate, each) for each in best]
+        now = outcome.model.current
+        if all(candidate != now for candidate, _ in wanted) and (now.instances, now.threads) in outcome.fits:
+            wanted.append((now, outcome.prediction(now) or self._of_current(now)))
+        self._confirmation.run(wanted)
+        chosen = choose(outcome)
+        found = outcome.of(chosen)
+        if chosen is not None and found is not None and found.rate:
+            rates = {each.rate for each in found.points}
+            others = [found.rate * share for share in CURVE]
+            rates |= {rate for rate in others if all(abs(rate / known - 1) > CLOSE for known in rates)}
+            outcome.curve = self.predictor.curve(chosen, tuple(sorted(rates)))
+        errors = [each.error for each in outcome.confirmed]
+        if errors and all(errors):
+            raise ModelFailed(f"no candidate could be confirmed: {errors[0]}")
+
+    def _of_current(self, now: Candidate) -> Prediction | None:
+        """The prediction for the current setting, for which the search may have none."""
+        goal, predictor = self.outcome.goal, self.predictor
+        if goal.rate:
+            return predictor.at(now, goal.rate)
+        return predictor.highest(now)
+
+
+def choose(outcome: Outcome) -> Candidate | None:
+    """The best confirmed candidate, else the best predicted one. The current setting is only kept if it is as good."""
+    goal = outcome.goal
+    limit = goal.memory or float("inf")
+    tried = [each for each in outcome.confirmed if each.points and not each.error and each.memory <= limit]
+    now = outcome.model.current
+    others = [each for each in outcome.confirmed if each.candidate != now and (each.points or each.error)]
+    if outcome.ranked and outcome.ranked[0].candidate != now and not others:
+        return outcome.ranked[0].candidate  # only the current setting has been measured
+    if goal.rate:
+        good = [each for each in tried if each.holds_at(goal.rate)]
+        if good:  # in the order of the search, the cheapest first
+            order = [each.candidate for each in outcome.ranked]
+            place = {candidate: number for number, candidate in enumerate(order)}
+            return min(good, key=lambda each: place.get(each.candidate, len(order))).candidate
+        if tried and outcome.ranked:
+            return min(tried, key=lambda each: each.p99_ns(goal.rate)).candidate
+    elif any(each.rate for each in tried):
+        best = max(each.rate for each in tried)
+        equal = [each for each in tried if each.rate * EQUAL >= best]
+        return min(equal, key=_simplest).candidate
+    return outcome.ranked[0].candidate if outcome.ranked else None
+
+
+def _simplest(each: Confirmed) -> tuple[float, ...]:
+    return each.candidate.instances, -(each.predicted.rate if each.predicted is not None else 0.0)

@@ -1,0 +1,107 @@
+"""Responses of an HTTP endpoint, in whatever pieces they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.errors import ConnectionLost, InvalidRequest, ModelFailed, ServeError
+from shmserve.tools.load.plan import Endpoint
+from shmserve.tools.load.targets.connecting import connect
+from shmserve.tools.load.targets.http import HttpTarget
+from shmserve.tools.load.targets.http_connection import HttpConnection
+from tests.support.hypothesis_profiles import examples
+
+EVENTS = [b'data: {"y":1}', b'data: {"error":"x","model_name":"m"}', b"data: last"]
+
+
+def chunked(events: list[bytes], size: int, status: str = "200 OK") -> bytes:
+    """A response whose chunk boundaries are unrelated to its events."""
+    body = b"".join(event + b"\n\n" for event in events)
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    head = f"HTTP/1.1 {status}\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head.encode() + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+async def asked(pieces: list[bytes]) -> tuple[tuple[int, bytes], list[bytes]]:
+    connection = HttpConnection()
+    connection.connection_made(mock.create_autospec(asyncio.Transport))
+    seen: list[bytes] = []
+    answer = connection.ask(b"", seen.append)
+    for piece in pieces:
+        connection.data_received(piece)
+    return await answer, seen
+
+
+@settings(max_examples=examples(60))
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_events_arrive_whole_and_in_order(chunk: int, piece: int) -> None:
+    data = chunked(EVENTS, chunk)
+    found, seen = asyncio.run(asked([data[at : at + piece] for at in range(0, len(data), piece)]))
+    assert (found, seen) == ((200, b""), EVENTS)
+
+
+def test_the_body_of_an_error_is_not_an_event() -> None:
+    found, seen = asyncio.run(asked([chunked([b'data: {"error":"bad"}'], 1000, "500 Internal Server Error")]))
+    assert (found, seen) == ((500, b'data: {"error":"bad"}\n\n'), [])
+
+
+class _Server(asyncio.Protocol):
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(self._answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "answers", "kind", "text"),
+    [
+        (chunked(EVENTS, 1000), 3, None, ""),
+        (chunked([EVENTS[0], b'data: {"error":"after one"}'], 1000), 1, ModelFailed, "^after one$"),
+        (chunked([b'data: {"error":"at once"}'], 1000, "500 Error"), 0, ModelFailed, "^HTTP 500: at once$"),
+        (b'HTTP/1.1 400 Bad\r\nContent-Length: 15\r\n\r\n{"error":"bad"}', 0, InvalidRequest, "^HTTP 400: bad$"),
+    ],
+)
+def test_a_stream_and_its_errors(answer: bytes, answers: int, kind: type[ServeError] | None, text: str) -> None:
+    """A response with an output named "error" is a normal response."""
+    seen: list[int] = []
+
+    async def stream() -> None:
+        server = await asyncio.get_running_loop().create_server(lambda: _Server(answer), "127.0.0.1", 0)
+        target = HttpTarget(Endpoint(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        try:
+            slot = await target.slot()
+            body = SimpleNamespace(request=lambda part: b"POST / HTTP/1.1\r\n\r\n")
+            await slot.stream(body, None, lambda: seen.append(1))
+        finally:
+            await target.close()
+            server.close()
+            await server.wait_closed()
+
+    if kind is None:
+        asyncio.run(stream())
+    else:
+        with pytest.raises(kind, match=text):
+            asyncio.run(stream())
+    assert len(seen) == answers
+
+
+def test_no_descriptor_for_another_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", full)
+    with pytest.raises(ConnectionLost, match=r"cannot open one more connection .*: use fewer callers"):
+        asyncio.run(connect(HttpConnection, Endpoint(url="http://127.0.0.1:1"), None))

@@ -1,0 +1,229 @@
+"""The closed and the open loop, in simulated time, against servers with known latencies."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, repeat
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.errors import Unavailable
+from shmserve.tools.load.generation.sending import Sender, SequenceIds
+from shmserve.tools.load.plan import Sequences
+from shmserve.tools.load.targets.base import Part, Slot
+from tests.support.hypothesis_profiles import examples
+
+TURNS = 20
+"""Iterations of the loop after which everything that does not need time has happened."""
+
+
+class Time:
+    """A clock that advances when nothing else can happen."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._numbers = count()
+
+    def clock(self) -> int:
+        return self.now
+
+    async def until(self, at: int) -> None:
+        if at > self.now:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (at, next(self._numbers), future))
+            await future
+
+    async def run(self, end: int) -> None:
+        while True:
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            if not self._waiting or self._waiting[0][0] >= end:
+                self.now = end
+                return
+            self.now, _, future = heapq.heappop(self._waiting)
+            if not future.done():
+                future.set_result(None)
+
+
+class Server:
+    """Serves one request after another; `services` has the durations."""
+
+    def __init__(self, time: Time, services: Iterator[int], answers: int = 0) -> None:
+        self.time, self.services, self.answers = time, services, answers
+        self.free_at = 0
+        self.parts: list[Part | None] = []
+        self.bodies: list[str] = []
+        self.slots = 0
+
+    async def open_slot(self) -> Slot:
+        self.slots += 1
+        return self
+
+    async def send(self, body: Any, part: Part | None) -> None:
+        self.parts.append(part)
+        self.bodies.append(body)
+        self.free_at = max(self.time.now, self.free_at) + next(self.services)
+        await self.time.until(self.free_at)
+
+    async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
+        for _ in range(self.answers):
+            await self.time.until(self.time.now + next(self.services))
+            on_answer()
+
+
+def numbers(data: bytes, kind: str = "q") -> list[int]:
+    return array(kind, data).tolist()
+
+
+def waited(arrivals: Sequence[int], services: Sequence[int]) -> list[int]:
+    """Latencies at a single server, by Lindley's recursion."""
+    free, found = 0, []
+    for at, service in zip(arrivals, services, strict=True):
+        free = max(at, free) + service
+        found.append(free - at)
+    return found
+
+
+def sender_to(server: Server, bodies: Sequence[str] = ("body",), **options: Any) -> Sender:
+    return Sender(list(bodies), server.open_slot, server.time.clock, server.time.until, **options)
+
+
+async def stopped(sender: Sender, time: Time) -> Any:
+    """What the sender has recorded, after those of its requests that are in flight."""
+    stopping = asyncio.ensure_future(sender.stop(1))
+    await time.run(time.now + 1000)
+    await stopping
+    return sender.recorder.take(0, 0)
+
+
+async def in_open_loop(arrivals: Sequence[int], services: Sequence[int], limit: int) -> tuple[list[int], int]:
+    time = Time()
+    server = Server(time, iter(services))
+    sender = sender_to(server)
+    sender.start_open(iter(arrivals), 0, limit)
+    await time.run(sum(services) + max(arrivals) + 1)
+    assert await sender.stop(1) == 0
+    return numbers(sender.recorder.take(0, 0).latency), server.slots
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=40),
+    st.integers(1, 5),
+)
+def test_latency_counts_from_the_intended_time(requests: list[tuple[int, int]], limit: int) -> None:
+    """However few requests may be in flight, the latencies are those of a queue with all of them (no coordinated
+    omission).
+    """
+    arrivals, at = [], 0
+    for gap, _ in requests:
+        at += gap
+        arrivals.append(at)
+    services = [service for _, service in requests]
+    found, slots = asyncio.run(in_open_loop(arrivals, services, limit))
+    assert found == waited(arrivals, services)
+    assert slots <= limit
+
+
+@pytest.mark.parametrize(
+    ("times", "limit", "until", "sent", "in_flight"),
+    [
+        (repeat(0), 2, 15, 3, 2),  # those that wait in the generator do not count
+        (iter([0, 10**12]), 1, 100, 1, 0),
+    ],
+    ids=["a rate out of reach does not block the loop", "a load ends before its next send time"],
+)
+def test_the_end_of_an_open_loop(times: Iterator[int], limit: int, until: int, sent: int, in_flight: int) -> None:
+    async def run() -> tuple[int, int]:
+        time = Time()
+        server = Server(time, repeat(10))
+        sender = sender_to(server)
+        sender.start_open(times, 0, limit)
+        await time.run(until)
+        return len(server.bodies), await sender.stop(0 if in_flight else 60)
+
+    assert asyncio.run(run()) == (sent, in_flight)
+
+
+def test_a_closed_loop_keeps_its_callers_busy() -> None:
+    async def run() -> tuple[list[int], list[int], list[str], int]:
+        time = Time()
+        server = Server(time, repeat(10))
+        sender = sender_to(server, "abc")
+        await sender.start_closed(4, 100)
+        await time.run(1100)
+        taken = sender.recorder.take(0, 0)
+        await stopped(sender, time)
+        return numbers(taken.latency), numbers(taken.done), server.bodies, server.slots
+
+    latency, done, bodies, slots = asyncio.run(run())
+    assert done == list(range(110, 1100, 10))
+    assert latency == [10, 20, 30] + [40] * (len(done) - 3)
+    assert bodies[:7] == ["a", "b", "c", "a", "b", "c", "a"]
+    assert slots == 4
+
+
+async def parts_of(length: int, until: int) -> list[Part]:
+    time = Time()
+    server = Server(time, repeat(10))
+    sender = sender_to(server, sequences=Sequences(2, length), ids=SequenceIds(100))
+    await sender.start_closed(2, 0)
+    await time.run(until)
+    await stopped(sender, time)
+    return [part for part in server.parts if part is not None]
+
+
+@settings(max_examples=examples(40))
+@given(st.integers(1, 6), st.integers(5, 400))
+def test_sequences_begin_and_end_once(length: int, until: int) -> None:
+    found = asyncio.run(parts_of(length, until))
+    for sequence in {part.sequence for part in found}:
+        flags = [(part.start, part.end) for part in found if part.sequence == sequence]
+        assert flags[0][0]
+        assert flags[-1][1], "an interrupted sequence is ended"
+        assert not any(start for start, _ in flags[1:])
+        assert not any(end for _, end in flags[:-1])
+        assert len(flags) <= length + 1
+
+
+def test_streams_record_first_and_later_answers() -> None:
+    async def run() -> Any:
+        time = Time()
+        sender = sender_to(Server(time, iter([5, 1, 2] * 100), answers=3), stream=True)
+        sender.start_open(iter([0, 100, 200]), 0, 1)
+        await time.run(1000)
+        return await stopped(sender, time)
+
+    found = asyncio.run(run())
+    assert numbers(found.first) == [5, 5, 5]
+    assert numbers(found.gap) == [1, 2] * 3
+    assert numbers(found.gap_at) == [6, 8, 106, 108, 206, 208]
+    assert numbers(found.latency) == [8, 8, 8]
+
+
+@pytest.mark.parametrize("error", [Unavailable("full"), ZeroDivisionError()], ids=["a failure", "a bug of the target"])
+def test_failures_are_recorded_and_bugs_end_the_load(error: Exception) -> None:
+    class Failing(Server):
+        async def send(self, body: Any, part: Part | None) -> None:
+            await self.time.until(self.time.now + next(self.services))
+            raise error
+
+    async def run() -> tuple[Any, BaseException | None]:
+        time = Time()
+        sender = sender_to(Failing(time, repeat(10)))
+        await sender.start_closed(1, 0)
+        await time.run(35)
+        return await stopped(sender, time), sender.failure
+
+    found, failure = asyncio.run(run())
+    if isinstance(error, Unavailable):
+        assert (numbers(found.code, "h"), found.errors, failure) == ([1] * 4, ["UNAVAILABLE: full"], None)
+    else:
+        assert failure is error

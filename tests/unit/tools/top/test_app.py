@@ -1,0 +1,339 @@
+"""The live view on textual's test terminal: keys, dialogs and sizes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from shmserve.errors import ConnectionLost, Denied
+from shmserve.tools.top.app import TopApp
+from shmserve.tools.top.columns import MODELS
+from shmserve.tools.top.screens import ConfirmScreen, DetailScreen, HelpScreen
+from tests.support.clients.activity_documents import client, counters, document, gpu, instance, model
+from tests.support.clients.app_driver import NEVER_S, SIZES, AppDriver
+from tests.unit.tools.top.fleet.scripted import ScriptedSource
+
+NAMES = ("alpha", "beta", "gamma", "delta")
+
+
+class OperatedSource(ScriptedSource):
+    """Each document is 2 s after the last one."""
+
+    def __init__(self, *operations: str, names: tuple[str, ...] = NAMES) -> None:
+        super().__init__("unix:///run/lane.sock", self.document)
+        self.operations = operations or ("load", "unload", "restart")
+        self.names = names
+        self.error: Exception | None = None
+        self.done: list[tuple[str, str, int | None, str]] = []
+
+    def document(self, number: int) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        models = [
+            model(
+                name,
+                counted=counters(number * 100 * place),
+                queued=10 - place,
+                instances=[instance(f"{name}_0_{count}", batch_rows=count * place) for count in range(2)],
+            )
+            for place, name in enumerate(self.names)
+        ]
+        failed = model("broken", state="UNAVAILABLE", reason="no such file", instances=[], counters={})
+        return document(2 * number, *models, failed, clients=[client(7, "[red]camera")], gpus=[gpu(0)])
+
+    def operate(self, what: str, model: str, version: int | None, instance: str) -> list[str]:
+        self.gate.wait()
+        self.done.append((what, model, version, instance))
+        if self.error is not None:
+            raise self.error
+        return ["it is old"] if what == "load" else []
+
+
+class Driver(AppDriver[TopApp]):
+    def __init__(self, app: TopApp, pilot: Pilot[str], source: OperatedSource) -> None:
+        super().__init__(app, pilot)
+        self.source = source
+
+    async def read(self) -> None:
+        await self.app.read()
+        await self.pilot.pause()
+
+    async def asked(self, question: str) -> None:
+        """The dialog is shown, and its button has the focus."""
+        app = self.app
+        await self.until(lambda: isinstance(app.screen, ConfirmScreen) and app.focused and question in self.text)
+
+    async def decided(self, key: str) -> None:
+        """Presses a key that ends the dialog, and waits until the resulting operation has ended."""
+        await self.press(key)
+        await self.until(lambda: not isinstance(self.app.screen, ConfirmScreen))
+        for worker in [one for one in self.app.workers if one.group == "operations"]:
+            await worker.wait()
+        await self.pilot.pause()
+
+    @property
+    def names(self) -> list[str]:
+        return self.column("model")
+
+    @property
+    def message(self) -> str:
+        screens = [screen for screen in self.app.screen_stack if not isinstance(screen, ConfirmScreen)]
+        return self.message_of(screens[-1])
+
+
+def driven(
+    source: OperatedSource | None = None, size: tuple[int, int] = (100, 30), **options: Any
+) -> Callable[[Callable[[Any], Awaitable[None]]], Callable[[], None]]:
+    made = source or OperatedSource()
+
+    async def main(steps: Callable[[Any], Awaitable[None]]) -> None:
+        app = TopApp(made, made.read(), NEVER_S, **options)
+        async with app.run_test(size=size) as pilot:
+            driver = Driver(app, pilot, made)
+            await driver.read()
+            await steps(driver)
+
+    def decorate(steps: Callable[[Any], Awaitable[None]]) -> Callable[[], None]:
+        def test() -> None:
+            asyncio.run(main(steps))
+            assert made.closed
+
+        return test
+
+    return decorate
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_screen_fits_terminals_of_any_size(size: tuple[int, int]) -> None:
+    @driven(size=size)
+    async def test(top: Driver) -> None:
+        top.assert_fits(size)
+        if size[0] >= 80:
+            assert "test 1.2.3   READY" in top.text.split("\n")[0]
+            assert "alpha" in top.text
+            assert "q quit" in " ".join(top.text.split("\n")[-1].split())
+        for key in "1234":
+            await top.press(key)
+            top.assert_fits(size)
+        await top.press("1", "enter")
+        await top.until(lambda: isinstance(top.app.screen, DetailScreen))
+        await top.press("u")
+        await top.asked("Unload model")
+
+    test()
+
+
+@driven(size=(100, 60), table="instances", sort_key="batch_rows", filter_text="beta")
+async def test_keys_switch_between_the_tables_and_help(top: Driver) -> None:
+    assert top.column("instance") == ["beta_0_1", "beta_0_0"]
+    await top.press("escape", "tab")
+    assert "[red]camera" in top.text, "no markup"
+    await top.press("tab")
+    assert "Stand-in" in top.text
+    await top.press("tab")
+    assert top.names == ["alpha", "beta", "broken", "delta", "gamma"]
+    await top.press("shift+tab")
+    assert top.table.table.name == "gpus"
+    await top.press("1", "question_mark")
+    await top.until(lambda: isinstance(top.app.screen, HelpScreen) and "99th percentile" in top.text)
+    assert [column.about for column in MODELS.columns if column.about not in top.text] == []
+    await top.press("escape")
+    await top.until(lambda: not isinstance(top.app.screen, HelpScreen))
+
+
+@driven()
+async def test_sorting_by_keys(top: Driver) -> None:
+    columns = [column.key for column in top.table.layout_of_columns.columns]
+    for _ in range(columns.index("queued")):
+        await top.press("greater_than_sign")
+    assert top.names[:4] == ["alpha", "beta", "gamma", "delta"]
+    await top.press("R")
+    assert top.names[:4] == ["broken", "delta", "gamma", "beta"]
+    assert "by queue, reversed" in top.text
+    for _ in range(columns.index("queued")):
+        await top.press("less_than_sign")
+    assert top.names == ["alpha", "beta", "broken", "delta", "gamma"]
+    await top.press("less_than_sign", "greater_than_sign")
+    assert top.names == ["alpha", "beta", "broken", "delta", "gamma"], "the last column is before the first"
+
+
+@driven()
+async def test_the_cursor_stays_at_its_row_and_the_table_scrolls_with_it(top: Driver) -> None:
+    await top.press("down", "j")
+    assert top.table.selected is not None
+    assert top.table.selected["model"] == "broken"
+    assert "broken 1: no such file" in top.message
+    top.source.names = ("zeta", "alpha", "another", "beta", "between")
+    await top.read()
+    assert top.table.selected["model"] == "broken"
+    top.source.names = ("alpha",)
+    await top.press("end")
+    await top.read()
+    assert top.table.selected["model"] == "broken", "the row is gone: the last one"
+    top.source.names = tuple(f"model-{number:03}" for number in range(100))
+    await top.press("home", "up")
+    await top.read()
+    assert "model-000" in top.text
+    assert "model-099" not in top.text
+    await top.press("end")
+    assert "model-099" in top.text
+    assert "model-000" not in top.text
+    assert "req/s" in top.text.split("model-0")[0], "the heading stays"
+    await top.press("pageup")
+    assert top.table.cursor == 100 - (top.table.size.height - 2)
+
+
+@driven()
+async def test_the_filter_selects_rows_by_name(top: Driver) -> None:
+    await top.press("slash", *"eta")
+    assert top.names == ["beta"]
+    assert "Models 1/5" in top.text
+    await top.press("q", "u")
+    assert top.names == [], "letters are words here, not keys"
+    assert "no models with 'etaqu'; Esc shows all" in top.text
+    await top.press("backspace", "backspace", "enter")
+    await top.press("2")
+    assert {row["instance"] for row in top.table.rows} == {"beta_0_0", "beta_0_1"}
+    await top.press("escape")
+    assert len(top.table.rows) == 8
+
+
+@driven()
+async def test_enter_shows_the_details_of_a_model(top: Driver) -> None:
+    await top.press("down", "enter")
+    await top.until(lambda: isinstance(top.app.screen, DetailScreen) and "beta  version 1" in top.text)
+    assert "50.0" in top.text
+    assert "beta_0_1" in top.text
+    assert "alpha" not in top.text
+    await top.press("slash", "2", "tab")  # keys of the overview
+    assert isinstance(top.app.screen, DetailScreen)
+    top.source.names = ("alpha",)
+    await top.read()
+    assert "beta is not listed by the server any more" in top.text
+    await top.press("escape")
+    await top.until(lambda: not isinstance(top.app.screen, DetailScreen))
+    assert top.names == ["alpha", "broken"]
+
+
+@driven()
+async def test_operations_after_a_confirmation(top: Driver) -> None:
+    for key in ("n", "escape", "enter"):  # the focus is on Cancel
+        await top.press("u")
+        await top.asked("Unload model 'alpha'?")
+        await top.decided(key)
+    assert top.source.done == []
+    top.source.gate.clear()
+    await top.press("u")
+    await top.asked("Unload model 'alpha'?")
+    await top.press("y")
+    await top.until(lambda: "unloading model 'alpha'" in top.message)
+    top.source.gate.set()
+    await top.until(lambda: "unload of model 'alpha' done" in top.message)
+    await top.press("l")
+    await top.asked("Load model 'alpha'?")
+    await top.press("tab")
+    await top.decided("enter")
+    assert "warning: it is old" in top.message
+    await top.press("r")
+    await top.asked("Restart model 'alpha' version 1?")
+    await top.decided("y")
+    await top.press("2", "down", "down", "r")
+    await top.asked("Restart instance 'beta_0_0' of model 'beta'?")
+    await top.decided("y")
+    await top.press("1", "end", "enter")
+    await top.until(lambda: isinstance(top.app.screen, DetailScreen))
+    await top.press("r")
+    await top.asked("Restart model 'gamma' version 1?")
+    await top.decided("y")
+    assert "restart of model 'gamma' version 1 done" in top.message
+    assert top.source.done == [
+        ("unload", "alpha", None, ""),
+        ("load", "alpha", None, ""),
+        ("restart", "alpha", 1, ""),
+        ("restart", "beta", 1, "beta_0_0"),
+        ("restart", "gamma", 1, ""),
+    ]
+
+
+@driven(OperatedSource("load", "unload"))
+async def test_operations_that_are_not_possible(top: Driver) -> None:
+    await top.press("r")
+    assert "restart is not possible over HTTP" in top.message
+    await top.press("3", "u")
+    assert "select a model or an instance first" in top.message
+    await top.press("1", "u")
+    await top.asked("Unload model 'alpha'?")
+    top.source.error = Denied("'unload' needs the role operate\n\x1b[2J")
+    await top.decided("y")
+    assert "unload of model 'alpha' failed: 'unload' needs the role operate \\x1b[2J" in top.message
+    await top.press("escape")
+    assert top.message == ""
+
+
+@driven()
+async def test_a_server_that_does_not_answer(top: Driver) -> None:
+    top.source.error = ConnectionLost("no server at unix:///run/lane.sock")
+    await top.read()
+    assert re.search(r"no answer for \d+ s: no server at unix:///run/lane\.sock", top.text)
+    assert "alpha" in top.text, "the last values stay"
+    top.source.error = None
+    await top.read()
+    assert "no answer" not in top.text
+
+
+@pytest.mark.parametrize("operation", [False, True])
+def test_quitting_while_the_server_is_asked(operation: bool) -> None:
+    @driven()
+    async def test(top: Driver) -> None:
+        if operation:
+            await top.press("u")
+            await top.asked("Unload model 'alpha'?")
+        top.source.gate.clear()
+        top.source.reading.clear()
+        await top.press("y" if operation else "full_stop")
+        await top.until(lambda: top.app.busy if operation else top.source.reading.is_set())
+        await top.press("ctrl+c")
+
+    test()
+
+
+@driven()
+async def test_the_interval_and_pauses(top: Driver) -> None:
+    count = top.source.reads
+    await top.press("space")
+    assert "paused" in top.text
+    top.app.interval = 2.0
+    await top.press("plus")
+    assert top.app.interval == 5.0
+    await top.press("minus", "minus", "minus", "minus", "minus")
+    assert top.app.interval == 0.5
+    await top.press("full_stop")
+    await top.until(lambda: top.source.reads > count)
+    await top.press("space")
+    assert "every 0.5 s" in top.text
+
+
+def test_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The selection is still visible."""
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    @driven()
+    async def test(top: Driver) -> None:
+        colors, reversed_texts = set(), []
+        for segment in (segment for strip in top.strips for segment in strip):
+            for one in top.app.get_line_filters():
+                (segment,) = one.apply([segment], top.app.screen.background_colors[0])
+            style = segment.style
+            if style is not None:
+                colors |= {color.name for color in (style.color, style.bgcolor) if color is not None}
+                if style.reverse:
+                    reversed_texts.append(segment.text.strip())
+        assert colors <= {"default"}
+        assert {"1 Models 5", "model", "alpha"} <= set(reversed_texts)
+
+    test()

@@ -1,0 +1,233 @@
+"""Documents from statistics and metrics over HTTP, and values that these do not provide."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import trustme
+
+from shmserve.errors import ConnectionLost, Denied, Internal, InvalidRequest, NotFound, Unsupported
+from shmserve.tools.top.http_source import HttpSource, document_of
+from shmserve.tools.top.prometheus import samples
+from shmserve.tools.top.view import make_view
+
+SERVER = {"name": "triton", "version": "2.50.0", "extensions": []}
+METRICS = """
+# HELP nv_gpu_utilization fraction
+# TYPE nv_gpu_utilization gauge
+nv_gpu_utilization{gpu_uuid="GPU-1"} 0.5
+nv_gpu_memory_total_bytes{gpu_uuid="GPU-1"} 100
+nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"} 25
+shmserve_gpu_throttled{gpu_uuid="GPU-1",reason="power_cap"} 0.0
+shmserve_gpu_throttled{gpu_uuid="GPU-1",reason="sw_thermal"} 1.0
+shmserve_gpu_out_of_service{gpu_uuid="GPU-1"} 1.0
+nv_inference_pending_request_count{model="m",version="1"} 7
+shmserve_model_requests_in_flight{model="m",version="1"} 2
+shmserve_instance_state{model="m",version="1",model_instance="m_0_0",state="ready"} 1
+shmserve_instance_memory_bytes{model="m",version="1",model_instance="m_0_0"} 1000
+shmserve_instance_cpu_seconds_total{model="m",version="1",model_instance="m_0_0"} 2.5
+shmserve_instance_restarts_total{model="m",version="1",model_instance="m_0_0"} 3
+shmserve_instance_busy_seconds{model="m",version="1",model_instance="m_0_0"} 4.5
+shmserve_request_duration_seconds_bucket{model="m",version="1",le="0.004194303"} 10
+shmserve_request_duration_seconds_bucket{model="m",version="1",le="0.008388607"} 30
+shmserve_request_duration_seconds_bucket{model="m",version="1",le="+Inf"} 30
+shmserve_clients{plane="lane"} 2
+shmserve_clients{plane="zmq"} 1
+shmserve_client_requests{client="4",name="cam\\"era\\n"} 5
+shmserve_client_requests{client="other",name=""} 1
+shmserve_client_held_bytes{client="4",name="cam\\"era\\n"} 77
+shmserve_requests_refused_total{reason="model_queue"} 6
+process_resident_memory_bytes 5000
+process_cpu_seconds_total 12.5
+not a metric
+shmserve_held_bytes many
+"""
+
+
+def statistics(success: int, name: str = "m", **more: Any) -> dict[str, Any]:
+    def part(ns: int) -> dict[str, int]:
+        return {"count": success, "ns": success * ns}
+
+    times = {"success": part(4000), "fail": {"count": 2, "ns": 10}, "queue": part(1000), "compute_input": part(100)}
+    times |= {"compute_infer": part(2500), "compute_output": part(400), "cache_hit": part(0), "cache_miss": part(0)}
+    batch = {"batch_size": 2, "compute_input": part(50), "compute_infer": part(50), "compute_output": part(50)}
+    return {"name": name, "version": "1", "inference_count": 2 * success, "execution_count": success,
+            "inference_stats": times, "batch_stats": [batch]} | more  # fmt: skip
+
+
+INDEX = [{"name": "m", "version": "1", "state": "READY", "reason": ""}, {"name": "absent"}]
+
+
+def document(success: int, metrics: str | None) -> dict[str, Any]:
+    return document_of(SERVER, True, INDEX, {"model_stats": [statistics(success)]}, metrics)
+
+
+def test_samples_of_prometheus() -> None:
+    found = list(samples(METRICS, {"shmserve_client_requests", "process_resident_memory_bytes", "shmserve_held_bytes"}))
+    assert found == [
+        ("shmserve_client_requests", {"client": "4", "name": 'cam"era\n'}, 5.0),
+        ("shmserve_client_requests", {"client": "other", "name": ""}, 1.0),
+        ("process_resident_memory_bytes", {}, 5000.0),
+    ]
+
+
+def test_rates_and_percentiles_with_and_without_metrics() -> None:
+    before = document(10, METRICS) | {"time_ns": 1}
+    more = METRICS.replace('le="0.008388607"} 30', 'le="0.008388607"} 130').replace("total 12.5", "total 13.5")
+    view = make_view(before, document(110, more) | {"time_ns": 2_000_000_001})
+    row, absent = view.models
+    assert absent["state"] == "not loaded"
+    assert row["requests_per_s"] == pytest.approx(50)
+    assert 0.004 < row["p50"] < 0.0084
+    assert (row["queued"], row["in_flight"], row["restarts"], row["instances"]) == (7, 2, 3, "1/1")
+    assert row["batch_sizes"] == {2: 110}
+    (instance,) = view.instances
+    assert (instance["memory_bytes"], instance["slow"], instance["busy_seconds"]) == (1000, True, 4.5)
+    assert instance["batch_rows"] is None
+    assert "batch_rows" in view.unknown
+    assert "p99" not in view.unknown
+    (client,) = view.clients
+    assert (client["number"], client["in_flight"], client["held_bytes"]) == ("4", 5, 77)
+    assert [view.server[key] for key in ("connections", "refused", "memory_bytes")] == [3, {"model_queue": 6}, 5000]
+    assert view.server["cpu"] == pytest.approx(0.5)
+    assert view.gpus[0]["memory_share"] == 0.25
+    assert (view.gpus[0]["throttled"], view.gpus[0]["out_of_service"]) == ("sw_thermal", "see shmserve doctor")
+    view = make_view(document(10, None) | {"time_ns": 1}, document(30, None) | {"time_ns": 1_000_000_001})
+    row = view.models[0]
+    assert row["requests_per_s"] == pytest.approx(20)
+    assert row["mean_batch"] == pytest.approx(2)
+    assert row["p99"] is row["instances"] is row["queued"] is None
+    assert {"p50", "p95", "p99", "instances", "queued", "memory_bytes"} <= view.unknown
+    assert view.instances == view.clients == view.gpus == []
+
+
+# ------------------------------------------------------------------------------------------ the connection
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    answers: dict[str, tuple[int, str]]
+    seen: list[tuple[str, str, str]]
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        type(self).seen.append((self.path, body, self.headers.get("Authorization", "")))
+        status, text = self.answers.get(self.path, (404, '{"error": "no such path"}'))
+        data = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        if self.path.startswith("/close"):  # without a header that says so
+            self.close_connection = True
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Suppresses output on standard error."""
+
+
+@contextmanager
+def serving(tls: ssl.SSLContext | None = None, **more: tuple[int, str]) -> Iterator[tuple[str, type[_Handler]]]:
+    answers = {
+        "/v2": (200, json.dumps(SERVER)),
+        "/v2/health/ready": (400, ""),
+        "/v2/repository/index": (200, json.dumps(INDEX)),
+        "/v2/models/stats": (200, json.dumps({"model_stats": [statistics(5)]})),
+        "/metrics": (200, METRICS),
+        "/close/metrics": (200, METRICS),
+        "/v2/repository/models/m%2Fx/load": (200, ""),
+        "/v2/repository/models/bad/load": (400, '{"error": "load failed for model \'bad\'"}'),
+    } | {path.replace("_", "/"): answer for path, answer in more.items()}
+    handler = type("Handler", (_Handler,), {"answers": answers, "seen": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = False
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", handler
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def source(url: str, *more: str) -> closing[HttpSource]:
+    return closing(HttpSource(url, *more))
+
+
+def test_reading_and_loading() -> None:
+    with serving() as (url, handler), source(f"{url}/", f"{url}/metrics", "secret") as made:
+        found = made.read()
+        assert (found["server"]["ready"], found["notes"], found["gpus"][0]["uuid"]) == (False, [], "GPU-1")
+        assert made.operate("load", "m/x", None, "") == []
+        assert {token for _, _, token in handler.seen} == {"Bearer secret"}
+        with pytest.raises(InvalidRequest, match="load failed for model 'bad'"):
+            made.operate("load", "bad", None, "")
+        with pytest.raises(NotFound, match="no such path"):
+            made.operate("unload", "m", None, "")
+        with pytest.raises(Unsupported, match="'restart' is not possible over HTTP"):
+            made.operate("restart", "m", None, "")
+
+
+def test_metrics_that_cannot_be_read_are_a_note() -> None:
+    with serving(_metrics=(403, "")) as (url, _), source(url, url) as made:
+        found = made.read()
+    (note,) = found["notes"]
+    assert "GET /metrics: Forbidden (status 403)" in note
+    assert "--metrics-url" in note
+    assert "p99" in found["unknown"]
+
+
+FORM = "do not have the form of KServe v2"
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "text", "error", "words"),
+    [
+        ("_v2", 401, '{"error": "this request needs a token"}', Denied, "this request needs a token"),
+        ("_v2", 500, "oops", Internal, r"GET /v2: Internal Server Error \(status 500\)"),
+        ("_v2", 200, "oops", Internal, "the answer to GET /v2 is not JSON"),
+        ("_v2", 200, "[]", Internal, "not a JSON object"),
+        ("_v2_models_stats", 200, '{"model_stats": [{"name": "m"}]}', Internal, FORM),
+        ("_v2_models_stats", 200, '{"model_stats": 5}', Internal, FORM),
+        ("_v2_repository_index", 200, "[7]", Internal, FORM),
+        ("_metrics", 200, 'shmserve_request_duration_seconds_bucket{model="m",version="1"} 5', Internal, FORM),
+    ],
+)
+def test_errors_and_other_formats(path: str, status: int, text: str, error: type[Exception], words: str) -> None:
+    answers = {path: (status, text)}
+    with serving(None, **answers) as (url, _), source(url, url) as made, pytest.raises(error, match=words):
+        made.read()
+
+
+def test_connections_that_are_closed_end_or_are_not_trusted() -> None:
+    with serving() as (url, handler), source(url, f"{url}/close") as made:
+        for _ in range(2):
+            made.read()
+        assert [path for path, _, _ in handler.seen].count("/v2") == 2
+    with source(url) as made, pytest.raises(ConnectionLost, match=r"no server at http://127\.0\.0\.1:\d+ \("):
+        made.read()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+    with (
+        serving(context) as (url, _),
+        source(url.replace("http", "https")) as made,
+        pytest.raises(ConnectionLost, match="CERTIFICATE_VERIFY_FAILED"),
+    ):
+        made.read()
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://user@x", "http://x?y=1"])
+def test_invalid_urls(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="expected http://host:port"):
+        HttpSource(url)
