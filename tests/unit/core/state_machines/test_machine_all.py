@@ -19,7 +19,7 @@ from shmserve.core import events
 from shmserve.core.limits import Limits
 from shmserve.core.owners.recording import Recording
 from shmserve.core.state import State
-from shmserve.protocol.messages import Handle, Infer, Map, More, Options, Wanted
+from shmserve.protocol.messages import Cancel, Fail, FailHeld, Handle, Infer, Map, More, Options, Wanted
 from shmserve.tools.timeline.collected import Collected
 from shmserve.tools.timeline.trace_events import Timeline
 from tests.support.clients.trace_events import check
@@ -363,3 +363,37 @@ def test_a_sequence_continues_in_the_turn_that_replaces_its_model() -> None:
     state.busy(which=19)
     state.sequence(count=3, end=True, number=1, start=True, timeout_ms=0, together=True, which=1, which_model=1)
     state.teardown()
+
+
+@pytest.mark.parametrize("way", ["alone", "columns", "frame"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_counters_of_a_model_are_the_sums_over_its_clients(name: str, way: str) -> None:
+    """Some requests of two clients succeed, are cancelled, fail at the worker, expire, or are refused."""
+    machine = EverythingMachine()
+    machine.begin([name], False)
+    happened = []
+    for number in range(4):
+        for client in machine.clients:
+            sequence = Options(sequence=1 + number, sequence_start=True, sequence_end=True)
+            options = sequence if name in SEQUENCES else None
+            where = "frame" if way == "frame" and client.plane == "zmq" else "inline"
+            happened.append(machine.make_ask(client, name, 1, where, number, options, timeout_ms=9 * (number == 3)))
+    happened.sort(key=lambda event: event[0])
+    machine.send(in_batches(happened) if way == "columns" else happened)
+    machine.send([(client.peer, Cancel(max(client.open))) for client in machine.clients if client.open])
+    for worker in machine.workers(lambda worker: worker.inbox):
+        worker.read()
+        machine.world.let_start(worker)
+    machine.finish(0, 0, True, 1, 0)
+    machine.world.advance(machine.world.now + 10 * MS)
+    machine.finish_everything()
+    machine.send([(0, events.Drain(0))])
+    machine.send([machine.make_ask(client, name, 1, "inline", 1, None) for client in machine.clients])
+    answers = [answer for client in machine.clients for answer in client.answers.values()]
+    failed = sum(isinstance(answer, Fail | FailHeld) for answer in answers)
+    state = machine.world.core.state
+    counted = state.models[name].versions[1].statistics
+    assert counted.success_count == len(answers) - failed
+    assert sum(counted.failures) == failed
+    assert len(answers) == 5 * len(machine.clients)
+    assert state.observers.refusals == {"UNAVAILABLE": len(machine.clients)}
