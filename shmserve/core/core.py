@@ -280,14 +280,14 @@ class Core:
         if state.deadlock_possible:
             state.deadlock_possible = False
             if state.blocked_instances or state.memory.yielding:
-                self._calls.check_deadlocks(now)
+                self._calls.check_deadlocks()
                 self._advance_and_dispatch(now)
         if changes.unloading_versions or changes.retiring_instances:
             deployment.finish_unloads(state)
         if changes.to_sleep:
             sleep.put_unused_to_sleep(state, now)
         if state.readiness_changed:
-            ensemble_readiness.update(state, now)
+            ensemble_readiness.update(state)
             if state.loaded_versions:
                 waiting.check(state, self._check, now)
                 self._advance_and_dispatch(now)
@@ -329,7 +329,7 @@ class Core:
                 if version.service.sequence_slots is None:
                     dispatch.dispatch(state, version, now)
                 else:
-                    dispatch.refuse_stranded(state, version, now)
+                    dispatch.refuse_stranded(state, version)
                     sequence_scheduler.dispatch(state, version, now)
                 scaler = version.scaler
                 if scaler is not None and not scaler.watched:

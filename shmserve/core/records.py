@@ -21,7 +21,6 @@ from shmserve.core.service.batch import Batch
 from shmserve.core.service.form import BatchRules
 from shmserve.core.service.graph import EnsembleGraph, handles_of
 from shmserve.core.service.lending import Lending, lending_of
-from shmserve.core.service.padding import rounded
 from shmserve.core.service.queue import RequestQueue
 from shmserve.core.service.scaler import Scaler
 from shmserve.core.service.slots import SequenceSlots
@@ -972,14 +971,6 @@ class Version:
         while newest.successor is not None:
             newest = newest.successor
         return self if newest.gone else newest
-
-    def count_padding(self, batch: Batch[Request]) -> None:
-        """Counts the padding of a batch that has run."""
-        if self.service.padding is not None:
-            longest, useful = batch.lengths()
-            elements = batch.rows * rounded(longest, self.service.padding)
-            self.statistics.elements += elements
-            self.statistics.padded_elements += elements - useful
 
     def served(self, service_ns: int, seen_ns: int) -> None:
         """Updates the means with a batch that took `service_ns` at the worker, and `seen_ns` as seen by the broker."""

@@ -115,8 +115,6 @@ class State:
         """Instances that call each other's models may have deadlocked; check at the end of the turn. Set when an
         instance leaves, and when a step starts to wait for resources."""
         self.observers = Observers(self)
-        self.refused: dict[str, int] = {}
-        """Number of refused requests, by the limit that they exceeded, or else by error code."""
         self.tracing = False
         """Log each batch with the reason for which it was formed."""
         self.draining = self.drained = False

@@ -96,7 +96,7 @@ class ActivityReport:
             "cpu_seconds": own.cpu_seconds,
             "memory_bytes": own.resident_bytes,
             "in_flight": len(self._state.requests),
-            "refused": dict(self._state.refused),
+            "refused": dict(self._state.observers.refusals),
             "connections": len(self._state.clients),
             "held_bytes": ledger.held_bytes,
             "segments": len(ledger.segments),

@@ -285,7 +285,7 @@ class Metrics:
         add("shmserve_info", 1, labels(("version",), (installed(),)))
         add("shmserve_ready", int(self._ready()))
         add("shmserve_out_of_service", int(self._state.out_of_service))
-        for reason, count in self._state.refused.items():
+        for reason, count in self._state.observers.refusals.items():
             add("shmserve_requests_refused_total", count, labels(("reason",), (reason,)))
         cache = self._state.cache
         if cache.limit:

@@ -25,19 +25,17 @@ _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 # ------------------------------------------------------------------------------------ to workers
 
 
-def refuse_stranded(state: State, version: Version, now: int) -> None:
+def refuse_stranded(state: State, version: Version) -> None:
     """Fails the requests queued for a version that no instance will run any more."""
     if version.state is not _READY and version.queued and not version.alive:
         what = f"'{version.model}' version {version.number} is not at ready state"
-        empty_queue(
-            state, version, f"Request for unknown model: {what}: {version.reason or version.degraded_reason}", now
-        )
+        empty_queue(state, version, f"Request for unknown model: {what}: {version.reason or version.degraded_reason}")
 
 
 def dispatch(state: State, version: Version, now: int) -> None:
     """Sends everything that may be sent now."""
     if version.state is not _READY:
-        refuse_stranded(state, version, now)
+        refuse_stranded(state, version)
     queue = version.service.queue
     version.wake = 0
     if state.blocked_instances:
@@ -93,14 +91,14 @@ def stopped(state: State, instance: Instance) -> None:
             state.to_dispatch[version] = None
 
 
-def empty_queue(state: State, version: Version, text: str, now: int) -> None:
+def empty_queue(state: State, version: Version, text: str) -> None:
     """Fails all queued requests: no instance will run them. Those that wait for a load are not queued yet: `waiting`
     decides which version serves them."""
     service = version.service
     waiting = [*service.queue.take(service.queue.count), *version.suspects]
     version.suspects.clear()
     for request in waiting:
-        exit.fail_unsent(state, request, "UNAVAILABLE", text, now)
+        exit.fail_unsent(state, request, "UNAVAILABLE", text)
     if service.sequence_slots is not None:
         service.sequence_slots.lose(None, text)
     state.to_dispatch[version] = None
@@ -199,7 +197,7 @@ def _refuse_late(state: State, version: Version, instance: Instance, plan: Batch
         took = f"that takes about {(done - now) / 1e6:.1f} ms"
         text = f"Request timeout expired: it cannot be answered before its own timeout: {took}"
         service.queue.remove(request)
-        exit.fail_unsent(state, request, "DEADLINE_EXCEEDED", text, now)
+        exit.fail_unsent(state, request, "DEADLINE_EXCEEDED", text)
     return bool(late)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from shmserve.core.effects import ReadLease, StartLease
 from shmserve.core.events import LeaseRead
-from shmserve.core.exit import exit
 from shmserve.core.owners.lease import Lease
 from shmserve.core.records import ClientState, Instance, Request, Version
 from shmserve.core.service.form import Reason
@@ -21,7 +20,6 @@ from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats.statistics import FailureKind
 from shmserve.core.termination import kill
-from shmserve.errors import ModelFailed
 from shmserve.protocol import messages
 from shmserve.protocol.messages import Failure, LeaseEnd
 from shmserve.protocol.worker_messages import LeaseLogged, LeaseOver, Lend, Revoke
@@ -238,8 +236,7 @@ def _remove(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
         lending.needed = ALONE
     error = lease.error if event.running else None
     if error is not None and event.since != lease.recorded:
-        lease.version.statistics.failed(FailureKind.BACKEND, max(0, now - event.since))
-        lease.version.statistics.keep_error(error.code, error.text, now)
+        state.observers.failed(lease.version, min(event.since, now), error.code, error.text, FailureKind.BACKEND)
     if lease.client.gone:
         return
     if event.running and lease.error is None and not lease.instance.held:
@@ -278,15 +275,6 @@ def count_logged(state: State, reading: LeaseRead) -> None:
     if lease.instance.lease == lease.number:
         runs = reading.running and reading.since != lease.recorded
         lease.instance.leased_since = max(reading.since, lease.resumed) if runs else 0
-    version, statistics = lease.version, lease.version.statistics
-    reason = Reason.IDLE if version.service.batch_rules is not None else Reason.SINGLE
-    for arrived, taken, ready, computed, placed, rows, failed in requests:
-        cost = max(rows, 1)
-        if failed:
-            statistics.failed(FailureKind.BACKEND, placed - arrived)
-            statistics.keep_error(ModelFailed.code, "", placed)
-        else:
-            exit.account(version, [arrived], cost, taken, placed)
-        statistics.batch_done(cost, 0 if failed else 1, reason, (taken, ready, computed, placed), placed)
+    reason = Reason.IDLE if lease.version.service.batch_rules is not None else Reason.SINGLE
     if requests:
         state.observers.leased(lease, requests, reason)

@@ -26,7 +26,7 @@ def rows(state: State, version: Version, instance: Instance, message: Rows, now:
         kill_for_protocol_error(state, version, instance, f"Rows of batch {message.batch}")
         return
     for row in message.rows:
-        _row(state, version, instance, batch, row, now, 0)
+        _row(state, version, instance, batch, row, 0)
 
 
 def done(state: State, version: Version, instance: Instance, message: Done, now: int) -> None:
@@ -38,8 +38,6 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
     times = message.times
     taken = times[0]
     batch.times = times
-    statistics = version.statistics
-    before = statistics.success_count
     columns = message.columns
     if columns is not None and not columns.regular:
         kill_for_protocol_error(state, version, instance, f"irregular columns of batch {message.batch}")
@@ -48,11 +46,11 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
     results = message.rows if columns is None else columns
     if not service.plain:
         for row in rows_of(results):
-            _row(state, version, instance, batch, row, now, taken)
+            _row(state, version, instance, batch, row, taken)
     elif columns is not None:
-        _columns(state, version, instance, batch, columns, taken, now)
+        _columns(state, version, instance, batch, columns, taken)
     else:
-        _rows(state, version, instance, batch, message, now)
+        _rows(state, version, instance, batch, message)
     if state.tracing:
         count = len(message.rows if columns is None else columns.requests)
         state.log(
@@ -66,9 +64,8 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         responses.batch_done(state, version, instance, batch, taken)
     if batch.left:
         for request in batch.requests():
-            exit.fail(state, request, "INTERNAL", f"{version.label} sent no response to this request of its batch", now)
-    if service.padding is not None:
-        version.count_padding(batch)
+            exit.fail(state, request, "INTERNAL", f"{version.label} sent no response to this request of its batch")
+    state.observers.batch_over(version, batch, times)
     batch.end()
     instance.running = None
     if state.limiter is not None:
@@ -79,11 +76,6 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         version.trial = None
     batch.resume(now)
     version.served(max(times[3] - taken - batch.stalled, 0), max(now - batch.began - batch.stalled, 0))
-    early = batch.early
-    if early:
-        statistics.queued(early, taken)
-    answered = statistics.success_count - before + len(early)
-    statistics.batch_done(max(batch.rows, batch.slots), answered, batch.reason, times, now)
     if message.next:
         _run_waiting(state, version, instance, message.next, message.through, now)
     elif instance.waiting is None and instance.usable:
@@ -158,7 +150,7 @@ def withdrawn(state: State, version: Version, instance: Instance, message: Withd
     state.to_dispatch[version] = None
 
 
-def _rows(state: State, version: Version, instance: Instance, batch: Batch[Request], done: Done, now: int) -> None:
+def _rows(state: State, version: Version, instance: Instance, batch: Batch[Request], done: Done) -> None:
     """`_row` for each row; the usual ones, with all outputs inside the message, are ended and counted together."""
     requests, append = state.requests, state.effects.append
     taken, number = done.times[0], version.number
@@ -179,14 +171,13 @@ def _rows(state: State, version: Version, instance: Instance, batch: Batch[Reque
                     del requests[row.request]
                     usual.append(request)
                     continue
-            _row(state, version, instance, batch, row, now, taken)
+            _row(state, version, instance, batch, row, taken)
     finally:  # after an internal error, too, those that were answered have ended
-        batch.left -= len(usual)
-        exit.end_plain(version, usual, taken, now)
+        _end_usual(state, version, batch, usual, taken)
 
 
 def _columns(
-    state: State, version: Version, instance: Instance, batch: Batch[Request], columns: Columns, taken: int, now: int
+    state: State, version: Version, instance: Instance, batch: Batch[Request], columns: Columns, taken: int
 ) -> None:
     """Like `_rows`, for columns. Each client gets one message for all of its requests that came in columns."""
     requests, forms = state.requests, columns.forms
@@ -196,7 +187,7 @@ def _columns(
         for index, (own, axis, data) in enumerate(zip(columns.requests, columns.rows, columns.data, strict=True)):
             request = requests.get(own)
             if request is None or request.batch is not batch or request.state is not _SENT or request.special:
-                _row(state, version, instance, batch, Row(own, columns.tensors(index)), now, taken)
+                _row(state, version, instance, batch, Row(own, columns.tensors(index)), taken)
                 continue
             client, number = request.client, request.client_number
             if request.form is None:
@@ -214,13 +205,16 @@ def _columns(
         for client, (numbers, axes, blobs) in replies.items():
             message = ReplyBatch(version.number, Columns(forms, tuple(numbers), tuple(axes), tuple(blobs)))
             state.send(client.number, message)
-        batch.left -= len(usual)
-        exit.end_plain(version, usual, taken, now)
+        _end_usual(state, version, batch, usual, taken)
 
 
-def _row(
-    state: State, version: Version, instance: Instance, batch: Batch[Request], row: Row, now: int, taken: int
-) -> None:
+def _end_usual(state: State, version: Version, batch: Batch[Request], requests: list[Request], taken: int) -> None:
+    batch.left -= len(requests)
+    batch.answered += len(requests)
+    exit.end_plain(state, version, requests, taken)
+
+
+def _row(state: State, version: Version, instance: Instance, batch: Batch[Request], row: Row, taken: int) -> None:
     request = state.requests.get(row.request)
     if request is None or request.batch is not batch or request.state is _DONE:
         kill_for_protocol_error(state, version, instance, f"row of request {row.request}")
@@ -231,24 +225,17 @@ def _row(
         exit.released(state, request)
     elif row.error is not None:
         state.outputs.refuse(instance, row.outputs)
-        exit.fail(state, request, row.error.code, row.error.text, now)
-    elif not _reply(state, version, instance, request, row, now, taken):
+        exit.fail(state, request, row.error.code, row.error.text)
+    elif not _reply(state, version, instance, request, row, taken):
         text = f"{version.label} sent a response with memory that it does not own"
-        exit.fail(state, request, "INTERNAL", text, now)
+        exit.fail(state, request, "INTERNAL", text)
         kill_for_protocol_error(state, version, instance, "memory in a response")
 
 
-def _reply(
-    state: State, version: Version, instance: Instance, request: Request, row: Row, now: int, taken: int
-) -> bool:
+def _reply(state: State, version: Version, instance: Instance, request: Request, row: Row, taken: int) -> bool:
     """Sends the response. False, without any change: it refers to memory that the worker may not give."""
     if not state.outputs.produce(instance, request, row.outputs):
         return False
-    if taken:
-        version.statistics.answered([request.arrived], request.cost, taken, now)
-    else:
-        version.statistics.answered_early(request.arrived, request.cost, now)
-        assert request.batch is not None
-        request.batch.early.append(request.arrived)
+    state.observers.computed(request, taken)
     exit.respond(state, request, Reply(request.client_number, version.number, row.outputs, row.parameters))
     return True

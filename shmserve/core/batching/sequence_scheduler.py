@@ -190,7 +190,7 @@ def _process_change(state: State, slots: SequenceSlots[Sequence, Instance], sequ
         return
     sequence.active = now
     if sequence.broken is not None:
-        _end_broken(state, slots, sequence, *sequence.broken, now)
+        _end_broken(state, slots, sequence, *sequence.broken)
     elif sequence.over and sequence.idle:
         if sequence.cut:
             _notify_worker(state, sequence)
@@ -198,7 +198,7 @@ def _process_change(state: State, slots: SequenceSlots[Sequence, Instance], sequ
 
 
 def _end_broken(
-    state: State, slots: SequenceSlots[Sequence, Instance], sequence: Sequence, code: str, text: str, now: int
+    state: State, slots: SequenceSlots[Sequence, Instance], sequence: Sequence, code: str, text: str
 ) -> None:
     if state.sequences.get(sequence.key) is sequence and not sequence.own:
         _remember(state, sequence, code, text)
@@ -206,7 +206,7 @@ def _end_broken(
     while sequence.requests:
         request = sequence.requests.popleft()
         slots.gone(request)
-        exit.fail_unsent(state, request, code, text, now)
+        exit.fail_unsent(state, request, code, text)
     if sequence.running is None:  # otherwise once its worker is done with that request
         _notify_worker(state, sequence)
         _end(state, slots, sequence)

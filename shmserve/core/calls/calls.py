@@ -67,14 +67,14 @@ class ModelCalls:
         if message.held and request.state not in _ANSWERED:
             stuck = deadlock.closes_cycle(self.state, request)
             if stuck:
-                exit.fail_early(self.state, request, "UNAVAILABLE", stuck, now)
+                exit.fail_early(self.state, request, "UNAVAILABLE", stuck)
 
     def cancel(self, version: Version, instance: Instance, message: Cancel, now: int) -> None:
         request = self._of(instance, message.request)
         if request is None:  # already answered (the messages crossed), or an operation instead of a call
             self.state.effects.append(Query(instance.peer, message))
         else:
-            exit.fail_early(self.state, request, "CANCELLED", "the call was cancelled by the model that made it", now)
+            exit.fail_early(self.state, request, "CANCELLED", "the call was cancelled by the model that made it")
 
     def more(self, version: Version, instance: Instance, message: More, now: int) -> None:
         request = self._of(instance, message.request)
@@ -165,13 +165,13 @@ class ModelCalls:
             state.leases[instance.lease].resumed = state.now
             instance.leased_since = instance.leased_since and state.now
 
-    def check_deadlocks(self, now: int) -> None:
+    def check_deadlocks(self) -> None:
         """Fails the newest call of each cycle of waiting instances."""
         while True:
             request, text = deadlock.newest_in_cycle(self.state)
             if request is None:
                 return
-            exit.fail_early(self.state, request, "UNAVAILABLE", text, now)
+            exit.fail_early(self.state, request, "UNAVAILABLE", text)
 
 
 def _failed(message: Call, error: ServeError) -> str:

@@ -62,16 +62,16 @@ class Ensembles:
                 if run.ready:
                     self._start(run, *run.ready.pop(0), now)
                 elif run.levels.sources:
-                    if not self._move_on(run, now):
+                    if not self._move_on(run):
                         break
                 else:
                     if not run.open[0][0].left:
-                        self._answer(run, run.open[0][0], now)
+                        self._answer(run, run.open[0][0])
                     break
             except ServeError as error:
                 self._fail(run, error)
         if run.failure is not None and not run.over:
-            self._answer_failure(run, now)
+            self._answer_failure(run)
         if run.over and not run.in_flight:
             self._close(run)
 
@@ -267,7 +267,7 @@ class Ensembles:
 
     # ------------------------------------------------------------------------------------ responses and completion
 
-    def _move_on(self, run: Run, now: int) -> bool:
+    def _move_on(self, run: Run) -> bool:
         """Closes the first iteration of a level if it is done. True: one was closed, and others may continue."""
         for level in range(len(run.open) - 1, -1, -1):
             if not run.open[level]:
@@ -278,11 +278,11 @@ class Ensembles:
             if level == len(run.open) - 1:
                 if not run.room:
                     return False
-                self._answer_part(run, first, now)
+                self._answer_part(run, first)
                 if run.over:
                     return False
             elif not level:
-                self._is_over(run, now)
+                self._is_over(run)
                 exit.respond_part(self._state, run.request, (), None, True)
                 return False
             run.open[level].popleft()
@@ -324,16 +324,16 @@ class Ensembles:
         graph.check_parts(outputs)
         return tuple(outputs)
 
-    def _answer(self, run: Run, iteration: Iteration, now: int) -> None:
+    def _answer(self, run: Run, iteration: Iteration) -> None:
         """Sends the only response: all steps are done."""
         request = run.request
         outputs = self._outputs(run, iteration)
-        self._is_over(run, now)
+        self._is_over(run)
         self._state.outputs.pass_on(request, graph.handles_of(outputs))
         reply = Reply(request.client_number, request.version.number, outputs, _sequence_of(request))
         exit.deliver(self._state, request, reply)
 
-    def _answer_part(self, run: Run, iteration: Iteration, now: int) -> None:
+    def _answer_part(self, run: Run, iteration: Iteration) -> None:
         """Sends one of several responses. The last one is marked as last if it is already known to be, and has
         outputs."""
         outputs = self._outputs(run, iteration)
@@ -341,17 +341,15 @@ class Ensembles:
         run.room -= 1
         self._state.outputs.pass_on(run.request, graph.handles_of(outputs))
         if last:
-            self._is_over(run, now)
+            self._is_over(run)
         exit.respond_part(self._state, run.request, outputs, _sequence_of(run.request), last)
 
-    def _is_over(self, run: Run, now: int) -> None:
+    def _is_over(self, run: Run) -> None:
         """Counts a run that is about to send its last response."""
         run.over = True
-        request, statistics = run.request, run.request.version.statistics
-        statistics.answered([request.arrived], request.cost, request.arrived, now)
-        statistics.ensemble_done(request.cost, run.times, now)
+        self._state.observers.run_done(run.request, run.times)
 
-    def _answer_failure(self, run: Run, now: int) -> None:
+    def _answer_failure(self, run: Run) -> None:
         """Reports the failure to the caller now. Queued steps are dropped; workers may still run others."""
         assert run.failure is not None
         run.over = True
@@ -359,8 +357,7 @@ class Ensembles:
         for step in list(run.in_flight.values()):
             self._give_up(step)
         kind = FailureKind.CANCELED if code == "CANCELLED" else FailureKind.OTHER
-        request.version.statistics.failed(kind, now - request.arrived)
-        request.version.statistics.keep_error(code, text, now)
+        self._state.observers.failed(request.version, request.arrived, code, text, kind)
         if not run.in_flight:
             exit.deliver(self._state, request, Fail(request.client_number, code, text))
             return

@@ -1,8 +1,8 @@
-"""The one way out of the core, in three steps for every request.
+"""The one way out of the core, in two steps for every request.
 
 `respond` hands a response to the requester: directly, or in order of arrival with preserve_ordering. `release` frees
-what the request used as soon as no worker reads it: before the response, after it, or long after (LINGERING).
-`account` counts answered requests; of leased ones, which the core has never seen, nothing else remains to be done.
+what the request used as soon as no worker reads it: before the response, after it, or long after (LINGERING). Observers
+are told of both. Of leased requests, which the core has never seen, they learn from the log of the lease.
 
 Invariant: the requester gets exactly one final response.
 """
@@ -60,7 +60,7 @@ def _store(state: State, request: Request, message: Reply) -> None:
     began = cache.clock()
     if version.state is VersionState.READY:
         cache.add(miss.key, message.outputs, message.parameters, request.client.number)
-    version.statistics.cache_miss(miss.lookup_ns + cache.clock() - began, state.now)
+    state.observers.cache_miss(request, miss.lookup_ns + cache.clock() - began)
 
 
 def respond_part(
@@ -93,32 +93,30 @@ def respond_in_order(state: State, version: Version) -> None:
 # ------------------------------------------------------------------------------------ failures
 
 
-def fail(state: State, request: Request, code: str, text: str, now: int) -> None:
+def fail(state: State, request: Request, code: str, text: str) -> None:
     """Fails a request that no worker has any more. The error is delivered in order."""
     if request.state is _LINGERING:
         released(state, request)
         return
-    statistics = request.version.statistics
-    statistics.failed(FailureKind.BACKEND, now - request.arrived)
-    statistics.keep_error(code, text, now)
+    state.observers.failed(request.version, request.arrived, code, text, FailureKind.BACKEND)
     respond(state, request, Fail(request.client_number, code, text))
 
 
-def fail_unsent(state: State, request: Request, code: str, text: str, now: int) -> None:
+def fail_unsent(state: State, request: Request, code: str, text: str) -> None:
     """Fails a request at once, without waiting for earlier responses. It has already been removed from the queue."""
     version = request.version
-    version.statistics.failed_as(code, text, now - request.arrived, now)
+    state.observers.failed(version, request.arrived, code, text)
     deliver(state, request, Fail(request.client_number, code, text))
     if version.service.order is not None:
         respond_in_order(state, version)
 
 
-def fail_early(state: State, request: Request, code: str, text: str, now: int) -> None:
+def fail_early(state: State, request: Request, code: str, text: str) -> None:
     """Fails a request at once, whatever its state. A worker that could still drop it is notified."""
     version = request.version
     if request.state is _QUEUED:
         version.drop(request)
-        fail_unsent(state, request, code, text, now)
+        fail_unsent(state, request, code, text)
         state.to_dispatch[version] = None
         return
     if request.state is _DONE:  # already counted
@@ -131,7 +129,7 @@ def fail_early(state: State, request: Request, code: str, text: str, now: int) -
         chain.fail(code, text)
         state.runs.to_advance[chain] = None
         return
-    version.statistics.failed_as(code, text, now - request.arrived, now)
+    state.observers.failed(version, request.arrived, code, text)
     request.requester.fail_early(request, code, text)
     state.observers.ended(request, code)
     linger(state, request)
@@ -141,15 +139,15 @@ def deadline_passed(state: State, request: Request, now: int) -> None:
     """The request's own timeout."""
     if request.state not in _GONE:  # otherwise another timer that expired at the same time has ended it
         text = "Request timeout expired: the request's own timeout passed before it was answered"
-        fail_early(state, request, "DEADLINE_EXCEEDED", text, now)
+        fail_early(state, request, "DEADLINE_EXCEEDED", text)
 
 
-def cancel_all(state: State, client: ClientState, now: int) -> None:
+def cancel_all(state: State, client: ClientState) -> None:
     """Cancels all requests of a client that has disconnected."""
     requests = state.requests
     for request in [requests[number] for number in client.requests.values()]:
         if request.state in (_QUEUED, _CHAINED):
-            fail_early(state, request, "CANCELLED", "its client has disconnected", now)
+            fail_early(state, request, "CANCELLED", "its client has disconnected")
         elif request.state in (_SENT, _OPEN):
             linger(state, request)
         elif request.state is _DONE:  # otherwise it was just delivered, because earlier ones were dropped
@@ -222,9 +220,9 @@ def end(state: State, request: Request) -> None:
         _release(state, request)
 
 
-def end_plain(version: Version, requests: list[Request], taken: int, now: int) -> None:
-    """`end` and `account` in one pass for answered requests of clients that use nothing outside their messages, and
-    have left the table already."""
+def end_plain(state: State, version: Version, requests: list[Request], taken: int) -> None:
+    """`end` in one pass for answered requests of a batch, of clients, that use nothing outside their messages and have
+    left the table already."""
     move_all(requests, _SENT, _ENDED)
     rows = 0
     arrivals = []
@@ -237,7 +235,7 @@ def end_plain(version: Version, requests: list[Request], taken: int, now: int) -
             payer.leave(request.inline)
         rows += request.cost
         arrivals.append(request.arrived)
-    account(version, arrivals, rows, taken, now)
+    state.observers.answered(version, arrivals, rows, taken, state.now)
 
 
 def _release(state: State, request: Request) -> None:
@@ -256,18 +254,3 @@ def is_stream(request: Request) -> bool:
     """Does only the model decide when the request ends? That may be long after its client has disconnected."""
     service = request.version.service
     return service.decoupled and service.graph is None
-
-
-# ------------------------------------------------------------------------------------ account
-
-
-def account(version: Version, arrivals: list[int], rows: int, taken: int, now: int) -> None:
-    """Counts answered requests of a batch, by when they arrived. `taken`: when their batch was."""
-    statistics = version.statistics
-    statistics.answered(arrivals, rows, taken, now)
-    if statistics.first is not None:
-        for arrived in arrivals:
-            statistics.first.add(now - arrived)
-    if statistics.streams is not None:
-        for arrived in arrivals:
-            statistics.streams.first.add(now - arrived)

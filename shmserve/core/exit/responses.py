@@ -47,7 +47,7 @@ def _row(state: State, version: Version, instance: Instance, row: Row, now: int)
     taken = wanted and state.outputs.produce(instance, request, row.outputs)
     if not taken:
         state.outputs.refuse(instance, row.outputs)
-    _count(state, version, request, row)
+    state.observers.streamed(request, row, request.state is not _LINGERING)
     if row.more:
         if taken:
             exit.respond_part(state, request, row.outputs, row.parameters, False)
@@ -58,26 +58,14 @@ def _row(state: State, version: Version, instance: Instance, row: Row, now: int)
     if request.state is _LINGERING:
         exit.released(state, request)
     elif row.error is not None:
-        exit.fail(state, request, row.error.code, row.error.text, now)
+        exit.fail(state, request, row.error.code, row.error.text)
     elif not taken:
         text = f"{version.label} sent a response with memory that it does not own"
-        exit.fail(state, request, "INTERNAL", text, now)
+        exit.fail(state, request, "INTERNAL", text)
         kill_for_protocol_error(state, version, instance, "memory in a response")
     else:
-        version.statistics.answered_early(request.arrived, request.cost, now)
-        if batch is not None and request.batch is batch:
-            batch.early.append(request.arrived)
+        state.observers.computed(request, 0)
         exit.respond_part(state, request, row.outputs, row.parameters, True)
-
-
-def _count(state: State, version: Version, request: Request, row: Row) -> None:
-    if request.state is not _LINGERING:
-        outcome = "fail" if row.error is not None else "success" if row.outputs or row.parameters else "empty_response"
-    elif row.more:
-        return  # sent before the worker knew of the cancellation
-    else:
-        outcome = "cancel"
-    version.statistics.responded(request.parts, outcome, row.times)
 
 
 def _window(request: Request) -> int:
@@ -95,18 +83,18 @@ def batch_done(state: State, version: Version, instance: Instance, batch: Batch[
     for request in batch.requests():
         if request.state is _SENT:
             request.move(_OPEN)
-            version.statistics.queued([request.arrived], taken)
+            state.observers.left_batch(request, taken)
         request.batch = None
         batch.left -= 1
         instance.streams[request.number] = request
 
 
-def lost(state: State, version: Version, instance: Instance, reason: str, now: int) -> None:
+def lost(state: State, version: Version, instance: Instance, reason: str) -> None:
     """Fails the open streams of a worker that has ended."""
     for request in list(instance.streams.values()):
         count = f"{request.parts} response{'' if request.parts == 1 else 's'}"
         text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended after {count}"
-        exit.fail(state, request, "MODEL_FAILED", f"{text} to this request ({reason})", now)
+        exit.fail(state, request, "MODEL_FAILED", f"{text} to this request ({reason})")
     instance.streams.clear()
 
 

@@ -105,7 +105,7 @@ class Admission:
         if request is None:  # already answered (the messages crossed), or an operation instead of a request
             self._state.effects.append(Query(peer, message))
         else:
-            exit.fail_early(self._state, request, "CANCELLED", "the request was cancelled by its caller", now)
+            exit.fail_early(self._state, request, "CANCELLED", "the request was cancelled by its caller")
 
     # ------------------------------------------------------------------------------------ memory and queries
 

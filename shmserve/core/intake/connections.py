@@ -107,7 +107,7 @@ class Connections:
             return
         client.gone = True
         self._quotas.leave(client)
-        exit.cancel_all(self._state, client, now)
+        exit.cancel_all(self._state, client)
         self._state.ledger.client_died(client)
 
     def bye(self, peer: int, message: Bye, now: int) -> None:

@@ -66,25 +66,25 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
     _set_queue_timeout(state, version, request, now)
     service.queue.add(request)
     if 0 < request.queue_expires < now + SHORTEST_WAIT_NS:
-        expire(state, request, now)
+        expire(state, request)
     state.to_dispatch[version] = None
 
 
 def queue_timeout(state: State, request: Request, now: int) -> None:
     """The queue timer. It has no effect on a request that is delayed or has been sent to a worker."""
     if request.state is RequestState.QUEUED and not request.delayed and not request.suspect:
-        expire(state, request, now)
+        expire(state, request)
         state.to_dispatch[request.version] = None
 
 
-def expire(state: State, request: Request, now: int) -> None:
+def expire(state: State, request: Request) -> None:
     """Handles the expired queue timeout of a queued request."""
     expired = request.unchecked is not None
     if expired:
         request.version.drop(request)
     if expired or request.version.service.queue.expire(request):
         # Triton's clients compare the whole text, so nothing is added.
-        exit.fail_unsent(state, request, "QUEUE_TIMEOUT", "Request timeout expired", now)
+        exit.fail_unsent(state, request, "QUEUE_TIMEOUT", "Request timeout expired")
 
 
 def _cached(state: State, version: Version, request: Request, now: int) -> bool:
@@ -99,7 +99,7 @@ def _cached(state: State, version: Version, request: Request, now: int) -> bool:
         if cache.use_private_copy(key, request):
             request.miss = Miss(key, cache.clock() - began)
         return False
-    version.statistics.cache_hit(now - request.arrived + cache.clock() - began, now)
+    state.observers.cache_hit(request, now - request.arrived + cache.clock() - began)
     state.outputs.pass_on(request, entry.handles)
     reply = Reply(request.client_number, version.number, entry.outputs, entry.parameters)
     exit.deliver(state, request, reply)

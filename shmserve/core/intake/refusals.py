@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from shmserve.core.records import ClientState
 from shmserve.core.state import State
-from shmserve.core.stats.statistics import limit_in
 from shmserve.errors import ServeError, Unavailable
 from shmserve.protocol.messages import Fail, FailBatch, InferBatch
 
 
 def count_refused(state: State, model: str, error: ServeError, count: int = 1) -> None:
-    """Counts rejected requests, by the limit that they exceeded or else by error code."""
-    refused, why = state.refused, limit_in(error.message) or error.code
-    refused[why] = refused.get(why, 0) + count
-    version = state.ready.get(model)
-    if version is not None and isinstance(error, Unavailable):
-        version.statistics.refused(error.code, error.message, count, state.now)
+    state.observers.refused(state.ready.get(model), error, count)
 
 
 def refuse(state: State, client: ClientState, model: str, number: int, error: ServeError) -> None:

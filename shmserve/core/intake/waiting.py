@@ -119,10 +119,10 @@ def _check(state: State, request: Request, admit: Callable[[Request, int], None]
         exit.deliver(state, request, Fail(request.client_number, error.code, error.message))
 
 
-def fail(state: State, version: Version, text: str, now: int) -> None:
+def fail(state: State, version: Version, text: str) -> None:
     """Fails the requests that wait for this version."""
     for request in version.unchecked.take(version.unchecked.count):
-        exit.fail_unsent(state, request, "UNAVAILABLE", text, now)
+        exit.fail_unsent(state, request, "UNAVAILABLE", text)
 
 
 def message_of(request: Request, message: M, now: int) -> M:

@@ -18,13 +18,13 @@ from shmserve.core.states import VersionState
 _V = VersionState
 
 
-def update(state: State, now: int) -> None:
+def update(state: State) -> None:
     """Evaluates all ensembles until nothing changes, because some are steps of others."""
     while state.readiness_changed:
         state.readiness_changed = False
         for version in list(state.ensembles):
             if version in state.ensembles:
-                _evaluate(state, version, now)
+                _evaluate(state, version)
 
 
 def composed(state: State, peer: int, event: Composed, now: int) -> None:
@@ -33,13 +33,13 @@ def composed(state: State, peer: int, event: Composed, now: int) -> None:
         if version.source == event.source and version.compose_number == event.number:
             if event.problem:
                 members = version.members
-                _set_unavailable(state, version, event.problem, now)
+                _set_unavailable(state, version, event.problem)
                 version.members = members  # do not ask again
             else:
                 _set_ready(state, version, now)
 
 
-def _evaluate(state: State, version: Version, now: int) -> None:
+def _evaluate(state: State, version: Version) -> None:
     assert version.service.graph is not None
     ready: list[Version] = []
     for step in version.service.graph.steps:
@@ -47,12 +47,12 @@ def _evaluate(state: State, version: Version, now: int) -> None:
         if member is None:
             cycle = _cycle(state, version)
             if cycle:
-                _set_unavailable(state, version, f"ensemble '{version.model}' depends on itself: {cycle}", now)
+                _set_unavailable(state, version, f"ensemble '{version.model}' depends on itself: {cycle}")
             elif why:
                 text = f"ensemble '{version.model}' depends on '{step.model}' which has no loaded version"
-                _set_unavailable(state, version, f"{text}{why}", now, recovers)
+                _set_unavailable(state, version, f"{text}{why}", recovers)
             elif version.state is not _V.LOADING:
-                _set_unavailable(state, version, f"model '{step.model}' of a step is being loaded", now, True)
+                _set_unavailable(state, version, f"model '{step.model}' of a step is being loaded", True)
             return
         ready.append(member)
     members = tuple(ready)
@@ -123,15 +123,14 @@ def _set_ready(state: State, version: Version, now: int) -> None:
     model = state.models[version.model]
     if loading:
         version.took_ns = max(now - version.began, 1)
-        model.loads.done += 1
-        model.loads.done_ns += version.took_ns
+        state.observers.loaded(model, version)
     state.refresh(version.model)
     text = f"{version.label} is READY with {len(version.members)} step(s)"
     state.log("debug" if loading else "info", text, model=version.model, version=version.number)
     deployment.is_ready(state, version)
 
 
-def _set_unavailable(state: State, version: Version, reason: str, now: int, recovers: bool = False) -> None:
+def _set_unavailable(state: State, version: Version, reason: str, recovers: bool = False) -> None:
     version.members, version.compose_number = (), 0
     if recovers != version.member_recovering:
         version.member_recovering = recovers
@@ -140,7 +139,8 @@ def _set_unavailable(state: State, version: Version, reason: str, now: int, reco
         version.explain(reason)
         return
     model = state.models[version.model]
-    model.loads.failed += version.state is _V.LOADING
+    if version.state is _V.LOADING:
+        state.observers.load_failed(model)
     version.move(_V.UNAVAILABLE, reason)
     state.refresh(version.model)
     if model.versions.get(version.number) is version:

@@ -32,7 +32,7 @@ def process(state: State, now: int) -> None:
         version, successor = changes.replaced_versions.pop()
         _replace(state, version, successor, now)
     while changes.forced_unloads:
-        _end(state, changes.forced_unloads.pop(), now)
+        _end(state, changes.forced_unloads.pop())
 
 
 # ------------------------------------------------------------------------------------ restart
@@ -100,7 +100,7 @@ def overdue(state: State, version: Version, instance: Instance, now: int) -> Non
         f"finish within {after}"
     )
     for request in [*(running.requests() if running is not None else ()), *instance.streams.values()]:
-        _fail(state, request, "MODEL_FAILED", text, now)
+        _fail(state, request, "MODEL_FAILED", text)
     leases.fail(state, instance, "MODEL_FAILED", text)
     kill(state, version, instance, f"it was restarted and did not exit within {after}")
 
@@ -108,14 +108,14 @@ def overdue(state: State, version: Version, instance: Instance, now: int) -> Non
 # ------------------------------------------------------------------------------------ unload by force
 
 
-def _end(state: State, version: Version, now: int) -> None:
+def _end(state: State, version: Version) -> None:
     """Fails all requests of the version and kills its processes."""
     service = version.service
     text = f"{version.label} was unloaded by force before this request completed"
     for request in list(state.requests.values()):
         chain = state.runs.get(request.number)
         if request.version is version or (chain is not None and version in chain.members.values()):
-            _fail(state, request, "UNAVAILABLE", text, now)
+            _fail(state, request, "UNAVAILABLE", text)
     if service.sequence_slots is not None:
         service.sequence_slots.lose(None, text)
     for instance in version.instances:
@@ -125,6 +125,6 @@ def _end(state: State, version: Version, now: int) -> None:
     state.to_dispatch[version] = None
 
 
-def _fail(state: State, request: Request, code: str, text: str, now: int) -> None:
+def _fail(state: State, request: Request, code: str, text: str) -> None:
     if request.state not in _ANSWERED:
-        exit.fail_early(state, request, code, text, now)
+        exit.fail_early(state, request, code, text)

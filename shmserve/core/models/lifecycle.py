@@ -108,13 +108,13 @@ class Lifecycle:
             self._state.blocked_instances.pop(instance, None)
         self._state.deadlock_possible = True
         self._count_uptime(instance, now)
-        explained = self._lose_batches(version, instance, event.reason, now)
+        explained = self._lose_batches(version, instance, event.reason)
         if caller is not None:
-            exit.cancel_all(self._state, caller, now)
+            exit.cancel_all(self._state, caller)
             self._state.ledger.client_died(caller)
         lost = self._state.ledger.worker_died(event.peer)
         if lost:
-            self._lose_tensors(lost, instance, now)
+            self._lose_tensors(lost, instance)
         del self._state.memory.holders[instance]
         self._state.memory.changed = True
         self._handle_exit(version, instance, event, explained, now)
@@ -136,7 +136,7 @@ class Lifecycle:
             sleep.fell_asleep(self._state, version, instance, event.reason)
         elif self._state.draining:
             instance.move(_I.STOPPED)
-            self._no_more(version, now)
+            self._no_more(version)
         elif instance.state is _I.STOPPING or instance.retiring:
             if instance.retiring and instance.state is _I.READY:
                 text = f"worker of {version.label} instance '{instance.spec.name}' ended: {event.reason}"
@@ -171,7 +171,7 @@ class Lifecycle:
         else:
             self._crashed(version, instance, event.reason, explained, now)
 
-    def _lose_batches(self, version: Version, instance: Instance, reason: str, now: int) -> bool:
+    def _lose_batches(self, version: Version, instance: Instance, reason: str) -> bool:
         """Retries or fails the requests of a dead worker. True: the request that it ran alone has already killed
         another worker, which explains both deaths."""
         service = version.service
@@ -194,18 +194,18 @@ class Lifecycle:
                 first = request.suspect
                 if first is not None:
                     explained, first.unexplained = first.unexplained, False
-                exit.fail(self._state, request, "MODEL_FAILED", _lost(version, instance, request, alone, reason), now)
+                exit.fail(self._state, request, "MODEL_FAILED", _lost(version, instance, request, alone, reason))
         for request in waiting.requests() if waiting is not None else ():  # not started yet
             if request.state is RequestState.SENT:
                 self._take_back(request)
                 recall.put_back(self._state, version, request)
             else:
-                exit.fail(self._state, request, "", "", now)
+                exit.fail(self._state, request, "", "")
         for batch in (running, waiting):
             if batch is not None:
                 batch.end()
         if instance.streams:
-            responses.lost(self._state, version, instance, reason, now)
+            responses.lost(self._state, version, instance, reason)
         if service.sequence_slots is not None:
             service.sequence_slots.lose(instance, f"the worker process with its state ended ({reason})")
         if service.order is not None:
@@ -242,12 +242,12 @@ class Lifecycle:
             if other is not instance
         )
 
-    def _lose_tensors(self, lost: set[int], instance: Instance, now: int) -> None:
+    def _lose_tensors(self, lost: set[int], instance: Instance) -> None:
         """Fails requests with these tensors as inputs: queued ones cannot read them, running ones may read anything."""
         text = f"a tensor was on the GPU of instance '{instance.spec.name}', whose worker process has ended"
         for request in list(self._state.requests.values()):
             if request.state in (RequestState.QUEUED, RequestState.SENT) and not lost.isdisjoint(request.segments):
-                exit.fail_early(self._state, request, HandleLost.code, text, now)
+                exit.fail_early(self._state, request, HandleLost.code, text)
 
     def _may_retry(self, version: Version, request: Request) -> bool:
         """May the request be retried? Only if it has not killed a worker before, none of its responses were sent, no
@@ -313,8 +313,7 @@ class Lifecycle:
 
     def _count_restart(self, version: Version, instance: Instance) -> None:
         instance.restarts += 1
-        restarts, name = version.statistics.restarts, instance.spec.name
-        restarts[name] = restarts.get(name, 0) + 1
+        self._state.observers.restarted(version, instance)
 
     def _await_restart(self, version: Version, instance: Instance, reason: str, now: int) -> None:
         limits = self._state.limits
@@ -377,8 +376,8 @@ class Lifecycle:
                         instance.move(_I.STOPPED)
                         self._state.memory.holders.pop(instance, None)
                 if version.state is _V.LOADING:
-                    waiting.fail(self._state, version, STOPPING, now)
-                self._no_more(version, now)
+                    waiting.fail(self._state, version, STOPPING)
+                self._no_more(version)
         self._state.set_timer(now + event.limit_ns * 3 // 4, Timer.LEAVE, None)
         self._state.set_timer(now + event.limit_ns, Timer.DRAIN, None)
 
@@ -387,17 +386,17 @@ class Lifecycle:
         text = "the server stopped before this request completed (--exit-timeout-secs)"
         for request in list(self._state.requests.values()):
             if request.state not in (RequestState.LINGERING, RequestState.ENDED):
-                exit.fail_early(self._state, request, "UNAVAILABLE", text, now)
+                exit.fail_early(self._state, request, "UNAVAILABLE", text)
         for version, instance in list(self._state.instances.values()):
             leases.fail(self._state, instance, "UNAVAILABLE", text)
             kill(self._state, version, instance, "it did not stop in time")
 
-    def _no_more(self, version: Version, now: int) -> None:
+    def _no_more(self, version: Version) -> None:
         """Fails the queued requests of a version that has no worker left, since workers are not restarted during a
         drain."""
         if not any(instance.peer or (instance.sleeping and not instance.over) for instance in version.instances):
             text = f"{STOPPING}, and no worker of '{version.model}' is left to run this request"
-            dispatch.empty_queue(self._state, version, text, now)
+            dispatch.empty_queue(self._state, version, text)
 
     def settle_drain(self) -> None:
         """After each turn of a drain: stops the workers when the last request is done, then reports Drained."""

@@ -16,9 +16,7 @@ _I, _V = InstanceState, VersionState
 def version_loaded(state: State, version: Version, now: int) -> None:
     version.move(_V.READY)
     version.took_ns = max(now - version.began, 1)
-    loads = state.models[version.model].loads
-    loads.done += 1
-    loads.done_ns += version.took_ns
+    state.observers.loaded(state.models[version.model], version)
     state.refresh(version.model)
     lost = [instance for instance in version.instances if instance.lost]
     text = f"{version.label} is READY with {len(version.instances) - len(lost)} instance(s)"
@@ -72,7 +70,7 @@ def give_up(state: State, version: Version, instance: Instance, reason: str) -> 
     """The version fails to load, because it needs all of its instances."""
     instance.explain(reason)
     _has_failed(state, instance)
-    state.models[version.model].loads.failed += 1
+    state.observers.load_failed(state.models[version.model])
     version.move(_V.UNAVAILABLE, reason)
     state.refresh(version.model)
     if state.models[version.model].versions.get(version.number) is version:

@@ -161,7 +161,7 @@ def _grow(state: State, version: Version, scaler: Scaler, measured: Measured, no
     count = _count(version)
     instance = resizing.join(state, version, sizes.next_spec(version, scaler.policy, group))
     scaler.has_grown(now)
-    version.statistics.scaled_up += 1
+    state.observers.scaled(version, 1)
     _, most = sizes.bounds(version, scaler.policy)
     text = (
         f"gets one more instance, '{instance.spec.name}' ({count + 1} of at most {most}): requests waited "
@@ -183,7 +183,7 @@ def _shrink(state: State, version: Version, scaler: Scaler, measured: Measured, 
     down_s = scaler.down_ns / 1e9
     resizing.leave(state, version, instance)
     scaler.has_shrunk(now)
-    version.statistics.scaled_down += 1
+    state.observers.scaled(version, -1)
     least, _ = sizes.bounds(version, scaler.policy)
     text = (
         f"needs one instance less, so '{instance.spec.name}' leaves ({_count(version)} remain, of at least {least}): "

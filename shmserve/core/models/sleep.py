@@ -236,7 +236,7 @@ def _refuse(state: State, version: Version, now: int) -> None:
     retried = [instance.retry_at for instance in failed if not instance.held]
     if retried:
         text += f"; it is tried again in {max(min(retried) - now, 0) / 1e9:g} s"
-    dispatch.empty_queue(state, version, text, now)
+    dispatch.empty_queue(state, version, text)
 
 
 def has_woken(state: State, version: Version, instance: Instance, now: int) -> None:
@@ -245,7 +245,7 @@ def has_woken(state: State, version: Version, instance: Instance, now: int) -> N
     if version.sleep_state.woken:
         took = now - version.sleep_state.woken
         version.sleep_state.woken = 0
-        version.statistics.woken(took)
+        state.observers.woken(version, took)
         text = f"{version.label} is READY after {took / 1e9:.3g} s"
         state.log("info", text, model=version.model, version=version.number)
 
@@ -297,7 +297,7 @@ def _sleep_on(state: State, version: Version, instance: Instance, reason: str, n
     version.settle_sleep()
     if version.asleep:
         version.sleep_state.woken = 0
-        version.statistics.failed_wakes += 1
+        state.observers.wake_failed(version)
     return pause
 
 

@@ -1,7 +1,7 @@
-"""What learns of requests without changing any answer: traces, recordings, and the times of responses.
+"""Whatever learns of requests, batches and instances without changing an answer: counters, traces and recordings.
 
-The counters of a version are in its `Statistics`; here is what is kept for single requests. Invariant: while nothing is
-traced or recorded, an event costs a comparison.
+Invariant: only this module counts in the `Statistics` of a version and its `Loads`. Successes are reported as lists, so
+that a batch costs one call, and while nothing is traced or recorded, an event costs a comparison.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ from typing import Protocol
 from shmserve.core.effects import Effect
 from shmserve.core.events import LeasedRequest
 from shmserve.core.owners.lease import Lease
+from shmserve.core.owners.model import Model
 from shmserve.core.owners.recording import Recording
 from shmserve.core.owners.trace import PARAMETER, Traces
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.service.batch import Batch
 from shmserve.core.service.form import Reason
+from shmserve.core.service.padding import rounded
+from shmserve.core.stats.statistics import FailureKind, limit_in
+from shmserve.errors import ModelFailed, ServeError, Unavailable
 from shmserve.protocol.messages import Tensor
+from shmserve.protocol.worker_messages import Row
 
 
 class Turn(Protocol):
@@ -34,11 +39,15 @@ class Observers:
         self._turn = turn
         self.traces = Traces()
         self.recording: Recording | None = None
+        self.refusals: dict[str, int] = {}
+        """Number of refused requests, by the limit that they exceeded, or else by error code."""
 
     @property
     def watching(self) -> bool:
         """Whether further requests may be traced or recorded."""
         return bool(self.traces.samples) or self.recording is not None
+
+    # ------------------------------------------------------------------------------------ the way in
 
     def admitted(self, version: Version, requests: Sequence[Request]) -> None:
         """Requests of clients."""
@@ -63,6 +72,103 @@ class Observers:
         if record is not None:
             self._turn.effects.append(record)
 
+    def refused(self, version: Version | None, error: ServeError, count: int) -> None:
+        """This many requests were refused for the same reason. `version`: the one that would have served them."""
+        why = limit_in(error.message) or error.code
+        self.refusals[why] = self.refusals.get(why, 0) + count
+        if version is not None and isinstance(error, Unavailable):
+            version.statistics.refused(error.code, error.message, count, self._turn.now)
+
+    # ------------------------------------------------------------------------------------ batches
+
+    def batch_done(self, version: Version, instance: Instance, batch: Batch[Request], number: int) -> None:
+        """A batch has run. Called before its responses are processed."""
+        if self.traces.active:
+            batch.number = number
+        if self.recording is not None:
+            self.recording.batch_done(version, instance, batch, number, self._turn.now)
+
+    def batch_over(self, version: Version, batch: Batch[Request], times: tuple[int, int, int, int]) -> None:
+        """The responses of a batch have been processed."""
+        statistics, early = version.statistics, batch.early
+        if version.service.padding is not None:
+            longest, useful = batch.lengths()
+            elements = batch.rows * rounded(longest, version.service.padding)
+            statistics.elements += elements
+            statistics.padded_elements += elements - useful
+        if early:
+            statistics.queued(early, times[0])
+        answered = batch.answered + len(early)
+        statistics.batch_done(max(batch.rows, batch.slots), answered, batch.reason, times, self._turn.now)
+
+    def leased(self, lease: Lease, requests: Sequence[LeasedRequest], reason: Reason) -> None:
+        """Leased requests were answered, each in a batch of its own."""
+        version, statistics = lease.version, lease.version.statistics
+        for arrived, taken, ready, computed, placed, rows, failed in requests:
+            cost = max(rows, 1)
+            if failed:
+                statistics.failed(FailureKind.BACKEND, ModelFailed.code, "", placed - arrived, placed)
+            else:
+                self.answered(version, [arrived], cost, taken, placed)
+            statistics.batch_done(cost, 0 if failed else 1, reason, (taken, ready, computed, placed), placed)
+        if self.recording is not None:
+            self.recording.leased(lease, requests, reason, iter(self._turn.next_number, 0))
+        if self.traces.samples:
+            self._turn.effects += self.traces.sample_leased(lease, requests, reason)
+
+    # ------------------------------------------------------------------------------------ successes
+
+    def answered(self, version: Version, arrivals: list[int], rows: int, taken: int, now: int) -> None:
+        """Requests of a batch were answered with their only response. `taken`: when their batch was."""
+        statistics = version.statistics
+        statistics.answered(arrivals, rows, taken, now)
+        if statistics.first is not None:
+            for arrived in arrivals:
+                statistics.first.add(now - arrived)
+        if statistics.streams is not None:
+            for arrived in arrivals:
+                statistics.streams.first.add(now - arrived)
+
+    def computed(self, request: Request, taken: int) -> None:
+        """A worker has sent the last response to a request; `responded` follows when it is delivered. `taken`: when its
+        batch was; 0: not known yet."""
+        statistics, now = request.version.statistics, self._turn.now
+        if taken:
+            statistics.answered([request.arrived], request.cost, taken, now)
+        else:
+            statistics.answered_early(request.arrived, request.cost, now)
+        batch = request.batch
+        if batch is not None and taken:
+            batch.answered += 1
+        elif batch is not None:
+            batch.early.append(request.arrived)
+
+    def streamed(self, request: Request, row: Row, wanted: bool) -> None:
+        """A decoupled model has sent a response. `wanted`: its caller has not left."""
+        if wanted:
+            usual = "success" if row.outputs or row.parameters else "empty_response"
+            request.version.statistics.responded(request.parts, usual if row.error is None else "fail", row.times)
+        elif not row.more:  # others were sent before the worker knew of the cancellation
+            request.version.statistics.responded(request.parts, "cancel", row.times)
+
+    def left_batch(self, request: Request, taken: int) -> None:
+        """The batch of the request is done, and further responses follow."""
+        request.version.statistics.queued([request.arrived], taken)
+
+    def cache_hit(self, request: Request, ns: int) -> None:
+        """`ns`: from its arrival until its response was found."""
+        request.version.statistics.cache_hit(ns, self._turn.now)
+
+    def cache_miss(self, request: Request, ns: int) -> None:
+        """`ns`: for lookup and insertion."""
+        request.version.statistics.cache_miss(ns, self._turn.now)
+
+    def run_done(self, request: Request, times: Sequence[int]) -> None:
+        """An ensemble has run. `times`: the total input, infer and output ns of its steps."""
+        statistics, now = request.version.statistics, self._turn.now
+        statistics.answered([request.arrived], request.cost, request.arrived, now)
+        statistics.ensemble_done(request.cost, times, now)
+
     def responded(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
         """A response with these outputs was sent."""
         if self.traces.active:
@@ -78,6 +184,13 @@ class Observers:
                 streams.first.add(now - request.arrived)
             request.responded = now
 
+    # ------------------------------------------------------------------------------------ the way out
+
+    def failed(self, version: Version, arrived: int, code: str, text: str, kind: FailureKind | None = None) -> None:
+        """A request that was admitted has failed. `kind` None: its code says why."""
+        now = self._turn.now
+        version.statistics.failed(kind, code, text, now - arrived, now)
+
     def ended(self, request: Request, code: str) -> None:
         """The final response was sent. `code` "": the request succeeded."""
         if self.traces.active:
@@ -92,16 +205,29 @@ class Observers:
         if self.traces.active:
             self.traces.forget(request)
 
-    def batch_done(self, version: Version, instance: Instance, batch: Batch[Request], number: int) -> None:
-        """A batch has run. Called before its responses are processed."""
-        if self.traces.active:
-            batch.number = number
-        if self.recording is not None:
-            self.recording.batch_done(version, instance, batch, number, self._turn.now)
+    # ------------------------------------------------------------------------------------ instances
 
-    def leased(self, lease: Lease, requests: Sequence[LeasedRequest], reason: Reason) -> None:
-        """Leased requests were answered."""
-        if self.recording is not None:
-            self.recording.leased(lease, requests, reason, iter(self._turn.next_number, 0))
-        if self.traces.samples:
-            self._turn.effects += self.traces.sample_leased(lease, requests, reason)
+    def loaded(self, model: Model, version: Version) -> None:
+        model.loads.done += 1
+        model.loads.done_ns += version.took_ns
+
+    def load_failed(self, model: Model) -> None:
+        model.loads.failed += 1
+
+    def restarted(self, version: Version, instance: Instance) -> None:
+        restarts, name = version.statistics.restarts, instance.spec.name
+        restarts[name] = restarts.get(name, 0) + 1
+
+    def woken(self, version: Version, ns: int) -> None:
+        """`ns`: from the request that woke it until it was READY."""
+        version.statistics.woken(ns)
+
+    def wake_failed(self, version: Version) -> None:
+        version.statistics.failed_wakes += 1
+
+    def scaled(self, version: Version, instances: int) -> None:
+        """The number of its instances was changed by this, because of its load."""
+        if instances > 0:
+            version.statistics.scaled_up += instances
+        else:
+            version.statistics.scaled_down -= instances

@@ -49,6 +49,8 @@ class Batch(Struct, Generic[R], eq=False):
     """0: all callers accept more responses."""
     recalled: bool = False
     """Its requests were recalled, because the instance waits for another model or was restarted."""
+    answered: int = 0
+    """Requests answered by its Done."""
     early: list[int] = []
     """Arrival times of requests answered by Rows, before Done reported when the batch was taken."""
     number: int = 0

@@ -278,24 +278,22 @@ class Statistics(Struct):
             self.responses.append(ResponseCount())
         self.responses[index].add(outcome, *(times or (0, 0)))
 
-    def failed(self, why: FailureKind, ns: int) -> None:
+    def failed(self, why: FailureKind | None, code: str, text: str, ns: int, now: int) -> None:
+        """Counts a request that failed after `ns`. `why` None: the code says it."""
+        why = _FAILURES.get(code, FailureKind.OTHER) if why is None else why
         self.failures[why] += 1
         if why is not FailureKind.CANCELED:  # the caller did not want the response
             self.fail_count += 1
             self.fail_ns += ns
+        self._keep_error(code, text, now)
 
     def refused(self, code: str, text: str, count: int, now: int) -> None:
         """Counts requests that were refused for the same reason."""
         self.fail_count += count
         self.failures[FailureKind.REJECTED] += count
-        self.keep_error(code, text, now, count)
+        self._keep_error(code, text, now, count)
 
-    def failed_as(self, code: str, text: str, ns: int, now: int) -> None:
-        """Counts a request that failed in the broker, not at a worker."""
-        self.failed(_FAILURES.get(code, FailureKind.OTHER), ns)
-        self.keep_error(code, text, now)
-
-    def keep_error(self, code: str, text: str, now: int, count: int = 1) -> None:
+    def _keep_error(self, code: str, text: str, now: int, count: int = 1) -> None:
         """Keeps an error for operators to read. Refusals differ only in their numbers, so one is kept for each code."""
         if code == "CANCELLED":
             return

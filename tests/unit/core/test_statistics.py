@@ -88,7 +88,7 @@ def test_failures_by_reason() -> None:
         "REJECTED": 1, "CANCELED": 1, "BACKEND": 1, "OTHER": 1}  # fmt: skip
     assert found.fail_count == sum(found.failures) - found.cancelled
     assert (found.success_count, found.inference_count) == (0, 0)
-    assert world.core.state.refused == {"UNAVAILABLE": 1}
+    assert world.core.state.observers.refusals == {"UNAVAILABLE": 1}
 
 
 def test_refused_by_a_limit() -> None:
@@ -98,7 +98,7 @@ def test_refused_by_a_limit() -> None:
     world.turn([client.infer(1), client.infer(2), client.infer(3, "nobody")])
     assert isinstance(client.answers[2], Fail)
     world.turn([client.infer(4)])
-    assert world.core.state.refused == {"client_requests": 3}
+    assert world.core.state.observers.refusals == {"client_requests": 3}
     assert counted(world).failures[FailureKind.REJECTED] == 2, "one was for another model"
 
 

@@ -283,7 +283,7 @@ def test_requests_that_are_refused_for_the_same_reason_share_a_check_and_an_answ
     assert (answer.requests, answer.code) == ((1, 2, 3, 4, 5), code)
     assert [client.answers[number].text for number in batch.requests] == [answer.text] * 5
     assert len(checks) <= 2
-    assert world.core.state.refused == {code: 5}
+    assert world.core.state.observers.refusals == {code: 5}
 
 
 # ------------------------------------------------------------------------------------------------- what is kept
