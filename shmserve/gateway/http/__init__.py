@@ -3,6 +3,6 @@
 `start` builds a listener, and the listener creates an `HttpConnection` per socket. The connection parses the head of
 each request (`heads`, `routes`) and reads the body: chunked and compressed bodies through `bodies`, large tensors
 straight into shared memory. `requests` handles the complete request: it answers locally, or queries the broker and
-encodes the reply, which `exchange` sends as the HTTP response. `openapi` describes the table in `routes`. `limits` has
+encodes the reply, which the `HttpExchange` of the request sends as the response. `openapi` describes the table in `routes`. `limits` has
 size limits and timeouts.
 """

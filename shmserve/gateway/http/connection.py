@@ -1,26 +1,54 @@
 """One HTTP/1.1 connection: a state machine without coroutines or tasks, driven by received bytes and by callbacks.
 
-It reads requests and processes one at a time; `exchange` has the current request and its response.
+`HttpConnection` reads requests and processes one at a time, which is an `HttpExchange`: what the request waits for, and
+its response, in one piece or as events.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from shmserve.errors import ServeError, Unsupported
 from shmserve.gateway.auth.actions import INFER
 from shmserve.gateway.http import bodies
-from shmserve.gateway.http.exchange import BUSY, CHUNKS, DRAIN, FILL, HEAD, HttpExchange
-from shmserve.gateway.http.heads import BadHead, HttpHead, work_of
+from shmserve.gateway.http.heads import NO_HEAD, BadHead, HttpHead, work_of
 from shmserve.gateway.http.limits import AHEAD_BYTES, HEAD_BYTES
 from shmserve.gateway.http.listener import HttpListener
-from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.limits.backlog import REQUEST_WORK
+from shmserve.gateway.kserve.answers import Buffer, size_of
+from shmserve.gateway.kserve.status import REASONS, http_of, http_text_of
+from shmserve.gateway.limits.backlog import REQUEST_WORK, SENT_BYTES
+from shmserve.gateway.limits.caller_shares import Payer
+from shmserve.gateway.limits.turns import FairReader, Job, SlicedWork
 from shmserve.gateway.listeners.callers import peer_address
+from shmserve.gateway.openai import errors as openai_errors
+from shmserve.gateway.openai.errors import KIND as OPENAI
+from shmserve.gateway.upstream.documents import error_body
+from shmserve.gateway.upstream.exchange import Watcher
 from shmserve.gateway.upstream.receive import TRUSTED_BYTES, ReceiveBuffer
+from shmserve.gateway.upstream.requests import Charge, serve_error, withdraw
+from shmserve.protocol.actions import Action
 
+T = TypeVar("T")
+HEAD, FILL, CHUNKS, BUSY, DRAIN = range(5)
+"""Phases of a connection:
+
+    HEAD    waiting for the head of a request
+    FILL    reading the body into its final place: for an infer request with binary data first the JSON, then each
+            large tensor into shared memory
+    CHUNKS  assembling a chunked body
+    BUSY    the request is being processed; bytes received now belong to the next requests
+    DRAIN   the last response is sent; further input is discarded, so that the client can read the response
+"""
+JSON = b"application/json"
+BINARY = b"application/octet-stream"
+JOINED_BYTES = 64 * 1024
+"""Responses up to this size are joined into one buffer."""
+COMPRESSED_BYTES = 1024
+"""Responses below this size are not compressed."""
+_COMPRESSED = frozenset({INFER, Action.METRICS})
+"""Actions whose responses are compressed for clients that accept it."""
 _scratch = memoryview(bytearray(256 * 1024))
 """Receive buffer shared by all connections: each copies its bytes out before the next one reads."""
 _little = _scratch[: 4 * 1024]
@@ -36,16 +64,241 @@ _VIEWED_BYTES = 16 * 1024
 class RequestHandler(Protocol):
     """Receives requests from connections. A ServeError raised by either method becomes the response."""
 
-    def prepare(self, connection: HttpConnection, head: HttpHead, first: Buffer) -> None:
-        """Calls `HttpConnection.fill` with the buffers for the body, of which only `first` has arrived."""
+    def prepare(self, exchange: HttpExchange, first: Buffer) -> None:
+        """Calls `HttpExchange.fill` with the buffers for the body, of which only `first` has arrived."""
 
-    def begin(self, connection: HttpConnection, head: HttpHead, body: Buffer) -> None:
+    def begin(self, exchange: HttpExchange, body: Buffer) -> None:
         """Handles a complete request."""
 
 
-class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
+class HttpExchange:
+    """One request of a connection, and its response. Once the request is over, nothing that is sent for it reaches the
+    client."""
+
+    __slots__ = ("_connection", "_job", "_ticket", "head", "resume", "watcher")
+
+    def __init__(self, connection: HttpConnection, head: HttpHead) -> None:
+        self._connection = connection
+        self.head = head
+        self._ticket: Charge | None = None
+        self._job: Job | None = None
+        self.resume: Callable[[], None] | None = None
+        """Called when the transport is writable again, for a response in parts."""
+        self.watcher: Watcher | None = None
+
+    @property
+    def address(self) -> str:
+        """The client's address."""
+        return self._connection.address
+
+    # ------------------------------------------------------------------------------------ the body
+
+    def fill(self, sinks: Sequence[ReceiveBuffer], first: Buffer, then: Callable[[Buffer], None]) -> None:
+        """Reads until all `sinks` are full, starting with `first`, then calls `then` with the rest of `first`."""
+        self._connection.fill(sinks, first, then)
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether memory for the body may be allocated before it arrives."""
+        return self.head.length <= self._connection.trusted_bytes
+
+    def complete(self) -> None:
+        """The body is complete."""
+        self._connection.complete(self.head.length)
+
+    def whole(self, body: Buffer) -> None:
+        """Handles the request, whose body is complete."""
+        self._connection.whole(body)
+
+    def abort(self) -> None:
+        self._connection.abort()
+
+    # ------------------------------------------------------------------------------------ what the request waits for
+
+    def work(
+        self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[ServeError], None] | None = None,
+        party: object = None,
+    ) -> None:  # fmt: skip
+        """Runs `work` in slices that alternate with those of other connections, then calls `then` with its result.
+        Exceptions of `work` go to `failed` if given, and otherwise become the response. `party`: as for
+        `JobTurns.run`."""
+
+        def stopped(error: Exception) -> None:
+            (failed or self.fail)(serve_error(error))
+
+        self._ticket = None  # the broker has answered: there is nothing to cancel
+        job = self._connection.listener.turns.run(work, then, stopped, party)
+        if job.running:
+            self._job = job
+
+    def payer(self) -> Payer:
+        """The account charged for requests to the broker."""
+        return self._connection.shares.payer(self.head.token, self.head.caller)
+
+    def hold(self, size: int) -> None:
+        """Counts bytes that the current request makes, until it has been answered. Raises Unavailable if a share would
+        be exceeded."""
+        self._connection.account.take(size)
+
+    def wait_for(self, ticket: Charge, resume: Callable[[], None] | None = None) -> None:
+        self._ticket = ticket
+        self.resume = resume
+
+    def watch(self, viewer: Watcher, resume: Callable[[], None] | None = None) -> None:
+        self.watcher = viewer
+        self.resume = resume
+
+    def drop(self) -> None:
+        """Cancels the request: the client has disconnected or will not get a response."""
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            withdraw(self._connection.listener.link, ticket)
+        job, self._job = self._job, None
+        if job is not None:
+            job.cancel()
+        watcher, self.watcher = self.watcher, None
+        if watcher is not None:
+            watcher.disconnected()
+
+    @property
+    def _is_openai(self) -> bool:
+        return self.head.route.kind == OPENAI
+
+    @property
+    def _is_over(self) -> bool:
+        return self._connection.exchange is not self
+
+    # ------------------------------------------------------------------------------------ responses
+
+    def fail(self, error: ServeError, request_id: str = "", more: bytes = b"") -> None:
+        if self._is_openai:
+            status, body = openai_errors.response(error)
+        else:
+            status, body = http_of(error), error_body(http_text_of(error, request_id))
+        if status == 401:
+            more += b"WWW-Authenticate: Bearer\r\n"
+        self.answer(status, [body], more=more)
+
+    def fail_with(self, status: int, text: str, more: bytes = b"") -> None:
+        """Answers with an error for which there is no class."""
+        self.answer(status, [openai_errors.body(status, text) if self._is_openai else error_body(text)], more=more)
+
+    def answer(
+        self,
+        status: int,
+        parts: list[Buffer],
+        kind: bytes = JSON,
+        json_length: int | None = None,
+        more: bytes = b"",
+    ) -> None:
+        """Sends a response and continues with the next request."""
+        head = self.head
+        self._ticket = None
+        if self._is_over:
+            return
+        size = sum([len(part) for part in parts])
+        if head.accepts and size >= COMPRESSED_BYTES and head.route.action in _COMPRESSED:
+            more += b"Content-Encoding: %b\r\n" % head.accepts.encode()
+            self.work(
+                bodies.deflate_body(head.accepts, parts),
+                lambda data: self._send(status, [data], len(data), kind, json_length, more),
+            )
+        else:
+            self._send(status, parts, size, kind, json_length, more)
+
+    def _send(
+        self, status: int, parts: list[Buffer], size: int, kind: bytes, json_length: int | None, more: bytes
+    ) -> None:
+        connection, head = self._connection, self.head
+        if size > JOINED_BYTES:
+            try:
+                connection.account.answer(size)
+            except ServeError as error:
+                self.fail(error)
+                return
+        unread = connection.phase != BUSY
+        if head.reader:
+            more += _readable_by(head.reader)
+        if json_length is not None:
+            more += b"Inference-Header-Content-Length: %d\r\n" % json_length
+        if not connection.keep_alive or unread:
+            more += b"Connection: close\r\n"
+        lines = b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n%b\r\n" % (
+            status, REASONS[status].encode(), kind, size, more,
+        )  # fmt: skip
+        if head.is_head:
+            parts = []  # HEAD: the same headers, without the body
+        connection.listener.answered(status)
+        if size <= JOINED_BYTES:
+            connection.transport.write(b"".join([lines, *parts]))
+        else:
+            connection.transport.writelines([lines, *parts])
+        connection.end(unread, size // SENT_BYTES)
+
+    # ------------------------------------------------------------------------------------ responses in parts
+
+    @property
+    def writable(self) -> bool:
+        """Whether the client is connected and reads what is sent to it."""
+        return self._connection.writable and not self._is_over
+
+    def begin_events(self, status: int = 200, more: bytes = b"", first: bytes = b"") -> None:
+        """`first`: events to send with the head."""
+        connection = self._connection
+        connection.listener.answered(status)
+        if self.head.reader:
+            more += _readable_by(self.head.reader)
+        if not connection.keep_alive:
+            more += b"Connection: close\r\n"
+        connection.transport.write(
+            b"HTTP/1.1 %d %b\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
+            b"Transfer-Encoding: chunked\r\n%b\r\n%b" % (status, REASONS[status].encode(), more, _chunk(first))
+        )
+
+    def send_event(self, data: bytes) -> None:
+        self._connection.transport.write(_chunk(data))
+
+    def send_large_event(self, parts: list[Buffer]) -> None:
+        """Sends an event whose bytes were counted by `hold`, which it frees when the client has read it."""
+        connection = self._connection
+        connection.account.keep_until_sent()
+        connection.transport.writelines([b"%x\r\n" % size_of(parts), *parts, b"\r\n"])
+        if connection.writable:
+            connection.account.sent()
+
+    def end_events(self, last: bytes = b"") -> None:
+        """`last`: events to send before the end."""
+        self._ticket = self.watcher = None
+        self._connection.transport.write(_chunk(last) + b"0\r\n\r\n")
+        self._connection.end(unread=False)
+
+
+def _readable_by(origin: str) -> bytes:
+    """The header by which a browser shows a response to a page of another origin."""
+    return b"Access-Control-Allow-Origin: %b\r\nVary: Origin\r\n" % origin.encode()
+
+
+def _chunk(data: bytes) -> bytes:
+    """A chunk of a chunked body. Returns nothing for no data, as an empty chunk would end the body."""
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+
+
+class HttpConnection(FairReader, asyncio.BufferedProtocol):
+    """`exchange`: the request whose head was read last, until its response is sent."""
+
     def __init__(self, listener: HttpListener, handler: RequestHandler) -> None:
-        super().__init__(listener)
+        super().__init__()
+        self.listener = listener
+        self.exchange: HttpExchange | None = None
+        self.phase = HEAD
+        self.keep_alive = True
+        self.writable = True
+        self.shares = listener.shares.connect("")
+        self.account = listener.budget.account("")
+        self.turn = listener.turn
+        """Turn of the slow clock at which progress was last made."""
+        self._work = 0
+        """Work left for this connection in this iteration of the loop."""
         self._handler = handler
         self._backlog = listener.backlog
         self._rest = b""
@@ -71,62 +324,61 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
     # ------------------------------------------------------------------------------------ asyncio callbacks
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
+        self.transport = transport
         address = peer_address(transport)
         self.address = address
-        self._shares = self._listener.shares.connect(address)
-        self._account = self._listener.budget.account(address)
-        if not self._listener.enter(self):
+        self.shares = self.listener.shares.connect(address)
+        self.account = self.listener.budget.account(address)
+        if not self.listener.enter(self):
             self._refuse(503, "too many connections; --http-max-connections of the gateway is the limit")
             transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._listener.leave(self)
+        self.listener.leave(self)
         self._drop()
-        self._account.sent()
-        if self._shares is not None:
-            self._shares.close()
-        self._transport = None
+        self.account.sent()
+        self.shares.close()
+        self.transport = None
 
     def eof_received(self) -> bool:
         """Closing the connection cancels the request."""
-        if self._phase == BUSY:
+        if self.phase == BUSY:
             self._drop()
         return False
 
     def pause_writing(self) -> None:
-        self._writable = False
+        self.writable = False
 
     def resume_writing(self) -> None:
-        self._writable = True
-        self._account.sent()
-        if self._resume is not None:
-            self._resume()
+        self.writable = True
+        self.account.sent()
+        if self.exchange is not None and self.exchange.resume is not None:
+            self.exchange.resume()
         else:
             self._go_on()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._sink is not None:
-            return self._listener.reads.bounded(self, self._sink.space())
-        return _little if self.trusted_bytes and self._phase == HEAD else _scratch
+            return self.listener.reads.bounded(self, self._sink.space())
+        return _little if self.trusted_bytes and self.phase == HEAD else _scratch
 
     def buffer_updated(self, count: int) -> None:
-        if self._phase == FILL:
+        if self.phase == FILL:
             self._moved += count
             self._fill(count)
-            if self._phase == FILL:
-                self._listener.reads.count(self, count)
+            if self.phase == FILL:
+                self.listener.reads.count(self, count)
             return
-        if self._phase == DRAIN:
+        if self.phase == DRAIN:
             return
-        if self._phase == CHUNKS:
-            self._listener.reads.count(self, count)
+        if self.phase == CHUNKS:
+            self.listener.reads.count(self, count)
         data = bytes(_scratch[:count])
         if self._rest:
             data = self._rest + data
             self._rest = b""
         else:
-            self.turn = self._listener.turn  # the timeout of a head that arrives in pieces starts with the first
+            self.turn = self.listener.turn  # the timeout of a head that arrives in pieces starts with the first
         self._moved += count
         if self._delayed:
             self._keep(data)
@@ -134,7 +386,7 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
             self._backlog.put(self)
 
     @property
-    def _may_read(self) -> bool:
+    def may_read(self) -> bool:
         return len(self._rest) <= AHEAD_BYTES
 
     # ------------------------------------------------------------------------------------ received bytes
@@ -147,19 +399,19 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
         self._taking = True
         at: int | None = 0
         size = len(data)
-        while at is not None and at < size and self._writable and self._work > 0:
-            if self._phase == HEAD:
+        while at is not None and at < size and self.writable and self._work > 0:
+            if self.phase == HEAD:
                 at = self._begin(data, at, size)
-            elif self._phase == CHUNKS:
+            elif self.phase == CHUNKS:
                 at = self._go_on_with_chunks(data, at, size)
             else:
                 break
         self._taking = False
         backlog.spend(self, allowed - self._work)
-        if at is None or at == size or self._phase == DRAIN:
+        if at is None or at == size or self.phase == DRAIN:
             self._delayed = False
             return False
-        self._delayed = self._writable and self._phase in (HEAD, CHUNKS)
+        self._delayed = self.writable and self.phase in (HEAD, CHUNKS)
         self._keep(data[at:])
         return self._delayed
 
@@ -183,39 +435,39 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
                 self._rest = data[at:]
                 self._work -= 1
                 return None
-            head = self._listener.heads.head(data[at:end])
+            head = self.listener.heads.head(data[at:end])
         except BadHead as error:
             self._work -= work_of(data[at:end])
             self._refuse(error.status, str(error))
             return None
         self._work -= head.work
-        self._head = head
-        self._keep_alive = head.keep_alive and not self._listener.stopping
-        limit = self._listener.limits.input_bytes
+        self.exchange = HttpExchange(self, head)
+        self.keep_alive = head.keep_alive and not self.listener.stopping
+        limit = self.listener.limits.input_bytes
         if head.length > limit:
-            self._refuse_for(bodies.content_length_error(head, self._listener.limits))
+            self._refuse_for(bodies.content_length_error(head, self.listener.limits))
             return None
         until = end + head.length
         if not head.chunked and size >= until:
-            self._phase = BUSY
+            self.phase = BUSY
             self._work -= head.body_work
             self.whole(data[end:until] if head.length < _VIEWED_BYTES else memoryview(data)[end:until])
             return until
         if head.refusal is not None:
-            self._refused(head)  # without reading the body
+            self._refused()  # without reading the body
             return None
         if head.expects and size == end:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if head.chunked:
-            self._phase = CHUNKS
+            self.phase = CHUNKS
             self._chunks = bodies.Chunks(limit)
             return end
-        self._fill_body(head, data[end:] if size - end < _VIEWED_BYTES else memoryview(data)[end:])
+        self._fill_body(data[end:] if size - end < _VIEWED_BYTES else memoryview(data)[end:])
         return None
 
-    def _refused(self, head: HttpHead) -> None:
+    def _refused(self) -> None:
         try:
-            self._handler.begin(self, head, b"")
+            self._handler.begin(self._request, b"")
         except ServeError as error:
             self._refuse_for(error)
 
@@ -225,7 +477,7 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
         before, lines = len(chunks.body), chunks.lines
         try:
             left = chunks.feed(data[at:] if at else data, self._work)
-            self._account.take(len(chunks.body) - before)
+            self.account.take(len(chunks.body) - before)
         except ServeError as error:
             self._refuse_for(error)
             return None
@@ -237,22 +489,21 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
                 return None
             return at
         self._chunks = None
-        self._phase = BUSY
+        self.phase = BUSY
         self.whole(chunks.body)
         return at
 
     # ------------------------------------------------------------------------------------ bodies read in place
 
-    def _fill_body(self, head: HttpHead, first: Buffer) -> None:
+    def _fill_body(self, first: Buffer) -> None:
         try:
-            self._account.take(len(first))
-            self._handler.prepare(self, head, first)
+            self.account.take(len(first))
+            self._handler.prepare(self._request, first)
         except ServeError as error:
             self._refuse_for(error)
 
     def fill(self, sinks: Sequence[ReceiveBuffer], first: Buffer, then: Callable[[Buffer], None]) -> None:
-        """Reads until all `sinks` are full, starting with `first`, then calls `then` with the rest of `first`."""
-        self._phase = FILL
+        self.phase = FILL
         self._sinks = list(reversed(sinks))
         self._then = then
         self._next_sink(first)
@@ -262,7 +513,7 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
         if sink is None:
             return
         try:
-            self._account.take(count)
+            self.account.take(count)
             sink.add(count)
             if sink.full:
                 self._next_sink(b"")
@@ -282,68 +533,80 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
         try:
             then(first)
         except ServeError as error:
-            if self._phase == BUSY:
-                self.fail(error)
+            if self.phase == BUSY:
+                self._request.fail(error)
             else:
                 self._refuse_for(error)
 
-    def trusts(self, head: HttpHead) -> bool:
-        """Whether memory for the body may be allocated before it arrives."""
-        return head.length <= self.trusted_bytes
-
-    def complete(self) -> None:
-        """The body is complete."""
-        self._phase = BUSY
-        size = self._head.length if self._head is not None else 0
+    def complete(self, size: int) -> None:
+        self.phase = BUSY
         self.trusted_bytes = min(size, TRUSTED_BYTES) if size >= LARGE_BYTES else 0
 
     # ------------------------------------------------------------------------------------ complete requests
 
     def whole(self, body: Buffer) -> None:
-        head = self._head
-        assert head is not None
+        exchange = self._request
+        head = exchange.head
         if not head.encoding:
             try:
-                self._handler.begin(self, head, body)
+                self._handler.begin(exchange, body)
             except ServeError as error:
-                self.fail(error)
+                exchange.fail(error)
             return
 
         def failed(error: ServeError) -> None:
-            self.fail(error, more=b"Accept-Encoding: gzip, deflate\r\n" if isinstance(error, Unsupported) else b"")
+            exchange.fail(error, more=b"Accept-Encoding: gzip, deflate\r\n" if isinstance(error, Unsupported) else b"")
 
-        begin, limits = self._handler.begin, self._listener.limits
+        begin, limits = self._handler.begin, self.listener.limits
         limit, flag = limits.input_bytes, "--http-max-input-size"
-        is_json = self._is_openai or (head.route.action is INFER and head.json_length is None)
+        is_json = head.route.kind == OPENAI or (head.route.action is INFER and head.json_length is None)
         if is_json and limits.json_bytes < limit:
             limit, flag = limits.json_bytes, "--http-max-json-size"
-        self.work(
-            bodies.inflate_body(head.encoding, body, limit, flag, self._account.take),
-            lambda found: begin(self, head, found),
+        exchange.work(
+            bodies.inflate_body(head.encoding, body, limit, flag, self.account.take),
+            lambda found: begin(exchange, found),
             failed,
         )
 
     # ------------------------------------------------------------------------------------ the next request
 
-    def _clear_request(self) -> None:
-        self._sink = self._then = self._head = self._chunks = self._resume = self._viewer = None
-        self._sinks = []
-        self._account.used()
+    @property
+    def _request(self) -> HttpExchange:
+        """The current request. A client is also answered if the head of its request cannot be read."""
+        if self.exchange is None:
+            self.exchange = HttpExchange(self, NO_HEAD)
+        return self.exchange
 
-    def _end(self, unread: bool) -> None:
-        if self._writable:
-            self._account.sent()
+    def _drop(self) -> None:
+        """Cancels the current request."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.drop()
+        self._clear_request()
+
+    def _clear_request(self) -> None:
+        self._sink = self._then = self._chunks = None
+        self._sinks = []
+        self.account.used()
+
+    def end(self, unread: bool, work: int = 0) -> None:
+        """The response has been sent, which took this work. `unread`: the body was not read to its end."""
+        self._work -= work
+        self.turn = self.listener.turn
+        self.exchange = None
+        if self.writable:
+            self.account.sent()
         self._clear_request()
         if unread:
             self._drain()
-        elif not self._keep_alive:
-            self._phase = DRAIN
-            self._transport.close()
+        elif not self.keep_alive:
+            self.phase = DRAIN
+            self.transport.close()
         else:
-            self._phase = HEAD
-            self._idle_since = self._listener.now()
+            self.phase = HEAD
+            self._idle_since = self.listener.now()
             if (self._rest or not self._reading) and not self._taking:
-                self._listener.loop.call_soon(self._go_on)
+                self.listener.loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
         """Continues with bytes received while a request was processed or the transport was not writable."""
@@ -354,15 +617,15 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
         """Continues with input that was delayed. True: input is left."""
         self._delayed = False
         delayed = self._go_on_with_rest()
-        if self._listener.stopping and not delayed:
+        if self.listener.stopping and not delayed:
             self.stop()
         return delayed
 
     def _go_on_with_rest(self) -> bool:
-        if self._transport is None or self._phase in (BUSY, FILL, DRAIN):
+        if self.transport is None or self.phase in (BUSY, FILL, DRAIN):
             return False
         data, self._rest = self._rest, b""
-        self.turn = self._listener.turn
+        self.turn = self.listener.turn
         delayed = self._take(data)
         self.resume()
         return delayed
@@ -372,65 +635,65 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
         return REQUEST_WORK
 
     def _refuse_for(self, error: ServeError) -> None:
-        self._phase = FILL
-        self.fail(error)
+        self.phase = FILL
+        self._request.fail(error)
 
     def _refuse(self, status: int, text: str) -> None:
         """Answers a request whose body was not read to its end; the connection cannot be used again."""
-        self._phase = FILL
-        self.fail_with(status, text)
+        self.phase = FILL
+        self._request.fail_with(status, text)
 
     def _drain(self) -> None:
-        self._phase = DRAIN
+        self.phase = DRAIN
         self._rest = b""
-        self.turn = self._listener.turn
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
+        self.turn = self.listener.turn
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
     # ------------------------------------------------------------------------------------ timeouts
 
     def check_timeouts(self, waited: int) -> None:
         """Called on every turn of the slow clock. `waited`: number of turns without enough progress after which a
         client times out."""
-        transport, listener = self._transport, self._listener
+        transport, listener = self.transport, self.listener
         if transport is None:
             return
         unsent = transport.get_write_buffer_size()
         taken = self._unsent - unsent
         if unsent and (taken < 0 or taken >= listener.least_bytes):
             self.turn = listener.turn
-        if self._moved >= listener.least_bytes and self._phase in (FILL, CHUNKS):
+        if self._moved >= listener.least_bytes and self.phase in (FILL, CHUNKS):
             self.turn = listener.turn
         self._unsent, self._moved = unsent, 0
         quiet = listener.turn - self.turn
-        if self._phase == DRAIN or unsent:
+        if self.phase == DRAIN or unsent:
             if quiet > waited:
                 transport.abort()
-        elif self._phase == FILL or self._phase == CHUNKS or (self._phase == HEAD and self._rest):
+        elif self.phase == FILL or self.phase == CHUNKS or (self.phase == HEAD and self._rest):
             if quiet > waited:
                 self._refuse(408, "the request was not complete in time; --http-read-timeout is the limit")
-        elif self._phase == HEAD and quiet > listener.idle_turns:
+        elif self.phase == HEAD and quiet > listener.idle_turns:
             transport.close()
 
     def stop(self) -> None:
         """Accepts no more requests after the current one."""
-        self._keep_alive = False
-        if self._viewer is not None:
-            self._viewer.stop()
-        if self._phase in (HEAD, DRAIN) and self._transport is not None and not self._delayed:
-            self._transport.close()
+        self.keep_alive = False
+        if self.exchange is not None and self.exchange.watcher is not None:
+            self.exchange.watcher.stop()
+        if self.phase in (HEAD, DRAIN) and self.transport is not None and not self._delayed:
+            self.transport.close()
 
     def give_up(self, error: ServeError) -> None:
-        if self._phase in (FILL, CHUNKS):
+        if self.phase in (FILL, CHUNKS):
             self._refuse_for(error)
 
     @property
     def idle_since(self) -> float | None:
-        transport = self._transport
-        if transport is None or self._phase == BUSY:
+        transport = self.transport
+        if transport is None or self.phase == BUSY:
             return None
-        idle = self._phase == HEAD and not self._rest and not transport.get_write_buffer_size()
-        return self._idle_since if idle or self._listener.turn - self.turn > 1 else None
+        idle = self.phase == HEAD and not self._rest and not transport.get_write_buffer_size()
+        return self._idle_since if idle or self.listener.turn - self.turn > 1 else None
 
     def evict(self) -> None:
         self.abort()

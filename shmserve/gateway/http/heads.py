@@ -84,6 +84,10 @@ class HttpHead(Struct):
     """The work to parse the body."""
 
 
+NO_HEAD = HttpHead(Route(Action.NONE), keep_alive=False)
+"""Of a request whose head cannot be read."""
+
+
 class BadHead(Exception):
     """The end of this request cannot be determined; the connection cannot be used again."""
 

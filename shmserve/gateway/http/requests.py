@@ -1,4 +1,4 @@
-"""Handles complete HTTP requests: queries the broker and passes its reply to the waiting connection. Invariant: an
+"""Handles complete HTTP requests: queries the broker and passes its reply to the waiting exchange. Invariant: an
 error in one request affects the response to that request only."""
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from shmserve.errors import (
 from shmserve.gateway.auth.actions import GENERATE, GENERATE_STREAM, INFER, PAGE, TO_MODELS
 from shmserve.gateway.http import openapi
 from shmserve.gateway.http.bodies import content_length_error
-from shmserve.gateway.http.connection import HttpConnection
-from shmserve.gateway.http.exchange import BINARY, JSON
+from shmserve.gateway.http.connection import BINARY, JSON, HttpExchange
 from shmserve.gateway.http.heads import HttpHead
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.routes import NoRoute
@@ -78,16 +77,16 @@ TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Inference(PendingInference):
-    __slots__ = ("_connection", "_model", "_plan", "_targets")
+    __slots__ = ("_exchange", "_model", "_plan", "_targets")
 
     def __init__(
         self,
-        connection: HttpConnection,
+        exchange: HttpExchange,
         model: str,
         plan: RequestPlan,
         targets: dict[str, Region | DeviceRegion] | None,
     ) -> None:
-        self._connection = connection
+        self._exchange = exchange
         self._model = model
         self._plan = plan
         self._targets = targets
@@ -98,31 +97,31 @@ class _Inference(PendingInference):
         self._targets[output].write(self._plan.places[output], parts)
 
     def take(self, answer: Reply | Held) -> None:
-        connection, outputs = self._connection, large_as_json(self._plan, answer)
+        exchange, outputs = self._exchange, large_as_json(self._plan, answer)
         if outputs:
-            work = pieces_in_slices(outputs, connection.hold)
-            connection.work(work, lambda pieces: self._send(answer, pieces), self.failed)
+            work = pieces_in_slices(outputs, exchange.hold)
+            exchange.work(work, lambda pieces: self._send(answer, pieces), self.failed)
         else:
             self._send(answer)
 
     def _send(self, answer: Reply | Held, pieces: JsonPieces | None = None) -> None:
         write = None if self._targets is None else self._write
         length, parts = response(self._model, self._plan, answer, write, pieces)
-        self._connection.answer(200, parts, JSON if length is None else BINARY, length)
+        self._exchange.answer(200, parts, JSON if length is None else BINARY, length)
 
     def failed(self, error: ServeError) -> None:
-        self._connection.fail(error, self._plan.options.id)
+        self._exchange.fail(error, self._plan.options.id)
 
 
 class _Scrape(PendingCall):
     """One rendering of the metrics page, shared by all connections that request it while it is built. It is charged to
-    one connection, but not cancelled when that one disconnects, as others may be waiting for it."""
+    one exchange, but not cancelled when that one disconnects, as others may be waiting for it."""
 
     __slots__ = ("_error", "_extra", "_page", "_waiting")
 
     def __init__(self, extra: Callable[[], str]) -> None:
         self._extra = extra
-        self._waiting: list[HttpConnection] = []
+        self._waiting: list[HttpExchange] = []
         self._page: list[Buffer] = []
         self._error: ServeError | None = None
 
@@ -134,13 +133,13 @@ class _Scrape(PendingCall):
     def failed_to_come(self) -> bool:
         return self._error is not None
 
-    def show(self, connection: HttpConnection) -> None:
+    def show(self, exchange: HttpExchange) -> None:
         if self._error is not None:
-            connection.fail(self._error)
+            exchange.fail(self._error)
         elif self._page:
-            connection.answer(200, self._page, TEXT)
+            exchange.answer(200, self._page, TEXT)
         else:
-            self._waiting.append(connection)
+            self._waiting.append(exchange)
 
     def take(self, answer: Any) -> None:
         self._page = [str(answer).encode(), self._extra().encode()]
@@ -152,21 +151,21 @@ class _Scrape(PendingCall):
 
     def _show_all(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for connection in waiting:
-            self.show(connection)
+        for exchange in waiting:
+            self.show(exchange)
 
 
 class _Generation(PendingStream):
     """generate: one response as the body. generate_stream: each response as a server-sent event."""
 
-    __slots__ = ("_as_events", "_config", "_connection", "_encoding", "_link", "_model", "_plan", "_sent")
+    __slots__ = ("_as_events", "_config", "_encoding", "_exchange", "_link", "_model", "_plan", "_sent")
 
     def __init__(
-        self, connection: HttpConnection, link: GatewayLink, model: str, plan: RequestPlan, config: Any, as_events: bool
+        self, exchange: HttpExchange, link: GatewayLink, model: str, plan: RequestPlan, config: Any, as_events: bool
     ) -> None:
         super().__init__()
         self._config = config
-        self._connection = connection
+        self._exchange = exchange
         self._link = link
         self._model = model
         self._plan = plan
@@ -191,24 +190,24 @@ class _Generation(PendingStream):
             raise InvalidRequest(ONE)
         if self.ended:
             part: Any = self.parts.popleft()
-            connection = self._connection
+            exchange = self._exchange
             if is_large(part):
-                work = generated_in_slices(self._model, self._plan, part, connection.hold)
-                connection.work(work, lambda parts: connection.answer(200, parts), self._fail)
+                work = generated_in_slices(self._model, self._plan, part, exchange.hold)
+                exchange.work(work, lambda parts: exchange.answer(200, parts), self._fail)
             else:
-                connection.answer(200, [generated(self._model, self._plan, part)])
+                exchange.answer(200, [generated(self._model, self._plan, part)])
 
     def _send_on(self) -> None:
         """Sends the responses that have arrived, as far as the client reads them."""
-        connection, session = self._connection, self._link.session
+        exchange, session = self._exchange, self._link.session
         large: Held | None = None
-        while large is None and self.parts and connection.writable and not self._encoding:
+        while large is None and self.parts and exchange.writable and not self._encoding:
             part: Any = session.next_part(self)
             if is_large(part):
                 large = part
             else:
                 self._begin_events()
-                connection.send_event(event(generated(self._model, self._plan, part)))
+                exchange.send_event(event(generated(self._model, self._plan, part)))
         if session.outbox.messages:
             self._link.send_soon()
         if large is not None:
@@ -217,27 +216,25 @@ class _Generation(PendingStream):
             if self.error is not None:
                 raise self.error
             self._begin_events()
-            connection.end_events()
+            exchange.end_events()
 
     def _encode(self, part: Held) -> None:
-        connection = self._connection
+        exchange = self._exchange
         self._encoding = True
-        connection.work(
-            generated_in_slices(self._model, self._plan, part, connection.hold), self._send_large, self._fail
-        )
+        exchange.work(generated_in_slices(self._model, self._plan, part, exchange.hold), self._send_large, self._fail)
         if self._encoding and not self.ended:
-            connection.wait_for(self, self.on_part)  # a client that disconnects also cancels the request
+            exchange.wait_for(self, self.on_part)  # a client that disconnects also cancels the request
 
     def _send_large(self, parts: list[Buffer]) -> None:
         self._encoding = False
         self._begin_events()
-        self._connection.send_large_event([b"data: ", *parts, b"\n\n"])
+        self._exchange.send_large_event([b"data: ", *parts, b"\n\n"])
         self.on_part()
 
     def _begin_events(self) -> None:
         if not self._sent:
             self._sent = True
-            self._connection.begin_events()
+            self._exchange.begin_events()
 
     def _fail(self, error: ServeError) -> None:
         """Ends the request with an error and drops its remaining responses."""
@@ -248,13 +245,13 @@ class _Generation(PendingStream):
         self.parts.clear()
         if self._as_events and (self._sent or isinstance(error, _WHILE_IT_RAN)):
             if not self._sent:
-                self._connection.begin_events(http_of(error))
-            self._connection.send_event(event(error_body(http_text_of(error, self._plan.options.id))))
-            self._connection.end_events()
+                self._exchange.begin_events(http_of(error))
+            self._exchange.send_event(event(error_body(http_text_of(error, self._plan.options.id))))
+            self._exchange.end_events()
         else:
             if type(error) is InvalidRequest and (more := advice(self._plan, self._config)):
                 error = InvalidRequest(f"{error} {more}")
-            self._connection.fail(error, self._plan.options.id)
+            self._exchange.fail(error, self._plan.options.id)
 
 
 def _piece(buffer: ReceiveBuffer) -> Piece:
@@ -285,43 +282,43 @@ class Requests:
 
     # ------------------------------------------------------------------------------------ bodies read in place
 
-    def prepare(self, connection: HttpConnection, head: HttpHead, first: Buffer) -> None:
+    def prepare(self, exchange: HttpExchange, first: Buffer) -> None:
         """Chooses the buffers for the body, of which only `first` has arrived."""
-        action = head.route.action
+        head, action = exchange.head, exchange.head.route.action
         is_json = action in TO_MODELS and head.json_length is None and not head.encoding
         if is_json and head.length > self._limits.json_bytes:
             raise content_length_error(head, self._limits)
         if action is not INFER or head.json_length is None or head.encoding:
-            self._gather(connection, head, first)
+            self._gather(exchange, first)
         elif head.json_length:
             size = self._json_length(head, head.length)
             if size > self._limits.json_bytes:
                 raise self._limits.json_size_error(size)
             if size > SLICE_BYTES:
-                self._gather(connection, head, first)
+                self._gather(exchange, first)
                 return
             if len(first) >= size:
-                self._tensors(connection, head, bytes(first[:size]), first[size:])
+                self._tensors(exchange, bytes(first[:size]), first[size:])
                 return
             text = ReceiveBuffer(size)
-            connection.fill([text], first, lambda left: self._tensors(connection, head, bytes(text.memory), left))
+            exchange.fill([text], first, lambda left: self._tensors(exchange, bytes(text.memory), left))
         else:
-            tensor = self._sink(head.length, connection.trusts(head))
+            tensor = self._sink(exchange.head.length, exchange.is_trusted)
 
             def whole(left: Buffer) -> None:
-                connection.complete()
-                self._infer_raw(connection, head, _piece(tensor))
+                exchange.complete()
+                self._infer_raw(exchange, _piece(tensor))
 
-            connection.fill([tensor], first, whole)
+            exchange.fill([tensor], first, whole)
 
-    def _gather(self, connection: HttpConnection, head: HttpHead, first: Buffer) -> None:
-        body = ReceiveBuffer(head.length, trusted=connection.trusts(head))
+    def _gather(self, exchange: HttpExchange, first: Buffer) -> None:
+        body = ReceiveBuffer(exchange.head.length, trusted=exchange.is_trusted)
 
         def whole(left: Buffer) -> None:
-            connection.complete()
-            connection.whole(body.memory)
+            exchange.complete()
+            exchange.whole(body.memory)
 
-        connection.fill([body], first, whole)
+        exchange.fill([body], first, whole)
 
     def _sink(self, size: int, trusted: bool) -> ReceiveBuffer:
         """A buffer for a tensor, in shared memory if it is too large to be sent inline."""
@@ -333,79 +330,79 @@ class Requests:
 
         return allocate
 
-    def _tensors(self, connection: HttpConnection, head: HttpHead, text: bytes, first: Buffer) -> None:
+    def _tensors(self, exchange: HttpExchange, text: bytes, first: Buffer) -> None:
         """Called when the JSON is complete: reads each tensor into a buffer of the size that the JSON gives."""
         plan = self._plan(text)
-        self._check_size(plan, head.length - len(text), head.route.model)
-        trusted = connection.trusts(head)
+        self._check_size(plan, exchange.head.length - len(text), exchange.head.route.model)
+        trusted = exchange.is_trusted
         sinks = [self._sink(spec.size, trusted) for spec in plan.inputs if spec.follows]
 
         def whole(left: Buffer) -> None:
-            connection.complete()
+            exchange.complete()
             received = map(_piece, sinks)
             pieces = [next(received) if spec.follows else self._sender.local_input(spec) for spec in plan.inputs]
-            self._infer(connection, head, plan, pieces)
+            self._infer(exchange, plan, pieces)
 
-        connection.fill(sinks, first, whole)
+        exchange.fill(sinks, first, whole)
 
     # ------------------------------------------------------------------------------------ complete requests
 
-    def begin(self, connection: HttpConnection, head: HttpHead, body: Buffer) -> None:
+    def begin(self, exchange: HttpExchange, body: Buffer) -> None:
         """Answers locally or queries the broker. Raises the errors that the client receives."""
-        route, refusal = head.route, head.refusal
+        route, refusal = exchange.head.route, exchange.head.refusal
         if isinstance(refusal, NoRoute):
             more = b"Allow: %b\r\n" % refusal.allow.encode() if refusal.allow else b""
-            connection.fail_with(refusal.status, refusal.text, more)
+            exchange.fail_with(refusal.status, refusal.text, more)
             return
         if refusal is not None:
-            connection.fail(refusal)
+            exchange.fail(refusal)
             return
         if route.action is INFER:
             try:
-                self._begin_infer(connection, head, body)
+                self._begin_infer(exchange, body)
             except InvalidRequest as error:
-                self._refuse_infer(connection, head, error)
+                self._refuse_infer(exchange, error)
         elif route.action is GENERATE or route.action is GENERATE_STREAM:
-            self._begin_generate(connection, head, bytes(body))
+            self._begin_generate(exchange, bytes(body))
         elif route.kind == OPENAI:
-            self._begin_openai(connection, head, body)
+            self._begin_openai(exchange, body)
         elif route.action is Action.METRICS:
-            self._ask_metrics(connection, head)
+            self._ask_metrics(exchange)
         elif route.action in PAGE:
             assert self._page is not None
-            self._page.begin(connection, head)
+            self._page.begin(exchange)
         elif route.action is Action.OPENAPI:
-            connection.answer(200, [openapi.text(self._openai is not None)])
+            exchange.answer(200, [openapi.text(self._openai is not None)])
         else:
-            self._begin_query(connection, head, bytes(body))
+            self._begin_query(exchange, bytes(body))
 
-    def _begin_openai(self, connection: HttpConnection, head: HttpHead, body: Buffer) -> None:
+    def _begin_openai(self, exchange: HttpExchange, body: Buffer) -> None:
         if len(body) > self._limits.json_bytes:
             raise self._limits.json_size_error(len(body), "")
         assert self._openai is not None
-        self._openai.begin(connection, head, body)
+        self._openai.begin(exchange, body)
 
-    def _begin_query(self, connection: HttpConnection, head: HttpHead, body: bytes) -> None:
+    def _begin_query(self, exchange: HttpExchange, body: bytes) -> None:
         def show(document: Any) -> None:
             status, text = http_answer(document)
-            connection.answer(status, [text])
+            exchange.answer(status, [text])
 
-        caller = connection.payer(head.token).caller
-        question = query_of(head.route, arguments_of(head.route, body), self._sender.regions, caller)
+        caller = exchange.payer().caller
+        question = query_of(exchange.head.route, arguments_of(exchange.head.route, body), self._sender.regions, caller)
         if isinstance(question, BrokerQuery):
-            self._ask(connection, head, question, show)
+            self._ask(exchange, question, show)
         else:
             show(question.document)
 
-    def _ask_metrics(self, connection: HttpConnection, head: HttpHead) -> None:
+    def _ask_metrics(self, exchange: HttpExchange) -> None:
         """Requests that arrive while a page is built share it. Beyond SCRAPES pages per second the last page is sent
         again."""
         scrape = self._scrape
         if scrape is None or scrape.failed_to_come or (not scrape.pending and self._may_scrape()):
             scrape = _Scrape(self._extra)
-            ask(self._link, connection.payer(head.token), scrape, BrokerQuery("metrics"))
+            ask(self._link, exchange.payer(), scrape, BrokerQuery("metrics"))
             self._scrape = scrape
-        scrape.show(connection)
+        scrape.show(exchange)
 
     def _may_scrape(self) -> bool:
         now = self._now()
@@ -414,59 +411,57 @@ class Requests:
         self._scrapes += 1
         return self._scrapes <= SCRAPES
 
-    def _ask(self, connection: HttpConnection, head: HttpHead, query: BrokerQuery, then: Callable[[Any], None]) -> None:
-        ticket = PendingQuery(query, then, connection.fail)
-        ask(self._link, connection.payer(head.token), ticket, query)
-        connection.wait_for(ticket)
+    def _ask(self, exchange: HttpExchange, query: BrokerQuery, then: Callable[[Any], None]) -> None:
+        ticket = PendingQuery(query, then, exchange.fail)
+        ask(self._link, exchange.payer(), ticket, query)
+        exchange.wait_for(ticket)
 
-    def _ask_config(self, connection: HttpConnection, head: HttpHead, then: Callable[[Any], None]) -> None:
-        self._ask(connection, head, config_query(head.route.model, head.route.version), then)
+    def _ask_config(self, exchange: HttpExchange, then: Callable[[Any], None]) -> None:
+        self._ask(exchange, config_query(exchange.head.route.model, exchange.head.route.version), then)
 
     # ------------------------------------------------------------------------------------ inference
 
-    def _begin_infer(self, connection: HttpConnection, head: HttpHead, body: Buffer) -> None:
-        length = head.json_length
+    def _begin_infer(self, exchange: HttpExchange, body: Buffer) -> None:
+        length = exchange.head.json_length
         if length is None:
             length = len(body)
         elif length == 0:
-            self._infer_raw(connection, head, body)
+            self._infer_raw(exchange, body)
             return
         else:
-            length = self._json_length(head, len(body))
+            length = self._json_length(exchange.head, len(body))
         if length > self._limits.json_bytes:
             raise self._limits.json_size_error(length)
         if length <= SLICE_BYTES:
-            self._begin_planned(connection, head, body, length, self._plan(bytes(body[:length])))
+            self._begin_planned(exchange, body, length, self._plan(bytes(body[:length])))
             return
-        connection.work(
+        exchange.work(
             plan_in_slices(memoryview(body)[:length], self._limits.input_bytes),
-            lambda plan: self._begin_planned(connection, head, body, length, plan),
-            lambda error: self._refuse_infer(connection, head, error),
+            lambda plan: self._begin_planned(exchange, body, length, plan),
+            lambda error: self._refuse_infer(exchange, error),
         )
 
-    def _refuse_infer(self, connection: HttpConnection, head: HttpHead, error: ServeError) -> None:
+    def _refuse_infer(self, exchange: HttpExchange, error: ServeError) -> None:
         """Refuses a body. As in Triton, an unknown model is reported first."""
 
         def refuse(answer: Any) -> None:
-            connection.fail(answer if isinstance(answer, NotFound) else error)
+            exchange.fail(answer if isinstance(answer, NotFound) else error)
 
         if not isinstance(error, InvalidRequest):
-            connection.fail(error)
+            exchange.fail(error)
             return
-        query = BrokerQuery("config", model=head.route.model, version=head.route.version)
+        query = BrokerQuery("config", model=exchange.head.route.model, version=exchange.head.route.version)
         ticket = PendingQuery(query, refuse, refuse)
         try:
-            ask(self._link, connection.payer(head.token), ticket, query)
+            ask(self._link, exchange.payer(), ticket, query)
         except ServeError:  # whether the model exists remains unknown
-            connection.fail(error)
+            exchange.fail(error)
             return
-        connection.wait_for(ticket)
+        exchange.wait_for(ticket)
 
-    def _begin_planned(
-        self, connection: HttpConnection, head: HttpHead, body: Buffer, at: int, plan: RequestPlan
-    ) -> None:
+    def _begin_planned(self, exchange: HttpExchange, body: Buffer, at: int, plan: RequestPlan) -> None:
         """`at`: offset of the binary data in `body`."""
-        self._check_size(plan, len(body) - at, head.route.model)
+        self._check_size(plan, len(body) - at, exchange.head.route.model)
         if len(body) > SLICE_BYTES:
             body = memoryview(body)  # slicing a view does not copy
         pieces: list[Piece] = []
@@ -478,9 +473,9 @@ class Requests:
                 at += spec.size
         if len(body) > COPY_BYTES:
             work = self._sender.placed(pieces)
-            connection.work(work, lambda placed: self._infer(connection, head, plan, placed))
+            exchange.work(work, lambda placed: self._infer(exchange, plan, placed))
         else:
-            self._infer(connection, head, plan, pieces)
+            self._infer(exchange, plan, pieces)
 
     def _json_length(self, head: HttpHead, size: int) -> int:
         length = head.json_length or 0
@@ -496,59 +491,59 @@ class Requests:
             text = f"unexpected additional input data for model '{model}'"
             raise InvalidRequest(f"{text}: {plan.binary_bytes} bytes should follow the JSON, but {size} do")
 
-    def _infer(self, connection: HttpConnection, head: HttpHead, plan: RequestPlan, pieces: list[Piece]) -> None:
-        sender, route, request_id = self._sender, head.route, plan.options.id
-        ticket = _Inference(connection, route.model, plan, sender.output_regions(plan))
+    def _infer(self, exchange: HttpExchange, plan: RequestPlan, pieces: list[Piece]) -> None:
+        sender, route, request_id = self._sender, exchange.head.route, plan.options.id
+        ticket = _Inference(exchange, route.model, plan, sender.output_regions(plan))
         try:
             sender.infer(
-                connection.payer(head.token), ticket, route.model, route.version, plan, pieces, request_id,
-                head.forwarded,
+                exchange.payer(), ticket, route.model, route.version, plan, pieces, request_id,
+                exchange.head.forwarded,
             )  # fmt: skip
         except ServeError as error:
-            connection.fail(error, request_id)
+            exchange.fail(error, request_id)
             return
-        connection.wait_for(ticket)
+        exchange.wait_for(ticket)
 
-    def _begin_generate(self, connection: HttpConnection, head: HttpHead, body: bytes) -> None:
-        route, link = head.route, self._link
+    def _begin_generate(self, exchange: HttpExchange, body: bytes) -> None:
+        route, link = exchange.head.route, self._link
         as_events = route.action is GENERATE_STREAM
-        if head.encoding:
-            raise Unsupported(f"Unsupported compression type '{head.encoding[:40]}': generate supports none")
-        if as_events and head.old:
+        if exchange.head.encoding:
+            raise Unsupported(f"Unsupported compression type '{exchange.head.encoding[:40]}': generate supports none")
+        if as_events and exchange.head.old:
             raise Unsupported("generate_stream requires HTTP/1.1")
         if len(body) > self._limits.json_bytes:
             raise self._limits.json_size_error(len(body))
 
         def send(config: Any, made: tuple[RequestPlan, list[Piece]]) -> None:
             plan, pieces = made
-            ticket = _Generation(connection, link, route.model, plan, config, as_events)
+            ticket = _Generation(exchange, link, route.model, plan, config, as_events)
             self._sender.infer(
-                connection.payer(head.token), ticket, route.model, route.version, plan, pieces, plan.options.id,
-                head.forwarded, WINDOW,
+                exchange.payer(), ticket, route.model, route.version, plan, pieces, plan.options.id,
+                exchange.head.forwarded, WINDOW,
             )  # fmt: skip
-            connection.wait_for(ticket, ticket.on_part)
+            exchange.wait_for(ticket, ticket.on_part)
 
         def go_on(config: Any) -> None:
-            connection.work(self._generate_plan(request, config), partial(send, config))
+            exchange.work(self._generate_plan(request, config), partial(send, config))
 
         request = GenerateRequest(body)
         if len(body) > SLICE_BYTES:
-            connection.work(request.cut(), lambda _: self._ask_config(connection, head, go_on))
+            exchange.work(request.cut(), lambda _: self._ask_config(exchange, go_on))
         else:
-            self._ask_config(connection, head, go_on)
+            self._ask_config(exchange, go_on)
 
     def _generate_plan(self, request: GenerateRequest, config: Any) -> SlicedWork[tuple[RequestPlan, list[Piece]]]:
         plan = yield from request.plan(config)
         pieces = yield from self._sender.placed([b"" if spec.data is None else spec.data for spec in plan.inputs])
         return plan, pieces
 
-    def _infer_raw(self, connection: HttpConnection, head: HttpHead, body: Piece) -> None:
+    def _infer_raw(self, exchange: HttpExchange, body: Piece) -> None:
         """An infer request without JSON: the model's configuration gives the tensor's name, type and shape."""
-        route = head.route
+        route = exchange.head.route
 
         def go_on(config: Any) -> None:
             plan, prefix = raw_plan(route.model, config, len(body))
             piece = body if not prefix else prefix + bytes(body)
-            self._infer(connection, head, plan, [piece])
+            self._infer(exchange, plan, [piece])
 
-        self._ask_config(connection, head, go_on)
+        self._ask_config(exchange, go_on)

@@ -37,7 +37,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         self._unsent = 0
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
+        self.transport = transport
         if not self._listener.enter(self):
             transport.abort()
             return
@@ -46,7 +46,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._listener.leave(self)
-        self._transport = None
+        self.transport = None
         if self._core is not None:
             self._core.lost()
             self._core.out.clear()
@@ -71,20 +71,20 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         else:
             core.feed(bytes(_scratch[:count]))
             if core.more:
-                self._transport.pause_reading()
+                self.transport.pause_reading()
                 self._listener.backlog.put(self)
         self._flush()
         if count > SMALL_READ_BYTES and not core.more and not core.over:
             self._listener.reads.count(self, count)
 
     @property
-    def _may_read(self) -> bool:
+    def may_read(self) -> bool:
         """While frames wait, the backlog resumes reading."""
         return self._core is not None and not self._core.more
 
     def go_on(self) -> bool:
         """Processes delayed frames. True: frames are left."""
-        core, transport = self._core, self._transport
+        core, transport = self._core, self.transport
         if core is None or transport is None or transport.is_closing():
             return False
         self._scheduled = True
@@ -121,7 +121,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
 
     def _flush(self) -> None:
         self._scheduled = False
-        core, transport = self._core, self._transport
+        core, transport = self._core, self.transport
         if core is None or transport is None:
             return
         out = core.out
@@ -139,7 +139,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
 
     def check_timeouts(self, waited: int) -> None:
         """Called on every turn of the slow clock."""
-        core, transport, listener = self._core, self._transport, self._listener
+        core, transport, listener = self._core, self.transport, self._listener
         if core is None or transport is None:
             return
         unsent = transport.get_write_buffer_size()
@@ -173,7 +173,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
 
     @property
     def idle_since(self) -> float | None:
-        core, transport = self._core, self._transport
+        core, transport = self._core, self.transport
         if core is None or transport is None or transport.get_write_buffer_size():
             return None
         return None if any(self._in_use(stream) for stream in core.streams.values()) else core.idle_since

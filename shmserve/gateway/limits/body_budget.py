@@ -112,6 +112,10 @@ class BudgetAccount:
         self.take(size)
         self.unsent = size
 
+    def keep_until_sent(self) -> None:
+        """What is held now belongs to the response."""
+        self.unsent = self.held
+
     def sent(self) -> None:
         self.give(self.unsent)
         self.unsent = 0

@@ -113,29 +113,29 @@ class FairReader:
     """A connection whose reads of large bodies are bounded."""
 
     def __init__(self) -> None:
-        self._transport: Any = None
+        self.transport: Any = None
         self._reading = True
         self.read_turn = self.read_bytes = 0
         """`read_bytes`: bytes read in the iteration `read_turn`."""
 
     @property
-    def _may_read(self) -> bool:
+    def may_read(self) -> bool:
         """Whether nothing else keeps reading paused."""
         raise NotImplementedError
 
     def pause(self) -> None:
         self._reading = False
-        self._transport.pause_reading()
+        self.transport.pause_reading()
 
     def resume(self) -> None:
-        transport = self._transport
-        if transport is not None and not transport.is_closing() and not self._reading and self._may_read:
+        transport = self.transport
+        if transport is not None and not transport.is_closing() and not self._reading and self.may_read:
             self._reading = True
             transport.resume_reading()
 
     def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
 
 class ReadTurns:

@@ -17,8 +17,9 @@ from shmserve.gateway.kserve.plans import RequestPlan
 from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, SlicedWork
 from shmserve.gateway.openai.bodies import EmbeddingRequest, request_options
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.fan_out import FanOut, OpenAiConnection, OpenAiHead, Planned
+from shmserve.gateway.openai.fan_out import FanOut, Planned
 from shmserve.gateway.openai.models import INPUT_TOKENS, EmbeddingModel
+from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.requests import PendingInference, RequestSender
 from shmserve.protocol.messages import Reply
 
@@ -48,11 +49,11 @@ class _Text(PendingInference):
 
 class Embeddings:
     def __init__(
-        self, connection: OpenAiConnection, head: OpenAiHead, sender: RequestSender, model: EmbeddingModel,
+        self, exchange: Exchange, sender: RequestSender, model: EmbeddingModel,
         request: EmbeddingRequest, texts: list[str],
     ) -> None:  # fmt: skip
-        self._connection = connection
-        self._requests: FanOut[_Text] = FanOut(connection, head, sender, model.name, AT_ONCE, connection.fail)
+        self._exchange = exchange
+        self._requests: FanOut[_Text] = FanOut(exchange, sender, model.name, AT_ONCE, exchange.fail)
         self._model = model
         self._request = request
         self._texts = texts
@@ -90,12 +91,12 @@ class Embeddings:
             raise ModelFailed(f"model '{self._model.name}' returned no output '{self._model.output}'")
         self._requests.ended(ticket)
         if self._requests.done:
-            self._connection.work(self._encoded(), lambda parts: self._connection.answer(200, parts))
+            self._exchange.work(self._encoded(), lambda parts: self._exchange.answer(200, parts))
 
     def failed(self, ticket: _Text, error: ServeError) -> None:
         if not self._requests.cancelled:
             self._requests.failed(ticket)
-            self._connection.fail(error)
+            self._exchange.fail(error)
 
     def _vector(self, dtype: str, shape: tuple[int, ...], data: bytes) -> Vector:
         if not shape or any(dim != 1 for dim in shape[:-1]):
@@ -131,7 +132,7 @@ class Embeddings:
                 parts.append(text)
                 size += len(text)
                 if size >= SLICE_BYTES:
-                    self._connection.hold(size)
+                    self._exchange.hold(size)
                     size = 0
                     yield
             parts.append(b"}")

@@ -1,4 +1,4 @@
-"""The model requests that one client request becomes, and the interface that they need from the client's connection.
+"""The model requests that one client request becomes, and the interface that they need from the client's exchange.
 
 Invariant: when the client disconnects, or one of the requests fails, the others are cancelled.
 """
@@ -6,74 +6,15 @@ Invariant: when the client disconnects, or one of the requests fails, the others
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from shmserve.errors import ServeError, Unavailable
-from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.plans import RequestPlan
-from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import SlicedWork
-from shmserve.gateway.upstream.documents import Route
+from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.requests import Charge, PendingStream, RequestSender, withdraw
 
-JSON = b"application/json"
 _Ticket = TypeVar("_Ticket", bound=Charge)
-
-
-class OpenAiHead(Protocol):
-    """The fields of a request's head that these endpoints use."""
-
-    @property
-    def route(self) -> Route: ...
-
-    @property
-    def token(self) -> str: ...
-
-    @property
-    def forwarded(self) -> dict[str, str] | None: ...
-
-    @property
-    def old(self) -> bool: ...
-
-
-class _Watcher(Protocol):
-    def disconnected(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-class OpenAiConnection(Protocol):
-    address: str
-    """The client's address."""
-
-    @property
-    def writable(self) -> bool: ...
-
-    def payer(self, token: str) -> Payer: ...
-
-    def wait_for(self, ticket: Charge, resume: Callable[[], None] | None = None) -> None: ...
-
-    def watch(self, viewer: _Watcher, resume: Callable[[], None] | None = None) -> None: ...
-
-    def begin_events(self, status: int = 200, more: bytes = b"", first: bytes = b"") -> None: ...
-
-    def send_event(self, data: bytes) -> None: ...
-
-    def end_events(self, last: bytes = b"") -> None: ...
-
-    def hold(self, size: int) -> None: ...
-
-    def work(
-        self, work: SlicedWork[Any], then: Callable[[Any], None], failed: Callable[[ServeError], None] | None = None,
-        party: object = None,
-    ) -> None: ...  # fmt: skip
-
-    def fail(self, error: ServeError, request_id: str = "") -> None: ...
-
-    def answer(
-        self, status: int, parts: list[Buffer], kind: bytes = JSON, json_length: int | None = None, more: bytes = b""
-    ) -> None: ...
-
 
 Planned = Iterator[tuple[_Ticket, RequestPlan] | None]
 """Requests in order, each made when it is to be sent. None: much was made, so other clients get a turn before the next
@@ -85,12 +26,11 @@ class FanOut(Generic[_Ticket]):
     request cannot be sent later. `window`: stream window of each request; 0: it has a single reply."""
 
     def __init__(
-        self, connection: OpenAiConnection, head: OpenAiHead, sender: RequestSender, model: str, at_once: int,
+        self, exchange: Exchange, sender: RequestSender, model: str, at_once: int,
         failed: Callable[[ServeError], None], window: int = 0,
     ) -> None:  # fmt: skip
-        self._connection = connection
+        self._exchange = exchange
         self._failed = failed
-        self._head = head
         self._sender = sender
         self._model = model
         self._at_once = at_once
@@ -106,7 +46,7 @@ class FanOut(Generic[_Ticket]):
     def begin(self, requests: Planned[_Ticket], resume: Callable[[], None] | None = None) -> None:
         """`resume` is called when the client reads again."""
         self._requests = requests
-        self._connection.watch(self, resume)
+        self._exchange.watch(self, resume)
         try:
             self._send()
         except BaseException:
@@ -133,10 +73,11 @@ class FanOut(Generic[_Ticket]):
             assert self._next is not None
             ticket, plan = self._next
             pieces = [b"" if spec.data is None else spec.data for spec in plan.inputs]
-            payer = self._connection.payer(self._head.token)
+            exchange = self._exchange
+            payer, forwarded = exchange.payer(), exchange.head.forwarded
             try:
                 self._sender.infer(
-                    payer, ticket, self._model, "", plan, pieces, plan.options.id, self._head.forwarded, self._window
+                    payer, ticket, self._model, "", plan, pieces, plan.options.id, forwarded, self._window
                 )
             except ServeError as error:
                 if self.cancelled:
@@ -160,7 +101,7 @@ class FanOut(Generic[_Ticket]):
                 return False
             if self._next is None:
                 self._paused = True
-                self._connection.work(_one_turn(), self._go_on, self._give_up)
+                self._exchange.work(_one_turn(), self._go_on, self._give_up)
         return self._next is not None
 
     def _go_on(self, _: None) -> None:

@@ -11,9 +11,10 @@ from shmserve.gateway.kserve.generate import event
 from shmserve.gateway.kserve.plans import RequestPlan
 from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 from shmserve.gateway.openai import errors
-from shmserve.gateway.openai.fan_out import FanOut, OpenAiConnection, OpenAiHead, Planned
+from shmserve.gateway.openai.fan_out import FanOut, Planned
 from shmserve.gateway.openai.formats import DONE, Choice, Echo, ResponseFormat
 from shmserve.gateway.openai.texts import Delta, PartReader, Usage
+from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.requests import PendingStream, RequestSender, serve_error
 from shmserve.session import WINDOW
 
@@ -43,14 +44,12 @@ class Generation:
     """One request of a client."""
 
     def __init__(
-        self, connection: OpenAiConnection, head: OpenAiHead, sender: RequestSender, model: str,
+        self, exchange: Exchange, sender: RequestSender, model: str,
         response: ResponseFormat, as_events: bool, shows_usage: bool,
     ) -> None:  # fmt: skip
-        self._connection = connection
+        self._exchange = exchange
         self._link = sender.link
-        self._requests: FanOut[_Stream] = FanOut(
-            connection, head, sender, model, AT_ONCE, self._cannot_continue, WINDOW
-        )
+        self._requests: FanOut[_Stream] = FanOut(exchange, sender, model, AT_ONCE, self._cannot_continue, WINDOW)
         self._model = model
         self._response = response
         self._as_events = as_events
@@ -98,7 +97,7 @@ class Generation:
         work = self._taken(stream)
         if next(work, _END) is not _END:  # large: the rest is done in further slices
             self._working = True
-            self._connection.work(self._in_slices(work), _nothing, self._connection.fail)
+            self._exchange.work(self._in_slices(work), _nothing, self._exchange.fail)
 
     def _resume(self) -> None:
         """Called when the client reads again."""
@@ -128,12 +127,12 @@ class Generation:
     def _take(self, stream: _Stream, events: list[bytes]) -> Iterator[None]:
         """Takes the parts of a stream of events as far as the client reads them. `events`: receives the events that are
         not sent yet, in case of an exception."""
-        connection, link = self._connection, self._link
+        exchange, link = self._exchange, self._link
         if self._echo and self._as_events and (stream.parts or (stream.ended and stream.error is None)):
             yield from self._echoes(stream)
             if self._requests.cancelled or not self._choices[stream.first + self._count - 1].begun:
                 return  # the client does not read
-        while stream.parts and (not self._as_events or connection.writable):
+        while stream.parts and (not self._as_events or exchange.writable):
             part: Any = link.session.next_part(stream)
             for added in stream.reader.deltas(part):
                 if added is None:
@@ -159,7 +158,7 @@ class Generation:
     def _add(self, choice: Choice, delta: Delta) -> None:
         self._made += self._response.add(choice, delta)
         if self._made > SLICE_BYTES:
-            self._connection.hold(self._made)
+            self._exchange.hold(self._made)
             self._made = 0
 
     def _echoes(self, stream: _Stream) -> Iterator[None]:
@@ -168,7 +167,7 @@ class Generation:
             choice = self._choices[index]
             if choice.echo is None or choice.begun:
                 continue
-            if self._requests.cancelled or not self._connection.writable:
+            if self._requests.cancelled or not self._exchange.writable:
                 return
             choice.begun = True
             self._send([self._response.echo_chunk(index, choice.echo)])
@@ -188,12 +187,12 @@ class Generation:
             return
         usage = _total(self._usages, self._apart)
         if not self._as_events:
-            self._connection.answer(200, self._response.whole(self._choices, usage))
+            self._exchange.answer(200, self._response.whole(self._choices, usage))
             return
         if self._shows_usage:
             events.append(self._response.usage_chunk(usage))
         self._begin_events()
-        self._connection.end_events(b"".join([*events, DONE]))
+        self._exchange.end_events(b"".join([*events, DONE]))
         events.clear()
 
     def _reasons(self, first: int) -> list[bytes]:
@@ -207,14 +206,14 @@ class Generation:
         data = events[0] if len(events) == 1 else b"".join(events)
         events.clear()
         if data and self._begun:
-            self._connection.send_event(data)
+            self._exchange.send_event(data)
         elif data:
             self._begin_events(data)
 
     def _begin_events(self, first: bytes = b"") -> None:
         if not self._begun:
             self._begun = True
-            self._connection.begin_events(first=first)
+            self._exchange.begin_events(first=first)
 
     def _fail(self, stream: _Stream, error: ServeError) -> None:
         if stream.ended:
@@ -225,10 +224,10 @@ class Generation:
 
     def _cannot_continue(self, error: ServeError) -> None:
         if not self._begun:
-            self._connection.fail(error)
+            self._exchange.fail(error)
             return
         _, body = errors.response(error)
-        self._connection.end_events(event(body))
+        self._exchange.end_events(event(body))
 
 
 def _total(usages: list[Usage], apart: int) -> Usage:

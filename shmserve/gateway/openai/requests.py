@@ -23,13 +23,13 @@ from shmserve.gateway.openai import bodies, inputs, models
 from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling
 from shmserve.gateway.openai.embeddings import Embeddings
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.fan_out import OpenAiConnection, OpenAiHead
 from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, Echo, ResponseFormat
 from shmserve.gateway.openai.generation import Generation
 from shmserve.gateway.openai.inputs import SamplingInputs
 from shmserve.gateway.openai.models import MESSAGES, LanguageModel
 from shmserve.gateway.openai.templates import WAITING_BYTES, ChatTemplates, template_values
 from shmserve.gateway.upstream.documents import BrokerQuery, config_query
+from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.requests import PendingQuery, RequestSender, ask
 from shmserve.protocol.actions import Action
 
@@ -48,67 +48,63 @@ class OpenAiRequests:
         self._templates = ChatTemplates(Budget(WAITING_BYTES, bounds.connection, bounds.address))
         self._ids = count(1)
 
-    def begin(self, connection: OpenAiConnection, head: OpenAiHead, body: Buffer) -> None:
+    def begin(self, exchange: Exchange, body: Buffer) -> None:
         """Answers the request locally or queries the broker. Raises the errors that the client receives."""
-        action = head.route.action
+        action = exchange.head.route.action
         if action is Action.OPENAI_MODELS:
-            self._list_models(connection, head)
+            self._list_models(exchange)
         elif action is Action.OPENAI_MODEL:
-            self._show_model(connection, head)
+            self._show_model(exchange)
         elif len(body) > SLICE_BYTES:
             strings = CutStrings()
-            connection.work(
+            exchange.work(
                 strings.cut(bytes(body), bodies.VALUES),
-                lambda _: self._begin(connection, head, strings.around, strings),
+                lambda _: self._begin(exchange, strings.around, strings),
             )
         else:
-            self._begin(connection, head, bytes(body))
+            self._begin(exchange, bytes(body))
 
-    def _begin(
-        self, connection: OpenAiConnection, head: OpenAiHead, text: bytes, strings: CutStrings | None = None
-    ) -> None:
+    def _begin(self, exchange: Exchange, text: bytes, strings: CutStrings | None = None) -> None:
         """`strings`: the long strings that were cut out of `text`."""
         request: CompletionRequest | ChatRequest | EmbeddingRequest
         go_on: Callable[[Any], None]
-        match head.route.action:
+        match exchange.head.route.action:
             case Action.COMPLETIONS:
                 request = completion = bodies.completion(text)
-                go_on = partial(self._complete, connection, head, completion)
+                go_on = partial(self._complete, exchange, completion)
             case Action.CHAT_COMPLETIONS:
                 request = chat = bodies.chat(text)
-                go_on = partial(self._chat, connection, head, chat, strings)
+                go_on = partial(self._chat, exchange, chat, strings)
             case _:
                 request = embedding = bodies.embedding(text)
-                go_on = partial(self._embed, connection, head, embedding)
-        if head.old and isinstance(request, Sampling) and request.stream:
+                go_on = partial(self._embed, exchange, embedding)
+        if exchange.head.old and isinstance(request, Sampling) and request.stream:
             raise Unsupported("a stream requires HTTP/1.1")
 
         def ask_config(_: None = None) -> None:
             """The model's configuration decides how the request continues."""
-            self._query(connection, head, config_query(models.check_name(request.model)), go_on)
+            self._query(exchange, config_query(models.check_name(request.model)), go_on)
 
         if strings is None or isinstance(request, ChatRequest):  # a chat is encoded before they are put back
             ask_config()
         else:
-            connection.work(strings.restore(request), ask_config)
+            exchange.work(strings.restore(request), ask_config)
 
-    def _query(
-        self, connection: OpenAiConnection, head: OpenAiHead, query: BrokerQuery, then: Callable[[Any], None]
-    ) -> None:
-        ticket = PendingQuery(query, then, connection.fail)
-        ask(self._sender.link, connection.payer(head.token), ticket, query)
-        connection.wait_for(ticket)
+    def _query(self, exchange: Exchange, query: BrokerQuery, then: Callable[[Any], None]) -> None:
+        ticket = PendingQuery(query, then, exchange.fail)
+        ask(self._sender.link, exchange.payer(), ticket, query)
+        exchange.wait_for(ticket)
 
     # ------------------------------------------------------------------------------------ models
 
-    def _list_models(self, connection: OpenAiConnection, head: OpenAiHead) -> None:
+    def _list_models(self, exchange: Exchange) -> None:
         def show(answer: Any) -> None:
-            connection.answer(200, [_encode({"object": "list", "data": _usable(answer)})])
+            exchange.answer(200, [_encode({"object": "list", "data": _usable(answer)})])
 
-        self._query(connection, head, BrokerQuery("text_models"), show)
+        self._query(exchange, BrokerQuery("text_models"), show)
 
-    def _show_model(self, connection: OpenAiConnection, head: OpenAiHead) -> None:
-        name = head.route.model
+    def _show_model(self, exchange: Exchange) -> None:
+        name = exchange.head.route.model
 
         def show(answer: Any) -> None:
             found = _usable(answer)
@@ -117,15 +113,13 @@ class OpenAiRequests:
                     f"The model '{name[:80]}' does not exist, is not READY, or is neither a language model nor one for "
                     "embeddings"
                 )
-            connection.answer(200, [_encode(found[0])])
+            exchange.answer(200, [_encode(found[0])])
 
-        self._query(connection, head, BrokerQuery("text_models", model=name), show)
+        self._query(exchange, BrokerQuery("text_models", model=name), show)
 
     # ------------------------------------------------------------------------------------ completions
 
-    def _complete(
-        self, connection: OpenAiConnection, head: OpenAiHead, request: CompletionRequest, config: Any
-    ) -> None:
+    def _complete(self, exchange: Exchange, request: CompletionRequest, config: Any) -> None:
         model = models.language_model(request.model, config)
         prompts = inputs.Prompts(model, request)
         if len(prompts) * (request.n or 1) > bodies.CHOICES:
@@ -136,12 +130,12 @@ class OpenAiRequests:
         found = CompletionFormat(response_id, int(time.time()), request.model, request.logprobs, _shows_usage(request))
         before = [Echo(text) if request.echo else None for text in prompts.texts] or [None] * len(prompts)
         self._generate(
-            connection, head, model, request, prompts.tensors(), prompts.bytes, before, found, request.logprobs,
+            exchange, model, request, prompts.tensors(), prompts.bytes, before, found, request.logprobs,
             response_id,
         )  # fmt: skip
 
     def _chat(
-        self, connection: OpenAiConnection, head: OpenAiHead, request: ChatRequest, strings: CutStrings | None,
+        self, exchange: Exchange, request: ChatRequest, strings: CutStrings | None,
         config: Any,
     ) -> None:  # fmt: skip
         model = models.language_model(request.model, config)
@@ -152,21 +146,21 @@ class OpenAiRequests:
 
         def generate(tensors: list[Any]) -> None:
             size = sum([spec.size for spec in tensors])
-            self._generate(connection, head, model, request, iter([tensors]), size, [None], found, top, response_id)
+            self._generate(exchange, model, request, iter([tensors]), size, [None], found, top, response_id)
 
         if MESSAGES not in model.inputs:
-            render = partial(self._render, connection, model, request, generate)
+            render = partial(self._render, exchange, model, request, generate)
             if strings is None:
                 render()
             else:
-                connection.work(strings.restore(request), render)
+                exchange.work(strings.restore(request), render)
         elif strings is None:
             generate(inputs.chat_tensors(model, request))
         else:
-            connection.work(inputs.large_chat_tensors(model, request, strings), generate)
+            exchange.work(inputs.large_chat_tensors(model, request, strings), generate)
 
     def _render(
-        self, connection: OpenAiConnection, model: LanguageModel, request: ChatRequest,
+        self, exchange: Exchange, model: LanguageModel, request: ChatRequest,
         then: Callable[[list[Any]], None], _: None = None,
     ) -> None:  # fmt: skip
         template = model.parameters.get(CHAT_TEMPLATE)
@@ -179,14 +173,14 @@ class OpenAiRequests:
         arguments = inputs.template_arguments(request)
         values = template_values(request.messages, tools, arguments, model.parameters)
 
-        connection.work(
-            self._templates.render(connection.address, template, values, len(_encode(values))),
+        exchange.work(
+            self._templates.render(exchange.address, template, values, len(_encode(values))),
             lambda text: then([inputs.text_tensor(model, models.PROMPT, text.encode())]),
-            party=(connection.address, model.name),
+            party=(exchange.address, model.name),
         )
 
     def _generate(
-        self, connection: OpenAiConnection, head: OpenAiHead, model: LanguageModel, request: Sampling,
+        self, exchange: Exchange, model: LanguageModel, request: Sampling,
         prompts: Iterator[list[InputPlan]], prompt_bytes: int, before: list[Echo | None], found: ResponseFormat,
         logprobs: int | None, response_id: str,
     ) -> None:  # fmt: skip
@@ -197,9 +191,9 @@ class OpenAiRequests:
         sampling = inputs.SamplingInputs(model, inputs.sampling_of(model, request, logprobs), options, apart)
         names = inputs.wanted_flags(model, stream, shows_usage or not stream, logprobs is not None)
         echoed = n * prompt_bytes if any(before) else 0
-        _hold(connection, len(before) * apart, apart * prompt_bytes + len(before) * apart * sampling.bytes, echoed)
+        _hold(exchange, len(before) * apart, apart * prompt_bytes + len(before) * apart * sampling.bytes, echoed)
         plans = self._plans(prompts, sampling, inputs.flag_tensors(model, names), apart)
-        generation = Generation(connection, head, self._sender, model.name, found, stream, shows_usage)
+        generation = Generation(exchange, self._sender, model.name, found, stream, shows_usage)
         generation.begin(plans, [echo for echo in before for _ in range(apart)], together, apart)
 
     def _plans(
@@ -223,23 +217,23 @@ class OpenAiRequests:
 
     # ------------------------------------------------------------------------------------ embeddings
 
-    def _embed(self, connection: OpenAiConnection, head: OpenAiHead, request: EmbeddingRequest, config: Any) -> None:
+    def _embed(self, exchange: Exchange, request: EmbeddingRequest, config: Any) -> None:
         model = models.embedding_model(request.model, config)
         texts, tokens = bodies.texts_or_tokens("input", request.input, bodies.TEXTS)
         if tokens:
             raise BadParameter(
                 "input", f"model '{model.name[:80]}' takes no token ids for embeddings; send the text instead"
             )
-        Embeddings(connection, head, self._sender, model, request, texts).begin()
+        Embeddings(exchange, self._sender, model, request, texts).begin()
 
 
-def _hold(connection: OpenAiConnection, requests: int, size: int, echoed: int) -> None:
+def _hold(exchange: Exchange, requests: int, size: int, echoed: int) -> None:
     """Counts what a request becomes, before any of it is made: `size` bytes for the model and `echoed` bytes for the
     client."""
     if size + echoed <= SLICE_BYTES:
         return
     try:
-        connection.hold(size + echoed)
+        exchange.hold(size + echoed)
     except Unavailable as error:
         raise ShareExceeded(
             f"{requests} requests to the model have {size} bytes of prompts and sampling parameters, and the response "

@@ -12,12 +12,13 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from shmserve.errors import Internal, ServeError, Unavailable
 from shmserve.gateway.page.rows import Rows
+from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.session import Ticket
 
@@ -34,25 +35,12 @@ _encode = msgspec.json.Encoder().encode
 _NO_TIME = 0.0
 
 
-class ViewerConnection(Protocol):
-    """The connection of a viewer."""
-
-    @property
-    def writable(self) -> bool: ...
-
-    def send_event(self, data: bytes) -> None: ...
-
-    def end_events(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-
 class Viewer:
     """`caller`: the name of who pays, see `caller_shares`. `roles`: those of its client, which the page shows."""
 
-    def __init__(self, feed: PageFeed, connection: ViewerConnection, caller: str, roles: Iterable[str]) -> None:
+    def __init__(self, feed: PageFeed, exchange: Exchange, caller: str, roles: Iterable[str]) -> None:
         self.feed = feed
-        self.connection = connection
+        self.exchange = exchange
         self.caller = caller
         self.roles = sorted(roles)
         self.number = 0
@@ -68,7 +56,7 @@ class Viewer:
     def stop(self) -> None:
         """Ends the stream."""
         self.feed.remove(self)
-        self.connection.end_events()
+        self.exchange.end_events()
 
 
 class _ActivityQuery(Ticket):
@@ -199,27 +187,27 @@ class PageFeed:
 
     def _send(self, viewer: Viewer, shared: dict[int, bytes]) -> None:
         """`shared`: texts of this event, by the last event that a viewer has received."""
-        connection, number = viewer.connection, viewer.number
-        if not connection.writable:
+        exchange, number = viewer.exchange, viewer.number
+        if not exchange.writable:
             viewer.missed += 1
             if viewer.missed > STALLED:
                 self.remove(viewer)
-                connection.abort()
+                exchange.abort()
             return
         viewer.missed = 0
         if not self._facts:
             if not viewer.is_down:
                 viewer.is_down = True
-                connection.send_event(_event("down", _encode({"error": self._error})))
+                exchange.send_event(_event("down", _encode({"error": self._error})))
             return
         viewer.is_down = False
         viewer.number = self._rows.number
         if number < self._rows.complete_since:
-            connection.send_event(self._state(viewer))
+            exchange.send_event(self._state(viewer))
             return
         if number not in shared:
             shared[number] = self._change(number)
-        connection.send_event(shared[number])
+        exchange.send_event(shared[number])
 
     def _state(self, viewer: Viewer) -> bytes:
         rows, _ = self._rows.since(0)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmserve.gateway.auth.access import EndpointAccess
-from shmserve.gateway.http.connection import HttpConnection
+from shmserve.gateway.http.connection import HttpConnection, HttpExchange
 from shmserve.gateway.http.heads import HttpHeads
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.routes import NoRoute
@@ -67,24 +67,26 @@ class Echo:
         self.at_once = at_once
         self.answers: list[Callable[[], None]] = []
 
-    def begin(self, connection: HttpConnection, head: Any, body: Any) -> None:
-        if isinstance(head.refusal, NoRoute):
-            connection.answer(head.refusal.status, [b"?"])
+    def begin(self, exchange: HttpExchange, body: Any) -> None:
+        refusal = exchange.head.refusal
+        if isinstance(refusal, NoRoute):
+            exchange.answer(refusal.status, [b"?"])
         elif self.at_once:
-            connection.answer(200, [body])
+            exchange.answer(200, [body])
         else:
-            self.answers.append(lambda: connection.answer(200, [body]))
+            self.answers.append(lambda: exchange.answer(200, [body]))
 
-    def prepare(self, connection: HttpConnection, head: Any, first: Buffer) -> None:
+    def prepare(self, exchange: HttpExchange, first: Buffer) -> None:
+        head = exchange.head
         half = head.length // 2
         begin, end = ReceiveBuffer(half), ReceiveBuffer(head.length - half)
 
         def whole(left: Buffer) -> None:
             assert not left
-            connection.complete()
-            connection.whole(bytes(begin.memory) + bytes(end.memory))
+            exchange.complete()
+            exchange.whole(bytes(begin.memory) + bytes(end.memory))
 
-        connection.fill([begin, end], first, whole)
+        exchange.fill([begin, end], first, whole)
 
 
 def http_listener(budget: Budget | None = None, heads: HttpHeads | None = None, **limits: int) -> Any:

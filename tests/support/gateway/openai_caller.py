@@ -17,6 +17,7 @@ class OpenAiCaller:
 
     def __init__(self, room: int = 1000, sending: Callable[[], None] = lambda: None) -> None:
         self.room, self.sending = room, sending
+        self.head = SimpleNamespace(token="", forwarded=None)
         self.writable = True
         self.sent: list[bytes] = []
         self.begun = self.ended = False
@@ -35,7 +36,7 @@ class OpenAiCaller:
         self.link = SimpleNamespace(session=self, send_soon=lambda: None, cancel=self.cancelled.append)
         self.outbox = SimpleNamespace(messages=[])
 
-    def payer(self, token: str) -> None: ...
+    def payer(self) -> None: ...
 
     def watch(self, viewer: Any, resume: Any = None) -> None:
         self.viewer, self.resume = viewer, resume

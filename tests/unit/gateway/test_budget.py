@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.http.connection import HttpConnection
+from shmserve.gateway.http.connection import HttpExchange
 from shmserve.gateway.limits.body_budget import Budget, BudgetAccount
 from shmserve.gateway.upstream.receive import FIRST_BYTES, PART, WINDOW_BYTES, ReceiveBuffer, Room
 from tests.support.gateway.http2_caller import Caller, Host
@@ -188,15 +188,15 @@ def test_a_body_like_the_last_one_gets_its_memory_at_once() -> None:
     connection, transport, echo, _ = connected(input_bytes=64 * MIB)
     sinks: list[ReceiveBuffer] = []
 
-    def prepare(connection: HttpConnection, head: Any, first: Any) -> None:
-        trusted = connection.trusts(head)
-        sinks[:] = [ReceiveBuffer(size, None, trusted) for size in (head.length // 2, head.length - head.length // 2)]
+    def prepare(exchange: HttpExchange, first: Any) -> None:
+        size, trusted = exchange.head.length, exchange.is_trusted
+        sinks[:] = [ReceiveBuffer(half, None, trusted) for half in (size // 2, size - size // 2)]
 
         def whole(left: Any) -> None:
-            connection.complete()
-            connection.whole(b"".join([sink.memory for sink in sinks]))
+            exchange.complete()
+            exchange.whole(b"".join([sink.memory for sink in sinks]))
 
-        connection.fill(sinks, first, whole)
+        exchange.fill(sinks, first, whole)
 
     echo.prepare = prepare  # type: ignore[method-assign]
 
@@ -254,7 +254,7 @@ def test_unread_http_responses_are_counted() -> None:
         connection, transport, _, _ = connected(False, budget)
         receive(connection, post(b"x"))
         connection.pause_writing()
-        connection.answer(200, [bytes(2 * MIB)])
+        connection.exchange.answer(200, [bytes(2 * MIB)])
         slow.append((connection, transport))
         assert budget.held <= budget.limit
     answers = [answered(transport.sent)[0][0] for _, transport in slow]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.auth.access import EndpointAccess
-from shmserve.gateway.http.connection import HttpConnection
+from shmserve.gateway.http.connection import HttpConnection, HttpExchange
 from shmserve.gateway.http.heads import HttpHeads
 from shmserve.gateway.http.limits import AHEAD_BYTES, HttpLimits
 from shmserve.gateway.http.requests import SCRAPES, Requests
@@ -108,14 +108,14 @@ def test_only_the_request_that_is_processed_is_notified_of_a_disconnect() -> Non
     connection, _, echo, _ = connected(at_once=False)
     resumed: list[int] = []
     receive(connection, post(b"a"))
-    connection.watch(first, lambda: resumed.append(1))
+    connection.exchange.watch(first, lambda: resumed.append(1))
     connection.pause_writing()
     connection.resume_writing()
     echo.answers.pop()()
     receive(connection, post(b"b"))
     connection.pause_writing()
     connection.resume_writing()
-    connection.watch(second)
+    connection.exchange.watch(second)
     connection.connection_lost(None)
     assert (first.disconnects, second.disconnects, resumed) == (0, 1, [1])
 
@@ -427,9 +427,10 @@ def test_a_body_is_refused_when_the_machine_has_no_memory_left() -> None:
         if end > 1 << 20:
             raise Unavailable("no memory")
 
-    def prepare(connection: HttpConnection, head: Any, first: Any) -> None:
-        room = Room(memoryview(bytearray(head.length)), warm)
-        connection.fill([ReceiveBuffer(head.length, lambda _: room)], first, lambda left: None)
+    def prepare(exchange: HttpExchange, first: Any) -> None:
+        size = exchange.head.length
+        room = Room(memoryview(bytearray(size)), warm)
+        exchange.fill([ReceiveBuffer(size, lambda _: room)], first, lambda left: None)
 
     echo.prepare = prepare  # type: ignore[method-assign]
     receive(connection, lines(f"Content-Length: {2 << 20}") + bytes(1 << 20))

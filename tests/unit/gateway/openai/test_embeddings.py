@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,7 @@ MODEL = embedding_model("m", {
 def begun(client: OpenAiCaller, texts: list[str], **more: Any) -> None:
     request = bodies.embedding(json.dumps({"model": "name", "input": texts, **more}).encode())
     connection: Any = client
-    head: Any = SimpleNamespace(token="", forwarded=None)
-    Embeddings(connection, head, connection, MODEL, request, texts).begin()
+    Embeddings(connection, connection, MODEL, request, texts).begin()
 
 
 def reply(values: Any, dtype: str = "FP32", shape: tuple[int, ...] | None = None, tokens: int | None = None) -> Reply:

@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -268,8 +267,7 @@ def test_unknown_usage_is_omitted() -> None:
 
 def generation(client: OpenAiCaller, prompts: int, as_events: bool = True, echoes: Sequence[Echo | None] = ()) -> None:
     connection: Any = client
-    head: Any = SimpleNamespace(token="", forwarded=None)
-    made = Generation(connection, head, connection, "m", CompletionFormat("id", 5, "m", None, False), as_events, False)
+    made = Generation(connection, connection, "m", CompletionFormat("id", 5, "m", None, False), as_events, False)
     made.begin(iter([RequestPlan((), 0, RequestOptions())] * prompts), list(echoes) or [None] * prompts, 1)
 
 
@@ -325,8 +323,7 @@ def planned(client: OpenAiCaller, size: int, **more: Any) -> list[RequestPlan]:
     sender.placed_tensors = placed
     document = {"model": "m", "prompt": ["a", "b", "c"], "n": 2, "sampling_parameters": {"x": "y" * size}, **more}
     request = bodies.completion(json.dumps(document).encode())
-    head: Any = SimpleNamespace(token="", forwarded=None)
-    OpenAiRequests(sender)._complete(sender, head, request, VLLM)  # noqa: SLF001 - a request without a connection
+    OpenAiRequests(sender)._complete(sender, request, VLLM)  # noqa: SLF001 - a request without a connection
     return plans
 
 

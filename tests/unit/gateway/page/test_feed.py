@@ -57,7 +57,8 @@ class Broker:
     def view(self, caller: str = "", roles: Iterable[str] = ("page",)) -> Connection:
         self.feed.make_room(caller)
         connection = Connection()
-        connection.viewer = Viewer(self.feed, connection, caller, roles)
+        exchange: Any = connection
+        connection.viewer = Viewer(self.feed, exchange, caller, roles)
         self.feed.add(connection.viewer)
         return connection
 

@@ -1,0 +1,88 @@
+"""A request over HTTP, as the endpoints for it see it: what it waits for, and its response."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from shmserve.errors import ServeError
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.limits.caller_shares import Payer
+from shmserve.gateway.limits.turns import SlicedWork
+from shmserve.gateway.upstream.documents import Route
+from shmserve.gateway.upstream.requests import Charge
+
+JSON = b"application/json"
+
+
+class Watcher(Protocol):
+    """What is made for the request elsewhere."""
+
+    def disconnected(self) -> None:
+        """The client has disconnected."""
+
+    def stop(self) -> None:
+        """Called when the gateway stops: ends a stream that would otherwise not end."""
+
+
+class RequestHead(Protocol):
+    """The fields of the request's head that endpoints use."""
+
+    @property
+    def route(self) -> Route: ...
+
+    @property
+    def token(self) -> str: ...
+
+    @property
+    def roles(self) -> frozenset[str]: ...
+
+    @property
+    def etags(self) -> str: ...
+
+    @property
+    def forwarded(self) -> dict[str, str] | None: ...
+
+    @property
+    def old(self) -> bool: ...
+
+
+class Exchange(Protocol):
+    @property
+    def head(self) -> RequestHead: ...
+
+    @property
+    def address(self) -> str: ...
+
+    def payer(self) -> Payer: ...
+
+    def hold(self, size: int) -> None: ...
+
+    def wait_for(self, ticket: Charge, resume: Callable[[], None] | None = None) -> None: ...
+
+    def watch(self, viewer: Watcher, resume: Callable[[], None] | None = None) -> None: ...
+
+    def work(
+        self,
+        work: SlicedWork[Any],
+        then: Callable[[Any], None],
+        failed: Callable[[ServeError], None] | None = None,
+        party: object = None,
+    ) -> None: ...
+
+    def answer(
+        self, status: int, parts: list[Buffer], kind: bytes = JSON, json_length: int | None = None, more: bytes = b""
+    ) -> None: ...
+
+    def fail(self, error: ServeError, request_id: str = "") -> None: ...
+
+    @property
+    def writable(self) -> bool: ...
+
+    def begin_events(self, status: int = 200, more: bytes = b"", first: bytes = b"") -> None: ...
+
+    def send_event(self, data: bytes) -> None: ...
+
+    def end_events(self, last: bytes = b"") -> None: ...
+
+    def abort(self) -> None: ...
