@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from shmserve.core.limits import Limits
 from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, TensorSpec
-from shmserve.sim import Constant, Load, Lognormal, Plan, Replay, SimModel
+from shmserve.sim import Constant, Load, Lognormal, Plan, Poisson, Replay, SimModel
 from shmserve.sim.plan import MS
 from shmserve.sim.results import SECOND, ModelResult
 from shmserve.sim.run import Simulation
@@ -76,10 +76,7 @@ class Popularity:
 
 
 def _times(random: Random, rate: float) -> Iterator[float]:
-    at = 0.0
-    while True:
-        at += random.expovariate(rate)
-        yield at
+    return (at / SECOND for at, _ in Poisson(rate).arrivals(random))
 
 
 def zipf(random: Random, count: int, rate: float) -> Workload:

@@ -161,7 +161,6 @@ def _inputs(
     args: argparse.Namespace, client: Client, model: TunedModel
 ) -> Callable[[int], Sequence[Mapping[str, Any]]]:
     """The inputs of the requests: those of --input, or random ones."""
-    from shmserve.session import Raw
     from shmserve.terminal import inputs
 
     known = inputs.specs(client.metadata(model.name))
@@ -182,8 +181,7 @@ def _inputs(
             dims = [size if dim < 0 else dim for dim in spec["shape"]]
             shapes[name] = tuple([args.rows, *dims[1:]] if batched else dims)
         left = {name: spec for name, spec in known.items() if name not in given}
-        arrays = given | inputs.random(left, None, shapes, seed)
-        return {name: Raw("BF16", x) if known[name]["datatype"] == "BF16" else x for name, x in arrays.items()}
+        return given | inputs.random(left, None, shapes, seed)
 
     def requests(length: int) -> Sequence[Mapping[str, Any]]:
         found = [made(length, 0)]

