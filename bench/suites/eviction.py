@@ -1,11 +1,14 @@
 """Which models stay in memory: the core's choice in simulated time, beside LRU and the best fixed choice.
 
     python -m bench.suites.eviction [--requests 8000] [--rate 60] [--seed 1] [WORKLOAD ...]
+    python -m bench.suites.eviction --beside [--seed 1]
 
 200 models share a memory budget. The core loads at most `Limits.loading` of them at a time, and a load takes time. The
 two choices beside it have neither restriction: LRU over the same requests, with loads that take no time, and the models
 that would have been best to keep from the first request to the last. A request *hits* if its model is in memory when
-it arrives. The results do not depend on the machine.
+it arrives. With `--beside`, one caller uses one model, and another one alternates between models that do not fit into
+the memory together: how long the first one waits, beside the same requests alone. The results do not depend on the
+machine.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import argparse
 from bisect import bisect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, product, takewhile
 from random import Random
 
 from msgspec import Struct
@@ -227,13 +230,59 @@ def run(name: str, count: int, rate: float, seed: int) -> Outcome:
     )  # fmt: skip
 
 
+# ------------------------------------------------------------------------------------ beside another caller
+
+ALTERNATING = 6
+"""The models of the other caller, of which three fit beside the first caller's model."""
+
+
+def beside(rate: float, load_s: float, other_rate: float, seed: int, seconds: int = 300) -> ModelResult:
+    """The result of a caller with this many requests/s to one model."""
+    load_ns = round(load_s * SECOND)
+    models = [_model(number, 1.0, load_ns / LOAD_NS) for number in range(1 + ALTERNATING)]
+    honest, other = Random(f"{seed} honest"), Random(f"{seed} other")
+    times = [round(at * SECOND) for at in _until(_times(honest, rate), seconds)]
+    loads = [Load("m0", Replay(tuple((at, 1) for at in times)), audience="uid:2000")]
+    turns = [round(at * SECOND) for at in _until(_times(other, other_rate), seconds)] if other_rate else []
+    for number in range(ALTERNATING):
+        own = tuple((at, 1) for at in turns[number::ALTERNATING])
+        loads += [Load(f"m{1 + number}", Replay(own))] if own else []
+    simulation = Simulation(Plan(tuple(models), tuple(loads), seed=seed, limits=Limits(memory_budget=4 * MIB)))
+    simulation.deploy()
+    simulation.run()
+    return simulation.model_result("m0")
+
+
+def _until(times: Iterator[float], seconds: int) -> Iterator[float]:
+    return takewhile(lambda at: at < seconds, times)
+
+
+def compare_callers(seed: int) -> None:
+    print(
+        "| requests/s | load s | other's requests/s | cold | p90 ms | longest ms | alone: cold | p90 ms | longest ms |"
+    )
+    for rate, load_s, other_rate in product((0.1, 0.5, 2.0, 10.0), (0.08, 1.0), (2.0, 20.0)):
+        cells = [f"{rate:g}", f"{load_s:g}", f"{other_rate:g}"]
+        for others in (other_rate, 0.0):
+            found = beside(rate, load_s, others, seed)
+            latency = found.latency
+            cells += [
+                f"{found.cold / found.sent:.3f}", f"{latency.quantile(0.9) / MS:,.0f}", f"{latency.largest / MS:,.0f}"
+            ]  # fmt: skip
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=", ".join(WORKLOADS))
     parser.add_argument("--requests", type=int, default=8000)
     parser.add_argument("--rate", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--beside", action="store_true", help="measure one caller beside another one")
     args = parser.parse_args()
+    if args.beside:
+        compare_callers(args.seed)
+        return
     print("| workload | hits | LRU | load time saved | LRU | best fixed | hot p90 ms | hot loads | longest ms |")
     for name in args.workloads or WORKLOADS:
         found = run(name, args.requests, args.rate, args.seed)

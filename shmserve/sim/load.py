@@ -76,6 +76,9 @@ class Closed(Struct, frozen=True):
     think_ns: int = 0
 
 
+AUDIENCE = "uid:1000"
+
+
 class Load(Struct, frozen=True):
     """Requests to one model.
 
@@ -97,6 +100,8 @@ class Load(Struct, frozen=True):
     """For decoupled models: the response window, i.e. how many responses may arrive before the caller asks for more."""
     distinct: int = 0
     lengths: tuple[int, int] = (1, 1)
+    audience: str = AUDIENCE
+    """Who may map the outputs. It names the user whose share of the server these requests use."""
 
 
 def read_recording(path: Path) -> dict[str, Replay]:

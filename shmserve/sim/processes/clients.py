@@ -44,8 +44,6 @@ from shmserve.sim.processes.tensors import SEGMENT_BYTES, SimInputs
 from shmserve.sim.results import ModelResult
 from shmserve.sim.world import World
 
-AUDIENCE = "uid:1000"
-
 
 class SimSequence(Struct):
     """A sequence: its id, and the number of requests that are still to be sent."""
@@ -59,6 +57,7 @@ class Source(Protocol):
 
     closed: bool
     """Its callers wait for responses."""
+    audience: str
     result: ModelResult
 
     def answered(self, request: SimRequest, at: int, code: str) -> None: ...
@@ -107,7 +106,7 @@ class SimClient:
         self.leases: dict[tuple[str, int], SimLease] = {}
         """By model and version."""
         self.dead = False
-        world.arrive((0, events.Opened(peer, AUDIENCE, "lane", ALL_ROLES)))
+        world.arrive((0, events.Opened(peer, source.audience, "lane", ALL_ROLES)))
         world.arrive((peer, Hello(1, 1, f"simulated {peer}", "memfd", source.closed)))
         world.arrive((peer, Map(self.segment, SEGMENT_BYTES)))
 
@@ -242,6 +241,7 @@ class LoadSource:
         self._way_ns = 0 if self._special else world.plan.link_ns
         """Link delay to add to the time of an arrival. If nothing depends on the time of sending, requests are
         scheduled for the time at which they reach the broker, which saves an event. Otherwise 0."""
+        self.audience = load.audience
         self.closed = isinstance(load.arrivals, Closed)
         """Callers wait for responses. Only clients of closed loads accept leases: clients of other loads seldom have
         exactly one request in flight."""

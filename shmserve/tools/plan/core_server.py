@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from shmserve.core.owners.cache import OVERHEAD
 from shmserve.protocol.messages import Infer
+from shmserve.sim.load import AUDIENCE
 from shmserve.sim.plan import Plan
 from shmserve.sim.processes.clients import SimClient, SimRequest
 from shmserve.sim.processes.tensors import SimInputs, size_of
@@ -32,6 +33,7 @@ class CoreServer:
     """`began`: fleet time at which the server starts. All servers of a fleet share the model of `plan`."""
 
     closed = False
+    audience = AUDIENCE
 
     def __init__(self, plan: FleetPlan, name: str, began: int, answered: Answered) -> None:
         policy = plan.model.policy
