@@ -593,6 +593,10 @@ class Sequence(Struct, eq=False):
         self.mark_changed()
 
 
+COUNTED_USERS = 64
+"""Users of a version whose batches are counted apart."""
+
+
 class SleepState(Struct):
     """Sleep state of a version: when it goes to sleep, and whether it is waking."""
 
@@ -620,6 +624,22 @@ class SleepState(Struct):
     """Batches counted while it was in memory. Earlier ones count less (`models.value`)."""
     counted: int = 0
     """`Statistics.execution_count` when they were last counted."""
+    waker: str = ""
+    """While it is waking: the user for whom it wakes."""
+    users: dict[str, float] = {}
+    """Batches since it woke, by user. Earlier ones count less (`models.shares`)."""
+
+    def used_by(self, user: str, count: int) -> None:
+        """Counts batches for a user."""
+        users = self.users
+        if user not in users and len(users) >= COUNTED_USERS:
+            del users[min(users, key=users.__getitem__)]
+        users[user] = users.get(user, 0.0) + count
+
+    def age(self) -> None:
+        """Halves the counts of uses, so that popularity may change."""
+        self.uses /= 2
+        self.users = {user: count / 2 for user, count in self.users.items() if count >= 1}
 
 
 class Service:
@@ -928,6 +948,13 @@ class Version:
         if self.service.sequence_slots is not None:
             return self.service.sequence_slots.waits
         return self.service.queue.count + len(self.suspects)
+
+    def waiting_users(self) -> set[str]:
+        """The users of the requests that no worker has."""
+        waiting = self.unchecked.users()
+        if self.service.sequence_slots is not None:
+            return waiting.union(sequence.user for sequence in self.service.sequence_slots.all())
+        return waiting.union(self.service.queue.users(), (request.payer.user for request in self.suspects))
 
     @property
     def waiting_bytes(self) -> int:

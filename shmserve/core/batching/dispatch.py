@@ -233,6 +233,8 @@ def _extend(state: State, version: Version, instance: Instance, batch: Batch[Req
 
 def _send(state: State, instance: Instance, batch: Batch[Request], requests: list[Request], join: int) -> None:
     """Sends Execute, split into several messages if the inline bytes require it."""
+    if state.memory.limited and not join:
+        requests[0].version.sleep_state.used_by(requests[0].payer.user, 1)
     if state.shadow_client.requests:
         shadow.send_expected(state, instance.peer, requests)
     move_all(requests, _QUEUED, _SENT)

@@ -277,4 +277,6 @@ def count_logged(state: State, reading: LeaseRead) -> None:
         lease.instance.leased_since = max(reading.since, lease.resumed) if runs else 0
     reason = Reason.IDLE if lease.version.service.batch_rules is not None else Reason.SINGLE
     if requests:
+        if state.memory.limited:
+            lease.version.sleep_state.used_by(lease.client.user, len(requests))
         state.observers.leased(lease, requests, reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from shmserve.core.effects import Spawn
-from shmserve.core.models import memory
+from shmserve.core.models import shares
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState
@@ -20,13 +20,27 @@ def start_waiting(state: State) -> None:
     if state.loading.unhealthy_devices:
         _set_aside(state)
     while len(state.loading.running) < state.limits.loading:
-        entry = memory.next_to_load(state)
+        entry = _next(state)
         if entry is None:
             return
         version, instance = entry
         if instance.state is _I.WAITING:
             spawn(state, version, instance)
             state.loading.running[instance] = None
+
+
+def _next(state: State) -> tuple[Version, Instance] | None:
+    """Takes the next instance that may load from the queue. With budgets, it must have been granted its memory.
+    Without, users take turns in waking versions."""
+    queue = state.loading.queue
+    able = [entry for entry in queue if entry[1] in state.memory.holders or entry[1].state is not _I.WAITING]
+    if not state.memory.limited:
+        waking = [entry for entry in queue if entry[1].sleeping]
+        able = sorted(waking, key=lambda entry: shares.choose_waker(state, entry[0])) or list(queue)
+    if not able:
+        return None
+    queue.remove(able[0])
+    return able[0]
 
 
 def free_slots(state: State) -> int:
@@ -54,6 +68,8 @@ def spawn(state: State, version: Version, instance: Instance) -> None:
         state.set_timer(state.now + state.limits.load_ns, Timer.LATE, instance)
     instance.peer = state.next_worker()
     state.instances[instance.peer] = (version, instance)
+    if instance.sleeping:
+        shares.wakes(state, version)
     urgent = instance.sleeping and version.waits > 0
     state.effects.append(Spawn(instance.peer, version.model, version.number, version.source, instance.spec, urgent))
 

@@ -129,18 +129,6 @@ def measured(state: State, peer: int, event: Measured, now: int) -> None:
 # ------------------------------------------------------------------------------------ waiting for memory
 
 
-def next_to_load(state: State) -> tuple[Version, Instance] | None:
-    """Takes the next instance that may load from the queue. With budgets, it must have been granted its memory."""
-    queue = state.loading.queue
-    if not state.memory.limited:
-        return queue.popleft() if queue else None
-    for index, (version, instance) in enumerate(queue):
-        if instance in state.memory.holders or instance.state is not _I.WAITING:
-            del queue[index]
-            return version, instance
-    return None
-
-
 def needed(version: Version, instances: Iterable[Instance]) -> BytesByPlace:
     """The memory needed by instances that are about to load."""
     found: BytesByPlace = Counter()

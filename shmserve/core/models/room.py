@@ -1,6 +1,7 @@
 """Memory grants: decides which waiting instances get memory to load, and puts other versions to sleep to free it.
 
-Versions with requests come first, in the order in which they were woken, before versions that only load. The first in
+Versions with requests come first, before versions that only load. Users take turns (`shares`); the versions of a user
+come in the order in which they were woken. The first in
 line for a place (the host, a GPU) gets its memory before all others, but not before it can load at once: memory granted
 earlier would be useless to everyone. Versions that blocked instances wait for come before all, in any order. To free
 memory for it, idle versions go to sleep, the least valuable (`value`) first. If that is not enough, after
@@ -12,13 +13,15 @@ Invariant: memory is granted only within the budgets.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Container, Iterable
 from itertools import chain
 
 from msgspec import Struct
 
 from shmserve.core.models import loading, memory, sleep, value
 from shmserve.core.models.memory import BytesByPlace, megabytes
+from shmserve.core.models.shares import Shares, choose_waker
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
@@ -39,6 +42,10 @@ class _Claim(Struct, eq=False):
     ones for a version that cannot serve without them."""
     serves: bool
     """Other instances of the version serve or load."""
+    user: str = ""
+    """The user for whom the version wakes; "": requests do not wait for it."""
+    turn: tuple[int, int] = (0, 0)
+    """How many of the user's versions come before this one, and when the user's last wake was."""
 
 
 def make_room(state: State, now: int) -> list[tuple[Version, str]]:
@@ -90,7 +97,7 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
             _log_waking(state, claim, need)
         elif not claim.extra:
             if not behind:
-                _log_waking(state, claim, need, *_free(state, short, claim.version, called, claim.since, now))
+                _log_waking(state, claim, need, *_free(state, short, claim, need, called, now))
                 state.deadlock_possible = True
             blocked |= limited
             waits = True
@@ -131,7 +138,7 @@ def _settle_shortage(state: State, over: BytesByPlace, called: Container[Version
                 f"{megabytes(memory.budget_of(state, place))} ({memory.setting_of(place)})"
             )
             kill(state, version, instance, instance.load_error)
-    _free(state, over, None, called, state.memory.short_since, now)
+    _free(state, over, None, BytesByPlace(), called, now)
 
 
 # ------------------------------------------------------------------------------------ claims
@@ -161,9 +168,21 @@ def _claims(state: State, called: Container[Version]) -> list[_Claim]:
         if claim is None:
             claim = found[key] = _Claim(version, [], version.sleep_state.woken or version.began, extra, serves)
         claim.instances.append(instance)
+    _take_turns(state, found.values())
     return sorted(
-        found.values(), key=lambda one: (one.extra, one.version not in called, not one.version.waits, one.since)
+        found.values(),
+        key=lambda one: (one.extra, one.version not in called, not one.version.waits, *one.turn, one.since),
     )
+
+
+def _take_turns(state: State, claims: Iterable[_Claim]) -> None:
+    counts: Counter[str] = Counter()
+    for claim in sorted(claims, key=lambda one: one.since):
+        if claim.version.waits:
+            last = choose_waker(state, claim.version)
+            claim.user = claim.version.sleep_state.waker
+            claim.turn = counts[claim.user], last
+            counts[claim.user] += 1
 
 
 def _loads(state: State, instance: Instance) -> bool:
@@ -249,21 +268,28 @@ def _log_waking(state: State, claim: _Claim, need: BytesByPlace, sleeping: int =
 
 
 def _free(
-    state: State, short: BytesByPlace, keep: Version | None, called: Container[Version], since: int, now: int
+    state: State, short: BytesByPlace, claim: _Claim | None, need: BytesByPlace, called: Container[Version], now: int
 ) -> tuple[int, bool]:
-    """Puts versions to sleep until these bytes will be free. Returns how many, and whether it has to wait for busy
-    versions."""
+    """Puts versions to sleep until these bytes will be free: for a claim, or because models have grown. Returns how
+    many, and whether it has to wait for busy versions."""
     wait = state.limits.memory_wait_ns
+    since = state.memory.short_since if claim is None else claim.since
     short = _remaining_shortage(state, short, now)
-    candidates = _candidates(state, keep)
+    candidates = _candidates(state, None if claim is None else claim.version)
+    shares: Shares | None = None
+    if claim is not None and claim.user and claim.version not in called:
+        shares = Shares(state, claim.user, need)
+        if shares.can_make_room:
+            candidates = [version for version in candidates if not shares.keeps(version, sleep.last_used(version), now)]
     sleeping = _let_sleep(state, short, _resting(state, candidates), now)
     if max(short.values(), default=0) <= 0:
         return sleeping, False
     busy = [version for version in candidates if sleep.is_busy(state, version) and not version.yielding]
     busy = [version for version in busy if version not in called]
     later = [since + wait, *(since + wait for since in state.memory.yielding.values())]
-    for version in sorted(busy, key=sleep.ready_since):
-        due = max(since, sleep.ready_since(version)) + wait
+    at_once = {version for version in busy if shares is not None and shares.comes_before(version)}
+    for version in sorted(busy, key=lambda one: (one not in at_once, sleep.ready_since(one))):
+        due = now if version in at_once else max(since, sleep.ready_since(version)) + wait
         if due > now:
             later.append(due)
         elif _take(state, version, short):
@@ -386,11 +412,15 @@ def _ends(version: Version) -> bool:
 
 def _take(state: State, version: Version, short: BytesByPlace) -> bool:
     """Subtracts the memory of this version from `short`, if that helps."""
-    charge = memory.of_version(version, state.memory.holders)
-    if not any(size > 0 and charge[place] for place, size in short.items()):
+    if not _helps(state, version, short):
         return False
-    short.subtract(charge)
+    short.subtract(memory.of_version(version, state.memory.holders))
     return True
+
+
+def _helps(state: State, version: Version, short: BytesByPlace) -> bool:
+    charge = memory.of_version(version, state.memory.holders)
+    return any(size > 0 and charge[place] for place, size in short.items())
 
 
 def _yield(state: State, version: Version, now: int) -> None:

@@ -210,6 +210,7 @@ def wake(state: State, version: Version, now: int) -> None:
             _refuse(state, version, now)
         return
     version.sleep_state.woken = version.sleep_state.woken or now
+    version.sleep_state.users = {}
     version.sleep_state.logged = (
         not state.memory.limited
     )  # with budgets, logged once it is known which versions make room

@@ -61,4 +61,4 @@ def has_evicted(state: State, count: int, now: int) -> None:
     state.memory.uses_since += (now - state.memory.uses_since) // 2
     for model in state.models.values():
         for version in model.generations():
-            version.sleep_state.uses /= 2
+            version.sleep_state.age()

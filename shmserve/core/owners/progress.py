@@ -19,6 +19,8 @@ class Loading(Struct, eq=False):
     """Instances that are loading and count towards `Limits.loading`."""
     unhealthy_devices: dict[int, str] = {}
     """GPU -> why no instance may run on it."""
+    turns: dict[str, int] = {}
+    """User -> when a version was last woken for the user, the longest ago first."""
     blocked: list[tuple[Version, Instance]] = []
     """Instances that were queued to load, but whose GPU is unhealthy."""
 

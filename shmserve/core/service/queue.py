@@ -196,6 +196,10 @@ class PriorityLevel(Generic[R]):
         self.shares[user] = made
         return made
 
+    def users(self) -> set[str]:
+        waiting = {user for user, share in self.shares.items() if share.ready}
+        return waiting.union(request.payer.user for request in self.delayed)
+
     def last_turn(self) -> int:
         return max([self.dropped, *[share.turn for share in self.shares.values()]])
 
@@ -387,6 +391,10 @@ class RequestQueue(Generic[R]):
     def level(self, number: int) -> PriorityLevel[R]:
         found = self._levels.get(number)
         return self._new(number) if found is None else found
+
+    def users(self) -> set[str]:
+        """The users who have requests queued."""
+        return {user for level in self._levels.values() for user in level.users()}
 
     def policy(self, number: int) -> QueuePolicy:
         return self._policy.level_policies.get(number, self._policy.default_policy)

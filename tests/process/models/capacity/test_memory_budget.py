@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
+import urllib.request
 from pathlib import Path
 from random import Random
 
@@ -126,6 +128,36 @@ def large_model_is_charged_in_full(client: shmserve.Client) -> None:
         return charge(client, "large") >= 60 << 20
 
     until(client, is_charged)
+
+
+def test_the_model_that_one_caller_uses_stays_awake_while_another_one_wakes_many(tmp_path: Path) -> None:
+    """Callers of a gateway are told apart by the header of a proxy."""
+    for number in range(6):
+        identity(tmp_path, f"m{number}", memory_mb="16")
+    limits = ("--model-memory-budget", str(BUDGET // 2), "--trusted-proxies=127.0.0.1/32")
+    with Server(tmp_path, *limits, gateway=True) as server, server.client() as client:
+        for turn in range(20):
+            ask_as(server, "192.0.2.1", "m0")
+            if turn == 0:
+                wakes = wakes_of(client, "m0")
+            ask_as(server, "192.0.2.2", f"m{1 + turn % 5}")
+            ask_as(server, "192.0.2.2", f"m{1 + turn % 5}")
+        assert wakes_of(client, "m0") == wakes
+        assert sum(wakes_of(client, f"m{number}") for number in range(1, 6)) >= 8
+
+
+def ask_as(server: Server, address: str, name: str) -> None:
+    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1.0]}]}
+    url = f"http://{server.endpoints['http']}/v2/models/{name}/infer"
+    asked = urllib.request.Request(url, json.dumps(body).encode(), {"X-Forwarded-For": address})
+    with urllib.request.urlopen(asked) as answer:
+        assert answer.status == 200
+
+
+def wakes_of(client: shmserve.Client, name: str) -> int:
+    sample = rf'\nshmserve_model_wakes_total\{{model="{name}",version="1",result="done"\}} (\d+)'
+    found = re.search(sample, client.metrics())
+    return int(found[1]) if found is not None else 0
 
 
 def charge(client: shmserve.Client, name: str) -> int:
