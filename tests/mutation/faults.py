@@ -255,8 +255,8 @@ FAULTS = (
     Fault(
         "HTTP/2 window may overflow by one",
         "shmserve/gateway/http2/protocol.py",
-        "if self.window > frames.LARGEST_WINDOW:",
-        "if self.window > frames.LARGEST_WINDOW + 1:",
+        "if self.output.window > frames.LARGEST_WINDOW:",
+        "if self.output.window > frames.LARGEST_WINDOW + 1:",
     ),
     Fault(
         "taken bytes of a stream are not counted",

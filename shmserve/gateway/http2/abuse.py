@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from shmserve.gateway.http2 import limits as most
+from shmserve.gateway.http2 import limits
 from shmserve.http2.frames import ErrorCode, Http2Error
 
 _REMEMBERED = 256
@@ -33,25 +33,25 @@ class AbuseCounters:
     def reset(self) -> None:
         """Counts a call that the client cancelled, or made the gateway reset: the work for it was wasted."""
         self.resets += 1
-        if self.resets > most.RESETS:
+        if self.resets > limits.RESETS:
             raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "too many reset calls")
 
     def mistake(self) -> None:
         """Counts a call refused by its headers alone: unknown method, not gRPC, or access denied."""
         self.mistakes += 1
-        if self.mistakes > most.MISTAKES:
+        if self.mistakes > limits.MISTAKES:
             raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "too many refused calls")
 
     def idle(self, weight: int = 1) -> None:
         """Counts a frame without effect."""
         self.idle_frames += weight
-        if self.idle_frames > most.IDLE_FRAMES:
+        if self.idle_frames > limits.IDLE_FRAMES:
             raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "too many frames without effect")
 
     def unsent_reply(self) -> None:
         """Counts an acknowledgement for a client that does not read."""
         self.unsent_replies += 1
-        if self.unsent_replies > most.UNSENT_REPLIES:
+        if self.unsent_replies > limits.UNSENT_REPLIES:
             raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "the client sends requests but does not read responses")
 
 

@@ -6,10 +6,8 @@ import asyncio
 from typing import Any
 
 from shmserve.errors import ServeError
-from shmserve.gateway.http2.interface import Awaits
 from shmserve.gateway.http2.listener import RpcListener
 from shmserve.gateway.http2.protocol import Http2
-from shmserve.gateway.http2.stream import Http2Stream
 from shmserve.gateway.limits.turns import SMALL_READ_BYTES, FairReader
 from shmserve.gateway.listeners.callers import peer_address
 from shmserve.http2.frames import ErrorCode
@@ -48,8 +46,8 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         self._listener.leave(self)
         self.transport = None
         if self._core is not None:
-            self._core.lost()
-            self._core.out.clear()
+            self._core.streams.lost()
+            self._core.output.out.clear()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         core = self._core
@@ -74,7 +72,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
                 self.transport.pause_reading()
                 self._listener.backlog.put(self)
         self._flush()
-        if count > SMALL_READ_BYTES and not core.more and not core.over:
+        if count > SMALL_READ_BYTES and not core.more and not core.streams.over:
             self._listener.reads.count(self, count)
 
     @property
@@ -107,12 +105,12 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         if self._core is not None:
-            self._core.accepts = False
+            self._core.output.accepts = False
             self._turn = self._listener.turn
 
     def resume_writing(self) -> None:
         if self._core is not None:
-            self._core.resumed()
+            self._core.streams.resumed()
 
     def _wake(self) -> None:
         if not self._scheduled:
@@ -124,16 +122,14 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         core, transport = self._core, self.transport
         if core is None or transport is None:
             return
-        out = core.out
-        if out:
-            if core.out_bytes <= JOINED_BYTES:
-                data = b"".join(out)
-                out.clear()
-                transport.write(data)
+        output = core.output
+        if output.out:
+            out, output.out = output.out, []
+            if output.bytes <= JOINED_BYTES:
+                transport.write(b"".join(out))
             else:
-                core.out = []
                 transport.writelines(out)
-            core.taken()
+            core.streams.taken()
         if core.done:
             transport.close()
 
@@ -162,7 +158,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         core = self._core
         if core is not None:
             core.life.no_more()
-            for stream in list(core.streams.values()):
+            for stream in list(core.streams.open.values()):
                 stream.fail(RpcError(Code.UNAVAILABLE, str(error)))
             self._wake()
 
@@ -176,12 +172,8 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         core, transport = self._core, self.transport
         if core is None or transport is None or transport.get_write_buffer_size():
             return None
-        return None if any(self._in_use(stream) for stream in core.streams.values()) else core.idle_since
-
-    def _in_use(self, stream: Http2Stream) -> bool:
-        """Whether a response is due or the stream made progress recently. Other streams are open but idle."""
-        return stream.call.awaits is Awaits.NOTHING or self._listener.turn - max(stream.used, stream.turn) <= 1
+        return None if any(stream.in_use for stream in core.streams.open.values()) else core.streams.idle_since
 
     def evict(self) -> None:
         if self._core is not None:
-            self._core.end(ErrorCode.NO_ERROR, "idle, closed for other clients (--http-max-connections)")
+            self._core.streams.end(ErrorCode.NO_ERROR, "idle, closed for other clients (--http-max-connections)")

@@ -1,5 +1,7 @@
-"""Interface between the transport of gRPC and its services. Each side calls the other, without coroutines and on one
-thread. A call that comes too late has no effect."""
+"""Interfaces: between the transport of gRPC and its services, and between a connection and its listener.
+
+The transport and a service call each other, without coroutines and on one thread. A call that comes too late has no
+effect."""
 
 from __future__ import annotations
 
@@ -7,9 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
+from shmserve.gateway.http2.limits import Http2Limits
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.limits.caller_shares import Payer
+from shmserve.gateway.limits.backlog import InputBacklog
+from shmserve.gateway.limits.body_budget import Budget
+from shmserve.gateway.limits.caller_shares import Payer, Shares
+from shmserve.gateway.limits.turns import JobTurns
 from shmserve.gateway.upstream.receive import Room
+from shmserve.protocol.grpc.codes import RpcError
 
 
 class TransportStream(Protocol):
@@ -77,3 +84,51 @@ class ServiceCall(Protocol):
 
 Application = Callable[[TransportStream], ServiceCall]
 """RpcError fails the call at once."""
+
+
+class Expiring(Protocol):
+    """A call with a deadline."""
+
+    @property
+    def expires(self) -> float | None: ...
+
+    def fail(self, error: RpcError) -> None: ...
+
+
+class Http2Host(Protocol):
+    """State and functions that all connections of a listener share."""
+
+    @property
+    def limits(self) -> Http2Limits: ...
+
+    @property
+    def application(self) -> Application: ...
+
+    @property
+    def budget(self) -> Budget: ...
+
+    @property
+    def shares(self) -> Shares: ...
+
+    @property
+    def backlog(self) -> InputBacklog: ...
+
+    @property
+    def turns(self) -> JobTurns: ...
+
+    @property
+    def turn(self) -> int:
+        """Turn of the slow clock."""
+
+    @property
+    def stream_turns(self) -> int:
+        """Turns of the slow clock that a stream of requests may be idle."""
+
+    def now(self) -> float: ...
+
+    def answered(self, code: int) -> None: ...
+
+    def expire(self, stream: Expiring) -> None:
+        """Calls `stream.fail` at its deadline, unless `keep` is called first."""
+
+    def keep(self, stream: Expiring) -> None: ...

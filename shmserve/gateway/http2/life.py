@@ -3,9 +3,9 @@ call when its connection ends."""
 
 from __future__ import annotations
 
-from shmserve.gateway.http2 import limits as most
+from shmserve.gateway.http2 import limits
 from shmserve.gateway.http2.interface import Awaits
-from shmserve.gateway.http2.stream import Http2Stream, Http2Streams
+from shmserve.gateway.http2.stream import Http2Stream, Http2Streams, State
 from shmserve.http2 import frames
 from shmserve.http2.frames import ErrorCode, Http2Error
 from shmserve.protocol.grpc.codes import Code, RpcError
@@ -18,8 +18,8 @@ _WITHOUT_CALLS_S = 7200.0
 
 
 class Life:
-    def __init__(self, core: Http2Streams) -> None:
-        self._core = core
+    def __init__(self, streams: Http2Streams) -> None:
+        self._streams = streams
         self._draining = False
         self.ending = False
         """The final GOAWAY has been sent."""
@@ -27,7 +27,7 @@ class Life:
         """The last stream to be processed."""
         self.received = True
         """Input has arrived since the last `check_timeouts`."""
-        self._received_at = self._born = core.listener.now()
+        self._received_at = self._born = streams.listener.now()
         self._ping_sent_at: float | None = None
         self._strikes = 0
         self._pinged = _NEVER
@@ -37,25 +37,24 @@ class Life:
     def drain(self) -> None:
         """Graceful shutdown: sends GOAWAY with the highest stream id and a PING. Calls that the client sent before its
         PING ACK are still accepted; `no_more` then refuses new ones."""
-        core = self._core
-        if self._draining or core.over:
+        streams = self._streams
+        if self._draining or streams.over:
             return
         self._draining = True
-        if not core.greeted:
+        if not streams.greeted:
             self.no_more()
             return
-        core.out.append(frames.goaway(frames.LARGEST_STREAM, ErrorCode.NO_ERROR))
-        core.out.append(frames.frame(frames.PING, 0, 0, _LAST_CALLS))
-        core.quiet_since = core.listener.turn
-        core.wake()
+        streams.quiet_since = streams.listener.turn
+        streams.output.write(
+            frames.goaway(frames.LARGEST_STREAM, ErrorCode.NO_ERROR), frames.frame(frames.PING, 0, 0, _LAST_CALLS)
+        )
 
     def no_more(self) -> None:
-        core = self._core
+        streams = self._streams
         if not self.ending:
             self.ending = True
-            self.last = core.last
-            core.out.append(frames.goaway(core.last, ErrorCode.NO_ERROR))
-            core.wake()
+            self.last = streams.last
+            streams.output.write(frames.goaway(streams.last, ErrorCode.NO_ERROR))
 
     # ------------------------------------------------------------------------------------ PING
 
@@ -65,16 +64,17 @@ class Life:
 
     def ping_received(self) -> None:
         """Handles a PING of the client, and counts a strike if it comes before the minimum interval has passed."""
-        core, limits, now = self._core, self._core.limits, self._core.listener.now()
-        if core.sent_since_ping:
-            core.sent_since_ping = False
+        streams, settings = self._streams, self._streams.listener.limits
+        now = streams.listener.now()
+        if streams.sent_since_ping:
+            streams.sent_since_ping = False
             self._strikes, self._pinged = 0, _NEVER
-        calm = limits.ping_interval_s
-        if not core.streams and not limits.pings_without_calls:
+        calm = settings.ping_interval_s
+        if not streams.open and not settings.pings_without_calls:
             calm = max(_WITHOUT_CALLS_S, calm)
-        if now < self._pinged + calm and limits.ping_strikes:
+        if now < self._pinged + calm and settings.ping_strikes:
             self._strikes += 1
-            if self._strikes > limits.ping_strikes:
+            if self._strikes > settings.ping_strikes:
                 raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "too_many_pings")
         self._pinged = now
 
@@ -83,37 +83,35 @@ class Life:
     def check_timeouts(self, waited: int, least: int, idle: int) -> None:
         """Called on every turn of the slow clock. `waited`: turns without `least` bytes of progress after which a call
         that waits for the client times out. `idle`: idle turns after which a connection without calls is closed."""
-        core = self._core
-        if core.over:
+        streams = self._streams
+        if streams.over:
             return
-        turn, now, limits = core.listener.turn, core.listener.now(), core.limits
-        core.next_turn()
-        for stream in list(core.watched):
+        turn, now, settings = streams.listener.turn, streams.listener.now(), streams.listener.limits
+        streams.abuse.next_turn()
+        for stream in list(streams.watched):
             self._check_progress(stream, turn, waited, least)
         silent = 0
-        for stream in list(core.streams.values()):
-            if not stream.half and not stream.stuck:
+        for stream in list(streams.open.values()):
+            if stream.state is State.OPEN and not stream.stuck:
                 silent += stream.silent
-                self._check_idle(stream, turn - stream.used, waited, silent > most.SILENT_STREAMS)
-        quiet = turn - core.quiet_since
+                self._check_idle(stream, turn - stream.used, waited, silent > limits.SILENT_STREAMS)
+        quiet = turn - streams.quiet_since
         if self._draining:
             if quiet > 1:
                 self.no_more()
-        elif not core.streams and quiet > (idle if core.greeted else waited):
+        elif not streams.open and quiet > (idle if streams.greeted else waited):
             self.drain()
-        if limits.age_s and now - self._born > limits.age_s:
+        if settings.age_s and now - self._born > settings.age_s:
             self.drain()
-            if limits.age_grace_s and now - self._born > limits.age_s + limits.age_grace_s:
-                core.end(ErrorCode.NO_ERROR, "max_age")
+            if settings.age_grace_s and now - self._born > settings.age_s + settings.age_grace_s:
+                streams.end(ErrorCode.NO_ERROR, "max_age")
                 return
         self._keep_alive(now)
 
     def _check_progress(self, stream: Http2Stream, turn: int, waited: int, least: int) -> None:
         if not stream.stuck:
-            self._core.watched.discard(stream)
-        elif stream.moved >= least:
-            stream.turn, stream.moved = turn, 0
-        elif turn - stream.turn > waited:
+            self._streams.watched.discard(stream)
+        elif stream.has_stalled(turn, waited, least):
             text = "the client stalled; --http-read-timeout is the limit"
             stream.fail(RpcError(Code.DEADLINE_EXCEEDED, text))
 
@@ -124,20 +122,19 @@ class Life:
             awaits = Awaits.REQUEST
         if awaits is Awaits.REQUEST and quiet > waited:
             text = "the request was not received in time; --http-read-timeout is the limit"
-        elif awaits is Awaits.NEXT_REQUEST and quiet > self._core.listener.stream_turns:
+        elif awaits is Awaits.NEXT_REQUEST and quiet > self._streams.listener.stream_turns:
             text = "no request was received on this stream in time; --grpc-stream-idle-timeout is the limit"
         else:
             return
         stream.fail(RpcError(Code.DEADLINE_EXCEEDED, text))
 
     def _keep_alive(self, now: float) -> None:
-        core, limits = self._core, self._core.limits
+        streams, settings = self._streams, self._streams.listener.limits
         if self.received:
             self.received, self._received_at, self._ping_sent_at = False, now, None
         elif self._ping_sent_at is not None:
-            if now - self._ping_sent_at >= limits.keepalive_timeout_s:
-                core.end(ErrorCode.NO_ERROR, "keepalive_timeout")
-        elif now - self._received_at >= limits.keepalive_s and (core.streams or limits.pings_without_calls):
+            if now - self._ping_sent_at >= settings.keepalive_timeout_s:
+                streams.end(ErrorCode.NO_ERROR, "keepalive_timeout")
+        elif now - self._received_at >= settings.keepalive_s and (streams.open or settings.pings_without_calls):
             self._ping_sent_at = now
-            core.out.append(frames.frame(frames.PING, 0, 0, _STILL_THERE))
-            core.wake()
+            streams.output.write(frames.frame(frames.PING, 0, 0, _STILL_THERE))

@@ -7,8 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.gateway.http2.host import Expiring
-from shmserve.gateway.http2.interface import Application
+from shmserve.gateway.http2.interface import Application, Expiring
 from shmserve.gateway.http2.limits import Http2Limits
 from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.body_budget import Budget

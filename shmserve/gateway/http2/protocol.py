@@ -9,30 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shmserve.gateway.http2 import heads
-from shmserve.gateway.http2 import limits as most
-from shmserve.gateway.http2.blocks import HeaderBlocks
-from shmserve.gateway.http2.host import Http2Host
+from shmserve.gateway.http2 import heads, limits
+from shmserve.gateway.http2.interface import Http2Host
 from shmserve.gateway.http2.life import Life
-from shmserve.gateway.http2.stream import Http2Stream, Http2Streams
+from shmserve.gateway.http2.stream import Http2Stream, Http2Streams, State
+from shmserve.gateway.limits.backlog import REQUEST_WORK
 from shmserve.http2 import frames
 from shmserve.http2.frames import ErrorCode, Http2Error
+from shmserve.protocol.grpc.codes import Code, RpcError
 
 _GREETING = frames.settings({
-    frames.MAX_FRAME_SIZE: most.FRAME_BYTES,
-    frames.INITIAL_WINDOW_SIZE: most.STREAM_WINDOW,
+    frames.MAX_FRAME_SIZE: limits.FRAME_BYTES,
+    frames.INITIAL_WINDOW_SIZE: limits.STREAM_WINDOW,
     frames.MAX_HEADER_LIST_SIZE: heads.HEAD_BYTES,
 })  # fmt: skip
 _PREFACE_SIZE = len(frames.PREFACE)
 
 
-class Http2(Http2Streams):
-    """The parser of a connection. The owner of the socket calls `feed` and sends the contents of `out`."""
+class Http2:
+    """The parser of a connection. The owner of the socket calls `feed` and sends the output of the streams."""
 
     def __init__(self, listener: Http2Host, address: str, wake: Callable[[], None]) -> None:
-        super().__init__(listener, address, wake)
-        self.out += [_GREETING, frames.settings({frames.MAX_CONCURRENT_STREAMS: listener.limits.streams}),
-                     frames.window_update(0, most.CONNECTION_WINDOW - frames.DEFAULT_WINDOW)]  # fmt: skip
+        self.streams = Http2Streams(listener, address, wake)
+        self.life = Life(self.streams)
+        self.output = self.streams.output
+        self.output.out += [
+            _GREETING,
+            frames.settings({frames.MAX_CONCURRENT_STREAMS: listener.limits.streams}),
+            frames.window_update(0, limits.CONNECTION_WINDOW - frames.DEFAULT_WINDOW),
+        ]
+        self._listener = listener
+        self._heads = heads.Http2Heads()
+        self._block: heads.HeaderBlock | None = None
+        """An incomplete header block; the next frame must be its CONTINUATION."""
         self._rest = b""
         self._set = False
         self._stream: Http2Stream | None = None
@@ -41,28 +50,30 @@ class Http2(Http2Streams):
         self._left = self._skip = 0
         self._ends = False
         self._taken = 0
+        self.large = False
+        """The last DATA frame was large."""
+        self.spent = 0
+        """Set by the backlog."""
         self.more = False
         """Frames wait for the next iteration of the loop: call `feed` again."""
-        self.life = Life(self)
-        self._blocks = HeaderBlocks(self, self.life)
 
     # ------------------------------------------------------------------------------------ received bytes
 
     def feed(self, data: bytes) -> None:
-        if self.over:
+        if self.streams.over:
             return
         self.life.received = True
         if self._rest:
             data = self._rest + data
             self._rest = b""
-        backlog = self.listener.backlog
-        self.work = allowed = backlog.allowed
+        backlog = self._listener.backlog
+        self.streams.work = allowed = backlog.allowed
         self.more = False
         try:
             self._parse(data)
         except Http2Error as error:
-            self.end(error.reason, str(error))
-        backlog.spend(self, allowed - self.work)
+            self.streams.end(error.reason, str(error))
+        backlog.spend(self, allowed - self.streams.work)
 
     @property
     def estimate(self) -> int:
@@ -72,7 +83,7 @@ class Http2(Http2Streams):
     def space(self) -> memoryview | None:
         """Memory for the next bytes if they belong to a large message. If so, the caller calls `fill` instead of
         `feed`."""
-        if self._left < most.DIRECT_BYTES or self._stream is None or self.over:
+        if self._left < limits.DIRECT_BYTES or self._stream is None or self.streams.over:
             return None
         return self._stream.space(self._left)
 
@@ -88,30 +99,30 @@ class Http2(Http2Streams):
 
     def _parse(self, data: bytes) -> None:
         at, size = 0, len(data)
-        if not self.greeted:
+        if not self.streams.greeted:
             if data[:_PREFACE_SIZE] != frames.PREFACE[:size]:
                 raise Http2Error(ErrorCode.PROTOCOL_ERROR, "this is a gRPC port, but the client does not use HTTP/2")
             if size < _PREFACE_SIZE:
                 self._rest = data
                 return
-            self.greeted, at = True, _PREFACE_SIZE
-        unpack = frames.FRAME.unpack_from
+            self.streams.greeted, at = True, _PREFACE_SIZE
+        streams, unpack = self.streams, frames.FRAME.unpack_from
         while at < size:
             if self._left or self._skip:
                 at = self._go_on(data, at, size)
                 continue
             if size - at < 9:
                 break
-            if self.work <= 0:
+            if streams.work <= 0:
                 self.more = True
                 break
-            self.work -= 1
+            streams.work -= 1
             high, low, kind, flags, number = unpack(data, at)
             length = high << 8 | low
             number &= frames.LARGEST_STREAM
             start = at + 9
             end = start + length
-            if not self._set or self._blocks.pending is not None or length > most.FRAME_BYTES:
+            if not self._set or self._block is not None or length > limits.FRAME_BYTES:
                 self._check(kind, number, length)
             if kind == frames.DATA:
                 if flags & frames.PADDED and start >= size and length:
@@ -121,7 +132,7 @@ class Http2(Http2Streams):
                 self._frame(kind, flags, number, data[start:end])
                 at = end
             elif kind > frames.CONTINUATION:
-                self.abuse.idle()
+                streams.abuse.idle()
                 self._skip, at = length, start
             elif length > heads.HEAD_BYTES:
                 raise Http2Error(
@@ -133,11 +144,11 @@ class Http2(Http2Streams):
         self._rest = data[at:]
 
     def _check(self, kind: int, number: int, length: int) -> None:
-        if length > most.FRAME_BYTES:
-            raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, f"frame of {length} bytes; the limit is {most.FRAME_BYTES}")
+        if length > limits.FRAME_BYTES:
+            raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, f"frame of {length} bytes; the limit is {limits.FRAME_BYTES}")
         if not self._set and kind != frames.SETTINGS:
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, "the first frame is not SETTINGS")
-        if self._blocks.pending is not None and (kind != frames.CONTINUATION or number != self._blocks.pending.number):
+        if self._block is not None and (kind != frames.CONTINUATION or number != self._block.number):
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, "another frame inside a header block")
 
     # ------------------------------------------------------------------------------------ DATA
@@ -145,8 +156,8 @@ class Http2(Http2Streams):
     def _data(self, number: int, flags: int, data: bytes, start: int, length: int, size: int) -> int:
         """Starts a DATA frame, and processes it if its body is complete. Returns where to continue in `data`."""
         self._taken += length
-        if self._taken > most.CONNECTION_WINDOW // 2:
-            self.grant_bytes(0, self._taken)
+        if self._taken > limits.CONNECTION_WINDOW // 2:
+            self.streams.grant_bytes(0, self._taken)
             self._taken = 0
         padding = 0
         body = length
@@ -156,41 +167,40 @@ class Http2(Http2Streams):
             padding = data[start]
             start += 1
             body = length - 1 - padding
-        stream = self.streams.get(number)
-        if stream is None or stream.half:
+        stream = self.streams.open.get(number)
+        if stream is None or stream.state is State.HALF_CLOSED_REMOTE:
             self._closed_data(number, stream, bool(flags & frames.END_STREAM))
             self._left, self._skip = 0, body + padding
             return start
         stream.taken += length
-        if stream.taken > most.STREAM_WINDOW // 2:
+        if stream.taken > limits.STREAM_WINDOW // 2:
             self._replenish(stream)
         if not body and not flags & frames.END_STREAM:
-            self.abuse.idle()
-        if stream.head.length is not None and not self.fits(stream, body, bool(flags & frames.END_STREAM)):
+            self.streams.abuse.idle()
+        if stream.head.length is not None and not self.streams.fits(stream, body, bool(flags & frames.END_STREAM)):
             self._left, self._skip = 0, body + padding
             return start
         end = start + body
-        self.large = body >= most.LARGE_FRAME
+        self.large = body >= limits.LARGE_FRAME
         if end <= size:
             self._skip = padding
             stream.receive(data, start, end)
-            if flags & frames.END_STREAM and not stream.over:
-                stream.half = True
-                stream.ended()
+            if flags & frames.END_STREAM:
+                stream.end_received()
             return end
         self._stream, self._left, self._skip = stream, body, padding
         self._ends = bool(flags & frames.END_STREAM)
         return start
 
     def _closed_data(self, number: int, stream: Http2Stream | None, ended: bool) -> None:
-        if not number & 1 or number > self.last:
+        if not number & 1 or number > self.streams.last:
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, "DATA on an idle stream")
         if stream is not None:
-            self.reset(stream, ErrorCode.STREAM_CLOSED)
-        elif self.closed.ignores(number, ended):
-            self.abuse.idle()
+            self.streams.reset(stream, ErrorCode.STREAM_CLOSED)
+        elif self.streams.closed.ignores(number, ended):
+            self.streams.abuse.idle()
         else:
-            self.refuse(number, ErrorCode.STREAM_CLOSED)
+            self.streams.refuse(number, ErrorCode.STREAM_CLOSED)
 
     def _go_on(self, data: bytes, at: int, size: int) -> int:
         if not self._left:
@@ -208,21 +218,122 @@ class Http2(Http2Streams):
 
     def _data_done(self) -> None:
         stream, self._stream = self._stream, None
-        if self._ends and stream is not None and not stream.over:
-            stream.half = True
-            stream.ended()
+        if self._ends and stream is not None:
+            stream.end_received()
 
     def _replenish(self, stream: Http2Stream) -> None:
         if not stream.paused:
-            self.grant(stream)
-        elif stream.taken > most.STREAM_WINDOW:
-            self.reset(stream, ErrorCode.FLOW_CONTROL_ERROR)
+            self.streams.grant(stream)
+        elif stream.taken > limits.STREAM_WINDOW:
+            self.streams.reset(stream, ErrorCode.FLOW_CONTROL_ERROR)
+
+    # ------------------------------------------------------------------------------------ header blocks
+
+    def _headers(self, number: int, flags: int, payload: bytes) -> None:
+        if flags & (frames.PADDED | frames.WITH_PRIORITY):
+            payload = heads.unpadded(flags, payload)
+        if not number & 1:
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "HEADERS on a stream id that clients may not use")
+        if len(payload) > heads.HEAD_BYTES:
+            raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, f"the headers of the call exceed {heads.HEAD_BYTES} bytes")
+        if flags & frames.END_HEADERS:
+            self._block_done(number, flags, payload)
+        else:
+            self._block = heads.HeaderBlock(number, flags, payload)
+
+    def _continuation(self, flags: int, payload: bytes) -> None:
+        block = self._block
+        if block is None:
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
+        block.add(payload)
+        if flags & frames.END_HEADERS:
+            self._block = None
+            self._block_done(block.number, block.flags, b"".join(block.parts))
+
+    def _block_done(self, number: int, flags: int, block: bytes) -> None:
+        streams, ended = self.streams, bool(flags & frames.END_STREAM)
+        if number > streams.last:
+            streams.last = number
+            head = self._heads.head(block)
+            self._count_fields()
+            self._open(number, head, ended)
+            return
+        malformed = self._heads.trailers(block)
+        self._count_fields()
+        stream = streams.open.get(number)
+        if stream is None:
+            self._closed_headers(number, ended)
+        elif stream.state is State.HALF_CLOSED_REMOTE:
+            streams.reset(stream, ErrorCode.STREAM_CLOSED)
+        elif not ended or malformed:
+            streams.reset(stream, ErrorCode.PROTOCOL_ERROR, ended)
+        elif stream.head.length is None or streams.fits(stream, 0, True):
+            stream.end_received()
+
+    def _count_fields(self) -> None:
+        streams, fields = self.streams, self._heads.fields
+        streams.work -= limits.FIELD_WORK * fields
+        if fields > limits.FIELDS:
+            streams.abuse.idle(fields - limits.FIELDS)
+
+    def _closed_headers(self, number: int, ended: bool) -> None:
+        streams = self.streams
+        if streams.closed.ignores(number, ended):
+            streams.abuse.idle()
+        elif number in streams.closed:
+            raise Http2Error(ErrorCode.STREAM_CLOSED, "HEADERS on a closed stream")
+        else:
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "HEADERS of a new stream with an id below the last one")
+
+    def _open(self, number: int, head: heads.Http2Head, ended: bool) -> None:
+        streams = self.streams
+        if number > self.life.last:
+            streams.closed.add(number, ended)
+            return
+        streams.work -= REQUEST_WORK
+        if len(streams.open) >= self._listener.limits.streams:
+            streams.closed.add(number, ended)
+            streams.abuse.idle()
+            streams.output.write(frames.reset(number, ErrorCode.REFUSED_STREAM))
+            return
+        if head.malformed or (ended and head.length):
+            streams.closed.add(number, ended)
+            streams.refuse(number, ErrorCode.PROTOCOL_ERROR)
+            return
+        if head.status != 200:
+            streams.closed.add(number, ended)
+            streams.abuse.mistake()
+            streams.output.write(heads.refused(number, head.status, ended))
+            return
+        expires = None if head.timeout is None else self._listener.now() + head.timeout
+        stream = streams.open[number] = Http2Stream(streams, number, head, expires)
+        if expires is not None:
+            self._listener.expire(stream)
+        if self._heads.bytes > limits.SMALL_HEAD and not stream.hold_head(self._heads.bytes):
+            return
+        try:
+            if head.wrong:
+                raise RpcError(Code.INTERNAL, head.wrong)
+            if head.encoding and head.encoding not in heads.ENCODINGS:
+                raise RpcError(Code.UNIMPLEMENTED, f"Compression algorithm '{head.encoding[:40]}' is not supported")
+            stream.serve(self._listener.application(stream))
+        except RpcError as error:
+            if ended:
+                stream.stop_receiving()
+            stream.fail(error)
+            streams.abuse.mistake()
+            return
+        except Exception:
+            stream.fail_internally()
+            return
+        if ended:
+            stream.end_received()
 
     # ------------------------------------------------------------------------------------ other frames
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         if kind == frames.HEADERS:
-            self._blocks.headers(number, flags, payload)
+            self._headers(number, flags, payload)
         elif len(payload) != frames.LENGTHS.get(kind, len(payload)):
             raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, "wrong frame length")
         elif kind == frames.WINDOW_UPDATE:
@@ -234,7 +345,7 @@ class Http2(Http2Streams):
         elif kind == frames.SETTINGS:
             self._settings(flags, number, payload)
         elif kind == frames.CONTINUATION:
-            self._blocks.continuation(flags, payload)
+            self._continuation(flags, payload)
         elif kind == frames.PUSH_PROMISE:
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
         else:
@@ -242,39 +353,38 @@ class Http2(Http2Streams):
                 raise Http2Error(ErrorCode.PROTOCOL_ERROR, "frame on the wrong stream")
             if kind == frames.GOAWAY and len(payload) < frames.GOAWAY_LENGTH:
                 raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, "wrong frame length")
-            self.abuse.idle()
+            self.streams.abuse.idle()
 
     def _settings(self, flags: int, number: int, payload: bytes) -> None:
         if number or (flags & frames.ACK and not self._set):
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, "SETTINGS on a stream other than 0")
-        if len(payload) % 6 or (flags & frames.ACK and payload) or len(payload) > most.SETTINGS_BYTES:
+        if len(payload) % 6 or (flags & frames.ACK and payload) or len(payload) > limits.SETTINGS_BYTES:
             raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, "wrong length of SETTINGS")
         self._set = True
         if flags & frames.ACK:
-            self.abuse.idle()
+            self.streams.abuse.idle()
             return
-        self.abuse.idle(most.SETTINGS_WEIGHT)
+        self.streams.abuse.idle(limits.SETTINGS_WEIGHT)
         values = frames.settings_of(payload)
-        self.frame_bytes = values.get(frames.MAX_FRAME_SIZE, self.frame_bytes)
+        self.output.frame_bytes = values.get(frames.MAX_FRAME_SIZE, self.output.frame_bytes)
         if frames.INITIAL_WINDOW_SIZE in values:
             self._initial_window(values[frames.INITIAL_WINDOW_SIZE])
         self._reply(frames.frame(frames.SETTINGS, frames.ACK, 0))
         self._pump()
 
     def _initial_window(self, value: int) -> None:
-        change = value - self.stream_window
-        self.stream_window = value
-        self.work -= len(self.streams) // most.STREAMS_WORK
-        for stream in self.streams.values():
-            stream.window += change
-            if stream.window > frames.LARGEST_WINDOW:
+        streams = self.streams
+        change = value - streams.initial_window
+        streams.initial_window = value
+        streams.work -= len(streams.open) // limits.STREAMS_WORK
+        for stream in streams.open.values():
+            if stream.widen(change) > frames.LARGEST_WINDOW:
                 raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
 
     def _reply(self, data: bytes) -> None:
-        if not self.accepts:
-            self.abuse.unsent_reply()
-        self.out.append(data)
-        self.wake()
+        if not self.output.accepts:
+            self.streams.abuse.unsent_reply()
+        self.output.write(data)
 
     def _ping(self, flags: int, number: int, payload: bytes) -> None:
         if number:
@@ -282,55 +392,54 @@ class Http2(Http2Streams):
         if flags & frames.ACK:
             self.life.acknowledged(payload)
             return
-        self.abuse.idle()
+        self.streams.abuse.idle()
         self._reply(frames.frame(frames.PING, frames.ACK, 0, payload))
         self.life.ping_received()
 
     def _rst_stream(self, number: int, payload: bytes) -> None:
-        if not number & 1 or number > self.last:
+        if not number & 1 or number > self.streams.last:
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, "RST_STREAM on an idle stream")
-        stream = self.streams.get(number)
+        stream = self.streams.open.get(number)
         if stream is None:
-            self.closed.ignores(number, True)
-            self.abuse.idle()
+            self.streams.closed.ignores(number, True)
+            self.streams.abuse.idle()
             return
-        early = stream.expires is None or self.listener.now() < stream.expires - most.EARLY_S
-        stream.half = True
+        early = stream.expires is None or self._listener.now() < stream.expires - limits.EARLY_S
         stream.cancel()
         if early:
-            self.abuse.reset()
+            self.streams.abuse.reset()
 
     def _window_update(self, number: int, payload: bytes) -> None:
         size = frames.number(payload) & frames.LARGEST_WINDOW
         if not number:
             if not size:
                 raise Http2Error(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
-            self.window += size
-            if self.window > frames.LARGEST_WINDOW:
+            self.output.window += size
+            if self.output.window > frames.LARGEST_WINDOW:
                 raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
             self._pump()
             return
-        stream = self.streams.get(number)
+        stream = self.streams.open.get(number)
         if stream is None:
-            if not number & 1 or number > self.last:
+            if not number & 1 or number > self.streams.last:
                 raise Http2Error(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE on an idle stream")
             return
-        stream.window += size
-        if not size or stream.window > frames.LARGEST_WINDOW:
-            self.reset(stream, ErrorCode.FLOW_CONTROL_ERROR if size else ErrorCode.PROTOCOL_ERROR)
-        elif stream.queued:
-            if size < most.SMALL_UPDATE:
-                self.abuse.idle()
+        if stream.widen(size) > frames.LARGEST_WINDOW or not size:
+            self.streams.reset(stream, ErrorCode.FLOW_CONTROL_ERROR if size else ErrorCode.PROTOCOL_ERROR)
+        elif stream.unsent:
+            if size < limits.SMALL_UPDATE:
+                self.streams.abuse.idle()
             self._pump()
 
     def _pump(self) -> None:
-        if self.unsent:
-            self.work -= len(self.unsent) // most.STREAMS_WORK
-            self.pump()
+        unsent = self.output.unsent
+        if unsent:
+            self.streams.work -= len(unsent) // limits.STREAMS_WORK
+            self.output.pump()
 
     # ------------------------------------------------------------------------------------ shutdown
 
     @property
     def done(self) -> bool:
         """All calls have ended, and no more are accepted."""
-        return self.over or (self.life.ending and not self.streams)
+        return self.streams.over or (self.life.ending and not self.streams.open)

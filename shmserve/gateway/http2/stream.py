@@ -1,26 +1,26 @@
-"""One call over HTTP/2: assembles the messages of the client; `sending` cuts responses into frames. Invariant: an
-announced size is checked and counted before memory is allocated for it."""
+"""One call over HTTP/2: its state, and the messages that it receives. Invariant: an announced size is checked and
+counted before memory is allocated for it."""
 
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from typing import TypeVar
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.http2 import heads
-from shmserve.gateway.http2 import limits as most
+from shmserve.gateway import gzip_stream
+from shmserve.gateway.http2 import heads, limits
 from shmserve.gateway.http2.abuse import AbuseCounters, ClosedStreams
-from shmserve.gateway.http2.host import Http2Host
-from shmserve.gateway.http2.interface import ServiceCall
-from shmserve.gateway.http2.messages import inflate_message, message_size_error
-from shmserve.gateway.http2.sending import NO_CALL, Channel, Sending, notify
+from shmserve.gateway.http2.interface import Awaits, Http2Host, ServiceCall
+from shmserve.gateway.http2.output import Http2Output, Sender
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.backlog import CONNECTION_WORK, REQUEST_WORK
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.proxies import named_in
-from shmserve.gateway.limits.turns import Job, SlicedWork
+from shmserve.gateway.limits.turns import SLICE_BYTES, Job, SlicedWork
 from shmserve.gateway.upstream.receive import TRUSTED_BYTES, ReceiveBuffer, Room
 from shmserve.http2 import frames
 from shmserve.http2.frames import ErrorCode
@@ -35,25 +35,87 @@ KNOWN_BYTES = 1024
 """With fewer bytes of a message, the service may not be able to choose memory for it yet."""
 
 
-class Http2Stream(Sending):
-    _core: Http2Streams
+class State(IntEnum):
+    """RFC 9113, 5.1. A stream is idle before it has an object. None is reserved, as the server pushes nothing."""
+
+    OPEN = 0
+    HALF_CLOSED_REMOTE = 1
+    """The client sends no more."""
+    HALF_CLOSED_LOCAL = 2
+    """The response has ended."""
+    CLOSED = 3
+
+
+class Event(IntEnum):
+    END_RECEIVED = 0
+    END_SENT = 1
+    RESET_RECEIVED = 2
+    """Also if the client has disconnected."""
+    RESET_SENT = 3
+
+
+_MOVES = {
+    (State.OPEN, Event.END_RECEIVED): State.HALF_CLOSED_REMOTE,
+    (State.OPEN, Event.END_SENT): State.HALF_CLOSED_LOCAL,
+    (State.OPEN, Event.RESET_RECEIVED): State.CLOSED,
+    (State.OPEN, Event.RESET_SENT): State.CLOSED,
+    (State.HALF_CLOSED_REMOTE, Event.END_SENT): State.CLOSED,
+    (State.HALF_CLOSED_REMOTE, Event.RESET_RECEIVED): State.CLOSED,
+    (State.HALF_CLOSED_REMOTE, Event.RESET_SENT): State.CLOSED,
+    (State.HALF_CLOSED_LOCAL, Event.END_RECEIVED): State.CLOSED,
+    (State.HALF_CLOSED_LOCAL, Event.RESET_RECEIVED): State.CLOSED,
+    (State.HALF_CLOSED_LOCAL, Event.RESET_SENT): State.CLOSED,
+}
+
+
+class _NoCall:
+    """Stands in for the call of a stream before it starts and after it ends."""
+
+    awaits = Awaits.NOTHING
+
+    def message(self, data: Buffer) -> None: ...
+    def room(self, size: int, first: Buffer) -> Room | None: ...
+    def half_closed(self) -> None: ...
+    def cancelled(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+NO_CALL = _NoCall()
+
+
+def notify(service: Callable[[], None]) -> None:
+    """Calls a service. Its exceptions are logged and affect no other call."""
+    try:
+        service()
+    except Exception:
+        log.exception("a service failed")
+
+
+class Http2Stream:
     __slots__ = (
-        "_buffer", "_end_waits", "_flag", "_held", "_job", "_prefix", "_waiting", "_wanted", "expires", "length",
-        "silent", "taken", "turn",
+        "_buffer", "_end_waits", "_flag", "_held", "_job", "_length", "_moved", "_moved_at", "_prefix", "_sender",
+        "_streams", "_waiting", "_wanted", "call", "expires", "head", "number", "silent", "state", "taken", "used",
     )  # fmt: skip
 
-    def __init__(
-        self, core: Http2Streams, number: int, head: heads.Http2Head, window: int, expires: float | None
-    ) -> None:
-        super().__init__(core, number, head, window)
+    def __init__(self, streams: Http2Streams, number: int, head: heads.Http2Head, expires: float | None) -> None:
+        self._streams = streams
+        self.number = number
+        self.head = head
         self.expires = expires
-        self.length = 0
-        """Number of bytes of DATA received, if the client sent content-length."""
+        self.state = State.OPEN
+        self.call: ServiceCall = NO_CALL
+        self._sender = Sender(streams.output, self, number, head, streams.initial_window)
         self.taken = 0
         """Bytes received since the last WINDOW_UPDATE."""
-        self.turn = 0
         self.silent = True
         """No message has arrived."""
+        self.used = streams.listener.turn
+        """Turn of the slow clock at which the last message was sent or received."""
+        self._moved = 0
+        """Bytes of messages received since the turn `_moved_at` of the slow clock; `_sender` counts those sent."""
+        self._moved_at = 0
+        self._length = 0
+        """Number of bytes of DATA received, if the client sent content-length."""
         self._prefix = b""
         self._buffer: ReceiveBuffer | None = None
         self._flag = 0
@@ -66,6 +128,91 @@ class Http2Stream(Sending):
         """Inflates a message, or waits for the next iteration of the loop. Messages after it are queued."""
         self._end_waits = False
 
+    # ------------------------------------------------------------------------------------ state
+
+    @property
+    def over(self) -> bool:
+        return self.state is State.CLOSED
+
+    def _move(self, event: Event) -> None:
+        """The only writer of `state`."""
+        before = self.state
+        self.state = _MOVES[before, event]
+        if self.state is State.CLOSED:
+            self._sender.drop()
+            if self._job is not None:
+                self._job.cancel()
+                self._job = None
+            self._buffer = self._waiting = None
+            self._free_held(self._held)
+            self._streams.forget(self, before is State.HALF_CLOSED_REMOTE or event is not Event.RESET_SENT)
+
+    def stop_receiving(self) -> None:
+        """The client has ended the stream, but the service is not told."""
+        if self.state in (State.OPEN, State.HALF_CLOSED_LOCAL):
+            self._move(Event.END_RECEIVED)
+
+    def end_received(self) -> None:
+        """The client sends no more."""
+        if not self.over:
+            self._move(Event.END_RECEIVED)
+            self._half_closed()
+
+    def end_sent(self) -> None:
+        self._move(Event.END_SENT)
+        if self.state is State.HALF_CLOSED_LOCAL:  # gRPC needs no more of the request
+            self._streams.output.out.append(frames.reset(self.number, ErrorCode.NO_ERROR))
+            self._move(Event.RESET_SENT)
+
+    def cancel(self, event: Event = Event.RESET_RECEIVED) -> None:
+        """Called when the client has disconnected or cancelled the call, or has violated the protocol."""
+        call, self.call = self.call, NO_CALL
+        if not self.over:
+            self._move(event)
+        notify(call.cancelled)
+
+    def fail(self, error: RpcError) -> None:
+        """Ends the call with an error, and drops queued responses."""
+        call, self.call = self.call, NO_CALL
+        if not self.over:
+            self._sender.drop()
+            if self._sender.is_ending:
+                self._streams.output.write(frames.reset(self.number, ErrorCode.CANCEL))
+                self._move(Event.RESET_SENT)
+            else:
+                self._sender.finish(error.code, error.text)
+        notify(call.cancelled)
+
+    def fail_internally(self) -> None:
+        """Ends the call after an unexpected exception; the connection continues."""
+        log.exception("a service failed")
+        self.fail(RpcError(Code.INTERNAL, "internal error of the gateway; see its log"))
+
+    # ------------------------------------------------------------------------------------ progress
+
+    @property
+    def stuck(self) -> bool:
+        """Whether progress depends on the client: it must read responses, or send the rest of a message."""
+        return bool(self._sender.queued) or ((self._buffer is not None or bool(self._prefix)) and self._waiting is None)
+
+    def stall(self) -> None:
+        self._streams.watch(self)
+
+    def watch_from(self, turn: int) -> None:
+        """Measures the client's progress from now on."""
+        self._moved_at, self._moved, self._sender.moved = turn, 0, 0
+
+    def has_stalled(self, turn: int, waited: int, least: int) -> bool:
+        """Whether less than `least` bytes have moved for longer than `waited` turns."""
+        if self._moved + self._sender.moved >= least:
+            self.watch_from(turn)
+        return turn - self._moved_at > waited
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a response is due or the stream made progress recently. Other streams are open but idle."""
+        return self.call.awaits is Awaits.NOTHING or self._streams.listener.turn - max(self.used, self._moved_at) <= 1
+
     # ------------------------------------------------------------------------------------ interface for services
 
     @property
@@ -77,12 +224,37 @@ class Http2Stream(Sending):
         return self.head.metadata
 
     def payer(self, token: str) -> Payer:
-        return self._core.shares.payer(token, named_in(self.metadata.get))
+        return self._streams.shares.payer(token, named_in(self.metadata.get))
 
     @property
-    def stuck(self) -> bool:
-        """Whether progress depends on the client: it must read responses, or send the rest of a message."""
-        return bool(self._queue) or ((self._buffer is not None or bool(self._prefix)) and self._waiting is None)
+    def writable(self) -> bool:
+        return self._sender.writable
+
+    def send(self, parts: Sequence[Buffer]) -> None:
+        if not self.over and not self._sender.is_ending:
+            self.used = self._streams.listener.turn
+            self._sender.send(parts)
+
+    def finish(self, code: int, text: str = "") -> None:
+        if not self.over and not self._sender.is_ending:
+            self.call = NO_CALL
+            self._sender.finish(code, text)
+
+    def resume(self) -> None:
+        notify(self.call.resume)
+
+    def go_on(self) -> None:
+        """Called when the connection is writable again."""
+        self._sender.go_on()
+
+    def widen(self, size: int) -> int:
+        """Changes the window for responses. Returns the new one, which may be too large."""
+        return self._sender.widen(size)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes of queued responses."""
+        return self._sender.queued
 
     def pause(self) -> None:
         self._wanted = False
@@ -107,9 +279,9 @@ class Http2Stream(Sending):
                 self._end_waits = ends
                 return
         if ends:
-            self.ended()
+            self._half_closed()
         else:
-            self._core.grant(self)
+            self._streams.grant(self)
 
     @property
     def paused(self) -> bool:
@@ -124,15 +296,21 @@ class Http2Stream(Sending):
 
     def serve(self, call: ServiceCall) -> None:
         """Sets the call that receives messages, unless the stream has ended already."""
-        if not self.over and self._end is None:
+        if not self.over and not self._sender.is_ending:
             self.call = call
 
     # ------------------------------------------------------------------------------------ received data
 
+    def fits(self, body: int, ended: bool) -> bool:
+        """Counts DATA. False if it does not match content-length."""
+        self._length += body
+        length = self.head.length or 0
+        return self._length <= length and (not ended or self._length == length)
+
     def receive(self, data: bytes, at: int, end: int) -> None:
         """Processes bytes of messages."""
         while at < end and not self.over:
-            if self._core.work < 0 and self._waiting is None:
+            if self._streams.work < 0 and self._waiting is None:
                 self._run(self._next_turn(), lambda found: None)
             if self._waiting is not None:
                 self._wait(data[at:end])
@@ -151,13 +329,13 @@ class Http2Stream(Sending):
                     prefix, self._prefix = self._prefix, b""
                     self._begin(prefix[0], int.from_bytes(prefix[1:], "big"))
                 else:
-                    self._core.watch(self)
+                    self._streams.watch(self)
             else:
                 size, flag = int.from_bytes(data[at + 1 : at + 5], "big"), data[at]
                 at += 5
                 if size <= end - at:
-                    if size > self._core.limits.message_bytes:
-                        self.fail(message_size_error(size, self._core.limits.message_bytes))
+                    if size > self._streams.listener.limits.message_bytes:
+                        self.fail(message_size_error(size, self._streams.listener.limits.message_bytes))
                         return
                     self._deliver(flag, data[at : at + size] if size < LARGE else memoryview(data)[at : at + size])
                     at += size
@@ -167,20 +345,20 @@ class Http2Stream(Sending):
 
     def _begin(self, flag: int, size: int, first: Buffer = b"") -> None:
         """Starts a message of which only `first` has arrived."""
-        if size > self._core.limits.message_bytes:
-            self.fail(message_size_error(size, self._core.limits.message_bytes))
+        if size > self._streams.listener.limits.message_bytes:
+            self.fail(message_size_error(size, self._streams.listener.limits.message_bytes))
             return
         if not size:
             self._deliver(flag, b"")
             return
         self._flag = flag
-        trusted = len(first) >= KNOWN_BYTES and size <= self._core.trusted_bytes
+        trusted = len(first) >= KNOWN_BYTES and size <= self._streams.trusted_bytes
         if trusted:
-            self._core.trusted_bytes -= size
+            self._streams.trusted_bytes -= size
         self._buffer = ReceiveBuffer(size, self._room if size >= LARGE and not flag else None, trusted)
-        self._core.watch(self)
+        self._streams.watch(self)
         if self._hold(len(first)) and self._received(self._buffer.begin, first):
-            self.moved += len(first)
+            self._moved += len(first)
 
     def _room(self, arrived: Buffer) -> Room | None:
         assert self._buffer is not None
@@ -190,22 +368,22 @@ class Http2Stream(Sending):
             log.exception("a service failed")
             return None
 
-    def space(self, most: int) -> memoryview | None:
+    def space(self, size: int) -> memoryview | None:
         """Memory into which the next bytes of a message are read directly."""
         if self._buffer is None or self._waiting is not None or self.over:
             return None
-        return self._buffer.space()[:most]
+        return self._buffer.space()[:size]
 
     def fill(self, size: int) -> None:
         """Called when the next `size` bytes of the message have been read into `space`."""
         buffer = self._buffer
         if buffer is None or not self._hold(size):
             return
-        self.moved += size
+        self._moved += size
         if self._received(buffer.add, size) and buffer.full:
             self._buffer = None
             if buffer.size >= LARGE:
-                self._core.trusted_bytes = min(self._core.trusted_bytes + buffer.size, TRUSTED_BYTES)
+                self._streams.trusted_bytes = min(self._streams.trusted_bytes + buffer.size, TRUSTED_BYTES)
             self._free_held(buffer.size)
             self._deliver(self._flag, buffer.memory)
 
@@ -219,9 +397,9 @@ class Http2Stream(Sending):
 
     def _deliver(self, flag: int, data: Buffer) -> None:
         self.silent = False
-        self.used = self._core.listener.turn
-        self._core.idle_since = self._core.listener.now()
-        self._core.work -= REQUEST_WORK
+        self.used = self._streams.listener.turn
+        self._streams.idle_since = self._streams.listener.now()
+        self._streams.work -= REQUEST_WORK
         if not flag:
             self._pass_on(data)
         elif flag != 1:
@@ -232,17 +410,17 @@ class Http2Stream(Sending):
             self._inflate(data)
 
     def _inflate(self, data: Buffer) -> None:
-        core = self._core
+        streams = self._streams
 
         def hold(size: int) -> None:
-            core.account.take(size)
+            streams.account.take(size)
             self._held += size
-            core.work -= size // most.INFLATED_BYTES
+            streams.work -= size // limits.INFLATED_BYTES
 
         def work() -> SlicedWork[Buffer]:
-            if core.work < 0:
+            if streams.work < 0:
                 yield from self._next_turn()
-            return (yield from inflate_message(self.head.encoding, data, core.limits.message_bytes, hold))
+            return (yield from inflate_message(self.head.encoding, data, streams.listener.limits.message_bytes, hold))
 
         def then(found: Buffer) -> None:
             self._pass_on(found)
@@ -253,7 +431,7 @@ class Http2Stream(Sending):
     def _next_turn(self) -> SlicedWork[None]:
         """Waits for the next iteration of the loop, when this connection has a new work budget."""
         yield
-        self._core.work = CONNECTION_WORK
+        self._streams.work = CONNECTION_WORK
 
     def _run(self, work: SlicedWork[T], then: Callable[[T], None]) -> None:
         """Runs `work`; the stream is paused until it is done."""
@@ -273,7 +451,7 @@ class Http2Stream(Sending):
             else:
                 self.fail_internally()
 
-        job = self._core.listener.turns.run(work, done, failed)
+        job = self._streams.listener.turns.run(work, done, failed)
         if job.running:
             self._job = job
             if self._waiting is None:
@@ -287,8 +465,7 @@ class Http2Stream(Sending):
         except Exception:
             self.fail_internally()
 
-    def ended(self) -> None:
-        """Called when the client sends no more."""
+    def _half_closed(self) -> None:
         if self._waiting is not None:
             self._end_waits = True
             return
@@ -302,11 +479,6 @@ class Http2Stream(Sending):
         except Exception:
             self.fail_internally()
 
-    def fail_internally(self) -> None:
-        """Ends the call after an unexpected exception; the connection continues."""
-        log.exception("a service failed")
-        self.fail(RpcError(Code.INTERNAL, "internal error of the gateway; see its log"))
-
     def _wait(self, data: bytes) -> None:
         assert self._waiting is not None
         if self._hold(len(data)):
@@ -318,7 +490,7 @@ class Http2Stream(Sending):
 
     def _hold(self, size: int) -> bool:
         try:
-            self._core.account.take(size)
+            self._streams.account.take(size)
         except Unavailable as error:
             self.fail(RpcError(Code.UNAVAILABLE, str(error)))
             return False
@@ -329,68 +501,31 @@ class Http2Stream(Sending):
         size = min(size, self._held)
         if size:
             self._held -= size
-            self._core.account.give(size)
-
-    # ------------------------------------------------------------------------------------ completion
-
-    def _push(self) -> None:
-        self._core.watch(self)
-        self._core.push(self)
-
-    def fail(self, error: RpcError) -> None:
-        """Ends the call with an error, and drops queued responses."""
-        call, self.call = self.call, NO_CALL
-        if not self.over:
-            self._drop_answers()
-            if self._end is None:
-                self.finish(error.code, error.text)
-            else:
-                self._core.out.append(frames.reset(self.number, frames.ErrorCode.CANCEL))
-                self.close()
-                self._core.wake()
-        notify(call.cancelled)
-
-    def cancel(self) -> None:
-        """Called when the client has disconnected or cancelled the call."""
-        call, self.call = self.call, NO_CALL
-        if not self.over:
-            self.close()
-        notify(call.cancelled)
-
-    def close(self) -> None:
-        self.over = True
-        self._drop_answers()
-        if self._job is not None:
-            self._job.cancel()
-            self._job = None
-        self._buffer = self._waiting = None
-        self._free_held(self._held)
-        self._core.forget(self)
+            self._streams.account.give(size)
 
 
-class Http2Streams(Channel):
-    """The calls of one connection, the work that it has done, and the work that it may still do."""
+class Http2Streams:
+    """The streams of one connection, the work that it has done, and the work that it may still do. `address`: the peer
+    address of its socket. `wake`: see `Http2Output`."""
 
     def __init__(self, listener: Http2Host, address: str, wake: Callable[[], None]) -> None:
-        super().__init__(listener, address, wake)
+        self.listener = listener
+        self.account = listener.budget.account(address)
+        self.shares = listener.shares.connect(address)
+        self.output = Http2Output(listener, self.account, wake)
         self.over = False
-        """The connection accepts no more input. The owner closes it once `out` is sent."""
-        self.streams: dict[int, Http2Stream] = {}
-        self.stream_window = frames.DEFAULT_WINDOW
+        """The connection accepts no more input. The owner closes it once its output is sent."""
+        self.open: dict[int, Http2Stream] = {}
+        self.initial_window = frames.DEFAULT_WINDOW
+        """Of responses on a new stream."""
         self.greeted = False
         self.last = 0
         """The highest stream id that the client opened."""
-        self.large = False
-        """The last DATA frame was large."""
         self.trusted_bytes = 0
         """Bytes of complete large messages, less those for which memory was reserved before they arrived."""
-        self.unsent: dict[Http2Stream, None] = {}
-        """Streams with queued output."""
         self.watched: set[Http2Stream] = set()
         self.work = 0
         """Work left in this iteration of the loop."""
-        self.spent = 0
-        """Set by the backlog."""
         self.abuse = AbuseCounters()
         self.closed = ClosedStreams()
         self.quiet_since = listener.turn
@@ -400,33 +535,25 @@ class Http2Streams(Channel):
         self.sent_since_ping = False
         """Part of a response, or a WINDOW_UPDATE, was sent after the client's last ping. This resets its strikes."""
 
-    def next_turn(self) -> None:
-        """Called on every turn of the slow clock."""
-        self.abuse.next_turn()
-
     # ------------------------------------------------------------------------------------ streams
-
-    def send_reset(self, number: int, reason: ErrorCode) -> None:
-        self.out.append(frames.reset(number, reason))
-        self.wake()
 
     def refuse(self, number: int, reason: ErrorCode) -> None:
         """Resets a stream for a protocol violation of the client."""
-        self.send_reset(number, reason)
+        self.output.write(frames.reset(number, reason))
         self.abuse.reset()
 
-    def reset(self, stream: Http2Stream, reason: ErrorCode) -> None:
-        stream.cancel()
+    def reset(self, stream: Http2Stream, reason: ErrorCode, ended: bool = False) -> None:
+        """`ended`: the client has ended the stream."""
+        if ended:
+            stream.stop_receiving()
+        stream.cancel(Event.RESET_SENT)
         self.refuse(stream.number, reason)
 
     def fits(self, stream: Http2Stream, body: int, ended: bool) -> bool:
         """Checks received DATA against content-length, and resets the stream on a mismatch."""
-        stream.length += body
-        length = stream.head.length or 0
-        if stream.length <= length and (not ended or stream.length == length):
+        if stream.fits(body, ended):
             return True
-        stream.half = ended
-        self.reset(stream, ErrorCode.PROTOCOL_ERROR)
+        self.reset(stream, ErrorCode.PROTOCOL_ERROR, ended)
         return False
 
     # ------------------------------------------------------------------------------------ interface for streams
@@ -435,87 +562,81 @@ class Http2Streams(Channel):
         """Progress now depends on the client: apply the read timeout."""
         if stream not in self.watched:
             self.watched.add(stream)
-            stream.turn = self.listener.turn
-            stream.moved = 0
+            stream.watch_from(self.listener.turn)
 
     def grant(self, stream: Http2Stream) -> None:
-        if not stream.over and stream.taken > most.STREAM_WINDOW // 2:
+        if not stream.over and stream.taken > limits.STREAM_WINDOW // 2:
             self.grant_bytes(stream.number, stream.taken)
             stream.taken = 0
 
     def grant_bytes(self, number: int, size: int) -> None:
-        self.out.append(frames.window_update(number, size))
         self.sent_since_ping = True
-        self.wake()
+        self.output.write(frames.window_update(number, size))
 
-    def push(self, stream: Http2Stream) -> None:
-        """Queues the stream, and sends as much as the windows allow."""
-        self.unsent[stream] = None
-        while self.writable and stream.pump(most.QUANTUM, resume=False):
-            pass
-        if not stream.queued:
-            self.unsent.pop(stream, None)
-        self.wake()
-
-    def forget(self, stream: Http2Stream) -> None:
-        if self.streams.pop(stream.number, None) is None:
-            return
-        self.closed.add(stream.number, stream.half)
+    def forget(self, stream: Http2Stream, ended: bool) -> None:
+        """The stream is closed. `ended`: the client sends nothing more on it."""
+        del self.open[stream.number]
+        self.closed.add(stream.number, ended)
         self.watched.discard(stream)
-        self.unsent.pop(stream, None)
         if stream.expires is not None:
             self.listener.keep(stream)
-        if not self.streams:
+        if not self.open:
             self.quiet_since = self.listener.turn
             self.idle_since = self.listener.now()
-            self.wake()
+            self.output.wake()
 
     # ------------------------------------------------------------------------------------ interface for the owner
 
-    def pump(self) -> None:
-        """Sends queued data of the streams, round robin."""
-        moved = True
-        while moved and self.window > 0 and self.unsent:
-            moved = False
-            for stream in list(self.unsent):
-                if not self.writable:
-                    return
-                if not stream.queued:
-                    self.unsent.pop(stream, None)
-                elif stream.pump(most.QUANTUM):
-                    moved = True
-                    self.wake()
-
     def resumed(self) -> None:
         """Called when the socket is writable again."""
-        self.accepts = True
+        output = self.output
+        output.accepts = True
         self.abuse.unsent_replies = 0
-        self.pump()
-        for stream in list(self.streams.values()):
-            if not self.writable:
+        output.pump()
+        for stream in list(self.open.values()):
+            if not output.writable:
                 break
             stream.go_on()
 
     def taken(self) -> None:
         """`out` has been passed to the socket."""
-        size, self.out_bytes = self.out_bytes, 0
+        size, self.output.bytes = self.output.bytes, 0
         if size:
             self.sent_since_ping = True
-        if size >= most.AHEAD_BYTES and self.accepts:
+        if size >= limits.AHEAD_BYTES and self.output.accepts:
             self.resumed()
 
     # ------------------------------------------------------------------------------------ disconnects
 
     def end(self, reason: ErrorCode, text: str) -> None:
         if not self.over:
-            self.over = True
-            self.out.append(frames.goaway(self.last, reason, text))
+            self.output.out.append(frames.goaway(self.last, reason, text))
             self.lost()
-            self.wake()
+            self.output.wake()
 
     def lost(self) -> None:
         """Called when the client has disconnected."""
         self.over = True
-        for stream in list(self.streams.values()):
+        for stream in list(self.open.values()):
             stream.cancel()
         self.shares.close()
+
+
+def message_size_error(size: int, limit: int) -> RpcError:
+    return RpcError(
+        Code.RESOURCE_EXHAUSTED,
+        f"Received message larger than max ({size} vs. {limit}); raise --grpc-max-input-size of the gateway",
+    )
+
+
+def inflate_message(encoding: str, data: Buffer, limit: int, hold: Callable[[int], None]) -> SlicedWork[Buffer]:
+    """Inflates a message. Calls `hold` with the number of bytes produced."""
+    try:
+        found = yield from gzip_stream.inflate(gzip_stream.WBITS[encoding], data, limit, hold)
+    except zlib.error:
+        raise RpcError(Code.INTERNAL, f"the message is not valid {encoding}") from None
+    except gzip_stream.Overflow as error:
+        raise message_size_error(error.args[0], limit) from None
+    except gzip_stream.Incomplete:
+        raise RpcError(Code.INTERNAL, f"the message is not one complete {encoding} stream") from None
+    return bytes(found) if len(found) < SLICE_BYTES else memoryview(found)

@@ -161,8 +161,8 @@ class Caller:
             data = self.h2.data_to_send()
             if data:
                 self.feed(data)
-            out, self.core.out = self.core.out, []
-            self.core.taken()
+            out, self.core.output.out = self.core.output.out, []
+            self.core.streams.taken()
             if not data and not out:
                 return
             if out:
@@ -224,8 +224,8 @@ class Caller:
         """Feeds raw bytes. Returns the frames of the response: kind, flags, stream, payload."""
         for part in parts:
             self.feed(part)
-        out, self.core.out = b"".join(map(bytes, self.core.out)), []
-        self.core.taken()
+        out, self.core.output.out = b"".join(map(bytes, self.core.output.out)), []
+        self.core.streams.taken()
         frames = []
         while out:
             size = int.from_bytes(out[:3], "big")
@@ -241,7 +241,7 @@ class Caller:
     def errors(self, *parts: bytes) -> list[int]:
         """Feeds raw bytes. Returns the error codes that they ended the connection with: one or none."""
         codes = [code for _, code in self.goaways(*parts)]
-        assert bool(codes) == self.core.over
+        assert bool(codes) == self.core.streams.over
         return codes
 
     def look(self, times: int = 1) -> None:

@@ -179,7 +179,7 @@ def test_announced_messages_of_grpc_are_not_counted() -> None:
         hostile.send(number, first, end=False)
     assert host.held == 100
     assert honest.call(b"a" * 60_000) == (b"a" * 60_000, 0)
-    hostile.core.lost()
+    hostile.core.streams.lost()
     assert host.held == 0
 
 
@@ -228,7 +228,7 @@ def test_a_message_like_earlier_ones_gets_its_memory_at_once() -> None:
     def announce(reserved: int) -> int:
         number = caller.begin()
         caller.send(number, message(body)[:2000], end=False)
-        buffer: Any = caller.core.streams[number]._buffer  # noqa: SLF001 - what a stream buffers is invisible
+        buffer: Any = caller.core.streams.open[number]._buffer  # noqa: SLF001 - what a stream buffers is invisible
         assert len(buffer.memory) == reserved
         return number
 
@@ -240,7 +240,7 @@ def test_a_message_like_earlier_ones_gets_its_memory_at_once() -> None:
     second = announce(2 * MIB)
     finish(announce(2 * MIB // PART))  # what was sent before is used up
     finish(second)
-    caller.core.lost()
+    caller.core.streams.lost()
     assert host.held == 0
 
 
@@ -275,10 +275,10 @@ def test_unread_grpc_responses_are_counted() -> None:
     for number in numbers:
         with suppress(StreamClosedError):  # refused before everything is sent
             slow.send(number, message(bytes(MIB)))
-    unsent = sum(stream.queued for stream in slow.core.streams.values())
+    unsent = sum(stream.unsent for stream in slow.core.streams.open.values())
     assert host.held == unsent > 3 * MIB
     assert unsent <= 4 * MIB, "a share"
     refused = [number for number in numbers if number in slow.ended and "grpc-status" in slow.ended[number]]
     assert {slow.status(number) for number in refused} == {14}
-    slow.core.lost()
+    slow.core.streams.lost()
     assert host.held == 0

@@ -263,15 +263,15 @@ def test_case(name: str) -> None:
     calls = caller.host.calls
     if expected is not None and not expected.stream:
         assert ends == [expected.code]
-        assert caller.core.over
-        assert not caller.core.streams
+        assert caller.core.streams.over
+        assert not caller.core.streams.open
         assert not caller.host.held
         assert caller.raw([unary(101, b"y")]) == [], "further input is ignored"
         return
     assert ends == []
     assert resets == ([] if expected is None else [expected])
     if expected is not None:
-        assert not any(stream.number == expected.stream for stream in caller.core.streams.values())
+        assert not any(stream.number == expected.stream for stream in caller.core.streams.open.values())
         if expected.code == REFUSED:
             assert len(calls) == 8
             return

@@ -14,7 +14,7 @@ import hpack
 import pytest
 
 from shmserve.errors import InvalidRequest
-from shmserve.gateway.http2 import limits as most
+from shmserve.gateway.http2 import limits
 from shmserve.gateway.http2.interface import Awaits, TransportStream
 from shmserve.gateway.limits.backlog import CONNECTION_WORK, REQUEST_WORK, TURN_WORK
 from shmserve.protocol.grpc.codes import Code, RpcError
@@ -64,9 +64,9 @@ def turns(caller: Caller) -> Iterator[None]:
 def test_a_turn_processes_a_bounded_number_of_frames() -> None:
     caller = Caller(opening=b"")
     caller.core.feed(HELLO + IDLE * 300)
-    counts = [caller.core.abuse.idle_frames]
-    counts += [caller.core.abuse.idle_frames for _ in turns(caller)]
-    assert [count - most.SETTINGS_WEIGHT for count in counts] == [CONNECTION_WORK - 1, 2 * CONNECTION_WORK - 1, 300]
+    counts = [caller.core.streams.abuse.idle_frames]
+    counts += [caller.core.streams.abuse.idle_frames for _ in turns(caller)]
+    assert [count - limits.SETTINGS_WEIGHT for count in counts] == [CONNECTION_WORK - 1, 2 * CONNECTION_WORK - 1, 300]
 
 
 def test_frames_that_touch_all_streams_count_by_their_number() -> None:
@@ -74,13 +74,13 @@ def test_frames_that_touch_all_streams_count_by_their_number() -> None:
     caller = Caller(Host(Echo), opening=b"")
     caller.raw([HELLO, frame(SETTINGS, 0, 0, b"\0\4" + number(0))])
     caller.raw([unary(2 * at + 1, b"x") for at in range(streams)])
-    assert len(caller.core.unsent) == streams
+    assert len(caller.core.output.unsent) == streams
     for touch in frame(WINDOW, 0, 0, number(1)), frame(SETTINGS, 0, 0, b"\0\4" + number(0)):
         caller.host.loop.run()
         before = caller.core.spent
         caller.core.feed(touch * 50)
         assert caller.core.more, "two of them take a turn"
-        assert caller.core.spent - before <= CONNECTION_WORK + 2 * streams // most.STREAMS_WORK
+        assert caller.core.spent - before <= CONNECTION_WORK + 2 * streams // limits.STREAMS_WORK
         caller.raw([b""])
 
 
@@ -141,14 +141,14 @@ def test_many_settings_end_the_connection() -> None:
     caller = Caller(Host(Unfinished), opening=HELLO + OPEN)
     entries = b"".join(b"\0\4" + number(n % 2 * 1000) for n in range(64))
     assert caller.errors(frame(SETTINGS, 0, 0, entries)) == []
-    assert [stream.window for stream in caller.core.streams.values()] == [1000]
-    assert caller.errors(*[frame(SETTINGS, 0, 0, entries)] * (most.IDLE_FRAMES // most.SETTINGS_WEIGHT)) == [CALM]
+    assert [stream.widen(0) for stream in caller.core.streams.open.values()] == [1000]
+    assert caller.errors(*[frame(SETTINGS, 0, 0, entries)] * (limits.IDLE_FRAMES // limits.SETTINGS_WEIGHT)) == [CALM]
 
 
 def test_many_new_fields_end_the_connection() -> None:
     caller = Caller(Host(Unfinished), opening=HELLO)
-    per_block = 120 - most.FIELDS
-    enough = (most.IDLE_FRAMES - most.SETTINGS_WEIGHT) // per_block
+    per_block = 120 - limits.FIELDS
+    enough = (limits.IDLE_FRAMES - limits.SETTINGS_WEIGHT) // per_block
     assert caller.errors(*[new_fields(120, at) for at in range(enough)]) == []
     assert caller.errors(new_fields(120, enough)) == [CALM]
     caller = Caller(Host(Unfinished), opening=HELLO)
@@ -164,7 +164,7 @@ def test_many_new_fields_end_the_connection() -> None:
 def test_many_resets_by_either_side_end_the_connection(
     provoke: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(most, "RESETS", 50)
+    monkeypatch.setattr(limits, "RESETS", 50)
     caller = Caller(Host(Unfinished), opening=HELLO)
     assert caller.errors(*[provoke(at) for at in range(50)]) == []
     assert caller.errors(provoke(50)) == [CALM]
@@ -186,11 +186,11 @@ def unknown(stream: TransportStream) -> Any:
 def test_calls_that_are_refused_take_turns_and_end_the_connection(
     application: Any, headers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(most, "MISTAKES", 100)
+    monkeypatch.setattr(limits, "MISTAKES", 100)
     caller = Caller(Host(application), opening=HELLO)
     calls = [frame(HEAD, 5, 2 * at + 1, hpack.Encoder().encode(headers)) for at in range(101)]
     caller.core.feed(b"".join(calls[:100]))
-    counts = [caller.core.abuse.mistakes, *(caller.core.abuse.mistakes for _ in turns(caller))]
+    counts = [caller.core.streams.abuse.mistakes, *(caller.core.streams.abuse.mistakes for _ in turns(caller))]
     assert 0 < max(after - before for before, after in pairwise(counts)) <= math.ceil(CONNECTION_WORK / REQUEST_WORK)
     assert counts[-1] == 100
     assert caller.errors() == []
@@ -217,7 +217,7 @@ def test_a_call_without_a_request_times_out() -> None:
     caller.turn()
     assert caller.status(silent) == 4
     assert "--http-read-timeout" in caller.ended[silent]["grpc-message"]
-    assert {asked, closed} <= set(caller.core.streams)
+    assert {asked, closed} <= set(caller.core.streams.open)
 
 
 def test_an_idle_stream_times_out() -> None:
@@ -228,7 +228,7 @@ def test_an_idle_stream_times_out() -> None:
     caller.look(6)
     caller.send(used, message(b"x"), end=False)
     for stream, turns in ((idle, 5), (used, 6)):
-        assert stream in caller.core.streams
+        assert stream in caller.core.streams.open
         caller.look(turns)
         caller.turn()
         assert caller.status(stream) == 4
@@ -241,15 +241,15 @@ def test_many_streams_without_a_request_time_out_like_calls() -> None:
     used = [caller.begin() for _ in range(3)]
     for stream in used:
         caller.send(stream, message(b"x"), end=False)
-    silent = [caller.begin(("x", f"{n}" * 1000)) for n in range(most.SILENT_STREAMS + 20)]
+    silent = [caller.begin(("x", f"{n}" * 1000)) for n in range(limits.SILENT_STREAMS + 20)]
     caller.turn()
     assert caller.host.held >= 1000 * len(silent), "large headers count"
     caller.look(5)
     caller.turn()
-    assert set(caller.core.streams) == {*used, *silent[: most.SILENT_STREAMS]}
+    assert set(caller.core.streams.open) == {*used, *silent[: limits.SILENT_STREAMS]}
     assert caller.status(silent[-1]) == 4
     assert "--http-read-timeout" in caller.ended[silent[-1]]["grpc-message"]
-    caller.core.lost()
+    caller.core.streams.lost()
     assert caller.host.held == 0
 
 

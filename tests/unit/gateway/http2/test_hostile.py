@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.gateway.http2 import limits as most
+from shmserve.gateway.http2 import limits
 from shmserve.gateway.http2.protocol import Http2
 from tests.support.gateway.http2_caller import Caller, Echo, Host, Unfinished
 from tests.support.gateway.http2_frames import (
@@ -71,19 +71,19 @@ def test_a_client_that_breaks_the_protocol_is_disconnected(name: str) -> None:
     data, expected = WRONG[name]
     caller = Caller(opening=b"")
     assert caller.errors((PREFACE if name.endswith("at first") else HELLO) + data) == [expected]
-    assert not caller.core.streams
+    assert not caller.core.streams.open
     assert not caller.host.held
     assert caller.raw([unary(9, b"more")]) == []
 
 
 def test_resets_after_the_deadline_of_their_calls_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(most, "RESETS", 10)
+    monkeypatch.setattr(limits, "RESETS", 10)
     streams = range(1, 101, 2)
     caller = Caller(Host(Unfinished), opening=HELLO)
     caller.raw([frame(HEAD, 5, at, block(("grpc-timeout", "1S"))) for at in streams])
     caller.host.time += 0.95
     assert caller.errors(*[frame(RST, 0, at, number(8)) for at in streams]) == []
-    assert not caller.core.streams
+    assert not caller.core.streams.open
 
 
 @pytest.mark.parametrize(("count", "error"), [(20, COMPRESSION), (16_000, CALM)])
@@ -105,7 +105,7 @@ def test_data_beyond_the_window_of_a_paused_stream_ends_its_call() -> None:
 
 def test_acknowledgements_that_a_client_does_not_read_are_counted() -> None:
     caller = Caller(Host(ping_strikes=0), opening=HELLO)
-    caller.core.accepts = False
+    caller.core.output.accepts = False
     assert caller.errors(*[frame(PING, 0, 0, bytes(8))] * 999) == []
     assert caller.errors(*[frame(SETTINGS, 0, 0)] * 2) == [CALM]
 
@@ -114,17 +114,17 @@ def test_responses_that_a_client_with_large_windows_does_not_read_are_counted() 
     windows = b"\0\4" + number(1 << 30) + b"\0\5" + number((1 << 24) - 1)
     caller = Caller(Host(held_bytes=1 << 20), opening=PREFACE + frame(SETTINGS, 0, 0, windows))
     caller.raw([frame(WINDOW, 0, 0, number(1 << 30))])
-    caller.core.accepts = False
+    caller.core.output.accepts = False
     size = 100_000
     calls = [unary(stream, bytes(size)) for stream in range(1, 41, 2)]
     assert sum(len(payload) for kind, _, _, payload in caller.raw(calls) if kind == DATA) == 0
     assert caller.host.answers[14] > 0  # UNAVAILABLE: over the share of a connection
     queued = caller.host.answers[0]
     assert caller.host.held == queued * (size + 5) <= 1 << 20
-    caller.core.resumed()
+    caller.core.streams.resumed()
     assert sum(len(payload) for kind, _, _, payload in caller.raw([]) if kind == DATA) == queued * (size + 5)
     assert caller.host.held == 0
-    assert not caller.core.streams
+    assert not caller.core.streams.open
 
 
 def test_a_message_that_stalls_ends_its_call() -> None:
@@ -153,19 +153,19 @@ def test_a_response_that_is_not_read_ends_its_call() -> None:
     caller.look(6)
     caller.turn()
     assert caller.reset[stream] == 8
-    assert not caller.core.streams
+    assert not caller.core.streams.open
 
 
 PINGED = frame(PING, 0, 0, bytes(8))
 
 
-@pytest.mark.parametrize(("opening", "limits", "pings", "error"), [
+@pytest.mark.parametrize(("opening", "settings", "pings", "error"), [
     (HELLO + OPEN, {}, 6, []),
     (HELLO, {}, 4, [CALM]),
     (HELLO, {"pings_without_calls": True}, 10, []),
 ], ids=["with a call", "without calls", "allowed without calls"])  # fmt: skip
-def test_pings_at_the_interval(opening: bytes, limits: dict[str, bool], pings: int, error: list[int]) -> None:
-    caller = Caller(Host(Unfinished, ping_interval_s=300.0, **limits), opening=opening)
+def test_pings_at_the_interval(opening: bytes, settings: dict[str, bool], pings: int, error: list[int]) -> None:
+    caller = Caller(Host(Unfinished, ping_interval_s=300.0, **settings), opening=opening)
     for _ in range(pings - 1):
         assert caller.errors(PINGED) == []
         caller.host.time += 301
@@ -175,7 +175,7 @@ def test_pings_at_the_interval(opening: bytes, limits: dict[str, bool], pings: i
 def test_pings_below_the_interval_are_counted_until_data_is_sent() -> None:
     caller = Caller(Host(Unfinished, ping_interval_s=300.0), opening=HELLO + OPEN)
     assert caller.errors(PINGED, PINGED, PINGED) == []
-    caller.core.sent_since_ping = True
+    caller.core.streams.sent_since_ping = True
     assert caller.errors(PINGED, PINGED, PINGED) == []
     assert caller.errors(PINGED) == [CALM]
 
@@ -192,9 +192,9 @@ def test_a_silent_client_gets_a_keepalive_ping() -> None:
     assert not caller.core.done
     assert len([event for event in caller.raw([]) if event[0] == PING]) == 1
     caller.look(6)
-    assert caller.core.over
+    assert caller.core.streams.over
     assert caller.host.calls[0].events[-1] == "cancelled"
-    assert stream not in caller.core.streams
+    assert stream not in caller.core.streams.open
 
 
 EVERY = (1 << 31) - 1
@@ -241,7 +241,7 @@ def test_a_connection_is_closed_at_its_maximum_age() -> None:
     assert not caller.core.done
     caller.look(3)
     assert caller.goaways() == [(1, 0)]
-    assert caller.core.over
+    assert caller.core.streams.over
     assert caller.host.calls[0].events == ["cancelled"]
 
 
@@ -262,9 +262,9 @@ def test_random_frames_raise_nothing_and_leave_nothing(frames: list[bytes], size
         core.feed(data[at : at + size])
     host.turn, host.time = 100, 1e6
     core.life.check_timeouts(4, 1, 40)
-    core.lost()
+    core.streams.lost()
     assert host.held == 0
-    assert not core.streams
+    assert not core.streams.open
     for call in host.calls:
         ends = [event for event in call.events if event in ("cancelled", "half closed")]
         assert len(ends) == 1 or ends == ["half closed", "cancelled"]

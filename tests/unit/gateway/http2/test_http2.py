@@ -47,7 +47,7 @@ def test_calls_in_sequence_and_at_once() -> None:
         assert caller.answer(stream) == str(stream).encode()
         assert caller.status(stream) == 0
     assert caller.host.answers == {0: 105}
-    assert not caller.core.streams
+    assert not caller.core.streams.open
 
 
 def test_the_stream_of_a_call_has_its_headers() -> None:
@@ -106,7 +106,7 @@ def test_responses_wait_for_the_window_and_share_it() -> None:
     caller.h2.increment_flow_control_window(2 * size)
     caller.turn()
     assert [caller.answer(stream) for stream in streams] == [b"a" * size, b"b" * size]
-    assert not caller.core.streams
+    assert not caller.core.streams.open
 
 
 def test_a_stream_is_resumed_when_it_is_writable() -> None:
@@ -121,9 +121,9 @@ def test_a_stream_is_resumed_when_it_is_writable() -> None:
     caller.turn()
     assert call.stream.writable
     assert call.events[-1] == "resume"
-    caller.core.accepts = False
+    caller.core.output.accepts = False
     assert not call.stream.writable
-    caller.core.resumed()
+    caller.core.streams.resumed()
     assert call.events[-2:] == ["resume", "resume"]
 
 
@@ -213,7 +213,7 @@ def test_a_service_ends_a_call(error: Exception, status: int, text: str, place: 
     assert caller.status(stream) == status
     assert text in caller.ended[stream]["grpc-message"]
     assert caller.reset == ({} if place == "half_closed" else {stream: 0})
-    assert not caller.core.streams
+    assert not caller.core.streams.open
 
 
 def test_an_exception_in_a_cancellation_does_not_affect_other_calls(caplog: pytest.LogCaptureFixture) -> None:
@@ -230,8 +230,8 @@ def test_an_exception_in_a_cancellation_does_not_affect_other_calls(caplog: pyte
     for _ in range(2):
         caller.begin(end=True)
     caller.turn()
-    caller.core.resumed()
-    caller.core.lost()
+    caller.core.streams.resumed()
+    caller.core.streams.lost()
     assert [call.events for call in caller.host.calls] == [["cancelled"] * 2] * 2
     assert caplog.messages == ["a service failed"] * 4
 
@@ -251,7 +251,7 @@ def test_a_call_is_cancelled_by_its_client() -> None:
     call.stream.unpause()
     assert caller.raw([]) == []
     assert not caller.host.expiring
-    assert not caller.core.streams
+    assert not caller.core.streams.open
 
 
 LONG = (
@@ -287,7 +287,7 @@ def events(pieces: list[bytes]) -> list[list[Any]]:
             piece = piece[size:]
             space = core.space()
         core.feed(piece)
-    assert not core.over
+    assert not core.streams.over
     assert not host.held
     return [call.events for call in host.calls]
 
