@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from shmserve.clients.client import Outputs, default_name
+from shmserve.clients.queries import Queries
 from shmserve.clients.streams import AsyncFlow, AsyncStream
 from shmserve.clients.waiting import ReadyWait
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
@@ -22,16 +23,7 @@ from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW, Result, RowReply, Ticket, inline_result
 from shmserve.session.arguments import check_seconds, timeout_us_of
 from shmserve.session.encode import TopK
-from shmserve.session.uploads import (
-    UNLOAD_MARGIN_S,
-    Body,
-    loading,
-    of_json,
-    of_service,
-    of_traffic,
-    of_unload,
-    recorded,
-)
+from shmserve.session.uploads import Body
 from shmserve.transport.address import address_of
 from shmserve.transport.loop_link import LoopLink, monotonic
 
@@ -78,7 +70,7 @@ class AsyncFuture(asyncio.Future[Any]):
         return super().cancel(msg)
 
 
-class AsyncClient:
+class AsyncClient(Queries[Awaitable[dict[str, Any]], Awaitable[list[dict[str, Any]]], Awaitable[str]]):
     """Like `Client`, with the same arguments, for coroutines. A client belongs to the event loop of its first call."""
 
     def __init__(
@@ -274,159 +266,6 @@ class AsyncClient:
             answer: list[dict[str, Any]] = await self._ask("models", timeout=1.0)
         except ServeError:
             return []
-        return answer
-
-    async def models(self) -> list[dict[str, Any]]:
-        """Every version of every model: name, version, state, reason, default, loading_seconds, reloading,
-        changed_on_disk, last_failed_change, instances.
-
-        A model that was never loaded has the version "" and the state "".
-        """
-        answer: list[dict[str, Any]] = await self._ask("models")
-        return answer
-
-    async def metadata(self, model: str | None = None, version: int | str | None = None) -> dict[str, Any]:
-        """Inputs and outputs of a model; without a model, the server's name, version and extensions."""
-        answer: dict[str, Any] = await self._ask("metadata", model or "", version)
-        return answer
-
-    async def config(self, model: str, version: int | str | None = None) -> dict[str, Any]:
-        """The model's configuration, completed by the server."""
-        answer: dict[str, Any] = await self._ask("config", model, version)
-        return answer
-
-    async def origins(self, model: str, version: int | str | None = None) -> dict[str, Any]:
-        """The configuration ("config"), the source of each value ("origins": path -> file, override, model or default),
-        and both as config.pbtxt with comments ("text").
-        """
-        answer: dict[str, Any] = await self._ask("origins", model, version)
-        return answer
-
-    async def statistics(self, model: str | None = None, version: int | str | None = None) -> dict[str, Any]:
-        """Counts and times of one model or of all, in Triton's format: {"model_stats": [...]}."""
-        answer: dict[str, Any] = await self._ask("statistics", model or "", version)
-        return answer
-
-    async def metrics(self) -> str:
-        """All metrics of the server, in the Prometheus text format."""
-        answer: str = await self._ask("metrics")
-        return answer
-
-    async def activity(self) -> dict[str, Any]:
-        """What runs now: the server, every version of every model with its counters and instances, clients, GPUs."""
-        answer: dict[str, Any] = await self._ask("activity")
-        return answer
-
-    async def logs(self, model: str | None = None, after: int = 0) -> dict[str, Any]:
-        """The latest records of the server's log, or of one model; with `after`, those after this number."""
-        answer: dict[str, Any] = await self._ask("logs", model or "", after or None)
-        return answer
-
-    # ------------------------------------------------------------------------------------ operations
-
-    async def record(self, do: str = "start", recording: int = 0, models: Sequence[str] = ()) -> dict[str, Any]:
-        """Record all requests and batches of these models, or of all: start, then read every second, then stop until
-        no `more` is left.
-
-        The server drops a recording that is not read for 10 s. `shmserve trace` makes a timeline of it.
-        """
-        answer: dict[str, Any] = await self._operate("record", "", None, self._timeout, recorded(do, recording, models))
-        return answer
-
-    async def load(
-        self,
-        model: str,
-        *,
-        config: Mapping[str, Any] | str | None = None,
-        files: Mapping[str, bytes | os.PathLike[str]] | None = None,
-        previous: bool = False,
-        versions: Sequence[int] = (),
-        timeout: float | None = None,
-    ) -> dict[str, Any]:
-        """Load a model, or apply the changes to a loaded one; returns when it is READY.
-
-        `config` (a mapping, or its JSON) replaces the configuration file. With `files` (names such as "1/model.onnx"
-        mapped to bytes or paths), the model is not read from the repository at all. `previous` rolls back to the state
-        before the last load, in every control mode. `versions`: serve exactly these instead of those that the
-        configuration selects. Without `timeout` there is no time limit.
-        """
-        operation, body = loading(config, files, previous, versions)
-        answer: dict[str, Any] = await self._operate(operation, model, None, timeout, body)
-        return answer
-
-    async def unload(
-        self,
-        model: str,
-        *,
-        unload_dependents: bool = False,
-        wait: bool = True,
-        force: bool = False,
-        timeout: float | None = None,
-    ) -> dict[str, Any]:
-        """Unload a model; earlier requests are answered first. Without `wait`, return immediately.
-
-        `unload_dependents`: also unload the models that were loaded only because this ensemble needs them. `force`:
-        fail earlier requests, and kill the model's processes. DeadlineExceeded names what is still pending; the model
-        keeps unloading.
-        """
-        body = of_unload(unload_dependents, wait, force, timeout)
-        longer = None if timeout is None else timeout + UNLOAD_MARGIN_S
-        answer: dict[str, Any] = await self._operate("unload", model, None, longer, body)
-        return answer
-
-    async def traffic(
-        self,
-        model: str,
-        *,
-        shares: Mapping[int, int] | None = None,
-        aliases: Mapping[str, int | None] | None = None,
-        shadow: Mapping[int, int] | None = None,
-    ) -> dict[str, Any]:
-        """Apply the given changes, and return how requests without a version are divided.
-
-        `shares` maps versions to percent and replaces earlier shares; the rest goes to the highest version without a
-        share. `aliases` maps names to versions: "MODEL@NAME" is then that version. None as version removes an alias.
-        `shadow` maps a version to the percentage of these requests that are also sent to it, to compare the responses;
-        {}: none.
-        """
-        if shares is None and not aliases and shadow is None:
-            found: dict[str, Any] = await self._ask("traffic", model)
-            return found
-        body = of_traffic(shares, aliases, shadow)
-        answer: dict[str, Any] = await self._operate("set_traffic", model, None, None, body)
-        return answer
-
-    async def restart(
-        self,
-        model: str,
-        *,
-        version: int | str | None = None,
-        instance: str | None = None,
-        timeout: float | None = None,
-    ) -> dict[str, Any]:
-        """Replace the processes of a model, or of one version or instance of it; returns when the new ones serve."""
-        body = of_json({"instance": instance or ""})
-        answer: dict[str, Any] = await self._operate("restart", model, version, timeout, body)
-        return answer
-
-    async def service(self) -> dict[str, Any]:
-        """Whether the server is out of service (`drain`), and its remaining work: requests, sequences, quiet_seconds.
-
-        quiet_seconds: how long a server that is out of service has had no request and no sequence.
-        """
-        answer: dict[str, Any] = await self._ask("service")
-        return answer
-
-    async def drain(self) -> dict[str, Any]:
-        """Take the server out of service: it reports not ready, but still answers every request that arrives. Returns
-        at once; `service` tells when it is empty.
-        """
-        answer: dict[str, Any] = await self._operate("set_service", "", None, self._timeout, of_service(True))
-        return answer
-
-    async def undrain(self) -> dict[str, Any]:
-        """Put the server back into service after `drain`."""
-        answer: dict[str, Any] = await self._operate("set_service", "", None, self._timeout, of_service(False))
         return answer
 
     # ------------------------------------------------------------------------------------ closing

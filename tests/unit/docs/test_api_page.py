@@ -24,6 +24,6 @@ def test_everything_public_has_a_docstring() -> None:
         found = getattr(importlib.import_module(module), attribute)
         assert found.__doc__, name
         if name in ("shmserve.Client", "shmserve.AsyncClient", "shmserve.testing.Server"):
-            methods = {key: value for key, value in vars(found).items() if inspect.isfunction(value) and key[0] != "_"}
+            methods = {key: value for key, value in inspect.getmembers(found, inspect.isfunction) if key[0] != "_"}
             assert methods
             assert [key for key, value in methods.items() if not value.__doc__] == []
