@@ -191,7 +191,7 @@ class Extension:
             if name in names
         }
         outputs = [pair for pair in response.outputs if pair[0] not in names or pair[0] in self._output_names]
-        return states, Response(outputs, None, response.parameters, response.again)
+        return states, Response(outputs, None, response.parameters, response.again, response.placed)
 
     def answered(self, work: Work, response: Response | None, states: dict[int, Array], row: Row | None) -> None:
         """Keeps the new states of a request. `response` None: its responses are separate messages. `row` None: the

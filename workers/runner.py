@@ -98,13 +98,13 @@ class Runner(ABC, Generic[B]):
 
     def row(self, work: Work, response: Response) -> Row:
         """Converts a response to a Row: places the outputs where their reader can map them."""
+        results, response.placed = response.placed, None
         if response.error is not None:
+            if results is not None:
+                results.abandon()
             return Row(work.request, (), response.error)
-        if self._gather.pads:
-            lengths = (self._gather.length_of(work),)
-            results: Results = PaddedResults(self._scatter, (work,), work.rows, lengths, None)
-        else:
-            results = Results(self._scatter, (work,), work.rows)
+        if results is None:
+            results = self.outputs_of(work)
         try:
             for name, array in response.outputs:
                 results.put_named(name, array)
@@ -112,6 +112,12 @@ class Runner(ABC, Generic[B]):
         except Exception as error:
             results.abandon()
             return Row(work.request, (), self._failure(error))
+
+    def outputs_of(self, work: Work) -> Results:
+        """Returns the outputs of one response to a request, to be filled in."""
+        if self._gather.pads:
+            return PaddedResults(self._scatter, (work,), work.rows, (self._gather.length_of(work),), None)
+        return Results(self._scatter, (work,), work.rows)
 
     def discard(self, row: Row) -> None:
         """Frees the outputs of a row that will not be sent."""
@@ -252,7 +258,7 @@ class SeparateRunner(Runner[SeparateBackend]):
         for index, work in enumerate(works):
             try:
                 arrays = gather.read(work, length) if extension is None else extension.read(gather, work, length)
-                requests.append(Request(work, arrays))
+                requests.append(Request(work, arrays, self.outputs_of))
                 runnable.append(index)
             except ServeError as error:
                 rows[index] = failed(work, error)

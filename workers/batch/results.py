@@ -88,6 +88,14 @@ class Results(RequestOutputs):
         self._ready[index] = array
         return array
 
+    def place_alone(self, index: int, shape: tuple[int, ...]) -> Array | None:
+        """Returns the memory that the only request gets for this output. None: the output has to be `put`."""
+        spec = self._scatter.specs[index]
+        if not spec.item or not spec.fits(shape) or (spec.batched and shape[0] != self._rows):
+            return None
+        array = self._ready[index] = self._place_one(index, spec, shape)
+        return array
+
     def near(self, index: int, shape: tuple[int, ...]) -> int | None:
         """Returns the address on this process's GPU at which to write an output of all requests, instead of `place`;
         None if a reader wants it on the host or there is no room.

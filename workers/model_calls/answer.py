@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from shmserve.protocol.messages import Value
-    from shmserve.protocol.worker_messages import Work
+    from shmserve.protocol.worker_messages import Row, Work
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -23,21 +23,54 @@ Trace = Callable[[str, BaseException], None]
 """Reports the traceback of a failed model, with a description. In the server it is written to the log."""
 
 
+TRITON_CODES = (
+    "UNKNOWN",
+    "MODEL_FAILED",
+    "NOT_FOUND",
+    "INVALID_ARG",
+    "UNAVAILABLE",
+    "UNSUPPORTED",
+    "ALREADY_EXISTS",
+    "CANCELLED",
+)
+"""Wire codes by the number of Triton's code. INTERNAL maps to MODEL_FAILED: the model failed, not the server."""
+
+
+class Outputs(Protocol):
+    """The outputs of one response. Must be finished by either `rows` or `abandon`."""
+
+    def place_alone(self, index: int, shape: tuple[int, ...]) -> Array | None:
+        """Returns the memory that the request gets for this output. None: the output has to be put."""
+
+    def put_named(self, name: str, array: Any) -> None:
+        """Takes an output that was computed elsewhere."""
+
+    def rows(self, parameters: dict[str, Value] | None = None) -> list[Row]:
+        """Returns the row of the request."""
+
+    def abandon(self) -> None:
+        """Frees the memory of the outputs; they will not be used."""
+
+
 class Request(Struct, gc=False):
-    """One request: its arrays in the order of the configuration, None for an absent optional input."""
+    """One request: its arrays in the order of the configuration, None for an absent optional input. `outputs_of`
+    opens the outputs of a response, for backends that compute them where they will be read."""
 
     work: Work
     arrays: list[Array | None]
+    outputs_of: Callable[[Work], Outputs]
 
 
 class Response(Struct, gc=False):
     """The result of one request: outputs by name, or an error. `again`: the request must run again; only outputs that
-    are states of its sequence are used."""
+    are states of its sequence are used. `placed` has outputs that are already where they will be read; the row of the
+    response takes it."""
 
     outputs: list[tuple[str, Any]] = []
     error: Failure | None = None
     parameters: dict[str, Value] | None = None
     again: bool = False
+    placed: Outputs | None = None
 
 
 def failure_of(error: Exception, instance: str, model_dir: str, trace: Trace) -> Failure:

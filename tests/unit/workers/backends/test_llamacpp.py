@@ -230,7 +230,7 @@ def test_a_thread_that_cannot_start_gives_its_slot_back(tmp_path: Path, monkeypa
     config = made.complete(parse(f'name: "m" backend: "llamacpp" {parameters(slots="1")}'))
     made.load(config)
     arrays = [np.array([b"a"], object), *[None] * (len(config.input) - 1)]
-    request = Request(Work(1, 0, (), None, ""), arrays)
+    request = Request(Work(1, 0, (), None, ""), arrays, Mock())
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         (failed,) = made.execute([request])
