@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shmserve.repo.files.safe_paths import MODEL_NAME
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
 
 BACKENDS = frozenset(
     {
@@ -34,6 +38,10 @@ DIRECTORY = "backend-directory"
 SOURCE_FILE = "source-file"
 """The setting in a load order with the path of the file that the user serves as a model, if it is in no repository."""
 FILE = "backend.py"
+LIBRARY = "libtriton_{}.so"
+"""The library of a backend that was written for Triton in C or C++."""
+NATIVE = "native"
+"""The name of the setting with native backends that replace built-in ones: `--backend-config=native,prefer=NAME`."""
 MODEL = "model.py"
 """A Python model that implements a backend: it runs all models of that backend, each with its own files."""
 ENVIRONMENT_FILE = "pb_exec_env_model.py.tar.gz"
@@ -41,10 +49,17 @@ ENVIRONMENT_FILE = "pb_exec_env_model.py.tar.gz"
 
 
 def in_directory(directory: str | Path) -> frozenset[str]:
-    """The backends in a directory: subdirectories that have a backend.py or model.py. Empty for ""."""
+    """The backends in a directory: subdirectories that have a backend.py, model.py or library. Empty for ""."""
     if not directory:
         return frozenset()
     return frozenset(entry.name for entry in os.scandir(directory) if _is_backend(entry.name, directory))
+
+
+def has_library(config: ModelConfig, folder: Path) -> bool:
+    """Whether a model, in this directory, has a library of its own."""
+    if not config.backend or config.backend in BACKENDS:
+        return False
+    return any(entry.is_dir() and library_of(config, entry) is not None for entry in folder.iterdir())
 
 
 def folder_of(name: str, directory: str | Path) -> Path | None:
@@ -55,7 +70,18 @@ def folder_of(name: str, directory: str | Path) -> Path | None:
 def _is_backend(name: str, directory: str | Path) -> bool:
     if not MODEL_NAME.fullmatch(name):
         return False
-    return any(os.path.isfile(os.path.join(directory, name, file)) for file in (FILE, MODEL))
+    return any(os.path.isfile(os.path.join(directory, name, file)) for file in (FILE, MODEL, LIBRARY.format(name)))
+
+
+def library_of(config: ModelConfig, version_folder: Path, directory: str | Path = "") -> Path | None:
+    """The library that runs a model: in the directory of its version, of the model or of its backend. None: there is
+    none, and another kind of backend runs it."""
+    chosen = [name for name in (config.runtime, config.default_model_filename) if name.endswith(".so")]
+    folders = [version_folder, version_folder.parent]
+    if directory:
+        folders.append(Path(directory) / config.backend)
+    paths = (folder / name for folder in folders for name in (*chosen, LIBRARY.format(config.backend)))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def installed(directory: str | Path = "") -> frozenset[str]:

@@ -15,6 +15,7 @@ import msgspec
 from google.protobuf import text_format
 from google.protobuf.message import Message
 
+from shmserve.repo.backends import has_library
 from shmserve.repo.config import protos
 from shmserve.repo.config.complete import complete
 from shmserve.repo.config.lint import lint
@@ -102,7 +103,10 @@ def _checked(message: Message, given: ModelConfig, context: ModelContext, report
             report.warn(path, f"given twice, first on line {earlier}; the last one is used")
     for path, text in misspelt(config):
         report.warn(path, text)
-    validate(config, HostFacts(context.backends, context.gpus), report.problem)
+    backends = context.backends
+    if context.folder is not None and config.backend not in backends and has_library(config, context.folder):
+        backends = {*backends, config.backend}
+    validate(config, HostFacts(backends, context.gpus), report.problem)
     if context.folder is not None and (context.prepared or not given.model_repository_agents):
         check_files(config, context.folder, report.problem)
     return config

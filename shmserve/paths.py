@@ -73,10 +73,14 @@ def remote_cache_dir(runtime_dir: Path) -> Path:
 
 
 def _cache_dir(runtime_dir: Path) -> Path:
-    """The service manager's first cache directory, else one in the user's, else the runtime directory."""
+    return cache_home() or runtime_dir
+
+
+def cache_home() -> Path | None:
+    """The service manager's first cache directory, else one in the user's; None if the user has none."""
     given = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
     user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    own = user / "shmserve" if user.is_absolute() else runtime_dir
+    own = user / "shmserve" if user.is_absolute() else None
     return Path(given) if given else own
 
 

@@ -17,7 +17,7 @@ from shmserve.repo.config.schema import ModelConfig, decode_config
 from shmserve.repo.files.labels import read_labels
 from shmserve.repo.storage.snapshot import Look, changed
 from shmserve.workers.backends.base import Backend, Context
-from shmserve.workers.backends.registry import find
+from shmserve.workers.backends.registry import kind_of
 from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
@@ -74,7 +74,7 @@ def load(
     limit = int(order.settings.get(KNOB, LIMIT_BYTES))
     pins = _pins(order, config)
     _check_unchanged(pins)
-    backend = find(config.backend, order.settings.get(DIRECTORY, "")).chosen(config)(context)
+    backend = kind_of(config, context)(context)
     arenas = Arenas(order.owner, outbox, mapped, limit)
     arenas.near_limit = near_limit(order.settings.get(NEAR_KNOB, ""), device.number)
     inbox = Inbox(order.owner, link, outbox, mapped, arenas) if link is not None else None

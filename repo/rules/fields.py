@@ -141,8 +141,13 @@ def _engine(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> N
 
 
 def _runtime(config: ModelConfig, problem: ProblemFunction) -> None:
-    if config.runtime and (config.runtime != MODEL or config.backend in BACKENDS):
-        problem("runtime", f"{NOT_SUPPORTED}only the backend's own library can be loaded")
+    if not config.runtime:
+        return
+    if config.backend in BACKENDS or not (config.runtime == MODEL or config.runtime.endswith(".so")):
+        problem(
+            "runtime", f"{NOT_SUPPORTED}only `{MODEL}` and a library of a backend that is not built in can be loaded"
+        )
+    file_name("runtime", config.runtime, problem)
 
 
 def _listed(names: Collection[str]) -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from google.protobuf.message import Message
 
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
-from shmserve.repo.backends import BACKENDS
+from shmserve.repo.backends import BACKENDS, has_library
 from shmserve.repo.config.complete import is_ensemble
 from shmserve.repo.config.outline import escaped, escaped_name
 from shmserve.repo.config.override import OVERRIDE, Override
@@ -259,7 +259,7 @@ class _Scan:
                 self._add_problem("has no directory", str(number))
         elif not selected:
             self._add_problem(_no_version(self._name, policy, numbers))
-        if examined.completed is None or examined.completed.backend not in {*self._backends, ""}:
+        if examined.completed is None or not self._has_backend(examined.completed):
             return ()
         if examined.completed.model_repository_agents and not self._prepared:
             return selected
@@ -281,6 +281,9 @@ class _Scan:
             else:
                 self._add_problem(why, str(number))
         return served
+
+    def _has_backend(self, config: ModelConfig) -> bool:
+        return config.backend in {*self._backends, ""} or has_library(config, self._path)
 
     def _lacks_tensors(self) -> bool:
         return any(problem.path in _TENSORS for problem in self._problems)

@@ -248,7 +248,7 @@ def test_r10_a_worker_gets_only_its_own_environment_variables(server: Launched) 
     assert broker["DATABASE_PASSWORD"] == "hunter2"
     assert "DATABASE_PASSWORD" not in found
     allowed = re.compile(
-        r"PATH|HOME|LANG|LC_\w+|LD_LIBRARY_PATH|PYTHON\w*|TMPDIR|TZ|VIRTUAL_ENV|CUDA_\w+|NVIDIA_\w+|"
+        r"PATH|HOME|LANG|LC_\w+|LD_LIBRARY_PATH|PYTHON\w*|TMPDIR|TZ|VIRTUAL_ENV|CACHE_DIRECTORY|XDG_CACHE_HOME|CUDA_\w+|NVIDIA_\w+|"
         r"(OMP|MKL|OPENBLAS|NUMEXPR|ORT)_\w+|SHMSERVE_MODEL_\w+|MALLOC_\w+"
     )
     assert [name for name in found if not allowed.fullmatch(name)] == []

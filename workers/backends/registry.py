@@ -1,4 +1,4 @@
-"""Finds a backend by its name: built in, in the backend directory, or in an installed package.
+"""Finds a backend by its name: built in, in the backend directory, or in an installed package; or the library of one.
 
 A backend in the directory is a class in `<backend-directory>/<name>/backend.py`, or a `model.py` there. Packages
 register backends as entry points of the group "shmserve.backends". A backend is imported only in workers of models that
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.extras import install_command, outdated
-from shmserve.repo.backends import FILE, GROUP, MODEL, in_directory
+from shmserve.repo.backends import DIRECTORY, FILE, GROUP, MODEL, NATIVE, in_directory, library_of
 from shmserve.repo.files.python_file import import_file
-from shmserve.workers.backends.base import Backend, SeparateBackend, StackedBackend
+from shmserve.workers.backends.base import Backend, Context, SeparateBackend, StackedBackend
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -43,6 +43,18 @@ BACKENDS = {
     "tflite": KnownBackend("shmserve.workers.backends.tflite:TfLite", "tflite"),
     "pytorch": KnownBackend("shmserve.workers.backends.pytorch.backend:Torch", "torch"),
 }
+
+
+def kind_of(config: ModelConfig, context: Context) -> type[Backend]:
+    """Returns the class that runs a model: that of libraries, if there is one, and the backend is not built in or the
+    operator prefers its library."""
+    directory = context.settings.get(DIRECTORY, "")
+    native = config.backend not in BACKENDS or config.backend in context.setting(NATIVE, "prefer").split(",")
+    if native and library_of(config, context.version_folder, directory) is not None:
+        from shmserve.workers.backends.native.backend import Native  # few models need it
+
+        return Native
+    return find(config.backend, directory).chosen(config)
 
 
 def find(name: str, directory: str = "") -> type[Backend]:

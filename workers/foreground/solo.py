@@ -189,7 +189,7 @@ def _loaded(order: RunOrder, chosen: Chosen, mapped: Mapped, terminal: Terminal)
         text = terminal.failure(error)
         raise RunFailed(f"failed to load model '{config.name}' version {version}: {text}") from None
     try:
-        verify_completed(model.config, backends=chosen.backends)
+        verify_completed(model.config, backends={*chosen.backends, config.backend})
         yield model
     finally:
         try:

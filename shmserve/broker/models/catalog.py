@@ -343,7 +343,8 @@ class Catalog:
         """Stores the configuration as completed by a worker. Also returns warnings about changes that the owner may not
         expect."""
         source = self._sources[number]
-        config = verify_completed(decode_config(data), backends=self.repositories.backends, gpus=self.repositories.gpus)
+        known = {*self.repositories.backends, source.config.backend}  # its own library may be its backend
+        config = verify_completed(decode_config(data), backends=known, gpus=self.repositories.gpus)
         if config.name != source.model:
             raise InvalidRequest(f"the model changed its own name to '{config.name}', which is not allowed")
         policy = compile_policy(config, source.version)

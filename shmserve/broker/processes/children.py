@@ -31,7 +31,10 @@ _WORKERS = Path(__file__).parents[2] / "workers"
 _PLACES = sorted({os.fsencode(place) for place in (_WORKERS, _WORKERS.resolve())})
 _OUR_FRAME = re.compile(rb'  File "(?:<frozen runpy>|(?:%s)/[^"]*)", line \d+ in ' % b"|".join(map(re.escape, _PLACES)))
 """Matches a faulthandler frame in the server's own code. Frames of ordinary tracebacks have another format."""
-_INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
+_INHERITED = (
+    "CACHE_DIRECTORY", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV",
+    "XDG_CACHE_HOME",
+)  # fmt: skip
 
 
 def environment(*prefixes: str) -> dict[str, str]:

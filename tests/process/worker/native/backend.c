@@ -1,0 +1,290 @@
+/* A backend that does to a request what its parameter `do` says: by default it copies IN to OUT, and TEXT to TEXT. */
+#include "backend.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { FP32 = 11, BYTES = 13 };
+enum { INTERNAL = 1, INVALID = 3 };
+enum { FINAL = 1, ALL = 1 };
+
+static Object *error(int code, const char *text) { return TRITONSERVER_ErrorNew(code, text); }
+
+static const char *parameter(Object *request, const char *name)
+{
+    uint32_t count;
+    TRITONBACKEND_RequestParameterCount(request, &count);
+    for (uint32_t index = 0; index < count; index++) {
+        const char *key;
+        const void *value;
+        int type;
+        TRITONBACKEND_RequestParameter(request, index, &key, &type, &value);
+        if (strcmp(key, name) == 0)
+            return value;
+    }
+    return "";
+}
+
+static bool config_has(Object *model, const char *text)
+{
+    Object *message;
+    const char *json;
+    uint64_t size;
+    TRITONBACKEND_ModelConfig(model, 1, &message);
+    TRITONSERVER_MessageSerializeToJson(message, &json, &size);
+    bool found = strstr(json, text) != NULL;
+    TRITONSERVER_MessageDelete(message);
+    return found;
+}
+
+/* ------------------------------------------------------------------------------------------------------------ life */
+
+static bool stuck;
+
+CALL(Initialize, Object *backend)
+{
+    Object *config;
+    const char *json;
+    uint64_t size;
+    TRITONBACKEND_BackendConfig(backend, &config);
+    TRITONSERVER_MessageSerializeToJson(config, &json, &size);
+    return strstr(json, "\"refuse\"") ? error(INVALID, "the backend refuses these settings") : NULL;
+}
+
+CALL(ModelInitialize, Object *model)
+{
+    if (config_has(model, "at model"))
+        return error(INVALID, "the backend refuses this model");
+    stuck = config_has(model, "stuck");
+    bool completes;
+    TRITONBACKEND_ModelAutoCompleteConfig(model, &completes);
+    if (completes && config_has(model, "\"input\":[]")) {
+        const char *name;
+        char json[512];
+        Object *message;
+        TRITONBACKEND_ModelName(model, &name);
+        strcpy(json, "{\"name\":\"");
+        strcat(json, name);
+        strcat(json, "\",\"backend\":\"probe\",\"max_batch_size\":4,"
+                     "\"input\":[{\"name\":\"IN\",\"data_type\":\"TYPE_FP32\",\"dims\":[2]}],"
+                     "\"output\":[{\"name\":\"OUT\",\"data_type\":\"TYPE_FP32\",\"dims\":[2]}]}");
+        TRITONSERVER_MessageNewFromSerializedJson(&message, json, strlen(json));
+        Object *failed = TRITONBACKEND_ModelSetConfig(model, 1, message);
+        TRITONSERVER_MessageDelete(message);
+        return failed;
+    }
+    return NULL;
+}
+
+CALL(ModelInstanceInitialize, Object *instance)
+{
+    Object *model;
+    TRITONBACKEND_ModelInstanceModel(instance, &model);
+    return config_has(model, "at instance") ? error(INTERNAL, "the backend refuses this instance") : NULL;
+}
+
+CALL(ModelInstanceFinalize, Object *instance)
+{
+    (void)instance;
+    TRITONSERVER_LogMessage(0, "backend.c", 1, "the instance is finalized");
+    while (stuck)
+        pause();
+    return NULL;
+}
+
+/* --------------------------------------------------------------------------------------------------------- answers */
+
+static void copy(Object *request, Object *response, const char *from, const char *to)
+{
+    Object *input, *output;
+    Object *absent = TRITONBACKEND_RequestInput(request, from, &input);
+    if (absent != NULL) {
+        TRITONSERVER_ErrorDelete(absent);
+        return;
+    }
+    const char *name;
+    const int64_t *dims;
+    uint32_t rank, buffers;
+    uint64_t size, part;
+    int type, memory = 0;
+    int64_t memory_id = 0;
+    TRITONBACKEND_InputProperties(input, &name, &type, &dims, &rank, &size, &buffers);
+    TRITONBACKEND_ResponseOutput(response, &output, to, type, dims, rank);
+    char *target;
+    TRITONBACKEND_OutputBuffer(output, (void **)&target, size, &memory, &memory_id);
+    for (uint32_t index = 0; index < buffers; index++) {
+        const void *source;
+        TRITONBACKEND_InputBuffer(input, index, &source, &part, &memory, &memory_id);
+        memcpy(target, source, part);
+        target += part;
+    }
+    if (strcmp(from, "IN") == 0)
+        TRITONBACKEND_ResponseSetIntParameter(response, "buffers", buffers);
+}
+
+static Object *response_to(Object *request)
+{
+    Object *response;
+    TRITONBACKEND_ResponseNew(&response, request);
+    copy(request, response, "IN", "OUT");
+    copy(request, response, "TEXT", "TEXT");
+    const char *id;
+    TRITONBACKEND_RequestId(request, &id);
+    if (*id)
+        TRITONBACKEND_ResponseSetStringParameter(response, "id", id);
+    return response;
+}
+
+static void number(Object *response, float value)
+{
+    Object *output;
+    int64_t dims[] = {1, 1}, memory_id = 0;
+    int memory = 0;
+    void *target;
+    TRITONBACKEND_ResponseOutput(response, &output, "OUT", FP32, dims, 2);
+    TRITONBACKEND_OutputBuffer(output, &target, sizeof value, &memory, &memory_id);
+    memcpy(target, &value, sizeof value);
+}
+
+/* Counts in the state of the sequence. */
+static void count(Object *request)
+{
+    Object *input, *state, *response;
+    const void *before;
+    uint64_t size;
+    int memory = 0;
+    int64_t memory_id = 0, dims[] = {1, 1};
+    void *target;
+    TRITONBACKEND_RequestInput(request, "SUM_IN", &input);
+    TRITONBACKEND_InputBuffer(input, 0, &before, &size, &memory, &memory_id);
+    float sum = *(const float *)before;
+    TRITONBACKEND_RequestInput(request, "IN", &input);
+    TRITONBACKEND_InputBuffer(input, 0, &before, &size, &memory, &memory_id);
+    sum += *(const float *)before;
+    TRITONBACKEND_StateNew(&state, request, "SUM_OUT", FP32, dims, 2);
+    TRITONBACKEND_StateBuffer(state, &target, sizeof sum, &memory, &memory_id);
+    memcpy(target, &sum, sizeof sum);
+    TRITONBACKEND_StateUpdate(state);
+    TRITONBACKEND_ResponseNew(&response, request);
+    number(response, sum);
+    TRITONBACKEND_ResponseSend(response, FINAL, NULL);
+    TRITONBACKEND_RequestRelease(request, ALL);
+}
+
+/* In a thread of the backend: a response to a request that it still has. */
+static void *answer_late(void *request)
+{
+    TRITONBACKEND_ResponseSend(response_to(request), FINAL, NULL);
+    TRITONBACKEND_RequestRelease(request, ALL);
+    return NULL;
+}
+
+/* In a thread of the backend: three numbers and the final flag alone, after the request was released. */
+static void *send_three(void *factory)
+{
+    for (int index = 0; index < 3; index++) {
+        Object *response;
+        TRITONBACKEND_ResponseNewFromFactory(&response, factory);
+        number(response, index);
+        TRITONBACKEND_ResponseSend(response, 0, NULL);
+    }
+    TRITONBACKEND_ResponseFactorySendFlags(factory, FINAL);
+    TRITONBACKEND_ResponseFactoryDelete(factory);
+    return NULL;
+}
+
+/* In a thread of the backend: numbers until the caller no longer wants them. */
+static void *send_until_cancelled(void *factory)
+{
+    bool cancelled = false;
+    while (!cancelled) {
+        Object *response;
+        TRITONBACKEND_ResponseNewFromFactory(&response, factory);
+        number(response, 1);
+        TRITONBACKEND_ResponseSend(response, 0, NULL);
+        usleep(1000);
+        TRITONBACKEND_ResponseFactoryIsCancelled(factory, &cancelled);
+    }
+    TRITONSERVER_LogMessage(0, "backend.c", 1, "the stream was cancelled");
+    TRITONBACKEND_ResponseFactorySendFlags(factory, FINAL);
+    TRITONBACKEND_ResponseFactoryDelete(factory);
+    return NULL;
+}
+
+static void in_thread(void *(*run)(void *), void *subject)
+{
+    pthread_t thread;
+    pthread_create(&thread, NULL, run, subject);
+    pthread_detach(thread);
+}
+
+static void stream(Object *request, void *(*run)(void *))
+{
+    Object *factory;
+    TRITONBACKEND_ResponseFactoryNew(&factory, request);
+    TRITONBACKEND_RequestRelease(request, ALL);
+    in_thread(run, factory);
+}
+
+static Object *answer(Object *request)
+{
+    const char *what = parameter(request, "do");
+#define IS(name) (strcmp(what, name) == 0)
+    if (IS("count")) {
+        count(request);
+        return NULL;
+    }
+    if (IS("three") || IS("endless")) {
+        stream(request, IS("three") ? send_three : send_until_cancelled);
+        return NULL;
+    }
+    if (IS("late")) {
+        in_thread(answer_late, request);
+        return NULL;
+    }
+    if (IS("fail"))
+        return error(INVALID, "the backend refuses this batch");
+    if (IS("abort"))
+        abort();
+    if (IS("segfault"))
+        *(volatile int *)16 = 1;
+    while (IS("hang"))
+        pause();
+    if (IS("child") && fork() == 0)
+        while (true)
+            pause();
+    if (!IS("never")) {
+        Object *response = response_to(request);
+        if (IS("delete")) {
+            TRITONBACKEND_ResponseDelete(response);
+            response = response_to(request);
+        }
+        Object *failed = IS("error") ? error(INVALID, "the backend refuses this request") : NULL;
+        if (IS("unknown"))
+            copy(request, response, "IN", "NOWHERE");
+        TRITONBACKEND_ResponseSend(response, FINAL, failed);
+        if (failed != NULL)
+            TRITONSERVER_ErrorDelete(failed);
+        if (IS("twice"))
+            TRITONBACKEND_ResponseSend(response_to(request), FINAL, NULL);
+        if (IS("sent"))
+            TRITONBACKEND_ResponseSend(response, FINAL, NULL);
+    }
+    TRITONBACKEND_RequestRelease(request, ALL);
+    if (IS("released"))
+        TRITONBACKEND_RequestRelease(request, ALL);
+    return NULL;
+}
+
+CALL(ModelInstanceExecute, Object *instance, Object **requests, uint32_t count)
+{
+    (void)instance;
+    for (uint32_t index = 0; index < count; index++) {
+        Object *failed = answer(requests[index]);
+        if (failed != NULL)
+            return failed;
+    }
+    return NULL;
+}

@@ -1,0 +1,195 @@
+"""Backends in C as a caller sees them: what they read, answer, report and break. One server has all models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.errors import InvalidRequest, ModelFailed, ServeError
+from shmserve.testing import Server
+from tests.support.shared_server import SharedServer
+from tests.support.workers.native_backends import compiled, model
+
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("native")]
+HERE = Path(__file__).parent
+ECHO = """
+backend: "probe"
+max_batch_size: 8
+input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
+input { name: "TEXT" data_type: TYPE_STRING dims: [ -1 ] optional: true }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "TEXT" data_type: TYPE_STRING dims: [ -1 ] }
+"""
+NUMBERS = """
+backend: "probe"
+max_batch_size: 4
+input { name: "IN" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }
+"""
+SUM = """
+sequence_batching {
+  state { input_name: "SUM_IN" output_name: "SUM_OUT" data_type: TYPE_FP32 dims: [ 1 ]
+          initial_state { data_type: TYPE_FP32 dims: [ 1 ] zero_data: true name: "zero" } }
+}
+"""
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+BIG = np.arange(8000, dtype=np.float32).reshape(1, 8000)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(HERE / "backend.c", tmp_path_factory.mktemp("library") / "libtriton_probe.so")
+
+
+@pytest.fixture(scope="module")
+def server(
+    library: Path, shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SharedServer]:
+    root = tmp_path_factory.mktemp("models")
+    model(root, "echo", library, ECHO + "dynamic_batching { }")
+    model(root, "stream", library, NUMBERS + "model_transaction_policy { decoupled: true }")
+    model(root, "sum", library, NUMBERS + SUM)
+    model(root, "completed", library, 'backend: "probe"')
+    with shared_server.serving(root) as running:
+        with running.client() as client:
+            client.infer("echo", {"IN": BIG})  # maps the memory that the tests use before the leak check starts
+        yield running
+
+
+@pytest.fixture
+def client(server: SharedServer) -> Iterator[shmserve.Client]:
+    with server.client() as made:
+        yield made
+
+
+def do(client: shmserve.Client, what: str, x: Any = X, **more: Any) -> shmserve.Result:
+    return client.infer("echo", {"IN": x}, parameters={"do": what}, **more)
+
+
+def served_again(client: shmserve.Client) -> None:
+    np.testing.assert_array_equal(client.infer("echo", {"IN": X})["OUT"], X)
+
+
+@pytest.mark.parametrize("x", [X, BIG, np.empty((1, 0), np.float32)], ids=["inline", "shared", "empty"])
+def test_an_input_of_any_size_is_read_in_place(client: shmserve.Client, x: Any) -> None:
+    result = client.infer("echo", {"IN": x}, outputs=["OUT"])
+    np.testing.assert_array_equal(result["OUT"], x)
+    assert result.parameters["buffers"] == (x.size > 0)
+
+
+def test_text_and_an_optional_input(client: shmserve.Client) -> None:
+    words = np.array([["a", "", "ü" * 3000]], object)
+    result = client.infer("echo", {"IN": X[:1], "TEXT": words}, request_id="seven")
+    assert [word.decode() for word in result["TEXT"][0]] == list(words[0])
+    assert result.parameters["id"] == "seven"
+    assert "TEXT" not in client.infer("echo", {"IN": X})
+
+
+def test_an_output_is_written_where_the_caller_wants_it(client: shmserve.Client) -> None:
+    place = client.empty(BIG.shape)
+    client.infer("echo", {"IN": BIG}, outputs={"OUT": place})
+    np.testing.assert_array_equal(place, BIG)
+
+
+def test_an_output_that_does_not_fit_is_not_written(client: shmserve.Client) -> None:
+
+    error = client.submit("echo", {"IN": BIG}, outputs={"OUT": client.empty((1, 1000))}).exception()
+    assert "has 32000 bytes; the memory given for it has 4000" in str(error)
+
+
+def test_requests_of_a_batch_are_answered_one_by_one(client: shmserve.Client) -> None:
+    futures = [client.submit("echo", {"IN": np.full((1, 9000), n, np.float32)}) for n in range(40)]
+    for number, future in enumerate(futures):
+        np.testing.assert_array_equal(future.result()["OUT"], np.full((1, 9000), number, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        ("error", InvalidRequest, "^the backend refuses this request$"),
+        ("fail", InvalidRequest, "^the backend refuses this batch$"),
+        ("never", ModelFailed, "released the request without a final response"),
+        ("twice", ModelFailed, "Non-decoupled model cannot send more than one response"),
+        ("unknown", ModelFailed, "unexpected output 'NOWHERE': the outputs of the model are OUT, TEXT"),
+        ("abort", ServeError, r"instance 'echo_0_0' ended .* \(signal SIGABRT\)"),
+        ("segfault", ServeError, r"instance 'echo_0_0' ended .* \(signal SIGSEGV\)"),
+        ("sent", ServeError, r"\(signal SIGABRT\)"),
+        ("released", ServeError, r"\(signal SIGABRT\)"),
+    ],
+)
+def test_a_fault_is_the_error_of_its_request(
+    client: shmserve.Client, what: str, kind: type[ServeError], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        do(client, what)
+    served_again(client)
+
+
+def test_a_deleted_response_gives_its_memory_back(client: shmserve.Client) -> None:
+    for _ in range(50):
+        np.testing.assert_array_equal(do(client, "delete", BIG)["OUT"], BIG)
+
+
+def test_responses_from_a_thread_after_the_batch_has_run(client: shmserve.Client) -> None:
+    np.testing.assert_array_equal(do(client, "late", BIG)["OUT"], BIG)
+
+
+def test_a_stream_ends_with_the_final_flag_alone(client: shmserve.Client) -> None:
+    one = {"IN": np.ones((1, 1), np.float32)}
+    results = [float(part["OUT"][0, 0]) for part in client.stream("stream", one, parameters={"do": "three"})]
+    assert results == [0, 1, 2]
+
+
+def test_a_cancelled_stream_is_seen_by_the_thread_that_sends_it(client: shmserve.Client, server: Server) -> None:
+    one = {"IN": np.ones((1, 1), np.float32)}
+    for _ in client.stream("stream", one, parameters={"do": "endless"}):
+        break
+    while not any("the stream was cancelled" in record["text"] for record in client.logs("stream")["records"]):
+        assert len(list(client.stream("stream", one))) == 1
+
+
+def test_the_state_of_a_sequence_is_kept_by_the_server(client: shmserve.Client) -> None:
+    sums = [
+        client.infer(
+            "sum",
+            {"IN": np.full((1, 1), number, np.float32)},
+            parameters={"do": "count"},
+            sequence=7,
+            sequence_start=number == 1,
+            sequence_end=number == 4,
+        )["OUT"][0, 0]
+        for number in (1, 2, 3, 4)
+    ]
+    assert sums == [1, 3, 6, 10]
+
+
+def test_a_backend_completes_its_configuration(client: shmserve.Client) -> None:
+    found = client.config("completed")
+    assert (found["max_batch_size"], found["input"][0]["dims"]) == (4, [2])
+    x = np.ones((1, 2), np.float32)
+    np.testing.assert_array_equal(client.infer("completed", {"IN": x})["OUT"], x)
+
+
+def test_many_callers(client: shmserve.Client) -> None:
+    def call(number: int) -> bool:
+        x = np.full((1, 700 * (number % 4) + 1), number, np.float32)
+        return bool((client.infer("echo", {"IN": x})["OUT"] == x).all())
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(call, range(400)))
+
+
+@pytest.mark.parametrize("place", ["model", "instance"])
+def test_an_error_of_its_life_is_the_reason_why_a_model_is_not_served(
+    shared_server: SharedServer, library: Path, tmp_path: Path, place: str
+) -> None:
+    config = f'{NUMBERS} parameters {{ key: "fail" value {{ string_value: "at {place}" }} }}'
+    model(tmp_path, "failing", library, config)
+    with pytest.raises(ServeError, match=f"the backend refuses this {place}"), shared_server.serving(tmp_path):
+        pass

@@ -1,0 +1,381 @@
+"""Runs a model with an unmodified C or C++ backend of Triton.
+
+The C side records what the backend does with its requests as events. Python takes them after a batch has run, and is
+called when the backend does something in a thread of its own, or while a decoupled model runs.
+
+Invariant: a request ends when the backend has both sent its last response and released it, because the backend may read
+the inputs until then.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from ctypes import byref, c_uint64
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shmserve.dtypes import elements
+from shmserve.errors import ModelFailed, ServeError
+from shmserve.protocol.messages import Failure
+from shmserve.repo.backends import DIRECTORY, library_of
+from shmserve.repo.config.schema import as_triton_json, from_triton_json
+from shmserve.workers.backends.base import Context, SeparateBackend
+from shmserve.workers.backends.native.library import KINDS, NativeLibrary, code_of
+from shmserve.workers.backends.native.records import (
+    FINAL,
+    RESCHEDULE,
+    UNKNOWN_OUTPUT,
+    Event,
+    EventReader,
+    RequestWriter,
+    SentResponse,
+    SentTensor,
+)
+from shmserve.workers.batch.specs import model_outputs_of, request_inputs_of
+from shmserve.workers.model_calls.answer import Request, Response, failure_of, failure_text
+from shmserve.workers.model_calls.responses import OpenResponses
+from shmserve.workers.model_calls.stream import SENT_TWICE
+from shmserve.workers.process.device import device_of
+from shmserve.workers.process.log import log_message, log_traceback, public
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.model_calls.answer import Outputs
+    from shmserve.workers.model_calls.stream import ResponseSender
+
+_NOT_ANSWERED = "the backend released the request without a final response"
+_RUN_AGAIN = Response(again=True)
+
+
+class _Answer:
+    """A request that the backend has, and its response so far."""
+
+    __slots__ = ("failure", "final", "kept", "released", "request", "reschedule", "response", "states", "stream")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.kept: list[Any] = []
+        """The memory of its inputs."""
+        self.stream: ResponseSender | None = None
+        """Set for a decoupled model."""
+        self.response: Response | None = None
+        """The response of a model that is not decoupled, or the last one of a request that was not yet released."""
+        self.failure: Failure | None = None
+        self.states: list[SentTensor] = []
+        self.final = self.released = self.reschedule = False
+
+    @property
+    def ended(self) -> bool:
+        return self.released and (self.final or self.reschedule)
+
+
+class Native(SeparateBackend):
+    asks = True
+    strict = False
+    streams: OpenResponses
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._library: NativeLibrary | None = None
+        self._initialized: list[str] = []
+        """The parts of the backend that have to be finalized."""
+        self._answers: dict[int, _Answer] = {}
+        """By token: the requests that have not ended."""
+        self._tokens = 0
+        self._placed: dict[int, Outputs] = {}
+        """By number: the outputs of responses that were not sent yet. Guarded by the turn."""
+        self._order = threading.Lock()
+        """Held while events are taken and handled, so that they are handled in order. Taken before the turn."""
+
+    # ------------------------------------------------------------------------------------ life
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        library = self._initialize(config, completes=True)
+        return from_triton_json(msgspec.json.decode(library.host.host_config()))
+
+    def load(self, config: ModelConfig) -> None:
+        library = self._library or self._initialize(config, completes=False)
+        library.host.host_set_config(_json_of(config))
+        policy = config.model_transaction_policy
+        self.streams.decoupled = policy is not None and policy.decoupled
+        inputs, outputs = request_inputs_of(config), model_outputs_of(config)
+        library.set_tensors(
+            self.streams.decoupled,
+            [(spec.name, spec.dtype) for spec in inputs],
+            [(spec.name, spec.dtype) for spec in outputs],
+        )
+        self._declared = len(config.output)
+        self._outputs = outputs
+        self._output_names = [spec.name for spec in outputs]
+        self._writer = RequestWriter([spec.name for spec in inputs], self._output_names)
+        device = device_of(config, self.context.instance)
+        instance = self.context.instance.encode()
+        library.host.host_set_instance(instance, KINDS.index(device.kind), device.number)
+        if self.calls is not None:
+            self.calls.connect(self.streams)
+        self._start(library, "ModelInstance", library.host.host_instance())
+
+    def _initialize(self, config: ModelConfig, completes: bool) -> NativeLibrary:
+        """Loads the library, and initializes the backend and its model."""
+        context = self.context
+        path = library_of(config, context.version_folder, context.settings.get(DIRECTORY, ""))
+        assert path is not None  # found before this class was chosen
+        library = self._library = NativeLibrary(path)
+        self.streams = OpenResponses(decoupled=False)
+        library.set_callbacks(
+            notify=self._notified,
+            place=self._place,
+            cancelled=self._is_cancelled,
+            metric=lambda *_: None,
+            infer=lambda _: None,
+            ask=lambda *_: -1,
+        )
+        host, backend = library.host, config.backend
+        host.host_set_backend(backend.encode(), str(path.parent).encode(), _settings_json(context, backend))
+        folder = str(context.folder).encode()
+        host.host_set_model(context.model.encode(), context.version, folder, completes, _json_of(config))
+        self._start(library, "", host.host_backend())
+        self._start(library, "Model", host.host_model())
+        return library
+
+    def _start(self, library: NativeLibrary, part: str, subject: int) -> None:
+        self.streams.turn.release()
+        try:
+            library.call(f"{part}Initialize", subject)
+        finally:
+            self.streams.turn.acquire()
+        self._initialized.append(part)
+
+    def close(self) -> None:
+        library = self._library
+        if library is None:
+            return
+        self.streams.stop(False)
+        subjects = {"": library.host.host_backend, "Model": library.host.host_model}
+        try:
+            while self._initialized:
+                part = self._initialized.pop()
+                library.call(f"{part}Finalize", subjects.get(part, library.host.host_instance)())
+        finally:
+            self.streams.close()
+
+    # ------------------------------------------------------------------------------------ batches
+
+    def execute(self, requests: list[Request]) -> list[Response | None]:
+        assert self._library is not None
+        streams = self.streams
+        answers = {self._tokens + index: _Answer(request) for index, request in enumerate(requests, 1)}
+        self._tokens += len(requests)
+        words: array[int] = array("Q")
+        for token, answer in answers.items():
+            self._writer.write(words, token, answer.request, answer.kept)
+            if streams.decoupled:
+                answer.stream = streams.begin(answer.request.work)
+        self._answers.update(answers)
+        streams.turn.release()
+        try:
+            error = self._library.host.host_execute(words.buffer_info()[0], len(answers))
+            self._handle_events()
+            if error:
+                self._fail(answers, self._library.taken_error(error))
+            if not streams.decoupled and not all(answer.ended for answer in answers.values()):
+                streams.wait_for(lambda: all(answer.ended for answer in answers.values()), even_if_lost=True)
+        finally:
+            streams.turn.acquire()
+            if streams.withdrawn:
+                streams.withdrawn.clear()
+        if not streams.decoupled:
+            for token in answers:
+                del self._answers[token]
+            return [self._response_of(answer) for answer in answers.values()]
+        if streams.connected:
+            return [None] * len(requests)
+        last = [streams.collect(answer.stream) for answer in answers.values() if answer.stream is not None]
+        return [one if one is not None and one.error is not None else None for one in last]  # a warm-up sample
+
+    def failed(self, requests: list[Request], response: Response) -> list[Response | None]:
+        if not self.streams.decoupled:
+            return [response] * len(requests)
+        return [response if self.streams.take_over(request.work.request) else None for request in requests]
+
+    def _response_of(self, answer: _Answer) -> Response:
+        if answer.failure is not None:
+            return self._unsent(answer.response, answer.failure)
+        if answer.reschedule:
+            response = Response(again=True)
+        else:
+            assert answer.response is not None
+            response = answer.response
+        if answer.states and response.error is None:
+            try:
+                response.outputs = response.outputs + [(state.name, state.array()) for state in answer.states]
+            except ServeError as error:
+                return self._unsent(response, self._failure_of(error))
+        return response
+
+    def _unsent(self, response: Response | None, failure: Failure) -> Response:
+        return Response(error=failure, placed=response.placed if response is not None else None)
+
+    def _fail(self, answers: dict[int, _Answer], error: ServeError) -> None:
+        """Fails the requests that the backend did not take from a failed batch."""
+        failure = self._failure_of(error)
+        for token, answer in answers.items():
+            if answer.ended:
+                continue
+            if answer.stream is not None:
+                self.streams.fail_all([answer.stream], failure)
+                del self._answers[token]
+            answer.failure = answer.failure or failure
+            answer.released = answer.final = True
+
+    # ------------------------------------------------------------------------------------ events, in any thread
+
+    def _handle_events(self) -> None:
+        """Handles what the backend has done so far."""
+        assert self._library is not None
+        host, count = self._library.host, c_uint64()
+        with self._order:
+            reader = EventReader(host.host_take(byref(count)), count.value)
+            while reader.more:
+                kind, token, flags = reader.event()
+                answer = self._answers.get(token)
+                if kind == Event.SENT:
+                    self._sent(answer, reader.response(), bool(flags & FINAL))
+                elif kind == Event.STATE:
+                    state = reader.state(self._output_names)
+                    if answer is not None:
+                        answer.states.append(state)
+                elif kind == Event.DROPPED:
+                    self._drop(flags)
+                elif answer is not None:
+                    self._note(answer, kind, flags)
+                if answer is not None and answer.stream is not None and answer.ended:
+                    del self._answers[token]
+                    self._end_stream(answer.stream, answer.response)
+            host.host_taken()
+
+    def _notified(self) -> None:
+        """Called by the shim, in the thread in which the backend did something."""
+        self._handle_events()
+        self.streams.wake()
+
+    def _note(self, answer: _Answer, kind: int, flags: int) -> None:
+        if kind == Event.RELEASED:
+            answer.released = True
+            answer.reschedule = bool(flags & RESCHEDULE)
+            answer.kept.clear()
+            return
+        answer.final = True
+        if kind == Event.LOST and answer.response is None:
+            answer.failure = answer.failure or self._named(_NOT_ANSWERED)
+            if answer.stream is not None:
+                self.streams.fail_all([answer.stream], answer.failure)
+        elif kind == Event.FINISHED and answer.response is None and answer.stream is None:
+            answer.failure = answer.failure or self._named("the backend sent the final flag without a response")
+
+    def _sent(self, answer: _Answer | None, sent: SentResponse, final: bool) -> None:
+        placed = self._taken(sent.number)
+        response = self._response(sent, placed)
+        if answer is None:
+            log_message(f"model instance '{self.context.instance}' answered a request that had been answered", "error")
+            self._abandon(response)
+        elif answer.stream is None:
+            if answer.response is not None:
+                answer.failure = answer.failure or self._named(SENT_TWICE)
+                self._abandon(response)
+            answer.response = answer.response or response
+            answer.final = answer.final or final
+        elif final:
+            answer.final = True
+            answer.response = response
+        else:
+            self._send(answer.stream, response, False)
+
+    def _end_stream(self, stream: ResponseSender, response: Response | None) -> None:
+        if not stream.over:
+            self._send(stream, response, True)
+        elif response is not None:
+            self._abandon(response)
+
+    def _send(self, stream: ResponseSender, response: Response | None, final: bool) -> None:
+        self.streams.send_soon(stream, response, final, None)
+        if response is not None:
+            self._abandon(response)
+
+    def _abandon(self, response: Response) -> None:
+        """Frees the outputs of a response that was not sent."""
+        placed, response.placed = response.placed, None
+        if placed is not None:
+            with self.streams.turn:
+                placed.abandon()
+
+    def _drop(self, number: int) -> None:
+        self._abandon(Response(placed=self._taken(number)))
+
+    def _taken(self, number: int) -> Outputs | None:
+        if not self._placed:
+            return None
+        with self.streams.turn:
+            return self._placed.pop(number, None)
+
+    def _response(self, sent: SentResponse, placed: Outputs | None) -> Response:
+        if sent.error:
+            text = public(sent.text, str(self.context.folder))
+            return Response(error=Failure(code_of(sent.error - 1), text), placed=placed)
+        try:
+            for output in sent.outputs:
+                if output.index == UNKNOWN_OUTPUT:
+                    known = ", ".join(self._output_names[: self._declared])
+                    raise ModelFailed(f"unexpected output '{output.name}': the outputs of the model are {known}")
+            outputs = [(output.name, output.array()) for output in sent.outputs if output.data is not None]
+        except ServeError as error:
+            return Response(error=self._failure_of(error), placed=placed)
+        return Response(outputs, None, sent.parameters or None, False, placed)
+
+    def _place(self, number: int, token: int, output: int, rank: int, dims: Any, size: int) -> int:
+        """Returns where the backend is to write an output; 0: anywhere."""
+        answer, spec = self._answers.get(token), self._outputs[output]
+        shape = tuple(dims[:rank])
+        if (
+            answer is None
+            or output >= self._declared
+            or min(shape, default=0) < 0
+            or size != elements(shape) * spec.item
+        ):
+            return 0
+        with self.streams.turn:
+            placed = self._placed.get(number)
+            if placed is None:
+                placed = self._placed[number] = answer.request.outputs_of(answer.request.work)
+            memory = placed.place_alone(output, shape)
+            return 0 if memory is None else int(memory.__array_interface__["data"][0])
+
+    def _is_cancelled(self, token: int) -> int:
+        answer = self._answers.get(token)
+        return answer is not None and self.streams.is_cancelled(answer.request.work.request, answer.stream)
+
+    # ------------------------------------------------------------------------------------ errors
+
+    def _named(self, what: str) -> Failure:
+        return Failure(ModelFailed.code, failure_text(self.context.instance, what))
+
+    def _failure_of(self, error: Exception) -> Failure:
+        return failure_of(error, self.context.instance, str(self.context.folder), log_traceback)
+
+
+def _json_of(config: ModelConfig) -> bytes:
+    return msgspec.json.encode(as_triton_json(config))
+
+
+def _settings_json(context: Context, backend: str) -> bytes:
+    """The settings of the backend on the command line, as Triton passes them."""
+    prefixes = (",", f"{backend},")
+    settings = {
+        key.partition(",")[2]: value
+        for prefix in prefixes
+        for key, value in context.settings.items()
+        if key.startswith(prefix)
+    }
+    return msgspec.json.encode({"cmdline": settings})

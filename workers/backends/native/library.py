@@ -1,0 +1,163 @@
+"""Loads the shim and a backend's library into this process, and calls them.
+
+Invariant: the shim is loaded before the backend, under the name that the backend is linked with, so that the dynamic
+linker binds the backend to it and never looks for Triton's own library. Neither is ever unloaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Collection, Sequence
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_bool,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from pathlib import Path
+from typing import Any
+
+from shmserve.errors import InvalidRequest, ServeError, Unsupported, from_wire
+from shmserve.repo.files.elf import SharedLibrary, read_library, shared_library
+from shmserve.workers.backends.native.build import SONAME, shim
+from shmserve.workers.model_calls.answer import TRITON_CODES
+
+TYPES = (
+    "", "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64",
+    "BYTES", "BF16",
+)  # fmt: skip
+"""Data types by their number in the interface."""
+KINDS = ("AUTO", "CPU", "GPU", "MODEL")
+SERVER = "libtritonserver"
+EXECUTE = "TRITONBACKEND_ModelInstanceExecute"
+BATCHER = "TRITONBACKEND_ModelBatchIncludeRequest"
+
+_Texts = POINTER(c_char_p)
+_CALLBACKS: dict[str, Any] = {
+    "notify": CFUNCTYPE(None),
+    "place": CFUNCTYPE(c_uint64, c_uint64, c_uint64, c_uint32, c_uint64, POINTER(c_int64), c_uint64),
+    "cancelled": CFUNCTYPE(c_int, c_uint64),
+    "metric": CFUNCTYPE(c_void_p, c_int, c_char_p, c_char_p, c_uint64, _Texts, c_uint64, POINTER(c_double)),
+    "infer": CFUNCTYPE(None, c_uint64),
+    "ask": CFUNCTYPE(c_int64, c_int, c_char_p, c_int64, c_uint64, _Texts),
+}
+_FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
+    "host_set_backend": (None, (c_char_p, c_char_p, c_char_p)),
+    "host_set_model": (None, (c_char_p, c_uint64, c_char_p, c_bool, c_char_p)),
+    "host_set_config": (None, (c_char_p,)),
+    "host_set_instance": (None, (c_char_p, c_int, c_int32)),
+    "host_set_callbacks": (None, (c_void_p,)),
+    "host_set_tensors": (
+        None,
+        (c_bool, c_uint32, _Texts, POINTER(c_int32), c_uint32, _Texts, POINTER(c_int32)),
+    ),
+    "host_set_execute": (None, (c_void_p,)),
+    "host_config": (c_char_p, ()),
+    "host_backend": (c_void_p, ()),
+    "host_model": (c_void_p, ()),
+    "host_instance": (c_void_p, ()),
+    "host_execute": (c_void_p, (c_void_p, c_uint32)),
+    "host_take": (c_void_p, (POINTER(c_uint64),)),
+    "host_taken": (None, ()),
+    "TRITONSERVER_ErrorCode": (c_int, (c_void_p,)),
+    "TRITONSERVER_ErrorMessage": (c_char_p, (c_void_p,)),
+    "TRITONSERVER_ErrorDelete": (None, (c_void_p,)),
+}
+
+
+class _Callbacks(Structure):
+    _fields_ = list(_CALLBACKS.items())
+
+
+class NativeLibrary:
+    """The library of a backend, and the shim. There is one in a process."""
+
+    def __init__(self, path: Path) -> None:
+        linked = read_library(path)
+        image = shim()
+        if problem := problem_of(linked, shared_library(image, "shim").defined):
+            raise Unsupported(f"'{path.name}' {problem}")
+        server = next((name for name in linked.needed if name.startswith(SERVER)), "")
+        self.host = _load_shim(image, server)
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(self.host, name)
+            function.restype, function.argtypes = result, arguments
+        try:
+            self._backend = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        except OSError as error:
+            raise InvalidRequest(f"'{path.name}' cannot be loaded: {error}") from None
+        execute = ctypes.cast(getattr(self._backend, EXECUTE), c_void_p)
+        self.host.host_set_execute(execute)
+        self._callbacks: list[Any] = []
+
+    def set_callbacks(self, **callbacks: Any) -> None:
+        """Sets the functions that the shim calls, by their name in `host.h`."""
+        self._callbacks = [kind(callbacks[name]) for name, kind in _CALLBACKS.items()]
+        self.host.host_set_callbacks(ctypes.byref(_Callbacks(*self._callbacks)))
+
+    def call(self, function: str, subject: int) -> None:
+        """Calls a function of the backend's life, if the backend has it. Raises what it reports."""
+        try:
+            called = getattr(self._backend, f"TRITONBACKEND_{function}")
+        except AttributeError:
+            return
+        called.restype, called.argtypes = c_void_p, (c_void_p,)
+        if error := called(subject):
+            raise self.taken_error(error)
+
+    def taken_error(self, error: int) -> ServeError:
+        """Returns an error of the interface as ours, and deletes it."""
+        code, text = self.host.TRITONSERVER_ErrorCode(error), self.host.TRITONSERVER_ErrorMessage(error)
+        found = from_wire(code_of(code), text.decode(errors="backslashreplace"))
+        self.host.TRITONSERVER_ErrorDelete(error)
+        return found
+
+    def set_tensors(self, decoupled: bool, *tables: Sequence[tuple[str, str]]) -> None:
+        """Sets name and data type of the inputs and of the outputs."""
+        arguments: list[Any] = [decoupled]
+        for table in tables:
+            names = (c_char_p * len(table))(*(name.encode() for name, _ in table))
+            types = (c_int32 * len(table))(*(TYPES.index(dtype) for _, dtype in table))
+            arguments += [len(table), names, types]
+        self.host.host_set_tensors(*arguments)
+
+
+def problem_of(library: SharedLibrary, known: Collection[str]) -> str:
+    """The reason why a library cannot be a backend here; "" if it can. `known`: the functions of the shim."""
+    if EXECUTE not in library.defined:
+        return f"is not a backend: it does not define {EXECUTE}"
+    if BATCHER in library.defined:
+        return f"has a batching strategy of its own ({BATCHER}), which this server does not run"
+    unknown = sorted(name for name in library.undefined - frozenset(known) if name.startswith("TRITON"))
+    return f"needs functions that this server does not have: {', '.join(unknown)}" if unknown else ""
+
+
+def code_of(number: int) -> str:
+    return TRITON_CODES[number] if number in range(len(TRITON_CODES)) else "UNKNOWN"
+
+
+def _load_shim(image: bytes, name: str) -> ctypes.CDLL:
+    """Loads the shim under the name that the backend needs. A backend that is linked with no such library finds its
+    functions among the global ones."""
+    wanted, given = name.encode(), SONAME.encode()
+    if len(wanted) > len(given):
+        raise Unsupported(f"the backend is linked with '{name}', a name of more than {len(given)} bytes")
+    if wanted:
+        image = image.replace(given, wanted.ljust(len(given), b"\0"))
+    descriptor = os.memfd_create("shmserve-native-shim", os.MFD_CLOEXEC)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(image)
+        mode = os.RTLD_NOW | (os.RTLD_LOCAL if wanted else os.RTLD_GLOBAL)
+        return ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=mode)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,200 @@
+/* The objects that a backend handles, and what the files of the shim share.
+ *
+ * A worker runs one instance of one model, so backend, model, instance and server are one static object each. Python
+ * enters once per batch (`host_execute`). What the backend does with its requests becomes events, which Python takes as
+ * an array of words (`host_take`). If nobody is about to take them, `notify` calls Python.
+ *
+ * Invariants: an object that the backend has given back has the tag DEAD, so that its later use is recognized and named.
+ * A request exists as long as one of its responses or factories does. */
+#pragma once
+#include "interface.h"
+
+#include <pthread.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+typedef enum {
+    DEAD, A_REQUEST = 0x52455155, AN_INPUT, A_RESPONSE, AN_OUTPUT, A_FACTORY, A_STATE, A_MESSAGE, A_PARAMETER, A_FAMILY,
+    A_METRIC, AN_ALLOCATOR, A_CALL, A_REPLY
+} Tag;
+
+/* The allocator writes to the first 16 bytes of freed memory, so the tag comes after them. */
+typedef struct Head {
+    struct Head *next;
+    void *reserved;
+    Tag tag;
+} Head;
+
+typedef struct Error {
+    ErrorCode code;
+    char text[];
+} Error;
+
+typedef struct Message {
+    Head head;
+    size_t size;
+    char text[];
+} Message;
+
+typedef struct Parameter {
+    Head head;
+    ParameterType type;
+    const char *name;
+    union {
+        const char *text;
+        const void *bytes;
+        int64_t number;
+        double real;
+        bool truth;
+    } value;
+    uint64_t size;
+} Parameter;
+
+typedef struct BufferAttributes {
+    size_t size;
+    MemoryType memory;
+    int64_t memory_id;
+    void *ipc;
+} BufferAttributes;
+
+/* A name and type from the configuration. */
+typedef struct {
+    const char *name;
+    DataType type;
+} Tensor;
+
+typedef struct Request Request;
+
+typedef struct Input {
+    Head head;
+    const Tensor *tensor;
+    const int64_t *dims;
+    uint64_t rank;
+    const uint64_t *buffers; /* address and size of each */
+    uint64_t buffer_count;
+    uint64_t size;
+    BufferAttributes attributes;
+} Input;
+
+struct Request {
+    Head head;
+    uint64_t token;
+    int references; /* the request itself, its execution, responses and factories */
+    int answering;  /* responses and factories */
+    bool released, rescheduled, final;
+    uint32_t flags;
+    uint64_t timeout_us, correlation;
+    const char *correlation_text, *id;
+    uint64_t output_count, placed_count, input_count, parameter_count;
+    const uint64_t *outputs, *placed;
+    Input *inputs;
+    Parameter *parameters;
+};
+
+typedef struct Response Response;
+
+typedef struct Output {
+    Head head;
+    Response *response;
+    char *name;
+    int index; /* in the configuration; -1: not there */
+    DataType type;
+    uint32_t rank;
+    void *buffer;
+    uint64_t size;
+    bool placed; /* the memory is Python's */
+    BufferAttributes attributes;
+    int64_t dims[];
+} Output;
+
+struct Response {
+    Head head;
+    uint64_t number;
+    Request *request;
+    Output *outputs, *last;
+    uint32_t output_count, parameter_count;
+    Parameter **parameters;
+    bool placed;
+    uint32_t flags;
+    Error *error;
+};
+
+typedef struct {
+    Head head;
+    Request *request;
+} Factory;
+
+typedef struct {
+    Head head;
+    uint64_t token;
+    int index;
+    DataType type;
+    uint32_t rank;
+    void *buffer;
+    uint64_t size;
+    BufferAttributes attributes;
+    int64_t dims[];
+} State;
+
+typedef struct Backend Backend;
+typedef struct Model Model;
+typedef struct Instance Instance;
+typedef struct Server Server;
+typedef struct MemoryManager MemoryManager;
+
+/* What Python provides. */
+typedef struct {
+    void (*notify)(void);
+    /* The address where an output of this response is to be written; 0: anywhere. */
+    uint64_t (*place)(uint64_t response, uint64_t token, uint32_t output, uint64_t rank, const int64_t *dims, uint64_t size);
+    int (*cancelled)(uint64_t token);
+    /* The numbers of a metric; NULL: `host_refusal` has the reason. */
+    double *(*metric)(int kind, const char *name, const char *help, uint64_t labels, const char **words, uint64_t buckets,
+                      const double *edges);
+    /* Begins a call; its end is `host_reply`. */
+    void (*infer)(uint64_t call);
+    /* Asks the server about a model, or for a change of it. Returns the answer; -1: `host_refusal` has the reason. */
+    int64_t (*ask)(int what, const char *model, int64_t version, uint64_t pairs, const char **words);
+} Callbacks;
+
+typedef struct {
+    Callbacks python;
+    Tensor *inputs, *outputs;
+    uint32_t input_count, output_count;
+    bool decoupled;
+} Host;
+
+extern Host host;
+extern pthread_mutex_t host_lock;
+
+void *claim(size_t size);
+char *copied(const char *text);
+Error *fail(ErrorCode code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+_Noreturn void die(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void live(const void *object, Tag tag, const char *function);
+void bury(void *object);
+Error *refused(void);
+Error *TRITONSERVER_MessageNewFromSerializedJson(Message **message, const char *base, size_t size);
+Error *TRITONSERVER_MessageDelete(Message *message);
+uint32_t TRITONSERVER_DataTypeByteSize(DataType type);
+Parameter *parameter_of(const char *name, ParameterType type, const void *value, uint64_t size);
+const void *value_of(const Parameter *parameter);
+
+/* Words that Python reads. */
+void put_word(uint64_t word);
+void put_parameter(const Parameter *parameter);
+
+/* Events. With `host_lock`. */
+typedef enum { SENT = 1, FINISHED, RELEASED, LOST, DROPPED, STATE } EventKind;
+void add_event(EventKind kind, uint64_t token, uint64_t flags, void *object);
+void settle(Request *request);
+void unlock_and_notify(void);
+
+void put_response(Response *response);
+void free_response(Response *response);
+void put_state(State *state);
+void free_state(State *state);
+
+#define LIVE(object, tag) live(object, tag, __func__)
+#define LOCK() pthread_mutex_lock(&host_lock)
+#define UNLOCK() pthread_mutex_unlock(&host_lock)

@@ -1,0 +1,396 @@
+/* Responses: made by the backend in any thread, also after its execution, and sent to Python as events; the factories
+ * that make them after their request was released; and new states of sequences. */
+#include "host.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { INLINE_BYTES = 4096 }; /* smaller outputs are copied into messages, so they may be anywhere */
+
+static uint64_t responses; /* made so far; with the lock */
+
+static uint64_t refer(Request *request)
+{
+    LOCK();
+    uint64_t number = ++responses;
+    request->references++;
+    request->answering++;
+    UNLOCK();
+    return number;
+}
+
+/* With the lock. */
+static void unrefer(Request *request)
+{
+    request->references--;
+    request->answering--;
+    settle(request);
+}
+
+/* ------------------------------------------------------------------------------------------------------- factories */
+
+EXPORT Error *TRITONBACKEND_ResponseFactoryNew(Factory **factory, Request *request)
+{
+    LIVE(request, A_REQUEST);
+    refer(request);
+    Factory *made = claim(sizeof *made);
+    made->head.tag = A_FACTORY;
+    made->request = request;
+    *factory = made;
+    return NULL;
+}
+
+EXPORT Error *TRITONBACKEND_ResponseFactoryDelete(Factory *factory)
+{
+    LIVE(factory, A_FACTORY);
+    LOCK();
+    unrefer(factory->request);
+    unlock_and_notify();
+    bury(factory);
+    return NULL;
+}
+
+EXPORT Error *TRITONBACKEND_ResponseFactoryIsCancelled(Factory *factory, bool *is_cancelled)
+{
+    LIVE(factory, A_FACTORY);
+    *is_cancelled = host.python.cancelled(factory->request->token);
+    return NULL;
+}
+
+EXPORT Error *TRITONBACKEND_ResponseFactorySendFlags(Factory *factory, uint32_t flags)
+{
+    LIVE(factory, A_FACTORY);
+    Request *request = factory->request;
+    if (!(flags & RESPONSE_FINAL))
+        return NULL;
+    LOCK();
+    bool again = request->final;
+    request->final = true;
+    if (!again)
+        add_event(FINISHED, request->token, flags, NULL);
+    unlock_and_notify();
+    return again ? fail(INVALID_ARG, "the final response was sent before") : NULL;
+}
+
+/* ------------------------------------------------------------------------------------------------------- responses */
+
+static Error *new_response(Response **response, Request *request)
+{
+    Response *made = claim(sizeof *made);
+    made->head.tag = A_RESPONSE;
+    made->number = refer(request);
+    made->request = request;
+    *response = made;
+    return NULL;
+}
+
+EXPORT Error *TRITONBACKEND_ResponseNew(Response **response, Request *request)
+{
+    LIVE(request, A_REQUEST);
+    return new_response(response, request);
+}
+
+EXPORT Error *TRITONBACKEND_ResponseNewFromFactory(Response **response, Factory *factory)
+{
+    LIVE(factory, A_FACTORY);
+    return new_response(response, factory->request);
+}
+
+void free_response(Response *response)
+{
+    for (Output *output = response->outputs; output != NULL;) {
+        Output *next = (Output *)output->head.next;
+        if (!output->placed)
+            free(output->buffer);
+        free(output->name);
+        bury(output);
+        output = next;
+    }
+    for (uint32_t index = 0; index < response->parameter_count; index++)
+        free(response->parameters[index]);
+    free(response->parameters);
+    free(response->error);
+    bury(response);
+}
+
+EXPORT Error *TRITONBACKEND_ResponseDelete(Response *response)
+{
+    LIVE(response, A_RESPONSE);
+    LOCK();
+    if (response->placed)
+        add_event(DROPPED, response->request->token, response->number, NULL);
+    unrefer(response->request);
+    unlock_and_notify();
+    free_response(response);
+    return NULL;
+}
+
+EXPORT Error *TRITONBACKEND_ResponseSend(Response *response, uint32_t flags, Error *error)
+{
+    LIVE(response, A_RESPONSE);
+    Request *request = response->request;
+    response->head.tag = DEAD;
+    response->flags = flags;
+    response->error = error ? fail(error->code, "%s", error->text) : NULL;
+    LOCK();
+    request->final |= flags & RESPONSE_FINAL;
+    add_event(SENT, request->token, flags, response);
+    unrefer(request);
+    unlock_and_notify();
+    return NULL;
+}
+
+static Error *add_parameter(Response *response, const char *name, ParameterType type, const void *value, uint64_t size)
+{
+    LIVE(response, A_RESPONSE);
+    uint32_t count = response->parameter_count++;
+    response->parameters = realloc(response->parameters, (count + 1) * sizeof *response->parameters);
+    if (response->parameters == NULL)
+        die("no memory for %u parameters", count + 1);
+    response->parameters[count] = parameter_of(name, type, value, size);
+    return NULL;
+}
+
+EXPORT Error *TRITONBACKEND_ResponseSetStringParameter(Response *response, const char *name, const char *value)
+{
+    return add_parameter(response, name, PARAMETER_STRING, value, strlen(value));
+}
+
+EXPORT Error *TRITONBACKEND_ResponseSetIntParameter(Response *response, const char *name, int64_t value)
+{
+    return add_parameter(response, name, PARAMETER_INT, &value, 0);
+}
+
+EXPORT Error *TRITONBACKEND_ResponseSetBoolParameter(Response *response, const char *name, bool value)
+{
+    return add_parameter(response, name, PARAMETER_BOOL, &value, 0);
+}
+
+EXPORT Error *TRITONBACKEND_ResponseSetDoubleParameter(Response *response, const char *name, double value)
+{
+    return add_parameter(response, name, PARAMETER_DOUBLE, &value, 0);
+}
+
+/* --------------------------------------------------------------------------------------------------------- outputs */
+
+static int index_of(const char *name)
+{
+    for (uint32_t index = 0; index < host.output_count; index++)
+        if (strcmp(host.outputs[index].name, name) == 0)
+            return index;
+    return -1;
+}
+
+EXPORT Error *TRITONBACKEND_ResponseOutput(Response *response, Output **output, const char *name, DataType type,
+                                           const int64_t *dims, uint32_t rank)
+{
+    LIVE(response, A_RESPONSE);
+    Output *made = claim(sizeof *made + rank * sizeof *dims);
+    made->head.tag = AN_OUTPUT;
+    made->response = response;
+    made->name = copied(name);
+    made->index = index_of(name);
+    made->type = type;
+    made->rank = rank;
+    memcpy(made->dims, dims, rank * sizeof *dims);
+    if (response->last != NULL)
+        response->last->head.next = &made->head;
+    else
+        response->outputs = made;
+    response->last = made;
+    response->output_count++;
+    *output = made;
+    return NULL;
+}
+
+static bool asks_for_place(const Output *output, uint64_t size)
+{
+    const Request *request = output->response->request;
+    if (output->index < 0 || output->type != host.outputs[output->index].type || output->type == TYPE_BYTES || size == 0)
+        return false;
+    if (size > INLINE_BYTES)
+        return true;
+    for (uint64_t at = 0; at < request->placed_count; at++)
+        if (request->placed[at] == (uint64_t)output->index)
+            return true;
+    return false;
+}
+
+EXPORT Error *TRITONBACKEND_OutputBuffer(Output *output, void **buffer, uint64_t size, MemoryType *memory,
+                                         int64_t *memory_id)
+{
+    LIVE(output, AN_OUTPUT);
+    if (output->buffer != NULL)
+        return fail(ALREADY_EXISTS, "output '%s' has a buffer of %llu bytes", output->name, (unsigned long long)output->size);
+    Response *response = output->response;
+    if (asks_for_place(output, size)) {
+        output->buffer = (void *)host.python.place(response->number, response->request->token, output->index,
+                                                   output->rank, output->dims, size);
+        output->placed = output->buffer != NULL;
+        response->placed |= output->placed;
+    }
+    if (output->buffer == NULL)
+        output->buffer = malloc(size ? size : 1);
+    if (output->buffer == NULL)
+        return fail(UNAVAILABLE, "no memory for the %llu bytes of output '%s'", (unsigned long long)size, output->name);
+    output->size = size;
+    *buffer = output->buffer;
+    *memory = MEMORY_CPU;
+    *memory_id = 0;
+    return NULL;
+}
+
+EXPORT Error *TRITONBACKEND_OutputBufferAttributes(Output *output, BufferAttributes **attributes)
+{
+    LIVE(output, AN_OUTPUT);
+    output->attributes = (BufferAttributes){output->size, MEMORY_CPU, 0, NULL};
+    *attributes = &output->attributes;
+    return NULL;
+}
+
+EXPORT Error *TRITONBACKEND_InferenceResponseOutput(Response *response, uint32_t index, const char **name,
+                                                    DataType *type, const int64_t **dims, uint64_t *rank)
+{
+    LIVE(response, A_RESPONSE);
+    if (index >= response->output_count)
+        return fail(INVALID_ARG, "out of bounds index %u, response has %u outputs", index, response->output_count);
+    Output *output = response->outputs;
+    while (index-- > 0)
+        output = (Output *)output->head.next;
+    *name = output->name;
+    *type = output->type;
+    *dims = output->dims;
+    *rank = output->rank;
+    return NULL;
+}
+
+EXPORT Error *TRITONBACKEND_InferenceResponseOutputByName(Response *response, const char *name, DataType *type,
+                                                          const int64_t **dims, uint64_t *rank)
+{
+    LIVE(response, A_RESPONSE);
+    const char *found;
+    for (uint32_t index = 0; index < response->output_count; index++) {
+        TRITONBACKEND_InferenceResponseOutput(response, index, &found, type, dims, rank);
+        if (strcmp(found, name) == 0)
+            return NULL;
+    }
+    return fail(NOT_FOUND, "the response has no output '%s'", name);
+}
+
+/* ---------------------------------------------------------------------------------------------------------- states */
+
+EXPORT Error *TRITONBACKEND_StateNew(State **state, Request *request, const char *name, DataType type,
+                                     const int64_t *dims, uint32_t rank)
+{
+    LIVE(request, A_REQUEST);
+    int index = index_of(name);
+    if (index < 0)
+        return fail(INVALID_ARG, "state '%s' is not in the configuration", name);
+    State *made = claim(sizeof *made + rank * sizeof *dims);
+    made->head.tag = A_STATE;
+    made->token = request->token;
+    made->index = index;
+    made->type = type;
+    made->rank = rank;
+    memcpy(made->dims, dims, rank * sizeof *dims);
+    *state = made;
+    return NULL;
+}
+
+EXPORT Error *TRITONBACKEND_StateBuffer(State *state, void **buffer, uint64_t size, MemoryType *memory,
+                                        int64_t *memory_id)
+{
+    LIVE(state, A_STATE);
+    free(state->buffer);
+    state->buffer = malloc(size ? size : 1);
+    if (state->buffer == NULL)
+        return fail(UNAVAILABLE, "no memory for %llu bytes of a state", (unsigned long long)size);
+    state->size = size;
+    *buffer = state->buffer;
+    *memory = MEMORY_CPU;
+    *memory_id = 0;
+    return NULL;
+}
+
+EXPORT Error *TRITONBACKEND_StateBufferAttributes(State *state, BufferAttributes **attributes)
+{
+    LIVE(state, A_STATE);
+    state->attributes = (BufferAttributes){state->size, MEMORY_CPU, 0, NULL};
+    *attributes = &state->attributes;
+    return NULL;
+}
+
+/* The state becomes that of the sequence when its request has been answered. */
+EXPORT Error *TRITONBACKEND_StateUpdate(State *state)
+{
+    LIVE(state, A_STATE);
+    state->head.tag = DEAD;
+    LOCK();
+    add_event(STATE, state->token, 0, state);
+    unlock_and_notify();
+    return NULL;
+}
+
+void free_state(State *state)
+{
+    free(state->buffer);
+    bury(state);
+}
+
+/* ------------------------------------------------------------------------------------------------- words for Python */
+
+static void put_text(const char *text)
+{
+    put_word((uint64_t)text);
+    put_word(strlen(text));
+}
+
+static void put_tensor(int index, DataType type, uint32_t rank, const int64_t *dims, void *buffer, uint64_t size)
+{
+    put_word(index < 0 ? UINT64_MAX : (uint64_t)index);
+    put_word(type);
+    put_word((uint64_t)buffer);
+    put_word(size);
+    put_word(rank);
+    for (uint32_t axis = 0; axis < rank; axis++)
+        put_word(dims[axis]);
+}
+
+void put_parameter(const Parameter *parameter)
+{
+    uint64_t word = 0;
+    put_text(parameter->name);
+    put_word(parameter->type);
+    if (parameter->type == PARAMETER_STRING || parameter->type == PARAMETER_BYTES) {
+        put_word((uint64_t)parameter->value.bytes);
+        put_word(parameter->size);
+        return;
+    }
+    if (parameter->type == PARAMETER_BOOL)
+        word = parameter->value.truth;
+    else
+        memcpy(&word, &parameter->value, sizeof word);
+    put_word(word);
+}
+
+void put_response(Response *response)
+{
+    put_word(response->number);
+    put_word(response->error ? response->error->code + 1 : 0);
+    if (response->error != NULL)
+        put_text(response->error->text);
+    put_word(response->output_count);
+    for (Output *output = response->outputs; output != NULL; output = (Output *)output->head.next) {
+        put_tensor(output->index, output->type, output->rank, output->dims, output->buffer, output->size);
+        put_text(output->name);
+        put_word(output->placed);
+    }
+    put_word(response->parameter_count);
+    for (uint32_t index = 0; index < response->parameter_count; index++)
+        put_parameter(response->parameters[index]);
+}
+
+void put_state(State *state)
+{
+    put_tensor(state->index, state->type, state->rank, state->dims, state->buffer, state->size);
+}
