@@ -23,6 +23,7 @@ from shmserve.protocol.worker_messages import (
     Started,
     Stop,
     Streamed,
+    Unread,
     Withdraw,
     rows_of,
 )
@@ -73,7 +74,7 @@ class Loop:
         self._stopping = False
         self._streams = backend.streams
         if self._streams is not None:
-            self._streams.connect(self._send_response, runner.row, runner.discard)
+            self._streams.connect(self._send_response, self._report_unread, runner.row, runner.discard)
         self._calls = backend.calls
         self._prober = backend.probe
         self._comparisons = Comparisons(mapped, runner.discard)
@@ -193,6 +194,10 @@ class Loop:
         self._runner.forget(order.sequences)
 
     # ------------------------------------------------------------------------------------ responses from a sender
+
+    def _report_unread(self, request: int) -> None:
+        self._outbox.add(Unread(request))
+        self._outbox.flush()
 
     def _send_response(self, row: Row) -> None:
         """Sends a response immediately, because the time until the model's next one is not bounded."""

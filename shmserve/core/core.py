@@ -59,6 +59,7 @@ from shmserve.protocol.worker_messages import (
     Rows,
     Started,
     Streamed,
+    Unread,
     Withdrawn,
 )
 
@@ -145,6 +146,7 @@ class Core:
             Done: partial(reports.done, state),
             Rows: partial(reports.rows, state),
             Streamed: partial(responses.streamed, state),
+            Unread: partial(responses.unread, state),
             Started: partial(reports.started, state),
             Withdrawn: partial(reports.withdrawn, state),
             LeaseLogged: partial(leases.on_half_full, state),
@@ -176,6 +178,7 @@ class Core:
             Timer.RETRY: of_instance(lifecycle.retry),
             Timer.LATE: of_instance(lifecycle.late),
             Timer.HANG: of_instance(partial(dispatch.check_hang, state)),
+            Timer.UNREAD: partial(responses.check_unread, state),
             Timer.RECALL: of_instance(partial(handover.recall_over, state)),
             Timer.OVERDUE: of_instance(partial(handover.overdue, state)),
             Timer.LEAVE: partial(retirement.end_grace_period, state),

@@ -419,6 +419,8 @@ class Instance(Struct, eq=False):
     """Memory of its process as last measured, on the host and on its GPU."""
     streams: dict[int, Request] = {}
     """Open streams: requests whose batch has run, with responses still to come."""
+    unread: dict[int, int] = {}
+    """Requests of the running batch for whose callers the model waits, since when."""
     replaces: Instance | None = None
     """The instance that this one replaces once it is READY."""
     joining: bool = False

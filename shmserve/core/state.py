@@ -48,6 +48,7 @@ class Timer(Enum):
     RETRY = auto()  # start an instance again
     LATE = auto()  # check whether an instance has exceeded the load limit
     HANG = auto()  # check whether an instance has exceeded the execution limit
+    UNREAD = auto()  # check whether a caller who accepts no more responses delays others
     RECALL = auto()  # check whether a replaced instance has returned its unstarted requests
     OVERDUE = auto()  # check whether a replaced instance has finished its running batch
     LEAVE = auto()  # end of the grace period for the sequences of an unloaded version

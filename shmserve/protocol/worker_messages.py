@@ -40,6 +40,11 @@ from shmserve.protocol.messages import (
 # ------------------------------------------------------------------------------------------- broker -> worker
 
 
+BUFFER_BYTES = 1 << 20
+"""Maximum size of the responses to a request that a worker queues while its caller accepts no more, besides the first
+one. When they are larger, the model waits."""
+
+
 class Load(Struct, array_like=True, tag=64, gc=False):
     """Load the model. A descriptor is attached: a memfd with the configuration as JSON (`repo.config.schema`)."""
 
@@ -239,6 +244,13 @@ class Streamed(Struct, array_like=True, tag=102, gc=False):
     rows: tuple[Row, ...]
 
 
+class Unread(Struct, array_like=True, tag=108, gc=False):
+    """The model waits in `send`: its caller accepts no more responses to this request for now, and those that are
+    queued have reached BUFFER_BYTES. Sent again if more are accepted and that is not enough."""
+
+    request: Id
+
+
 class Started(Struct, array_like=True, tag=100, gc=False):
     """An `open` batch has started without being reported by Done.next. Fields as `next` and `through` of Done.
 
@@ -297,7 +309,25 @@ class LeaseOver(Struct, array_like=True, tag=107, gc=False):
 
 
 WorkerReport = (
-    Loaded | LoadFailed | Rows | Done | Streamed | Started | Withdrawn | Map | Unmap | Return | Pong | Counted | Probed
-    | LeaseLogged | LeaseOver | Call | Cancel | More | Ask
-)  # fmt: skip
+    Loaded
+    | LoadFailed
+    | Rows
+    | Done
+    | Streamed
+    | Unread
+    | Started
+    | Withdrawn
+    | Map
+    | Unmap
+    | Return
+    | Pong
+    | Counted
+    | Probed
+    | LeaseLogged
+    | LeaseOver
+    | Call
+    | Cancel
+    | More
+    | Ask
+)
 """The last four are sent by the worker as a client of the broker; their numbers are those of its calls."""

@@ -633,6 +633,24 @@ FAULTS = (
         "        if named and not self._shares.bounds.proxies:",
     ),
     Fault(
+        "a stream that nobody reads holds its model although others wait",
+        "shmserve/core/exit/responses.py",
+        "    elif version.waits or instance.waiting is not None:",
+        "    elif version.waits and instance.waiting is not None:",
+    ),
+    Fault(
+        "a caller who wakes many models puts those of others to sleep",
+        "shmserve/core/models/shares.py",
+        "other != self._user and self._held.get(other, 0.0) < holds",
+        "other != self._user and self._held.get(other, 0.0) > holds",
+    ),
+    Fault(
+        "a caller who wakes many models goes first",
+        "shmserve/core/models/shares.py",
+        "    turns[sleep_state.waker] = state.now",
+        "    turns[sleep_state.waker] = 0",
+    ),
+    Fault(
         "a model waits for a caller that does not read",
         "workers/model_calls/responses.py",
         "stream.kept_bytes + size > BUFFER_BYTES",

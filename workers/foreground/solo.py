@@ -283,8 +283,9 @@ def _repeat(
     """Returns the responses of the last run, nearly always one, and the duration of each run."""
     sent: list[Row] = []
     streams = model.backend.streams
+    unread: list[int] = []  # stays empty: the request has no window
     if streams is not None:
-        streams.connect(sent.append, model.runner.row, model.runner.discard)
+        streams.connect(sent.append, unread.append, model.runner.row, model.runner.discard)
     seconds = []
     outputs: list[dict[str, Array]] = []
     for repetition in range(1, times + 1):

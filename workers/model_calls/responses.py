@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shmserve.errors import Cancelled, ConnectionLost, ModelFailed, Unavailable
 from shmserve.protocol.messages import Failure
-from shmserve.protocol.worker_messages import Row
+from shmserve.protocol.worker_messages import BUFFER_BYTES, Row
 from shmserve.workers.model_calls.answer import Response
 from shmserve.workers.model_calls.coroutines import SENT, settle_soon
 from shmserve.workers.model_calls.stream import (
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 KEPT = 1024
 """Maximum number of queued responses of a request whose caller does not read, if the model does not wait for room."""
-BUFFER_BYTES = 1 << 20
-"""Maximum size of the queued responses of a request, besides the first one. When they are larger, the model waits."""
+Sent = TypeVar("Sent")
 _FINAL = "TRITONSERVER_RESPONSE_COMPLETE_FINAL"
 CANCELLED = Failure(Cancelled.code, "the request was cancelled while the model answered it")
 _STOPPED = Failure(Unavailable.code, "the model is being unloaded; its answer ends here")
@@ -83,11 +82,14 @@ class OpenResponses:
     def connect(
         self,
         send_response: Callable[[Row], None],
+        report_unread: Callable[[int], None],
         row: Callable[[Work, Response], Row],
         discard: Callable[[Row], None],
     ) -> None:
-        """`send_response` sends a response, `row` creates one, `discard` frees one that is not sent."""
-        self._send_response, self._row, self._discard = send_response, row, discard
+        """`send_response` sends a response, `report_unread` reports a request for whose caller the model waits, `row`
+        creates a response, `discard` frees one that is not sent."""
+        self._send_response, self._report_unread = send_response, report_unread
+        self._row, self._discard = row, discard
         self.connected = True
 
     # ------------------------------------------------------------------------------------ for the loop
@@ -118,6 +120,7 @@ class OpenResponses:
         if stream is None:
             return False
         stream.room += count
+        stream.unread = False
         self._send_kept(stream)
         return True
 
@@ -267,6 +270,9 @@ class OpenResponses:
             row = self._row_of(stream, response, final, sent_at)
             size = bytes_of(row)
             while stream.kept and stream.kept_bytes + size > BUFFER_BYTES and not stream.dropped:
+                if not stream.unread:
+                    stream.unread = True
+                    self._send_over(self._report_unread, stream.work.request)
                 self._wait()
             stream.final = stream.final or final
             stream.keep(row, None)
@@ -389,16 +395,16 @@ class OpenResponses:
         if not row.more:
             self.open.pop(stream.work.request, None)
             stream.over = True
-        self._send_row(row)
+        self._send_over(self._send_response, row)
         if stream.over:
             self._changed()
 
-    def _send_row(self, row: Row) -> None:
-        """Sends a row. A lost link is recorded and not raised to the model; the main thread raises it."""
+    def _send_over(self, send: Callable[[Sent], None], sent: Sent) -> None:
+        """Sends a report. A lost link is recorded and not raised to the model; the main thread raises it."""
         if self.lost is not None:
             return
         try:
-            self._send_response(row)
+            send(sent)
         except ConnectionLost as error:
             self._link_lost(error)
 
@@ -414,7 +420,7 @@ class OpenResponses:
             stream.response = stream.response or Response(error=failure)
         else:
             times = (max(0, monotonic_ns() - stream.since), 0)
-            self._send_row(Row(stream.work.request, (), failure, times=times))
+            self._send_over(self._send_response, Row(stream.work.request, (), failure, times=times))
         self._changed()
 
     def _send_kept(self, stream: ResponseSender) -> None:

@@ -42,6 +42,7 @@ class ResponseSender:
         "since",
         "task",
         "task_streams",
+        "unread",
         "work",
     )
 
@@ -60,6 +61,8 @@ class ResponseSender:
         """Queued responses without room, each with the future that resolves when it is sent."""
         self.kept_bytes = 0
         """Written by `keep` and `pop_kept` only."""
+        self.unread = False
+        """The broker knows that the model waits for the caller."""
         self.loop: AbstractEventLoop | None = None
         self.task: Task[Any] | None = None
         """The coroutine that answers this request and those in `task_streams`."""

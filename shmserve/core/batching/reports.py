@@ -58,6 +58,8 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
             f"{version.label} instance '{instance.spec.name}' ran batch {message.batch}: {batch.rows} rows in "
             f"{count} requests, formed because: {batch.reason.value}",
         )
+    if instance.unread:
+        instance.unread.clear()
     if message.again and service.sequence_slots is not None:
         _again(state, version, batch, message.again)
     if batch.left and service.decoupled:

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from shmserve.core.exit import exit
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.service.batch import Batch
-from shmserve.core.state import State
+from shmserve.core.state import State, Timer
 from shmserve.core.states import RequestState
 from shmserve.core.termination import kill_for_protocol_error
 from shmserve.protocol.messages import More
-from shmserve.protocol.worker_messages import Row, Streamed
+from shmserve.protocol.worker_messages import BUFFER_BYTES, Row, Streamed, Unread
 
 _SENT, _OPEN, _LINGERING = RequestState.SENT, RequestState.OPEN, RequestState.LINGERING
 
@@ -68,6 +68,40 @@ def _row(state: State, version: Version, instance: Instance, row: Row, now: int)
         exit.respond_part(state, request, row.outputs, row.parameters, True)
 
 
+def unread(state: State, version: Version, instance: Instance, message: Unread, now: int) -> None:
+    """The model waits in a batch until the caller of a request accepts more responses."""
+    request = state.requests.get(message.request)
+    if request is None or request.batch is None or request.batch is not instance.running:
+        return
+    state.set_timer(now + state.limits.unread_ns, Timer.UNREAD, request)
+    instance.unread[request.number] = now
+
+
+def check_unread(state: State, request: Request, now: int) -> None:
+    """Ends a request whose caller accepts no more responses, if that delays requests of others."""
+    version, instance = request.version, request.instance
+    if instance is None or request.number not in instance.unread or request.state is not _SENT:
+        return
+    left = instance.unread[request.number] + state.limits.unread_ns - now
+    if left > 0:
+        state.set_timer(now + left, Timer.UNREAD, request)
+    elif version.waits or instance.waiting is not None:
+        ms = state.limits.unread_ns // 1_000_000
+        text = (
+            f"other requests waited for {version.label}, whose instance '{instance.spec.name}' could not continue: the "
+            f"caller of this request had accepted {_count(request)} and no more for {ms} ms, and "
+            f"{BUFFER_BYTES >> 20} MiB of further ones were queued; a caller should read responses as they arrive"
+        )
+        exit.fail_early(state, request, "UNAVAILABLE", text)
+    else:
+        instance.unread[request.number] = now
+        state.set_timer(now + state.limits.unread_ns, Timer.UNREAD, request)
+
+
+def _count(request: Request) -> str:
+    return f"{request.parts} response{'' if request.parts == 1 else 's'}"
+
+
 def _window(request: Request) -> int:
     """How many responses its caller has accepted so far."""
     return request.options.window if request.options is not None else MAX_WINDOW
@@ -92,8 +126,7 @@ def batch_done(state: State, version: Version, instance: Instance, batch: Batch[
 def lost(state: State, version: Version, instance: Instance, reason: str) -> None:
     """Fails the open streams of a worker that has ended."""
     for request in list(instance.streams.values()):
-        count = f"{request.parts} response{'' if request.parts == 1 else 's'}"
-        text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended after {count}"
+        text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended after {_count(request)}"
         exit.fail(state, request, "MODEL_FAILED", f"{text} to this request ({reason})")
     instance.streams.clear()
 
@@ -112,5 +145,7 @@ def more(state: State, request: Request, count: int) -> None:
         state.send(instance.peer, More(request.number, count))
     if request.batch is not None:
         request.batch.resume(state.now)
+        if instance is not None:
+            instance.unread.pop(request.number, None)
     window = min(options.window + count, MAX_WINDOW)
     request.options = replace(options, window=window)  # messages already sent keep their options

@@ -16,9 +16,9 @@ import pytest
 
 import shmserve
 from shmserve.clients.cli.commands.status import stats_text
+from shmserve.protocol.worker_messages import BUFFER_BYTES
 from shmserve.terminal.console import Screen
 from shmserve.testing import Server
-from shmserve.workers.model_calls.responses import BUFFER_BYTES
 from shmserve.workers.model_calls.stream import ROW_BYTES
 from tests.process.cli.commands import run
 from tests.support.clients.client_faces import connect
@@ -159,6 +159,15 @@ def test_an_unread_stream_delays_no_other(client: Any) -> None:
     assert next(held)["y"].item() == 0
     assert [part["y"].item() for part in ask(client, "inside", 3)] == [0, 1, 2]
     assert [part["y"].item() for part in held] == list(range(1, 500))
+
+
+def test_an_unread_stream_ends_when_its_queue_is_full_and_others_wait(client: Any) -> None:
+    held = ask(client, "inside", 1_000_000, window=1)
+    assert next(held)["y"].item() == 0
+    assert [part["y"].item() for part in ask(client, "inside", 3)] == [0, 1, 2]
+    with pytest.raises(shmserve.Unavailable, match=r"accepted \d+ responses? and no more for 100 ms, and 1 MiB"):
+        for _ in held:
+            pass
 
 
 @pytest.mark.parametrize("model", ["repeat", "tokens"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.protocol.messages import More
+from shmserve.protocol.worker_messages import Unread
 from tests.support.core.scenarios.transcript import Transcript
 
 Event = tuple[int, Any]
@@ -26,6 +27,12 @@ class Streaming(Transcript):
             final = "last" in flags and index == int(count) - 1
             worker.part(request, final, "empty" in flags, (code, text) if error else None)
         return [] if worker.peer in self.slow_from else self.heard(worker)
+
+    def do_unread(self, name: str, label: str) -> list[Event]:
+        """The model waits until the caller accepts more responses: those that are queued take too much memory."""
+        worker = self.worker(name)
+        assert worker.running is not None
+        return [(worker.peer, Unread(next(w.request for w in worker.running.works if self._label(w.request) == label)))]
 
     def do_more(self, client: str, number: str, count: str) -> list[Event]:
         """The client allows this many more responses."""
