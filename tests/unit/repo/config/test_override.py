@@ -147,7 +147,7 @@ def test_an_override_replaces_the_file_and_rules_apply_to_it(tmp_path: Path) -> 
     found = scan_model(path, backends=BACKENDS, override=parse_override(json.dumps(plain)))
     assert found.problem_texts == (
         'config override: name: unexpected directory name "m" for model "other": the two must be equal',
-        "config override: runtime: not supported: only `model.py` and a library of a backend that is not built in can be loaded",
+        "config override: runtime: not supported: only a backend that is not built in loads `model.py` or a library",
         "config override: input[0].dims[0]: found 0, expected 1 or more, or -1 for any size",
     )
     assert found.warning_texts == (
