@@ -144,9 +144,7 @@ def _runtime(config: ModelConfig, problem: ProblemFunction) -> None:
     if not config.runtime:
         return
     if config.backend in BACKENDS or not (config.runtime == MODEL or config.runtime.endswith(".so")):
-        problem(
-            "runtime", f"{NOT_SUPPORTED}only a backend that is not built in loads `{MODEL}` or a library"
-        )
+        problem("runtime", f"{NOT_SUPPORTED}only a backend that is not built in loads `{MODEL}` or a library")
     file_name("runtime", config.runtime, problem)
 
 
