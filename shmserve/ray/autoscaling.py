@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shmserve import AsyncClient
-from shmserve.tools.top.prometheus import samples
+from shmserve.tools.top.http_source import samples
 
 QUEUE_MS, BUSY = "queue_ms", "busy"
 """Names of what a replica reports: the mean queue time of the requests taken from its queues, and the fraction of time

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.batching import __main__ as figures
-from bench.batching.experiments import measured
+from bench.batching.__main__ import measured
 from tests import ROOT
 
 RESULTS = figures.saved()

@@ -22,7 +22,7 @@ from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
     from shmserve.tools.top.columns import Table
-    from shmserve.tools.top.fleet.poller import Fleet
+    from shmserve.tools.top.fleet_poller import Fleet
     from shmserve.tools.top.sources import Source
     from shmserve.tools.top.tables_app import TablesApp
 
@@ -216,8 +216,8 @@ def _openers(args: argparse.Namespace) -> dict[str, Callable[[], Source]]:
 
 
 def _top_of_many(args: argparse.Namespace, live: bool) -> int:
-    from shmserve.tools.top.fleet.poller import Fleet
-    from shmserve.tools.top.fleet.printed import fleet_tables_of
+    from shmserve.tools.top.fleet_poller import Fleet
+    from shmserve.tools.top.plain import fleet_tables_of
 
     if args.table not in (None, *OF_MANY):
         raise Misuse(f"--table {args.table} is for one server; of several: {', '.join(OF_MANY)}")
@@ -242,7 +242,7 @@ def _show_many(
 ) -> int:
     """Shows the view of all servers, and that of one server whenever it is selected, until the user quits."""
     from shmserve.tools.top.app import TopApp
-    from shmserve.tools.top.fleet.fleet_app import FleetApp
+    from shmserve.tools.top.fleet_app import FleetApp
 
     _set_colors(args)
     message = ""
@@ -262,18 +262,18 @@ def _show_many(
 
 
 def _print_many(args: argparse.Namespace, fleet: Fleet, sort_key: str | None) -> int:
-    from shmserve.tools.top.fleet import printed
-    from shmserve.tools.top.fleet.totals import make_fleet_view
+    from shmserve.tools.top import plain
+    from shmserve.tools.top.fleet_totals import make_fleet_view
 
-    tables = printed.fleet_tables_of(args.table)
+    tables = plain.fleet_tables_of(args.table)
     fleet.wait(args.interval + GRACE_S)
     while True:
         view = make_fleet_view(fleet.snapshots, time.monotonic(), args.interval)
         if args.json:
-            document: dict[str, Any] = printed.fleet_document(view, tables, args.filter, sort_key)
+            document: dict[str, Any] = plain.fleet_document(view, tables, args.filter, sort_key)
             print_json(document, indent=2 if args.once else None)
         else:
-            print_text(printed.fleet_text(view, tables, args.filter, sort_key, screen_of(args).width))
+            print_text(plain.fleet_text(view, tables, args.filter, sort_key, screen_of(args).width))
         sys.stdout.flush()
         if args.once:
             return 0 if any(snapshot.answered is not None for snapshot in fleet.snapshots) else 1

@@ -23,7 +23,7 @@ from shmserve.terminal.errors import Failed
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client
-    from shmserve.tools.timeline.collected import Collected
+    from shmserve.tools.timeline import Collected
 
 READ_S = 0.2
 """Interval at which records are read."""
@@ -31,9 +31,7 @@ VIEWER = "https://ui.perfetto.dev"
 
 
 def trace(args: argparse.Namespace) -> int:
-    from shmserve.tools.timeline.collected import Collected
-    from shmserve.tools.timeline.summary import summary, text
-    from shmserve.tools.timeline.trace_events import Timeline, opened, write
+    from shmserve.tools.timeline import Collected, Timeline, opened, summary, text, write
 
     collected = Collected(args.limit)
     with _new_file(args.output) as part:

@@ -21,7 +21,7 @@ from shmserve.tools.load.measure import measured
 from shmserve.tools.load.plan import GRPC, HTTP, SECOND, Closed, Endpoint, Plan, Settings
 from shmserve.tools.load.record import Echo
 from shmserve.tools.load.targets.base import ModelFacts
-from shmserve.tools.load.targets.opening import open_target
+from shmserve.tools.load.targets.native import open_target
 
 IN_FLIGHT = 32
 SETTINGS = Settings(warmup_ns=SECOND // 5, window_ns=SECOND // 4, min_windows=2, max_windows=2, least=1)

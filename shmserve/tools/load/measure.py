@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -21,9 +21,8 @@ from shmserve.tools.load.generation.team import Generators
 from shmserve.tools.load.one_load import OVERLOADED, LoadRun
 from shmserve.tools.load.plan import HTTP, NATIVE, PERCENTILES, SCHEMES, Closed, Limit, Load, Open, Plan, Replay
 from shmserve.tools.load.record import Echo, Point, Run
-from shmserve.tools.load.search import best, next_load
 from shmserve.tools.load.targets.base import Target
-from shmserve.tools.load.targets.opening import open_target
+from shmserve.tools.load.targets.native import open_target
 
 
 class Progress(Struct, frozen=True, kw_only=True):
@@ -224,3 +223,26 @@ def _machine() -> dict[str, str]:
         "kernel": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
     }
+
+
+def next_load(tried: Mapping[float, bool], limit: Limit, whole: bool) -> float | None:
+    """The next load to try; None at the end. `tried`: load -> whether it kept the limit. `whole`: only integers.
+
+    If a load fails, all higher loads count as failed, whatever their results: noise must not hide the limit.
+    """
+    failed = min((load for load, kept in tried.items() if not kept), default=None)
+    kept = max((load for load, ok in tried.items() if ok and (failed is None or load < failed)), default=None)
+    if kept is None:
+        return limit.low if failed is None else None
+    if failed is None:
+        return None if kept >= limit.high else min(limit.high, kept * 2)
+    if failed - kept <= max(1.0 if whole else 0.0, kept * limit.resolution):
+        return None
+    middle = (kept + failed) / 2
+    return float(round(middle)) if whole else middle
+
+
+def best(tried: Mapping[float, bool]) -> float | None:
+    """The highest load that kept the limit, below all that did not."""
+    failed = min((load for load, kept in tried.items() if not kept), default=float("inf"))
+    return max((load for load, kept in tried.items() if kept and load < failed), default=None)

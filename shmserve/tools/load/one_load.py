@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shmserve.tools.load.analysis import server_side
 from shmserve.tools.load.analysis.confidence import Stability, interval, stability
 from shmserve.tools.load.analysis.latencies import Histogram, is_decided, name_of, needed, window_percentiles
 from shmserve.tools.load.analysis.usage import Meter, Reading, used
@@ -29,7 +28,7 @@ from shmserve.tools.load.analysis.windows import (
 from shmserve.tools.load.generation.schedule import describe_rate
 from shmserve.tools.load.generation.team import Generators
 from shmserve.tools.load.plan import SECOND, Closed, Load, Plan, Settings
-from shmserve.tools.load.record import Cost, Interval, Latencies, Point, Window
+from shmserve.tools.load.record import Cost, Interval, Latencies, Point, ServerSide, Window
 from shmserve.tools.load.targets.base import Target
 
 BUSY = 0.8
@@ -206,7 +205,7 @@ class LoadRun:
             else None,
             between_answers=latencies_of([part.gaps for part in responses], confidence) if streams else None,
             answers_per_s=sum(len(part.gaps) + int((part.first > 0).sum()) for part in responses) / seconds,
-            server=server_side.between(before.statistics, after.statistics),
+            server=between(before.statistics, after.statistics),
             usage=used([boundary.usage for boundary in self._boundaries[first:]], (after.at - before.at) / SECOND),
             cost=self._cost(before, after, responses),
         )
@@ -257,3 +256,50 @@ def latencies_of(parts: list[Any], confidence: float) -> Latencies:
     return Latencies(
         count=whole.count, mean=whole.mean, low=low, high=high, percentiles=percentiles, histogram=whole.encoded()
     )
+
+
+Statistics = Mapping[str, Any]
+PARTS = {"queue": "queue", "gather": "compute_input", "compute": "compute_infer", "scatter": "compute_output"}
+"""Part of a request -> its name in Triton's statistics."""
+
+
+def between(before: Statistics, after: Statistics) -> ServerSide | None:
+    """None if the server has no statistics."""
+    if not after.get("inference_stats"):
+        return None
+    good = _delta(before, after, "success", "count")
+    parts = {part: _delta(before, after, name, "ns") / good if good else 0.0 for part, name in PARTS.items()}
+    return ServerSide(
+        requests=good,
+        failed=_delta(before, after, "fail", "count"),
+        batches=_number(after, "execution_count") - _number(before, "execution_count"),
+        rows=_number(after, "inference_count") - _number(before, "inference_count"),
+        parts=parts,
+        batch_sizes=_differences(_sizes(before), _sizes(after)),
+        reasons=_differences(_reasons(before), _reasons(after)),
+    )
+
+
+def _number(entry: Statistics, name: str) -> int:
+    return int(entry.get(name, 0))
+
+
+def _delta(before: Statistics, after: Statistics, kind: str, unit: str) -> int:
+    """Counters are integers, or text in the JSON form of protobuf."""
+    now, then = (entry.get("inference_stats", {}).get(kind, {}).get(unit, 0) for entry in (after, before))
+    return int(now) - int(then)
+
+
+def _sizes(entry: Statistics) -> dict[str, int]:
+    return {
+        str(batch.get("batch_size", 0)): int(batch.get("compute_infer", {}).get("count", 0))
+        for batch in entry.get("batch_stats", ())
+    }
+
+
+def _reasons(entry: Statistics) -> dict[str, int]:
+    return {str(reason): int(count) for reason, count in entry.get("batch_reasons", {}).items()}
+
+
+def _differences(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    return {name: more for name, count in after.items() if (more := count - before.get(name, 0)) > 0}

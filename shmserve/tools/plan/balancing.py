@@ -11,7 +11,7 @@ from hashlib import blake2b
 from math import ceil
 from random import Random
 
-from shmserve.tools.plan.plan import KEYED, FleetPlan
+from shmserve.tools.plan.fleet import KEYED, FleetPlan
 
 POINTS = 64
 """Points of each server on the ring."""

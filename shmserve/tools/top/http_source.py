@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -28,7 +29,33 @@ from shmserve.errors import (
     Unsupported,
 )
 from shmserve.repo.gpus import SHOWN_METRICS
-from shmserve.tools.top.prometheus import samples
+
+_LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
+_ESCAPES = {"n": "\n"}
+
+Sample = tuple[str, dict[str, str], float]
+
+
+def samples(text: str, wanted: Collection[str]) -> Iterator[Sample]:
+    """The samples with these names. All other lines, including invalid ones, are skipped."""
+    for line in text.splitlines():
+        end = line.find("{")
+        name = line[:end] if end >= 0 else line.partition(" ")[0]
+        if name not in wanted:
+            continue
+        inside, closing, rest = line[end + 1 :].rpartition("}") if end >= 0 else ("", "}", line[len(name) :])
+        try:
+            value = float(rest.split()[0])
+        except (ValueError, IndexError):
+            continue
+        if closing:
+            yield name, {key: _ESCAPED.sub(_unescape, raw) for key, raw in _LABEL.findall(inside)}, value
+
+
+def _unescape(match: re.Match[str]) -> str:
+    return _ESCAPES.get(match[1], match[1])
+
 
 Document = dict[str, Any]
 

@@ -8,17 +8,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from math import log
+from multiprocessing import resource_tracker
+from typing import TypeVar
 
 from msgspec.structs import replace
 
+from shmserve.system import interrupts
 from shmserve.tools.tune.fit import Fit, Pair
 from shmserve.tools.tune.goal import Goal
-from shmserve.tools.tune.pool import Pool
 from shmserve.tools.tune.predict import PRECISION, Prediction, Predictor
 from shmserve.tools.tune.space import MULTIPLES, Candidate, TunedModel
+
+Task = TypeVar("Task")
+Answer = TypeVar("Answer")
+
+
+class Pool:
+    """With a size of 1, everything runs in this process."""
+
+    def __init__(self, processes: int) -> None:
+        self._executor: ProcessPoolExecutor | None = None
+        if processes > 1:
+            # Not forked: this process may have threads.
+            context = multiprocessing.get_context("spawn")
+            self._executor = ProcessPoolExecutor(processes, context)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+    def run(self, work: Callable[[Task], Answer], tasks: Iterable[Task]) -> Iterator[Answer]:
+        """`work` is a function of a module, or a partial of one, so that it can be sent to another process."""
+        if self._executor is None:
+            return iter(map(work, tasks))
+        resource_tracker.ensure_running()  # its start would unblock the signal
+        with interrupts.blocked_in_children():  # the process that owns the pool ends it
+            return self._executor.map(work, tasks)
+
 
 REFINED = 4
 """Number of settings of step 1 that go on to step 2."""

@@ -23,8 +23,7 @@ from msgspec.structs import replace
 from shmserve.errors import QueueTimeout, Unavailable
 from shmserve.repo.config.schema import ModelConfig, as_triton_json
 from shmserve.tools.load.generation.schedule import send_times
-from shmserve.tools.load.generation.sending import Sender
-from shmserve.tools.load.generation.timer import Timer
+from shmserve.tools.load.generation.sending import Sender, Timer
 from shmserve.tools.load.plan import SECOND, Endpoint, Open
 from shmserve.tools.load.targets.base import RequestOptions
 from shmserve.tools.load.targets.native import NativeTarget

@@ -16,9 +16,8 @@ from shmserve.tools.tune.confirm import Confirmation, Confirmed
 from shmserve.tools.tune.fit import Fit, Pair, Spread, fit, spread_of
 from shmserve.tools.tune.goal import Goal
 from shmserve.tools.tune.measure import Measurement, Times
-from shmserve.tools.tune.pool import Pool
 from shmserve.tools.tune.predict import MESSAGE_NS, Prediction, Predictor
-from shmserve.tools.tune.search import Search, shortlist
+from shmserve.tools.tune.search import Pool, Search, shortlist
 from shmserve.tools.tune.space import Candidate, TunedModel
 
 WORST = 0.75

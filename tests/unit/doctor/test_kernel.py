@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shmserve.broker.processes import cgroups
-from shmserve.doctor import kernel
+from shmserve.doctor import checks
 from shmserve.doctor.machine import ERROR, INFO, OK, UNLIMITED, WARNING, Finding, Machine
 from shmserve.protocol.messages import PACKET_BYTES
 from tests.unit.doctor.tree import GROUP, machine, only, write
@@ -23,35 +23,35 @@ OWN = f"sys/fs/cgroup/{GROUP}"
 @pytest.mark.parametrize(
     ("check", "changes", "files", "state", "found", "fix"),
     [
-        (kernel.linux, {"release": "5.2.21-generic"}, {}, ERROR, "5.2.21-generic", "5.3"),
-        (kernel.linux, {"release": "5.3.0"}, {}, OK, "5.3.0", ""),
-        (kernel.linux, {"release": "4.19.0-26-amd64"}, {}, ERROR, "4.19.0-26-amd64", "5.3"),
-        (kernel.linux, {"release": "10.0"}, {}, OK, "10.0", ""),
-        (kernel.memory, {}, {}, OK, "16.0 GiB available", ""),
-        (kernel.memory, {}, {f"{OWN}/memory.max": "max\n"}, OK, "16.0 GiB available", ""),
+        (checks.linux, {"release": "5.2.21-generic"}, {}, ERROR, "5.2.21-generic", "5.3"),
+        (checks.linux, {"release": "5.3.0"}, {}, OK, "5.3.0", ""),
+        (checks.linux, {"release": "4.19.0-26-amd64"}, {}, ERROR, "4.19.0-26-amd64", "5.3"),
+        (checks.linux, {"release": "10.0"}, {}, OK, "10.0", ""),
+        (checks.memory, {}, {}, OK, "16.0 GiB available", ""),
+        (checks.memory, {}, {f"{OWN}/memory.max": "max\n"}, OK, "16.0 GiB available", ""),
         (
-            kernel.memory,
+            checks.memory,
             {},
             {"sys/fs/cgroup/memory.max": f"{512 << 20}\n"},  # of the group above its own
             WARNING,
             "16.0 GiB available, the control group allows 512 MiB",
             "MemoryMax=",
         ),
-        (kernel.memory, {}, {"proc/meminfo": "MemAvailable:    524288 kB\n"}, WARNING, "512 MiB available", ""),
-        (kernel.memory, {}, {"proc/meminfo": ""}, ERROR, "", ""),
+        (checks.memory, {}, {"proc/meminfo": "MemAvailable:    524288 kB\n"}, WARNING, "512 MiB available", ""),
+        (checks.memory, {}, {"proc/meminfo": ""}, ERROR, "", ""),
         # 25600: 4096 connections, 16384 segments, 1024 of the broker, 4096 for files of models
-        (kernel.descriptors, {"descriptors": lambda: 25_599}, {}, WARNING, "25599", "LimitNOFILE=25600"),
-        (kernel.descriptors, {"descriptors": lambda: 25_600}, {}, OK, "25600", ""),
-        (kernel.descriptors, {"descriptors": lambda: UNLIMITED}, {}, OK, "no limit", ""),
-        (kernel.processes, {}, {}, OK, "", ""),
-        (kernel.processes, {}, {f"{OWN}/pids.max": "100\n"}, WARNING, "user 32768, control group 100", "TasksMax="),
-        (kernel.processes, {"processes": lambda: 512}, {}, WARNING, "", "ulimit -u 8192"),
-        (kernel.socket_buffers, {}, {"proc/sys/net/core/wmem_max": "98335\n"}, ERROR, "", ""),
-        (kernel.socket_buffers, {}, {"proc/sys/net/core/wmem_max": "98336\n"}, OK, "", ""),
-        (kernel.socket_buffers, {}, {"proc/sys/net/core/wmem_max": ""}, INFO, "", ""),
-        (kernel.cores, {}, {}, OK, "4 usable", ""),
-        (kernel.cores, {}, {f"{OWN}/cpu.max": "150000 100000\n"}, WARNING, "4 usable, a quota of 2", "--cpu-list 0-1"),
-        (kernel.cores, {"cores": (0, 1)}, {}, OK, "2 usable", ""),
+        (checks.descriptors, {"descriptors": lambda: 25_599}, {}, WARNING, "25599", "LimitNOFILE=25600"),
+        (checks.descriptors, {"descriptors": lambda: 25_600}, {}, OK, "25600", ""),
+        (checks.descriptors, {"descriptors": lambda: UNLIMITED}, {}, OK, "no limit", ""),
+        (checks.processes, {}, {}, OK, "", ""),
+        (checks.processes, {}, {f"{OWN}/pids.max": "100\n"}, WARNING, "user 32768, control group 100", "TasksMax="),
+        (checks.processes, {"processes": lambda: 512}, {}, WARNING, "", "ulimit -u 8192"),
+        (checks.socket_buffers, {}, {"proc/sys/net/core/wmem_max": "98335\n"}, ERROR, "", ""),
+        (checks.socket_buffers, {}, {"proc/sys/net/core/wmem_max": "98336\n"}, OK, "", ""),
+        (checks.socket_buffers, {}, {"proc/sys/net/core/wmem_max": ""}, INFO, "", ""),
+        (checks.cores, {}, {}, OK, "4 usable", ""),
+        (checks.cores, {}, {f"{OWN}/cpu.max": "150000 100000\n"}, WARNING, "4 usable, a quota of 2", "--cpu-list 0-1"),
+        (checks.cores, {"cores": (0, 1)}, {}, OK, "2 usable", ""),
     ],
 )
 def test_limits(
@@ -84,16 +84,16 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         status = SimpleNamespace(f_bavail=free // 4096, f_blocks=total // 4096, f_frsize=4096)
         with monkeypatch.context() as patch:
             patch.setattr(os, "statvfs", lambda path, status=status: status)
-            found = only(kernel.shared_memory(whole))
+            found = only(checks.shared_memory(whole))
         assert (found.state, found.found) == (state, text)
         assert ("--shm-size" in found.fix) == (state == WARNING)
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda path, mode: False)
-        found = only(kernel.shared_memory(whole))
+        found = only(checks.shared_memory(whole))
     assert (found.state, "not writable" in found.found) == (ERROR, True)
     (tmp_path / "dev" / "shm" / ".keep").unlink()
     (tmp_path / "dev" / "shm").rmdir()
-    found = only(kernel.shared_memory(whole))
+    found = only(checks.shared_memory(whole))
     assert (found.state, found.found) == (ERROR, "No such file or directory")
     assert found.fix.startswith("mount -t tmpfs")
 
@@ -103,7 +103,7 @@ def test_the_needed_socket_buffer_is_what_the_kernel_requires() -> None:
     for less, fits in ((0, True), (64, False)):
         left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with left, right:
-            size = PACKET_BYTES // 2 + kernel.OVERHEAD_BYTES
+            size = PACKET_BYTES // 2 + checks.OVERHEAD_BYTES
             left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size - less)
             if fits:
                 assert left.send(bytes(PACKET_BYTES)) == PACKET_BYTES
@@ -115,11 +115,11 @@ def test_the_needed_socket_buffer_is_what_the_kernel_requires() -> None:
 def test_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = machine(tmp_path)
     monkeypatch.setattr(cgroups, "_is_delegated", lambda top: True)
-    assert only(kernel.control_groups(whole)).state == OK
+    assert only(checks.control_groups(whole)).state == OK
     write(tmp_path, f"{OWN}/cgroup.controllers", "cpu\n")
-    found = only(kernel.control_groups(whole))
+    found = only(checks.control_groups(whole))
     assert found.state == INFO
     assert "does not have the memory controller" in found.found
     assert "Delegate=memory" in found.fix
     write(tmp_path, "proc/self/mounts", "")
-    assert only(kernel.control_groups(whole)).found == "cgroup v2 is not mounted"
+    assert only(checks.control_groups(whole)).found == "cgroup v2 is not mounted"

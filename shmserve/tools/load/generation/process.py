@@ -31,11 +31,10 @@ from shmserve.tools.load.generation.messages import (
 )
 from shmserve.tools.load.generation.request_data import mean_rows, request_inputs
 from shmserve.tools.load.generation.schedule import send_times, share
-from shmserve.tools.load.generation.sending import Sender, SequenceIds
-from shmserve.tools.load.generation.timer import Timer
+from shmserve.tools.load.generation.sending import Sender, SequenceIds, Timer
 from shmserve.tools.load.plan import Closed, Plan
 from shmserve.tools.load.targets.base import RequestOptions, Target
-from shmserve.tools.load.targets.opening import open_target
+from shmserve.tools.load.targets.native import open_target
 
 FLUSH_S = 0.1
 

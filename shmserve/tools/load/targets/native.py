@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve import AsyncClient
+from shmserve.errors import Unsupported
+from shmserve.extras import install_command, outdated
 from shmserve.session import Raw
-from shmserve.tools.load.plan import SECOND, Endpoint
-from shmserve.tools.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot, latest_statistics
+from shmserve.tools.load.plan import GRPC, HTTP, SECOND, Endpoint
+from shmserve.tools.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot, Target, latest_statistics
 
 CONNECT_S = 5.0
 
@@ -79,3 +81,22 @@ def _sequence(part: Part | None) -> dict[str, Any]:
     if part is None:
         return {}
     return {"sequence": part.sequence, "sequence_start": part.start, "sequence_end": part.end}
+
+
+def open_target(endpoint: Endpoint) -> Target:
+    """The target of an endpoint. A protocol's packages are imported only if it is used."""
+    if old := outdated("bench"):
+        raise Unsupported(f"load cannot be generated: {old}")
+    try:
+        if endpoint.kind == HTTP:
+            from shmserve.tools.load.targets.http import HttpTarget
+
+            return HttpTarget(endpoint)
+        if endpoint.kind == GRPC:
+            from shmserve.tools.load.targets.grpc import GrpcTarget
+
+            return GrpcTarget(endpoint)
+    except ImportError as error:
+        text = f"load over {endpoint.kind}:// needs a package that is missing ({error}): {install_command('bench')}"
+        raise Unsupported(text) from error
+    return NativeTarget(endpoint)

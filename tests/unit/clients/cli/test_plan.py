@@ -11,7 +11,7 @@ import pytest
 
 from shmserve.clients.cli import main
 from shmserve.clients.cli.arguments import plan as arguments
-from shmserve.tools.plan import plan as simulated
+from shmserve.tools.plan import fleet as simulated
 from tests.support.docs import pages
 
 QUICK = "plan --servers 4 --instances 2 --service-ms 10 --requests 300"

@@ -20,8 +20,7 @@ from shmserve.core.limits import Limits
 from shmserve.core.owners.recording import Recording
 from shmserve.core.state import State
 from shmserve.protocol.messages import Cancel, Fail, FailHeld, Handle, Infer, Map, More, Options, Wanted
-from shmserve.tools.timeline.collected import Collected
-from shmserve.tools.timeline.trace_events import Timeline
+from shmserve.tools.timeline import Collected, Timeline
 from tests.support.clients.trace_events import check
 from tests.support.core.everything import MODELS, MS, SEQUENCES, STREAMS, Everything, with_members
 from tests.support.core.fakes.client import FakeClient

@@ -17,7 +17,7 @@ from shmserve.tools.load.generation.request_data import mean_rows, request_input
 from shmserve.tools.load.plan import Endpoint, Inputs
 from shmserve.tools.load.targets.base import ModelFacts
 from shmserve.tools.load.targets.kserve import json_values, raw_bytes
-from shmserve.tools.load.targets.opening import open_target
+from shmserve.tools.load.targets.native import open_target
 
 
 def facts(**inputs: tuple[str, list[int]]) -> ModelFacts:

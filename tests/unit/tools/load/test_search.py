@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shmserve.tools.load.measure import keeps
+from shmserve.tools.load.measure import best, keeps, next_load
 from shmserve.tools.load.one_load import settings_of
 from shmserve.tools.load.plan import Closed, Limit, Plan, Settings
-from shmserve.tools.load.search import best, next_load
 from tests.support.hypothesis_profiles import examples
 from tests.unit.tools.load.points import point, window
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shmserve.tools.load.analysis.server_side import between
 from shmserve.tools.load.analysis.usage import Meter, Reading, is_local, server_pid, used
+from shmserve.tools.load.one_load import between
 from shmserve.tools.load.plan import Endpoint
 from shmserve.tools.load.targets.base import latest_statistics
 

@@ -14,8 +14,7 @@ import pytest
 import trustme
 
 from shmserve.errors import ConnectionLost, Denied, Internal, InvalidRequest, NotFound, Unsupported
-from shmserve.tools.top.http_source import HttpSource, document_of
-from shmserve.tools.top.prometheus import samples
+from shmserve.tools.top.http_source import HttpSource, document_of, samples
 from shmserve.tools.top.view import make_view
 
 SERVER = {"name": "triton", "version": "2.50.0", "extensions": []}

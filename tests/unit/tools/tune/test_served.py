@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from shmserve.errors import ConnectionLost, ModelFailed, QueueTimeout, ServeError, Unavailable
 from shmserve.repo.config.schema import ModelConfig
-from shmserve.tools.load.generation.sending import Sender
-from shmserve.tools.load.generation.timer import Timer
+from shmserve.tools.load.generation.sending import Sender, Timer
 from shmserve.tools.load.plan import SECOND, Open
 from shmserve.tools.load.targets.base import Part
 from shmserve.tools.tune.bench import Observation

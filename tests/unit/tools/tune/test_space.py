@@ -143,7 +143,7 @@ def test_the_shortlist_differs_in_more_than_the_delay() -> None:
 def test_the_pool_keeps_the_order() -> None:
     # In a separate process, because multiprocessing keeps a helper process until the end.
     program = """
-from shmserve.tools.tune.pool import Pool
+from shmserve.tools.tune.search import Pool
 if __name__ == "__main__":
     for processes in (1, 2):
         with Pool(processes) as pool:

@@ -10,8 +10,8 @@ import pytest
 from textual.pilot import Pilot
 
 from shmserve.errors import ConnectionLost
-from shmserve.tools.top.fleet.fleet_app import FleetApp
-from shmserve.tools.top.fleet.poller import Fleet
+from shmserve.tools.top.fleet_app import FleetApp
+from shmserve.tools.top.fleet_poller import Fleet
 from shmserve.tools.top.screens import HelpScreen
 from tests.support.clients.activity_documents import counters, document, model
 from tests.support.clients.app_driver import NEVER_S, SIZES, AppDriver

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from shmserve.errors import ConnectionLost
-from shmserve.tools.top.fleet.poller import Fleet, Poller, Snapshot
+from shmserve.tools.top.fleet_poller import Fleet, Poller, Snapshot
 from tests.support.clients.activity_documents import counters, document, model
 from tests.unit.tools.top.fleet.scripted import PATIENCE_S, Document, ScriptedSource
 

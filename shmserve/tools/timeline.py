@@ -1,4 +1,7 @@
-"""The timeline as a file in Chrome's trace event format, which Perfetto and chrome://tracing open.
+"""The timeline of `shmserve trace`: what ran when, as a file in Chrome's trace event format, which Perfetto opens.
+
+`Collected` holds the records of a recording, up to a limit. `Timeline` writes the file, and `summary` computes the
+numbers that the command prints.
 
 A version of a model is a "process". Its rows are its instances, with batches and their parts; its queue, with a span
 for each request that waits; requests that no batch answers (ensembles, responses from the cache); and streams that
@@ -12,7 +15,8 @@ from __future__ import annotations
 
 import gzip
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
 from typing import IO, Any, cast
@@ -20,9 +24,85 @@ from typing import IO, Any, cast
 import msgspec
 from msgspec import Struct
 
-from shmserve.protocol.recorded import RecordedBatch, RecordedRequest
-from shmserve.tools.timeline.collected import Collected
-from shmserve.tools.timeline.tracks import lanes
+from shmserve.protocol.recorded import RecordedBatch, RecordedEnd, RecordedRequest
+from shmserve.terminal.tables import duration_text, table
+
+
+class Collected:
+    """Invariants: `batches` and `ends` contain records of at most `limit` requests. Other requests are only counted in
+    `left_out`. A request counts once, however many records it has."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.batches: list[RecordedBatch] = []
+        self.ends: dict[int, RecordedEnd] = {}
+        """Number of the request -> its end."""
+        self.clients: dict[int, str] = {}
+        self._kept: set[int] = set()
+        """Numbers of the requests in `batches` and `ends`."""
+        self._dropped: set[int] = set()
+        """Numbers of the requests that are left out."""
+        self._left_out_by_server = 0
+
+    @property
+    def requests(self) -> int:
+        return len(self._kept)
+
+    @property
+    def left_out(self) -> int:
+        return len(self._dropped)
+
+    @property
+    def missing(self) -> int:
+        """Number of requests that were recorded but are not kept."""
+        return self.left_out + self._left_out_by_server
+
+    def add(self, answer: dict[str, Any]) -> None:
+        """Adds the records of one answer to `record`."""
+        self._left_out_by_server = answer["left_out"]
+        self.clients |= {int(number): name for number, name in answer["clients"].items()}
+        for record in msgspec.convert(answer["records"], list[RecordedBatch | RecordedEnd]):
+            if isinstance(record, RecordedBatch):
+                if self._keeps({request.number for request in record.requests}):
+                    self.batches.append(record)
+            elif self._keeps({record.request.number}):
+                self.ends[record.request.number] = record
+
+    def _keeps(self, numbers: set[int]) -> bool:
+        """Whether a record of these requests is kept, which requires that all of them are."""
+        new = numbers - self._kept
+        if new and (len(self._kept) + len(new) > self._limit or not new.isdisjoint(self._dropped)):
+            self._dropped |= new
+            return False
+        self._kept |= new
+        return True
+
+
+LANES = 256
+"""Maximum number of rows for one kind of span of a model; more would not be readable."""
+
+
+def lanes(spans: Sequence[tuple[int, int]], most: int = LANES) -> list[int | None]:
+    """The lowest free row for each span (begin, end); None if `most` rows are occupied."""
+    found: list[int | None] = [None] * len(spans)
+    occupied: list[tuple[int, int]] = []
+    free: list[int] = []
+    used = 0
+    for place in sorted(range(len(spans)), key=lambda place: spans[place]):
+        begin, end = spans[place]
+        while occupied and occupied[0][0] <= begin:
+            heappush(free, heappop(occupied)[1])
+        if free:
+            lane = heappop(free)
+        elif used < most:
+            lane = used
+            used += 1
+        else:
+            continue
+        found[place] = lane
+        heappush(occupied, (end, lane))
+    return found
+
 
 Event = dict[str, Any]
 Model = tuple[str, int]
@@ -284,3 +364,73 @@ def write(file: IO[bytes], events: Iterable[Event], about: Event) -> None:
     for number, event in enumerate(events):
         file.write((b",\n" if number else b"") + encode(event))
     file.write(b"\n]}\n")
+
+
+HEAD = ("MODEL", "REQUESTS", "FAILED", "BATCHES", "ROWS/BATCH", "QUEUE P50", "P99", "COMPUTE P50", "REASONS")
+
+
+class _Found:
+    def __init__(self) -> None:
+        self.batches: list[RecordedBatch] = []
+        self.codes: Counter[str] = Counter()
+        self.requests: set[int] = set()
+
+
+def summary(collected: Collected) -> list[dict[str, Any]]:
+    models: dict[tuple[str, int], _Found] = defaultdict(_Found)
+    for batch in collected.batches:
+        found = models[batch.model, batch.version]
+        found.batches.append(batch)
+        found.requests.update(request.number for request in batch.requests)
+    for number, end in collected.ends.items():
+        found = models[end.model, end.version]
+        found.requests.add(number)
+        if end.code:
+            found.codes[end.code] += 1
+    return [_of(name, version, found) for (name, version), found in sorted(models.items())]
+
+
+def _of(name: str, version: int, found: _Found) -> dict[str, Any]:
+    batches = found.batches
+    waits = [max(0, batch.times[0] - request.arrived) / 1000 for batch in batches for request in batch.requests]
+    computes = [(batch.times[2] - batch.times[1]) / 1000 for batch in batches]
+    return {
+        "model": name,
+        "version": version,
+        "requests": len(found.requests),
+        "failed": found.codes.total(),
+        "batches": len(batches),
+        "rows": sum(batch.rows for batch in batches),
+        "queue_p50_us": _percentile(waits, 0.5),
+        "queue_p99_us": _percentile(waits, 0.99),
+        "compute_p50_us": _percentile(computes, 0.5),
+        "reasons": dict(Counter(batch.reason for batch in batches).most_common()),
+        "errors": dict(found.codes.most_common()),
+    }
+
+
+def text(models: Sequence[dict[str, Any]]) -> str:
+    return table(HEAD, [_row(entry) for entry in models], right=range(1, 8)) if models else ""
+
+
+def _row(entry: dict[str, Any]) -> list[str]:
+    batches = entry["batches"]
+    return [
+        f"{entry['model']} {entry['version']}",
+        f"{entry['requests']:,}",
+        f"{entry['failed']:,}",
+        f"{batches:,}",
+        f"{entry['rows'] / batches:.1f}" if batches else "",
+        *(_us(entry[name]) for name in ("queue_p50_us", "queue_p99_us", "compute_p50_us")),
+        ", ".join(f"{reason} {100 * number / batches:.0f} %" for reason, number in entry["reasons"].items()),
+    ]
+
+
+def _us(value: float | None) -> str:
+    return "" if value is None else duration_text(value / 1e6)
+
+
+def _percentile(values: list[float], share: float) -> float | None:
+    """The nearest rank; None without values."""
+    values = sorted(values)
+    return values[min(len(values) - 1, int(share * len(values)))] if values else None

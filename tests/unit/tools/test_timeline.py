@@ -12,11 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.core.service.form import Reason
-from shmserve.tools.timeline import trace_events
-from shmserve.tools.timeline.collected import Collected
-from shmserve.tools.timeline.summary import summary, text
-from shmserve.tools.timeline.trace_events import Timeline, write
-from shmserve.tools.timeline.tracks import lanes
+from shmserve.tools import timeline
+from shmserve.tools.timeline import Collected, Timeline, lanes, summary, text, write
 from tests.support.clients.trace_events import check
 
 US = 1000
@@ -138,7 +135,7 @@ def test_calls_and_further_runs_of_a_request() -> None:
     found = events(collected(batch(8, (10, 10, 20, 20), request(1, 5)), batch(9, (30, 30, 40, 40), request(1, 5))))
     assert [(event["ts"], event["dur"]) for event in found if event["name"] == "request 1"] == [(0, 5), (15, 10)]
     assert events(collected()) == []
-    assert set(trace_events.REASONS) == {reason.value for reason in Reason}
+    assert set(timeline.REASONS) == {reason.value for reason in Reason}
 
 
 def test_what_exceeds_the_limit_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,10 +145,10 @@ def test_what_exceeds_the_limit_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     ]
     found = collected(*many, limit=10, left_out=3)
     assert (found.requests, found.left_out, found.missing) == (8, 8, 11)
-    monkeypatch.setattr(trace_events, "lanes", lambda spans: lanes(spans, 3))
-    timeline = Timeline(found)
-    assert timeline.not_shown == 5
-    assert sum(event.get("cat") == "request" for event in check(timeline.events())) == 3
+    monkeypatch.setattr(timeline, "lanes", lambda spans: lanes(spans, 3))
+    made = Timeline(found)
+    assert made.not_shown == 5
+    assert sum(event.get("cat") == "request" for event in check(made.events())) == 3
 
 
 def test_a_request_counts_once_and_over_the_limit_is_left_out_with_its_end() -> None:

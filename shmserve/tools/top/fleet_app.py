@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from textual import on
 
-from shmserve.tools.top.fleet.poller import Fleet
-from shmserve.tools.top.fleet.printed import fleet_summary
-from shmserve.tools.top.fleet.totals import BY_SERVER, FLEET_MODELS, FLEET_TABLES, FleetView, make_fleet_view
+from shmserve.tools.top.fleet_poller import Fleet
+from shmserve.tools.top.fleet_totals import BY_SERVER, FLEET_MODELS, FLEET_TABLES, FleetView, make_fleet_view
 from shmserve.tools.top.panels import wrapped
+from shmserve.tools.top.plain import fleet_summary
 from shmserve.tools.top.screens import Lines
 from shmserve.tools.top.table_view import TableView
 from shmserve.tools.top.tables_app import KEYS_OF_TABLES, TablesApp, keys_line

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.tools.top.columns import MODELS, Column, Table
-from shmserve.tools.top.fleet.poller import Snapshot
+from shmserve.tools.top.fleet_poller import Snapshot
 from shmserve.tools.top.view import NOT_LOADED, Row, View, percentiles
 
 READY, NOT_READY, DRAINING = "READY", "NOT READY", "DRAINING"
