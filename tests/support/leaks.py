@@ -44,8 +44,9 @@ ONCE = (
     # A browser starts it at any time, not as its child; Chromium.close waits for its end.
     "chrome_crashpad_handler",
 )
-PREPARED = "-m shmserve.workers.zygote"
-"""A server has this process from its first worker on."""
+PREPARED = ("-m shmserve.workers.zygote", "-m shmserve.gateway.openai.renderer")
+"""A server has the first of these processes from its first worker on, a gateway the second from its first chat with a
+template on."""
 BROWSER = " --headless"
 """A browser starts and ends processes at any time. Those that survive it are found as orphans."""
 LISTED = Path(f"/proc/self/task/{os.getpid()}/children").exists()
@@ -164,7 +165,8 @@ def _processes() -> Generator[Thing, None, None]:
 
 def _process(pid: int, parent: int, state: str, _: int, started: int) -> Generator[Thing, None, None]:
     command = _command(pid)
-    if not any(part in command for part in ONCE) and not (parent != os.getpid() and PREPARED in command):
+    prepared = parent != os.getpid() and any(part in command for part in PREPARED)
+    if not prepared and not any(part in command for part in ONCE):
         what = (
             f"zombie {pid}, never waited for by {parent}: {_command(parent)}"
             if state == "Z"

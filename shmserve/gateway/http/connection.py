@@ -116,18 +116,16 @@ class HttpExchange:
     # ------------------------------------------------------------------------------------ what the request waits for
 
     def work(
-        self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[ServeError], None] | None = None,
-        party: object = None,
-    ) -> None:  # fmt: skip
+        self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[ServeError], None] | None = None
+    ) -> None:
         """Runs `work` in slices that alternate with those of other connections, then calls `then` with its result.
-        Exceptions of `work` go to `failed` if given, and otherwise become the response. `party`: as for
-        `JobTurns.run`."""
+        Exceptions of `work` go to `failed` if given, and otherwise become the response."""
 
         def stopped(error: Exception) -> None:
             (failed or self.fail)(serve_error(error))
 
         self._ticket = None  # the broker has answered: there is nothing to cancel
-        job = self._connection.listener.turns.run(work, then, stopped, party)
+        job = self._connection.listener.turns.run(work, then, stopped)
         if job.running:
             self._job = job
 

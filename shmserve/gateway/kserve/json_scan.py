@@ -12,7 +12,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
-from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
+from shmserve.gateway.limits.turns import SLICE_BYTES
 
 JSON_DEPTH = 100
 QUOTE, COMMA, BACKSLASH, LIST, LIST_END, OPEN, CLOSE, COLON = b'",\\[]{}:'
@@ -105,12 +105,3 @@ class JsonScan:
         inside: Mask = (np.cumsum(quotes, dtype=np.uint8) & 1).astype(bool) ^ self._inside
         self._inside = bool(inside[-1])
         return inside
-
-
-def commas_of(text: bytes) -> SlicedWork[int]:
-    """Number of commas outside of strings."""
-    count = 0
-    for chunk in JsonScan(text, 0, len(text)).slices():
-        count += int(np.count_nonzero((chunk.data == COMMA) & ~chunk.inside))
-        yield
-    return count

@@ -58,27 +58,20 @@ class Job:
 
 
 class JobTurns:
-    """The jobs of one loop: round robin between parties, then between the jobs of a party."""
+    """The jobs of one loop, round robin."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._parties: dict[object, deque[Job]] = {}
-        """The next party is first. Invariant: each party has jobs."""
+        self._jobs: deque[Job] = deque()
         self._scheduled = False
 
-    def run(
-        self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[Exception], None], party: object = None
-    ) -> Job:
-        """Runs the first slice at once, so a job of one slice costs no iteration. `party` None: the job is its own
-        party."""
+    def run(self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[Exception], None]) -> Job:
+        """Runs the first slice at once, so a job of one slice costs no iteration."""
         job = Job(work, then, failed)
         if job.step():
-            self._add(job if party is None else party, job)
+            self._jobs.append(job)
             self._schedule()
         return job
-
-    def _add(self, party: object, job: Job) -> None:
-        self._parties.setdefault(party, deque()).append(job)
 
     def _schedule(self) -> None:
         if not self._scheduled:
@@ -87,15 +80,11 @@ class JobTurns:
 
     def _turn(self) -> None:
         self._scheduled = False
-        party = next(iter(self._parties))
-        jobs = self._parties.pop(party)
-        job = jobs.popleft()
-        if jobs:
-            self._parties[party] = jobs  # behind the others
-        if self._parties:
+        job = self._jobs.popleft()
+        if self._jobs:
             self._schedule()  # before the step, since a callback in it may raise
         if job.step():
-            self._add(party, job)
+            self._jobs.append(job)
             self._schedule()
 
 

@@ -171,12 +171,12 @@ class OpenAiRequests:
             )
         tools = None if request.tool_choice == "none" else request.tools
         arguments = inputs.template_arguments(request)
-        values = template_values(request.messages, tools, arguments, model.parameters)
-
-        exchange.work(
-            self._templates.render(exchange.address, template, values, len(_encode(values))),
+        values = _encode(template_values(request.messages, tools, arguments, model.parameters))
+        self._templates.render(
+            exchange,
+            template,
+            values,
             lambda text: then([inputs.text_tensor(model, models.PROMPT, text.encode())]),
-            party=(exchange.address, model.name),
         )
 
     def _generate(

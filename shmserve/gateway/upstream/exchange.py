@@ -63,11 +63,7 @@ class Exchange(Protocol):
     def watch(self, viewer: Watcher, resume: Callable[[], None] | None = None) -> None: ...
 
     def work(
-        self,
-        work: SlicedWork[Any],
-        then: Callable[[Any], None],
-        failed: Callable[[ServeError], None] | None = None,
-        party: object = None,
+        self, work: SlicedWork[Any], then: Callable[[Any], None], failed: Callable[[ServeError], None] | None = None
     ) -> None: ...
 
     def answer(

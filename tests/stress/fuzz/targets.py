@@ -14,15 +14,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
+
 from bench.hostile.packets import PacketGenerator
-from shmserve.errors import ProtocolError, ServeError
+from shmserve.errors import InvalidRequest, ProtocolError, ServeError
 from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.http import bodies, heads
 from shmserve.gateway.kserve import generate
 from shmserve.gateway.kserve import plans as kserve
 from shmserve.gateway.kserve.plans import RequestOptions
 from shmserve.gateway.openai import bodies as openai_bodies
-from shmserve.gateway.openai import inputs, models, templates
+from shmserve.gateway.openai import inputs, models, renderer, templates
 from shmserve.gateway.upstream import documents
 from shmserve.protocol import codec as wire
 from shmserve.protocol import messages, worker_messages
@@ -60,7 +62,6 @@ _LANGUAGE_MODEL = {
     "output": [{"name": "text_output", "data_type": "TYPE_STRING", "dims": ["-1"]}],
 }
 _TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls | tojson }}{% endfor %}{{ tools }}"
-_RENDERER = templates.TemplateRenderer()
 BACKENDS = ("identity", "python", "onnxruntime")
 
 
@@ -133,7 +134,8 @@ def _openai(action: str, body: bytes) -> None:
         inputs.chat_tensors(model, chat)
         inputs.SamplingInputs(model, inputs.sampling_of(model, chat, None), RequestOptions("1"), 2).options(1)
         values = templates.template_values(chat.messages, chat.tools, inputs.template_arguments(chat), model.parameters)
-        _RENDERER.render(_TEMPLATE, values)
+        with suppress(InvalidRequest):
+            renderer.render(_TEMPLATE, msgspec.json.decode(msgspec.json.encode(values)))
     else:
         request = openai_bodies.embedding(body)
         openai_bodies.texts_or_tokens("input", request.input, openai_bodies.TEXTS)

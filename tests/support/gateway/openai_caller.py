@@ -54,7 +54,7 @@ class OpenAiCaller:
         self.ended = True
         self.sent.append(last)
 
-    def work(self, work: Any, then: Any, failed: Any = None, party: Any = None) -> None:
+    def work(self, work: Any, then: Any, failed: Any = None) -> None:
         self.jobs.run(work, then, failed or self.fail)
 
     def hold(self, size: int) -> None:

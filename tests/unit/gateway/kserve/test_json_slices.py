@@ -331,8 +331,8 @@ class Turns:
             yield
         return name
 
-    def run(self, name: str, then: Any = None, failed: Any = print, party: str | None = None) -> Any:
-        return self.turns.run(self.work(name), then or self.done.append, failed, party)
+    def run(self, name: str, then: Any = None, failed: Any = print) -> Any:
+        return self.turns.run(self.work(name), then or self.done.append, failed)
 
     def run_all(self) -> None:
         """Runs the loop: one slice in each iteration."""
@@ -356,15 +356,6 @@ def test_one_slice_runs_per_loop_iteration() -> None:
     made.run("a", lambda _: made.run("b"))
     made.run_all()
     assert made.log == ["a", "a", "a", "b", "b", "b"], "work that other work starts takes turns too"
-
-
-def test_the_jobs_of_a_party_share_a_turn() -> None:
-    made = Turns()
-    for name, party in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("c", None)):
-        made.run(name, party=party)
-    made.log.clear()
-    made.run_all()
-    assert made.log == ["a1", "b1", "c", "a2", "b1", "c", "a3", "a1", "a2", "a3"]
 
 
 def test_failed_work_does_not_affect_other_work() -> None:

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.errors import InvalidRequest, ServeError, Unsupported
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import ShareExceeded
-from shmserve.gateway.limits.turns import SLICE_BYTES, JobTurns
-from shmserve.gateway.openai import templates
+from shmserve.gateway.openai import renderer, templates
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.templates import ChatTemplates, TemplateRenderer, template_values
+from shmserve.gateway.openai.templates import ChatTemplates, template_values
 from tests.support.gateway.language_models import ENDLESS
-from tests.support.gateway.manual_loop import ManualLoop
-from tests.support.gateway.sliced_work import finished, slices_of
 
 pytest.importorskip("jinja2")
-ADDRESS = "192.0.2.1"
 
 
 def render(template: str, messages: list[dict[str, Any]], tools: Any = None, **arguments: Any) -> str:
     values = template_values(messages, tools, arguments, {"bos_token": "<s>", "other": "secret"})
-    return finished(ChatTemplates(Budget(1 << 30)).render(ADDRESS, template, values, 0))
+    return renderer.render(template, json.loads(json.dumps(values)))
 
 
 ROLES = """\
@@ -64,16 +62,6 @@ def test_values() -> None:
     assert messages[0]["content"] != "a\nb", "the request is not changed"
 
 
-def test_the_values_in_arguments_of_tool_calls_are_counted_before_they_are_decoded() -> None:
-    calls = [{"function": {"name": "f", "arguments": json.dumps([[]] * count)}} for count in (100_000, 31_073)]
-    with pytest.raises(BadParameter, match="have 131073 values; the limit is 131072"):
-        render("", [{"role": "assistant", "tool_calls": calls}])
-    values = template_values([{"role": "assistant", "tool_calls": calls[:1]}], None, {}, {})
-    assert values["messages"][0]["tool_calls"] == calls[:1], "not before the size of the messages is checked"
-    size = len(calls[0]["function"]["arguments"])
-    assert slices_of(templates.with_objects(values)) >= size // SLICE_BYTES
-
-
 @pytest.mark.parametrize("part", [{"type": "image_url"}, {"type": "text"}, {"type": "text", "text": 1}, "a", None])
 def test_parts_that_are_not_text(part: Any) -> None:
     with pytest.raises(BadParameter, match="has a part that is not a text"):
@@ -109,80 +97,106 @@ MACROS = """\
 
 
 def test_iterators_of_filters_macros_and_recursive_loops() -> None:
-    """As in templates that are not coroutines."""
     messages = [{"role": role} for role in ("user", "system", "user")]
     assert render(ITERATORS, messages) == "True system,user,user 1/2 2/2 1"
     assert render(MACROS, []) == "1,,2,3,,,<210>"
 
 
-@pytest.mark.parametrize("template", [
-    ENDLESS,
-    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-    "{% for i in range(99999) %}{{ range(99999) | map('string') | list | length }}{% endfor %}",
-])  # fmt: skip
-def test_the_time_of_templates_without_text_is_bounded(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "SECONDS", 0.02)
-    with pytest.raises(InvalidRequest, match=r"refuses the messages: it takes more than 0\.02 seconds"):
-        render(template, [])
+# ---------------------------------------------------------------------------------------- processes
 
 
-@pytest.mark.parametrize(("template", "text"), [
-    ("{% for i in range(100) %}{% endfor %}", ""),
-    ("{% for i in range(100) if false %}{% endfor %}", ""),
-    ("{% for i in range(100) if i % 50 == 0 %}{{ loop.index }}={{ i }};{% else %}none{% endfor %}", "1=0;2=50;"),
-    ("{{ range(100) | select('gt', 98) | join }}", "99"),
-])  # fmt: skip
-def test_a_template_may_pause_at_each_item(template: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even at items that a condition leaves out."""
-    monkeypatch.setattr(templates, "SLICE_SECONDS", 0.0)
-    found = list[str]()
+class Chat:
+    """The exchange of a chat. `result`: the prompt or the error."""
 
-    def rendering() -> Iterator[None]:
-        found.append((yield from TemplateRenderer().render(template, {})))
+    def __init__(
+        self, made: ChatTemplates, template: str, caller: str = "a", messages: Any = (), size: int = 0
+    ) -> None:
+        self.address = caller
+        self.result: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.watcher: Any = None
+        exchange: Any = self
+        values = json.dumps({"messages": messages}).ljust(size).encode()
+        made.render(exchange, template, values, self.result.set_result)
 
-    assert len(list(rendering())) == 100
-    assert found == [text]
+    def payer(self) -> Any:
+        return SimpleNamespace(caller=self.address)
+
+    def watch(self, watcher: Any) -> None:
+        self.watcher = watcher
+
+    def fail(self, error: ServeError) -> None:
+        self.result.set_exception(error)
+
+
+def run(work: Callable[[ChatTemplates], Awaitable[None]], budget: Budget | None = None) -> None:
+    async def main() -> None:
+        made = ChatTemplates(budget or Budget(1 << 30))
+        try:
+            await work(made)
+        finally:
+            await made.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
+MESSAGES = [{"content": letter} for letter in "abc"]
 
 
-def test_a_template_that_loops_does_not_delay_the_chats_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither chats of another model nor those of another caller are delayed, however many slow ones there are."""
-    monkeypatch.setattr(templates, "SLICE_SECONDS", 0.0)  # each iteration is a slice
-    loop: Any = ManualLoop()
-    turns, found, made = JobTurns(loop), list[str](), ChatTemplates(Budget(1000))
-    slow = [
-        turns.run(made.render("192.0.2.9", ENDLESS, {}, 1), found.append, failed, ("192.0.2.9", "slow"))
-        for _ in range(50)
-    ]
-    values = {"messages": [{"content": letter} for letter in "abc"]}
-    for address, model in (("192.0.2.9", "fast"), (ADDRESS, "fast"), (ADDRESS, "slow")):
-        turns.run(made.render(address, CHAT, values, 1), found.append, failed, (address, model))
-    for _ in range(4 * 3):  # of the four parties, three have three slices after the first
-        loop.iterate()
-    assert found == ["abc"] * 3
-    assert all(job.running for job in slow)
-    for job in slow:
-        job.cancel()
+def test_a_template_runs_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that loops or needs too much memory is ended with its process, and the next chat is rendered."""
+    monkeypatch.setattr(templates, "SECONDS", 2.0)
+
+    async def work(made: ChatTemplates) -> None:
+        with pytest.raises(InvalidRequest, match="refuses the messages: it takes more than 2 seconds"):
+            await Chat(made, ENDLESS).result
+        with pytest.raises(InvalidRequest, match=r"refuses the messages: (MemoryError|its process has ended)"):
+            await Chat(made, "{{ 'x' * 3000000000 }}").result
+        assert await Chat(made, CHAT, messages=MESSAGES).result == "abc"
+        with pytest.raises(Unsupported, match="template of the model is invalid"):
+            await Chat(made, "{% for %}").result
+
+    run(work)
 
 
-def failed(error: Exception) -> None:
-    raise error
+def test_a_template_that_loops_does_not_delay_the_chats_of_other_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller has one process, however many chats it sends. If the processes are not enough for the callers, a
+    template that loops loses its own."""
+    monkeypatch.setattr(templates, "PROCESSES", 2)
+    monkeypatch.setattr(templates, "SECONDS", 3600.0)
+    monkeypatch.setattr(templates, "FAIR_SECONDS", 0.1)
+
+    async def work(made: ChatTemplates) -> None:
+        first, *more = [Chat(made, ENDLESS, "slow") for _ in range(5)]
+        assert await Chat(made, CHAT, "b", MESSAGES).result == "abc"
+        assert not first.result.done()
+        other = Chat(made, ENDLESS, "other")
+        last = Chat(made, CHAT, "b", MESSAGES)
+        with pytest.raises(InvalidRequest, match=r"more than 0\.1 seconds while other callers wait"):
+            await first.result
+        for chat in (*more, other):
+            chat.watcher.disconnected()
+        assert await last.result == "abc"
+
+    run(work)
 
 
-def test_cancelled_and_failed_templates_release_their_share() -> None:
-    budget = Budget(60)
-    made = ChatTemplates(budget)
-    work = made.render(ADDRESS, ENDLESS, {}, 10)
-    next(work)
-    assert budget.held == 10
-    with pytest.raises(ShareExceeded, match="10 bytes of messages wait for their chat templates; 10 more would exceed"):
-        next(made.render(ADDRESS, "a", {}, 10))
-    assert finished(made.render("192.0.2.2", "a", {}, 10)) == "a", "the share of another address"
-    work.close()
-    with pytest.raises(Unsupported):
-        finished(made.render(ADDRESS, "{% for %}", {}, 10))
-    assert budget.held == 0
-    with pytest.raises(BadParameter, match="4194305 bytes of JSON; the limit for a chat template is 4194304"):
-        next(made.render("", "", {}, (4 << 20) + 1))
+def test_finished_and_failed_templates_release_their_share() -> None:
+    budget = Budget(600)
+
+    async def work(made: ChatTemplates) -> None:
+        first = Chat(made, CHAT, size=100)
+        assert budget.held == 100
+        with pytest.raises(ShareExceeded, match="100 bytes of messages wait for their chat templates; 500 more would"):
+            Chat(made, CHAT, size=500)
+        other, gone = Chat(made, CHAT, "b", size=100), Chat(made, "{% for %}", "c", size=100)
+        gone.watcher.disconnected()
+        assert [await first.result, await other.result] == ["", ""]
+        with pytest.raises(BadParameter, match="4194305 bytes of JSON; the limit for a chat template is 4194304"):
+            Chat(made, CHAT, size=(4 << 20) + 1)
+        with pytest.raises(Unsupported):
+            await Chat(made, "{% for %}", "c", size=100).result
+        assert budget.held == 0
+        assert not gone.result.done()
+
+    run(work, budget)
