@@ -159,8 +159,8 @@ OPTIONS = (
     _switch(METRICS, "allow-metrics", True, "enable the Prometheus endpoint"),
     _port(METRICS, "metrics-port", 8002, "Prometheus port"),
     _text(METRICS, "metrics-address", "ADDRESS", "address of the Prometheus listener", shown="as --http-address"),
-    _text(ACCESS, "trusted-proxies", "NETWORK,NETWORK", "reverse proxies, such as 10.0.0.0/8, whose X-Forwarded-For or "
-          "Forwarded names the caller", shown="none"),
+    _text(ACCESS, "trusted-proxies", "NETWORK,NETWORK", "proxies, such as 10.0.0.0/8, whose PROXY header, "
+          "X-Forwarded-For or Forwarded names the caller", shown="none"),
     _share("connection", "connection"),
     _share("address", "address (behind a reverse proxy, all callers share one, unless --trusted-proxies names it)"),
     _share("token", "token or ZeroMQ key"),

@@ -282,9 +282,10 @@ def _chunk(data: bytes) -> bytes:
 
 
 class HttpConnection(FairReader, asyncio.BufferedProtocol):
-    """`exchange`: the request whose head was read last, until its response is sent."""
+    """`exchange`: the request whose head was read last, until its response is sent. `client`: the client's address, if
+    a PROXY header named it."""
 
-    def __init__(self, listener: HttpListener, handler: RequestHandler) -> None:
+    def __init__(self, listener: HttpListener, handler: RequestHandler, client: str = "") -> None:
         super().__init__()
         self.listener = listener
         self.exchange: HttpExchange | None = None
@@ -300,7 +301,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         self._handler = handler
         self._backlog = listener.backlog
         self._rest = b""
-        self.address = ""
+        self.address = client
         """The client's address."""
         self._sink: ReceiveBuffer | None = None
         self._sinks: list[ReceiveBuffer] = []
@@ -323,10 +324,9 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
-        address = peer_address(transport)
-        self.address = address
-        self.shares = self.listener.shares.connect(address)
-        self.account = self.listener.budget.account(address)
+        self.address = self.address or peer_address(transport)
+        self.shares = self.listener.shares.connect(self.address)
+        self.account = self.listener.budget.account(self.address)
         if not self.listener.enter(self):
             self._refuse(503, "too many connections; --http-max-connections of the gateway is the limit")
             transport.close()

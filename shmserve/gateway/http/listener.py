@@ -18,12 +18,12 @@ from shmserve.gateway.upstream.link import GatewayLink
 
 
 class HttpListener(Callers):
-    """`connect` makes the asyncio protocol of a new connection. `routes`: the paths that it serves. `end_streams`: ends
+    """`connect`: as for `Callers`. `routes`: the paths that it serves. `end_streams`: ends
     the event streams of the page, so that access is checked again."""
 
     def __init__(
-        self, connect: Callable[[HttpListener], Any], link: GatewayLink, limits: HttpLimits, access: EndpointAccess,
-        routes: RouteTable, forward: HeaderParameters | None, budget: Budget | None,
+        self, connect: Callable[[HttpListener, str], Any], link: GatewayLink, limits: HttpLimits,
+        access: EndpointAccess, routes: RouteTable, forward: HeaderParameters | None, budget: Budget | None,
         end_streams: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         super().__init__(

@@ -33,6 +33,6 @@ def make_listener(
     routes = METRICS_ROUTES if metrics else API_ROUTES if openai else KSERVE_ROUTES
     headers = HeaderParameters(forward, lambda: link.session.wants_trace_context)
     return HttpListener(
-        lambda made: HttpConnection(made, requests), link, limits, access, routes, headers, budget,
+        lambda made, client: HttpConnection(made, requests, client), link, limits, access, routes, headers, budget,
         feed.end if feed is not None else lambda: None,
     )  # fmt: skip

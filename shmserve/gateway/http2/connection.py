@@ -25,9 +25,12 @@ buffer."""
 
 
 class Http2Connection(FairReader, asyncio.BufferedProtocol):
-    def __init__(self, listener: RpcListener) -> None:
+    """`client`: the client's address, if a PROXY header named it."""
+
+    def __init__(self, listener: RpcListener, client: str = "") -> None:
         super().__init__()
         self._listener = listener
+        self._client = client
         self._core: Http2 | None = None
         self._filling = False
         self._scheduled = False
@@ -39,7 +42,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         if not self._listener.enter(self):
             transport.abort()
             return
-        self._core = Http2(self._listener, peer_address(transport), self._wake)
+        self._core = Http2(self._listener, self._client or peer_address(transport), self._wake)
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -21,10 +21,10 @@ DEADLINE_S = 0.02
 
 
 class RpcListener(Callers):
-    """`connect` makes the asyncio protocol of a new connection. `stopped` is called once no new calls are accepted."""
+    """`connect`: as for `Callers`. `stopped` is called once no new calls are accepted."""
 
     def __init__(
-        self, connect: Callable[[RpcListener], Any], loop: asyncio.AbstractEventLoop, application: Application,
+        self, connect: Callable[[RpcListener, str], Any], loop: asyncio.AbstractEventLoop, application: Application,
         limits: Http2Limits, stopped: Callable[[], None] = lambda: None, budget: Budget | None = None,
         shares: Shares | None = None, turns: JobTurns | None = None, reads: ReadTurns | None = None,
         backlog: InputBacklog | None = None,

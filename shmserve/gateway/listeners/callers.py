@@ -13,6 +13,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -95,12 +96,12 @@ class ConnectionLimits(Struct, frozen=True):
 
 
 class Callers:
-    """`connect` makes the asyncio protocol of a new connection. `turn_s`: period of the slow clock. `budget`: bounds
-    bodies and unsent responses."""
+    """`connect` makes the asyncio protocol of a new connection, from this object and the address of the client, if a
+    PROXY header names it. `turn_s`: period of the slow clock. `budget`: bounds bodies and unsent responses."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, connect: Callable[[Any], Any], limits: ConnectionLimits, turn_s: float,
-        budget: Budget, shares: Shares, turns: JobTurns | None = None, reads: ReadTurns | None = None,
+        self, loop: asyncio.AbstractEventLoop, connect: Callable[[Any, str], Any], limits: ConnectionLimits,
+        turn_s: float, budget: Budget, shares: Shares, turns: JobTurns | None = None, reads: ReadTurns | None = None,
         backlog: InputBacklog | None = None,
     ) -> None:  # fmt: skip
         self.loop = loop
@@ -121,10 +122,10 @@ class Callers:
         self._read_turns = math.ceil(limits.read_timeout_s / turn_s)
         self._connections: set[CallerConnection] = set()
         self.evicted = 0
-        self._connect = lambda: connect(self)
+        self._connect = partial(connect, self)
         self._server: asyncio.Server | None = None
         self._handshakes: Handshakes | None = None
-        """Only with TLS."""
+        """Only with TLS or PROXY headers."""
         self._empty = asyncio.Event()
         self._last_call: asyncio.TimerHandle | None = None
         """Set by `give_up`: closes the connections that are left."""
@@ -134,15 +135,17 @@ class Callers:
     async def open(self, address: str, port: int, share: bool, tls: ssl.SSLContext | None = None) -> int:
         """Listens, and returns the port. `share`: other processes may also listen on the port, and the kernel
         distributes clients."""
+        proxies = self.shares.bounds.proxies
+        plain = tls is None and not proxies
         server = await self.loop.create_server(
-            self._connect, address, port, reuse_port=share or None, backlog=BACKLOG, start_serving=tls is None
+            partial(self._connect, ""), address, port, reuse_port=share or None, backlog=BACKLOG, start_serving=plain
         )
         bound_port: int = server.sockets[0].getsockname()[1]
-        if tls is None:
+        if plain:
             self._server = server
             return bound_port
         patience_s = min(self._limits.read_timeout_s, HANDSHAKE_S)
-        self._handshakes = Handshakes(self.loop, self._connect, tls, patience_s, _GOODBYE_S, self._room)
+        self._handshakes = Handshakes(self.loop, self._connect, tls, patience_s, _GOODBYE_S, self._room, proxies)
         for bound in server.sockets:
             listening = socket.socket(fileno=os.dup(bound.fileno()))
             listening.listen(BACKLOG)
@@ -161,19 +164,23 @@ class Callers:
         return len(self._connections)
 
     def _room(self) -> int:
-        """Maximum number of connections in the TLS handshake."""
+        """Maximum number of connections in the handshake."""
         return self._limits.connections - len(self._connections)
 
     def metrics(self, protocol: str, answers: str, label: str) -> str:
         """`answers`: the help text for the counter of responses. `label`: the name of its status label."""
         name = protocol.lower()
-        handshakes = self._handshakes.count if self._handshakes is not None else 0
+        handshakes, refused = 0, 0
+        if self._handshakes is not None:
+            handshakes, refused = self._handshakes.count, self._handshakes.refused_headers
         counts = {f'{label}="{status:d}"': count for status, count in sorted(self.answers.items())}
         opened = f"Open {protocol} connections, including those in the TLS handshake"
         evicted = f"Idle {protocol} connections closed to make room for new ones"
+        headers = f"{protocol} connections closed for a PROXY header that was malformed or came from no trusted proxy"
         return (
             family(f"{name}_connections", "gauge", opened, {"": self.connections + handshakes})
             + family(f"{name}_connections_evicted_total", "counter", evicted, {"": self.evicted})
+            + family(f"{name}_proxy_headers_refused_total", "counter", headers, {"": refused})
             + family(f"{name}_answers_total", "counter", f"{answers}, by status", counts)
         )
 

@@ -1,8 +1,10 @@
-"""Connections of a TLS listener until their handshake is done.
+"""Connections of a listener until their handshake is done: the header of the PROXY protocol, if a trusted proxy sends
+one, and TLS.
 
-A handshake costs about a millisecond of the event loop, so hundreds at once would stall every other client. Therefore
-only one is started per iteration of the loop, round robin between addresses, and their number is bounded. A connection
-whose client has sent nothing yet costs no handshake.
+A TLS handshake costs about a millisecond of the event loop, so hundreds at once would stall every other client.
+Therefore only one is started per iteration of the loop, round robin between addresses, and their number is bounded. A
+connection whose client has sent nothing yet costs no handshake. A PROXY header stays in the socket until it is
+complete, so it costs no memory. From then on, the connection counts for the client that the header names.
 
 Invariant: `arrivals` holds every accepted connection until its handshake has ended, so that they can be counted.
 """
@@ -16,9 +18,12 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 
 from shmserve.gateway.limits.caller_shares import network_of
+from shmserve.gateway.limits.proxies import TrustedProxies
+from shmserve.gateway.listeners.proxy_header import HEADER_BYTES, BadProxyHeader, client_in, size_of
 
 log = logging.getLogger("shmserve.gateway")
 
@@ -41,11 +46,18 @@ _RETRY_S = 1.0
 class Arrival:
     """A connection whose handshake has not ended."""
 
-    __slots__ = ("address", "sock", "started", "task", "timer")
+    __slots__ = ("address", "client", "peer", "seen", "sock", "started", "task", "timer")
 
-    def __init__(self, sock: socket.socket, address: str) -> None:
+    def __init__(self, sock: socket.socket, peer: str, seen: int | None) -> None:
         self.sock = sock
-        self.address = address
+        self.peer = peer
+        """Address of the other end of the socket."""
+        self.client = ""
+        """Address of the client, if a PROXY header names it."""
+        self.address = network_of(peer) or peer
+        """The key by which it is counted."""
+        self.seen = seen
+        """Number of bytes in the socket, of what may be a PROXY header. None: none is expected any more."""
         self.started = 0.0
         self.timer: asyncio.TimerHandle | None = None
         """Runs until the handshake is started."""
@@ -67,11 +79,13 @@ class AddressHandshakes:
 
 
 class Handshakes:
-    """`made` makes the asyncio protocol of a connection. `room`: maximum number of connections in the handshake."""
+    """`made` makes the asyncio protocol of a connection, from the address that a PROXY header names. `tls`: None for a
+    listener without TLS. `room`: maximum number of connections in the handshake. `proxies`: those that may send PROXY
+    headers; if there are none, no header is expected."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, made: Callable[[], asyncio.BaseProtocol], tls: ssl.SSLContext,
-        patience_s: float, goodbye_s: float, room: Callable[[], int],
+        self, loop: asyncio.AbstractEventLoop, made: Callable[[str], asyncio.BaseProtocol], tls: ssl.SSLContext | None,
+        patience_s: float, goodbye_s: float, room: Callable[[], int], proxies: TrustedProxies,
     ) -> None:  # fmt: skip
         self.tls = tls
         """The context for handshakes that start from now on."""
@@ -80,6 +94,9 @@ class Handshakes:
         self._patience_s = patience_s
         self._goodbye_s = goodbye_s
         self._room = room
+        self._proxies = proxies
+        self.refused_headers = 0
+        """Connections closed for their PROXY header."""
         self._listening: list[socket.socket] = []
         self._addresses: dict[str, AddressHandshakes] = {}
         self._waiting: deque[str] = deque()
@@ -123,7 +140,7 @@ class Handshakes:
                 self._loop.remove_reader(listening)
                 self._loop.call_later(_RETRY_S, self._accept_again, listening)
                 return
-            self._arrive(sock, network_of(peer[0]) or peer[0])
+            self._arrive(sock, peer[0])
 
     def _accept_again(self, listening: socket.socket) -> None:
         if listening in self._listening:
@@ -135,14 +152,58 @@ class Handshakes:
             busiest = max(self._addresses.values(), key=_waiting)
             if busiest.arrivals:
                 self._drop(next(iter(busiest.arrivals)))
-        arrival = Arrival(sock, peer)
+        arrival = Arrival(sock, peer, 0 if self._proxies else None)
         self.count += 1
-        self._addresses.setdefault(peer, AddressHandshakes()).arrivals[arrival] = None
-        arrival.timer = self._loop.call_later(self._patience_s, self._drop, arrival)
+        self._addresses.setdefault(arrival.address, AddressHandshakes()).arrivals[arrival] = None
+        arrival.timer = self._loop.call_later(self._patience_s, self._give_up, arrival)
         self._loop.add_reader(sock, self._begun, arrival)
 
+    def _give_up(self, arrival: Arrival) -> None:
+        """Without TLS, a client may stay silent until it has a request."""
+        if self.tls is None and not arrival.seen and arrival not in self._addresses[arrival.address].queue:
+            self._enqueue(arrival)
+        else:
+            self._drop(arrival)
+
     def _begun(self, arrival: Arrival) -> None:
-        """Called when the first bytes, or the end of the connection, have arrived."""
+        """Called when bytes, or the end of the connection, have arrived."""
+        try:
+            if arrival.seen is None or not self._has_header(arrival, arrival.seen):
+                self._enqueue(arrival)
+        except BadProxyHeader as error:
+            self.refused_headers += 1
+            log.debug("closed the connection of %s, which began with a PROXY header: %s", arrival.peer, error)
+            self._drop(arrival)
+        except OSError:  # the client has disconnected
+            self._drop(arrival)
+
+    def _has_header(self, arrival: Arrival, seen: int) -> bool:
+        """True if the connection begins with a PROXY header, or may do so. A complete one is removed from the socket. Of
+        an incomplete one, the loop reports only the arrival of the rest."""
+        start = arrival.sock.recv(HEADER_BYTES, socket.MSG_PEEK)
+        size = size_of(start)
+        if size > len(start) > seen:
+            arrival.seen = len(start)
+            arrival.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+            return True
+        arrival.seen = None
+        arrival.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        if not 0 < size <= len(start):  # the client may have closed its side after the first bytes of something else
+            return False
+        if not self._proxies.trusts(arrival.peer):
+            raise BadProxyHeader("its sender is not one of --trusted-proxies")
+        arrival.client = client_in(arrival.sock.recv(size))
+        if arrival.client:
+            self._count_for(arrival, network_of(arrival.client) or arrival.client)
+        return True
+
+    def _count_for(self, arrival: Arrival, address: str) -> None:
+        del self._addresses[arrival.address].arrivals[arrival]
+        self._forget_unused(arrival.address)
+        arrival.address = address
+        self._addresses.setdefault(address, AddressHandshakes()).arrivals[arrival] = None
+
+    def _enqueue(self, arrival: Arrival) -> None:
         self._loop.remove_reader(arrival.sock)
         queue = self._addresses[arrival.address].queue
         queue[arrival] = None
@@ -167,9 +228,12 @@ class Handshakes:
 
     def _gone(self, arrival: Arrival) -> None:
         self.count -= 1
-        address = self._addresses[arrival.address]
+        self._forget_unused(arrival.address)
+
+    def _forget_unused(self, name: str) -> None:
+        address = self._addresses[name]
         if not address.arrivals and not address.under_way:
-            del self._addresses[arrival.address]
+            del self._addresses[name]
 
     # ------------------------------------------------------------------------------------ handshakes
 
@@ -206,11 +270,11 @@ class Handshakes:
         arrival.task.add_done_callback(lambda _: self._ended(arrival))
 
     async def _shake(self, arrival: Arrival) -> None:
+        limits = {"ssl_handshake_timeout": self._patience_s, "ssl_shutdown_timeout": self._goodbye_s}
         try:
             await self._loop.connect_accepted_socket(
-                self._made, arrival.sock, ssl=self.tls,
-                ssl_handshake_timeout=self._patience_s, ssl_shutdown_timeout=self._goodbye_s,
-            )  # fmt: skip
+                partial(self._made, arrival.client), arrival.sock, ssl=self.tls, **(limits if self.tls else {})
+            )
         except OSError as error:  # caused by the client: no TLS, no valid certificate, too slow, or disconnected
             log.debug("TLS handshake with %s failed: %s", arrival.address, error)
 

@@ -28,7 +28,7 @@ class Connection:
 
 def callers(connections: int) -> Callers:
     loop: Any = SimpleNamespace(call_later=lambda *_: None, call_soon=lambda _: None, time=lambda: 0.0)
-    return Callers(loop, lambda _: None, HttpLimits(connections=connections), 1.0, Budget(), Shares())
+    return Callers(loop, lambda *_: None, HttpLimits(connections=connections), 1.0, Budget(), Shares())
 
 
 def test_a_full_endpoint_closes_the_longest_idle_connections() -> None:
@@ -91,5 +91,5 @@ def test_the_metrics_are_documented() -> None:
     text = endpoint.metrics("HTTP", "", "status") + endpoint.metrics("gRPC", "", "code") + endpoint.shares.metrics()
     names = re.findall("# TYPE (\\S+)", text)
     page = (ROOT / "docs" / "metrics.md").read_text()
-    assert len(names) == 11
+    assert len(names) == 13
     assert not [name for name in names if f"| `{name}` |" not in page]

@@ -1,4 +1,5 @@
-"""TLS handshakes of a listener: few at once, round robin between addresses, and all of them counted.
+"""TLS handshakes of a listener: few at once, round robin between addresses, and all of them counted. Before them, the
+PROXY headers of trusted proxies.
 
 Addresses are those of the loopback network, 127.0.0.1 and following.
 """
@@ -16,6 +17,7 @@ import pytest
 import trustme
 import uvloop
 
+from shmserve.gateway.limits.proxies import TrustedProxies, networks_of
 from shmserve.gateway.listeners.handshakes import ADDRESS_SHARE, MIN_ROOM, UNDER_WAY, Handshakes
 
 uvloop.new_event_loop().close()  # the first loop of a process opens a pipe for signals, which libuv keeps
@@ -23,15 +25,28 @@ MOST = int(UNDER_WAY * ADDRESS_SHARE)
 """Maximum number of concurrent handshakes of one address."""
 
 
+PROXIES = "127.0.3.0/24"
+OF_CLIENT = b"PROXY TCP4 203.0.113.9 127.0.0.1 41000 8000\r\n"
+
+
 class Greeter(asyncio.Protocol):
+    def __init__(self, client: str) -> None:
+        self._client = client
+
     def connection_made(self, transport: Any) -> None:
-        transport.write(b"welcome\n")
+        self._transport = transport
+        transport.write(f"welcome {self._client}".encode().strip() + b"\n")
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(data)
 
 
 class Endpoint:
     """Records for each start of a handshake the number of concurrent ones and the iteration of the loop."""
 
-    def __init__(self, authority: trustme.CA, patience_s: float = 600.0, room: int = 4096) -> None:
+    def __init__(
+        self, authority: trustme.CA, patience_s: float = 600.0, room: int = 4096, proxies: str = "", plain: bool = False
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         authority.issue_cert("localhost").configure_cert(tls)
@@ -40,7 +55,10 @@ class Endpoint:
         self.under_way: list[int] = []
         self.iterations: Counter[int] = Counter()
         self._iteration = 0
-        self.handshakes = Handshakes(self.loop, self._start, tls, patience_s, 5.0, lambda: room)
+        trusted = TrustedProxies(networks_of(proxies))
+        self.handshakes = Handshakes(
+            self.loop, self._start, None if plain else tls, patience_s, 5.0, lambda: room, trusted
+        )
         listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port = listening.getsockname()[1]
         self.handshakes.listen(listening)
@@ -51,10 +69,10 @@ class Endpoint:
         self._iteration += 1
         self._ticking = self.loop.call_soon(self._tick)
 
-    def _start(self) -> Greeter:
+    def _start(self, client: str) -> Greeter:
         self.under_way.append(self.handshakes.under_way)
         self.iterations[self._iteration] += 1
-        return Greeter()
+        return Greeter(client)
 
     async def connect(self, address: str, hello: bool) -> socket.socket:
         """A client that sends at most the first message of a handshake."""
@@ -74,8 +92,9 @@ class Endpoint:
             client.do_handshake()
         return sent.read()
 
-    async def honest(self) -> bytes:
-        caller = await self.connect("127.0.0.1", False)
+    async def honest(self, address: str = "127.0.0.1", header: bytes = b"") -> bytes:
+        caller = await self.connect(address, False)
+        await self.loop.sock_sendall(caller, header)
         read, write = await asyncio.open_connection(sock=caller, ssl=self.client_tls, server_hostname="localhost")
         greeting = await read.readline()
         write.transport.abort()
@@ -182,3 +201,80 @@ async def test_a_client_without_tls_is_disconnected(endpoint: Endpoint) -> None:
     gone.close()
     assert await endpoint.honest() == b"welcome\n"
     await endpoint.until(lambda: endpoint.handshakes.count == 0)
+
+
+async def received(endpoint: Endpoint, caller: socket.socket) -> bytes:
+    """All bytes until the end of the connection."""
+    found = b""
+    try:
+        while data := await endpoint.loop.sock_recv(caller, 4096):
+            found += data
+    except ConnectionResetError:
+        return found
+    return found
+
+
+@on_endpoint(proxies=PROXIES)
+async def test_tls_after_a_proxy_header_is_that_of_the_client_it_names(endpoint: Endpoint) -> None:
+    assert await endpoint.honest("127.0.3.1", OF_CLIENT) == b"welcome 203.0.113.9\n"
+    assert await endpoint.honest("127.0.3.1", b"PROXY UNKNOWN\r\n") == b"welcome\n"
+    assert await endpoint.honest("127.0.3.1") == b"welcome\n", "a proxy need not send the header"
+    assert await endpoint.honest() == b"welcome\n"
+
+
+@on_endpoint(proxies=PROXIES)
+async def test_the_clients_of_a_proxy_share_the_handshakes_like_others(endpoint: Endpoint) -> None:
+    for number in range(2 * UNDER_WAY):
+        caller = await endpoint.connect("127.0.3.1", False)
+        await endpoint.loop.sock_sendall(caller, OF_CLIENT + (endpoint.hello() if number % 2 else b""))
+    await endpoint.until(lambda: endpoint.handshakes.under_way == MOST)
+    other = OF_CLIENT.replace(b"203.0.113.9", b"203.0.113.8")
+    assert await endpoint.honest("127.0.3.1", other) == b"welcome 203.0.113.8\n"
+    assert max(endpoint.under_way) <= MOST + 1, "no client's handshake starts before its first byte"
+
+
+@on_endpoint(proxies=PROXIES, plain=True)
+async def test_a_proxy_header_may_arrive_in_pieces(endpoint: Endpoint) -> None:
+    caller = await endpoint.connect("127.0.3.1", False)
+    for at in range(len(OF_CLIENT)):
+        await endpoint.loop.sock_sendall(caller, OF_CLIENT[at : at + 1])
+        await asyncio.sleep(0)
+    await endpoint.loop.sock_sendall(caller, b"P")
+    assert await endpoint.loop.sock_recv(caller, 100) == b"welcome 203.0.113.9\n"
+    assert await endpoint.loop.sock_recv(caller, 100) == b"P"
+    await endpoint.loop.sock_sendall(caller, b"x")
+    assert await endpoint.loop.sock_recv(caller, 100) == b"x", "the socket reports each byte again"
+
+
+@on_endpoint(proxies=PROXIES, plain=True)
+async def test_clients_without_tls_are_let_in_with_their_first_bytes(endpoint: Endpoint) -> None:
+    for address, sent in (("127.0.0.1", b"POST"), ("127.0.3.1", b"POST"), ("127.0.0.1", b"PRO"), ("127.0.3.1", b"")):
+        caller = await endpoint.connect(address, False)
+        await endpoint.loop.sock_sendall(caller, sent)
+        caller.shutdown(socket.SHUT_WR)
+        assert await received(endpoint, caller) == b"welcome\n" + sent
+    assert endpoint.handshakes.refused_headers == 0
+    await endpoint.until(lambda: endpoint.handshakes.count == 0)
+
+
+@on_endpoint(proxies=PROXIES, plain=True)
+async def test_headers_that_are_malformed_or_of_other_senders_end_the_connection(endpoint: Endpoint) -> None:
+    for count, (address, header) in enumerate(
+        [("127.0.0.1", OF_CLIENT), ("127.0.3.1", b"PROXY TCP4\r\n"), ("127.0.3.1", b"PROXY " + b"x" * 200)], 1
+    ):
+        caller = await endpoint.connect(address, False)
+        await endpoint.loop.sock_sendall(caller, header)
+        assert await received(endpoint, caller) == b""
+        assert endpoint.handshakes.refused_headers == count
+    assert endpoint.handshakes.count == 0
+    assert endpoint.under_way == []
+
+
+@on_endpoint(proxies=PROXIES, plain=True, patience_s=0.05)
+async def test_an_incomplete_header_times_out_but_silence_does_not(endpoint: Endpoint) -> None:
+    slow, silent, named = [await endpoint.connect("127.0.3.1", False) for _ in range(3)]
+    await endpoint.loop.sock_sendall(slow, OF_CLIENT[:20])
+    await endpoint.loop.sock_sendall(named, OF_CLIENT)
+    assert await received(endpoint, slow) == b""
+    assert await endpoint.loop.sock_recv(silent, 100) == b"welcome\n"
+    assert await endpoint.loop.sock_recv(named, 100) == b"welcome 203.0.113.9\n"
