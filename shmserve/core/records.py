@@ -26,6 +26,7 @@ from shmserve.core.service.scaler import Scaler
 from shmserve.core.service.slots import SequenceSlots
 from shmserve.core.service.validation import CheckedForm, Checker
 from shmserve.core.states import InstanceState, RequestState, SequenceState, VersionState, move
+from shmserve.core.stats.callers import CallerCount, CallerCounts
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.stats.statistics import Statistics
 from shmserve.protocol.messages import (
@@ -211,6 +212,7 @@ class Caller(Struct, eq=False):
     name: str
     number: int
     user: str
+    count: CallerCount
     in_flight: int = 0
     bytes: int = 0
     """Bytes inside the messages of its requests in flight."""
@@ -218,13 +220,21 @@ class Caller(Struct, eq=False):
     def enter(self, count: int, inline: int) -> None:
         self.client.callers[self.name] = self
         self.in_flight += count
+        self.count.in_flight += count
         self.bytes += inline
 
     def leave(self, inline: int) -> None:
         self.in_flight -= 1
+        self.count.in_flight -= 1
         self.bytes -= inline
         if not self.in_flight:
             del self.client.callers[self.name]
+
+    def finish(self, inline: int, ns: int) -> None:
+        """One of its requests has ended, so long after it arrived."""
+        self.count.requests += 1
+        self.count.request_ns += ns
+        self.leave(inline)
 
 
 class ClientState(Struct, eq=False):
@@ -269,6 +279,8 @@ class ClientState(Struct, eq=False):
     callers: dict[str, Caller] = {}
     """Those with requests in flight."""
     callers_seen: int = 0
+    caller_counts: CallerCounts = field(default_factory=CallerCounts)
+    """Those of the server."""
 
     def payer(self, name: str) -> Payer:
         """Who pays for a request that names this caller; "": the client itself."""
@@ -277,8 +289,10 @@ class ClientState(Struct, eq=False):
         found = self.callers.get(name)
         if found is None:
             self.callers_seen += 1
-            user = f"{self.user} {name}" if self.granted & FORWARD else self.user
-            found = Caller(self, name, -(self.number << 32) - self.callers_seen, user)
+            whole, trusted = f"{self.user} {name}", self.granted & FORWARD
+            number = -(self.number << 32) - self.callers_seen
+            count = self.caller_counts.of(name if trusted else whole)
+            found = Caller(self, name, number, whole if trusted else self.user, count)
         return found
 
     @property
@@ -290,6 +304,9 @@ class ClientState(Struct, eq=False):
 
     def leave(self, inline: int) -> None:
         """See `enter`."""
+
+    def finish(self, inline: int, ns: int) -> None:
+        """Only callers of gateways are counted."""
 
     def has_placed(self, handle: Handle) -> bool:
         """Was this output placed in the client's own memory, as it requested? Such outputs are not holds."""

@@ -25,6 +25,7 @@ from shmserve.core.owners.rate_limiter import Limiter
 from shmserve.core.owners.run import Runs
 from shmserve.core.records import CallingWorker, ClientState, Instance, Key, Request, Sequence, Version
 from shmserve.core.states import RequestState, SequenceState, VersionState
+from shmserve.core.stats.callers import CallerCounts
 from shmserve.core.traffic import ALIAS, Shadow, Split, Traffic
 from shmserve.errors import InvalidRequest, NotFound
 
@@ -66,6 +67,7 @@ class State:
         self.now = 0
         """Time of the current turn."""
         self.clients: dict[int, ClientState] = {}
+        self.caller_counts = CallerCounts()
         self.models: dict[str, Model] = {}
         self.ready: dict[str, Version] = {}
         """Model name or alias -> the version for requests that do not name one."""

@@ -605,8 +605,8 @@ FAULTS = (
     Fault(
         "any client may name callers that count like users",
         "shmserve/core/records.py",
-        "if self.granted & FORWARD else self.user",
-        "if name else self.user",
+        "whole if trusted else self.user",
+        "whole if name else self.user",
     ),
     Fault(
         "a caller is never forgotten",

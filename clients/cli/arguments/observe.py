@@ -35,13 +35,16 @@ def add_models(commands: Any) -> None:
 
 def add_stats(commands: Any) -> None:
     examples = "  shmserve stats\n  shmserve stats mlp --watch 2\n  shmserve stats mlp --json\n"
-    examples += "  shmserve stats --prometheus\n"
+    examples += "  shmserve stats --prometheus\n  shmserve stats --callers\n"
     about = "show statistics: requests, batches, queue times and compute times"
     command = add_server_command(commands, "stats", "status", about, examples)
     add_model(command, "?")
     add_version(command)
     text = "print all metrics in the Prometheus format"
     command.add_argument("--prometheus", action="store_true", help=text)
+    command.add_argument(
+        "--callers", action="store_true", help="show the callers of gateways that take most, for operators"
+    )
     add_output(command, watch=True)
 
 

@@ -217,8 +217,45 @@ def stats(args: argparse.Namespace) -> int:
         with connected(args) as client:
             print(client.metrics(), end="")
         return 0
+    if args.callers and (args.model or args.version):
+        raise Misuse("--callers covers the whole server and cannot be combined with a model")
     with connected(args) as client:
+        if args.callers:
+            return output(args, lambda: {"caller_stats": callers_of(client.activity())}, callers_text)
         return output(args, lambda: client.statistics(args.model, args.version), stats_text)
+
+
+CALLERS = (
+    Column("number", right=True),
+    Column("caller", free=True),
+    Column("queued", right=True, style=nonzero(WARN)),
+    Column("in flight", right=True),
+    Column("requests", right=True),
+    Column("seconds", right=True),
+    Column("mean us", right=True, rank=1),
+)
+
+
+def callers_of(activity: Mapping[str, Any]) -> list[dict[str, Any]]:
+    keys = ("number", "user", "queued", "in_flight", "requests", "request_ns")
+    return [{key: client[key] for key in keys} for client in activity["clients"] if "request_ns" in client]
+
+
+def callers_text(document: Mapping[str, Any], screen: Screen) -> str:
+    """Times are from arrival to the end, of all requests that have ended."""
+    rows = [
+        [
+            str(entry["number"]),
+            entry["user"] or "-",
+            f"{entry['queued']:,}",
+            f"{entry['in_flight']:,}",
+            f"{entry['requests']:,}",
+            f"{entry['request_ns'] / 1e9:,.1f}",
+            f"{entry['request_ns'] / entry['requests'] / US:,.0f}" if entry["requests"] else "-",
+        ]
+        for entry in document["caller_stats"]
+    ]
+    return screen.table(CALLERS, rows)
 
 
 STATS = (

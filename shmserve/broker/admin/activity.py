@@ -10,18 +10,19 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from heapq import nlargest
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 from shmserve.broker.models.traffic import traffic_document
-from shmserve.core.records import Caller, ClientState, Version
+from shmserve.core.owners import activity
+from shmserve.core.records import ClientState, Version
 from shmserve.core.state import State
+from shmserve.core.stats.callers import CallerCount
 from shmserve.core.stats.statistics import Statistics
 from shmserve.core.traffic import UNSET
 from shmserve.system import procfs
 
 SHOWN_CLIENTS = 100
-SHOWN_CALLERS = 10
 COMPARED_S = 10.0
 """Minimum interval in seconds between comparisons with the files on disk."""
 
@@ -108,12 +109,11 @@ class ActivityReport:
         }
 
     def _clients(self) -> list[Document]:
-        """The clients, and the callers for whom they speak, with the most requests in flight."""
+        """The clients, and the callers for whom gateways speak, with the most requests in flight."""
         known = self._state.clients.values()
         clients = nlargest(SHOWN_CLIENTS, known, key=lambda one: (len(one.requests), one.held_bytes))
-        callers = chain.from_iterable(client.callers.values() for client in known)
-        largest = nlargest(SHOWN_CALLERS, callers, key=lambda one: one.in_flight)
-        return [self._client(client) for client in clients] + [_caller(caller) for caller in largest]
+        callers = activity.callers(self._state.caller_counts, self._state.requests.values())
+        return [self._client(client) for client in clients] + [_caller(*one) for one in callers]
 
     def _client(self, client: ClientState) -> Document:
         segments = self._state.ledger.segments
@@ -130,14 +130,16 @@ class ActivityReport:
         }
 
 
-def _caller(caller: Caller) -> Document:
-    client = caller.client
+def _caller(caller: CallerCount, queued: int) -> Document:
     return {
-        "number": client.number,
-        "name": f"caller of {client.name}",
+        "number": caller.number,
+        "name": "caller",
         "user": caller.name,
-        "plane": client.plane,
+        "plane": "",
         "in_flight": caller.in_flight,
+        "queued": queued,
+        "requests": caller.requests,
+        "request_ns": caller.request_ns,
         "held_bytes": 0,
         "segments": 0,
         "segment_bytes": 0,

@@ -119,6 +119,12 @@ FAMILIES = (
         ("shmserve_client_held_bytes", "gauge", ("client", "name"),
          "the same for each of the clients that hold most; client 'other' is the sum of all others"),
         ("shmserve_client_requests", "gauge", ("client", "name"), "requests in flight of the client"),
+        ("shmserve_caller_requests_in_flight", "gauge", ("caller",),
+         "requests in flight of each of the callers of gateways with most; shmserve stats --callers names them"),
+        ("shmserve_caller_requests_queued", "gauge", ("caller",), "those of them that no instance has started"),
+        ("shmserve_caller_requests_total", "counter", ("caller",), "requests of the caller that have ended"),
+        ("shmserve_caller_request_seconds_total", "counter", ("caller",),
+         "total time of these requests, from arrival to their end"),
     ),
     *_rows(
         SERVER,

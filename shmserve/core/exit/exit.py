@@ -205,7 +205,7 @@ def end(state: State, request: Request) -> None:
     request.move(_ENDED)
     del state.requests[request.number]
     if request.payer is not request.client:
-        request.payer.leave(request.inline)
+        request.payer.finish(request.inline, state.now - request.arrived)
     if state.shadowed:
         shadow.not_repeated(state, request)
     if final is _LINGERING and is_stream(request):
@@ -224,7 +224,7 @@ def end_plain(state: State, version: Version, requests: list[Request], taken: in
     """`end` in one pass for answered requests of a batch, of clients, that use nothing outside their messages and have
     left the table already."""
     move_all(requests, _SENT, _ENDED)
-    rows = 0
+    rows, now = 0, state.now
     arrivals = []
     for request in requests:
         client = request.client
@@ -232,10 +232,10 @@ def end_plain(state: State, version: Version, requests: list[Request], taken: in
         client.bytes -= request.inline
         payer = request.payer
         if payer is not client:
-            payer.leave(request.inline)
+            payer.finish(request.inline, now - request.arrived)
         rows += request.cost
         arrivals.append(request.arrived)
-    state.observers.answered(version, arrivals, rows, taken, state.now)
+    state.observers.answered(version, arrivals, rows, taken, now)
 
 
 def _release(state: State, request: Request) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
-from shmserve.core.records import Instance, Version
+from shmserve.core.records import Caller, Instance, Request, Version
+from shmserve.core.states import BatchState, RequestState
+from shmserve.core.stats.callers import CallerCount, CallerCounts
 
 BUSY_NS = 1_000_000_000
 BUSY_BATCHES = 10
@@ -19,6 +22,19 @@ def queued(versions: Iterable[Version]) -> int:
         count += version.waits
         count += sum(instance.waiting.left for instance in version.instances if instance.waiting is not None)
     return count
+
+
+def callers(counts: CallerCounts, requests: Iterable[Request]) -> list[tuple[CallerCount, int]]:
+    """The callers of gateways that take most, and the number of queued requests of each, as for `queued`."""
+    largest = counts.largest()
+    found: Counter[CallerCount] = Counter()
+    for request in requests if largest else ():
+        payer, batch = request.payer, request.batch
+        if type(payer) is Caller and (
+            request.state is RequestState.QUEUED or (batch is not None and batch.state is BatchState.OPEN)
+        ):
+            found[payer.count] += 1
+    return [(count, found[count]) for count in largest]
 
 
 def in_flight(versions: Iterable[Version]) -> int:

@@ -178,8 +178,8 @@ class Handshakes:
             self._drop(arrival)
 
     def _has_header(self, arrival: Arrival, seen: int) -> bool:
-        """True if the connection begins with a PROXY header, or may do so. A complete one is removed from the socket. Of
-        an incomplete one, the loop reports only the arrival of the rest."""
+        """True if the connection begins with a PROXY header, or may do so. A complete header is removed from the
+        socket. Until then, the loop reports only the arrival of the rest."""
         start = arrival.sock.recv(HEADER_BYTES, socket.MSG_PEEK)
         size = size_of(start)
         if size > len(start) > seen:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +92,32 @@ def test_the_token_share_covers_http_and_grpc(server: Server, gate: Path, tmp_pa
         assert rpcs.ModelInfer(request("quick"), metadata=[("authorization", header["bob"])]).model_name == "quick"
         open_gate(gate)
         assert first.result().model_name == "gated"
+    gateway.stop()
+
+
+def test_operators_see_what_the_callers_of_proxies_use(server: Server, gate: Path) -> None:
+    gateway = Gateway(server, "--trusted-proxies=127.0.0.0/8")
+    body = json.dumps({"inputs": [TENSOR]}).encode()
+    head = f"POST /v2/models/gated/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    with contextlib.ExitStack() as stack:
+        callers = [stack.enter_context(gateway.socket()) for _ in range(2)]
+        callers[0].sendall(b"PROXY TCP4 192.0.2.1 192.0.2.80 40000 80\r\n" + head.encode() + b"\r\n" + body)
+        wait_in_flight(server, 1, 1)
+        callers[1].sendall(head.encode() + b"X-Forwarded-For: 192.0.2.2\r\n\r\n" + body)
+        wait_in_flight(server, 2, 2)
+
+        def shown(*options: str) -> str:
+            command = [sys.executable, "-m", "shmserve.clients.cli.main", "stats", "--callers", "--url", server.url]
+            return subprocess.run([*command, *options], check=True, capture_output=True, text=True).stdout
+
+        found = json.loads(shown("--json"))["caller_stats"]
+        user = f"uid:{os.getuid()}"  # of the gateway, which is not one of the server's own
+        in_flight = {entry["user"]: entry["in_flight"] for entry in found if entry["in_flight"]}
+        assert in_flight == {f"{user} 192.0.2.1": 1, f"{user} 192.0.2.2": 1}
+        for caller in callers:
+            open_gate(gate)
+            assert b"200 OK" in caller.recv(4096)
+        assert re.search(rf"^ *\d+ +{user} 192\.0\.2\.1 +0 +0 +1 ", shown(), re.MULTILINE)
     gateway.stop()
 
 

@@ -17,12 +17,15 @@ from shmserve.broker.observability.metric_definitions import FAMILIES, RESERVED,
 from shmserve.broker.observability.metrics import SHOWN_CLIENTS
 from shmserve.core import events
 from shmserve.core.limits import Limits
+from shmserve.core.stats.callers import SHOWN
 from shmserve.protocol.messages import Return
+from shmserve.protocol.roles import ALL_ROLES, FORWARD
 from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd
 from shmserve.system import procfs
 from tests import ROOT
 from tests.support.broker.metrics import MS, finish, infer, metrics, policy
+from tests.support.core.fakes.client import FakeClient
 from tests.support.core.policies import scaling_of
 from tests.support.core.world import World
 from tests.support.hypothesis_profiles import examples
@@ -233,6 +236,31 @@ def test_memory_held_by_clients() -> None:
     client = clients[3]
     world.turn([(client.peer, Return(tuple(client.holds)))])
     assert metrics(world)("shmserve_client_held_bytes", client="other", name="") == (1 + 2 + 4) * 4
+
+
+def test_the_largest_callers_of_gateways_have_series_without_their_names() -> None:
+    world = World()
+    world.deploy(policy(most=1))
+    gateways = [world.connect(name, roles=ALL_ROLES | FORWARD) for name in ("one", "two")]
+    plain = world.connect("names callers, but shares what its user has")
+
+    def sends(client: FakeClient, number: int, payer: str) -> None:
+        sent = infer(client, number)
+        sent[1].payer = payer
+        world.turn([sent])
+
+    for number, client in enumerate((*gateways, plain), 1):
+        sends(client, number, "192.0.2.1")
+    world.now += 5 * MS
+    finish(world)
+    seen = metrics(world)
+    assert "192.0.2.1" not in seen.text
+    names = ("requests_in_flight", "requests_queued", "requests_total", "request_seconds_total")
+    assert [seen(f"shmserve_caller_{name}", caller="1") for name in names] == [1, 0, 1, 0.005]
+    assert [seen(f"shmserve_caller_{name}", caller="2") for name in names] == [1, 1, 0, 0]
+    for number in range(SHOWN + 5):
+        sends(gateways[0], 10 + number, f"token {number}")
+    assert len(metrics(world).all("shmserve_caller_requests_total")) == SHOWN
 
 
 def test_resource_usage_of_a_process() -> None:

@@ -203,6 +203,7 @@ def test_unload_of_a_model_that_does_not_exist(broker: Operated, capsys: pytest.
         ("drain --undrain --no-wait", "cannot be combined"),
         ("drain --no-wait --quiet 3", "cannot be combined"),
         ("stats a --prometheus", "--prometheus covers the whole server"),
+        ("stats a --callers", "--callers covers the whole server"),
     ],
 )
 def test_invalid_arguments_are_refused(
