@@ -1,11 +1,9 @@
-"""The bare engines in one process without a server, the baselines: ONNX Runtime, and llama.cpp for language models.
-
-ONNX Runtime has the server's session options (one thread, no spinning) and the plainest call.
+"""The bare engine in one process without a server, the baseline: ONNX Runtime with the server's session options (one
+thread, no spinning) and the plainest call.
 """
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -60,18 +58,3 @@ def create_sessions(repository: str) -> Handler:
     kept = [session(str(path)) for path in models]
     seconds = perf_counter() - started
     return lambda: {"seconds": seconds, "models": [path.parent.parent.name for path in models], "kept": len(kept)}
-
-
-def llama_cpp(model: str, threads: int, slots: int, context: int) -> Any:
-    """`context`: tokens of each sequence. The socket of its HTTP server is removed at once, as in the backend."""
-    import xllamacpp
-
-    parameters = xllamacpp.CommonParams()
-    parameters.model.path = model
-    parameters.n_parallel, parameters.n_ctx = slots, slots * context
-    parameters.n_batch = parameters.n_ubatch = 512
-    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
-    parameters.cache_ram_mib = parameters.verbosity = 0
-    with tempfile.TemporaryDirectory() as folder:
-        parameters.hostnames = [f"{folder}/http.sock"]
-        return xllamacpp.Server(parameters)

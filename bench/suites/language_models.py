@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from bench.lib import processes
-from bench.lib.bare_engine import llama_cpp
 
 Times = list[list[float]]
 """For each stream: when it was sent, and when each of its tokens arrived."""
@@ -44,8 +43,23 @@ def sampling(tokens: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- three ways
 
 
+def llama_cpp(model: str, threads: int) -> Any:
+    """The bare engine. The socket of its HTTP server is removed at once, as in the backend."""
+    import xllamacpp
+
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = model
+    parameters.n_parallel, parameters.n_ctx = SLOTS, SLOTS * CONTEXT
+    parameters.n_batch = parameters.n_ubatch = 512
+    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
+    parameters.cache_ram_mib = parameters.verbosity = 0
+    with tempfile.TemporaryDirectory() as folder:
+        parameters.hostnames = [f"{folder}/http.sock"]
+        return xllamacpp.Server(parameters)
+
+
 def bare(model: str, threads: int) -> Callable[[list[str], int], Times]:
-    server = llama_cpp(model, threads, SLOTS, CONTEXT)
+    server = llama_cpp(model, threads)
 
     def run(texts: list[str], tokens: int) -> Times:
         found: Times = []
