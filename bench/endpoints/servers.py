@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
-from urllib.error import URLError
 
 from bench.lib import models
-from bench.lib.processes import descendants, own_seconds
-from bench.lib.setting import serving
+from bench.lib.processes import descendants
+from bench.peers.running import running
+from shmserve.system import procfs
+from shmserve.testing import Server
 
-START_S, END_S, LOOK_S = 90.0, 60.0, 0.05
+ANSWER_S = 60.0
 _SITE = "import sysconfig; print(sysconfig.get_paths()['purelib']); print(sysconfig.get_config_var('LIBDIR'))"
 
 IDENTITY = """\
@@ -101,12 +98,12 @@ class Serving:
         below = {pid for top in self.pids.values() for pid in descendants(top)}
         found = dict.fromkeys([*self.pids, "model"], 0.0)
         for pid in {*below, *named}:
-            found[named.get(pid, "model")] += own_seconds(pid)
+            found[named.get(pid, "model")] += procfs.usage(pid).cpu_seconds
         return found
 
     def answered(self, model: str) -> int:
         """Successful requests of the model since the start."""
-        with urllib.request.urlopen(f"http://{self.http}/v2/models/{model}/stats", timeout=END_S) as answer:
+        with urllib.request.urlopen(f"http://{self.http}/v2/models/{model}/stats", timeout=ANSWER_S) as answer:
             (stats,) = json.load(answer)["model_stats"]
         return int(stats["inference_stats"]["success"]["count"])
 
@@ -117,39 +114,14 @@ class Serving:
 @contextmanager
 def ours(root: Path, *options: str) -> Iterator[Serving]:
     """A server with all of these models, and a gateway."""
-    with serving(root, *options) as server:
-        reader, writer = os.pipe()
-        command = [
-            sys.executable,
-            "-m",
-            "shmserve.clients.cli.main",
-            "gateway",
-            "--runtime-dir",
-            str(server.runtime_dir),
-        ]
-        command += [
-            "--http-port",
-            "0",
-            "--grpc-port",
-            "0",
-            "--metrics-port",
-            "0",
-            "--allow-client-shm",
-            "--ready-fd",
-            str(writer),
-        ]
-        process = subprocess.Popen(command, pass_fds=[writer], stderr=subprocess.PIPE, text=True)
-        os.close(writer)
-        try:
-            with open(reader) as ready:
-                words = ready.readline().split()
-            if words[:1] != ["READY"]:
-                raise RuntimeError(f"the gateway has not come up: {process.communicate()[1]}")
-            ports = {door: f"127.0.0.1:{port}" for door, _, port in (word.partition("=") for word in words[1:])}
-            pids = {"broker": server.broker_pid(), "gateway": process.pid}
-            yield Serving("shmserve", pids, ports["http"], ports.get("grpc", ""), server.lane)
-        finally:
-            _stop(process)
+    with Server(root, "--allow-client-shm", *options, gateway=True) as server:
+        gateway = next(pid for pid in descendants(server.pid) if b"gateway" in _command(pid))
+        pids = {"broker": server.pid, "gateway": gateway}
+        yield Serving("shmserve", pids, server.endpoints["http"], server.endpoints.get("grpc", ""), server.url)
+
+
+def _command(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 # ---------------------------------------------------------------------------------------- Triton
@@ -166,14 +138,10 @@ def triton(root: Path, python: Path, work: Path) -> Iterator[Serving]:
     """The server from the wheel `nvidia-pytriton`, installed for `python`, with the wheel's Python backend."""
     ports = {name: free_port() for name in ("http", "grpc", "metrics")}
     command, environment = triton_command(root, python, work, ports)
-    with (work / "triton.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment)
-    try:
+    with running("triton", command, environment, work) as process:
         url = f"127.0.0.1:{ports['http']}"
-        _await(process, url, work / "triton.log")
+        process.await_success(urllib.request.Request(f"http://{url}/v2/health/ready"))
         yield Serving("Triton", {"tritonserver": process.pid}, url, f"127.0.0.1:{ports['grpc']}")
-    finally:
-        _stop(process)
 
 
 def triton_command(root: Path, python: Path, work: Path, ports: Mapping[str, int]) -> tuple[list[str], dict[str, str]]:
@@ -203,29 +171,3 @@ def _backends(inside: Path, python: Path, work: Path) -> Path:
     shutil.copytree(inside / "backends" / "python", made)
     shutil.copy2(inside / "python_backend_stubs" / version / "triton_python_backend_stub", made)
     return made.parent
-
-
-def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Poll until the server is ready; it offers no other notification."""
-    end, ended = monotonic() + START_S, os.pidfd_open(process.pid)
-    try:
-        while monotonic() < end and not select.select([ended], [], [], LOOK_S)[0]:
-            try:
-                with urllib.request.urlopen(f"http://{url}/v2/health/ready", timeout=START_S):
-                    return
-            except (URLError, ConnectionError):
-                continue  # not up yet
-    finally:
-        os.close(ended)
-    raise RuntimeError(f"Triton has not come up: {log.read_text(errors='replace')[-2000:]}")
-
-
-def _stop(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stderr is not None:
-        process.stderr.close()

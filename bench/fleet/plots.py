@@ -6,23 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.fleet.experiments import GPUS
-from shmserve.tools.load.report.charts import Axis, Series, lines
+from shmserve.tools.load.report.charts import Axis, Series, lines, standalone
 
 Rows = list[dict[str, Any]]
-STYLE = (
-    "text { font-family: system-ui, sans-serif; fill: #1b1f24; } .t { font-weight: 600; font-size: 14px; } "
-    ".s { font-size: 11px; } .g { stroke: #d0d7de; } .a { stroke: #1b1f24; }"
-)
 P99 = Axis("p99 in ms", log=True)
 IN_TIME = Axis("answered within two seconds", lambda value: f"{value:.0%}")
 SHARE = Axis("load", lambda value: f"{value:.0%}", from_zero=False)
-
-
-def standalone(svg: str) -> str:
-    """A chart as a standalone file, readable on any background."""
-    head, _, rest = svg.partition(">")
-    head = head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
-    return f'{head}>\n<style>{STYLE}</style>\n<rect width="100%" height="100%" fill="#fff"/>{rest}\n'
 
 
 def series(rows: Rows, name: Callable[[dict[str, Any]], str], x: str, y: str) -> list[Series]:

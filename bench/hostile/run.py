@@ -16,6 +16,7 @@ from bench.lib.child import Child, Team
 from bench.lib.raw_client import Lane
 from bench.lib.setting import Served, serving
 from shmserve.core.internal_errors import INTERNAL_ERROR
+from shmserve.system import procfs
 
 SETTLE = 20.0
 """Seconds within which the server must have released everything. A limit to detect a hang, not a test of speed."""
@@ -55,7 +56,7 @@ class ServerSnapshot:
             set(processes.descendants(broker)),
             Counter(processes.descriptors(broker)),
             processes.segments(),
-            processes.resident_bytes(broker),
+            procfs.usage(broker).resident_bytes,
         )
 
     def leftovers(self, before: ServerSnapshot) -> list[str]:

@@ -31,14 +31,6 @@ def private_bytes(pid: int) -> int:
     return total
 
 
-def pss_bytes(pid: int) -> int:
-    """PSS: a page that several processes share is divided among them. 0 for a process without memory."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def memory_bytes(pid: int) -> int:
     """PSS without files, which the kernel can drop. 0: it has ended."""
     try:
@@ -58,13 +50,6 @@ def descriptors(pid: int) -> list[str]:
             continue
         found.append(target.split(":[")[0])
     return sorted(found)
-
-
-def resident_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _stat(pid: int) -> list[str]:
@@ -102,11 +87,6 @@ def seen(pid: int) -> None:
     """Include the segments of this process from now on, also after it has ended."""
     if fields := _stat(pid):
         _seen.add((str(pid), fields[19]))
-
-
-def own_seconds(pid: int) -> float:
-    """Processor time of this process alone; 0 once it has ended."""
-    return sum(map(int, _stat(pid)[11:13])) / TICKS
 
 
 def busy_seconds(pid: int) -> float:

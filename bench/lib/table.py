@@ -9,10 +9,13 @@ import json
 import os
 import platform
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from shmserve.terminal import tables
 
 RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("numpy", "onnxruntime", "pyzmq", "msgspec", "uvloop")
@@ -75,16 +78,11 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def plain(rows: list[Row]) -> str:
     """The table for a terminal."""
-    lines = [HEAD, *(cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(4)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[4]]).rstrip()
-        for line in lines
-    )
+    return tables.table(HEAD, [cells(row) for row in rows])
 
 
-def markdown(rows: list[Row]) -> str:
-    lines = [HEAD, ("---",) * len(HEAD), *(cells(row) for row in rows)]
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
 
 
@@ -140,7 +138,7 @@ def write(stem: Path, rows: list[Row], command: str, notes: dict[str, Any], abou
         "",
         *(f"- {key}: {value}" for key, value in {**facts, **{k: str(v) for k, v in notes.items()}}.items()),
         "",
-        markdown(rows),
+        markdown(HEAD, map(cells, rows)),
         "",
     ]
     path = stem.with_name(f"{stem.name}.md")

@@ -49,15 +49,15 @@ def milliseconds(us: float) -> str:
 def markdown(cells: Sequence[Cell]) -> str:
     """Requests per second, and the median and 99th percentile of latency. The best of each row is bold."""
     names = list(dict.fromkeys(cell.server for cell in cells))
-    lines = [["load", *names], ["---"] * (1 + len(names))]
+    rows = []
     for model, flight in dict.fromkeys((cell.model, cell.flight) for cell in cells):
-        row = {cell.server: cell for cell in cells if (cell.model, cell.flight) == (model, flight)}
-        best = max((cell.per_s or 0 for cell in row.values()), default=0)
-        texts = [row[name].text() if name in row else "-" for name in names]
-        bold = [bool(best) and name in row and row[name].per_s == best for name in names]
+        found = {cell.server: cell for cell in cells if (cell.model, cell.flight) == (model, flight)}
+        best = max((cell.per_s or 0 for cell in found.values()), default=0)
+        texts = [found[name].text() if name in found else "-" for name in names]
+        bold = [bool(best) and name in found and found[name].per_s == best for name in names]
         marked = [f"**{text}**" if is_best else text for text, is_best in zip(texts, bold, strict=True)]
-        lines.append([f"{model}, {flight} in flight", *marked])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        rows.append([f"{model}, {flight} in flight", *marked])
+    return table.markdown(["load", *names], rows)
 
 
 def save(cells: Sequence[Cell], command: str, notes: dict[str, str]) -> Path:

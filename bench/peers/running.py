@@ -28,6 +28,7 @@ MARK = "SHMSERVE_BENCH_PEER"
 class Running:
     def __init__(self, name: str, process: subprocess.Popen[bytes], mark: str, log: Path) -> None:
         self.name = name
+        self.pid = process.pid
         self._process = process
         self._mark = f"{MARK}={mark}".encode()
         self._log = log
@@ -53,12 +54,12 @@ class Running:
         self._signal(self.members(), signal.SIGCONT)
 
     def await_answer(self, post: Post) -> bytes:
-        """The first answer, without the JSON before the tensors of KServe's protocol.
+        """The first answer, without the JSON before the tensors of KServe's protocol."""
+        return self.await_success(urllib.request.Request(post.url, post.body, dict(post.headers)))
 
-        Most of these servers give no other notification that they are ready.
-        """
+    def await_success(self, request: urllib.request.Request) -> bytes:
+        """Most of these servers give no other notification that they are ready."""
         end, ended, said = monotonic() + START_S, os.pidfd_open(self._process.pid), ""
-        request = urllib.request.Request(post.url, post.body, dict(post.headers))
         try:
             while True:
                 try:

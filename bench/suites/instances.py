@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import shmserve
-from bench.lib.processes import pss_bytes
+from shmserve.system.procfs import proportional_bytes
 from shmserve.testing import Server
 
 ROUNDS = 5
@@ -110,7 +110,7 @@ def of(server: Server, client: shmserve.Client, model: str, count: int) -> tuple
     x = np.zeros((1, SIDE), np.float32)
     for future in [client.submit(model, {"x": x}) for _ in range(count * 4)]:
         future.result(60)
-    memory = sum(map(pss_bytes, children(server.pid)))
+    memory = sum(map(proportional_bytes, children(server.pid)))
     client.unload(model)
     return min(times) * 1e3, memory / 2**20
 

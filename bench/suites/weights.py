@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from bench.lib import models
-from bench.lib.processes import descendants, pss_bytes
+from bench.lib.processes import descendants
 from bench.lib.setting import serving
+from shmserve.system.procfs import proportional_bytes
 
 WIDTH = 1024
 MIB = 1 << 20
@@ -84,7 +85,7 @@ def measured(repository: Path, source: Path, instances: int, parameters: dict[st
         x = np.ones((1, WIDTH), np.float32)
         for call in [client.submit("matrices", {"x": x}) for _ in range(8 * instances)]:
             call.result()
-        return sum(map(pss_bytes, _workers(server.broker_pid())))
+        return sum(map(proportional_bytes, _workers(server.broker_pid())))
 
 
 def _workers(broker: int) -> list[int]:

@@ -11,7 +11,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
-from pathlib import Path
 from statistics import median
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from msgspec.structs import replace
 
 from shmserve.errors import QueueTimeout, Unavailable
 from shmserve.repo.config.schema import ModelConfig, as_triton_json
+from shmserve.system import procfs
 from shmserve.tools.load.generation.schedule import send_times
 from shmserve.tools.load.generation.sending import Sender, Timer
 from shmserve.tools.load.plan import SECOND, Endpoint, Open
@@ -70,7 +70,7 @@ class Served:
     def memory(self) -> int:
         for entry in self._client.models():
             if entry["name"] == self._name and entry["state"] == "READY":
-                return sum(_memory_of(each["pid"], each["memory_bytes"]) for each in entry["instances"])
+                return sum(procfs.proportional_bytes(each["pid"]) for each in entry["instances"])
         return 0
 
     def closed(self, callers: int, seconds: float, length: int = 0) -> Observation:
@@ -198,12 +198,3 @@ def _p99(latencies: Sequence[float]) -> float:
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
     return float(ordered[min(len(ordered) - 1, int(share * len(ordered)))]) if len(ordered) else math.inf
-
-
-def _memory_of(pid: int, resident: int) -> int:
-    """The process's proportional memory (PSS); its resident memory if the kernel does not report PSS."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return resident
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), resident)

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.lib.processes import resident_bytes
 from bench.lib.raw_client import ConnectionClosed, Lane, Zmq
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Answer, Ask, Fail, Goodbye, Infer, Reply, Tensor, Unmap
 from shmserve.protocol.roles import OPERATIONS, QUERIES
+from shmserve.system import procfs
 from shmserve.testing import Server
 from tests.support.launch import Launched, identity
 
@@ -156,7 +156,7 @@ def test_a_client_that_does_not_read_is_paused_until_it_reads(running: Launched)
         honest.hello("memfd")
         silent.hello("memfd")
         silent.limit_sends(2.0)
-        resident = resident_bytes(running.process.pid)
+        resident = procfs.usage(running.process.pid).resident_bytes
         sent = 0
         with pytest.raises(BlockingIOError):  # the server has stopped receiving  # noqa: PT012
             while True:
@@ -164,7 +164,7 @@ def test_a_client_that_does_not_read_is_paused_until_it_reads(running: Launched)
                 sent += 100
         honest.send(infer(1))
         honest.receive_kind(Reply)
-        assert resident_bytes(running.process.pid) - resident < 256 << 20
+        assert procfs.usage(running.process.pid).resident_bytes - resident < 256 << 20
         unanswered = set(range(1, sent + 1))
         while unanswered:
             answer = silent.receive_kind(Answer, Fail)

@@ -18,6 +18,7 @@ from bench.lib.wrk import Post, Turn
 from bench.peers import chart, report, workloads
 from bench.peers.report import Cell
 from bench.peers.running import running
+from shmserve.tools.load.report.charts import RANKED_BAR
 
 ANSWERS = """
 import http.server, subprocess, sys, time
@@ -70,8 +71,8 @@ def test_the_chart_sorts_servers_and_leaves_out_failed_ones() -> None:
         "mlp, 64 in flight: requests/s", "shmserve", "1,000", "mosec", "500",
         "mlp, one in flight: median ms", "shmserve", "0.45", "mosec", "0.90", "a machine",
     ]  # fmt: skip
-    widths = [float(bar.attrib["width"]) for bar in svg.iter(f"{space}rect") if "class" in bar.attrib]
-    assert widths == [chart.BAR, chart.BAR / 2, chart.BAR / 2, chart.BAR]
+    widths = [float(bar.attrib["width"]) for bar in svg.iter(f"{space}rect") if "x" in bar.attrib]
+    assert widths == [RANKED_BAR, RANKED_BAR / 2, RANKED_BAR / 2, RANKED_BAR]
 
 
 @pytest.mark.parametrize("workload", workloads.WORKLOADS, ids=lambda workload: workload.name)
