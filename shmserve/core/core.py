@@ -305,21 +305,16 @@ class Core:
     def _advance_and_dispatch(self, now: int) -> None:
         """Advances ensembles and dispatches versions in a loop, since each may cause more of the other, until no work
         is left. Rows of mapped steps beyond `ROWS` are left for the next turn."""
-        state = self.state
+        state, runs = self.state, self.state.runs
         rows = ROWS
-        while (
-            state.to_dispatch
-            or state.runs.to_advance
-            or state.answered_calls
-            or (state.runs.with_rows.users and rows > 0)
-        ):
+        while state.to_dispatch or runs.to_advance or state.answered_calls or (runs.with_rows.users and rows > 0):
             if state.answered_calls:
                 self._calls.resume_answered()
-            while state.runs.to_advance:
-                run = next(iter(state.runs.to_advance))
-                del state.runs.to_advance[run]
+            while runs.to_advance:
+                run = next(iter(runs.to_advance))
+                del runs.to_advance[run]
                 self._ensembles.advance(run, now)
-            if state.runs.with_rows.users and rows > 0:
+            if runs.with_rows.users and rows > 0:
                 rows -= self._ensembles.ask_rows(rows, now)
             while state.to_dispatch:
                 if state.limiter is None:

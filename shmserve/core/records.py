@@ -1018,7 +1018,10 @@ class Version:
             newest = newest.successor
         return self if newest.gone else newest
 
-    def served(self, service_ns: int, seen_ns: int) -> None:
-        """Updates the means with a batch that took `service_ns` at the worker, and `seen_ns` as seen by the broker."""
+    def served(self, service_ns: int, seen_ns: int, stalled_ns: int) -> None:
+        """Updates the means with a batch that took `service_ns` at the worker, and `seen_ns` as seen by the broker, of
+        which it may have spent `stalled_ns` waiting for callers."""
+        if stalled_ns:
+            service_ns, seen_ns = max(service_ns - stalled_ns, 0), max(seen_ns - stalled_ns, 0)
         self.spread_ns += (abs(seen_ns - (self.service_ns or service_ns)) - self.spread_ns) // 16
         self.service_ns = service_ns if not self.service_ns else (7 * self.service_ns + service_ns) // 8

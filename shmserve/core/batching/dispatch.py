@@ -13,7 +13,7 @@ from shmserve.core.service.batch import Batch
 from shmserve.core.service.form import BatchPlan, Reason
 from shmserve.core.service.validation import CheckedForm
 from shmserve.core.state import State, Timer
-from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState, move_all
+from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState, move, move_all
 from shmserve.core.termination import kill
 from shmserve.protocol.messages import CHUNK_BYTES, PACKET_MESSAGES, Columns
 from shmserve.protocol.worker_messages import Execute, Work
@@ -208,7 +208,7 @@ def start(
     service = version.service
     version.idle.remove(instance)
     instance.running = batch
-    batch.move(BatchState.RUNNING)
+    move(batch, BatchState.RUNNING)
     if service.lending is not None:
         leases.count_alone(state, version, service.lending, requests)
     if not instance.watched:

@@ -8,7 +8,7 @@ from shmserve.core.exit import exit, responses
 from shmserve.core.records import ClientState, Instance, Request, Version
 from shmserve.core.service.batch import Batch
 from shmserve.core.state import State
-from shmserve.core.states import BatchState, RequestState
+from shmserve.core.states import BatchState, RequestState, move
 from shmserve.core.termination import kill, kill_for_protocol_error
 from shmserve.protocol.messages import Columns, Reply, ReplyBatch, tensors_of
 from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Withdrawn, rows_of
@@ -76,8 +76,9 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         _recovered(state, version, instance)
     if version.trial is instance:
         version.trial = None
-    batch.resume(now)
-    version.served(max(times[3] - taken - batch.stalled, 0), max(now - batch.began - batch.stalled, 0))
+    if batch.stalled_since:
+        batch.resume(now)
+    version.served(times[3] - taken, now - batch.began, batch.stalled)
     if message.next:
         _run_waiting(state, version, instance, message.next, message.through, now)
     elif instance.waiting is None and instance.usable:
@@ -128,7 +129,7 @@ def _run_waiting(state: State, version: Version, instance: Instance, number: int
     if service.lending is not None:  # its requests arrived while others ran
         service.lending.client = None
     batch.began = now
-    batch.move(BatchState.RUNNING)
+    move(batch, BatchState.RUNNING)
     if not instance.watched:
         dispatch.watch(state, version, instance, now)
     state.to_dispatch[version] = None
@@ -175,7 +176,9 @@ def _rows(state: State, version: Version, instance: Instance, batch: Batch[Reque
                     continue
             _row(state, version, instance, batch, row, taken)
     finally:  # after an internal error, too, those that were answered have ended
-        _end_usual(state, version, batch, usual, taken)
+        batch.left -= len(usual)
+        batch.answered += len(usual)
+        exit.end_plain(state, version, usual, taken)
 
 
 def _columns(
@@ -207,13 +210,9 @@ def _columns(
         for client, (numbers, axes, blobs) in replies.items():
             message = ReplyBatch(version.number, Columns(forms, tuple(numbers), tuple(axes), tuple(blobs)))
             state.send(client.number, message)
-        _end_usual(state, version, batch, usual, taken)
-
-
-def _end_usual(state: State, version: Version, batch: Batch[Request], requests: list[Request], taken: int) -> None:
-    batch.left -= len(requests)
-    batch.answered += len(requests)
-    exit.end_plain(state, version, requests, taken)
+        batch.left -= len(usual)
+        batch.answered += len(usual)
+        exit.end_plain(state, version, usual, taken)
 
 
 def _row(state: State, version: Version, instance: Instance, batch: Batch[Request], row: Row, taken: int) -> None:

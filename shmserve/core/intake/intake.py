@@ -175,20 +175,19 @@ class Intake:
             client.input_bytes += size
         if busy:
             self._quotas.queued += inline
-        if calling is not None:
-            _belongs(request, calling)
-        if message.timeout_us or calling is not None:
-            request.deadline = _deadline(message.timeout_us, calling, now)
-            if request.deadline:
-                state.set_timer(request.deadline, Timer.DEADLINE, request)
-        if calling is not None:
-            state.observers.call_admitted(request, calling.parent)
-            calling.entered(request)
-        else:
+        if message.timeout_us:
+            request.deadline = now + message.timeout_us * 1000
+        if calling is None:
             if state.shadows and not message.version and message.model in state.shadows:
                 shadow.choose(state, request, state.shadows[message.model])
             if options is not None or self._samples:
                 state.observers.admitted(version, (request,))
+        else:
+            _belongs(request, calling)
+            state.observers.call_admitted(request, calling.parent)
+            calling.entered(request)
+        if request.deadline:
+            state.set_timer(request.deadline, Timer.DEADLINE, request)
         if service.plain and not state.accused:  # `enqueue.put` in a straight line
             service.queue.add(request)
             state.to_dispatch[version] = None
@@ -223,7 +222,7 @@ class Intake:
         request = Request(
             state.next_number(), client, client, payer, number, version, message.inputs, message.outputs,
             message.options, 0, 1, inline, None, segments, pins, blocks, now, 0, 0,
-            _deadline(message.timeout_us, calling, now),
+            now + message.timeout_us * 1000 if message.timeout_us else 0,
             audience=client.audience, special=True, unchecked=message, input_bytes=size,
         )  # fmt: skip
         if calling is not None:
@@ -424,15 +423,9 @@ class Intake:
 
 
 def _belongs(request: Request, calling: Calling) -> None:
-    """A call has its parent's audience, and ends with it."""
+    """A call has its parent's audience, ends with it, and has its deadline if that is earlier."""
     request.special, parent = True, calling.parent
     if parent is not None:
         request.parent, request.audience = parent.number, parent.audience
-
-
-def _deadline(timeout_us: int, calling: Calling | None, now: int) -> int:
-    """When the request's own timeout ends or, if that is earlier, its parent's; 0: never."""
-    own = now + timeout_us * 1000 if timeout_us else 0
-    if calling is None or calling.parent is None or not calling.parent.deadline:
-        return own
-    return min(own, calling.parent.deadline) if own else calling.parent.deadline
+        if parent.deadline and not 0 < request.deadline < parent.deadline:
+            request.deadline = parent.deadline

@@ -102,9 +102,6 @@ class Batch(Struct, Generic[R], eq=False):
                     useful += request.cost * request.length
         return longest, useful
 
-    def move(self, finish: BatchState) -> None:
-        move(self, finish)
-
     @property
     def title(self) -> str:
         return f"batch {self.numbers}"
@@ -114,7 +111,7 @@ class Batch(Struct, Generic[R], eq=False):
 
     def end(self) -> None:
         """Break the reference cycle between requests and batch; the GC does not track requests."""
-        self.move(BatchState.ENDED)
+        move(self, BatchState.ENDED)
         self.pieces = []
 
     def known_as(self, number: int) -> bool:

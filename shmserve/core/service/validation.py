@@ -5,7 +5,7 @@ Valid inputs are memoized by (name, dtype, shape), so a common request costs one
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from shmserve.core.policy import ModelPolicy, TensorSpec
 from shmserve.dtypes import ITEM_BYTES, elements
@@ -118,8 +118,10 @@ class Checker:
             if mask & bit:
                 raise InvalidRequest(f"input '{name}' already exists in request to model '{self._policy.name}'")
             mask |= bit
-            if its_rows != rows:
-                rows = self._same_rows(rows, its_rows, name)
+            if rows < 0:
+                rows = its_rows
+            elif its_rows != rows:
+                self._different_rows(rows, its_rows, name)
             data = tensor.data
             if isinstance(data, bytes):
                 size = len(data)
@@ -244,13 +246,11 @@ class Checker:
             f"got {_dims(shape)}.{note}"
         )
 
-    def _same_rows(self, rows: int, found: int, name: str) -> int:
-        if rows not in (-1, found):
-            raise InvalidRequest(
-                f"input '{name}' batch size does not match other inputs for '{self._policy.name}': {found} here, "
-                f"{rows} before"
-            )
-        return found
+    def _different_rows(self, rows: int, found: int, name: str) -> NoReturn:
+        raise InvalidRequest(
+            f"input '{name}' batch size does not match other inputs for '{self._policy.name}': {found} here, "
+            f"{rows} before"
+        )
 
     def _size_of_parts(self, tensor: Tensor) -> int:
         if isinstance(tensor.data, int):
