@@ -1,1 +1,1 @@
-"""Simulations of one batching model, and the plots of docs/explanation/batching.md drawn from their results."""
+"""Simulations of one batching model, and the plots of docs/batching.md drawn from their results."""

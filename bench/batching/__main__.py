@@ -69,7 +69,7 @@ EXPERIMENTS = {"size": by_size, "delay": by_delay}
 
 
 RESULTS = Path(__file__).with_name("results.json")
-PLOTS = Path(__file__).parents[2] / "docs" / "explanation"
+PLOTS = Path(__file__).parents[2] / "docs" / "figures"
 RATE = Axis("requests a second", lambda value: f"{value:,.0f}", log=True)
 
 

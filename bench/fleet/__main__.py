@@ -12,7 +12,7 @@ from bench.fleet.experiments import EXPERIMENTS
 from bench.fleet.plots import plots
 
 RESULTS = Path(__file__).with_name("results.json")
-PLOTS = Path(__file__).parents[2] / "docs" / "plan"
+PLOTS = Path(__file__).parents[2] / "docs" / "figures"
 
 
 def main() -> None:

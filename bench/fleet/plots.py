@@ -1,4 +1,4 @@
-"""The plots of docs/plan.md, from the saved results."""
+"""The plots of docs/sizing.md, from the saved results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m bench.peers.chart RESULT.json`: docs/compare.svg, the chart of the README, from a saved result."""
+"""`python -m bench.peers.chart RESULT.json`: docs/figures/compare.svg, the chart of the README, from a saved result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TITLES = {
     "shmserve": "shmserve", "triton": "Triton", "mosec": "mosec", "litserve": "LitServe", "bentoml": "BentoML",
     "ray": "Ray Serve",
 }  # fmt: skip
-OUT = Path(__file__).parents[2] / "docs" / "compare.svg"
+OUT = Path(__file__).parents[2] / "docs" / "figures" / "compare.svg"
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def read_table(path: Path) -> Table:
             found = times if isinstance(times, list) else [times]
             entries.append((int(rows), tuple(sorted(round(float(ms) * 1e6) for ms in found))))
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise InvalidRequest(f"{path} is no table of service times: {error}; see docs/simulator.md") from error
+        raise InvalidRequest(f"{path} is no table of service times: {error}; see docs/sizing.md") from error
     if not entries or any(rows < 1 or not times or times[0] < 0 for rows, times in entries):
         raise InvalidRequest(f"{path}: a table of service times needs rows from 1 on, and times for each")
     return Table(tuple(sorted(entries)))

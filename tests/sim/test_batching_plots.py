@@ -9,14 +9,14 @@ from bench.batching.__main__ import measured
 from tests import ROOT
 
 RESULTS = figures.saved()
-PAGE = (ROOT / "docs" / "explanation" / "batching.md").read_text()
+PAGE = (ROOT / "docs" / "batching.md").read_text()
 
 
 @pytest.mark.parametrize("name", figures.plots(RESULTS))
 def test_the_plots_are_current(name: str) -> None:
     text = (figures.PLOTS / f"{name}.svg").read_text()
     assert text == figures.plots(RESULTS)[name], "draw them with: make batching-plots"
-    assert f"({name}.svg)" in PAGE
+    assert f"(figures/{name}.svg)" in PAGE
 
 
 @pytest.mark.parametrize(("max_batch", "delay_ms"), [(1, 0), (16, 5)])

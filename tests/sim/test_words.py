@@ -1,4 +1,4 @@
-"""Service times, recordings and the command in the form that users write; and docs/simulator.md, command by command."""
+"""Service times, recordings and the command in the form that users write; and docs/sizing.md, command by command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests import ROOT
 from tests.support.docs import pages
 from tests.support.hypothesis_profiles import examples
 
-PAGE = pages.page("simulator")
+PAGE = pages.page("sizing")
 MS = 1_000_000
 
 

@@ -71,7 +71,7 @@ queue that behaves like the product's scheduler; --exact runs the scheduler itse
 
 def _add_service(command: CommandParser) -> None:
     add = command.add_argument
-    text = "time of a batch: 5ms, 1ms+0.2ms/row, lognormal:5ms,0.4 or table:FILE (docs/simulator.md)"
+    text = "time of a batch: 5ms, 1ms+0.2ms/row, lognormal:5ms,0.4 or table:FILE (docs/sizing.md)"
     rare(add("--service", metavar="TIME", help=text))
     rare(add("--model", metavar="NAME", default="", help="with --from URL: the model (default: the only one)"))
     rare(add("--delay", metavar="TIME", type=duration, help="how long a batch waits for more requests (default: 0)"))

@@ -15,7 +15,7 @@ MS = 1_000_000
 SECOND = 1_000_000_000
 
 POLICIES = ("random", "round-robin", "two-choices", "least", "hash", "bounded-hash")
-"""How balancers choose a server; see docs/plan.md."""
+"""How balancers choose a server; see docs/sizing.md."""
 KEYED = ("hash", "bounded-hash")
 
 

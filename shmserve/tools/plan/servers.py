@@ -4,7 +4,7 @@ The queue is much faster than the core, with the same times for stateless reques
 rules for such requests: a batch takes what fits, up to the maximum and after the delay; a batch is sent ahead to each
 busy instance; requests that cannot be answered within their deadline are refused; identical requests are answered from
 the cache. It also models the turns and links of the broker. tests/sim/test_fleet.py compares it with the core;
-docs/plan.md lists the differences.
+docs/sizing.md lists the differences.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from shmserve.core import limits, states
 from shmserve.gateway.kserve.status import BY_CODE
 from shmserve.protocol.actions import Action, Row
 from shmserve.repo import parameters
-from shmserve.repo.config.support import TABLE
+from shmserve.repo.config.support import TABLE, Status
 from shmserve.workers.backends.onnx.options import PARAMETERS, SETTINGS, Parameter
 from tests import ROOT
 
@@ -77,15 +77,16 @@ def sections(groups: Collection[str], made: Callable[[str], str]) -> str:
 
 
 def _flags(group: str) -> str:
-    shown = [flag for flag in FLAGS if flag.group == group and not flag.private]
-    return table(("Flag", "Default", ""), map(_flag, shown))
+    return "\n".join(_flag(flag) for flag in FLAGS if flag.group == group and not flag.private)
 
 
-def _flag(flag: Flag) -> tuple[str, str, str]:
-    name = f"`--{flag.name}{' ' + flag.metavar if flag.metavar else ''}`"
+def _flag(flag: Flag) -> str:
+    name = f"- `--{flag.name}{' ' + flag.metavar if flag.metavar else ''}`"
     if flag.alias:
         name += f", `--{flag.alias}`"
-    return (name, "", f"deprecated: {flag.help}") if flag.replaced_by else (name, flag.default_text, flag.help)
+    if flag.replaced_by:
+        return f"{name}: deprecated: {flag.help}"
+    return f"{name} ({flag.default_text}): {flag.help}" if flag.default_text else f"{name}: {flag.help}"
 
 
 def _differences() -> str:
@@ -93,10 +94,14 @@ def _differences() -> str:
 
 
 def _flags_of_triton() -> str:
-    return table(("Flag", "What happens"), [(f"`--{name}`", _compared(name)) for name in sorted(TRITON)])
+    compared = {name: _compared(name) for name in sorted(TRITON)}
+    same = ", ".join(f"`--{name}`" for name, what in compared.items() if not what)
+    rows = [(f"`--{name}`", what) for name, what in compared.items() if what]
+    return f"{table(('Flag', 'What happens'), rows)}\n\nAs in Triton: {same}."
 
 
 def _compared(name: str) -> str:
+    """What a flag of Triton does here; "" if the same as there."""
     flag = BY_NAME[name]
     if flag.note:
         return f"accepted, no effect: {flag.note}"
@@ -108,7 +113,7 @@ def _compared(name: str) -> str:
         return f"default {flag.default_text}; Triton: {flag.triton}"
     if name == "model-namespacing":
         return "`false` is accepted; `true` is refused: model names are unique across all repositories"
-    return "as in Triton"
+    return ""
 
 
 def _defaults_of_triton() -> str:
@@ -187,8 +192,12 @@ def _onnx(first: str, parameters: dict[str, Parameter]) -> str:
 
 
 def _support() -> str:
-    rows = [(f"`{field}`", entry.status.value, entry.note) for field, entry in TABLE.items()]
-    return table(("Field", "Support", ""), rows)
+    messages: dict[str, list[str]] = {}
+    for field, entry in TABLE.items():
+        message, _, name = field.rpartition(".")
+        status = "" if entry.status is Status.HONOURED else f"*{entry.status.value}*: "
+        messages.setdefault(message, []).append(f"- `{name}`: {status}{entry.note}")
+    return "\n\n".join(f"`{message}`\n\n" + "\n".join(rows) for message, rows in messages.items())
 
 
 def _parameters(group: str) -> str:
@@ -238,20 +247,35 @@ def commands() -> Mapping[str, argparse.ArgumentParser]:
     return found.choices
 
 
+CONNECTION = ("runtime_dir", "url", "server_key", "key_file")
+USUAL = ("--help", "--help-all", "--color")
+
+
 def _commands() -> str:
-    return "\n\n".join(_command(name, command) for name, command in sorted(commands().items()) if name != "serve")
+    connection = [_argument(action) for action in _arguments(commands()["stats"]) if action.dest in CONNECTION]
+    shared = "Commands that connect to a server also take these arguments:\n\n" + "\n".join(connection)
+    every = (_command(name, command) for name, command in sorted(commands().items()) if name != "serve")
+    return "\n\n".join([shared, *every])
 
 
 def _command(name: str, command: argparse.ArgumentParser) -> str:
-    arguments = [action for action in command._actions if action.help is not argparse.SUPPRESS]  # noqa: SLF001 - argparse has no list of options
-    usual = ("--help", "--help-all", "--color")
-    rows = [
-        (f"`{names_of(action)}`", ((action.help or "") % {"default": action.default}).replace("|", r"\|"))
-        for action in arguments
-        if not set(usual) & set(action.option_strings)
-    ]
+    """The arguments of a command, except those of many commands, and those that a gateway shares with `serve`."""
+    shown = [action for action in _arguments(command) if not set(USUAL) & set(action.option_strings)]
+    if name == "gateway":
+        shown = [action for action in shown if not {*BY_NAME} & {text.strip("-") for text in action.option_strings}]
+    else:
+        shown = [action for action in shown if action.dest not in CONNECTION]
     head = f"### shmserve {name}\n\n{command.description}"
-    return f"{head}\n\n{table(('Argument', ''), rows)}" if rows else head
+    return "\n\n".join([head, "\n".join(map(_argument, shown))]) if shown else head
+
+
+def _arguments(command: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in command._actions if action.help is not argparse.SUPPRESS]  # noqa: SLF001 - argparse has no list of options
+
+
+def _argument(action: argparse.Action) -> str:
+    text = (action.help or "") % {"default": action.default}
+    return f"- `{names_of(action)}`" + (f": {text}" if text else "")
 
 
 def _peers() -> str:
@@ -277,7 +301,7 @@ PARTS = (
     DocPart("parameters.md", "the model parameters", lambda: sections(parameters.GROUPS, _parameters)),
     DocPart("batching.md", "the states", _states),
     DocPart("errors.md", "the errors", _errors),
-    DocPart("commands.md", "the commands", _commands),
+    DocPart("settings.md", "the commands", _commands),
     DocPart("compare.md", "the result", _peers),
 )
 

@@ -68,11 +68,7 @@ def test_links_resolve() -> None:
 def test_every_page_is_linked() -> None:
     docs = ROOT / "docs"
     for page in sorted(docs.glob("**/*.md")):
-        index = page.with_name("index.md") if page.parent.name == "adr" else docs / "index.md"
-        if page == docs / "index.md":
-            index = ROOT / "README.md"
-        elif page == index:
-            index = docs / "index.md"
+        index = ROOT / "README.md" if page == docs / "index.md" else docs / "index.md"
         assert f"({page.relative_to(index.parent).as_posix()})" in index.read_text(), page
 
 
