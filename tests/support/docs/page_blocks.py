@@ -119,12 +119,10 @@ NOT_RUN = {
     ("guides/from-ray-serve", "from ray"): BEFORE,
     ("guides/from-torchserve", "import torch\nfrom ts"): BEFORE,
     ("guides/securing", "shmserve serve"): SERVER,
-    ("http", "shmserve serve --model-repository build/samples --no-gateway"): GATEWAY,
     ("http", "shmserve gateway"): GATEWAY,
     ("http", "curl localhost:8000/v2/models/my_model"): REQUESTS,
     ("compare", "make compare"): BENCH,
     ("install", "pip install"): "installs; tests/process/service/test_install.py installs a wheel",
-    ("lifecycle", "1/model.onnx changed"): LOG,
     ("lifecycle", "import shmserve"): "needs a server in the mode explicit; tests/process/models has these calls",
     ("llm", "shmserve serve"): "needs a large model; tests/process/docs/test_examples_chat.py serves a small one",
     ("many-models", "shmserve serve"): SERVER,
@@ -182,7 +180,6 @@ NOT_RUN = {
     ("triton", "git clone"): ELSEWHERE,
     ("sizing", "Best:"): OUTPUT,
     ("wire", "import os, msgpack"): "tests/conformance/wire_client.py is a client like it",
-    ("wire", "[12,"): PART,
 }
 """Page and first words of a block -> why it is not run. "" stands for all blocks of a page."""
 
