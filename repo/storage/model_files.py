@@ -73,7 +73,7 @@ def model_file(text: str) -> ModelFile:
         raise InvalidRequest(f"'{text}' names no file")
     if not is_model_path(path):
         raise InvalidRequest(f"{rest}: no such file or directory")
-    if path.suffix not in TARGETS:
+    if path.suffix not in TARGETS and not path.with_suffix(_CONFIG_SUFFIX).is_file():
         hint = _HINTS.get(path.suffix)
         text = f"{rest}: the suffix '{path.suffix}' is not that of a model file; known are {', '.join(TARGETS)}"
         raise InvalidRequest(f"{text}. {hint.format(shlex.quote(rest))}" if hint else text)
@@ -178,8 +178,13 @@ def _look(path: Path) -> _Look:
     return state.st_size, state.st_mtime_ns, state.st_ino
 
 
+def _target(path: Path) -> str:
+    """The name in a version directory. A file of an own backend, whose configuration is beside it, is `model.SUFFIX`."""
+    return TARGETS.get(path.suffix, f"model{path.suffix}")
+
+
 def _content(path: Path, function: FunctionModel | None) -> _Content:
-    links = {f"1/{TARGETS[path.suffix]}": path}
+    links = {f"1/{_target(path)}": path}
     if function is not None:
         return _Content(links, function.config)
     links |= {f"1/{name}": path.parent / beside for name, beside in _companions(path)}

@@ -6,7 +6,22 @@ Each large engine has a package, and code that engines share (model facts, param
 Backends outside this project import the names below.
 """
 
+from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput
 from shmserve.workers.backends.base import Backend, Context, SeparateBackend, StackedBackend
+from shmserve.workers.batch.gather import GatherGroup
+from shmserve.workers.batch.results import Results
 from shmserve.workers.model_calls.answer import Request, Response
 
-__all__ = ["Backend", "Context", "Request", "Response", "SeparateBackend", "StackedBackend"]
+__all__ = [
+    "Backend",
+    "Context",
+    "GatherGroup",
+    "ModelConfig",
+    "ModelInput",
+    "ModelOutput",
+    "Request",
+    "Response",
+    "Results",
+    "SeparateBackend",
+    "StackedBackend",
+]

@@ -105,6 +105,7 @@ def test_external_weights_are_linked(tmp_path: Path) -> None:
         (("net.pdmodel", "net.pdiparams"), ("model.pdmodel", "model.pdiparams")),
         (("net.xml", "net.bin"), ("model.xml", "model.bin")),
         (("net.savedmodel",), ("model.savedmodel",)),
+        (("net.lin",), ("model.lin",)),
     ],
 )
 def test_files_of_other_backends(tmp_path: Path, files: tuple[str, ...], links: tuple[str, ...]) -> None:
@@ -117,6 +118,7 @@ def test_files_of_other_backends(tmp_path: Path, files: tuple[str, ...], links: 
     assert served(tmp_path / "run" / model.stem) == expected
     config = model.with_suffix(".pbtxt")
     config.touch()
+    assert model_file(str(model)).path == model
     found.refresh()
     assert served(tmp_path / "run" / model.stem) == expected | {"config.pbtxt": str(config)}
     config.unlink()
