@@ -24,7 +24,6 @@ RUN = {
     "tutorials/onnx-model": False,
     "tutorials/python-function": False,
     "tutorials/streaming": False,
-    "tutorials/transformer": False,
 }
 """Pages that tests/process/docs/test_pages.py runs from the first block to the last -> whether the sample models are
 served at the start."""
@@ -33,7 +32,6 @@ NEEDS = {
     "guides/from-torchserve": ("torch",),
     "tutorials/images": ("PIL", "onnx", "onnxruntime"),
     "tutorials/onnx-model": ("onnx", "onnxruntime"),
-    "tutorials/transformer": ("onnx", "onnxruntime", "tokenizers"),
 }
 """Page -> packages that it needs."""
 
