@@ -174,7 +174,6 @@ NOT_RUN = {
     ("traces", "mlp version 1"): OUTPUT,
     ("transformers", "encoder version 1"): OUTPUT,
     ("trees", "fraud/"): TREE,
-    ("triton", "shmserve serve"): SERVER,
     ("triton", "git clone"): ELSEWHERE,
     ("sizing", "Best:"): OUTPUT,
     ("wire", "import os, msgpack"): "tests/conformance/wire_client.py is a client like it",
