@@ -45,8 +45,8 @@ from shmserve.repo.config.schema import (
     ModelSequenceBatchingStrategyOldest,
 )
 from shmserve.repo.rules.ensemble_steps import compile_steps
-from shmserve.repo.rules.instances import scaled_groups
 from shmserve.repo.rules.padding import padding_of
+from shmserve.repo.rules.parameter_rules import scaled_groups
 
 _US = 1000
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"

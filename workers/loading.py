@@ -14,7 +14,7 @@ from shmserve.protocol.messages import Failure
 from shmserve.protocol.worker_messages import Load, Probed
 from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.config.schema import ModelConfig, decode_config
-from shmserve.repo.files.labels import read_labels
+from shmserve.repo.files.companions import read_labels
 from shmserve.repo.storage.snapshot import Look, changed
 from shmserve.workers.backends.base import Backend, Context
 from shmserve.workers.backends.registry import kind_of

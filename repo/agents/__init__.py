@@ -7,6 +7,42 @@ called `RepositoryAgent`.
 
 from __future__ import annotations
 
-from shmserve.repo.agents.model import Agent, AgentModel, Refused
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 __all__ = ["Agent", "AgentModel", "Refused"]
+
+
+class AgentModel(NamedTuple):
+    """A model that is being loaded or unloaded.
+
+    `folder`: its directory, as the agent before this one left it; must not be changed. The first agent gets a copy that
+    the server has made, so that nobody can change the files between the check and the load. `work`: an empty directory
+    that belongs to this agent and this load. It is removed after `unload`. `parameters`: those of the configuration.
+    `origin`: the model's directory in the repository, to which others may write.
+    """
+
+    name: str
+    folder: Path
+    work: Path
+    parameters: Mapping[str, str]
+    origin: Path
+
+
+class Refused(Exception):
+    """The model must not be loaded. The text is shown to whoever loads the model."""
+
+
+class Agent:
+    """Base class of agents. Each call has its own instance and runs in a process of its own."""
+
+    def load(self, model: AgentModel) -> Path | None:
+        """Called before the model is read. Returns the directory to continue with, None: `model.folder`."""
+        return None
+
+    def unload(self, model: AgentModel) -> None:
+        """Called once for each successful `load`: when the model is unloaded or replaced, when a later step of the load
+        failed, when the server stops, or, after a crash, when it starts again. May find `work` half-filled or empty;
+        after a crash, `folder` may be gone.
+        """

@@ -14,9 +14,8 @@ import sys
 from pathlib import Path
 
 from shmserve.extras import install_command
-from shmserve.repo.agents.built_in import linked
-from shmserve.repo.agents.checksum import digest_of
-from shmserve.repo.agents.model import Agent, AgentModel, Refused
+from shmserve.repo.agents import Agent, AgentModel, Refused
+from shmserve.repo.agents.built_in import digest_of, linked
 from shmserve.repo.gpus import discover
 from shmserve.repo.load import CONFIG_FILE
 from shmserve.repo.storage.snapshot import take

@@ -12,8 +12,8 @@ from typing import Any
 
 import pyrage
 
+from shmserve.repo.agents import Agent, AgentModel, Refused
 from shmserve.repo.agents.built_in import linked, server_file
-from shmserve.repo.agents.model import Agent, AgentModel, Refused
 from shmserve.repo.storage.snapshot import take
 from shmserve.system.mounts import is_tmpfs
 

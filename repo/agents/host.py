@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from shmserve.errors import ServeError
-from shmserve.repo.agents.model import Agent, AgentModel, Refused
+from shmserve.repo.agents import Agent, AgentModel, Refused
 from shmserve.repo.agents.record import DONE, RESULT, Chain, Result, folders_done, read_chain, write
 from shmserve.repo.agents.registry import create
 from shmserve.system.process import PDEATHSIG, prctl

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shmserve.errors import Unsupported
 from shmserve.extras import install_command, outdated
-from shmserve.repo.agents.model import Agent
+from shmserve.repo.agents import Agent
 from shmserve.repo.files.python_file import import_file
 from shmserve.repo.files.safe_paths import MODEL_NAME
 
@@ -18,7 +18,7 @@ GROUP = "shmserve.repository_agents"
 FILE = "agent.py"
 CLASS = "RepositoryAgent"
 BUILT_IN = {
-    "checksum": "shmserve.repo.agents.checksum:Checksum",
+    "checksum": "shmserve.repo.agents.built_in:Checksum",
     "convert": "shmserve.repo.agents.convert:Convert",
     "decrypt": "shmserve.repo.agents.decrypt:Decrypt",
     "signature": "shmserve.repo.agents.signature:Signature",

@@ -18,9 +18,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo.agents.built_in import server_file
-from shmserve.repo.agents.checksum import digest_of
-from shmserve.repo.agents.model import Agent, AgentModel, Refused
+from shmserve.repo.agents import Agent, AgentModel, Refused
+from shmserve.repo.agents.built_in import digest_of, server_file
 from shmserve.repo.files.safe_paths import open_inside
 
 MANIFEST = "SHA256SUMS"

@@ -1,5 +1,6 @@
 """Files that a configuration names: labels, warm-up data, initial states.
 
-`safe_paths` opens them inside the model's directory, `companions` checks that they exist, and `labels` parses label
-files. `python_file` imports Python files of users.
+`safe_paths` opens them inside the model's directory, and `companions` checks that they exist and reads labels.
+`python_file` imports Python files of users, `torch_file` recognises programs of PyTorch, and `elf` reads what a
+shared library needs.
 """

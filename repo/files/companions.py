@@ -1,6 +1,6 @@
-"""Checks the files that a configuration names: labels, warm-up data, initial states of sequences.
+"""The files that a configuration names: labels, warm-up data, initial states of sequences.
 
-As when the files are read later, only files inside the model's directory can be opened.
+Only files inside the model's directory can be opened, when they are checked and when they are read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from shmserve.dtypes import FROM_CONFIG, ITEM_BYTES
 from shmserve.errors import InvalidRequest
 from shmserve.repo.config.problems import ProblemFunction, nearest
 from shmserve.repo.config.schema import ModelConfig
-from shmserve.repo.files.safe_paths import open_inside
+from shmserve.repo.files.safe_paths import open_inside, read_inside
 
 WARMUP = "warmup"
 INITIAL_STATE = "initial_state"
+LABEL_BYTES = 16 * 1024 * 1024
+"""Maximum size of a label file."""
 
 
 class _Named(NamedTuple):
@@ -78,3 +80,24 @@ def _names(folder: Path) -> list[str]:
         return sorted(name for name in os.listdir(folder) if name.isprintable())
     except OSError:
         return []
+
+
+def read_labels(model_dir: Path, filename: str) -> tuple[str, ...]:
+    """Read the labels of all classes, one per line. An empty line is a class without a label.
+
+    A final newline is optional. No line is skipped, because the index of a line is the class.
+    """
+    what = f"label file '{filename}'"
+    data = read_inside(model_dir, filename, what, LABEL_BYTES)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise InvalidRequest(f"{what}: line {line} is not UTF-8: {error.reason}") from None
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise InvalidRequest(f"{what}: line {line} has a NUL character; is this a text file?")
+    lines = text.split("\n")
+    if not lines[-1]:
+        del lines[-1]
+    return tuple([line.removesuffix("\r") for line in lines])

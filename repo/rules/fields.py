@@ -23,10 +23,9 @@ from shmserve.repo.config.support import NOT_SUPPORTED
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.parameters import INSTANCES, validate_values
 from shmserve.repo.rules.data import file_name, uncached, validate_warmup
-from shmserve.repo.rules.instances import validate_scaling
 from shmserve.repo.rules.padding import validate_padding
+from shmserve.repo.rules.parameter_rules import validate_scaling, validate_traffic
 from shmserve.repo.rules.schedulers import validate_scheduler
-from shmserve.repo.rules.traffic import validate_traffic
 
 PYTHON_NAME = re.compile(r"[^;|&$`<>()\[\]{}\\\"'*?~#!]*")
 """Valid names of Python models: Triton derives a process name from it."""

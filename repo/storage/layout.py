@@ -17,15 +17,14 @@ from shmserve.repo.config.complete import ENGINES, is_ensemble
 from shmserve.repo.config.outline import escaped, escaped_name
 from shmserve.repo.config.problems import nearest
 from shmserve.repo.config.schema import ModelConfig, ModelOutput
-from shmserve.repo.files.companions import WARMUP, data_bytes
-from shmserve.repo.files.labels import read_labels
+from shmserve.repo.files.companions import WARMUP, data_bytes, read_labels
 from shmserve.repo.files.safe_paths import open_inside
 from shmserve.repo.load import CONFIG_FILE
 from shmserve.repo.onnx.differences import differences
 from shmserve.repo.onnx.header import NotOnnx, TooLarge, read_header
 from shmserve.repo.parameters import FUNCTION
 from shmserve.repo.rules.optimization import setting_problems
-from shmserve.repo.storage.python_source import CLASS, parse_source, read_source
+from shmserve.repo.storage.model_functions import CLASS, parse_source, read_source
 
 ERROR, WARNING = "error", "warning"
 ENTRIES = 10_000

@@ -179,7 +179,7 @@ def _look(path: Path) -> _Look:
 
 
 def _target(path: Path) -> str:
-    """The name in a version directory. A file of an own backend, whose configuration is beside it, is `model.SUFFIX`."""
+    """The name in a version directory: `model.SUFFIX` for a backend that is not built in."""
     return TARGETS.get(path.suffix, f"model{path.suffix}")
 
 

@@ -1,4 +1,4 @@
-"""Finds the functions with the decorator `@shmserve.model` in a Python file, and writes their configurations.
+"""Parses Python models, and finds functions with the decorator `@shmserve.model`, whose configurations it writes.
 
 Invariant: the file is parsed, never run. Its workers run it, and complete the configurations from its type hints.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,14 +16,33 @@ from shmserve.errors import InvalidRequest
 from shmserve.functions import ModelOptions
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.parameters import FUNCTION, STACKED, STRICT_OUTPUTS
-from shmserve.repo.storage.python_source import CLASS, SOURCE_BYTES, parse_source, read_source
 
+SOURCE_BYTES = 4 * 1024 * 1024
+"""Maximum size of a file that is parsed."""
+CLASS = "TritonPythonModel"
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class FunctionModel(NamedTuple):
     name: str
     config: str
+
+
+def read_source(path: Path) -> bytes | None:
+    """None: the file has more than SOURCE_BYTES. Raises OSError."""
+    with path.open("rb") as file:
+        source = file.read(SOURCE_BYTES + 1)
+    return source if len(source) <= SOURCE_BYTES else None
+
+
+def parse_source(source: bytes) -> ast.Module:
+    """Raises SyntaxError, and ValueError for what contains NUL or is nested too deeply."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(source)
+    except (RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from error
 
 
 def functions_in(path: Path) -> list[FunctionModel]:

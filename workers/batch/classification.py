@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from shmserve.dtypes import elements, from_bfloat16
 from shmserve.errors import InvalidRequest
-from shmserve.repo.files.labels import read_labels
+from shmserve.repo.files.companions import read_labels
 
 if TYPE_CHECKING:
     from shmserve.errors import ServeError

@@ -18,7 +18,7 @@ from shmserve.core.traffic import Traffic
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.protocol.bodies import decode_body
 from shmserve.repo.parameters import ALIAS, ENTRIES
-from shmserve.repo.rules.traffic import why_no_shadow
+from shmserve.repo.rules.parameter_rules import why_no_shadow
 
 _VERSION = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 

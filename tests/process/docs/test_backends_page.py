@@ -58,7 +58,7 @@ def test_the_backend_of_the_page(
     assert 'found "linear", which this server does not have' in capsys.readouterr().out
     kind = from_directory("backends", "linear")
     assert kind is not None
-    with pytest.raises(shmserve.ServeError, match="model 'm' has no file 'model.npy'"):
+    with pytest.raises(shmserve.ServeError, match=r"model 'm' has no file 'model\.npy'"):
         kind(Context("m", 1, "m_0_0", tmp_path, tmp_path, {})).load(ModelConfig(name="m"))
     np.save(tmp_path / "models" / "lin" / "1" / "model.npy", weights)
     assert main.main(["check", "models", "--backend-directory", "backends"]) == 0

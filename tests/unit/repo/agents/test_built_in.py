@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from shmserve.repo.agents import Agent, AgentModel, Refused, decrypt
-from shmserve.repo.agents.checksum import Checksum
+from shmserve.repo.agents.built_in import Checksum
 from shmserve.repo.agents.signature import Signature
 
 WEIGHTS = os.urandom(3 << 20)

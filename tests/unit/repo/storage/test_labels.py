@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo.files import labels
-from shmserve.repo.files.labels import read_labels
+from shmserve.repo.files import companions
+from shmserve.repo.files.companions import read_labels
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_only_files_in_the_model_directory_are_read(tmp_path: Path) -> None:
 
 
 def test_labels_that_are_not_text_or_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(labels, "LIMIT_BYTES", 12)
+    monkeypatch.setattr(companions, "LABEL_BYTES", 12)
     for data, text in (
         (b"cat\ndog\n\xff\xfe\n", "line 3 is not UTF-8"),
         (b"cat\nd\0g\n", "line 2 has a NUL"),

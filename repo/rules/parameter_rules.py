@@ -1,4 +1,7 @@
-"""How many instances a group may have while the model is served: parameters min_instances and max_instances."""
+"""Rules for parameters of a model that belong together: those for the number of instances, and those for versions.
+
+A load sets the shares, aliases and shadow of versions; operators may change them later (`shmserve traffic`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,15 @@ from typing import NamedTuple
 from shmserve.repo.config.complete import is_ensemble
 from shmserve.repo.config.problems import ProblemFunction
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from shmserve.repo.parameters import INSTANCES, MAX_INSTANCES, MIN_INSTANCES, SCALE_DOWN, SCALE_UP_QUEUE
+from shmserve.repo.parameters import (
+    INSTANCES,
+    MAX_INSTANCES,
+    MIN_INSTANCES,
+    SCALE_DOWN,
+    SCALE_UP_QUEUE,
+    SHADOW,
+    TRAFFIC,
+)
 
 SCALING = (MIN_INSTANCES, MAX_INSTANCES, SCALE_UP_QUEUE, SCALE_DOWN)
 
@@ -60,3 +71,30 @@ def validate_scaling(config: ModelConfig, problem: ProblemFunction) -> None:
     if total > INSTANCES:
         row = MAX_INSTANCES if most else MIN_INSTANCES
         problem(row.path, f"{total} instances in all groups, each a process; expected at most {INSTANCES}")
+
+
+def why_no_shadow(ensemble: bool, sequences: bool, decoupled: bool, ordered: bool) -> str:
+    """Why answers of the model cannot be compared; "" if they can."""
+    kinds = (
+        ("an ensemble", ensemble),
+        ("a model with sequences", sequences),
+        ("a decoupled model", decoupled),
+        ("a model with preserve_ordering", ordered),
+    )
+    return next((f"{kind} cannot have a shadow" for kind, found in kinds if found), "")
+
+
+def validate_traffic(config: ModelConfig, problem: ProblemFunction) -> None:
+    for row in (TRAFFIC, SHADOW):
+        shares = {} if row.wrong(config) else row.read(config)
+        if sum(shares.values()) > 100:
+            problem(row.path, f"the shares add up to {sum(shares.values())} %; the maximum is 100 %")
+        if row is SHADOW and shares:
+            if len(shares) > 1:
+                problem(row.path, f"found {len(shares)} versions, expected one")
+            policy = config.model_transaction_policy
+            decoupled = policy is not None and policy.decoupled
+            ensemble, sequences = config.ensemble_scheduling is not None, config.sequence_batching is not None
+            ordered = config.dynamic_batching is not None and config.dynamic_batching.preserve_ordering
+            if reason := why_no_shadow(ensemble, sequences, decoupled, ordered):
+                problem(row.path, reason)
