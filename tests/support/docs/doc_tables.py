@@ -285,8 +285,11 @@ def _peers() -> str:
     return f"{heading.partition(', ')[2].split()[0]}:\n\n- {rest.strip()}"
 
 
+_OWN_GROUPS = [group for group in flags.GROUPS if group != flags.TRITON]
+"""The table of Triton's flags has those without effect here."""
+
 PARTS = (
-    DocPart("settings.md", "the flags", lambda: sections(flags.GROUPS, _flags)),
+    DocPart("settings.md", "the flags", lambda: sections(_OWN_GROUPS, _flags)),
     DocPart("settings.md", "the differences", _differences),
     DocPart("settings.md", "Triton's flags", _flags_of_triton),
     DocPart("settings.md", "Triton's defaults", _defaults_of_triton),
