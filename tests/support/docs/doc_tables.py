@@ -18,6 +18,7 @@ from shmserve import errors
 from shmserve.broker.config import flags
 from shmserve.broker.config.flag import Flag
 from shmserve.broker.config.flags import BY_NAME, FLAGS
+from shmserve.broker.config.triton_flags import TRITON as TRITON_GROUP
 from shmserve.broker.observability import metric_definitions
 from shmserve.clients.cli.help import names_of
 from shmserve.clients.cli.parser import parser
@@ -285,7 +286,7 @@ def _peers() -> str:
     return f"{heading.partition(', ')[2].split()[0]}:\n\n- {rest.strip()}"
 
 
-_OWN_GROUPS = [group for group in flags.GROUPS if group != flags.TRITON]
+_OWN_GROUPS = [group for group in flags.GROUPS if group != TRITON_GROUP]
 """The table of Triton's flags has those without effect here."""
 
 PARTS = (
