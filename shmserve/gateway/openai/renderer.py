@@ -1,5 +1,5 @@
-"""The process that renders chat templates. It reads requests from its standard input, one after another, and writes a
-prompt or an error for each to its standard output.
+"""The process that renders chat templates. It writes READY to its standard output, then reads requests from its
+standard input, one after another, and writes a prompt or an error for each.
 
 Templates run in jinja's sandbox, compiled as Hugging Face does. A template that loops or takes much memory costs only
 this process, which the gateway ends after a time limit (`templates`).
@@ -11,6 +11,7 @@ import json
 import resource
 import signal
 import sys
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, BinaryIO
@@ -24,6 +25,7 @@ from shmserve.system.process import PDEATHSIG, prctl
 TEXT_CHARACTERS = 8 << 20
 MEMORY_BYTES = 1 << 30
 """Address space of this process."""
+READY = b"+"
 SIZE_BYTES = 4
 """Length of the number before each request and each reply: its size in bytes."""
 
@@ -50,10 +52,14 @@ def main() -> None:
     prctl(PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway still answers requests in flight
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    with suppress(Unsupported):  # each request gets this error
+        _environment()
     _serve(sys.stdin.buffer, sys.stdout.buffer)
 
 
 def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    replies.write(READY)
+    replies.flush()
     decode, encode = msgspec.msgpack.Decoder(RenderRequest).decode, msgspec.msgpack.Encoder().encode
     while size := requests.read(SIZE_BYTES):
         request = decode(requests.read(int.from_bytes(size, "big")))

@@ -19,7 +19,7 @@ from shmserve.errors import InvalidRequest, ServeError, Unavailable, from_wire
 from shmserve.gateway.limits.body_budget import Budget, BudgetAccount
 from shmserve.gateway.limits.caller_shares import ShareExceeded
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.renderer import SIZE_BYTES, RenderReply, RenderRequest
+from shmserve.gateway.openai.renderer import READY, SIZE_BYTES, RenderReply, RenderRequest
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.requests import serve_error
 from shmserve.paths import python
@@ -53,7 +53,10 @@ class _Renderer:
     @classmethod
     async def start(cls) -> _Renderer:
         command = [*python(), "-m", "shmserve.gateway.openai.renderer"]
-        return cls(await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        renderer = cls(process)
+        await renderer._replies.readexactly(len(READY))
+        return renderer
 
     @property
     def is_alive(self) -> bool:
@@ -84,6 +87,7 @@ class _Rendering:
     ) -> None:
         self.caller = caller
         self.began = 0.0
+        """When the renderer got the template; 0: it is still being started."""
         self._exchange: Exchange | None = exchange
         self._request = request
         self._account = account
@@ -99,8 +103,8 @@ class _Rendering:
         """Called when the gateway stops. The time limit ends the template soon enough."""
 
     async def render(self, renderer: _Renderer) -> RenderReply:
-        self._renderer = renderer
         loop = asyncio.get_running_loop()
+        self._renderer, self.began = renderer, loop.time()
         limit = loop.call_later(SECONDS, self.end, f"it takes more than {SECONDS:g} seconds")
         try:
             return await renderer.render(self._request)
@@ -177,9 +181,7 @@ class ChatTemplates:
             rendering = self._running[caller] = queue.popleft()
             if queue:
                 self._waiting[caller] = queue  # behind the others
-            loop = asyncio.get_running_loop()
-            rendering.began = loop.time()
-            task = loop.create_task(self._run(rendering))
+            task = asyncio.get_running_loop().create_task(self._run(rendering))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -193,8 +195,8 @@ class ChatTemplates:
                     self._idle.append(renderer)
                     renderer = None
                 rendering.settle(reply)
-        except OSError as error:
-            rendering.fail(Unavailable(f"cannot start a process for chat templates: {error.strerror}; retry later"))
+        except (OSError, EOFError) as error:
+            rendering.fail(Unavailable(f"cannot start a process for chat templates: {error}; retry later"))
         except Exception as error:
             rendering.fail(serve_error(error))
         finally:
@@ -217,7 +219,7 @@ class ChatTemplates:
         if self._eviction is None:
             oldest = next(iter(self._running.values()))
             loop = asyncio.get_running_loop()
-            self._eviction = loop.call_at(oldest.began + FAIR_SECONDS, self._evict, oldest)
+            self._eviction = loop.call_at((oldest.began or loop.time()) + FAIR_SECONDS, self._evict, oldest)
 
     def _evict(self, oldest: _Rendering) -> None:
         self._eviction = None
