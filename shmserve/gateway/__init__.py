@@ -5,5 +5,5 @@ A request arrives at a listener (`listeners`; `zmq_tcp` has its own). `http`, `g
 parses it. `auth` checks access, and `limits` bounds what clients may use of the gateway. HTTP and gRPC share `kserve`,
 which turns a request into a plan and a reply into a response; `openai` does so for OpenAI's clients. `upstream` sends
 the request over the link to the broker and passes the reply back to the waiting connection. `main` runs the process
-with its `options`; `service` notifies the service manager, if one started the gateway.
+with its `options`.
 """

@@ -10,7 +10,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,19 +21,49 @@ from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.gateway.auth import tokens
 from shmserve.gateway.auth.gate import Guard, Guards
 from shmserve.gateway.grpc import start as grpc_start
-from shmserve.gateway.http import start as http_start
+from shmserve.gateway.http.connection import HttpListener
 from shmserve.gateway.http.limits import HttpLimits
-from shmserve.gateway.http.listener import HttpListener
+from shmserve.gateway.http.requests import make_listener
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import ShareBounds
 from shmserve.gateway.limits.proxies import TrustedProxies, networks_of
-from shmserve.gateway.service import Service
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.gateway.zmq_tcp import start as zmqtcp_start
 from shmserve.system.process import PDEATHSIG, prctl
-from shmserve.system.service_manager import of_this_process
+from shmserve.system.service_manager import ServiceManager, of_this_process
 from shmserve.terminal.errors import Failed, Misuse
+
+
+class Service:
+    def __init__(self, loop: asyncio.AbstractEventLoop, manager: ServiceManager) -> None:
+        self._loop = loop
+        self._manager = manager
+        self._timer: asyncio.TimerHandle | None = None
+        if manager.watchdog_s:
+            self._beat()
+
+    def ready(self, ports: Mapping[str, int]) -> None:
+        """All listeners are open."""
+        text = ", ".join(f"{endpoint} on port {port}" for endpoint, port in ports.items())
+        self._manager.notify("READY=1", f"STATUS=listening: {text or 'no endpoints'}", once=True)
+
+    def reloading(self) -> None:
+        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+        self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={now}", once=True)
+
+    def stopping(self) -> None:
+        self._manager.notify("STOPPING=1", "STATUS=finishing requests in flight", once=True)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._manager.close()
+
+    def _beat(self) -> None:
+        self._timer = self._loop.call_later(self._manager.watchdog_s / 2, self._beat)
+        self._manager.notify("WATCHDOG=1")
+
 
 if TYPE_CHECKING:
     from shmserve.gateway.http2.listener import RpcListener
@@ -126,7 +157,7 @@ def _openings(
     regions = Regions(args.allow_client_shm, lambda: link.session.memory.foreign, args.copy_client_shm, link.send_soon)
     budget = Budget(args.http_max_held_size, args.connection_share, args.address_share)
     guard = guards.http
-    http = http_start.make_listener(
+    http = make_listener(
         link, limits, guard.access, regions=regions, forward=guard.forward, budget=budget, openai=args.allow_openai
     )
     if args.allow_http:
@@ -143,7 +174,7 @@ def _openings(
         openings.append(Opening("grpc", "gRPC", rpc, guards.rpc, args.grpc_address, args.grpc_port))
     if args.allow_metrics:
         guard = guards.metrics
-        metrics = http_start.make_listener(
+        metrics = make_listener(
             link, limits, guard.access, metrics=True, extra=lambda: "".join([text() for text in providers])
         )
         address = args.metrics_address or args.http_address

@@ -4,5 +4,4 @@
 `calls` has the unary calls and health, `stream` has ModelStreamInfer, and `services` holds what they share. For an
 inference request, `wire` separates the tensors from the fields around them, and `plans` turns these fields into a Plan;
 `contents` converts large typed contents in slices. `rpcs` is the table of calls whose response is a document.
-`codes` maps errors to status codes.
 """

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable
-from shmserve.gateway.grpc.codes import code_of, rpc_error
 from shmserve.gateway.grpc.plans import RpcPlan
 from shmserve.gateway.grpc.rpcs import Rpc
-from shmserve.gateway.grpc.services import Services
+from shmserve.gateway.grpc.services import Services, code_of, rpc_error
 from shmserve.gateway.grpc.wire import ResponseEncoder, parameters_of, take_apart
 from shmserve.gateway.http2.interface import Awaits, TransportStream
 from shmserve.gateway.kserve.answers import Buffer, Held, check_room

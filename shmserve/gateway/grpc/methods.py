@@ -7,9 +7,8 @@ from functools import partial
 
 from shmserve.errors import ServeError
 from shmserve.gateway.grpc.calls import AskCall, CheckCall, InferCall, WatchCall
-from shmserve.gateway.grpc.codes import rpc_error
 from shmserve.gateway.grpc.rpcs import RPCS, Rpc
-from shmserve.gateway.grpc.services import Services
+from shmserve.gateway.grpc.services import Services, rpc_error
 from shmserve.gateway.grpc.stream import StreamCall
 from shmserve.gateway.http2.interface import ServiceCall, TransportStream
 from shmserve.gateway.limits.caller_shares import Payer

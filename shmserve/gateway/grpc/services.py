@@ -7,18 +7,21 @@ from typing import Protocol
 import numpy as np
 from msgspec.structs import replace
 
-from shmserve.errors import InvalidRequest
+from shmserve.errors import InvalidRequest, ServeError
 from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.header_forwarding import Forward, HeaderParameters
 from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans, plan_in_slices
 from shmserve.gateway.grpc.wire import ResponseEncoder, tensor_at
 from shmserve.gateway.http2.interface import TransportStream
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.kserve.status import grpc_of, grpc_text_of
 from shmserve.gateway.limits.turns import JobTurns, SlicedWork
+from shmserve.gateway.upstream.documents import BadLoad
 from shmserve.gateway.upstream.link import GatewayLink, Piece, partial_room
 from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.gateway.upstream.requests import RequestSender
+from shmserve.protocol.grpc.codes import Code, RpcError
 from shmserve.protocol.grpc.messages import HEALTH, INFERENCE
 from shmserve.protocol.messages import INLINE_BYTES
 from shmserve.shm.arena import ALIGN
@@ -115,3 +118,12 @@ class Services:
         self.stopping = True
         for call in list(self.long_calls):
             call.stop()
+
+
+def code_of(error: ServeError) -> Code:
+    # Triton answers every failed load with INTERNAL.
+    return Code.INTERNAL if isinstance(error, BadLoad) else Code[grpc_of(error)]
+
+
+def rpc_error(error: ServeError, request_id: str = "") -> RpcError:
+    return RpcError(code_of(error), grpc_text_of(error, request_id))

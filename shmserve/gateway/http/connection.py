@@ -7,28 +7,71 @@ its response, in one piece or as events.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from shmserve.errors import ServeError, Unsupported
+from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.actions import INFER
+from shmserve.gateway.auth.header_forwarding import HeaderParameters
 from shmserve.gateway.http import bodies
-from shmserve.gateway.http.heads import NO_HEAD, BadHead, HttpHead, work_of
-from shmserve.gateway.http.limits import AHEAD_BYTES, HEAD_BYTES
-from shmserve.gateway.http.listener import HttpListener
+from shmserve.gateway.http.heads import NO_HEAD, BadHead, HttpHead, HttpHeads, work_of
+from shmserve.gateway.http.limits import AHEAD_BYTES, HEAD_BYTES, HttpLimits
+from shmserve.gateway.http.routes import RouteTable
 from shmserve.gateway.kserve.answers import Buffer, size_of
 from shmserve.gateway.kserve.status import REASONS, http_of, http_text_of
 from shmserve.gateway.limits.backlog import REQUEST_WORK, SENT_BYTES
+from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import FairReader, Job, SlicedWork
-from shmserve.gateway.listeners.callers import peer_address
+from shmserve.gateway.listeners.callers import TURNS, Callers, peer_address
 from shmserve.gateway.openai import errors as openai_errors
 from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.upstream.documents import error_body
 from shmserve.gateway.upstream.exchange import Watcher
+from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.upstream.receive import TRUSTED_BYTES, ReceiveBuffer
 from shmserve.gateway.upstream.requests import Charge, serve_error, withdraw
 from shmserve.protocol.actions import Action
+
+
+class HttpListener(Callers):
+    """`connect`: as for `Callers`. `routes`: the paths that it serves. `end_streams`: ends the event streams of the
+    page, so that access is checked again."""
+
+    def __init__(
+        self,
+        connect: Callable[[HttpListener, str], Any],
+        link: GatewayLink,
+        limits: HttpLimits,
+        access: EndpointAccess,
+        routes: RouteTable,
+        forward: HeaderParameters | None,
+        budget: Budget | None,
+        end_streams: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(
+            link.bind(),
+            connect,
+            limits,
+            limits.read_timeout_s / TURNS,
+            budget or Budget(),
+            link.shares,
+            link.turns,
+            link.reads,
+            link.backlog,
+        )
+        self.link = link
+        self.limits = limits
+        self._end_streams = end_streams
+        self.heads = HttpHeads(access, routes, forward)
+
+    async def renew(self, tls: ssl.SSLContext | None) -> None:
+        self.heads.forget()
+        self._end_streams()
+        await super().renew(tls)
+
 
 T = TypeVar("T")
 HEAD, FILL, CHUNKS, BUSY, DRAIN = range(5)

@@ -19,13 +19,15 @@ from shmserve.errors import (
     ServeError,
     Unsupported,
 )
+from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.actions import GENERATE, GENERATE_STREAM, INFER, PAGE, TO_MODELS
+from shmserve.gateway.auth.header_forwarding import Forward, HeaderParameters
 from shmserve.gateway.http import openapi
 from shmserve.gateway.http.bodies import content_length_error
-from shmserve.gateway.http.connection import BINARY, JSON, HttpExchange
+from shmserve.gateway.http.connection import BINARY, JSON, HttpConnection, HttpExchange, HttpListener
 from shmserve.gateway.http.heads import HttpHead
 from shmserve.gateway.http.limits import HttpLimits
-from shmserve.gateway.http.routes import NoRoute
+from shmserve.gateway.http.routes import API_ROUTES, KSERVE_ROUTES, METRICS_ROUTES, NoRoute
 from shmserve.gateway.kserve.answers import Buffer, Held, JsonPieces, large_as_json, pieces_in_slices, response
 from shmserve.gateway.kserve.generate import (
     ONE,
@@ -38,9 +40,11 @@ from shmserve.gateway.kserve.generate import (
 )
 from shmserve.gateway.kserve.plans import RequestPlan, RequestPlans, plan_in_slices, raw_plan
 from shmserve.gateway.kserve.status import http_of, http_text_of
+from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, SlicedWork
 from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.openai.requests import OpenAiRequests
+from shmserve.gateway.page.feed import PageFeed
 from shmserve.gateway.page.requests import PageRequests
 from shmserve.gateway.upstream.device_regions import DeviceRegion
 from shmserve.gateway.upstream.documents import (
@@ -547,3 +551,23 @@ class Requests:
             self._infer(exchange, plan, [piece])
 
         self._ask_config(exchange, go_on)
+
+
+def make_listener(
+    link: GatewayLink, limits: HttpLimits, access: EndpointAccess, *, metrics: bool = False,
+    extra: Callable[[], str] = lambda: "", regions: Regions | None = None, forward: Forward | None = None,
+    budget: Budget | None = None, openai: bool = True,
+) -> HttpListener:  # fmt: skip
+    """`metrics`: serve only the Prometheus endpoint. `openai`: serve the OpenAI-compatible endpoints. `extra`: text
+    appended to the broker's metrics."""
+    servers = access.browsers.servers
+    feed = None if metrics else PageFeed(link, servers)
+    page = PageRequests(link, feed, servers) if feed is not None else None
+    openai = openai and not metrics
+    requests = Requests(link, limits, extra, regions or Regions(False), page, openai)
+    routes = METRICS_ROUTES if metrics else API_ROUTES if openai else KSERVE_ROUTES
+    headers = HeaderParameters(forward, lambda: link.session.wants_trace_context)
+    return HttpListener(
+        lambda made, client: HttpConnection(made, requests, client), link, limits, access, routes, headers, budget,
+        feed.end if feed is not None else lambda: None,
+    )  # fmt: skip

@@ -2,8 +2,7 @@
 
 `requests` receives a request from the HTTP connection. `bodies` decodes its JSON, and `models` finds out from the
 model's configuration which inputs and outputs the model has. `inputs` builds the tensors and the sampling parameters;
-`templates` renders the prompt of a chat if the model does not. `generation` makes one model request per prompt, and
-`embeddings` one per text; `fan_out` sends them. `generation` passes on the parts of the responses: `texts` reads these
-parts, and `formats` writes OpenAI's JSON, with the help of `logprobs` and `tool_calls`. `errors` has the JSON of
-errors.
+`templates` has the prompt of a chat rendered by a `renderer` if the model does not. `generation` makes one model
+request per prompt, and `embeddings` one per text; `fan_out` sends them. `generation` passes on the parts of the
+responses: `texts` reads these parts, and `formats` writes OpenAI's JSON. `errors` has the JSON of errors.
 """

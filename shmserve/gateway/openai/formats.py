@@ -5,15 +5,138 @@ Invariant: a chunk is one line, `data: {...}`, and an empty line. The part that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 
+from shmserve.errors import ModelFailed
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.openai import logprobs
 from shmserve.gateway.openai.texts import Delta, Usage
-from shmserve.gateway.openai.tool_calls import ToolCalls
+
+_LOWEST_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON does not have."""
+
+
+class TokenLogprobs:
+    """Log probabilities for one chosen token. `top`: the most probable tokens and their log probabilities, in order."""
+
+    __slots__ = ("logprob", "text", "top")
+
+    def __init__(self, text: str, logprob: float, top: list[tuple[str, float]]) -> None:
+        self.text = text
+        self.logprob = logprob
+        self.top = top
+
+
+def logprobs_of(delta: Delta, alternatives: int) -> list[TokenLogprobs]:
+    """The model returns an object for each token: token id -> `logprob`, `rank` and `decoded_token`. It contains the
+    chosen token and the most probable ones."""
+    given = delta.logprobs or []
+    ids = delta.token_ids if delta.token_ids is not None and len(delta.token_ids) == len(given) else [None] * len(given)
+    try:
+        return [_token(entries, chosen, alternatives) for entries, chosen in zip(given, ids, strict=True)]
+    except (AttributeError, KeyError, TypeError, ValueError, StopIteration):
+        raise ModelFailed("the output 'logprobs' of the model is not a list of objects, one for each token") from None
+
+
+def _token(entries: dict[str, Any], chosen: int | None, alternatives: int) -> TokenLogprobs:
+    """Without `chosen`, the first entry is the chosen token."""
+    key = str(chosen)
+    entry = entries[key] if key in entries else next(iter(entries.values()))
+    ranked = sorted(entries.values(), key=lambda one: one.get("rank") or 0)
+    return TokenLogprobs(
+        _token_text(entry), _logprob(entry), [(_token_text(one), _logprob(one)) for one in ranked[:alternatives]]
+    )
+
+
+def _token_text(entry: dict[str, Any]) -> str:
+    text = entry.get("decoded_token")
+    return text if isinstance(text, str) else ""
+
+
+def _logprob(entry: dict[str, Any]) -> float:
+    return max(float(entry["logprob"]), _LOWEST_LOGPROB)
+
+
+def chat_logprobs(tokens: list[TokenLogprobs]) -> dict[str, Any]:
+    return {
+        "content": [
+            {
+                **_described(token.text, token.logprob),
+                "top_logprobs": [_described(text, logprob) for text, logprob in token.top],
+            }
+            for token in tokens
+        ],
+        "refusal": None,
+    }
+
+
+def _described(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
+
+
+def completion_logprobs(tokens: list[TokenLogprobs], offset: int) -> dict[str, Any]:
+    """`offset`: characters before the first token."""
+    return {
+        "text_offset": list(_offsets(tokens, offset)),
+        "token_logprobs": [token.logprob for token in tokens],
+        "tokens": [token.text for token in tokens],
+        "top_logprobs": [dict(token.top) or {token.text: token.logprob} for token in tokens],
+    }
+
+
+def _offsets(tokens: list[TokenLogprobs], offset: int) -> Iterator[int]:
+    for token in tokens:
+        yield offset
+        offset += len(token.text)
+
+
+class ToolCalls:
+    """The tool calls of one choice."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, dict[str, Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def add(self, given: list[Any]) -> list[dict[str, Any]]:
+        """Adds complete calls or pieces. Returns them with an index, and the first piece of a call also with an id and
+        a type, as streaming clients expect."""
+        deltas = []
+        for one in given:
+            if type(one) is not dict or type(one.get("function")) is not dict:
+                raise ModelFailed("the output 'tool_calls' of the model is not a list of tool calls")
+            index = one.get("index")
+            if type(index) is not int:
+                index = len(self._calls)
+            delta = {**one, "index": index}
+            call = self._calls.get(index)
+            if call is None:
+                delta.setdefault("id", f"call_{uuid4().hex}")
+                delta.setdefault("type", "function")
+                self._calls[index] = {name: value for name, value in delta.items() if name != "index"}
+                self._calls[index]["function"] = {"arguments": "", **one["function"]}
+            else:
+                _extend(call["function"], one["function"])
+            deltas.append(delta)
+        return deltas
+
+    def whole(self) -> list[dict[str, Any]]:
+        return [call for _, call in sorted(self._calls.items())]
+
+
+def _extend(call: dict[str, Any], piece: dict[str, Any]) -> None:
+    more = piece.get("arguments") or ""
+    if type(more) is not str or type(call["arguments"]) is not str:
+        raise ModelFailed("the 'arguments' of a tool call of the model are not a string")
+    call["arguments"] += more
+    if piece.get("name"):
+        call["name"] = piece["name"]
+
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -70,7 +193,7 @@ class ResponseFormat:
             choice.texts.append(_encode(delta.text)[1:-1])
             size += len(choice.texts[-1])
         if self._top is not None:
-            tokens = logprobs.tokens_of(delta, self._top)
+            tokens = logprobs_of(delta, self._top)
             for name, values in (self._lists(choice, tokens) if tokens else {}).items():
                 pieces = choice.tokens.setdefault(name, [])
                 pieces += [b",", _encode(values)[1:-1]] if pieces else [_encode(values)[1:-1]]
@@ -107,7 +230,7 @@ class ResponseFormat:
         """The fields of a whole response with the text of a choice."""
         raise NotImplementedError
 
-    def _lists(self, choice: Choice, tokens: list[logprobs.TokenLogprobs]) -> dict[str, list[Any]]:
+    def _lists(self, choice: Choice, tokens: list[TokenLogprobs]) -> dict[str, list[Any]]:
         """The lists of the response with log probabilities."""
         raise NotImplementedError
 
@@ -125,7 +248,7 @@ class CompletionFormat(ResponseFormat):
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
         text, found = delta.text, b"null"
         if self._top is not None:
-            tokens = logprobs.tokens_of(delta, self._top)
+            tokens = logprobs_of(delta, self._top)
             found = _encode(self._lists(choice, tokens)) if tokens else found
         if not text and delta.finish is None and found == b"null":
             return b""
@@ -142,14 +265,14 @@ class CompletionFormat(ResponseFormat):
         echo = [] if choice.echo is None else [choice.echo.json]
         return [b'"text":"', *echo, *choice.texts, b'"']
 
-    def _lists(self, choice: Choice, tokens: list[logprobs.TokenLogprobs]) -> dict[str, list[Any]]:
-        lists = logprobs.of_completion(tokens, choice.length)
+    def _lists(self, choice: Choice, tokens: list[TokenLogprobs]) -> dict[str, list[Any]]:
+        lists = completion_logprobs(tokens, choice.length)
         choice.length += sum([len(token.text) for token in tokens])
         return lists
 
     def _all_tokens(self, choice: Choice) -> list[bytes]:
         parts = [b"{"]
-        for name in logprobs.of_completion([], 0):
+        for name in completion_logprobs([], 0):
             parts += [b',"%b":[' % name.encode() if len(parts) > 1 else b'"%b":[' % name.encode()]
             parts += [*choice.tokens.get(name, ()), b"]"]
         return [*parts, b"}"]
@@ -164,8 +287,8 @@ class ChatFormat(ResponseFormat):
             choice.begun = True
             first = self._chunk(index, b'{"role":"assistant","content":""}', found, found)
         if self._top is not None:
-            tokens = logprobs.tokens_of(delta, self._top)
-            found = _encode(logprobs.of_chat(tokens)) if tokens else found
+            tokens = logprobs_of(delta, self._top)
+            found = _encode(chat_logprobs(tokens)) if tokens else found
         if not delta.text and delta.finish is None and not delta.tool_calls and found == b"null":
             return first
         added = b'{"content":%b}' % _encode(delta.text) if delta.text else b"{}"
@@ -186,8 +309,8 @@ class ChatFormat(ResponseFormat):
             parts += [b',"tool_calls":', _encode(choice.tool_calls.whole())]
         return [*parts, b"}"]
 
-    def _lists(self, choice: Choice, tokens: list[logprobs.TokenLogprobs]) -> dict[str, list[Any]]:
-        return {"content": logprobs.of_chat(tokens)["content"]}
+    def _lists(self, choice: Choice, tokens: list[TokenLogprobs]) -> dict[str, list[Any]]:
+        return {"content": chat_logprobs(tokens)["content"]}
 
     def _all_tokens(self, choice: Choice) -> list[bytes]:
         return [b'{"content":[', *choice.tokens.get("content", ()), b'],"refusal":null}']

@@ -18,7 +18,7 @@ from shmserve.broker.processes.workers import worker_environment
 from shmserve.core.owners.model import Model
 from shmserve.core.records import Version
 from shmserve.core.states import VersionState
-from shmserve.gateway.service import Service
+from shmserve.gateway.main import Service
 from shmserve.system.service_manager import VARIABLES, ServiceManager
 
 READY, LOADING = VersionState.READY, VersionState.LOADING

@@ -18,11 +18,10 @@ from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import BY_CODE, Internal, InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.grpc import wire as grpc_wire
-from shmserve.gateway.grpc.codes import code_of
 from shmserve.gateway.grpc.methods import CALLS, Methods
 from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans, plan_in_slices, plan_of
 from shmserve.gateway.grpc.rpcs import RPCS
-from shmserve.gateway.grpc.services import Services
+from shmserve.gateway.grpc.services import Services, code_of
 from shmserve.gateway.grpc.wire import IS_FINAL, ResponseEncoder, stream_error, streamed, take_apart
 from shmserve.gateway.kserve.json_tensors import CONTENTS, contents_to_bytes
 from shmserve.gateway.kserve.plans import InputPlan, RegionSlice, RequestOptions, RequestPlan

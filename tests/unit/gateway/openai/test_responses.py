@@ -19,12 +19,22 @@ from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.kserve.plans import InputPlan, RequestOptions, RequestPlan
 from shmserve.gateway.limits.caller_shares import ShareExceeded, Shares
 from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, SlicedWork
-from shmserve.gateway.openai import bodies, logprobs
-from shmserve.gateway.openai.formats import DONE, ChatFormat, Choice, CompletionFormat, Echo, ResponseFormat
+from shmserve.gateway.openai import bodies
+from shmserve.gateway.openai.formats import (
+    DONE,
+    ChatFormat,
+    Choice,
+    CompletionFormat,
+    Echo,
+    ResponseFormat,
+    ToolCalls,
+    chat_logprobs,
+    completion_logprobs,
+    logprobs_of,
+)
 from shmserve.gateway.openai.generation import AT_ONCE, Generation
 from shmserve.gateway.openai.requests import OpenAiRequests
 from shmserve.gateway.openai.texts import Delta, PartReader, Usage
-from shmserve.gateway.openai.tool_calls import ToolCalls
 from shmserve.protocol.messages import Part, Tensor
 from tests.support.gateway.openai_caller import OpenAiCaller
 from tests.support.hypothesis_profiles import examples
@@ -147,20 +157,20 @@ def test_the_chosen_token_and_the_others() -> None:
         "2": {"logprob": float("-inf"), "rank": 9, "decoded_token": None},
         "3": {"logprob": -1.5, "rank": 2, "decoded_token": "b"},
     }
-    (by_id,) = logprobs.tokens_of(Delta("b", logprobs=[entries], token_ids=[3]), 2)
+    (by_id,) = logprobs_of(Delta("b", logprobs=[entries], token_ids=[3]), 2)
     assert (by_id.text, by_id.logprob, by_id.top) == ("b", -1.5, [("\u00e9", -0.5), ("b", -1.5)])
-    (first,) = logprobs.tokens_of(Delta("b", logprobs=[entries]), 0)
+    (first,) = logprobs_of(Delta("b", logprobs=[entries]), 0)
     assert (first.text, first.top) == ("\u00e9", [])
-    (all_of_them,) = logprobs.tokens_of(Delta("b", logprobs=[entries], token_ids=[2]), 5)
+    (all_of_them,) = logprobs_of(Delta("b", logprobs=[entries], token_ids=[2]), 5)
     assert (all_of_them.text, all_of_them.logprob, len(all_of_them.top)) == ("", -9999.0, 3)
-    assert logprobs.of_chat([first])["content"][0]["bytes"] == [195, 169]
-    assert logprobs.tokens_of(Delta(""), 3) == []
+    assert chat_logprobs([first])["content"][0]["bytes"] == [195, 169]
+    assert logprobs_of(Delta(""), 3) == []
 
 
 @pytest.mark.parametrize("given", [[1], [{}], [{"1": 2}], [{"1": {}}], [{"1": {"logprob": "a"}}], [None]])
 def test_invalid_log_probabilities_are_refused(given: list[Any]) -> None:
     with pytest.raises(ModelFailed, match="'logprobs'"):
-        logprobs.tokens_of(Delta("a", logprobs=given), 1)
+        logprobs_of(Delta("a", logprobs=given), 1)
 
 
 # ---------------------------------------------------------------------------------------- tool calls
@@ -244,8 +254,8 @@ def test_log_probabilities_of_a_whole_response(kind: type[ResponseFormat]) -> No
     for some in (entries[:2], entries[2:]):
         assert found.add(choice, Delta("x", logprobs=some)) > 0
     (answer,) = json.loads(b"".join(found.whole([choice, Choice()], Usage())))["choices"][:1]
-    tokens = logprobs.tokens_of(Delta("", logprobs=entries), 1)
-    expected = logprobs.of_chat(tokens) if kind is ChatFormat else logprobs.of_completion(tokens, 0)
+    tokens = logprobs_of(Delta("", logprobs=entries), 1)
+    expected = chat_logprobs(tokens) if kind is ChatFormat else completion_logprobs(tokens, 0)
     assert answer["logprobs"] == expected
 
 

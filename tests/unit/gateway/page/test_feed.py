@@ -11,8 +11,7 @@ import pytest
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.limits.turns import JobTurns
-from shmserve.gateway.page.feed import BROKER_SHARE, CALLER_VIEWERS, PERIOD_S, STALLED, VIEWERS, PageFeed, Viewer
-from shmserve.gateway.page.rows import SLICE
+from shmserve.gateway.page.feed import BROKER_SHARE, CALLER_VIEWERS, PERIOD_S, SLICE, STALLED, VIEWERS, PageFeed, Viewer
 from tests.support.gateway.manual_loop import ManualLoop
 
 Event = tuple[str, dict[str, Any]]

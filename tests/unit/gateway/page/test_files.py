@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shmserve.gateway.page.files import FOLDER, INDEX, PageFiles, confinement
+from shmserve.gateway.page.requests import FOLDER, INDEX, PageFiles, confinement
 
 FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file())
 MODULES = [path for path in FILES if path.suffix == ".js"]

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.gateway.page.rows import KEPT_GONE, MEMORY_STEP, SLICE, Rows
+from shmserve.gateway.page.feed import KEPT_GONE, MEMORY_STEP, SLICE, Rows
 from tests.support.hypothesis_profiles import examples
 
 Document = dict[str, Any]
