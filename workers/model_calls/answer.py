@@ -34,6 +34,25 @@ TRITON_CODES = (
     "CANCELLED",
 )
 """Wire codes by the number of Triton's code. INTERNAL maps to MODEL_FAILED: the model failed, not the server."""
+_NEAREST = {
+    "INTERNAL": "MODEL_FAILED",
+    "PROTOCOL": "INVALID_ARG",
+    "QUEUE_TIMEOUT": "UNAVAILABLE",
+    "CONNECTION_LOST": "UNAVAILABLE",
+    "DEADLINE_EXCEEDED": "UNAVAILABLE",
+    "DENIED": "UNAVAILABLE",
+    "HANDLE_LOST": "UNAVAILABLE",
+}
+"""Wire codes that Triton does not have -> those that it has."""
+
+
+def triton_code(number: int) -> str:
+    return TRITON_CODES[number] if number in range(len(TRITON_CODES)) else "UNKNOWN"
+
+
+def triton_number(code: str) -> int:
+    code = _NEAREST.get(code, code)
+    return TRITON_CODES.index(code) if code in TRITON_CODES else 0
 
 
 class Outputs(Protocol):

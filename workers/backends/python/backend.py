@@ -23,7 +23,7 @@ from shmserve.workers.backends.python.model_file import has_generator
 from shmserve.workers.backends.python.pb_requests import mark_device_inputs, request_from
 from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.batch.specs import request_inputs_of
-from shmserve.workers.model_calls.answer import TRITON_CODES, Request, Response, failure_of, failure_text
+from shmserve.workers.model_calls.answer import Request, Response, failure_of, failure_text, triton_code
 from shmserve.workers.model_calls.responses import CANCELLED
 from shmserve.workers.model_calls.stream import NO_RESPONSE, SENT_TWICE, ResponseSender, StreamClosed
 from shmserve.workers.process.device import device_of
@@ -279,7 +279,7 @@ class Python(PythonModel, SeparateBackend):
             )
         error = response._error
         if error is not None:
-            code = TRITON_CODES[error._code] if error._code in range(len(TRITON_CODES)) else "UNKNOWN"
+            code = triton_code(error._code)
             text = public(error._message, str(self.context.folder))
             return Response(error=Failure(code, text))
         wanted: dict[str, Value] | None = response._parameters or None

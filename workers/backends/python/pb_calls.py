@@ -7,17 +7,19 @@ calls that cannot be made.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from shmserve.errors import NotFound, ServeError
+from shmserve.errors import ServeError
 from shmserve.protocol.messages import Options
 from shmserve.workers.backends.python import pb_requests
 from shmserve.workers.backends.python.pb_requests import InferenceRequest, InferenceResponse, TritonError
 from shmserve.workers.backends.python.pb_tensor import Tensor, TritonModelException
+from shmserve.workers.model_calls import queries
+from shmserve.workers.model_calls.answer import triton_number
 from shmserve.workers.model_calls.calls import WINDOW
 from shmserve.workers.model_calls.pending import GivenTensors
 
@@ -26,23 +28,6 @@ if TYPE_CHECKING:
     from shmserve.workers.model_calls.calls import OutgoingCalls
     from shmserve.workers.model_calls.pending import CallResponse, Pending
 
-_NUMBERS = {
-    "INTERNAL": TritonError.INTERNAL,
-    "MODEL_FAILED": TritonError.INTERNAL,
-    "NOT_FOUND": TritonError.NOT_FOUND,
-    "INVALID_ARG": TritonError.INVALID_ARG,
-    "PROTOCOL": TritonError.INVALID_ARG,
-    "UNAVAILABLE": TritonError.UNAVAILABLE,
-    "QUEUE_TIMEOUT": TritonError.UNAVAILABLE,
-    "CONNECTION_LOST": TritonError.UNAVAILABLE,
-    "DEADLINE_EXCEEDED": TritonError.UNAVAILABLE,
-    "DENIED": TritonError.UNAVAILABLE,
-    "HANDLE_LOST": TritonError.UNAVAILABLE,
-    "UNSUPPORTED": TritonError.UNSUPPORTED,
-    "ALREADY_EXISTS": TritonError.ALREADY_EXISTS,
-    "CANCELLED": TritonError.CANCELLED,
-}
-"""Wire code -> the code of a TritonError."""
 _PLAIN = Options()
 REPLAYED_BYTES = 1024 * 1024
 """Maximum total bytes of a call's responses that are kept for a second iteration."""
@@ -173,7 +158,7 @@ def response_from(response: CallResponse | None) -> InferenceResponse:
     if response is None:
         return InferenceResponse(error=TritonError("the call was cancelled", TritonError.CANCELLED))
     if response.code:
-        return InferenceResponse(error=TritonError(response.text, _NUMBERS.get(response.code, TritonError.UNKNOWN)))
+        return InferenceResponse(error=TritonError(response.text, triton_number(response.code)))
     return InferenceResponse([Tensor(name, array) for name, array in response.outputs], None, response.parameters)
 
 
@@ -183,51 +168,28 @@ def response_from(response: CallResponse | None) -> InferenceResponse:
 def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None = None) -> None:
     """Loads a model and waits until it is ready. `config` is JSON. `files` maps names such as "file:1/model.onnx" to
     the contents of a version's files, and requires `config`."""
-    if files and not config:
-        raise TritonModelException(f"files of model '{model_name}' are given without a config")
-    body = b""
-    if config or files:
-        head: dict[str, Any] = {"config": _json(model_name, config)}
-        contents = [(name.removeprefix("file:"), bytes(data)) for name, data in (files or {}).items()]
-        if contents:
-            head["files"] = [[name, len(data)] for name, data in contents]
-        body = json.dumps(head).encode() + b"\n" + b"".join(data for _, data in contents)
-    _ask("load", model_name, body=body)
+    with _raising():
+        queries.load(pb_requests.current().server(), model_name, config, files)
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Unloads a model without waiting for completion, because a model may unload an ensemble that contains it."""
-    _ask("unload", model_name, body=json.dumps({"unload_dependents": unload_dependents, "wait": False}).encode())
+    with _raising():
+        queries.unload(pb_requests.current().server(), model_name, unload_dependents)
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
     version = int(model_version) if model_version.isdecimal() else 0
     if model_version and not version:
         raise TritonModelException(f"'{model_version}' is not a model version")
-    return bool(_ask("ready", model_name, version, unknown={"ready": False})["ready"])
+    with _raising():
+        return queries.is_ready(pb_requests.current().server(), model_name, version)
 
 
-def _ask(
-    what: str, model: str, version: int = 0, body: bytes = b"", unknown: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Returns the server's reply; `unknown`: the result if the server has no such model."""
-    calls = pb_requests.current().server()
+@contextmanager
+def _raising() -> Iterator[None]:
+    """Raises errors of the server as those of pb_utils."""
     try:
-        pending = calls.ask(what, model, version, body)
-        calls.wait(pending)
+        yield
     except ServeError as error:
         raise TritonModelException(str(error)) from None
-    response = calls.take(pending)
-    if response is not None and response.code == NotFound.code and unknown is not None:
-        return unknown
-    if response is not None:
-        raise TritonModelException(response.text)
-    found: dict[str, Any] = json.loads(pending.body)
-    return found
-
-
-def _json(model: str, config: str) -> Any:
-    try:
-        return json.loads(config)
-    except ValueError as error:
-        raise TritonModelException(f"the config of model '{model}' is not JSON: {error}") from None
