@@ -22,25 +22,27 @@ from shmserve.protocol.messages import Failure
 from shmserve.repo.backends import DIRECTORY, library_of
 from shmserve.repo.config.schema import as_triton_json, from_triton_json
 from shmserve.workers.backends.base import Context, SeparateBackend
-from shmserve.workers.backends.native.library import KINDS, NativeLibrary, code_of
+from shmserve.workers.backends.native.library import KINDS, NativeLibrary
 from shmserve.workers.backends.native.records import (
     FINAL,
     RESCHEDULE,
     UNKNOWN_OUTPUT,
     Event,
-    EventReader,
     RequestWriter,
     SentResponse,
     SentTensor,
+    WordReader,
 )
+from shmserve.workers.backends.native.server_calls import ServerCalls
 from shmserve.workers.batch.specs import model_outputs_of, request_inputs_of
-from shmserve.workers.model_calls.answer import Request, Response, failure_of, failure_text
+from shmserve.workers.model_calls.answer import Request, Response, failure_of, failure_text, triton_code
 from shmserve.workers.model_calls.responses import OpenResponses
 from shmserve.workers.model_calls.stream import SENT_TWICE
 from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_message, log_traceback, public
 
 if TYPE_CHECKING:
+    from shmserve.protocol.worker_messages import Work
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.model_calls.answer import Outputs
     from shmserve.workers.model_calls.stream import ResponseSender
@@ -113,8 +115,6 @@ class Native(SeparateBackend):
         device = device_of(config, self.context.instance)
         instance = self.context.instance.encode()
         library.host.host_set_instance(instance, KINDS.index(device.kind), device.number)
-        if self.calls is not None:
-            self.calls.connect(self.streams)
         self._start(library, "ModelInstance", library.host.host_instance())
 
     def _initialize(self, config: ModelConfig, completes: bool) -> NativeLibrary:
@@ -124,13 +124,14 @@ class Native(SeparateBackend):
         assert path is not None  # found before this class was chosen
         library = self._library = NativeLibrary(path)
         self.streams = OpenResponses(decoupled=False)
+        if self.calls is not None:
+            self.calls.connect(self.streams)
+        self._server = ServerCalls(library.host, self.calls, self._works)
         library.set_callbacks(
             notify=self._notified,
             place=self._place,
             cancelled=self._is_cancelled,
-            metric=lambda *_: None,
-            infer=lambda _: None,
-            ask=lambda *_: -1,
+            **self._server.callbacks,
         )
         host, backend = library.host, config.backend
         host.host_set_backend(backend.encode(), str(path.parent).encode(), _settings_json(context, backend))
@@ -153,6 +154,7 @@ class Native(SeparateBackend):
         if library is None:
             return
         self.streams.stop(False)
+        self._server.close()
         subjects = {"": library.host.host_backend, "Model": library.host.host_model}
         try:
             while self._initialized:
@@ -237,7 +239,7 @@ class Native(SeparateBackend):
         assert self._library is not None
         host, count = self._library.host, c_uint64()
         with self._order:
-            reader = EventReader(host.host_take(byref(count)), count.value)
+            reader = WordReader(host.host_take(byref(count)), count.value)
             while reader.more:
                 kind, token, flags = reader.event()
                 answer = self._answers.get(token)
@@ -323,7 +325,7 @@ class Native(SeparateBackend):
     def _response(self, sent: SentResponse, placed: Outputs | None) -> Response:
         if sent.error:
             text = public(sent.text, str(self.context.folder))
-            return Response(error=Failure(code_of(sent.error - 1), text), placed=placed)
+            return Response(error=Failure(triton_code(sent.error - 1), text), placed=placed)
         try:
             for output in sent.outputs:
                 if output.index == UNKNOWN_OUTPUT:
@@ -356,6 +358,9 @@ class Native(SeparateBackend):
         answer = self._answers.get(token)
         return answer is not None and self.streams.is_cancelled(answer.request.work.request, answer.stream)
 
+    def _works(self) -> list[Work]:
+        return [answer.request.work for answer in list(self._answers.values())] if self.streams.connected else []
+
     # ------------------------------------------------------------------------------------ errors
 
     def _named(self, what: str) -> Failure:
@@ -370,12 +375,14 @@ def _json_of(config: ModelConfig) -> bytes:
 
 
 def _settings_json(context: Context, backend: str) -> bytes:
-    """The settings of the backend on the command line, as Triton passes them."""
-    prefixes = (",", f"{backend},")
+    """The settings of the backend in the form and with the defaults of Triton's command line."""
     settings = {
-        key.partition(",")[2]: value
-        for prefix in prefixes
-        for key, value in context.settings.items()
-        if key.startswith(prefix)
+        "auto-complete-config": "true" if context.auto_complete else "false",
+        "backend-directory": context.settings.get(DIRECTORY, ""),
+        "default-max-batch-size": "4",
+        "min-compute-capability": "6.0",
     }
+    for prefix in (",", f"{backend},"):  # those for this backend override those for all
+        given = {key.removeprefix(prefix): text for key, text in context.settings.items() if key.startswith(prefix)}
+        settings |= given
     return msgspec.json.encode({"cmdline": settings})

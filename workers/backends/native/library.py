@@ -29,7 +29,7 @@ from typing import Any
 from shmserve.errors import InvalidRequest, ServeError, Unsupported, from_wire
 from shmserve.repo.files.elf import SharedLibrary, read_library, shared_library
 from shmserve.workers.backends.native.build import SONAME, shim
-from shmserve.workers.model_calls.answer import TRITON_CODES
+from shmserve.workers.model_calls.answer import triton_code
 
 TYPES = (
     "", "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64",
@@ -46,9 +46,10 @@ _CALLBACKS: dict[str, Any] = {
     "notify": CFUNCTYPE(None),
     "place": CFUNCTYPE(c_uint64, c_uint64, c_uint64, c_uint32, c_uint64, POINTER(c_int64), c_uint64),
     "cancelled": CFUNCTYPE(c_int, c_uint64),
-    "metric": CFUNCTYPE(c_void_p, c_int, c_char_p, c_char_p, c_uint64, _Texts, c_uint64, POINTER(c_double)),
-    "infer": CFUNCTYPE(None, c_uint64),
-    "ask": CFUNCTYPE(c_int64, c_int, c_char_p, c_int64, c_uint64, _Texts),
+    "metric": CFUNCTYPE(c_uint64, c_int, c_char_p, c_char_p, c_uint64, _Texts, c_uint64, POINTER(c_double)),
+    "infer": CFUNCTYPE(c_int64, c_uint64, c_uint64, c_uint64),
+    "cancel": CFUNCTYPE(None, c_uint64),
+    "ask": CFUNCTYPE(c_int64, c_int, c_char_p, c_int64, c_uint64, c_uint64, c_uint64),
 }
 _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "host_set_backend": (None, (c_char_p, c_char_p, c_char_p)),
@@ -68,6 +69,9 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "host_execute": (c_void_p, (c_void_p, c_uint32)),
     "host_take": (c_void_p, (POINTER(c_uint64),)),
     "host_taken": (None, ()),
+    "host_reply": (None, (c_uint64, c_void_p, c_uint32)),
+    "host_end_call": (None, (c_uint64,)),
+    "host_refuse": (None, (c_int, c_char_p)),
     "TRITONSERVER_ErrorCode": (c_int, (c_void_p,)),
     "TRITONSERVER_ErrorMessage": (c_char_p, (c_void_p,)),
     "TRITONSERVER_ErrorDelete": (None, (c_void_p,)),
@@ -117,7 +121,7 @@ class NativeLibrary:
     def taken_error(self, error: int) -> ServeError:
         """Returns an error of the interface as ours, and deletes it."""
         code, text = self.host.TRITONSERVER_ErrorCode(error), self.host.TRITONSERVER_ErrorMessage(error)
-        found = from_wire(code_of(code), text.decode(errors="backslashreplace"))
+        found = from_wire(triton_code(code), text.decode(errors="backslashreplace"))
         self.host.TRITONSERVER_ErrorDelete(error)
         return found
 
@@ -139,10 +143,6 @@ def problem_of(library: SharedLibrary, known: Collection[str]) -> str:
         return f"has a batching strategy of its own ({BATCHER}), which this server does not run"
     unknown = sorted(name for name in library.undefined - frozenset(known) if name.startswith("TRITON"))
     return f"needs functions that this server does not have: {', '.join(unknown)}" if unknown else ""
-
-
-def code_of(number: int) -> str:
-    return TRITON_CODES[number] if number in range(len(TRITON_CODES)) else "UNKNOWN"
 
 
 def _load_shim(image: bytes, name: str) -> ctypes.CDLL:

@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct
 
-from shmserve.dtypes import to_numpy
-from shmserve.errors import ModelFailed
+from shmserve.dtypes import from_numpy, to_numpy
+from shmserve.errors import InvalidRequest, ModelFailed
+from shmserve.protocol.messages import Options
 from shmserve.shm.strings import decode_bytes, encode_bytes
 from shmserve.workers.backends.native.library import TYPES
+from shmserve.workers.model_calls.answer import triton_number
+from shmserve.workers.model_calls.calls import WINDOW
+from shmserve.workers.model_calls.pending import CallResponse, GivenTensors
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Options, Value
+    from shmserve.protocol.messages import Value
     from shmserve.workers.model_calls.answer import Request
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -69,16 +73,14 @@ class RequestWriter:
             if given is None:
                 continue
             inputs += 1
-            data = given if given.dtype != object else np.frombuffer(encode_bytes(given), np.uint8)
-            if not data.flags.c_contiguous:
-                data = np.ascontiguousarray(data)
+            data = _encoded(given)
             kept.append(data)
             words.extend((index, given.ndim, *given.shape))
             size = data.nbytes
             words.extend((1, data.__array_interface__["data"][0], size) if size else (0,))
         parameters = options.parameters if options is not None else {}
         for name, value in parameters.items():
-            words.extend(_parameter_of(name, value))
+            words.extend(parameter_words(name, value))
         words[begin] = len(words) - begin
         words[begin + 1] = inputs
         words[begin + 2] = len(parameters)
@@ -99,23 +101,23 @@ def _options_of(options: Options | None) -> Sequence[int]:
     sequence = options.sequence
     number, text = (sequence, "") if isinstance(sequence, int) else (0, sequence)
     flags = options.sequence_start + 2 * options.sequence_end
-    return (flags, options.queue_timeout_us, number, *_text(text), *_text(options.id))
+    return (flags, options.queue_timeout_us, number, *text_words(text), *text_words(options.id))
 
 
-def _text(text: str) -> Sequence[int]:
+def text_words(text: str) -> Sequence[int]:
     data = text.encode()
     count = len(data) // 8 + 1
     return (len(data), *struct.unpack(f"={count}Q", data.ljust(8 * count, b"\0")))
 
 
-def _parameter_of(name: str, value: Value) -> Sequence[int]:
+def parameter_words(name: str, value: Value) -> Sequence[int]:
     if isinstance(value, str):
-        return (_STRING, *_text(name), *_text(value))
+        return (_STRING, *text_words(name), *text_words(value))
     if isinstance(value, bool):
-        return (_BOOL, *_text(name), value)
+        return (_BOOL, *text_words(name), value)
     if isinstance(value, int):
-        return (_INT, *_text(name), value & _WORD)
-    return (_DOUBLE, *_text(name), *struct.unpack("=Q", struct.pack("=d", value)))
+        return (_INT, *text_words(name), value & _WORD)
+    return (_DOUBLE, *text_words(name), *struct.unpack("=Q", struct.pack("=d", value)))
 
 
 class SentTensor(Struct, gc=False):
@@ -149,8 +151,42 @@ class SentResponse(Struct, gc=False):
     parameters: dict[str, Value]
 
 
-class EventReader:
-    """Reads the words of events, in order."""
+class NativeCall(Struct):
+    """A request that the backend makes."""
+
+    model: str
+    version: int
+    inputs: list[GivenTensors]
+    outputs: list[str]
+    options: Options
+
+
+def reply_words(response: CallResponse, kept: list[Any]) -> array[int]:
+    """Describes a response to a call. `kept` gets what must live until it is delivered."""
+    words: array[int] = array("Q", (triton_number(response.code) + 1 if response.code else 0,))
+    words.extend(text_words(response.text))
+    words.append(len(response.outputs))
+    for name, given in response.outputs:
+        data = _encoded(given)
+        kept.append(data)
+        words.extend((*text_words(name), TYPES.index(from_numpy(given.dtype)), given.ndim, *given.shape))
+        words.extend((data.__array_interface__["data"][0], data.nbytes))
+    parameters = response.parameters or {}
+    words.append(len(parameters))
+    for name, value in parameters.items():
+        words.extend(parameter_words(name, value))
+    return words
+
+
+def _encoded(given: Array) -> Array:
+    """Returns the bytes of an array as the backend reads them."""
+    if given.dtype == object:
+        return np.frombuffer(encode_bytes(given), np.uint8)
+    return given if given.flags.c_contiguous else np.ascontiguousarray(given)
+
+
+class WordReader:
+    """Reads the words of events or of a call, in order."""
 
     def __init__(self, address: int, count: int) -> None:
         self._words: tuple[int, ...] = struct.unpack(f"={count}Q", ctypes.string_at(address, 8 * count))
@@ -173,18 +209,51 @@ class EventReader:
 
     def response(self) -> SentResponse:
         number, error = self.word(), self.word()
-        text = self._text() if error else ""
+        text = self.text() if error else ""
         outputs = []
         for _ in range(self.word()):
             index, dtype, shape, place, size = self._tensor()
-            name = self._text()
+            name = self.text()
             data = None if self.word() else ctypes.string_at(place, size)
             outputs.append(SentTensor(index, name, dtype, shape, data))
-        return SentResponse(number, error, text, outputs, dict([self._parameter() for _ in range(self.word())]))
+        return SentResponse(number, error, text, outputs, dict([self.parameter() for _ in range(self.word())]))
 
     def state(self, names: Sequence[str]) -> SentTensor:
         index, dtype, shape, place, size = self._tensor()
         return SentTensor(index, names[index], dtype, shape, ctypes.string_at(place, size))
+
+    def call(self) -> NativeCall:
+        model, version, name = self.text(), ctypes.c_int64(self.word()).value, self.text()
+        flags, timeout_us, priority, number, text = (*(self.word() for _ in range(4)), self.text())
+        inputs = []
+        while self.word():
+            inputs.append(self._input())
+        outputs = []
+        while self.word():
+            outputs.append(self.text())
+        parameters = dict([self.parameter() for _ in range(self.word())])
+        options = Options(
+            name, priority, timeout_us, text or number, bool(flags & 1), bool(flags & 2), parameters, window=WINDOW
+        )
+        return NativeCall(model, max(version, 0), inputs, outputs, options)
+
+    def _input(self) -> GivenTensors:
+        """Returns an input, as a view if it is in one part: the backend keeps it until it gets its request back."""
+        name, dtype = self.text(), TYPES[self.word()]
+        shape = tuple(self.word() for _ in range(self.word()))
+        chunks = [(ctypes.c_char * size).from_address(place) for place, size in self._pairs() if size]
+        data: Any = chunks[0] if len(chunks) == 1 else b"".join(chunk.raw for chunk in chunks)
+        if dtype == "BYTES":
+            return GivenTensors(name, decode_bytes(bytes(data), shape, f"input '{name}'"))
+        try:
+            return GivenTensors(name, np.frombuffer(data, to_numpy(dtype)).reshape(shape))
+        except (KeyError, ValueError) as error:
+            raise InvalidRequest(
+                f"input '{name}' cannot be {dtype or 'of an invalid type'} {list(shape)}: {error}"
+            ) from None
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        return [(self.word(), self.word()) for _ in range(self.word())]
 
     def _tensor(self) -> tuple[int, str, tuple[int, ...], int, int]:
         at = self._at
@@ -192,12 +261,12 @@ class EventReader:
         self._at = at + 5 + rank
         return index, TYPES[dtype] if dtype < len(TYPES) else "", self._words[at + 5 : self._at], place, size
 
-    def _text(self) -> str:
+    def text(self) -> str:
         address, size = self.word(), self.word()
         return ctypes.string_at(address, size).decode(errors="backslashreplace")
 
-    def _parameter(self) -> tuple[str, Value]:
-        name, kind, word = self._text(), self.word(), self.word()
+    def parameter(self) -> tuple[str, Value]:
+        name, kind, word = self.text(), self.word(), self.word()
         if kind in (_STRING, _BYTES):
             return name, ctypes.string_at(word, self.word()).decode(errors="backslashreplace")
         if kind == _DOUBLE:

@@ -42,6 +42,7 @@ static bool config_has(Object *model, const char *text)
 /* ------------------------------------------------------------------------------------------------------------ life */
 
 static bool stuck;
+static Object *server, *requests_counter;
 
 CALL(Initialize, Object *backend)
 {
@@ -58,6 +59,12 @@ CALL(ModelInitialize, Object *model)
     if (config_has(model, "at model"))
         return error(INVALID, "the backend refuses this model");
     stuck = config_has(model, "stuck");
+    TRITONBACKEND_ModelServer(model, &server);
+    Object *family, *label = TRITONSERVER_ParameterNew("place", 0, "here");
+    TRITONSERVER_MetricFamilyNew(&family, 0, "probe_requests", "requests that the backend got");
+    TRITONSERVER_MetricNew(&requests_counter, family, &label, 1);
+    TRITONSERVER_MetricFamilyDelete(family);
+    TRITONSERVER_ParameterDelete(label);
     bool completes;
     TRITONBACKEND_ModelAutoCompleteConfig(model, &completes);
     if (completes && config_has(model, "\"input\":[]")) {
@@ -213,6 +220,82 @@ static void *send_until_cancelled(void *factory)
     return NULL;
 }
 
+/* ----------------------------------------------------------------------------------------------------------- calls */
+
+static Object *allocate(Object *allocator, const char *name, uint64_t size, int wanted, int64_t wanted_id, void *user,
+                        void **buffer, void **buffer_user, int *memory, int64_t *memory_id)
+{
+    (void)allocator, (void)name, (void)wanted, (void)wanted_id, (void)user;
+    *buffer = malloc(size + 1);
+    *buffer_user = NULL;
+    *memory = 0;
+    *memory_id = 0;
+    return NULL;
+}
+
+static Object *release(Object *allocator, void *buffer, void *user, uint64_t size, int memory, int64_t memory_id)
+{
+    (void)allocator, (void)user, (void)size, (void)memory, (void)memory_id;
+    free(buffer);
+    return NULL;
+}
+
+static void delete_call(Object *call, uint32_t flags, void *user)
+{
+    (void)flags, (void)user;
+    TRITONSERVER_InferenceRequestDelete(call);
+}
+
+/* Answers the request with the first response of the model that it called, in the server's thread. */
+static void pass_on(Object *reply, uint32_t flags, void *request)
+{
+    (void)flags;
+    Object *response, *output, *failed = TRITONSERVER_InferenceResponseError(reply);
+    TRITONBACKEND_ResponseNew(&response, request);
+    if (failed == NULL) {
+        const char *name;
+        const int64_t *dims;
+        const void *base;
+        uint64_t rank, size;
+        int64_t memory_id;
+        int type, memory;
+        void *user, *target;
+        TRITONSERVER_InferenceResponseOutput(reply, 0, &name, &type, &dims, &rank, &base, &size, &memory, &memory_id, &user);
+        TRITONBACKEND_ResponseOutput(response, &output, "OUT", type, dims, rank);
+        TRITONBACKEND_OutputBuffer(output, &target, size, &memory, &memory_id);
+        memcpy(target, base, size);
+    }
+    TRITONBACKEND_ResponseSend(response, FINAL, failed);
+    TRITONBACKEND_RequestRelease(request, ALL);
+    TRITONSERVER_InferenceResponseDelete(reply);
+}
+
+/* Calls the model that the parameter `model` names, with the input of the request. */
+static Object *call(Object *request)
+{
+    static Object *allocator;
+    Object *made, *input;
+    const char *name;
+    const int64_t *dims;
+    const void *data;
+    uint32_t rank, buffers;
+    uint64_t size;
+    int type, memory;
+    int64_t memory_id;
+    if (allocator == NULL)
+        TRITONSERVER_ResponseAllocatorNew(&allocator, allocate, release, NULL);
+    TRITONBACKEND_RequestInput(request, "IN", &input);
+    TRITONBACKEND_InputProperties(input, &name, &type, &dims, &rank, &size, &buffers);
+    TRITONBACKEND_InputBuffer(input, 0, &data, &size, &memory, &memory_id);
+    TRITONSERVER_InferenceRequestNew(&made, server, parameter(request, "model"), -1);
+    TRITONSERVER_InferenceRequestAddInput(made, "IN", type, dims, rank);
+    TRITONSERVER_InferenceRequestAppendInputData(made, "IN", data, size, memory, memory_id);
+    TRITONSERVER_InferenceRequestSetStringParameter(made, "do", parameter(request, "then"));
+    TRITONSERVER_InferenceRequestSetReleaseCallback(made, delete_call, NULL);
+    TRITONSERVER_InferenceRequestSetResponseCallback(made, allocator, NULL, pass_on, request);
+    return TRITONSERVER_ServerInferAsync(server, made, NULL);
+}
+
 static void in_thread(void *(*run)(void *), void *subject)
 {
     pthread_t thread;
@@ -232,6 +315,8 @@ static Object *answer(Object *request)
 {
     const char *what = parameter(request, "do");
 #define IS(name) (strcmp(what, name) == 0)
+    if (IS("call"))
+        return call(request);
     if (IS("count")) {
         count(request);
         return NULL;
@@ -281,6 +366,7 @@ static Object *answer(Object *request)
 CALL(ModelInstanceExecute, Object *instance, Object **requests, uint32_t count)
 {
     (void)instance;
+    TRITONSERVER_MetricIncrement(requests_counter, count);
     for (uint32_t index = 0; index < count; index++) {
         Object *failed = answer(requests[index]);
         if (failed != NULL)

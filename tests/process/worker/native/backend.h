@@ -60,6 +60,27 @@ Object *TRITONSERVER_MetricNew(Object **, Object *, Object **, uint64_t);
 Object *TRITONSERVER_MetricIncrement(Object *, double);
 Object *TRITONSERVER_MetricDelete(Object *);
 
+typedef Object *Allocate(Object *, const char *, uint64_t, int, int64_t, void *, void **, void **, int *, int64_t *);
+typedef Object *Free(Object *, void *, void *, uint64_t, int, int64_t);
+typedef void Responded(Object *, uint32_t, void *);
+typedef void Released(Object *, uint32_t, void *);
+Object *TRITONSERVER_ResponseAllocatorNew(Object **, Allocate *, Free *, void *);
+Object *TRITONSERVER_ResponseAllocatorDelete(Object *);
+Object *TRITONSERVER_InferenceRequestNew(Object **, Object *, const char *, int64_t);
+Object *TRITONSERVER_InferenceRequestDelete(Object *);
+Object *TRITONSERVER_InferenceRequestAddInput(Object *, const char *, int, const int64_t *, uint64_t);
+Object *TRITONSERVER_InferenceRequestAppendInputData(Object *, const char *, const void *, uint64_t, int, int64_t);
+Object *TRITONSERVER_InferenceRequestSetStringParameter(Object *, const char *, const char *);
+Object *TRITONSERVER_InferenceRequestSetReleaseCallback(Object *, Released *, void *);
+Object *TRITONSERVER_InferenceRequestSetResponseCallback(Object *, Object *, void *, Responded *, void *);
+Object *TRITONSERVER_InferenceResponseError(Object *);
+Object *TRITONSERVER_InferenceResponseOutput(Object *, uint32_t, const char **, int *, const int64_t **, uint64_t *,
+                                             const void **, uint64_t *, int *, int64_t *, void **);
+Object *TRITONSERVER_InferenceResponseDelete(Object *);
+Object *TRITONSERVER_ServerInferAsync(Object *, Object *, Object *);
+const char *TRITONSERVER_ErrorMessage(Object *);
+CALL(ModelServer, Object *, Object **);
+
 #ifdef __cplusplus
 }
 #endif

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -53,6 +55,7 @@ def server(
 ) -> Iterator[SharedServer]:
     root = tmp_path_factory.mktemp("models")
     model(root, "echo", library, ECHO + "dynamic_batching { }")
+    model(root, "caller", library, ECHO)
     model(root, "stream", library, NUMBERS + "model_transaction_policy { decoupled: true }")
     model(root, "sum", library, NUMBERS + SUM)
     model(root, "completed", library, 'backend: "probe"')
@@ -174,6 +177,30 @@ def test_a_backend_completes_its_configuration(client: shmserve.Client) -> None:
     assert (found["max_batch_size"], found["input"][0]["dims"]) == (4, [2])
     x = np.ones((1, 2), np.float32)
     np.testing.assert_array_equal(client.infer("completed", {"IN": x})["OUT"], x)
+
+
+def test_a_backend_calls_another_model(client: shmserve.Client) -> None:
+    for x in (X, np.tile(BIG, (2, 1))):
+        result = client.infer("caller", {"IN": x}, parameters={"do": "call", "model": "echo", "then": ""})
+        np.testing.assert_array_equal(result["OUT"], x)
+    for model_name, what, text in [
+        ("echo", "error", "^the backend refuses this request$"),
+        ("no", "", "unknown model: 'no'"),
+    ]:
+        with pytest.raises(ServeError, match=text):
+            client.infer("caller", {"IN": X}, parameters={"do": "call", "model": model_name, "then": what})
+
+
+def test_metrics_of_a_backend_are_those_of_the_server(server: Server, client: shmserve.Client) -> None:
+    def counted() -> float:
+        page = urlopen(f"http://{server.endpoints['metrics']}/metrics").read().decode()
+        found = re.search(r'^probe_requests\{.*place="here".*\} (\S+)$', page, re.MULTILINE)
+        assert found is not None
+        return float(found[1])
+
+    before = counted()
+    client.infer("echo", {"IN": X})
+    assert counted() == before + 1
 
 
 def test_many_callers(client: shmserve.Client) -> None:

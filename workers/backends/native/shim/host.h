@@ -148,13 +148,15 @@ typedef struct {
     /* The address where an output of this response is to be written; 0: anywhere. */
     uint64_t (*place)(uint64_t response, uint64_t token, uint32_t output, uint64_t rank, const int64_t *dims, uint64_t size);
     int (*cancelled)(uint64_t token);
-    /* The numbers of a metric; NULL: `host_refusal` has the reason. */
-    double *(*metric)(int kind, const char *name, const char *help, uint64_t labels, const char **words, uint64_t buckets,
-                      const double *edges);
-    /* Begins a call; its end is `host_reply`. */
-    void (*infer)(uint64_t call);
-    /* Asks the server about a model, or for a change of it. Returns the answer; -1: `host_refusal` has the reason. */
-    int64_t (*ask)(int what, const char *model, int64_t version, uint64_t pairs, const char **words);
+    /* The numbers of a metric, which the server reads: see `metrics.c`. 0: they cannot be shared with it. */
+    uint64_t (*metric)(int kind, const char *name, const char *help, uint64_t label_count, const char *const *labels,
+                      uint64_t edge_count, const double *edges);
+    /* Begins a call, which `host_reply` and `host_end_call` answer. -1: `host_refuse` has set the reason. */
+    int64_t (*infer)(uint64_t call, const uint64_t *words, uint64_t count);
+    void (*cancel)(uint64_t call);
+    /* Asks the server about a model, or for a change of it. Returns the answer, or -1 as `infer`. */
+    int64_t (*ask)(int question, const char *model, int64_t version, uint64_t parameters, const uint64_t *words,
+                   uint64_t word_count);
 } Callbacks;
 
 typedef struct {
@@ -173,16 +175,26 @@ Error *fail(ErrorCode code, const char *format, ...) __attribute__((format(print
 _Noreturn void die(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void live(const void *object, Tag tag, const char *function);
 void bury(void *object);
-Error *refused(void);
 Error *TRITONSERVER_MessageNewFromSerializedJson(Message **message, const char *base, size_t size);
 Error *TRITONSERVER_MessageDelete(Message *message);
 uint32_t TRITONSERVER_DataTypeByteSize(DataType type);
 Parameter *parameter_of(const char *name, ParameterType type, const void *value, uint64_t size);
 const void *value_of(const Parameter *parameter);
 
-/* Words that Python reads. */
-void put_word(uint64_t word);
-void put_parameter(const Parameter *parameter);
+/* Words that Python reads. Texts are put as address and size. */
+typedef struct {
+    uint64_t *words;
+    size_t count, room;
+} Words;
+void put_word(Words *out, uint64_t word);
+void put_text(Words *out, const char *text);
+void put_parameter(Words *out, const Parameter *parameter);
+
+/* Words from Python. Texts are among them. */
+typedef const uint64_t *Cursor;
+const char *read_text(Cursor *at);
+const uint64_t *read_list(Cursor *at, uint64_t *count);
+void read_parameter(Parameter *parameter, Cursor *at);
 
 /* Events. With `host_lock`. */
 typedef enum { SENT = 1, FINISHED, RELEASED, LOST, DROPPED, STATE } EventKind;
@@ -190,9 +202,9 @@ void add_event(EventKind kind, uint64_t token, uint64_t flags, void *object);
 void settle(Request *request);
 void unlock_and_notify(void);
 
-void put_response(Response *response);
+void put_response(Words *out, Response *response);
 void free_response(Response *response);
-void put_state(State *state);
+void put_state(Words *out, State *state);
 void free_state(State *state);
 
 #define LIVE(object, tag) live(object, tag, __func__)

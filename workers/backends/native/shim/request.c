@@ -22,19 +22,7 @@ typedef struct Event {
 
 static Event *first, **last = &first;
 static Event *taken;
-static uint64_t *words;
-static size_t word_count, word_room;
-
-void put_word(uint64_t word)
-{
-    if (word_count == word_room) {
-        word_room = word_room ? 2 * word_room : 256;
-        words = realloc(words, word_room * sizeof *words);
-        if (words == NULL)
-            die("no memory for %zu words", word_room);
-    }
-    words[word_count++] = word;
-}
+static Words words;
 
 void add_event(EventKind kind, uint64_t token, uint64_t flags, void *object)
 {
@@ -62,18 +50,19 @@ EXPORT const uint64_t *host_take(uint64_t *count)
     first = NULL;
     last = &first;
     UNLOCK();
-    word_count = 0;
+    Words *out = &words;
+    out->count = 0;
     for (Event *event = taken; event != NULL; event = event->next) {
-        put_word(event->kind);
-        put_word(event->token);
-        put_word(event->flags);
+        put_word(out, event->kind);
+        put_word(out, event->token);
+        put_word(out, event->flags);
         if (event->kind == SENT)
-            put_response(event->object);
+            put_response(out, event->object);
         else if (event->kind == STATE)
-            put_state(event->object);
+            put_state(out, event->object);
     }
-    *count = word_count;
-    return words;
+    *count = out->count;
+    return out->words;
 }
 
 EXPORT void host_taken(void)
@@ -91,23 +80,6 @@ EXPORT void host_taken(void)
 
 /* -------------------------------------------------------------------------------------------------------- requests */
 
-typedef const uint64_t *Cursor;
-
-static const char *read_text(Cursor *at)
-{
-    const char *text = (const char *)(*at + 1);
-    *at += 1 + **at / 8 + 1;
-    return text;
-}
-
-static const uint64_t *read_list(Cursor *at, uint64_t *count)
-{
-    *count = **at;
-    const uint64_t *list = *at + 1;
-    *at = list + *count;
-    return list;
-}
-
 static void read_input(Input *input, Cursor *at)
 {
     input->head.tag = AN_INPUT;
@@ -118,19 +90,6 @@ static void read_input(Input *input, Cursor *at)
     *at += 2 * input->buffer_count;
     for (uint64_t index = 0; index < input->buffer_count; index++)
         input->size += input->buffers[2 * index + 1];
-}
-
-static void read_parameter(Parameter *parameter, Cursor *at)
-{
-    parameter->head.tag = A_PARAMETER;
-    parameter->type = *(*at)++;
-    parameter->name = read_text(at);
-    if (parameter->type == PARAMETER_STRING) {
-        parameter->size = **at;
-        parameter->value.text = read_text(at);
-    } else {
-        memcpy(&parameter->value, (*at)++, sizeof(uint64_t));
-    }
 }
 
 /* One block: the request, its inputs, its parameters, and a copy of its words, which the others refer to. */

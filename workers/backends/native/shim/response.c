@@ -339,58 +339,35 @@ void free_state(State *state)
 
 /* ------------------------------------------------------------------------------------------------- words for Python */
 
-static void put_text(const char *text)
+static void put_tensor(Words *out, int index, DataType type, uint32_t rank, const int64_t *dims, void *buffer, uint64_t size)
 {
-    put_word((uint64_t)text);
-    put_word(strlen(text));
-}
-
-static void put_tensor(int index, DataType type, uint32_t rank, const int64_t *dims, void *buffer, uint64_t size)
-{
-    put_word(index < 0 ? UINT64_MAX : (uint64_t)index);
-    put_word(type);
-    put_word((uint64_t)buffer);
-    put_word(size);
-    put_word(rank);
+    put_word(out, index < 0 ? UINT64_MAX : (uint64_t)index);
+    put_word(out, type);
+    put_word(out, (uint64_t)buffer);
+    put_word(out, size);
+    put_word(out, rank);
     for (uint32_t axis = 0; axis < rank; axis++)
-        put_word(dims[axis]);
+        put_word(out, dims[axis]);
 }
 
-void put_parameter(const Parameter *parameter)
+void put_response(Words *out, Response *response)
 {
-    uint64_t word = 0;
-    put_text(parameter->name);
-    put_word(parameter->type);
-    if (parameter->type == PARAMETER_STRING || parameter->type == PARAMETER_BYTES) {
-        put_word((uint64_t)parameter->value.bytes);
-        put_word(parameter->size);
-        return;
-    }
-    if (parameter->type == PARAMETER_BOOL)
-        word = parameter->value.truth;
-    else
-        memcpy(&word, &parameter->value, sizeof word);
-    put_word(word);
-}
-
-void put_response(Response *response)
-{
-    put_word(response->number);
-    put_word(response->error ? response->error->code + 1 : 0);
+    put_word(out, response->number);
+    put_word(out, response->error ? response->error->code + 1 : 0);
     if (response->error != NULL)
-        put_text(response->error->text);
-    put_word(response->output_count);
+        put_text(out, response->error->text);
+    put_word(out, response->output_count);
     for (Output *output = response->outputs; output != NULL; output = (Output *)output->head.next) {
-        put_tensor(output->index, output->type, output->rank, output->dims, output->buffer, output->size);
-        put_text(output->name);
-        put_word(output->placed);
+        put_tensor(out, output->index, output->type, output->rank, output->dims, output->buffer, output->size);
+        put_text(out, output->name);
+        put_word(out, output->placed);
     }
-    put_word(response->parameter_count);
+    put_word(out, response->parameter_count);
     for (uint32_t index = 0; index < response->parameter_count; index++)
-        put_parameter(response->parameters[index]);
+        put_parameter(out, response->parameters[index]);
 }
 
-void put_state(State *state)
+void put_state(Words *out, State *state)
 {
-    put_tensor(state->index, state->type, state->rank, state->dims, state->buffer, state->size);
+    put_tensor(out, state->index, state->type, state->rank, state->dims, state->buffer, state->size);
 }
