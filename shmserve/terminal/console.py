@@ -15,7 +15,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from shmserve.terminal.tables import GAP, table, visible
+from shmserve.terminal.tables import GAP, table, text_width, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -190,9 +190,7 @@ class Screen:
         return self._console
 
     def _fitted(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], shown: list[int]) -> str:
-        from rich.cells import cell_len
-
-        widths = [max(map(cell_len, [column.name, *(row[at] for row in rows)])) for at, column in enumerate(columns)]
+        widths = [max(map(text_width, [column.name, *(row[at] for row in rows)])) for at, column in enumerate(columns)]
         limit, hidden, below = self.width, [], None
         if limit is not None and _least(columns, widths, shown) > limit:
             below = next((at for at in shown if columns[at].free), None)

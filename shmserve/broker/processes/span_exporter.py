@@ -30,7 +30,7 @@ END_S = 2.0
 TEXT = 256
 """Maximum number of characters of a request ID."""
 _KIND = HelperKind(
-    "shmserve.otel.main",
+    "shmserve.otel.exporter",
     "traces",
     "exports traces",
     socket.SOCK_SEQPACKET,

@@ -12,19 +12,18 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shmserve.terminal.tables import visible
+from shmserve.terminal.tables import text_width, visible
 from shmserve.tools.top.texts import (
     NOTHING,
     UNKNOWN,
     Line,
     bytes_text,
     count_text,
-    duration_text,
     pad,
     rate_text,
     reasons_text,
     share_text,
-    text_width,
+    short_duration,
 )
 from shmserve.tools.top.view import Row
 
@@ -198,7 +197,7 @@ _NUMBERS: dict[str, Callable[[Any], str]] = {
     "count": count_text,
     "id": str,
     "rate": rate_text,
-    "duration": duration_text,
+    "duration": short_duration,
     "bytes": bytes_text,
     "share": share_text,
 }

@@ -19,12 +19,12 @@ from shmserve.tools.top.texts import (
     Line,
     bytes_text,
     count_text,
-    duration_text,
     fit,
     line_width,
     pad,
     rate_text,
     share_text,
+    short_duration,
 )
 from shmserve.tools.top.view import Row, View
 
@@ -36,7 +36,7 @@ _GROUP = _LABEL + 9
 """Width of a name, a value and a gap."""
 _TRENDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("requests_per_s", "req/s", rate_text),
-    ("p99", "p99", duration_text),
+    ("p99", "p99", short_duration),
     ("queued", "queued", count_text),
 )
 
@@ -118,7 +118,7 @@ def summary(view: View, where: str, width: int) -> list[Line]:
     if server["uptime_seconds"] is None:
         first = [title, state, [(where, "dim")]]
     else:
-        first = [title, state, [("up ", "dim"), (uptime_text(server["uptime_seconds"]), "plain")], [(where, "dim")]]
+        first = [title, state, [("up ", "dim"), (short_duration(server["uptime_seconds"]), "plain")], [(where, "dim")]]
     refused = sum((server["refused"] or {}).values())
     failing = bool(server["failed_per_s"])
     second = [
@@ -177,12 +177,6 @@ def _gpu(gpu: Row) -> Line:
     return line
 
 
-def uptime_text(seconds: float) -> str:
-    days, rest = divmod(int(seconds), 86_400)
-    clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
-    return f"{days} d {clock}" if days else clock
-
-
 # ------------------------------------------------------------------------------------------ one model
 
 
@@ -232,16 +226,16 @@ def _figures(row: Row, width: int, unknown: frozenset[str]) -> list[Line]:
         [fact("req/s", "requests_per_s", rate_text), fact("failed/s", "failed_per_s", rate_text),
          fact("rows/s", "rows_per_s", rate_text), fact("batches/s", "batches_per_s", rate_text),
          fact("mean batch", "mean_batch", rate_text), fact("max batch", "max_batch", count_text)],
-        [fact("p50", "p50", duration_text), fact("p95", "p95", duration_text), fact("p99", "p99", duration_text),
-         fact("queue", "queue_seconds", duration_text), fact("input", "input_seconds", duration_text),
-         fact("infer", "infer_seconds", duration_text), fact("output", "output_seconds", duration_text)],
+        [fact("p50", "p50", short_duration), fact("p95", "p95", short_duration), fact("p99", "p99", short_duration),
+         fact("queue", "queue_seconds", short_duration), fact("input", "input_seconds", short_duration),
+         fact("infer", "infer_seconds", short_duration), fact("output", "output_seconds", short_duration)],
         [fact("queued", "queued", count_text), fact("running", "in_flight", count_text),
          fact("instances", "instances", str), fact("busy", "busy", share_text), fact("cpu", "cpu", share_text),
          fact("sequences", "sequences", count_text), fact("scaled", "scaled", str)],
         [fact("memory", "memory_bytes", bytes_text), fact("gpu memory", "gpu_memory_bytes", bytes_text),
          fact("requests", "requests", count_text), fact("failed", "failed", count_text),
          fact("restarts", "restarts", count_text), fact("cache hits", "cache_hits", share_text),
-         fact("loaded in", "loading_seconds", duration_text)],
+         fact("loaded in", "loading_seconds", short_duration)],
     ]  # fmt: skip
     together = max(1, min(len(groups), (width + 2) // _GROUP))
     lines: list[Line] = []

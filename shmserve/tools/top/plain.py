@@ -10,7 +10,7 @@ from shmserve.terminal.tables import visible
 from shmserve.tools.top.columns import STATES, TABLES, Table, cell, choose, heading, select, sort, spans
 from shmserve.tools.top.fleet_totals import FLEET_TABLES, FleetView
 from shmserve.tools.top.panels import joined, labelled, number_text, summary
-from shmserve.tools.top.texts import Line, count_text, duration_text, line_text, rate_text
+from shmserve.tools.top.texts import Line, count_text, line_text, rate_text, short_duration
 from shmserve.tools.top.view import Row, View
 
 
@@ -97,9 +97,9 @@ def fleet_summary(view: FleetView, width: int) -> list[Line]:
     second = [
         labelled("req/s", number_text(total["requests_per_s"], rate_text), "strong"),
         labelled("failed/s", number_text(total["failed_per_s"], rate_text), "bad" if failing else "plain"),
-        labelled("p50", number_text(total["p50"], duration_text)),
-        labelled("p99", number_text(total["p99"], duration_text)),
-        labelled("waits", number_text(total["queue_seconds"], duration_text)),
+        labelled("p50", number_text(total["p50"], short_duration)),
+        labelled("p99", number_text(total["p99"], short_duration)),
+        labelled("waits", number_text(total["queue_seconds"], short_duration)),
         labelled("queued", number_text(total["queued"], count_text), "warn" if total["queued"] else "plain"),
         labelled("in flight", number_text(total["in_flight"], count_text)),
     ]

@@ -5,8 +5,9 @@ Invariant: texts are measured and cut by their width on a terminal, where a char
 
 from __future__ import annotations
 
-import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+
+from shmserve.terminal.tables import duration_text, resized, scaled_text, text_width
 
 UNKNOWN = "n/a"
 """The source cannot know the value."""
@@ -16,12 +17,10 @@ Span = tuple[str, str]
 """Text and style: plain, dim, strong, good, warn, bad, bar or chosen. Styles only emphasize."""
 Line = list[Span]
 
-_UNITS = ("B", "K", "M", "G", "T", "P")
-
 
 def count_text(value: float) -> str:
     """The count in at most six characters."""
-    return f"{value:,.0f}" if abs(value) < 99_999.5 else _short(value, ("", "k", "M", "G", "T", "P"), 1000)
+    return f"{value:,.0f}" if abs(value) < 99_999.5 else scaled_text(value, ("", "k", "M", "G", "T", "P"), 1000)
 
 
 def rate_text(value: float) -> str:
@@ -32,26 +31,13 @@ def rate_text(value: float) -> str:
     return f"{value:.1f}" if value < 999.95 else count_text(value)
 
 
-def duration_text(seconds: float) -> str:
-    """In at most six characters, with up to three significant digits."""
-    for factor, unit in ((1e6, "us"), (1e3, "ms"), (1, "s")):
-        value = seconds * factor
-        if value < 9.995 and unit != "us":
-            return f"{value:.2f}{unit}"
-        if value < 99.95 and unit != "us":
-            return f"{value:.1f}{unit}"
-        if value < 999.5 and not (unit == "s" and value >= 99.95):
-            return f"{value:.0f}{unit}"
-    minutes = int(seconds // 60)
-    if minutes < 100:
-        return f"{minutes}m{int(seconds % 60):02d}s"
-    hours = minutes // 60
-    return f"{hours}h{minutes % 60:02d}m" if hours < 100 else f"{hours // 24}d"
+def short_duration(seconds: float) -> str:
+    return duration_text(seconds, gap="")
 
 
 def bytes_text(value: float) -> str:
     """In at most six characters, in binary units."""
-    return _short(value, _UNITS, 1024)
+    return scaled_text(value, ("B", "K", "M", "G", "T", "P"), 1024)
 
 
 def share_text(value: float) -> str:
@@ -65,29 +51,14 @@ def reasons_text(reasons: Mapping[str, int]) -> str:
     return " ".join(f"{reason} {share_text(count / total)}" for reason, count in ordered)
 
 
-def _short(value: float, units: Sequence[str], step: int) -> str:
-    for unit in units:
-        if abs(value) < 999.5 or unit == units[-1]:
-            break
-        value /= step
-    decimals = 0 if unit == units[0] or abs(value) >= 99.95 else 1
-    return f"{value:.{decimals}f}{unit}"
-
-
 # ------------------------------------------------------------------------------------------ widths
-
-
-def text_width(text: str) -> int:
-    """Number of terminal columns that the text takes."""
-    return len(text) if text.isascii() else sum(map(_char_width, text))
 
 
 def pad(text: str, width: int, right: bool = False) -> str:
     """Exactly `width` columns: padded, or cut with an ellipsis at the end."""
     missing = width - text_width(text)
     if missing < 0:
-        text = _cut(text, width - 1) + "…" if width > 0 else ""
-        missing = width - text_width(text)
+        return resized(text, width - 1) + "…" if width > 0 else ""
     return " " * missing + text if right else text + " " * missing
 
 
@@ -96,7 +67,7 @@ def fit(line: Line, width: int) -> Line:
     found: Line = []
     for text, style in line:
         if text_width(text) > width:
-            found.append((_cut(text, width), style))
+            found.append((resized(text, width), style))
             break
         found.append((text, style))
         width -= text_width(text)
@@ -109,19 +80,3 @@ def line_width(line: Line) -> int:
 
 def line_text(line: Line) -> str:
     return "".join(text for text, _ in line)
-
-
-def _cut(text: str, width: int) -> str:
-    if text.isascii():
-        return text[:width]
-    for place, char in enumerate(text):
-        width -= _char_width(char)
-        if width < 0:
-            return text[:place]
-    return text
-
-
-def _char_width(char: str) -> int:
-    if unicodedata.category(char) in ("Mn", "Me"):
-        return 0
-    return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1

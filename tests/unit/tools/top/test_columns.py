@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shmserve.terminal.tables import text_width
 from shmserve.tools.top import texts
 from shmserve.tools.top.columns import CLIENTS, INSTANCES, MODELS, TABLES, cell, choose, heading, select, sort, spans
-from shmserve.tools.top.texts import fit, line_text, pad, reasons_text, text_width
+from shmserve.tools.top.texts import fit, line_text, pad, reasons_text
 from shmserve.tools.top.view import Row, make_view
 from tests.support.clients.activity_documents import client, counters, document, instance, model
 from tests.support.hypothesis_profiles import examples
@@ -33,7 +34,7 @@ def rows(count: int = 3) -> list[Row]:
 VALUES: dict[Any, dict[float, str]] = {
     texts.count_text: {0: "0", 99_999: "99,999", 123_456: "123k", 12_345_678: "12.3M"},
     texts.rate_text: {0: "0", 0.4: "0.40", 12.34: "12.3", 1234.5: "1,234"},
-    texts.duration_text: {
+    texts.short_duration: {
         0.0000004: "0us", 0.000412: "412us", 0.00124: "1.24ms", 0.0999: "99.9ms", 0.2: "200ms", 9.0: "9.00s",
         99.9: "99.9s", 100: "1m40s", 7_205: "2h00m", 10**6: "11d",
     },
@@ -62,9 +63,9 @@ def test_widths_of_texts() -> None:
     assert pad("abc", 5) == "abc  "
     assert pad("abc", 5, right=True) == "  abc"
     assert pad("abcdef", 4) == "abc…"
-    assert pad("模型模型", 4) == "模… "
+    assert pad("模型模型", 4) == "模 …"
     assert pad("abc", 0) == ""
-    assert line_text(fit([("abc", "dim"), ("模型", "plain")], 6)) == "abc模"
+    assert line_text(fit([("abc", "dim"), ("模型", "plain")], 6)) == "abc模 "
 
 
 # ------------------------------------------------------------------------------------------ columns

@@ -1,5 +1,6 @@
-"""The process that exports spans: `python -m shmserve.otel.main FD SEED SETTINGS`. It exits when the broker closes the
-socket."""
+"""The process that exports spans: `python -m shmserve.otel.exporter FD SEED SETTINGS`. It exits when the broker closes
+the socket.
+"""
 
 from __future__ import annotations
 
