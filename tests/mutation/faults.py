@@ -412,13 +412,13 @@ FAULTS = (
     ),
     Fault(
         "rows of a tensor are not compared with the request's",
-        "workers/batch/input_reader.py",
+        "workers/batch/gather.py",
         "            if work.rows and (not tensor.shape or tensor.shape[0] != work.rows):",
         "            if False:",
     ),
     Fault(
         "inputs of another dtype are taken",
-        "workers/batch/input_reader.py",
+        "workers/batch/gather.py",
         "        if tensor.dtype != spec.dtype:",
         "        if False:",
     ),
@@ -428,7 +428,12 @@ FAULTS = (
         "map(lt, [place.size for place in handles], sizes)",
         "map(lt, [place.size + 1 for place in handles], sizes)",
     ),
-    Fault("an error of one request is not reported", "workers/batch/results.py", "self.fail(position, error)", "pass"),
+    Fault(
+        "an error of one request is not reported",
+        "workers/batch/results.py",
+        "tolist():\n            self.fail(position, error)",
+        "tolist():\n            pass",
+    ),
     Fault(
         "states of an ended sequence are kept", "workers/batch/sequence_inputs.py", "self._kept.pop(key, None)", "pass"
     ),

@@ -21,9 +21,8 @@ from shmserve.protocol.works import ColumnWorks
 from shmserve.repo.config.schema import BatchOutput, ModelConfig, ModelTensorReshape
 from shmserve.shm.strings import encode_bytes
 from shmserve.workers.backends.base import StackedBackend
-from shmserve.workers.batch.columns import InlineColumn
 from shmserve.workers.batch.gather import GatherGroup
-from shmserve.workers.batch.results import Results
+from shmserve.workers.batch.results import InlineColumn, Results
 from shmserve.workers.batch.specs import outputs_of
 from tests.support.workers.batch_parts import CONTEXT, Array, Parts
 from tests.support.workers.worker_harness import config
