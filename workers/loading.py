@@ -21,7 +21,7 @@ from shmserve.workers.backends.registry import kind_of
 from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
-from shmserve.workers.extended import extension_of
+from shmserve.workers.hidden_tensors import hidden_tensors_of
 from shmserve.workers.inbox import Inbox
 from shmserve.workers.model_calls.answer import Trace
 from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_KNOB, Arenas, near_limit
@@ -91,7 +91,7 @@ def load(
         labels = [read_labels(folder, entry.label_filename) if entry.label_filename else () for entry in config.output]
         backend.load(config)
         gather = Gather(order.model, inputs, mapped, backend.text, backend.on_device)
-        extension = extension_of(config, folder, backend)
+        hidden = hidden_tensors_of(config, folder, backend)
         if config.model_warmup:
             from shmserve.workers.warmup import warm_up  # few models need it
 
@@ -104,7 +104,7 @@ def load(
     if backend.probes:
         outbox.add(Probed(0, True))
     scatter = Scatter(order.model, outputs, arenas, mapped, labels, backend.calls, backend.strict)
-    runner = runner_of(order.instance, order.model_dir, backend, gather, scatter, trace, extension)
+    runner = runner_of(order.instance, order.model_dir, backend, gather, scatter, trace, hidden)
     return LoadedModel(config, backend, arenas, runner, inbox)
 
 

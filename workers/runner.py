@@ -4,7 +4,7 @@ A Row is the result of one request, outputs or an error; it is unrelated to rows
 gets exactly one Row, in the order of the batch, whatever the model does. The exceptions are requests that the model
 answers by separate messages (Streamed) and requests of iterative models that run again.
 
-Models with sequences or ragged batches have an extension, which is called before and after each batch, group or
+Models with sequences or ragged batches have hidden tensors, which are added and taken away around each batch, group or
 request; backends see ordinary inputs and outputs.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shmserve.workers.backends.base import Backend, Computation
     from shmserve.workers.batch.gather import Gather, GatherGroup
     from shmserve.workers.batch.scatter import Scatter
-    from shmserve.workers.extended import Extension
+    from shmserve.workers.hidden_tensors import HiddenTensors
 
 Times = tuple[int, int, int, int]
 """When the batch was taken, inputs were ready, outputs were computed, and outputs were placed (ns)."""
@@ -50,14 +50,14 @@ class Runner(ABC, Generic[B]):
         gather: Gather,
         scatter: Scatter,
         trace: Trace = log_traceback,
-        extension: Extension | None = None,
+        hidden: HiddenTensors | None = None,
     ) -> None:
         self._trace = trace
         self._instance = instance
         self._model_dir = model_dir
         self._gather = gather
         self._scatter = scatter
-        self._extension = extension
+        self._hidden = hidden
         self._backend: B = backend
 
     @abstractmethod
@@ -71,28 +71,28 @@ class Runner(ABC, Generic[B]):
 
     def run_batch(self, works: Sequence[Work]) -> Ran:
         """Runs one batch. Exceptions of the backend become errors of its requests."""
-        return self._run(works) if self._extension is None else self._run_in_parts(works, self._extension)
+        return self._run(works) if self._hidden is None else self._run_in_parts(works, self._hidden)
 
     def forget(self, sequences: Sequence[int | str]) -> None:
         """Drops the state of sequences that have ended."""
-        if self._extension is not None:
-            self._extension.forget(sequences)
+        if self._hidden is not None:
+            self._hidden.forget(sequences)
 
-    def _run_in_parts(self, works: Sequence[Work], extension: Extension) -> Ran:
+    def _run_in_parts(self, works: Sequence[Work], hidden: HiddenTensors) -> Ran:
         taken = computed = clock()
         first = 0
         again: tuple[int, ...] = ()
-        by_request = {work.request: failed(work, error) for work, error in extension.begin(works)}
-        for part in extension.parts():
+        by_request = {work.request: failed(work, error) for work, error in hidden.begin(works)}
+        for part in hidden.parts():
             results, (_, ready, computed, _), more = self._run(part)
             rows = rows_of(results)
-            if len(part) == len(works) and not (extension.stacked and part[0].slot >= 0):
-                extension.end()  # the whole batch at once, in its order
+            if len(part) == len(works) and not (hidden.stacked and part[0].slot >= 0):
+                hidden.end()  # the whole batch at once, in its order
                 return results, (taken, ready, computed, clock()), more
             first = first or ready
             again += more
             by_request.update((row.request, row) for row in rows)
-        extension.end()
+        hidden.end()
         rows = [by_request[work.request] for work in works if work.request in by_request]
         return rows, (taken, first or taken, computed, clock()), again
 
@@ -148,25 +148,25 @@ class StackedRunner(Runner[StackedBackend]):
 
     def _run_group(self, group: GatherGroup) -> tuple[list[Row] | Columns, int, int]:
         """Returns the results, when the inputs were ready, and when the outputs were computed."""
-        extension = self._extension
-        if extension is not None:
-            group = extension.in_slots(group, self._gather)
-            results: Results = extension.results(self._scatter, group)
+        hidden = self._hidden
+        if hidden is not None:
+            group = hidden.in_slots(group, self._gather)
+            results: Results = hidden.results(self._scatter, group)
         else:
             results = self._results(group)
         try:
-            if extension is not None:
-                extension.before(group)
+            if hidden is not None:
+                hidden.before(group)
             self._backend.execute(group, results)
             computed = clock()
-            if extension is None and type(group.works) is ColumnWorks:
+            if hidden is None and type(group.works) is ColumnWorks:
                 return results.in_columns(), group.ready or computed, computed
             rows, ran = results.rows(), True
         except Exception as error:
             computed = clock()
             rows, ran = self._abandon(group, results, error), False
-        if extension is not None:
-            extension.after(group, rows, ran)
+        if hidden is not None:
+            hidden.after(group, rows, ran)
         return rows, group.ready or computed, computed
 
     def _results(self, group: GatherGroup) -> Results:
@@ -253,11 +253,11 @@ class SeparateRunner(Runner[SeparateBackend]):
         rows: list[Row | None] = [None] * len(works)
         requests: list[Request] = []
         runnable: list[int] = []
-        gather, extension = self._gather, self._extension
+        gather, hidden = self._gather, self._hidden
         length = gather.longest(works)
         for index, work in enumerate(works):
             try:
-                arrays = gather.read(work, length) if extension is None else extension.read(gather, work, length)
+                arrays = gather.read(work, length) if hidden is None else hidden.read(gather, work, length)
                 requests.append(Request(work, arrays, self.outputs_of))
                 runnable.append(index)
             except ServeError as error:
@@ -272,8 +272,8 @@ class SeparateRunner(Runner[SeparateBackend]):
                 responses = self._backend.failed(requests, Response(error=self._failure(error)))
         computed = clock()
         for index, response in zip(runnable, responses, strict=True):
-            if extension is not None:
-                rows[index] = self._row_with_states(works[index], response, extension)
+            if hidden is not None:
+                rows[index] = self._row_with_states(works[index], response, hidden)
             elif response is not None and not response.again:
                 rows[index] = self.row(works[index], response)
                 continue
@@ -281,17 +281,17 @@ class SeparateRunner(Runner[SeparateBackend]):
                 again.append(works[index].request)
         return [row for row in rows if row is not None], (taken, ready, computed, clock()), tuple(again)
 
-    def _row_with_states(self, work: Work, response: Response | None, extension: Extension) -> Row | None:
+    def _row_with_states(self, work: Work, response: Response | None, hidden: HiddenTensors) -> Row | None:
         """Returns the Row, or None if the request is answered separately or runs again. Keeps the states of its
         sequence."""
         states: dict[int, Any] = {}
         if response is not None:
             try:
-                states, response = extension.without_states(work, response)
+                states, response = hidden.without_states(work, response)
             except ModelFailed as error:
                 response = Response(error=self._failure(error), again=response.again)
         row = None if response is None or response.again else self.row(work, response)
-        extension.answered(work, response, states, row)
+        hidden.answered(work, response, states, row)
         return row
 
 
@@ -302,14 +302,14 @@ def runner_of(
     gather: Gather,
     scatter: Scatter,
     trace: Trace = log_traceback,
-    extension: Extension | None = None,
+    hidden: HiddenTensors | None = None,
 ) -> Runner[Any]:
-    if isinstance(backend, OverlappingBackend) and backend.overlaps and extension is None:
+    if isinstance(backend, OverlappingBackend) and backend.overlaps and hidden is None:
         return OverlappingRunner(instance, model_dir, backend, gather, scatter, trace)
     if isinstance(backend, StackedBackend):
-        return StackedRunner(instance, model_dir, backend, gather, scatter, trace, extension)
+        return StackedRunner(instance, model_dir, backend, gather, scatter, trace, hidden)
     assert isinstance(backend, SeparateBackend)
-    return SeparateRunner(instance, model_dir, backend, gather, scatter, trace, extension)
+    return SeparateRunner(instance, model_dir, backend, gather, scatter, trace, hidden)
 
 
 def failed(work: Work, error: ServeError) -> Row:

@@ -7,7 +7,6 @@ arenas, which are not announced to the broker and are closed after warm-up.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,13 +17,13 @@ from shmserve.dtypes import FROM_CONFIG, elements
 from shmserve.errors import InvalidRequest, from_wire
 from shmserve.protocol.messages import Options, Tensor
 from shmserve.protocol.worker_messages import Work
-from shmserve.repo.files.safe_paths import open_inside, read_inside
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes
+from shmserve.workers.batch.data_files import read_tensor
 from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import controls_of, inputs_of, matches, outputs_of
-from shmserve.workers.extended import extension_of
+from shmserve.workers.hidden_tensors import hidden_tensors_of
 from shmserve.workers.outbox import NullOutbox
 from shmserve.workers.output_arenas import INTERNAL, Arenas
 from shmserve.workers.process.log import log_message
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 
 FOLDER = "warmup"
 """Directory of the data files, below the model's directory."""
-STRINGS_LIMIT = 1 << 30
-"""Maximum size of a data file of strings. Files of other types have exactly the size of their tensor."""
 RANDOM_BELOW = 100
 """Exclusive upper bound of random integers; small, because the model may use them as indices."""
 
@@ -54,10 +51,10 @@ def warm_up(
     mapped = Mapped()
     arenas = Arenas(0, NullOutbox(), mapped, limit)
     scatter = Scatter(config.name, outputs_of(config), arenas, mapped, strict=backend.strict)
-    extension = extension_of(config, folder, backend, controls=False)
-    if extension is not None:  # samples provide the sequence controls as inputs
+    hidden = hidden_tensors_of(config, folder, backend, controls=False)
+    if hidden is not None:  # samples provide the sequence controls as inputs
         gather = Gather(config.name, (*inputs_of(config), *controls_of(config)), mapped, backend.text)
-    runner = runner_of(instance, str(folder), backend, gather, scatter, trace, extension)
+    runner = runner_of(instance, str(folder), backend, gather, scatter, trace, hidden)
     try:
         for number, sample in enumerate(config.model_warmup):
             name = title(sample, number)
@@ -149,29 +146,17 @@ def _tensor(what: str, given: ModelWarmupInput, spec: Spec, folder: Path) -> Ten
 
 def _data(what: str, given: ModelWarmupInput, spec: Spec, shape: tuple[int, ...], folder: Path) -> bytes:
     count = elements(shape)
-    if given.input_data_file is not None:
-        return _from_file(f"{what}: file '{given.input_data_file}'", given.input_data_file, spec, shape, folder)
+    name = given.input_data_file
+    if name is not None:
+        data = read_tensor(folder, FOLDER, name, f"{what}: file '{name}'", spec, shape)
+        if not spec.item:
+            decode_bytes(data, shape, f"{what}: file '{name}'")  # raises if they are not these strings
+        return data
     if given.random_data is not None:
         return _random(spec, count)
     if given.zero_data is not None:
         return bytes(count * (spec.item or 4))  # an empty string is encoded as its length, four zero bytes
     raise InvalidRequest(f"{what} has no data: give zero_data, random_data or input_data_file")
-
-
-def _from_file(what: str, name: str, spec: Spec, shape: tuple[int, ...], folder: Path) -> bytes:
-    if name.startswith("/"):
-        raise InvalidRequest(f"{what}: the name must be that of a file in the model's {FOLDER} directory")
-    if not spec.item:
-        data = read_inside(folder, f"{FOLDER}/{name}", what, STRINGS_LIMIT)
-        decode_bytes(data, shape, what)
-        return data
-    size = elements(shape) * spec.item
-    with os.fdopen(open_inside(folder, f"{FOLDER}/{name}", what), "rb") as file:
-        file_size = os.fstat(file.fileno()).st_size
-        data = file.read(size) if file_size == size else b""
-    if len(data) != size:
-        raise InvalidRequest(f"{what} must have {size} bytes for {spec.dtype} {list(shape)}; it has {file_size}")
-    return data
 
 
 def _random(spec: Spec, count: int) -> bytes:

@@ -16,8 +16,8 @@ from shmserve.dtypes import FROM_CONFIG, elements
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.protocol.messages import Tensor
 from shmserve.protocol.worker_messages import Work
-from shmserve.repo.files.safe_paths import read_inside
 from shmserve.shm.strings import decode_bytes
+from shmserve.workers.batch.data_files import read_tensor
 from shmserve.workers.batch.output_checks import as_state
 from shmserve.workers.batch.specs import control_of, controls_of, matches, new_states_of, states_of
 
@@ -32,8 +32,6 @@ Key = int | str
 
 FOLDER = "initial_state"
 """Directory of the data files of initial states, below the model's directory."""
-STATE_BYTES = 1 << 32
-"""Maximum size of a data file."""
 WHOLE_BYTES = 4 * 1024 * 1024
 """The states of a batch up to this total size stay in one array as long as one of its sequences needs it, so that
 nothing is copied if the same sequences run together again. Larger states are copied into separate arrays."""
@@ -290,18 +288,13 @@ class States:
 
     def _from_file(self, name: str, shape: tuple[int, ...], spec: Spec, folder: Path) -> Array:
         what = f"data file '{name}' of the initial state of '{spec.name}' of model '{self._model}'"
-        if name.startswith("/"):
-            raise InvalidRequest(f"{what}: the name must be that of a file in the model's {FOLDER} directory")
-        data = read_inside(folder, f"{FOLDER}/{name}", what, STATE_BYTES)
-        if not spec.item:
-            try:
-                return self._strings(decode_bytes(data, shape, what).ravel().tolist(), shape)
-            except UnicodeDecodeError as error:
-                raise InvalidRequest(f"{what} holds a string that is not UTF-8: {error.reason}") from None
-        size = elements(shape) * spec.item
-        if len(data) != size:
-            raise InvalidRequest(f"{what} must have {size} bytes for {spec.dtype} {list(shape)}; it has {len(data)}")
-        return np.frombuffer(data, spec.numpy).reshape(shape).copy()
+        data = read_tensor(folder, FOLDER, name, what, spec, shape)
+        if spec.item:
+            return np.frombuffer(data, spec.numpy).reshape(shape).copy()
+        try:
+            return self._strings(decode_bytes(data, shape, what).ravel().tolist(), shape)
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"{what} holds a string that is not UTF-8: {error.reason}") from None
 
     def _strings(self, given: Sequence[str | bytes], shape: tuple[int, ...]) -> Array:
         """Converts strings to the type that the model gets."""

@@ -21,7 +21,7 @@ from shmserve.workers.backends.base import Backend, Context
 from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
-from shmserve.workers.extended import extension_of
+from shmserve.workers.hidden_tensors import hidden_tensors_of
 from shmserve.workers.outbox import Outbox
 from shmserve.workers.output_arenas import Arenas
 from shmserve.workers.runner import Runner, runner_of
@@ -108,8 +108,8 @@ class Parts(Memory):
         self.scatter = Scatter("m", outputs_of(config), self.arenas, self.mapped, labels)
 
     def runner(self, backend: Backend, folder: Path = CONTEXT.folder) -> Runner[Any]:
-        extension = extension_of(self.config, folder, backend)
-        return runner_of("m_0", "", backend, self.gather, self.scatter, lambda *_: None, extension)
+        hidden = hidden_tensors_of(self.config, folder, backend)
+        return runner_of("m_0", "", backend, self.gather, self.scatter, lambda *_: None, hidden)
 
     def __enter__(self) -> Parts:
         return self

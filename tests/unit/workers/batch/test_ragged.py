@@ -19,7 +19,7 @@ from shmserve.repo.config.schema import BatchInput, BatchOutput, ModelConfig
 from shmserve.workers.backends.base import StackedBackend
 from shmserve.workers.batch.gather import GatherGroup
 from shmserve.workers.batch.results import Results
-from shmserve.workers.extended import extension_of
+from shmserve.workers.hidden_tensors import hidden_tensors_of
 from tests.support.workers.batch_parts import CONTEXT, Array, Parts
 from tests.support.workers.worker_harness import assert_failed, config
 
@@ -177,7 +177,7 @@ def test_a_ragged_input_may_be_left_out() -> None:
 def test_a_batch_tensor_needs_one_existing_source(field: str, source: tuple[str, ...]) -> None:
     wrong = replace(getattr(ragged(), field)[0], source_input=source)
     with pytest.raises(InvalidRequest, match=rf"{field}\[0\] of model 'm' needs one source_input"):
-        extension_of(replace(ragged(), **{field: (wrong,)}), Path(), Doubling(False))
+        hidden_tensors_of(replace(ragged(), **{field: (wrong,)}), Path(), Doubling(False))
 
 
 @given(batch=shapes, inline=st.sampled_from([True, False, None]))

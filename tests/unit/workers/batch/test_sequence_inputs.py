@@ -29,7 +29,7 @@ from shmserve.workers.backends.base import Backend, SeparateBackend, StackedBack
 from shmserve.workers.batch import sequence_inputs
 from shmserve.workers.batch.gather import GatherGroup
 from shmserve.workers.batch.results import Results
-from shmserve.workers.extended import extension_of
+from shmserve.workers.hidden_tensors import hidden_tensors_of
 from shmserve.workers.model_calls.answer import Request, Response
 from shmserve.workers.runner import Runner
 from tests.support.workers.batch_parts import CONTEXT, Array, Parts
@@ -308,7 +308,7 @@ def test_wrong_initial_states_are_refused(tmp_path: Path, change: dict[str, Any]
     first = ModelSequenceBatchingInitialState(name="f", data_type="TYPE_INT64", dims=(2,), zero_data=True)
     config = config_of(state=[replace(TOTAL, initial_state=(replace(first, **change),))])
     with pytest.raises(InvalidRequest, match=text):
-        extension_of(config, tmp_path, Stacked())
+        hidden_tensors_of(config, tmp_path, Stacked())
 
 
 class Growing(StackedBackend):

@@ -1,8 +1,9 @@
-"""The extension of models with sequences or ragged batches: adds sequence controls and states and inputs computed from
-the batch, and cuts outputs back to the shapes of an input.
+"""Tensors that a model has and its callers do not see: the controls and states of sequences, and what is computed from
+the shapes of a ragged batch, whose requests differ in shape.
 
-An extension runs around the backend, on groups of requests before execution and on arrays after it; backends see
-ordinary inputs and outputs. Invariant: a new state is kept only if its request was answered.
+They are added to groups of requests before execution and taken from the outputs after it, where outputs are also cut
+back to the shapes of an input; backends see ordinary inputs and outputs. Invariant: a new state is kept only if its
+request was answered.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.dtypes import elements
-from shmserve.errors import ModelFailed, ServeError
+from shmserve.errors import InvalidRequest, ModelFailed, ServeError
 from shmserve.protocol.worker_messages import Row, Work
 from shmserve.workers.backends.base import StackedBackend
-from shmserve.workers.batch.ragged import BatchInputs, Shapes, cuts_of, shapes_in
 from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.sequence_inputs import (
     NULL,
@@ -30,7 +30,7 @@ from shmserve.workers.batch.sequence_inputs import (
     in_turns,
     with_gaps_filled,
 )
-from shmserve.workers.batch.specs import model_outputs_of
+from shmserve.workers.batch.specs import batch_inputs_of, inputs_of, model_outputs_of
 from shmserve.workers.model_calls.answer import Response
 
 if TYPE_CHECKING:
@@ -41,12 +41,14 @@ if TYPE_CHECKING:
     from shmserve.workers.batch.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Shapes = list[tuple[int, ...] | None]
+"""The shapes of one input with the batch dimension; None for a request without the input."""
 
 
-class Extension:
-    """The extensions of a model, built once from its configuration. The runner calls `begin` and `parts` for each batch
-    and `before` and `after` around each group; for a model that runs requests one by one it calls `read`,
-    `without_states` and `answered` instead of these two."""
+class HiddenTensors:
+    """Built once from the configuration of the model. The runner calls `begin` and `parts` for each batch and `before`
+    and `after` around each group; for a model that runs requests one by one it calls `read`, `without_states` and
+    `answered` instead of these two."""
 
     def __init__(self, config: ModelConfig, folder: Path, backend: Backend, controls: bool = True) -> None:
         """`controls` false: requests contain the controls as inputs, as warm-up samples do."""
@@ -136,7 +138,7 @@ class Extension:
         return group
 
     def results(self, scatter: Scatter, group: GatherGroup) -> Results:
-        return ExtendedResults(scatter, group.works, group.rows, self)
+        return VisibleResults(scatter, group.works, group.rows, self)
 
     def before(self, group: GatherGroup) -> None:
         """Adds the inputs that do not come from callers."""
@@ -212,18 +214,18 @@ class Extension:
             self.states.forget((member.key,))
 
 
-class ExtendedResults(Results):
+class VisibleResults(Results):
     """Results in which some outputs are states and some are cut back to the shapes of an input."""
 
-    __slots__ = ("_extension", "_late")
+    __slots__ = ("_hidden", "_late")
 
-    def __init__(self, scatter: Scatter, works: Sequence[Work], rows: int, extension: Extension) -> None:
+    def __init__(self, scatter: Scatter, works: Sequence[Work], rows: int, hidden: HiddenTensors) -> None:
         super().__init__(scatter, works, rows)
-        self._extension = extension
+        self._hidden = hidden
         self._late: dict[int, Array] = {}
 
     def needed(self, index: int) -> bool:
-        return index in self._extension.state_at or super().needed(index)
+        return index in self._hidden.state_at or super().needed(index)
 
     def direct(self, index: int, shape: tuple[int, ...]) -> bool:
         return not self._special(index) and super().direct(index, shape)
@@ -237,41 +239,39 @@ class ExtendedResults(Results):
     def place(self, index: int, shape: tuple[int, ...]) -> Array:
         if not self._special(index):
             return super().place(index, shape)
-        extension = self._extension
-        state = extension.state_at.get(index)
-        spec = self._scatter.specs[index] if state is None else extension.states.outputs[state]
+        hidden = self._hidden
+        state = hidden.state_at.get(index)
+        spec = self._scatter.specs[index] if state is None else hidden.states.outputs[state]
         array: Array = np.empty(shape, spec.numpy)
         self._late[index] = array
         return array
 
     def put(self, index: int, array: Array) -> None:
-        self._put(index, array, self._extension.fresh)
+        self._put(index, array, self._hidden.fresh)
 
     def omit(self, index: int) -> None:
-        if index < self._extension.declared:
+        if index < self._hidden.declared:
             super().omit(index)
 
     def rows(self, parameters: Any = None) -> list[Row]:
         for index, array in self._late.items():
             self._put(index, array, True)
-        lost = [
-            name for name, index in self._extension.state_names.items() if self._extension.new_states[index] is None
-        ]
+        lost = [name for name, index in self._hidden.state_names.items() if self._hidden.new_states[index] is None]
         if lost:
             raise ModelFailed(f"the model did not produce state output(s) {', '.join(lost)}")
         return super().rows(parameters)
 
     def _special(self, index: int) -> bool:
-        return index in self._extension.state_at or index in self._extension.cuts
+        return index in self._hidden.state_at or index in self._hidden.cuts
 
     def _put(self, index: int, array: Array, fresh: bool) -> None:
-        extension = self._extension
-        state = extension.state_at.get(index)
+        hidden = self._hidden
+        state = hidden.state_at.get(index)
         if state is not None:
-            extension.new_states[state] = extension.states.checked(state, array, self._rows, fresh)
-            if index >= extension.declared:
+            hidden.new_states[state] = hidden.states.checked(state, array, self._rows, fresh)
+            if index >= hidden.declared:
                 return
-        source = extension.cuts.get(index)
+        source = hidden.cuts.get(index)
         if source is None:
             super().put(index, array)
             return
@@ -294,12 +294,89 @@ class ExtendedResults(Results):
         ]
 
 
+# ------------------------------------------------------------------------------------ ragged batches
+
+
+def shapes_in(works: Sequence[Work], spec: Spec) -> Shapes:
+    """Returns the shapes of an input in each request, as the backend sees them."""
+    name = spec.name
+    shapes: Shapes = []
+    for work in works:
+        shape = next((tensor.shape for tensor in work.inputs if tensor.name == name), None)
+        shapes.append(spec.inner(shape) if shape is not None and spec.reshaped else shape)
+    return shapes
+
+
+class BatchInputs:
+    """Computes the inputs of `batch_input` from the shapes of a ragged batch. One for each model.
+
+    Invariant: a request counts once, with all its elements including its batch dimension; only the kinds
+    BATCH_ITEM_SHAPE* count the items of its batch dimension.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.specs = batch_inputs_of(config)
+        sources = {spec.name: spec for spec in inputs_of(config)}
+        self._inputs: list[tuple[str, Spec, Spec]] = []
+        specs = iter(self.specs)
+        for index, entry in enumerate(config.batch_input):
+            source = sources.get(entry.source_input[0]) if len(entry.source_input) == 1 else None
+            if source is None:
+                raise InvalidRequest(
+                    f"batch_input[{index}] of model '{config.name}' needs one source_input that is an input of the "
+                    f"model, found {list(entry.source_input)}"
+                )
+            self._inputs += [(entry.kind, source, next(specs)) for _ in entry.target_name]
+
+    def arrays(self, works: Sequence[Work]) -> list[Array]:
+        shapes: dict[str, Shapes] = {}
+        arrays = []
+        for kind, source, spec in self._inputs:
+            source_shapes = shapes.get(source.name)
+            if source_shapes is None:
+                source_shapes = shapes[source.name] = shapes_in(works, source)
+            arrays.append(_values(kind, source_shapes, len(source.shape)).astype(spec.numpy, copy=False))
+        return arrays
+
+
+def _values(kind: str, shapes: Shapes, rank: int) -> Array:
+    if kind.startswith("BATCH_ITEM_SHAPE"):
+        items = [shape[1:] for shape in shapes if shape is not None for _ in range(shape[0])]
+        table = np.array(items, np.int64).reshape(len(items), rank)
+        return table if kind == "BATCH_ITEM_SHAPE" else table.ravel()
+    counts = [0 if shape is None else elements(shape) for shape in shapes]
+    if kind == "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE":
+        return np.zeros(max(counts), np.int64)
+    if kind == "BATCH_ELEMENT_COUNT":
+        return np.array(counts, np.int64)
+    return np.array(list(accumulate(counts, initial=0 if kind.endswith("WITH_ZERO") else None)), np.int64)
+
+
+def cuts_of(config: ModelConfig) -> dict[int, Spec]:
+    """Returns, by index of each output that is cut back, the input whose shapes it is cut to."""
+    sources = {spec.name: spec for spec in inputs_of(config)}
+    places = {entry.name: index for index, entry in enumerate(config.output)}
+    cuts: dict[int, Spec] = {}
+    for number, entry in enumerate(config.batch_output):
+        source = sources.get(entry.source_input[0]) if len(entry.source_input) == 1 else None
+        unknown = [name for name in entry.target_name if name not in places]
+        if source is None or unknown:
+            raise InvalidRequest(
+                f"batch_output[{number}] of model '{config.name}' needs one source_input that is an input of the "
+                f"model, found {list(entry.source_input)}, and outputs as target_name, found {list(entry.target_name)}"
+            )
+        cuts.update({places[name]: source for name in entry.target_name})
+    return cuts
+
+
 def _slot(work: Work) -> int:
     return work.slot
 
 
-def extension_of(config: ModelConfig, folder: Path, backend: Backend, controls: bool = True) -> Extension | None:
-    """Returns None if the model needs no extension."""
+def hidden_tensors_of(
+    config: ModelConfig, folder: Path, backend: Backend, controls: bool = True
+) -> HiddenTensors | None:
+    """Returns None if the model has none."""
     if config.sequence_batching is None and not (config.batch_input or config.batch_output):
         return None
-    return Extension(config, folder, backend, controls)
+    return HiddenTensors(config, folder, backend, controls)
