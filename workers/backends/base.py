@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.config.complete import DEFAULT_MAX_BATCH
+from shmserve.repo.parameters import NO, YES
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -47,6 +48,13 @@ class Context(Struct, frozen=True):
     def setting(self, backend: str, key: str, default: str = "") -> str:
         """Returns a --backend-config value for this backend, or the value for all backends."""
         return self.settings.get(f"{backend},{key}", self.settings.get(f",{key}", default))
+
+    def allows(self, backend: str, key: str, default: bool) -> bool:
+        """Returns a --backend-config value that is true or false. Raises InvalidRequest."""
+        text = self.setting(backend, key, str(default)).lower()
+        if text not in YES | NO:
+            raise InvalidRequest(f"--backend-config {backend},{key} must be true or false, found '{text}'")
+        return text in YES
 
     def default_max_batch(self, backend: str, default: int = DEFAULT_MAX_BATCH) -> int:
         """max_batch_size of models of this backend that can batch and do not set it: `default`, unless the operator has

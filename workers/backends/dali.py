@@ -23,9 +23,8 @@ from shmserve.errors import InvalidRequest, ModelFailed, NotFound, Unsupported
 from shmserve.protocol.messages import Failure
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.repo.files.python_file import import_file
-from shmserve.repo.gpus import VISIBLE
 from shmserve.workers.backends.base import Context, SeparateBackend
-from shmserve.workers.backends.model_facts import completed, none_missing
+from shmserve.workers.backends.model_facts import completed, none_missing, none_optional, unexpected
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import Spec, outputs_of, request_inputs_of
 from shmserve.workers.model_calls.answer import Response, failure_of
@@ -206,7 +205,7 @@ class Dali(SeparateBackend):
 
     def _device_of(self, config: ModelConfig) -> int | None:
         kind, number = device_of(config, self.context.instance)
-        return visible_number(number, os.environ.get(VISIBLE, "")) if kind == "GPU" else None
+        return visible_number(number) if kind == "GPU" else None
 
     def _start(self) -> None:
         self._pipeline = None  # frees the memory of the old pipeline first
@@ -282,12 +281,9 @@ def _match(model: str, found: Described, inputs: Sequence[Spec], outputs: Sequen
     ports = {port.name: port for port in found.inputs}
     for spec in inputs:
         if spec.name not in ports:
-            raise InvalidRequest(
-                f"{failed}: unexpected inference input '{spec.name}', allowed inputs are: {', '.join(ports)}"
-            )
-        if spec.optional:
-            raise InvalidRequest(f"{failed}: input '{spec.name}' is optional, and a pipeline of DALI needs all inputs")
+            raise unexpected(model, "input", spec, ports)
         _match_port(failed, "input", spec, ports[spec.name])
+    none_optional(model, inputs, "a pipeline of DALI")
     none_missing(model, inputs, [TensorFacts(port.name, port.dtype, ()) for port in found.inputs])
     if len(outputs) != len(found.outputs):
         raise InvalidRequest(

@@ -48,33 +48,38 @@ def _on_device(piece: object) -> bool:
 
 
 class Staging:
-    """A growing host buffer, pinned if `pinned`. Its content is valid until the next call of `bytes`."""
+    """Growing host buffers, one for each tensor of a model, pinned if `pinned`."""
 
     def __init__(self, cuda: GpuDevice, pinned: bool) -> None:
         self._cuda = cuda
         self._pinned = pinned
-        self._owned = 0
-        self._bytes: Array = np.empty(0, _BYTE)
+        self._buffers: dict[int, Array] = {}
+        self._owned: dict[int, int] = {}
+        """The addresses of pinned buffers."""
 
-    def bytes(self, size: int) -> Array:
-        """Returns the first `size` bytes of the buffer."""
-        if len(self._bytes) < size:
-            self._grow(size)
-        return self._bytes[:size]
+    def bytes(self, index: int, size: int) -> Array:
+        """Returns `size` bytes of a tensor's buffer, valid until the next call."""
+        buffer = self._buffers.get(index)
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[index] = self._grown(index, size)
+        return buffer[:size]
 
-    def _grow(self, size: int) -> None:
+    def _grown(self, index: int, size: int) -> Array:
         if not self._pinned:
-            self._bytes = np.empty(size, _BYTE)
-            return
-        self.close()
-        self._owned = self._cuda.allocate_host(size)
-        self._bytes = np.ndarray((size,), _BYTE, memoryview((ctypes.c_ubyte * size).from_address(self._owned)))
+            return np.empty(size, _BYTE)
+        self._free(index)
+        address = self._owned[index] = self._cuda.allocate_host(size)
+        return np.ndarray((size,), _BYTE, memoryview((ctypes.c_ubyte * size).from_address(address)))
 
-    def close(self) -> None:
-        self._bytes = np.empty(0, _BYTE)
-        owned, self._owned = self._owned, 0
+    def _free(self, index: int) -> None:
+        self._buffers.pop(index, None)
+        owned = self._owned.pop(index, 0)
         if owned:
             self._cuda.free_host(owned)
+
+    def close(self) -> None:
+        for index in list(self._buffers):
+            self._free(index)
 
 
 class Pinned:
@@ -157,10 +162,9 @@ class Feed:
         gathered on the host, whatever their size."""
         self._cuda = cuda
         self._pinned = pinned
-        self._pin = staged
         self._threshold = threshold
         self._stream = stream
-        self._staging: dict[int, Staging] = {}
+        self._staging = Staging(cuda, staged)
         self.direct_bytes = 0
         """Bytes that were copied without a host copy first."""
 
@@ -176,7 +180,7 @@ class Feed:
         """Copies an input of all requests to `target`. Its sources must stay valid until the stream is synchronized."""
         pieces = group.pieces(index)
         if pieces is None or (0 < self._threshold <= len(pieces) and not any(map(_on_device, pieces))):
-            staged = self._staged(index).bytes(size)
+            staged = self._staging.bytes(index, size)
             group.copy(index, staged.view(dtype).reshape(shape))
             self._send(target, staged, 0, size)
             return
@@ -199,7 +203,7 @@ class Feed:
                 begin = offset + length
             elif length:
                 if buffer is None:
-                    buffer = self._staged(index).bytes(size)
+                    buffer = self._staging.bytes(index, size)
                 buffer[offset : offset + length] = piece.reshape(-1).view(_BYTE)
             offset += length
         if buffer is not None:
@@ -210,13 +214,5 @@ class Feed:
             source = address_of(buffer) + begin
             self._cuda.copy(target + begin, source, end - begin, self._cuda.to_device, self._stream)
 
-    def _staged(self, index: int) -> Staging:
-        staging = self._staging.get(index)
-        if staging is None:
-            staging = self._staging[index] = Staging(self._cuda, self._pin)
-        return staging
-
     def close(self) -> None:
-        for staging in self._staging.values():
-            staging.close()
-        self._staging.clear()
+        self._staging.close()

@@ -88,10 +88,9 @@ class Slot:
         self.feed = Feed(cuda, pinned, options.staged_inputs, options.threshold, copy_in)
         self._cuda = cuda
         self._pinned = pinned
-        self._pin_outputs = options.staged_outputs
         self._stage_all = options.overlap and options.staged_outputs
         """Stage outputs whose final place is not pinned. Without the overlap, nothing waits behind their copies."""
-        self._staging: dict[int, Staging] = {}
+        self._staging = Staging(cuda, options.staged_outputs)
         self._moves: list[tuple[Array, Array]] = []
         """(final place, staging) of outputs whose final place is not pinned."""
         self._sizes: dict[int, int] = {}
@@ -130,12 +129,12 @@ class Slot:
         """Returns where to copy an output: its final place if it is pinned, else staging. True: the output needs no
         `put`, but `move`."""
         if not outputs.direct(index, shape):
-            return self._staged(index, elements(shape) * spec.item).view(spec.numpy).reshape(shape), False
+            return self._staging.bytes(index, elements(shape) * spec.item).view(spec.numpy).reshape(shape), False
         array = outputs.place(index, shape)
         if self._pinned.ensure(array) or not self._stage_all or not array.nbytes:
             return array, True
         try:
-            staged = self._staged(index, array.nbytes).view(array.dtype).reshape(array.shape)
+            staged = self._staging.bytes(index, array.nbytes).view(array.dtype).reshape(array.shape)
         except Unavailable as error:
             self._stage_all = False
             log_message(
@@ -146,12 +145,6 @@ class Slot:
             return array, True
         self._moves.append((array, staged))
         return staged, True
-
-    def _staged(self, index: int, size: int) -> Array:
-        staging = self._staging.get(index)
-        if staging is None:
-            staging = self._staging[index] = Staging(self._cuda, self._pin_outputs)
-        return staging.bytes(size)
 
     def move(self) -> None:
         """Copies staged outputs to their final places, after the last copy of the batch."""
@@ -172,8 +165,7 @@ class Slot:
         self.inputs, self.outputs = [], []
         self._moves.clear()
         self.feed.close()
-        for staging in self._staging.values():
-            staging.close()
+        self._staging.close()
         for event in (self.copied, self.computed, self.end):
             self._cuda.destroy_event(event)
 

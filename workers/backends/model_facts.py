@@ -6,7 +6,7 @@ sides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from shmserve.errors import InvalidRequest
@@ -59,9 +59,7 @@ def match(
     for spec in specs:
         fact = by_name.get(spec.name) or optional_names.get(spec.name)
         if fact is None:
-            raise InvalidRequest(
-                f"{failed}: unexpected inference {kind} '{spec.name}', allowed {kind}s are: {', '.join(by_name)}"
-            )
+            raise unexpected(model, kind, spec, by_name)
         if fact.dtype != spec.dtype:
             raise InvalidRequest(
                 f"{failed}: {kind} '{spec.name}' is {spec.dtype} in the configuration and {fact.dtype} in the {whose}"
@@ -80,6 +78,22 @@ def match(
             raise InvalidRequest(
                 f"{failed}: max_batch_size is above 0, but the first dimension of {kind} '{spec.name}' is "
                 f"{fact.dims[0]} in the {whose}; a batch needs a dynamic one. Set max_batch_size: 0"
+            )
+
+
+def unexpected(model: str, kind: str, spec: Spec, names: Iterable[str]) -> InvalidRequest:
+    return InvalidRequest(
+        f"unable to load model '{model}': unexpected inference {kind} '{spec.name}', allowed {kind}s are: "
+        f"{', '.join(names)}"
+    )
+
+
+def none_optional(model: str, specs: Sequence[Spec], whose: str) -> None:
+    """Raises if the configuration lets callers leave out an input."""
+    for spec in specs:
+        if spec.optional:
+            raise InvalidRequest(
+                f"unable to load model '{model}': input '{spec.name}' is optional, and {whose} needs all inputs"
             )
 
 

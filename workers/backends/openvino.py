@@ -17,7 +17,7 @@ import numpy as np
 from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.workers.backends.base import Context, StackedBackend
-from shmserve.workers.backends.model_facts import completed, match
+from shmserve.workers.backends.model_facts import completed, match, none_missing, none_optional, unexpected
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
 from shmserve.workers.process.device import device_of
@@ -201,22 +201,14 @@ def _places(specs: Sequence[Spec], ports: Sequence[Any]) -> list[tuple[int, Any]
 
 def _match_inputs(model: str, specs: Sequence[Spec], ports: Sequence[Any]) -> None:
     """Raises unless all inputs of the model are configured and none is optional."""
-    failed = f"unable to load model '{model}'"
-    given = {spec.name for spec in specs}
-    missing = [_names(port)[0] for port in ports if not given & set(_names(port))]
-    names = {name for port in ports for name in _names(port)}
+    names = sorted({name for port in ports for name in _names(port)})
     for spec in specs:
         if spec.name not in names:
-            raise InvalidRequest(
-                f"{failed}: unexpected inference input '{spec.name}', allowed inputs are: {', '.join(sorted(names))}"
-            )
-        if spec.optional:
-            raise InvalidRequest(f"{failed}: input '{spec.name}' is optional, and a model of OpenVINO needs all inputs")
-    if missing:
-        raise InvalidRequest(
-            f"{failed}, configuration expects {len(specs)} inputs, model provides {len(ports)}: it also has "
-            f"{', '.join(missing)}"
-        )
+            raise unexpected(model, "input", spec, names)
+    none_optional(model, specs, "a model of OpenVINO")
+    given = {spec.name for spec in specs}
+    chosen = [next((name for name in _names(port) if name in given), _names(port)[0]) for port in ports]
+    none_missing(model, specs, [TensorFacts(name, "", ()) for name in chosen])
 
 
 def _batch(

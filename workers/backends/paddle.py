@@ -21,10 +21,10 @@ from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.repo.rules.optimization import PADDLE_ON_CPU, PADDLE_PARAMETERS
 from shmserve.workers.backends.base import Context, StackedBackend
-from shmserve.workers.backends.model_facts import completed, match
+from shmserve.workers.backends.model_facts import completed, match, none_optional, unexpected
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
-from shmserve.workers.process.device import device_of
+from shmserve.workers.process.device import require_cpu
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -84,17 +84,11 @@ class Paddle(StackedBackend):
 
     def load(self, config: ModelConfig) -> None:
         parameters = Parameters(config, _of_accelerators(config))
-        if device_of(config, self.context.instance)[0] == "GPU":
-            raise Unsupported(
-                f"instance '{self.context.instance}' is to run on a GPU, and models of PaddlePaddle run on the CPU "
-                "only: set kind: KIND_CPU in instance_group"
-            )
+        require_cpu(config, self.context.instance, "models of PaddlePaddle")
         path = self._file(config)
         inputs, outputs = _facts(path)
         sources, targets = model_inputs_of(config), model_outputs_of(config)
-        optional = next((spec.name for spec in sources if spec.optional), "")
-        if optional:
-            raise InvalidRequest(f"input '{optional}' is optional, and a model of PaddlePaddle needs all inputs")
+        none_optional(config.name, sources, "a model of PaddlePaddle")
         input_order = _order(config.name, "input", sources, inputs)
         output_order = _order(config.name, "output", targets, outputs)
         missing = [fact.name for index, fact in enumerate(inputs) if index not in input_order]
@@ -226,17 +220,8 @@ def _order(model: str, kind: str, specs: Sequence[Spec], facts: Sequence[TensorF
         elif len(specs) == len(names) and not any(spec.name in names for spec in specs):
             found.append(place)
         else:
-            given = ", ".join(f"'{each.name}'" for each in specs)
-            raise InvalidRequest(
-                f"unable to load model '{model}': unexpected inference {kind} '{spec.name}' of {given}, allowed "
-                f"{kind}s are: {', '.join(names)}"
-            )
-    match(
-        model,
-        kind,
-        specs,
-        [facts[index]._replace(name=spec.name) for index, spec in zip(found, specs, strict=True)],
-    )
+            raise unexpected(model, kind, spec, names)
+    match(model, kind, specs, [facts[at]._replace(name=spec.name) for at, spec in zip(found, specs, strict=True)])
     return found
 
 

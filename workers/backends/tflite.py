@@ -16,10 +16,10 @@ from ai_edge_litert.interpreter import Interpreter
 from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
 from shmserve.repo.config.complete import TensorFacts, with_scalars
 from shmserve.workers.backends.base import Context, StackedBackend
-from shmserve.workers.backends.model_facts import completed, match, none_missing
+from shmserve.workers.backends.model_facts import completed, match, none_missing, none_optional
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
-from shmserve.workers.process.device import device_of
+from shmserve.workers.process.device import require_cpu
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -66,12 +66,7 @@ class TfLite(StackedBackend):
     def load(self, config: ModelConfig) -> None:
         inputs, outputs = self._open(config)
         self._inputs, self._outputs = model_inputs_of(config), model_outputs_of(config)
-        for spec in self._inputs:
-            if spec.optional:
-                raise InvalidRequest(
-                    f"unable to load model '{config.name}': input '{spec.name}' is optional, and a model of LiteRT "
-                    "needs all inputs"
-                )
+        none_optional(config.name, self._inputs, "a model of LiteRT")
         none_missing(config.name, self._inputs, _facts(inputs))
         if config.max_batch_size > 0 and any(port.dims[:1] == (1,) for port in inputs.values()):
             inputs, outputs = self._batched(config, inputs, outputs)
@@ -121,12 +116,7 @@ class TfLite(StackedBackend):
     def _open(self, config: ModelConfig) -> tuple[dict[str, Port], dict[str, Port]]:
         """Returns the inputs and outputs of the model, by the names of its signature if it has one."""
         if self._engine is None:
-            kind, number = device_of(config, self.context.instance)
-            if kind == "GPU":
-                raise Unsupported(
-                    f"instance '{self.context.instance}' is to run on GPU {number}, and models of LiteRT run on the "
-                    "CPU: choose KIND_CPU"
-                )
+            require_cpu(config, self.context.instance, "models of LiteRT")
             parameters = Parameters(config)
             path = self.context.model_file(config, "model.tflite")
             threads = parameters.whole(THREADS, 0) or self.context.engine_threads

@@ -18,12 +18,11 @@ from treelite import gtil
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.config.complete import TREE_FILES, TREE_ROWS, TensorFacts
-from shmserve.repo.parameters import NO, YES
 from shmserve.workers.backends.base import Context, StackedBackend
-from shmserve.workers.backends.model_facts import completed
+from shmserve.workers.backends.model_facts import completed, none_optional
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
-from shmserve.workers.process.device import device_of
+from shmserve.workers.process.device import require_cpu
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -53,25 +52,16 @@ class Trees(StackedBackend):
         parameters = Parameters(config)
         self._read(config, parameters)
         width = self._output_format.width if self._output_format.raw else self._targets
-        default = self.context.default_max_batch("fil", TREE_ROWS)
-        return completed(
-            config,
-            [TensorFacts(_INPUT, "FP32", (-1, self._features))],
-            [TensorFacts(_OUTPUT, "FP32", (-1, width))],
-            default,
-        )
+        inputs = [TensorFacts(_INPUT, "FP32", (-1, self._features))]
+        outputs = [TensorFacts(_OUTPUT, "FP32", (-1, width))]
+        return completed(config, inputs, outputs, self.context.default_max_batch("fil", TREE_ROWS))
 
     def load(self, config: ModelConfig) -> None:
         parameters = Parameters(config)
-        if device_of(config, self.context.instance)[0] == "GPU":
-            raise Unsupported(
-                f"instance '{self.context.instance}' is to run on a GPU, and tree models run on the CPU only: set "
-                "kind: KIND_CPU in instance_group"
-            )
+        require_cpu(config, self.context.instance, "tree models")
         self._read(config, parameters)
         source, target = self._one("input", model_inputs_of(config)), self._one("output", model_outputs_of(config))
-        if source.optional:
-            raise InvalidRequest(f"input '{source.name}' is optional, and a tree model needs its input")
+        none_optional(config.name, [source], "a tree model")
         if source.shape[-1:] not in ((self._features,), (-1,)):
             raise InvalidRequest(
                 f"unable to load model '{config.name}': input '{source.name}' has {_last(source)} features in the "
@@ -190,10 +180,7 @@ class Trees(StackedBackend):
         return frontend.load_xgboost_model(path, format_choice=form, allow_unknown_field=unknown)
 
     def _from_sklearn(self, path: Path) -> Any:
-        allowed = self.context.setting("fil", _PICKLES, "false").lower()
-        if allowed not in YES | NO:
-            raise InvalidRequest(f"--backend-config fil,{_PICKLES} must be true or false, not '{allowed}'")
-        if allowed in NO:
+        if not self.context.allows("fil", _PICKLES, False):
             raise Unsupported(
                 f"'{path.name}' can contain code that runs when it is loaded; if you trust all models of the "
                 f"repositories, start the server with --backend-config fil,{_PICKLES}=true, else save a Treelite "

@@ -53,7 +53,7 @@ class OutputChecks:
     def _typed(self, spec: Spec, array: Array) -> Spec:
         if _has_type(spec, array):
             return spec
-        dtype = "" if self.strict or not isinstance(array, np.ndarray) else _wire_name(array.dtype)
+        dtype = "" if self.strict or not isinstance(array, np.ndarray) else wire_name(array.dtype)
         if dtype not in ITEM_BYTES:
             check_type(self._model, spec, array)
         if dtype == spec.dtype:  # in another byte order
@@ -76,7 +76,7 @@ def check_type(model: str, spec: Spec, array: Any) -> None:
     if not _has_type(spec, array):
         raise ModelFailed(
             f"output '{spec.name}' of model '{model}' has the wrong data type: expected {spec.dtype}, found "
-            f"{_wire_name(array.dtype)}"
+            f"{wire_name(array.dtype)}"
         )
 
 
@@ -114,7 +114,7 @@ def strings(model: str, spec: Spec, part: Array) -> Array:
         raise ModelFailed(f"output '{spec.name}' of model '{model}': {error}") from None
 
 
-def _wire_name(dtype: np.dtype[Any]) -> str:
+def wire_name(dtype: np.dtype[Any]) -> str:
     try:
         return from_numpy(dtype)
     except TypeError:

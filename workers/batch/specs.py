@@ -76,9 +76,9 @@ class Spec(Struct, frozen=True):
     def fits(self, inner: Sequence[int]) -> bool:
         """Whether a shape from the backend matches the configuration, at any batch size."""
         rest = inner[1:] if self.batched else inner
-        if len(rest) != len(self.shape) or len(inner) - len(rest) != self.batched:
+        if len(inner) - len(rest) != self.batched:
             return False
-        return rest == self.shape or all(want in (-1, have) for want, have in zip(self.shape, rest, strict=True))
+        return rest == self.shape or matches(rest, self.shape)
 
     def hollow(self, shape: tuple[int, ...]) -> Any:
         """Returns an array without memory of its own for an output on a device: only its shape and size are used."""

@@ -5,7 +5,11 @@ Invariant: the instance's name contains its index in the group, and the index de
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, NamedTuple
+
+from shmserve.errors import Unsupported
+from shmserve.repo.gpus import VISIBLE
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
@@ -41,6 +45,16 @@ def group_of(config: ModelConfig, instance: str) -> tuple[ModelInstanceGroup, in
     return instances[index] if index < len(instances) else None
 
 
-def visible_number(device: int, variable: str) -> int:
-    """Returns CUDA's number of a device: 0 if `variable`, CUDA_VISIBLE_DEVICES, shows this process only one."""
-    return 0 if len([name for name in variable.split(",") if name.strip()]) == 1 else device
+def require_cpu(config: ModelConfig, instance: str, what: str) -> None:
+    """Raises if the instance is on a GPU. `what`: models that run on the CPU only."""
+    if device_of(config, instance).kind == "GPU":
+        raise Unsupported(
+            f"instance '{instance}' is to run on a GPU, and {what} run on the CPU only: set kind: KIND_CPU in "
+            "instance_group"
+        )
+
+
+def visible_number(device: int) -> int:
+    """Returns CUDA's number of a device: 0 if CUDA_VISIBLE_DEVICES shows this process only one."""
+    visible = os.environ.get(VISIBLE, "").split(",")
+    return 0 if sum(bool(name.strip()) for name in visible) == 1 else device

@@ -16,7 +16,6 @@ import onnxruntime as ort
 
 from shmserve.errors import ModelFailed, NotFound, ServeError, Unavailable, Unsupported
 from shmserve.repo.config.complete import with_scalars
-from shmserve.repo.gpus import VISIBLE
 from shmserve.workers.backends.base import Context, GpuTensor, StackedBackend
 from shmserve.workers.backends.model_facts import completed, match, none_missing
 from shmserve.workers.backends.onnx.facts import engine_text, facts_of
@@ -193,9 +192,8 @@ class Onnx(StackedBackend):
     def planned(self, config: ModelConfig) -> SessionPlan:
         """Returns the plan for running the model on this instance."""
         kind, device = device_of(config, self.context.instance)
-        device = visible_number(device, os.environ.get(VISIBLE, ""))
         providers, threads = ort.get_available_providers(), self.context.engine_threads
-        return plan(config, f"KIND_{kind}", device, providers, threads, self._setting)
+        return plan(config, f"KIND_{kind}", visible_number(device), providers, threads, self._setting)
 
     def _open(self, config: ModelConfig) -> Any:
         if self._session is None:

@@ -16,12 +16,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from shmserve.dtypes import TO_CONFIG, from_numpy, to_numpy
+from shmserve.dtypes import TO_CONFIG, to_numpy
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.python_values import to_array
 from shmserve.workers.backends.python import pb_utils
 from shmserve.workers.backends.python.pb_tensor import Array
 from shmserve.workers.backends.python.signature import Signature, Slot, signature_of
+from shmserve.workers.batch.output_checks import wire_name
+from shmserve.workers.batch.specs import matches
 
 _END = object()
 
@@ -183,20 +185,11 @@ def _encoded(slot: Slot, value: Any, rows: int | None, label: str) -> Array:
     if array.dtype != declared and not (slot.dtype == "BYTES" and array.dtype.kind in "SUO"):
         if array.dtype.kind + declared.kind not in ("ii", "iu", "ui", "uu"):  # the backend converts integers that fit
             hint = f"write .astype(np.{declared})" if array.dtype.kind in "fiub" else "return an array of this type"
-            raise ModelFailed(f"{where} an array of {_wire(array)}, the type hint says {slot.dtype}: {hint}")
+            raise ModelFailed(f"{where} an array of {wire_name(array.dtype)}, the type hint says {slot.dtype}: {hint}")
     expected = slot.dims if rows is None else (rows, *slot.dims)
-    if len(array.shape) != len(expected) or any(
-        free not in (-1, size) for size, free in zip(array.shape, expected, strict=True)
-    ):
+    if not matches(array.shape, expected):
         raise ModelFailed(f"{where} the shape {list(array.shape)}, the type hint says {list(expected)}")
     return array
-
-
-def _wire(array: Array) -> str:
-    try:
-        return from_numpy(array.dtype)
-    except TypeError:
-        return str(array.dtype)
 
 
 def _kind(value: Any) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.backends import MODEL, SOURCE_FILE
 from shmserve.repo.config.schema import as_triton_json
 from shmserve.repo.files.python_file import declare_package, import_file
-from shmserve.repo.gpus import VISIBLE
 from shmserve.repo.parameters import FUNCTION
 from shmserve.workers.backends.python import pb_utils
 from shmserve.workers.process.device import device_of, visible_number
@@ -79,12 +77,11 @@ class ModelFile:
 
     def arguments(self, config: ModelConfig) -> dict[str, str]:
         kind, number = device_of(config, self.context.instance)
-        number = visible_number(number, os.environ.get(VISIBLE, ""))
         return {
             "model_config": json.dumps(as_triton_json(config)),
             "model_instance_kind": kind,
             "model_instance_name": self.context.instance,
-            "model_instance_device_id": str(number),
+            "model_instance_device_id": str(visible_number(number)),
             "model_repository": str(self.context.folder),
             "model_version": str(self.context.version),
             "model_name": self.context.model,

@@ -20,6 +20,7 @@ from shmserve.workers.backends.cuda_graphs import CudaGraph, CudaGraphs, GraphRe
 from shmserve.workers.backends.device_pipeline import DeviceBatch, NoComputation, Pipeline, PipelineOptions
 from shmserve.workers.backends.pytorch import device
 from shmserve.workers.backends.pytorch.programs import DTYPES
+from shmserve.workers.batch.specs import matches
 from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
@@ -60,9 +61,7 @@ class ConfiguredShapes:
 
     def refusal(self, spec: Spec, shape: Shape) -> str:
         dims = shape[1:] if self._batched else shape
-        fits = len(dims) == len(spec.shape) and all(
-            want in (-1, dim) and dim > 0 for want, dim in zip(spec.shape, dims, strict=True)
-        )
+        fits = matches(dims, spec.shape) and all(dim > 0 for dim in dims)
         return "" if fits else f"does not fit the shape of the configuration, {list(spec.shape)}"
 
 

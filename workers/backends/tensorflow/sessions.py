@@ -7,8 +7,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest, NotFound, Unsupported
-from shmserve.repo.gpus import VISIBLE
-from shmserve.repo.parameters import NO, YES
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.backends.tensorflow.engine import config_pb2, engine_text, tf, v1
 from shmserve.workers.backends.tensorflow.files import FrozenGraph, Program
@@ -57,19 +55,12 @@ def options_of(context: Context, config: ModelConfig) -> Any:
         # With separate threads for operators, a small batch takes 0.1 ms longer and three times the processor time.
         inter_op_parallelism_threads=between if between > 1 else _IN_THIS_THREAD,
         use_per_session_threads=parameters.flag("TF_USE_PER_SESSION_THREADS", False),
-        allow_soft_placement=_soft_placement(context),
+        allow_soft_placement=context.allows(NAME, "allow-soft-placement", True),
     )
     parameters.whole("MAX_SESSION_SHARE_COUNT", 1)  # only validated: instances are processes with one session each
     _set_level(options, config)
     _set_device(options, context, config)
     return options
-
-
-def _soft_placement(context: Context) -> bool:
-    text = context.setting(NAME, "allow-soft-placement", "true")
-    if text.lower() not in YES | NO:
-        raise InvalidRequest(f"allow-soft-placement must be true or false, found '{text}'")
-    return text.lower() in YES
 
 
 def _set_level(options: Any, config: ModelConfig) -> None:
@@ -100,7 +91,7 @@ def _set_device(options: Any, context: Context, config: ModelConfig) -> None:
         fraction = -1.0
     if not 0 <= fraction <= 1:
         raise InvalidRequest(f"gpu-memory-fraction must be a number from 0 to 1, found '{text}'")
-    options.gpu_options.visible_device_list = str(visible_number(number, os.environ.get(VISIBLE, "")))
+    options.gpu_options.visible_device_list = str(visible_number(number))
     options.gpu_options.per_process_gpu_memory_fraction = fraction
     options.gpu_options.allow_growth = not fraction
 

@@ -137,7 +137,7 @@ def complex_numbers(folder: Path) -> ModelConfig:
         (lambda f: given(f, tflite_num_threads="a"), InvalidRequest, "tflite_num_threads of model 'm'"),
         (lambda f: fixed(f, "reshape"), InvalidRequest, "is 4, and the first .* is 1 and cannot be changed: .*failed"),
         (lambda f: fixed(f, "sum"), InvalidRequest, "output 'y' does not grow with the inputs. Set max_batch_size: 0"),
-        (lambda folder: on_gpu(given(folder), 1), Unsupported, "on GPU 1, and models of LiteRT run on the CPU"),
+        (lambda folder: on_gpu(given(folder), 1), Unsupported, "and models of LiteRT run on the CPU only"),
     ],
 )
 def test_unsupported_models_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:

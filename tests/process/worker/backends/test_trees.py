@@ -284,7 +284,7 @@ def test_unsupported_features_are_refused(tmp_path: Path) -> None:
     assert "explanations" in load_failure(replace(given, output=(given.output[0], shap)), tmp_path).text
     assert "set kind: KIND_CPU" in load_failure(on_gpu(given), tmp_path).text
     optional = replace(given.input[0], optional=True)
-    assert "needs its input" in load_failure(replace(given, input=(optional,)), tmp_path).text
+    assert "a tree model needs all inputs" in load_failure(replace(given, input=(optional,)), tmp_path).text
 
 
 def test_triton_parameters_without_effect_are_accepted(tmp_path: Path) -> None:

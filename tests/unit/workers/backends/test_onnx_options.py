@@ -372,8 +372,9 @@ def test_the_device_of_an_instance() -> None:
 
 
 @pytest.mark.parametrize(("variable", "number"), [("", 3), ("0,1,2,3", 3), ("GPU-5f2c", 0), ("7", 0), ("7, ", 0)])
-def test_a_process_that_sees_one_device_only(variable: str, number: int) -> None:
-    assert visible_number(3, variable) == number
+def test_a_process_that_sees_one_device_only(variable: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert visible_number(3) == number
 
 
 @pytest.mark.parametrize(
