@@ -19,8 +19,14 @@ from shmserve.workers.backends.base import Context, StackedBackend
 from shmserve.workers.backends.model_facts import completed, match, none_missing
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.backends.tensorflow.engine import config_pb2, engine_text, tf
-from shmserve.workers.backends.tensorflow.files import FrozenGraph, Program, SavedModel, declared, listed
-from shmserve.workers.backends.tensorflow.graph import keeps_tensors
+from shmserve.workers.backends.tensorflow.files import (
+    FrozenGraph,
+    Program,
+    SavedModel,
+    declared,
+    keeps_tensors,
+    listed,
+)
 from shmserve.workers.backends.tensorflow.sessions import NAME, opened
 from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
 

@@ -1,10 +1,12 @@
 """What a model file declares: a SavedModel with its graphs and signatures, or a frozen graph.
 
-Invariant: reading a file runs no part of it. Errors name what the file contains instead.
+Invariants: reading a file runs no part of it, and errors name what the file contains instead. Functions that a node
+calls count as part of it, so what is in them is never overlooked.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +17,6 @@ from google.protobuf.message import DecodeError
 from shmserve.errors import InvalidRequest, NotFound, Unsupported
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.workers.backends.tensorflow.engine import engine_text, graph_pb2, saved_model_pb2, tf
-from shmserve.workers.backends.tensorflow.graph import node_of, nodes_behind
 
 if TYPE_CHECKING:
     from shmserve.workers.backends.parameters import Parameters
@@ -220,3 +221,58 @@ def _ports(tensors: Mapping[str, Any], nodes: Mapping[str, str]) -> dict[str, Po
         kind = tf.dtypes.as_dtype(info.dtype).name
         ports[name] = Port(info.name, kind, dims, nodes.get(node_of(info.name)) == _DEFAULT_OP)
     return ports
+
+
+# ------------------------------------------------------------------------------------ nodes of a graph
+
+KEEPING = re.compile(
+    r"Assign|AssignVariableOp|Stack(Push|PushV2)|Barrier\w*|GetSessionHandle\w*|\w*(Enqueue|Stage|Accumulator|Dataset|"
+    r"Iterator)\w*"
+)
+"""Operators that may store a tensor itself instead of a copy, to be read in a later run."""
+
+
+def node_of(tensor: str) -> str:
+    """Returns the name of the node that produces a tensor: `x`, `x:0` and `^x` are of the node `x`."""
+    return tensor.removeprefix("^").partition(":")[0]
+
+
+def nodes_behind(graph: Any, outputs: Iterable[str], fed: Collection[str] = ()) -> list[Any]:
+    """Returns the nodes that these tensors of a GraphDef depend on. Nodes behind `fed` tensors are not needed."""
+    nodes = {node.name: node for node in graph.node}
+    stop = {node_of(tensor) for tensor in fed}
+    todo, seen = [node_of(tensor) for tensor in outputs], set[str]()
+    while todo:
+        name = todo.pop()
+        if name not in seen and name in nodes:
+            seen.add(name)
+            if name not in stop:
+                todo += map(node_of, nodes[name].input)
+    return [nodes[name] for name in seen]
+
+
+def operators(graph: Any, nodes: Iterable[Any]) -> set[str]:
+    """Returns the names of all operators of these nodes, and of the functions that they call."""
+    functions = {function.signature.name: function for function in graph.library.function}
+    found, called, todo = set[str](), set[str](), list(nodes)
+    while todo:
+        node = todo.pop()
+        found.add(node.op)
+        for name in (node.op, *_functions(node)):
+            if name in functions and name not in called:
+                called.add(name)
+                todo += functions[name].node_def
+    return found
+
+
+def _functions(node: Any) -> Iterable[str]:
+    for value in node.attr.values():
+        if value.HasField("func"):
+            yield value.func.name
+        for function in value.list.func:
+            yield function.name
+
+
+def keeps_tensors(graph: Any, outputs: Iterable[str]) -> bool:
+    """Whether a run that computes these tensors may store a tensor for later runs."""
+    return any(KEEPING.fullmatch(name) for name in operators(graph, nodes_behind(graph, outputs)))

@@ -37,7 +37,7 @@ import tensorflow as tf
 
 from shmserve.workers.backends.tensorflow import sessions
 from shmserve.workers.backends.tensorflow.backend import TensorFlow
-from shmserve.workers.backends.tensorflow.graph import keeps_tensors
+from shmserve.workers.backends.tensorflow.files import keeps_tensors
 
 TRAINED = """\
 import sys
