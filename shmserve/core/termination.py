@@ -1,10 +1,10 @@
-"""Kills worker processes that hang, violate the protocol, or are no longer needed."""
+"""Kills worker processes that hang, violate the protocol, or are no longer needed; and watches for those that hang."""
 
 from __future__ import annotations
 
 from shmserve.core.effects import Kill
 from shmserve.core.records import Instance, Version
-from shmserve.core.state import State
+from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState
 
 
@@ -24,3 +24,18 @@ def kill(state: State, version: Version, instance: Instance, reason: str) -> Non
 def kill_for_protocol_error(state: State, version: Version, instance: Instance, what: str) -> None:
     """Kills the worker, because a protocol error may mean that its memory is corrupted."""
     kill(state, version, instance, f"it violated the protocol: unexpected {what}")
+
+
+def watch(state: State, version: Version, instance: Instance, since: int) -> None:
+    """Sets the execution limit timer of an instance that runs a request since then; there is at most one."""
+    if version.limit_ns and not instance.watched:
+        instance.watched = True
+        state.set_timer(since + version.limit_ns, Timer.HANG, instance)
+
+
+def kill_hung(state: State, version: Version, instance: Instance) -> None:
+    """Kills the worker, because it has exceeded the execution limit."""
+    instance.hung = True
+    limit = version.limit_ns / 1e9
+    text = f"it has run one batch for more than {limit:g} s (--execution-limit-secs, execution_limit_secs)"
+    kill(state, version, instance, text)

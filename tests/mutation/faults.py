@@ -53,8 +53,8 @@ FAULTS = (
     Fault(
         "an instance is not watched over a lease",
         "shmserve/core/batching/leases.py",
-        "if version.limit_ns and not instance.watched:",
-        "if False:",
+        "    watch(state, version, instance, now)\n",
+        "",
     ),
     Fault(
         "outputs over a lease have no limit together",

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.core.batching import leases, recall
-from shmserve.core.batching.planning import busy, place_for, plan_batch, plan_extension, planned, sends_ahead, take
 from shmserve.core.exit import exit, shadow
 from shmserve.core.owners.rate_limiter import Limiter
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.service.batch import Batch
-from shmserve.core.service.form import BatchPlan, Reason
+from shmserve.core.service.form import BatchPlan, Reason, form
+from shmserve.core.service.padding import form_padded
 from shmserve.core.service.validation import CheckedForm
 from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState, move, move_all
-from shmserve.core.termination import kill
+from shmserve.core.termination import kill_hung, watch
 from shmserve.protocol.messages import CHUNK_BYTES, PACKET_MESSAGES, Columns
 from shmserve.protocol.worker_messages import Execute, Work
 
@@ -119,13 +119,6 @@ def _try_suspect(state: State, version: Version, now: int) -> None:
     start(state, version, instance, batch, [request], now)
 
 
-def watch(state: State, version: Version, instance: Instance, now: int) -> None:
-    """Sets the execution limit timer of an instance that starts a batch; there is at most one."""
-    if version.limit_ns and not instance.watched:
-        instance.watched = True
-        state.set_timer(now + version.limit_ns, Timer.HANG, instance)
-
-
 def check_hang(state: State, version: Version, instance: Instance, now: int) -> None:
     """The execution limit timer: kills the instance if the batch has exceeded the limit. Time spent waiting for
     other models does not count; the timer is set again when they have answered. Neither does time spent waiting for
@@ -143,10 +136,7 @@ def check_hang(state: State, version: Version, instance: Instance, now: int) -> 
         instance.watched = True
         state.set_timer(now + left, Timer.HANG, instance)
     else:
-        limit = version.limit_ns / 1e9
-        text = f"it has run one batch for more than {limit:g} s (--execution-limit-secs, execution_limit_secs)"
-        instance.hung = True
-        kill(state, version, instance, text)
+        kill_hung(state, version, instance)
 
 
 def _send_ahead(state: State, version: Version, instance: Instance, now: int) -> bool:
@@ -238,8 +228,8 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
     if state.shadow_client.requests:
         shadow.send_expected(state, instance.peer, requests)
     move_all(requests, _QUEUED, _SENT)
-    form = requests[0].form or requests[-1].form
-    if form is not None and _send_columns(state, instance, batch, requests, join, form):
+    checked = requests[0].form or requests[-1].form
+    if checked is not None and _send_columns(state, instance, batch, requests, join, checked):
         return
     peer, most = instance.peer, requests[0].version.service.most_works
     is_open = batch.state is BatchState.OPEN
@@ -272,30 +262,30 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
     batch.pieces.append((number, piece))
 
 
-def _data_of(request: Request, form: CheckedForm) -> tuple[bytes, ...] | None:
+def _data_of(request: Request, checked: CheckedForm) -> tuple[bytes, ...] | None:
     """The inputs of a request that did not come in columns, as data for a column message. None: another form."""
     special = request.options or request.segments or request.in_shared_memory or request.step or request.is_step
     if request.form is not None or request.outputs is not None or special or request.slot >= 0:
         return None
     inputs = request.inputs
-    if len(inputs) != len(form.forms):
+    if len(inputs) != len(checked.forms):
         return None
-    for tensor, one in zip(inputs, form.forms, strict=True):
+    for tensor, one in zip(inputs, checked.forms, strict=True):
         if tensor.name != one.name or tensor.dtype != one.dtype or tensor.shape[1:] != one.dims:
             return None
     return tuple([tensor.data for tensor in inputs])  # type: ignore[misc]  # without segments they are inline
 
 
 def _send_columns(
-    state: State, instance: Instance, batch: Batch[Request], requests: list[Request], join: int, form: CheckedForm
+    state: State, instance: Instance, batch: Batch[Request], requests: list[Request], join: int, checked: CheckedForm
 ) -> bool:
     """Sends requests of one form, most of which came in columns. False: they cannot be sent as columns."""
     count = len(requests)
-    if not 1 < count <= PACKET_MESSAGES or 2 * [request.form for request in requests].count(form) <= count:
+    if not 1 < count <= PACKET_MESSAGES or 2 * [request.form for request in requests].count(checked) <= count:
         return False
     if sum([request.inline for request in requests]) > CHUNK_BYTES:
         return False
-    data: list[Any] = [request.data if request.form is form else _data_of(request, form) for request in requests]
+    data: list[Any] = [request.data if request.form is checked else _data_of(request, checked) for request in requests]
     if None in data:
         return False
     for request in requests:
@@ -304,7 +294,7 @@ def _send_columns(
     batch.left += count
     number = state.next_number()
     columns = Columns(
-        form.forms,
+        checked.forms,
         tuple([request.number for request in requests]),
         tuple([request.rows for request in requests]),
         tuple(data),
@@ -314,3 +304,88 @@ def _send_columns(
     state.send(instance.peer, Execute(number, join, (), False, is_open, columns, audiences))
     batch.pieces.append((number, requests))
     return True
+
+
+# ------------------------------------------------------------------------------------ plans
+# Only `take` changes the queue.
+
+
+def plan_batch(version: Version, now: int, alone: bool = False) -> BatchPlan:
+    """Plans the next batch; `alone`: of a single request."""
+    service = version.service
+    rules = service.batch_rules
+    if alone or rules is None:
+        return BatchPlan(1, service.queue.first(1)[0].cost, Reason.ALONE if alone else Reason.SINGLE)
+    if service.padding is not None:
+        waiting = service.queue.first(service.padding.lookahead)
+        return form_padded(waiting, rules, service.padding, now, _urgent(version, now))
+    return form(service.queue.first(rules.lookahead), rules, now)
+
+
+def plan_extension(version: Version, batch: Batch[Request], now: int) -> BatchPlan:
+    service = version.service
+    rules = service.batch_rules
+    if rules is None or batch.rows in rules.preferred or batch.rows >= rules.max_batch:
+        return BatchPlan(0, 0, batch.reason)
+    if service.padding is not None:
+        waiting = service.queue.first(service.padding.lookahead)
+        base = batch.rows, batch.signature, *batch.lengths()
+        return form_padded(waiting, rules, service.padding, now, _urgent(version, now), *base)
+    return form(service.queue.first(rules.lookahead), rules, now, batch.rows, batch.signature)
+
+
+def _urgent(version: Version, now: int) -> int:
+    """Requests that expire before this time are urgent: they might be too late if another batch ran first."""
+    return now + 2 * version.service_ns + 4 * version.spread_ns
+
+
+def planned(version: Version, plan: BatchPlan) -> list[Request]:
+    """The requests of the plan."""
+    service = version.service
+    if plan.chosen is None:
+        return service.queue.first(plan.count)[: plan.count]
+    waiting = service.queue.first(plan.chosen[-1] + 1)
+    return [waiting[place] for place in plan.chosen]
+
+
+def take(version: Version, plan: BatchPlan) -> list[Request]:
+    """Removes the requests of the plan from the queue and returns them."""
+    service = version.service
+    return service.queue.take(plan.count) if plan.chosen is None else service.queue.pick(plan.chosen)
+
+
+def sends_ahead(version: Version, prefetch_ns: int) -> bool:
+    """May a batch wait at a busy instance?"""
+    service = version.service
+    return (
+        service.prefetch
+        and not version.calls_others
+        and (len(version.instances) == 1 or version.service_ns <= prefetch_ns)
+    )
+
+
+def busy(version: Version) -> list[Instance]:
+    """Busy instances that may take more work, in the order in which they will probably finish."""
+    kept = (version.trial, version.reserved)
+    found = [
+        i
+        for i in version.instances
+        if not i.idle and i.usable and i not in kept and not (i.waits or i.quarantined or i.lease)
+    ]
+    if len(found) > 1:
+        found.sort(key=_began)
+    return found
+
+
+def place_for(version: Version, suspect: Request) -> Instance | None:
+    """The instance for a retry: the one that can start it first, preferably not the one whose worker died."""
+    able = [i for i in version.instances if i.usable and not i.retiring and not i.waits]
+    return min(
+        able,
+        key=lambda i: (i.quarantined, i is suspect.suspect, not i.idle, i.waiting is not None, _began(i)),
+        default=None,
+    )
+
+
+def _began(instance: Instance) -> int:
+    return instance.running.began if instance.running is not None else 0

@@ -16,10 +16,10 @@ from shmserve.core.owners.lease import Lease
 from shmserve.core.records import ClientState, Instance, Request, Version
 from shmserve.core.service.form import Reason
 from shmserve.core.service.lending import ALONE, ALONE_MOST, Lending
-from shmserve.core.state import State, Timer
+from shmserve.core.state import State
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats.statistics import FailureKind
-from shmserve.core.termination import kill
+from shmserve.core.termination import kill_hung, watch
 from shmserve.protocol import messages
 from shmserve.protocol.messages import Failure, LeaseEnd
 from shmserve.protocol.worker_messages import LeaseLogged, LeaseOver, Lend, Revoke
@@ -195,13 +195,6 @@ def ask_for_log(state: State, instance: Instance) -> None:
     state.effects.append(ReadLease(instance.lease))
 
 
-def watch(state: State, version: Version, instance: Instance, since: int) -> None:
-    """Sets the timer for the execution limit; there is at most one per instance."""
-    if version.limit_ns and not instance.watched:
-        instance.watched = True
-        state.set_timer(since + version.limit_ns, Timer.HANG, instance)
-
-
 def on_log_read(state: State, peer: int, event: LeaseRead, now: int) -> None:
     """The log of a lease was read: counts its requests, checks whether one hangs, and finishes a lease that is over."""
     lease = state.leases.get(event.lease)
@@ -223,10 +216,7 @@ def _check_hang(state: State, version: Version, instance: Instance, since: int, 
     if since + version.limit_ns > now:
         watch(state, version, instance, since)
     elif instance.state is not InstanceState.KILLED:
-        instance.hung = True
-        limit = version.limit_ns / 1e9
-        text = f"it has run one batch for more than {limit:g} s (--execution-limit-secs, execution_limit_secs)"
-        kill(state, version, instance, text)
+        kill_hung(state, version, instance)
 
 
 def _remove(state: State, lease: Lease, event: LeaseRead, now: int) -> None:

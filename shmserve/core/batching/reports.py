@@ -9,7 +9,7 @@ from shmserve.core.records import ClientState, Instance, Request, Version
 from shmserve.core.service.batch import Batch
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, RequestState, move
-from shmserve.core.termination import kill, kill_for_protocol_error
+from shmserve.core.termination import kill, kill_for_protocol_error, watch
 from shmserve.protocol.messages import Columns, Reply, ReplyBatch, tensors_of
 from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Withdrawn, rows_of
 
@@ -131,7 +131,7 @@ def _run_waiting(state: State, version: Version, instance: Instance, number: int
     batch.began = now
     move(batch, BatchState.RUNNING)
     if not instance.watched:
-        dispatch.watch(state, version, instance, now)
+        watch(state, version, instance, now)
     state.to_dispatch[version] = None
 
 

@@ -237,7 +237,7 @@ def _run(
     heads = [s for s in slots.at(instance) if s.requests and s.running is None and s.broken is None]
     if not heads:
         return
-    heads.sort(key=_arrival)
+    heads.sort(key=lambda sequence: sequence.requests[0].arrived)
     if instance.quarantined:
         del heads[1:]
     signature = heads[0].requests[0].signature
@@ -311,10 +311,6 @@ def idle(state: State, sequence: Sequence, now: int) -> None:
         state.to_dispatch[sequence.version] = None
         return
     state.set_timer(until, Timer.IDLE, sequence)
-
-
-def _arrival(sequence: Sequence) -> int:
-    return sequence.requests[0].arrived
 
 
 def _owner(client: ClientState, options: Options) -> str:
