@@ -102,7 +102,7 @@ class HiddenTensors:
                 yield turn
                 continue
             if turn[0].slot >= 0:
-                turn.sort(key=_slot)
+                turn.sort(key=lambda work: work.slot)
             if not self.states.varies or len(turn) == 1:
                 yield turn
                 continue
@@ -367,10 +367,6 @@ def cuts_of(config: ModelConfig) -> dict[int, Spec]:
             )
         cuts.update({places[name]: source for name in entry.target_name})
     return cuts
-
-
-def _slot(work: Work) -> int:
-    return work.slot
 
 
 def hidden_tensors_of(

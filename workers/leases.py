@@ -128,15 +128,12 @@ class LeaseHolder:
             if not self.fit:
                 self.end()
                 return None
-            ready = link.wait(self._ready, self._poll.poll)
+            ready = link.wait(lambda: self._poll.poll(0) or None, self._poll.poll)
             for fd, _ in ready:
                 if fd == broker:
                     return link.drain()
             self._serve()
         return None
-
-    def _ready(self) -> list[tuple[int, int]] | None:
-        return self._poll.poll(0) or None
 
     def _serve(self) -> None:
         """Answers the next request, if one has arrived. Ends the lease if the client has left or sent anything else."""

@@ -49,10 +49,7 @@ class BrokerLink:
 
     def receive(self) -> tuple[list[Any], list[int]]:
         """Waits for a packet and returns its messages and descriptors. Raises ConnectionLost at the end of the link."""
-        return self.wait(self.drain, self._block)
-
-    def _block(self) -> tuple[list[Any], list[int]]:
-        return self._take(_WAIT)
+        return self.wait(self.drain, lambda: self._take(_WAIT))
 
     def wait(self, attempt: Callable[[], T | None], block: Callable[[], T]) -> T:
         """Polls `attempt`, which returns None while there is no result, for as long as polling pays off. Then returns

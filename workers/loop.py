@@ -62,8 +62,6 @@ class Loop:
         self._handle = inbox.handle
         self._drain = inbox.drain
         self._outbox = outbox
-        self._arenas = arenas
-        self._runner = runner
         self._waiting = BatchQueue()
         self._start = self._waiting.start
         self._run_batch = runner.run_batch
@@ -84,11 +82,11 @@ class Loop:
             {
                 Execute: self._waiting.add,
                 Expect: self._comparisons.expect,
-                Return: self._return,
+                Return: lambda order: arenas.free(order.handles),
                 Withdraw: self._withdraw,
-                Ping: self._ping,
+                Ping: lambda order: outbox.add(Pong(order.number)),
                 More: self._widen_window,
-                EndSequences: self._end_sequences,
+                EndSequences: lambda order: runner.forget(order.sequences),
                 Stop: self._stop,
                 Probe: self._probe,
                 Revoke: self._leases.revoke,
@@ -157,18 +155,12 @@ class Loop:
 
     # ------------------------------------------------------------------------------------ orders
 
-    def _return(self, order: Return) -> None:
-        self._arenas.free(order.handles)
-
     def _withdraw(self, order: Withdraw) -> None:
         withdrawn = self._waiting.withdraw(order.requests)
         self._comparisons.forget(withdrawn)
         self._outbox.add(WithdrawnReport(withdrawn))
         if self._streams is not None and len(withdrawn) < len(order.requests):
             self._streams.cancel(request for request in order.requests if request not in withdrawn)
-
-    def _ping(self, order: Ping) -> None:
-        self._outbox.add(Pong(order.number))
 
     def _stop(self, order: Stop) -> None:
         self._stopping = True
@@ -189,9 +181,6 @@ class Loop:
     def _widen_window(self, order: More) -> None:
         if self._streams is not None and not self._streams.widen_window(order.request, order.count):
             self._waiting.widen_window(order.request, order.count)
-
-    def _end_sequences(self, order: EndSequences) -> None:
-        self._runner.forget(order.sequences)
 
     # ------------------------------------------------------------------------------------ responses from a sender
 

@@ -98,7 +98,9 @@ class Arenas:
         """Allocates on this process's GPU, for readers that can map its memory. The block's address is a device
         address. Raises Unavailable if the limit is reached; the caller then uses the host, and the first time is
         logged."""
-        arena = self._near.get(audience) or self._new_near(audience)
+        arena = self._near.get(audience)
+        if arena is None:
+            arena = self._near[audience] = _AudienceArena(self._owner, self._on_gpu, self, audience, on_gpu=True)
         try:
             return arena.allocate(size)
         except Unavailable as error:
@@ -153,10 +155,6 @@ class Arenas:
             uid = audience.rpartition(":")[2]
             make = self._posix_private if uid in ("", str(os.geteuid())) else self._posix_group
         arena = self._arenas[audience] = _AudienceArena(self._owner, make, self, audience)
-        return arena
-
-    def _new_near(self, audience: str) -> _AudienceArena:
-        arena = self._near[audience] = _AudienceArena(self._owner, self._on_gpu, self, audience, on_gpu=True)
         return arena
 
     def _on_gpu(self, size: int) -> Extent:

@@ -110,17 +110,13 @@ def requests_of(name: str, sample: ModelWarmup, config: ModelConfig, folder: Pat
     if missing:
         raise InvalidRequest(f"{name} of model '{config.name}' lacks input(s) {', '.join(missing)}: all must be given")
     rows = int(config.max_batch_size > 0)
-    sequence = config.sequence_batching is not None
+    sequence = config.sequence_batching is not None  # each request is one of its own
     # The data may exceed the limit for inline tensors, because these requests are never encoded.
-    return [
-        Work(number, rows, tuple(tensors), None, INTERNAL, _lone(number) if sequence else None)
-        for number in range(1, sample.batch_size + 1)
-    ]
-
-
-def _lone(number: int) -> Options:
-    """Options of a sequence of one request."""
-    return Options(sequence=number, sequence_start=True, sequence_end=True)
+    works = []
+    for number in range(1, sample.batch_size + 1):
+        options = Options(sequence=number, sequence_start=True, sequence_end=True) if sequence else None
+        works.append(Work(number, rows, tuple(tensors), None, INTERNAL, options))
+    return works
 
 
 def _tensor(what: str, given: ModelWarmupInput, spec: Spec, folder: Path) -> Tensor:

@@ -279,7 +279,9 @@ class Core:
             waiting.check(state, self._check, now)
         self._advance_and_dispatch(now)
         if state.memory.limited:
-            self._make_room(now)
+            for version, reason in room.make_room(state, now):
+                load_results.cannot_fit(state, version, reason, now)
+            self._advance_and_dispatch(now)
         if state.deadlock_possible:
             state.deadlock_possible = False
             if state.blocked_instances or state.memory.yielding:
@@ -340,11 +342,6 @@ class Core:
             self._calls.check(request, message, now)
         elif message is not None:
             self._admission.check(request, message, now)
-
-    def _make_room(self, now: int) -> None:
-        for version, reason in room.make_room(self.state, now):
-            load_results.cannot_fit(self.state, version, reason, now)
-        self._advance_and_dispatch(now)
 
     def _instance_timer(self, handler: Callable[[Version, Instance, int], None], instance: Instance, now: int) -> None:
         """Timers of removed instances are ignored."""

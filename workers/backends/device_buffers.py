@@ -43,10 +43,6 @@ RECENT_USES = 64
 eviction waits for the device."""
 
 
-def _on_device(piece: object) -> bool:
-    return isinstance(piece, DevicePiece)
-
-
 class Staging:
     """Growing host buffers, one for each tensor of a model, pinned if `pinned`."""
 
@@ -179,7 +175,8 @@ class Feed:
     def put(self, group: GatherGroup, index: int, dtype: Any, shape: tuple[int, ...], size: int, target: int) -> None:
         """Copies an input of all requests to `target`. Its sources must stay valid until the stream is synchronized."""
         pieces = group.pieces(index)
-        if pieces is None or (0 < self._threshold <= len(pieces) and not any(map(_on_device, pieces))):
+        gathers = pieces is None or 0 < self._threshold <= len(pieces)
+        if pieces is None or (gathers and not any(isinstance(piece, DevicePiece) for piece in pieces)):
             staged = self._staging.bytes(index, size)
             group.copy(index, staged.view(dtype).reshape(shape))
             self._send(target, staged, 0, size)

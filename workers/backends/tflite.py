@@ -18,7 +18,7 @@ from shmserve.repo.config.complete import TensorFacts, with_scalars
 from shmserve.workers.backends.base import Context, StackedBackend
 from shmserve.workers.backends.model_facts import completed, match, none_missing, none_optional
 from shmserve.workers.backends.parameters import Parameters
-from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
+from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of
 from shmserve.workers.process.device import require_cpu
 
 if TYPE_CHECKING:
@@ -99,17 +99,14 @@ class TfLite(StackedBackend):
             raise ModelFailed(_text(error)) from error
         for index, spec in enumerate(self._outputs):
             if outputs.needed(index):
-                outputs.put(index, self._result(self._out[index], spec))
+                place = self._out[index]
+                outputs.put(index, engine.tensor(place)() if spec.item else engine.get_tensor(place))
 
     def _resize(self, shapes: Mapping[int, tuple[int, ...]]) -> None:
         self._shapes = []
         for place, shape in shapes.items():
             self._engine.resize_tensor_input(place, shape)
         self._engine.allocate_tensors()
-
-    def _result(self, place: int, spec: Spec) -> Array:
-        array: Array = self._engine.tensor(place)() if spec.item else self._engine.get_tensor(place)
-        return array
 
     # ------------------------------------------------------------------------------------ loading
 

@@ -42,7 +42,7 @@ def newest_in_cycle(state: State) -> tuple[Request | None, str]:
     stuck = _stuck(state)
     for instance in stuck:
         calls, cycle = _path(state, _blocked_call(state, instance, stuck), stuck)
-        newest = max(calls[cycle:], key=_number)
+        newest = max(calls[cycle:], key=lambda call: call.number)
         return newest, _story(state, _path(state, newest, stuck)[0], stuck)
     return None, ""
 
@@ -190,7 +190,3 @@ def _held(state: State, instance: Instance) -> list[Request]:
         return []
     version, _ = state.instances[instance.peer]
     return [requests[number] for number in caller.requests.values() if number in caller.blocking or version.yielding]
-
-
-def _number(request: Request) -> int:
-    return request.number

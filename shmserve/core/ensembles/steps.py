@@ -99,7 +99,8 @@ def submit(
         if not (step.mapped or member.service.cached):
             request.forwarded = run.forwarded
     near = _near(state, run, index, member) if plan.policy.leaves_on_device and not final else ()
-    request.step = _options(near, _labels(run, index) if classes else ())
+    labels = _labels(run, index) if classes else ()
+    request.step = StepOptions(near, labels) if near or labels else None
     run.entered(request, spot)
     if source:
         run.sources[iteration.level] = request
@@ -228,10 +229,6 @@ def _without_sequence(options: Options | None) -> Options | None:
     """Options for the admission check of a model without sequences. The request keeps the id, which any model in an
     ensemble may read."""
     return options if options is None or not options.sequence else replace(options, sequence=0)
-
-
-def _options(near: tuple[str, ...], labels: tuple[LabelFile, ...]) -> StepOptions | None:
-    return StepOptions(near, labels) if near or labels else None
 
 
 def _labels(run: Run, index: int) -> tuple[LabelFile, ...]:

@@ -51,10 +51,12 @@ def _row(state: State, version: Version, instance: Instance, row: Row, now: int)
     if row.more:
         if taken:
             exit.respond_part(state, request, row.outputs, row.parameters, False)
-            if batch is not None and request.batch is batch and request.parts >= _window(request):
+            window = request.options.window if request.options is not None else MAX_WINDOW
+            if batch is not None and request.batch is batch and request.parts >= window:
                 batch.stall(now)
         return
-    _leave(state, instance, batch, request)
+    if instance.streams.pop(request.number, None) is None and batch is not None:
+        batch.left -= 1
     if request.state is _LINGERING:
         exit.released(state, request)
     elif row.error is not None:
@@ -100,16 +102,6 @@ def check_unread(state: State, request: Request, now: int) -> None:
 
 def _count(request: Request) -> str:
     return f"{request.parts} response{'' if request.parts == 1 else 's'}"
-
-
-def _window(request: Request) -> int:
-    """How many responses its caller has accepted so far."""
-    return request.options.window if request.options is not None else MAX_WINDOW
-
-
-def _leave(state: State, instance: Instance, batch: Batch[Request] | None, request: Request) -> None:
-    if instance.streams.pop(request.number, None) is None and batch is not None:
-        batch.left -= 1
 
 
 def batch_done(state: State, version: Version, instance: Instance, batch: Batch[Request], taken: int) -> None:

@@ -136,7 +136,8 @@ def answered(state: State, request: Request, reply: Reply) -> Reply:
         return reply
     number, client = state.next_number(), state.shadow_client
     segments, pins = _share(state, request, reply)
-    keeper = request.client if _in_memory_of_client(request) else None
+    in_its_memory = any(segment >> OWNER_SHIFT == request.client.number for segment in request.segments)
+    keeper = request.client if in_its_memory else None
     comparison = Comparison(state, shadow, version, reply.outputs, size, keeper, request.client_number)
     compared = Request(
         number, comparison, client, client, number, target, inputs, request.outputs, request.options, rows, rows or 1,
@@ -178,10 +179,6 @@ def _can_be_kept(state: State, request: Request, reply: Reply) -> bool:
         if number >> OWNER_SHIFT == client.number and (name is not None or not client.keeps):
             return False  # may be overwritten: a region shared with others, or an array of the user
     return True
-
-
-def _in_memory_of_client(request: Request) -> bool:
-    return any(number >> OWNER_SHIFT == request.client.number for number in request.segments)
 
 
 def _share(state: State, request: Request, reply: Reply) -> tuple[tuple[int, ...], tuple[Handle, ...]]:

@@ -11,6 +11,7 @@ pinned, nothing refuses it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 from shmserve.core.batching import sequence_scheduler
@@ -119,7 +120,7 @@ class Intake:
                 "responses first"
             )
         if version is None:
-            find = self._find if calling is None else calling.find
+            find = partial(waiting.find, state) if calling is None else calling.find
             version = find(message.model, message.version)
             waits = version.state is VersionState.LOADING or (version.unchecked.count > 0 and waited is None)
         payer: Payer = client
@@ -235,9 +236,6 @@ class Intake:
         if calling is not None:
             calling.entered(request)
         return request
-
-    def _find(self, model: str, number: int) -> Version:
-        return waiting.find(self._state, model, number)
 
     def _check_held(self, client: ClientState) -> None:
         text = self._quotas.held(client)

@@ -82,7 +82,8 @@ def keep_size(target: Target, served: Version | None) -> Target:
     first = {spec.name: spec for spec in target.instances}
     specs = [spec for spec in target.instances if not _is_scaled(spec, policy)]
     for group in policy.groups:
-        names = sorted((spec.name for spec in present if belongs(spec, group)), key=_number)
+        names = [spec.name for spec in present if belongs(spec, group)]
+        names.sort(key=lambda name: int(name.rpartition("_")[2]))
         wanted = len(names) or sum(belongs(spec, group) for spec in target.instances)
         wanted = min(max(wanted, group.least), group.most)
         del names[wanted:]
@@ -92,7 +93,3 @@ def keep_size(target: Target, served: Version | None) -> Target:
             begun = first.get(name)
             specs.append(begun if begun is not None and belongs(begun, group) else _named(group, name))
     return replace(target, instances=tuple(replace(spec, threads=_threads(policy, spec, specs)) for spec in specs))
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition("_")[2])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -64,7 +65,7 @@ class Cache:
         self.limit = limit
         self.copies: Copies | None = None
         """None: only inputs inside messages are compared, and outputs stay where they are."""
-        self.clock: Callable[[], int] = _no_time
+        self.clock: Callable[[], int] = lambda: 0
         """In ns, for statistics only: the turn's `now` does not advance during lookups and copies."""
         self.bytes = self.hits = self.misses = self.evictions = 0
         self._ledger = ledger
@@ -94,7 +95,9 @@ class Cache:
         wanted = None if outputs is None else tuple(sorted((output.name, output.classes) for output in outputs))
         given = options.parameters.items() if options is not None else ()
         typed = tuple(
-            (name, type(value), _exact(value)) for name, value in sorted(given, key=_name) if name not in TRACE_CONTEXT
+            (name, type(value), _exact(value))
+            for name, value in sorted(given, key=itemgetter(0))
+            if name not in TRACE_CONTEXT
         )
         return (request.version, request.audience, inputs, wanted, typed, request.in_shared_memory, request.step)
 
@@ -211,11 +214,3 @@ def _exact(value: Value) -> Value | bytes:
     """Makes values equal only if a model cannot distinguish them: 1, 1.0 and True differ by type, 0.0 and -0.0 by
     bits."""
     return _double(value) if isinstance(value, float) else value
-
-
-def _name(item: tuple[str, Value]) -> str:
-    return item[0]
-
-
-def _no_time() -> int:
-    return 0

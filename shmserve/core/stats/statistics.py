@@ -39,10 +39,6 @@ def limit_in(text: str) -> str:
     return found[1] if found else ""
 
 
-def _none() -> list[int]:
-    return [0] * len(FailureKind)
-
-
 RESPONSES = 64
 """Number of responses counted separately by their index within the request; later ones count as the last. Without this
 limit, the statistics would grow with the longest request."""
@@ -151,7 +147,7 @@ class Statistics(Struct):
     """Instances added because requests waited too long."""
     scaled_down: int = 0
     """Instances removed because fewer were enough."""
-    failures: list[int] = field(default_factory=_none)
+    failures: list[int] = field(default_factory=lambda: [0] * len(FailureKind))
     """By FailureKind; the sum of all but CANCELED is fail_count."""
     reasons: dict[Reason, int] = {}
     batches: dict[int, BatchCount] = {}

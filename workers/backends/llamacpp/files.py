@@ -25,11 +25,8 @@ def trained_context(path: Path) -> int:
         try:
             return _trained_context(file)
         except (struct.error, KeyError, ValueError) as error:
-            raise InvalidRequest(f"{path.name} is not a GGUF file that llama.cpp can run: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if type(error) is ValueError else "its header is damaged or cut off"
+            reason = str(error) if type(error) is ValueError else "its header is damaged or cut off"
+            raise InvalidRequest(f"{path.name} is not a GGUF file that llama.cpp can run: {reason}") from error
 
 
 def _trained_context(file: BinaryIO) -> int:

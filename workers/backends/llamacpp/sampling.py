@@ -104,7 +104,8 @@ def sampling_of(given: dict[str, Any], where: str) -> Sampling:
     if unknown:
         raise InvalidRequest(f"{where}: unknown parameter '{unknown[0][:80]}'; known are: {', '.join(sorted(_NAMES))}")
     given = {
-        name: _list_in(value) if name in ("stop_token_ids", "bad_words") else value for name, value in given.items()
+        name: _json_in(value) if name in ("stop_token_ids", "bad_words") and isinstance(value, str) else value
+        for name, value in given.items()
     }
     if isinstance(given.get("logit_bias"), str):
         given["logit_bias"] = _json_in(given["logit_bias"])
@@ -182,10 +183,6 @@ def _json_in(text: str) -> Any:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"a sampling parameter is not JSON: {error}") from None
-
-
-def _list_in(value: Any) -> Any:
-    return _json_in(value) if isinstance(value, str) else value
 
 
 def _token(name: str) -> int:

@@ -105,12 +105,12 @@ class Onnx(StackedBackend):
     # ------------------------------------------------------------------------------------ a batch
 
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
-        count = len(self._inputs)
         if self._near is None:
-            arrays: list[Any] = [inputs.array(index) for index in range(count)]
+            arrays: list[Any] = [inputs.array(index) for index in range(len(self._inputs))]
         else:
-            with self._near.copies():
-                arrays = [self._given(self._near, inputs, index) for index in range(count)]
+            with self._near.copies():  # those on the GPU, or copied there, are addresses
+                specs = enumerate(self._inputs)
+                arrays = [self._near.locate(inputs, index, spec) or inputs.array(index) for index, spec in specs]
         wanted = [index for index in range(len(self._names)) if outputs.needed(index)]
         inputs.computing()
         if not wanted:
@@ -121,10 +121,6 @@ class Onnx(StackedBackend):
             raise
         except Exception as error:
             raise ModelFailed(f"{type(error).__name__}: {engine_text(error)}") from error
-
-    def _given(self, near: DeviceInputs, inputs: GatherGroup, index: int) -> Any:
-        """Returns an input as an array, or as a device address if it is on the GPU or copied there directly."""
-        return near.locate(inputs, index, self._inputs[index]) or inputs.array(index)
 
     def _compute(self, arrays: list[Any], rows: int, wanted: list[int], outputs: Results) -> None:
         if self._graphs is not None and (recorded := self._graphs.of(arrays, rows)) is not None:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 TICK_S = 0.1
@@ -38,7 +37,7 @@ def interrupts() -> Iterator[Callable[[], bool]]:
         return came
 
     numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.signal(number, _later) for number in numbers]
+    handlers = [signal.signal(number, lambda *_: None) for number in numbers]  # the descriptor has recorded it
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
         yield look
@@ -48,10 +47,6 @@ def interrupts() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
         os.close(reading)
         os.close(writing)
-
-
-def _later(number: int, frame: FrameType | None) -> None:
-    """Does nothing: the wakeup descriptor has recorded the signal."""
 
 
 class Progress:

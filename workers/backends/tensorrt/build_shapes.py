@@ -39,7 +39,8 @@ def from_words(words: Sequence[str], inputs: Mapping[str, Shape]) -> Ranges:
         dims = inputs[name]
         for shape in (low, best, high):
             if not matches(shape, dims):
-                raise BadShapes(f"--profile: {_text(shape)} is not a shape of input '{name}', which is {list(dims)}")
+                text = "x".join(map(str, shape))
+                raise BadShapes(f"--profile: {text} is not a shape of input '{name}', which is {list(dims)}")
         if not all(a <= b <= c for a, b, c in zip(low, best, high, strict=True)):
             raise BadShapes(f"--profile: '{word}' must not get smaller from MIN to BEST to MAX")
         ranges[name] = low, best, high
@@ -88,10 +89,6 @@ def _shape(text: str, word: str) -> Shape:
     if not all(part.isdecimal() for part in parts):
         raise BadShapes(f"--profile: '{word}' is not {FORM}")
     return tuple(map(int, parts))
-
-
-def _text(shape: Shape) -> str:
-    return "x".join(map(str, shape))
 
 
 def _listed(names: Sequence[str], inputs: Mapping[str, Shape]) -> str:
