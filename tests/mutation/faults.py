@@ -634,8 +634,14 @@ FAULTS = (
     Fault(
         "any caller may say who it is",
         "shmserve/gateway/limits/caller_shares.py",
-        "        if named and not self._of_proxy:",
-        "        if named and not self._shares.bounds.proxies:",
+        "if named and self.is_of_proxy else",
+        "if named else",
+    ),
+    Fault(
+        "any client may send a PROXY header",
+        "shmserve/gateway/listeners/handshakes.py",
+        "if not self._proxies.trusts(arrival.peer):",
+        "if not self._proxies:",
     ),
     Fault(
         "a stream that nobody reads holds its model although others wait",

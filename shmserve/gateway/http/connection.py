@@ -131,8 +131,8 @@ class HttpExchange:
 
     @property
     def address(self) -> str:
-        """The client's address."""
-        return self._connection.address
+        """The caller's address."""
+        return self._connection.shares.address(self.head.caller)
 
     # ------------------------------------------------------------------------------------ the body
 
@@ -483,6 +483,8 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
             return None
         self._work -= head.work
         self.exchange = HttpExchange(self, head)
+        if self.shares.is_of_proxy:
+            self.account.count_for(self.exchange.address)
         self.keep_alive = head.keep_alive and not self.listener.stopping
         limit = self.listener.limits.input_bytes
         if head.length > limit:

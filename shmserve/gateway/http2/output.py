@@ -27,12 +27,11 @@ COMPRESSED_BYTES = 1024
 
 
 class Http2Output:
-    """The output of one connection, and its flow control. `account` counts queued responses. `wake` is called when
+    """The output of one connection, and its flow control. `wake` is called when
     `out` has data for the owner of the socket."""
 
-    def __init__(self, listener: Http2Host, account: BudgetAccount, wake: Callable[[], None]) -> None:
+    def __init__(self, listener: Http2Host, wake: Callable[[], None]) -> None:
         self.listener = listener
-        self.account = account
         self.wake = wake
         self.out: list[Buffer] = []
         self.bytes = 0
@@ -98,15 +97,19 @@ class Responding(Protocol):
 
 
 class Sender:
-    """The responses of one call."""
+    """The responses of one call. `account` counts those that are queued."""
 
     __slots__ = (
-        "_begun", "_call", "_compression", "_deflating", "_end", "_head", "_number", "_output", "_queue",
+        "_account", "_begun", "_call", "_compression", "_deflating", "_end", "_head", "_number", "_output", "_queue",
         "_undeflated", "_window", "moved", "queued",
     )  # fmt: skip
 
-    def __init__(self, output: Http2Output, call: Responding, number: int, head: heads.Http2Head, window: int) -> None:
+    def __init__(
+        self, output: Http2Output, account: BudgetAccount, call: Responding, number: int, head: heads.Http2Head,
+        window: int,
+    ) -> None:  # fmt: skip
         self._output = output
+        self._account = account
         self._call = call
         self._number = number
         self._head = head
@@ -195,7 +198,7 @@ class Sender:
 
     def _queue_message(self, flag: int, size: int, parts: Sequence[Buffer]) -> None:
         try:
-            self._output.account.take(size + 5)
+            self._account.take(size + 5)
         except Unavailable as error:
             self._call.fail(RpcError(Code.UNAVAILABLE, str(error)))
             return
@@ -255,7 +258,7 @@ class Sender:
             self._window -= size
             output.window -= size
             self.queued -= size
-            output.account.give(size)
+            self._account.give(size)
             sent += size
         self.moved += sent
         output.bytes += sent
@@ -279,7 +282,7 @@ class Sender:
 
     def drop(self) -> None:
         """Drops what is queued."""
-        self._output.account.give(self.queued)
+        self._account.give(self.queued)
         self._output.unsent.pop(self, None)
         self._queue.clear()
         self._undeflated.clear()

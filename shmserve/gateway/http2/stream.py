@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from shmserve.errors import Unavailable
 from shmserve.gateway import gzip_stream
@@ -18,6 +19,7 @@ from shmserve.gateway.http2.interface import Awaits, Http2Host, ServiceCall
 from shmserve.gateway.http2.output import Http2Output, Sender
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.backlog import CONNECTION_WORK, REQUEST_WORK
+from shmserve.gateway.limits.body_budget import BudgetAccount
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.proxies import named_in
 from shmserve.gateway.limits.turns import SLICE_BYTES, Job, SlicedWork
@@ -93,8 +95,9 @@ def notify(service: Callable[[], None]) -> None:
 
 class Http2Stream:
     __slots__ = (
-        "_buffer", "_end_waits", "_flag", "_held", "_job", "_length", "_moved", "_moved_at", "_prefix", "_sender",
-        "_streams", "_waiting", "_wanted", "call", "expires", "head", "number", "silent", "state", "taken", "used",
+        "_account", "_buffer", "_end_waits", "_flag", "_held", "_job", "_length", "_moved", "_moved_at", "_prefix",
+        "_sender", "_streams", "_waiting", "_wanted", "call", "expires", "head", "number", "silent", "state", "taken",
+        "used",
     )  # fmt: skip
 
     def __init__(self, streams: Http2Streams, number: int, head: heads.Http2Head, expires: float | None) -> None:
@@ -104,7 +107,8 @@ class Http2Stream:
         self.expires = expires
         self.state = State.OPEN
         self.call: ServiceCall = NO_CALL
-        self._sender = Sender(streams.output, self, number, head, streams.initial_window)
+        self._account = streams.account_of(head)
+        self._sender = Sender(streams.output, self._account, self, number, head, streams.initial_window)
         self.taken = 0
         """Bytes received since the last WINDOW_UPDATE."""
         self.silent = True
@@ -413,7 +417,7 @@ class Http2Stream:
         streams = self._streams
 
         def hold(size: int) -> None:
-            streams.account.take(size)
+            self._account.take(size)
             self._held += size
             streams.work -= size // limits.INFLATED_BYTES
 
@@ -490,7 +494,7 @@ class Http2Stream:
 
     def _hold(self, size: int) -> bool:
         try:
-            self._streams.account.take(size)
+            self._account.take(size)
         except Unavailable as error:
             self.fail(RpcError(Code.UNAVAILABLE, str(error)))
             return False
@@ -501,7 +505,7 @@ class Http2Stream:
         size = min(size, self._held)
         if size:
             self._held -= size
-            self._streams.account.give(size)
+            self._account.give(size)
 
 
 class Http2Streams:
@@ -510,9 +514,11 @@ class Http2Streams:
 
     def __init__(self, listener: Http2Host, address: str, wake: Callable[[], None]) -> None:
         self.listener = listener
-        self.account = listener.budget.account(address)
         self.shares = listener.shares.connect(address)
-        self.output = Http2Output(listener, self.account, wake)
+        self._account = listener.budget.account(address)
+        self._of_callers: WeakValueDictionary[str, BudgetAccount] = WeakValueDictionary()
+        """Accounts of the callers of a proxy, by address, while they have calls."""
+        self.output = Http2Output(listener, wake)
         self.over = False
         """The connection accepts no more input. The owner closes it once its output is sent."""
         self.open: dict[int, Http2Stream] = {}
@@ -536,6 +542,16 @@ class Http2Streams:
         """Part of a response, or a WINDOW_UPDATE, was sent after the client's last ping. This resets its strikes."""
 
     # ------------------------------------------------------------------------------------ streams
+
+    def account_of(self, head: heads.Http2Head) -> BudgetAccount:
+        """Counts what a call holds. Without a proxy, all calls of the connection have the same account."""
+        if not self.shares.is_of_proxy:
+            return self._account
+        address = self.shares.address(named_in(head.metadata.get))
+        account = self._of_callers.get(address)
+        if account is None:
+            account = self._of_callers[address] = self.listener.budget.account(address)
+        return account
 
     def refuse(self, number: int, reason: ErrorCode) -> None:
         """Resets a stream for a protocol violation of the client."""

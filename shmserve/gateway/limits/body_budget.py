@@ -48,14 +48,18 @@ class Budget:
         self._addresses: WeakValueDictionary[str, _Address] = WeakValueDictionary()
 
     def account(self, address: str) -> BudgetAccount:
-        """The account of a new connection. `address`: the peer address of its socket."""
+        """A new account. `address`: that of the client."""
+        return BudgetAccount(self, self.party(address))
+
+    def party(self, address: str) -> _Address | None:
+        """What connections of the address hold together; None: it has no share."""
         address = network_of(address)
         if not address:
-            return BudgetAccount(self, None)
+            return None
         party = self._addresses.get(address)
         if party is None:
             party = self._addresses[address] = _Address()
-        return BudgetAccount(self, party)
+        return party
 
     def share_of(self, share: float, held: int, parties: int) -> float:
         """Maximum bytes for one of `parties`, which holds `held` bytes now."""
@@ -67,9 +71,9 @@ class Budget:
 
 
 class BudgetAccount:
-    """Bytes that one connection holds."""
+    """Bytes that one connection holds or, on a connection of a proxy with many calls at once, one of its callers."""
 
-    __slots__ = ("_address", "_budget", "held", "unsent")
+    __slots__ = ("__weakref__", "_address", "_budget", "held", "unsent")
 
     def __init__(self, budget: Budget, address: _Address | None) -> None:
         self._budget = budget
@@ -80,9 +84,12 @@ class BudgetAccount:
 
     def take(self, size: int) -> None:
         """Counts bytes that have arrived. Raises Unavailable, without counting them, if they would exceed a share."""
-        budget, address = self._budget, self._address
-        if budget.held + size > budget.sure:
+        if self._budget.held + size > self._budget.sure:
             self._check(size)
+        self._add(size)
+
+    def _add(self, size: int) -> None:
+        budget, address = self._budget, self._address
         if not self.held and size:
             budget.holders += 1
             if address is not None:
@@ -103,6 +110,13 @@ class BudgetAccount:
             budget.holders -= 1
             if address is not None:
                 address.holders -= 1
+
+    def count_for(self, address: str) -> None:
+        """Counts what it holds, and will hold, for this address: a proxy speaks for another caller now."""
+        held = self.held
+        self.give(held)
+        self._address = self._budget.party(address)
+        self._add(held)
 
     def answer(self, size: int) -> None:
         """Charges a large response to the current request of the connection, whose body is released. `sent` releases

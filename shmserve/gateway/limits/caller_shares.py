@@ -208,20 +208,25 @@ class Pool:
 class ConnectionShares:
     """The shares of one connection, until `close`."""
 
-    __slots__ = ("_accounts", "_address", "_of_proxy", "_payers", "_shares")
+    __slots__ = ("_accounts", "_payers", "_peer", "_shares", "is_of_proxy")
 
     def __init__(self, shares: Shares, address: str) -> None:
         self._shares = shares
-        self._address = network_of(address)
-        self._of_proxy = shares.bounds.proxies.trusts(address)
+        self._peer = address
+        self.is_of_proxy = shares.bounds.proxies.trusts(address)
         """Its requests may be those of many callers, so it has no share of its own."""
-        share = 1.0 if self._of_proxy else shares.bounds.connection
+        share = 1.0 if self.is_of_proxy else shares.bounds.connection
         self._accounts = ShareAccount("connection", share), ShareAccount("connection", share)
         self._payers: dict[tuple[str, str], Payer] = {}
 
+    def address(self, named: str) -> str:
+        """The address of the caller. `named`: what a header says about it, which counts if a proxy has sent it."""
+        found = self._shares.bounds.proxies.caller(named) if named and self.is_of_proxy else ""
+        return found if network_of(found) else self._peer
+
     def payer(self, token: str, named: str = "") -> Payer:
         """`token`: the name of the token; "" for a call without one. `named`: what a header says about the caller."""
-        if named and not self._of_proxy:
+        if named and not self.is_of_proxy:
             named = ""
             self._shares.ignored += bool(self._shares.bounds.proxies)
         payer = self._payers.get((token, named))
@@ -229,7 +234,7 @@ class ConnectionShares:
             if len(self._payers) >= PAYERS:
                 self._forget_idle()
             shares, (requests, queries) = self._shares, self._accounts
-            address = (named and network_of(shares.bounds.proxies.caller(named))) or self._address
+            address = network_of(self.address(named))
             query_payer = Payer(shares.queries, shares.queries.enter(queries, address, token))
             payer = Payer(shares.requests, shares.requests.enter(requests, address, token), query_payer, token, address)
             self._payers[token, named] = payer

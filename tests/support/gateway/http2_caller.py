@@ -128,9 +128,11 @@ class Host:
 class Caller:
     """`window`: initial window of each stream towards this client; `opening`: sent instead of the preface of `h2`."""
 
-    def __init__(self, host: Host | None = None, window: int = 1 << 20, opening: bytes | None = None) -> None:
+    def __init__(
+        self, host: Host | None = None, window: int = 1 << 20, opening: bytes | None = None, address: str = "caller"
+    ) -> None:
         self.host = host or Host()
-        self.core = Http2(self.host, "caller", lambda: None)
+        self.core = Http2(self.host, address, lambda: None)
         config = h2.config.H2Configuration(client_side=True, header_encoding="utf-8")
         self.h2 = h2.connection.H2Connection(config)
         self.bodies: dict[int, bytearray] = {}

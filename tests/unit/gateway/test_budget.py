@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 from shmserve.errors import Unavailable
 from shmserve.gateway.http.connection import HttpExchange
 from shmserve.gateway.limits.body_budget import Budget, BudgetAccount
+from shmserve.gateway.limits.caller_shares import ShareBounds, Shares
+from shmserve.gateway.limits.proxies import TrustedProxies, networks_of
 from shmserve.gateway.upstream.receive import FIRST_BYTES, PART, WINDOW_BYTES, ReceiveBuffer, Room
 from tests.support.gateway.http2_caller import Caller, Host
 from tests.support.gateway.http2_frames import message
-from tests.support.gateway.http_connection import answered, connected, lines, post, receive
+from tests.support.gateway.http_connection import answered, connected, http_listener, lines, post, receive
 
 MIB = 1 << 20
+BEHIND_A_PROXY = ShareBounds(proxies=TrustedProxies(networks_of("192.0.2.0/24")))
 
 
 def fill(account: BudgetAccount, step: int = 1) -> int:
@@ -73,6 +76,7 @@ def test_the_total_is_the_sum_of_the_accounts(steps: list[tuple[int, int, bool]]
         account = accounts[which]
         try:
             account.give(min(size, account.held)) if give else account.take(size)
+            account.count_for(f"192.0.2.{size % 3}")
         except Unavailable:
             assert account.held + size > 1000 / 2 / 6, "less than an equal part is never refused"
         assert budget.held == sum(account.held for account in accounts) <= 2000
@@ -180,6 +184,44 @@ def test_announced_messages_of_grpc_are_not_counted() -> None:
     assert host.held == 100
     assert honest.call(b"a" * 60_000) == (b"a" * 60_000, 0)
     hostile.core.streams.lost()
+    assert host.held == 0
+
+
+def test_bodies_count_for_the_callers_of_a_proxy() -> None:
+    budget = Budget(4 * MIB)
+    listener = http_listener(budget)
+    listener.shares = Shares(BEHIND_A_PROXY)
+
+    def sends(caller: str) -> list[int]:
+        """Sends a large part of a body, through a connection of its own."""
+        connection, transport, _, _ = connected(listener=listener)
+        receive(connection, lines(f"Content-Length: {2 * MIB}", f"X-Forwarded-For: {caller}") + bytes(MIB * 7 // 8))
+        return [status for status, _ in answered(transport.sent)]
+
+    assert sends("203.0.113.1") == []
+    assert sends("203.0.113.1") == [503]
+    assert sends("203.0.113.2") == []
+    assert budget.held == 2 * (MIB * 7 // 8)
+
+
+def test_messages_count_for_the_callers_of_a_proxy_that_share_a_connection() -> None:
+    host = Host(message_bytes=64 * MIB, held_bytes=16 * MIB)
+    host.shares = Shares(BEHIND_A_PROXY)
+    proxy = Caller(host, address="192.0.2.1")
+
+    def sends(caller: str, size: int) -> int:
+        """Sends all of a message but its last byte."""
+        number = proxy.begin(("x-forwarded-for", caller))
+        with suppress(StreamClosedError):
+            proxy.send(number, message(bytes(size))[:-1], end=False)
+        return number
+
+    sends("203.0.113.1", 3 * MIB)
+    refused, other = sends("203.0.113.1", 2 * MIB), sends("203.0.113.2", 2 * MIB)
+    assert proxy.status(refused) == 14
+    assert other not in proxy.ended
+    assert host.held == 5 * MIB - 2
+    proxy.core.streams.lost()
     assert host.held == 0
 
 

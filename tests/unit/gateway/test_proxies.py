@@ -52,6 +52,7 @@ def test_only_a_trusted_proxy_names_callers() -> None:
     assert proxy.payer("alice", "203.0.113.9").name == "token alice"
     assert proxy.payer("", "203.0.113.9") is proxy.payer("", "203.0.113.9")
     assert other.payer("", "203.0.113.9").name == "203.0.113.1", "any caller could send the header"
+    assert (proxy.address("203.0.113.9"), other.address("203.0.113.9")) == ("203.0.113.9", "203.0.113.1")
     assert shares.ignored == 1
     assert "shmserve_gateway_forwarded_ignored_total 1" in shares.metrics()
     plain = Shares()
