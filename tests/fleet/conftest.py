@@ -19,14 +19,7 @@ from shmserve.testing import Server
 from tests.fleet import balancers, load, programs
 from tests.fleet.balancers import HERE, Balancer, Ports
 
-SERVED_TO_ONE_ADDRESS = (
-    "--address-share",
-    "1",
-    "--connection-share",
-    "1",
-    "--trusted-proxies",
-    "127.0.0.0/8",
-)
+BEHIND_A_BALANCER = ("--trusted-proxies", "127.0.0.0/8")
 """As recommended in the configurations."""
 STOPS_SOON = ("--exit-timeout-secs", "8")
 """The server would otherwise wait long for sequences that have lost their clients."""
@@ -48,7 +41,7 @@ def started(root: Path) -> Iterator[Fleet]:
             load.write_models(models, number)
             where = ("--http-address", address, "--grpc-address", address)
             listen = ("--http-port", str(ports.http), "--grpc-port", str(ports.grpc))
-            options = (*where, *listen, "--allow-metrics", "false", *STOPS_SOON, *SERVED_TO_ONE_ADDRESS)
+            options = (*where, *listen, "--allow-metrics", "false", *STOPS_SOON, *BEHIND_A_BALANCER)
             servers.append(stack.enter_context(Server(models, *options, gateway=True)))
         yield Fleet(servers, ports)
 
