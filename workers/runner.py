@@ -246,10 +246,14 @@ class OverlappingRunner(StackedRunner):
 
 
 class SeparateRunner(Runner[SeparateBackend]):
-    """Calls the backend with the requests, each of which has its own arrays and response."""
+    """Calls the backend with the requests, each of which has its own arrays and response; or with all together if they
+    are alike."""
 
     def _run(self, works: Sequence[Work]) -> Ran:
         taken = clock()
+        group = self._alike(works) if self._backend.takes_alike else None
+        if group is not None:
+            return self._run_alike(works, group, taken)
         rows: list[Row | None] = [None] * len(works)
         requests: list[Request] = []
         runnable: list[int] = []
@@ -280,6 +284,34 @@ class SeparateRunner(Runner[SeparateBackend]):
             if response is not None and response.again:
                 again.append(works[index].request)
         return [row for row in rows if row is not None], (taken, ready, computed, clock()), tuple(again)
+
+    def _alike(self, works: Sequence[Work]) -> GatherGroup | None:
+        """Returns the batch as one group if its requests are alike."""
+        if self._hidden is not None or self._gather.pads:
+            return None
+        plain = type(works) is ColumnWorks or all(work.options is None and work.outputs is None for work in works)
+        return self._gather.inline_group(works) if plain else None
+
+    def _run_alike(self, works: Sequence[Work], group: GatherGroup, taken: int) -> Ran:
+        results = Results(self._scatter, works, group.rows)
+        rows: list[Row] | Columns
+        try:
+            responses, parameters = self._backend.execute_alike(group, results, self.outputs_of)
+            computed = clock()
+            if responses is not None:
+                results.abandon()
+                given = zip(works, responses, strict=True)
+                rows = [self.row(work, response) for work, response in given if response is not None]
+            elif type(works) is ColumnWorks and parameters is None:
+                rows = results.in_columns()
+            else:
+                rows = results.rows(parameters)
+        except Exception as error:
+            computed = clock()
+            results.abandon()
+            failure = self._failure(error)
+            rows = [Row(work.request, (), failure) for work in works]
+        return rows, (taken, group.ready or computed, computed, clock()), ()
 
     def _row_with_states(self, work: Work, response: Response | None, hidden: HiddenTensors) -> Row | None:
         """Returns the Row, or None if the request is answered separately or runs again. Keeps the states of its

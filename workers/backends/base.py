@@ -18,10 +18,12 @@ from shmserve.repo.config.complete import DEFAULT_MAX_BATCH
 from shmserve.repo.parameters import NO, YES
 
 if TYPE_CHECKING:
+    from shmserve.protocol.messages import Value
+    from shmserve.protocol.worker_messages import Work
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.results import Results
-    from shmserve.workers.model_calls.answer import Request, Response
+    from shmserve.workers.model_calls.answer import Outputs, Request, Response
     from shmserve.workers.model_calls.calls import OutgoingCalls
     from shmserve.workers.model_calls.responses import OpenResponses
 
@@ -170,8 +172,26 @@ class OverlappingBackend(StackedBackend):
         self.begin(inputs, outputs).finish()
 
 
+class AlikeResults(NamedTuple):
+    """What became of requests that are alike: a response for each, in order; or all outputs are filled in, and all
+    responses have these parameters."""
+
+    responses: list[Response | None] | None
+    parameters: dict[str, Value] | None = None
+
+
 class SeparateBackend(Backend):
     """Gets the requests of a batch one by one and answers each."""
+
+    takes_alike = False
+    """Whether it can also get requests that are alike together, which costs less for each of them."""
+
+    def execute_alike(
+        self, inputs: GatherGroup, outputs: Results, outputs_of: Callable[[Work], Outputs]
+    ) -> AlikeResults:
+        """`execute` for requests without options that want all outputs and whose small inputs stack. `outputs_of` opens
+        the outputs of a response to one of them."""
+        raise NotImplementedError
 
     def execute(self, requests: list[Request]) -> list[Response | None]:
         """Returns a response per request, in order; None if sent separately. An exception fails the whole batch."""

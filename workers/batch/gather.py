@@ -164,10 +164,7 @@ class Gather:
 
     def groups(self, works: Sequence[Work]) -> tuple[list[GatherGroup], list[tuple[int, ServeError]]]:
         """Returns the batch as groups that stack, nearly always one, and errors of unreadable requests by position."""
-        if len(works) == 1:
-            uniform = self._alone(works)
-        else:
-            uniform = self._in_columns(works) if type(works) is ColumnWorks else self._uniform(works)
+        uniform = self.inline_group(works)
         if uniform is not None:
             return [uniform], []
         failures: list[tuple[int, ServeError]] = []
@@ -183,6 +180,12 @@ class Gather:
             key = self._key(pieces) if work.rows else position
             stacks.setdefault(key, []).append((position, pieces))
         return [self._group(works, members) for members in stacks.values()], failures
+
+    def inline_group(self, works: Sequence[Work]) -> GatherGroup | None:
+        """Returns the batch as one group if all its inputs are inside the messages and stack."""
+        if len(works) == 1:
+            return self._alone(works)
+        return self._in_columns(works) if type(works) is ColumnWorks else self._uniform(works)
 
     @property
     def pads(self) -> bool:

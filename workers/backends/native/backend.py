@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_uint64
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,10 @@ import msgspec
 from shmserve.dtypes import elements
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Failure
+from shmserve.protocol.works import shares_of
 from shmserve.repo.backends import DIRECTORY, library_of
 from shmserve.repo.config.schema import as_triton_json, from_triton_json
-from shmserve.workers.backends.base import Context, SeparateBackend
+from shmserve.workers.backends.base import AlikeResults, Context, SeparateBackend
 from shmserve.workers.backends.native.library import KINDS, NativeLibrary
 from shmserve.workers.backends.native.records import (
     FINAL,
@@ -32,6 +34,7 @@ from shmserve.workers.backends.native.records import (
     SentResponse,
     SentTensor,
     WordReader,
+    alike_words,
 )
 from shmserve.workers.backends.native.server_calls import ServerCalls
 from shmserve.workers.batch.specs import model_outputs_of, request_inputs_of
@@ -44,11 +47,12 @@ from shmserve.workers.process.log import log_message, log_traceback, public
 if TYPE_CHECKING:
     from shmserve.protocol.worker_messages import Work
     from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.batch.gather import GatherGroup
+    from shmserve.workers.batch.results import Results
     from shmserve.workers.model_calls.answer import Outputs
     from shmserve.workers.model_calls.stream import ResponseSender
 
 _NOT_ANSWERED = "the backend released the request without a final response"
-_RUN_AGAIN = Response(again=True)
 
 
 class _Answer:
@@ -73,6 +77,24 @@ class _Answer:
         return self.released and (self.final or self.reschedule)
 
 
+class _AlikeRequests:
+    """The running requests of a batch in which all are alike. Most never become an `_Answer`."""
+
+    def __init__(
+        self, first: int, works: Sequence[Work], outputs_of: Callable[[Work], Outputs], kept: list[Any]
+    ) -> None:
+        self.first = first
+        self.tokens = range(first, first + len(works))
+        self._works = works
+        self._outputs_of = outputs_of
+        self._kept = kept
+
+    def answer(self, token: int) -> _Answer:
+        answer = _Answer(Request(self._works[token - self.first], [], self._outputs_of))
+        answer.kept = list(self._kept)
+        return answer
+
+
 class Native(SeparateBackend):
     asks = True
     strict = False
@@ -85,6 +107,7 @@ class Native(SeparateBackend):
         """The parts of the backend that have to be finalized."""
         self._answers: dict[int, _Answer] = {}
         """By token: the requests that have not ended."""
+        self._alike: _AlikeRequests | None = None
         self._tokens = 0
         self._placed: dict[int, Outputs] = {}
         """By number: the outputs of responses that were not sent yet. Guarded by the turn."""
@@ -108,6 +131,8 @@ class Native(SeparateBackend):
             [(spec.name, spec.dtype) for spec in inputs],
             [(spec.name, spec.dtype) for spec in outputs],
         )
+        self.takes_alike = not self.streams.decoupled
+        self._inputs = len(inputs)
         self._declared = len(config.output)
         self._outputs = outputs
         self._output_names = [spec.name for spec in outputs]
@@ -179,23 +204,91 @@ class Native(SeparateBackend):
         streams.turn.release()
         try:
             error = self._library.host.host_execute(words.buffer_info()[0], len(answers))
-            self._handle_events()
-            if error:
-                self._fail(answers, self._library.taken_error(error))
-            if not streams.decoupled and not all(answer.ended for answer in answers.values()):
-                streams.wait_for(lambda: all(answer.ended for answer in answers.values()), even_if_lost=True)
+            self._settle(answers, error)
         finally:
             streams.turn.acquire()
-            if streams.withdrawn:
-                streams.withdrawn.clear()
+            streams.withdrawn.clear()
         if not streams.decoupled:
-            for token in answers:
-                del self._answers[token]
-            return [self._response_of(answer) for answer in answers.values()]
+            return self._responses_of(answers)
         if streams.connected:
             return [None] * len(requests)
         last = [streams.collect(answer.stream) for answer in answers.values() if answer.stream is not None]
         return [one if one is not None and one.error is not None else None for one in last]  # a warm-up sample
+
+    def execute_alike(
+        self, inputs: GatherGroup, outputs: Results, outputs_of: Callable[[Work], Outputs]
+    ) -> AlikeResults:
+        assert self._library is not None
+        host, streams = self._library.host, self.streams
+        kept: list[Any] = []
+        works, rows = inputs.works, array("Q", shares_of(inputs.works))
+        words = alike_words(inputs, self._inputs, kept)
+        alike = self._alike = _AlikeRequests(self._tokens + 1, works, outputs_of, kept)
+        self._tokens += len(works)
+        batch = alike.first, len(works), rows.buffer_info()[0]
+        inputs.computing()
+        described = c_uint64()
+        streams.turn.release()
+        try:
+            error = host.host_execute_alike(*batch, self._inputs, words.buffer_info()[0], len(words))
+            found = None if error else host.host_alike(*batch, byref(described))
+        finally:
+            streams.turn.acquire()
+        try:
+            if found is not None:
+                response = WordReader(found, described.value).response()
+                if self._collect(response, inputs, outputs):
+                    return AlikeResults(None, response.parameters or None)
+            return AlikeResults(self._responses_alike(alike, error))
+        finally:
+            self._alike = None
+            streams.withdrawn.clear()
+
+    def _collect(self, response: SentResponse, inputs: GatherGroup, outputs: Results) -> bool:
+        """Collects the outputs of responses like this one. False: they do not match the configuration."""
+        assert self._library is not None
+        shapes = {output.index: (inputs.rows, *output.shape[1:]) for output in response.outputs}
+        if len(shapes) < len(response.outputs) or len(shapes) != self._declared:
+            return False
+        if not all(index < self._declared and self._outputs[index].fits(shape) for index, shape in shapes.items()):
+            return False
+        for position, (index, shape) in enumerate(shapes.items()):
+            target = outputs.place(index, shape)
+            self._library.host.host_collect(len(inputs.works), position, target.__array_interface__["data"][0])
+        self._library.host.host_collected()
+        return True
+
+    def _responses_alike(self, alike: _AlikeRequests, error: int | None) -> list[Response | None]:
+        """Returns a response for each request of a batch whose responses are not alike."""
+        answers = {token: self._found(token) for token in alike.tokens}
+        known = {token: answer for token, answer in answers.items() if answer is not None}
+        self.streams.turn.release()
+        try:
+            self._settle(known, error)
+        finally:
+            self.streams.turn.acquire()
+        return self._responses_of(known)
+
+    def _settle(self, answers: dict[int, _Answer], error: int | None) -> None:
+        """Handles what a batch has left behind. Waits for the end of its requests, unless the model is decoupled."""
+        assert self._library is not None
+        self._handle_events()
+        if error:
+            self._fail(answers, self._library.taken_error(error))
+        if not self.streams.decoupled and not all(answer.ended for answer in answers.values()):
+            self.streams.wait_for(lambda: all(answer.ended for answer in answers.values()), even_if_lost=True)
+
+    def _found(self, token: int) -> _Answer | None:
+        """Returns a request that has not ended."""
+        answer, alike = self._answers.get(token), self._alike
+        if answer is not None or alike is None or token not in alike.tokens:
+            return answer
+        return self._answers.setdefault(token, alike.answer(token))
+
+    def _responses_of(self, answers: dict[int, _Answer]) -> list[Response | None]:
+        for token in answers:
+            del self._answers[token]
+        return [self._response_of(answer) for answer in answers.values()]
 
     def failed(self, requests: list[Request], response: Response) -> list[Response | None]:
         if not self.streams.decoupled:
@@ -242,7 +335,7 @@ class Native(SeparateBackend):
             reader = WordReader(host.host_take(byref(count)), count.value)
             while reader.more:
                 kind, token, flags = reader.event()
-                answer = self._answers.get(token)
+                answer = self._found(token)
                 if kind == Event.SENT:
                     self._sent(answer, reader.response(), bool(flags & FINAL))
                 elif kind == Event.STATE:
@@ -338,7 +431,7 @@ class Native(SeparateBackend):
 
     def _place(self, number: int, token: int, output: int, rank: int, dims: Any, size: int) -> int:
         """Returns where the backend is to write an output; 0: anywhere."""
-        answer, spec = self._answers.get(token), self._outputs[output]
+        answer, spec = self._found(token), self._outputs[output]
         shape = tuple(dims[:rank])
         if (
             answer is None
@@ -355,7 +448,7 @@ class Native(SeparateBackend):
             return 0 if memory is None else int(memory.__array_interface__["data"][0])
 
     def _is_cancelled(self, token: int) -> int:
-        answer = self._answers.get(token)
+        answer = self._found(token)
         return answer is not None and self.streams.is_cancelled(answer.request.work.request, answer.stream)
 
     def _works(self) -> list[Work]:

@@ -24,6 +24,7 @@ from shmserve.workers.model_calls.pending import CallResponse, GivenTensors
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Value
+    from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.model_calls.answer import Request
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -93,6 +94,18 @@ class RequestWriter:
         ]
         placed = [index for index, place in wanted if place is not None]
         return (len(wanted), *(index for index, _ in wanted), len(placed), *placed)
+
+
+def alike_words(group: GatherGroup, inputs: int, kept: list[Any]) -> array[int]:
+    """Describes the stacked inputs of requests that are alike. `kept` gets their memory."""
+    words: array[int] = array("Q")
+    for index in range(inputs):
+        stacked = group.array(index)
+        assert stacked is not None
+        kept.append(stacked)
+        size = stacked.nbytes // stacked.shape[0]
+        words.extend((index, stacked.__array_interface__["data"][0], size, stacked.ndim, *stacked.shape))
+    return words
 
 
 def _options_of(options: Options | None) -> Sequence[int]:

@@ -42,6 +42,7 @@ static bool config_has(Object *model, const char *text)
 /* ------------------------------------------------------------------------------------------------------------ life */
 
 static bool stuck;
+static const char *always = ""; /* what to do to a request without the parameter */
 static Object *server, *requests_counter;
 
 CALL(Initialize, Object *backend)
@@ -59,6 +60,7 @@ CALL(ModelInitialize, Object *model)
     if (config_has(model, "at model"))
         return error(INVALID, "the backend refuses this model");
     stuck = config_has(model, "stuck");
+    always = config_has(model, "always late") ? "late" : config_has(model, "always fail") ? "fail" : "";
     TRITONBACKEND_ModelServer(model, &server);
     Object *family, *label = TRITONSERVER_ParameterNew("place", 0, "here");
     TRITONSERVER_MetricFamilyNew(&family, 0, "probe_requests", "requests that the backend got");
@@ -314,6 +316,8 @@ static void stream(Object *request, void *(*run)(void *))
 static Object *answer(Object *request)
 {
     const char *what = parameter(request, "do");
+    if (!*what)
+        what = always;
 #define IS(name) (strcmp(what, name) == 0)
     if (IS("call"))
         return call(request);

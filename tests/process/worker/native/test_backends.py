@@ -30,7 +30,7 @@ output { name: "TEXT" data_type: TYPE_STRING dims: [ -1 ] }
 """
 NUMBERS = """
 backend: "probe"
-max_batch_size: 4
+max_batch_size: 8
 input { name: "IN" data_type: TYPE_FP32 dims: [ 1 ] }
 output { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }
 """
@@ -56,6 +56,10 @@ def server(
     root = tmp_path_factory.mktemp("models")
     model(root, "echo", library, ECHO + "dynamic_batching { }")
     model(root, "caller", library, ECHO)
+    plain = NUMBERS.replace("[ 1 ]", "[ -1 ]") + "dynamic_batching { }"
+    model(root, "plain", library, plain)
+    for what in ("late", "fail"):
+        model(root, what, library, f'{plain} parameters {{ key: "do" value {{ string_value: "always {what}" }} }}')
     model(root, "stream", library, NUMBERS + "model_transaction_policy { decoupled: true }")
     model(root, "sum", library, NUMBERS + SUM)
     model(root, "completed", library, 'backend: "probe"')
@@ -106,10 +110,20 @@ def test_an_output_that_does_not_fit_is_not_written(client: shmserve.Client) -> 
     assert "has 32000 bytes; the memory given for it has 4000" in str(error)
 
 
-def test_requests_of_a_batch_are_answered_one_by_one(client: shmserve.Client) -> None:
-    futures = [client.submit("echo", {"IN": np.full((1, 9000), n, np.float32)}) for n in range(40)]
-    for number, future in enumerate(futures):
-        np.testing.assert_array_equal(future.result()["OUT"], np.full((1, 9000), number, np.float32))
+@pytest.mark.parametrize("width", [5, 9000], ids=["inline", "shared"])
+@pytest.mark.parametrize("name", ["echo", "plain", "late"])
+def test_requests_of_a_batch_are_answered_one_by_one(client: shmserve.Client, name: str, width: int) -> None:
+    inputs = [np.full((number % 3 + 1, width), number, np.float32) for number in range(40)]
+    futures = [client.submit(name, {"IN": x}) for x in inputs]
+    for x, future in zip(inputs, futures, strict=True):
+        result = future.result()
+        np.testing.assert_array_equal(result["OUT"], x)
+        assert result.parameters["buffers"] == 1
+
+
+def test_a_refused_batch_is_an_error_of_each_request(client: shmserve.Client) -> None:
+    for future in [client.submit("fail", {"IN": X}) for _ in range(10)]:
+        assert str(future.exception()) == "the backend refuses this batch"
 
 
 @pytest.mark.parametrize(

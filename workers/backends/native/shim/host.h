@@ -162,6 +162,7 @@ typedef struct {
 typedef struct {
     Callbacks python;
     Tensor *inputs, *outputs;
+    uint64_t *all_outputs; /* their indexes */
     uint32_t input_count, output_count;
     bool decoupled;
 } Host;
@@ -204,6 +205,9 @@ void unlock_and_notify(void);
 
 void put_response(Words *out, Response *response);
 void free_response(Response *response);
+bool is_plain(const Response *response, uint64_t rows);
+bool responses_match(const Response *one, const Response *other);
+uint64_t copy_output(const Response *response, uint32_t output, char *target);
 void put_state(Words *out, State *state);
 void free_state(State *state);
 

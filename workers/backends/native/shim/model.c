@@ -82,6 +82,9 @@ EXPORT void host_set_tensors(bool decoupled, uint32_t input_count, const char **
     host.input_count = input_count;
     host.outputs = tensors_of(output_count, output_names, output_types);
     host.output_count = output_count;
+    host.all_outputs = claim(output_count * sizeof *host.all_outputs);
+    for (uint32_t index = 0; index < output_count; index++)
+        host.all_outputs[index] = index;
 }
 
 EXPORT const char *host_config(void) { return model.config->text; }

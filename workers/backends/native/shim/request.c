@@ -42,14 +42,19 @@ void unlock_and_notify(void)
         host.python.notify();
 }
 
-/* Returns the events so far as words, and their count. The objects in them live until `host_taken`. */
-EXPORT const uint64_t *host_take(uint64_t *count)
+static void take(void)
 {
     LOCK();
     taken = first;
     first = NULL;
     last = &first;
     UNLOCK();
+}
+
+/* Returns the events so far as words, and their count. The objects in them live until `host_taken`. */
+EXPORT const uint64_t *host_take(uint64_t *count)
+{
+    take();
     Words *out = &words;
     out->count = 0;
     for (Event *event = taken; event != NULL; event = event->next) {
@@ -144,13 +149,11 @@ static void release(Request *request, uint32_t flags)
     unlock_and_notify();
 }
 
-EXPORT Error *host_execute(const uint64_t *given, uint32_t count)
+/* Runs a batch. The first half of `requests` is the backend's, the second half a copy of it. */
+static Error *execute_all(Request **requests, uint32_t count)
 {
-    Request **requests = claim(2 * count * sizeof *requests), **own = requests + count;
-    for (uint32_t index = 0; index < count; index++) {
-        requests[index] = own[index] = request_of(given);
-        given += given[0];
-    }
+    Request **own = requests + count;
+    memcpy(own, requests, count * sizeof *requests);
     LOCK();
     executing = true;
     executor = pthread_self();
@@ -174,6 +177,114 @@ EXPORT Error *host_execute(const uint64_t *given, uint32_t count)
     }
     free(requests);
     return error;
+}
+
+EXPORT Error *host_execute(const uint64_t *given, uint32_t count)
+{
+    Request **requests = claim(2 * count * sizeof *requests);
+    for (uint32_t index = 0; index < count; index++) {
+        requests[index] = request_of(given);
+        given += given[0];
+    }
+    return execute_all(requests, count);
+}
+
+/* ---------------------------------------------------------------------------------------------- requests that are alike */
+
+/* One block, as in `request_of`. `at` moves on to the rows of the next request. */
+static Request *alike_request(uint64_t token, uint64_t rows, uint64_t inputs, uint64_t words, const uint64_t *given,
+                              uint64_t *at)
+{
+    Request *request = claim(sizeof *request + inputs * sizeof(Input) + words * sizeof(uint64_t));
+    request->inputs = (Input *)(request + 1);
+    uint64_t *own = (uint64_t *)(request->inputs + inputs);
+    request->head.tag = A_REQUEST;
+    request->references = 2;
+    request->token = token;
+    request->id = request->correlation_text = "";
+    request->outputs = host.all_outputs;
+    request->output_count = host.output_count;
+    request->input_count = inputs;
+    for (uint64_t index = 0; index < inputs; index++) {
+        Input *input = &request->inputs[index];
+        uint64_t row_size = given[2], rank = given[3];
+        input->head.tag = AN_INPUT;
+        input->tensor = &host.inputs[given[0]];
+        input->rank = rank;
+        input->dims = memcpy(own, given + 4, rank * sizeof *own);
+        own[0] = rows;
+        own[rank] = at[index];
+        own[rank + 1] = input->size = rows * row_size;
+        input->buffers = own + rank;
+        input->buffer_count = input->size > 0;
+        at[index] += input->size;
+        own += rank + 2;
+        given += 4 + rank;
+    }
+    return request;
+}
+
+/* Runs requests that want all outputs, have no options, and whose inputs follow one another in one array for each input.
+ * Words for each input: index, address, size of a row, rank, dims with any first one. */
+EXPORT Error *host_execute_alike(uint64_t token, uint32_t count, const uint64_t *rows, uint64_t inputs,
+                                 const uint64_t *given, uint64_t words)
+{
+    Request **requests = claim(2 * count * sizeof *requests);
+    uint64_t *at = claim(inputs * sizeof *at);
+    const uint64_t *input = given;
+    for (uint64_t index = 0; index < inputs; index++, input += 4 + input[3])
+        at[index] = input[1];
+    for (uint32_t index = 0; index < count; index++)
+        requests[index] = alike_request(token + index, rows[index], inputs, words, given, at);
+    free(at);
+    return execute_all(requests, count);
+}
+
+static Response **alike;
+
+/* If each of these requests was released and has one response, and these are alike but for their data and rows: returns
+ * words that describe the first one, after which `host_collect` copies the outputs. Otherwise NULL. */
+EXPORT const uint64_t *host_alike(uint64_t token, uint32_t count, const uint64_t *rows, uint64_t *word_count)
+{
+    alike = realloc(alike, count * sizeof *alike);
+    memset(alike, 0, count * sizeof *alike);
+    uint64_t released = 0, sent = 0;
+    bool same = true;
+    LOCK();
+    for (Event *event = first; event != NULL && same; event = event->next) {
+        uint64_t position = event->token - token;
+        same = position < count && (event->kind == RELEASED || (event->kind == SENT && alike[position] == NULL));
+        same = same && event->flags == 1; /* RELEASE_ALL, RESPONSE_FINAL */
+        if (same && event->kind == SENT) {
+            alike[position] = event->object;
+            same = is_plain(alike[position], rows[position]);
+        }
+        released += event->kind == RELEASED;
+        sent += event->kind == SENT;
+    }
+    UNLOCK();
+    for (uint32_t index = 1; index < count && same && sent == count; index++)
+        same = responses_match(alike[0], alike[index]);
+    if (!same || released != count || sent != count)
+        return NULL;
+    words.count = 0;
+    put_response(&words, alike[0]);
+    *word_count = words.count;
+    return words.words;
+}
+
+/* Copies an output of all requests to where it will be read. */
+EXPORT void host_collect(uint32_t count, uint32_t output, char *target)
+{
+    for (uint32_t index = 0; index < count; index++)
+        target += copy_output(alike[index], output, target);
+}
+
+/* Drops the events of requests that are alike. */
+EXPORT void host_collected(void)
+{
+    take();
+    host_taken();
 }
 
 EXPORT void host_set_execute(void *function) { execute = (Error * (*)(void *, Request **, uint32_t)) function; }

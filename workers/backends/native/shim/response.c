@@ -277,6 +277,70 @@ EXPORT Error *TRITONBACKEND_InferenceResponseOutputByName(Response *response, co
     return fail(NOT_FOUND, "the response has no output '%s'", name);
 }
 
+/* ------------------------------------------------------------------------------------------------ responses that are alike */
+
+#define EACH_OUTPUT(response, output) \
+    (const Output *output = (response)->outputs; output != NULL; output = (const Output *)output->head.next)
+
+/* Whether a response has only outputs of the configuration with this many rows of whole elements, in memory of its own. */
+bool is_plain(const Response *response, uint64_t rows)
+{
+    if (response->error != NULL || response->placed)
+        return false;
+    for EACH_OUTPUT (response, output) {
+        uint64_t size = TRITONSERVER_DataTypeByteSize(output->type);
+        if (output->index < 0 || output->type != host.outputs[output->index].type || size == 0)
+            return false;
+        if (output->rank == 0 || (uint64_t)output->dims[0] != rows)
+            return false;
+        for (uint32_t axis = 0; axis < output->rank; axis++)
+            size *= output->dims[axis];
+        if (size != output->size || (output->buffer == NULL && size > 0))
+            return false;
+    }
+    return true;
+}
+
+static bool same_parameter(const Parameter *one, const Parameter *other)
+{
+    if (one->type != other->type || one->size != other->size || strcmp(one->name, other->name) != 0)
+        return false;
+    size_t size = one->type == PARAMETER_STRING || one->type == PARAMETER_BYTES ? one->size
+                  : one->type == PARAMETER_BOOL                                 ? sizeof(bool)
+                                                                                : sizeof(int64_t);
+    return memcmp(value_of(one), value_of(other), size) == 0;
+}
+
+/* Whether two plain responses differ only in their rows and data. */
+bool responses_match(const Response *one, const Response *other)
+{
+    if (one->output_count != other->output_count || one->parameter_count != other->parameter_count)
+        return false;
+    const Output *second = other->outputs;
+    for EACH_OUTPUT (one, output) {
+        if (output->index != second->index || output->rank != second->rank)
+            return false;
+        if (memcmp(output->dims + 1, second->dims + 1, (output->rank - 1) * sizeof *output->dims) != 0)
+            return false;
+        second = (const Output *)second->head.next;
+    }
+    for (uint32_t index = 0; index < one->parameter_count; index++)
+        if (!same_parameter(one->parameters[index], other->parameters[index]))
+            return false;
+    return true;
+}
+
+/* Copies an output to where its batch is read, and returns its size. */
+uint64_t copy_output(const Response *response, uint32_t index, char *target)
+{
+    const Output *output = response->outputs;
+    while (index-- > 0)
+        output = (const Output *)output->head.next;
+    if (output->size > 0)
+        memcpy(target, output->buffer, output->size);
+    return output->size;
+}
+
 /* ---------------------------------------------------------------------------------------------------------- states */
 
 EXPORT Error *TRITONBACKEND_StateNew(State **state, Request *request, const char *name, DataType type,
