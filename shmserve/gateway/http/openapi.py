@@ -228,6 +228,7 @@ SCHEMAS: dict[str, _Schema] = {
         top_logprobs={"type": "integer", "minimum": 0, "maximum": 20},
         tools=_list({"type": "object"}), tool_choice={"type": ["string", "object"]}, parallel_tool_calls=_BOOL,
         response_format={"type": "object"}, reasoning_effort=_STRING, chat_template_kwargs={"type": "object"},
+        add_generation_prompt=_BOOL, continue_final_message=_BOOL, structured_outputs={"type": "object"},
     ),
     "Choices": _object(
         ("id", "object", "created", "model", "choices"),

@@ -10,9 +10,11 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.json_scan import check_depth, unreadable
 from shmserve.gateway.kserve.plans import RequestOptions, options_of
 from shmserve.gateway.openai.errors import BadParameter
+from shmserve.llm.tool_choice import ForcedCalls, forced_calls
 
 PROMPTS = 512
 CHOICES = 1024
@@ -59,6 +61,7 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    structured_outputs: dict[str, Any] | None = None
     sampling_parameters: dict[str, Any] | None = None
     priority: _Count | None = None
     timeout: _Count | None = None
@@ -95,6 +98,8 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     reasoning_effort: str | None = None
     max_completion_tokens: _Tokens | None = None
     logprobs: bool | None = None
@@ -140,6 +145,13 @@ def chat(text: bytes) -> ChatRequest:
         raise BadParameter("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
     if any(kind != "text" for kind in request.modalities or ()):
         raise BadParameter("modalities", "the only supported modality is 'text'")
+    if request.continue_final_message and (
+        request.add_generation_prompt or request.messages[-1]["role"] != "assistant"
+    ):
+        raise BadParameter(
+            "continue_final_message",
+            "'continue_final_message' needs a last message of the assistant, without 'add_generation_prompt'",
+        )
     _check(request)
     return request
 
@@ -164,7 +176,17 @@ def sampling(request: Sampling) -> dict[str, Any]:
     for name in request.sampling_parameters or {}:
         if name in _OWN:
             raise BadParameter("sampling_parameters", f"'{name}' must be a field of the request itself")
+    if request.structured_outputs is not None:  # a string: request parameters cannot be objects
+        found["structured_outputs"] = msgspec.json.encode(request.structured_outputs).decode()
     return found | (request.sampling_parameters or {})
+
+
+def demanded_calls(request: ChatRequest) -> ForcedCalls | None:
+    """The tool calls that the response must consist of; None: the model decides."""
+    try:
+        return forced_calls(request.tools, request.tool_choice, request.parallel_tool_calls)
+    except InvalidRequest as error:
+        raise BadParameter("tools" if error.message.startswith("'tools") else "tool_choice", error.message) from None
 
 
 def request_options(request_id: str, request: Sampling | EmbeddingRequest) -> RequestOptions:

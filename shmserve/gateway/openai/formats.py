@@ -15,6 +15,7 @@ import msgspec
 from shmserve.errors import ModelFailed
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.openai.texts import Delta, Usage
+from shmserve.llm.tool_choice import CallReader, ForcedCalls
 
 _LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
@@ -157,7 +158,7 @@ class Echo:
 class Choice:
     """State of one choice. `echo`: the text that its text begins with."""
 
-    __slots__ = ("begun", "echo", "finish", "length", "texts", "tokens", "tool_calls")
+    __slots__ = ("begun", "calls", "echo", "finish", "length", "texts", "tokens", "tool_calls")
 
     def __init__(self, echo: Echo | None = None) -> None:
         self.echo = echo
@@ -171,6 +172,8 @@ class Choice:
         self.tokens: dict[str, list[bytes]] = {}
         """Log probabilities: the lists of the response, each as pieces of JSON without brackets."""
         self.tool_calls = ToolCalls()
+        self.calls: CallReader | None = None
+        """Reads tool calls from the text."""
 
 
 class ResponseFormat:
@@ -207,7 +210,7 @@ class ResponseFormat:
         """The JSON in pieces, which choices with the same prompt share. They are never joined."""
         parts: list[Buffer] = [_encode(self._common | {"object": self.object})[:-1], b',"choices":[']
         for index, choice in enumerate(choices):
-            finish = _encode(finish_of(choice.finish or "stop", choice))
+            finish = _encode(self._reason(choice.finish or "stop", choice))
             parts.append(b'%b{"index":%d,"finish_reason":%b,' % (b"," * (index > 0), index, finish))
             parts += self._content(choice)
             parts += [b',"logprobs":', *(self._all_tokens(choice) if self._top is not None else [b"null"]), b"}"]
@@ -239,7 +242,11 @@ class ResponseFormat:
 
     def _finish(self, choice: Choice, delta: Delta) -> bytes:
         choice.finish = delta.finish or choice.finish
-        return b"null" if delta.finish is None else _encode(finish_of(delta.finish, choice))
+        return b"null" if delta.finish is None else _encode(self._reason(delta.finish, choice))
+
+    def _reason(self, reason: str, choice: Choice) -> str:
+        """Why the choice ends."""
+        return reason
 
 
 class CompletionFormat(ResponseFormat):
@@ -279,9 +286,23 @@ class CompletionFormat(ResponseFormat):
 
 
 class ChatFormat(ResponseFormat):
+    """`forced`: the tool calls that each choice must consist of. `reads_calls`: they are found in the text."""
+
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
+    def __init__(
+        self, response_id: str, created: int, model: str, top: int | None, shows_usage: bool,
+        forced: ForcedCalls | None = None, reads_calls: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(response_id, created, model, top, shows_usage)
+        self._forced = forced
+        self._reads_calls = reads_calls
+
+    def add(self, choice: Choice, delta: Delta) -> int:
+        return super().add(choice, self._with_calls(choice, delta))
+
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
+        delta = self._with_calls(choice, delta)
         first, found = b"", b"null"
         if not choice.begun:
             choice.begun = True
@@ -296,6 +317,20 @@ class ChatFormat(ResponseFormat):
             calls = choice.tool_calls.add(delta.tool_calls)
             added = _encode({"content": delta.text, "tool_calls": calls} if delta.text else {"tool_calls": calls})
         return first + self._chunk(index, added, found, self._finish(choice, delta))
+
+    def _with_calls(self, choice: Choice, delta: Delta) -> Delta:
+        if self._forced is None or not self._reads_calls or not delta.text:
+            return delta
+        if choice.calls is None:
+            choice.calls = self._forced.reader()
+        return Delta("", delta.finish, delta.logprobs, delta.token_ids, choice.calls.feed(delta.text) or None)
+
+    def _reason(self, reason: str, choice: Choice) -> str:
+        if reason != "stop":
+            return reason
+        if self._forced is not None and not choice.tool_calls:
+            raise ModelFailed("the model has called no tool, although 'tool_choice' demands it")
+        return "tool_calls" if choice.tool_calls else reason
 
     def _chunk(self, index: int, delta: bytes, found: bytes, finish: bytes) -> bytes:
         return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (
@@ -314,10 +349,6 @@ class ChatFormat(ResponseFormat):
 
     def _all_tokens(self, choice: Choice) -> list[bytes]:
         return [b'{"content":[', *choice.tokens.get("content", ()), b'],"refusal":null}']
-
-
-def finish_of(reason: str, choice: Choice) -> str:
-    return "tool_calls" if reason == "stop" and choice.tool_calls else reason
 
 
 def _usage(usage: Usage) -> dict[str, int] | None:

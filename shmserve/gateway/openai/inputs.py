@@ -17,6 +17,7 @@ from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import ChatRequest, Sampling
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.models import MESSAGES, PROMPT, SAMPLING, TOKENS, TOOL_CALLS, LanguageModel
+from shmserve.llm.tool_choice import ForcedCalls
 
 DEFAULT_MAX_TOKENS = "default_max_tokens"
 """Model parameter: `max_tokens` for requests without one."""
@@ -81,22 +82,36 @@ def _chat_document(request: ChatRequest) -> dict[str, Any]:
     more = {
         "tools": request.tools, "tool_choice": request.tool_choice, "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": request.response_format, "chat_template_kwargs": template_arguments(request) or None,
+        "add_generation_prompt": request.add_generation_prompt,
+        "continue_final_message": request.continue_final_message,
     }  # fmt: skip
     return document | {name: value for name, value in more.items() if value is not None}
 
 
 def template_arguments(request: ChatRequest) -> dict[str, Any]:
-    arguments = request.chat_template_kwargs or {}
-    return arguments if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort} | arguments
+    own = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
+    return own | (request.chat_template_kwargs or {})
 
 
-def check_tools(model: LanguageModel, request: ChatRequest) -> None:
-    if request.tools and request.tool_choice != "none" and TOOL_CALLS not in model.outputs:
-        raise BadParameter("tools", f"model '{model.name[:80]}' cannot call tools: it has no output '{TOOL_CALLS}'")
+def check_tools(model: LanguageModel, request: ChatRequest, forced: ForcedCalls | None) -> None:
+    if not request.tools or request.tool_choice == "none" or TOOL_CALLS in model.outputs:
+        return
+    name = model.name[:80]
+    if MESSAGES in model.inputs:
+        raise BadParameter("tools", f"model '{name}' cannot call tools: it has no output '{TOOL_CALLS}'")
+    if forced is None:
+        raise BadParameter(
+            "tools",
+            f"model '{name}' cannot decide to call tools: it has no output '{TOOL_CALLS}'; set 'tool_choice' to "
+            "'required' or to a function, which its structured outputs enforce, or to 'none'",
+        )
 
 
-def sampling_of(model: LanguageModel, request: Sampling, logprobs: int | None) -> dict[str, Any]:
-    """`logprobs`: number of alternatives for each token; None: no log probabilities."""
+def sampling_of(
+    model: LanguageModel, request: Sampling, logprobs: int | None, forced: ForcedCalls | None = None
+) -> dict[str, Any]:
+    """`logprobs`: number of alternatives for each token; None: no log probabilities. `forced`: the tool calls that the
+    text must consist of."""
     found = bodies.sampling(request)
     limit = bodies.max_tokens(request)
     if limit is None and DEFAULT_MAX_TOKENS in model.parameters and "max_tokens" not in found:
@@ -106,7 +121,7 @@ def sampling_of(model: LanguageModel, request: Sampling, logprobs: int | None) -
     if logprobs is not None:
         found["logprobs"] = logprobs
     if isinstance(request, ChatRequest) and MESSAGES not in model.inputs:
-        found |= _structured(request.response_format)
+        found |= _structured(request.response_format) if forced is None else _enforced({"json": forced.schema})
     return found
 
 
@@ -213,4 +228,8 @@ def _structured(response_format: dict[str, Any] | None) -> dict[str, Any]:
         raise BadParameter(
             "response_format.type", "'response_format.type' must be 'text', 'json_object' or 'json_schema'"
         )
+    return _enforced(wanted)
+
+
+def _enforced(wanted: dict[str, Any]) -> dict[str, Any]:
     return {"structured_outputs": _encode(wanted).decode()}

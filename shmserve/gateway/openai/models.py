@@ -13,6 +13,7 @@ from shmserve.gateway.kserve.plans import InputPlan, tensor_type
 PROMPT, MESSAGES, TOKENS, SAMPLING = "text_input", "messages", "prompt_token_ids", "sampling_parameters"
 TEXT, TOOL_CALLS, INPUT_TOKENS = "text_output", "tool_calls", "num_input_tokens"
 _FLOATS = ("FP32", "FP16", "BF16", "FP64")
+_EMBEDDING_PARAMETERS = frozenset({"embedding_input", "embedding_output"})
 _EMBEDDING_INPUTS = ("text_input", "text", "input", "TEXT")
 
 
@@ -76,15 +77,18 @@ def embedding_model(name: str, config: Mapping[str, Any]) -> EmbeddingModel:
     return EmbeddingModel(name, inputs[chosen], output)
 
 
-def is_usable(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether one of the endpoints can use the model."""
-    for kind in (language_model, embedding_model):
+def is_listed(name: str, config: Mapping[str, Any]) -> bool:
+    """True for language models, and for models whose configuration shows that they compute embeddings: a classifier of
+    texts has tensors of the same types."""
+    try:
+        language_model(name, config)
+    except NotFound:
         try:
-            kind(name, config)
+            model = embedding_model(name, config)
         except NotFound:
-            continue
-        return True
-    return False
+            return False
+        return "embedding" in model.output.lower() or not _EMBEDDING_PARAMETERS.isdisjoint(config.get("parameters", ()))
+    return True
 
 
 def check_name(name: str) -> str:

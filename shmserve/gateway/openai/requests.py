@@ -26,11 +26,12 @@ from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, Echo, ResponseFormat
 from shmserve.gateway.openai.generation import Generation
 from shmserve.gateway.openai.inputs import SamplingInputs
-from shmserve.gateway.openai.models import MESSAGES, LanguageModel
-from shmserve.gateway.openai.templates import WAITING_BYTES, ChatTemplates, template_values
+from shmserve.gateway.openai.models import MESSAGES, TOOL_CALLS, LanguageModel
+from shmserve.gateway.openai.templates import WAITING_BYTES, ChatTemplates, continued_prompt, template_values
 from shmserve.gateway.upstream.documents import BrokerQuery, config_query
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.requests import PendingQuery, RequestSender, ask
+from shmserve.llm.tool_choice import ForcedCalls
 from shmserve.protocol.actions import Action
 
 CHAT_TEMPLATE = "chat_template"
@@ -99,7 +100,7 @@ class OpenAiRequests:
 
     def _list_models(self, exchange: Exchange) -> None:
         def show(answer: Any) -> None:
-            exchange.answer(200, [_encode({"object": "list", "data": _usable(answer)})])
+            exchange.answer(200, [_encode({"object": "list", "data": _listed(answer)})])
 
         self._query(exchange, BrokerQuery("text_models"), show)
 
@@ -107,11 +108,11 @@ class OpenAiRequests:
         name = exchange.head.route.model
 
         def show(answer: Any) -> None:
-            found = _usable(answer)
+            found = _listed(answer)
             if not found:
                 raise NotFound(
-                    f"The model '{name[:80]}' does not exist, is not READY, or is neither a language model nor one for "
-                    "embeddings"
+                    f"The model '{name[:80]}' does not exist, is not READY, or is declared neither as a language model "
+                    "nor as one for embeddings"
                 )
             exchange.answer(200, [_encode(found[0])])
 
@@ -139,14 +140,17 @@ class OpenAiRequests:
         config: Any,
     ) -> None:  # fmt: skip
         model = models.language_model(request.model, config)
-        inputs.check_tools(model, request)
+        forced = bodies.demanded_calls(request)
+        inputs.check_tools(model, request, forced)
+        reads_calls = TOOL_CALLS not in model.outputs
         top = (request.top_logprobs or 0) if request.logprobs else None
         response_id = f"chatcmpl-{_PROCESS}{next(self._ids):08x}"
-        found = ChatFormat(response_id, int(time.time()), request.model, top, _shows_usage(request))
+        now, usage = int(time.time()), _shows_usage(request)
+        found = ChatFormat(response_id, now, request.model, top, usage, forced, reads_calls)
 
         def generate(tensors: list[Any]) -> None:
             size = sum([spec.size for spec in tensors])
-            self._generate(exchange, model, request, iter([tensors]), size, [None], found, top, response_id)
+            self._generate(exchange, model, request, iter([tensors]), size, [None], found, top, response_id, forced)
 
         if MESSAGES not in model.inputs:
             render = partial(self._render, exchange, model, request, generate)
@@ -171,24 +175,27 @@ class OpenAiRequests:
             )
         tools = None if request.tool_choice == "none" else request.tools
         arguments = inputs.template_arguments(request)
+        prompted, continued = request.add_generation_prompt, bool(request.continue_final_message)
+        if prompted is not None or continued:
+            arguments = {"add_generation_prompt": bool(prompted), **arguments}
+
+        def rendered(text: str) -> None:
+            prompt = continued_prompt(text, request.messages[-1]) if continued else text
+            then([inputs.text_tensor(model, models.PROMPT, prompt.encode())])
+
         values = _encode(template_values(request.messages, tools, arguments, model.parameters))
-        self._templates.render(
-            exchange,
-            template,
-            values,
-            lambda text: then([inputs.text_tensor(model, models.PROMPT, text.encode())]),
-        )
+        self._templates.render(exchange, template, values, rendered)
 
     def _generate(
         self, exchange: Exchange, model: LanguageModel, request: Sampling,
         prompts: Iterator[list[InputPlan]], prompt_bytes: int, before: list[Echo | None], found: ResponseFormat,
-        logprobs: int | None, response_id: str,
+        logprobs: int | None, response_id: str, forced: ForcedCalls | None = None,
     ) -> None:  # fmt: skip
         """`prompts`: the tensors of each prompt, `prompt_bytes` in total."""
         stream, shows_usage, n = bool(request.stream), _shows_usage(request), request.n or 1
         options = bodies.request_options(response_id, request)
         together, apart = (n, 1) if MESSAGES in model.inputs else (1, n)
-        sampling = inputs.SamplingInputs(model, inputs.sampling_of(model, request, logprobs), options, apart)
+        sampling = inputs.SamplingInputs(model, inputs.sampling_of(model, request, logprobs, forced), options, apart)
         names = inputs.wanted_flags(model, stream, shows_usage or not stream, logprobs is not None)
         echoed = n * prompt_bytes if any(before) else 0
         _hold(exchange, len(before) * apart, apart * prompt_bytes + len(before) * apart * sampling.bytes, echoed)
@@ -245,9 +252,9 @@ def _shows_usage(request: Sampling) -> bool:
     return request.stream_options is not None and request.stream_options.include_usage
 
 
-def _usable(answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _listed(answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {"id": one["name"], "object": "model", "created": one["created"], "owned_by": OWNER}
         for one in answer
-        if models.is_usable(one["name"], one["config"])
+        if models.is_listed(one["name"], one["config"])
     ]

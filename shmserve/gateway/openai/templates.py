@@ -257,6 +257,17 @@ def template_values(
     }
 
 
+def continued_prompt(text: str, last: dict[str, Any]) -> str:
+    """The prompt without what the template has put behind the content of the last message."""
+    content = _message(0, last).get("content") or ""
+    at = text.rfind(content.strip())
+    if at < 0:
+        raise BadParameter(
+            "continue_final_message", "the template does not show the content of the last message as it is"
+        )
+    return text[: at + len(content.strip())]
+
+
 def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
     if type(message.get("content")) is not list:
         return message

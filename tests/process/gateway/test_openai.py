@@ -62,11 +62,11 @@ def test_models(client: Any, server: Server) -> None:
     with server.client() as native:
         native.traffic("talk", aliases={"prod": 1, "next": 2})
         names = [found.id for found in client.models.list()]
-    assert names == ["bare", "embed", "embedded", "once", "talk", "talk@prod", "vllm"]
+    assert names == ["bare", "embed", "once", "talk", "talk@prod", "vllm"]
     found = client.models.retrieve("talk@prod")
     assert (found.id, found.object, found.owned_by) == ("talk@prod", "model", "shmserve")
     assert 0 <= time.time() - found.created < 3600
-    for name in ("number", "nothing", "talk@next"):
+    for name in ("number", "embedded", "nothing", "talk@next"):
         with pytest.raises(openai.NotFoundError, match="does not exist") as failed:
             client.models.retrieve(name)
         assert failed.value.code == "model_not_found"
@@ -142,8 +142,26 @@ def test_tool_calls(client: Any) -> None:
     assert whole.finish_reason == "tool_calls"
     (call,) = whole.message.tool_calls or []
     assert (call.id, call.function.name, call.function.arguments) == ("call_1", "weather", '{"x": 1}')
-    with pytest.raises(openai.BadRequestError, match="cannot call tools: it has no output 'tool_calls'"):
+    with pytest.raises(openai.InternalServerError, match="has called no tool, although 'tool_choice' demands it"):
+        client.chat.completions.create(model="talk", messages=user("a"), tools=TOOLS, tool_choice="required")
+    with pytest.raises(openai.BadRequestError, match="names the function 'time', which is not in 'tools'"):
+        client.chat.completions.create(model="talk", messages=user("a"), tools=TOOLS, tool_choice=function("time"))
+
+
+def function(name: str) -> Any:
+    return {"type": "function", "function": {"name": name}}
+
+
+def test_structured_outputs_enforce_tool_calls(client: Any) -> None:
+    """The text of the model, which is its sampling parameters, becomes the arguments of the function."""
+    with pytest.raises(openai.BadRequestError, match="cannot decide to call tools: it has no output 'tool_calls'"):
         client.chat.completions.create(model="vllm", messages=user("a"), tools=TOOLS)
+    given: dict[str, Any] = {"model": "vllm", "messages": user("PARAMETERS"), "tools": TOOLS}
+    schema = {"json": TOOLS[0]["function"]["parameters"]}
+    (choice,) = client.chat.completions.create(tool_choice=function("weather"), **given).choices
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content, call.function.name) == ("tool_calls", None, "weather")
+    assert json.dumps(json.dumps(schema, separators=(",", ":"))) in call.function.arguments
 
 
 def test_chats_of_a_triton_vllm_model_use_its_chat_template(client: Any) -> None:

@@ -6,6 +6,7 @@ test_language_models.py tests the engine itself, test_openai.py the endpoints.
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
 ]
 
+jsonschema = optional("jsonschema")
 openai = optional("openai")
 PROMPTS = ["Hello", "What is a tensor?", "abc" * 20]
 CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
@@ -85,3 +87,61 @@ def test_log_probabilities(client: Any) -> None:
     assert [token for one in streamed if one is not None for token in one.tokens] == found.tokens
     (chat,) = client.chat.completions.create(messages=CHAT, logprobs=True, top_logprobs=2, **SAMPLING).choices
     assert "".join(token.token for token in chat.logprobs.content) == chat.message.content
+
+
+WEATHER: Any = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Oslo", "Rome"]},
+        "day": {"$ref": "#/$defs/day"},
+    },
+    "required": ["city", "day"],
+    "additionalProperties": False,
+    "$defs": {"day": {"type": "object", "properties": {"number": {"enum": [1, 2]}}, "required": ["number"]}},
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@pytest.mark.parametrize("choice", ["required", "weather"])
+@pytest.mark.parametrize("parallel", [None, False])
+def test_demanded_tool_calls(client: Any, choice: str, parallel: bool | None) -> None:
+    """The network is random, so that only the schema makes its text a call."""
+    given: dict[str, Any] = {"model": "text", "messages": CHAT, "tools": TOOLS, "n": 2, "seed": 3, "max_tokens": 400}
+    given["tool_choice"] = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    if parallel is not None:
+        given["parallel_tool_calls"] = parallel
+    found = [(one.finish_reason, one.message) for one in client.chat.completions.create(**given).choices]
+    with client.chat.completions.stream(**given) as stream:
+        streamed = stream.get_final_completion().choices
+    found += [(one.finish_reason, one.message) for one in streamed]
+    for reason, message in found:
+        calls = message.tool_calls
+        assert (reason, message.content or "") == ("tool_calls", "")
+        assert len({call.id for call in calls}) == len(calls) >= 1
+        assert parallel is None or len(calls) == 1
+        for call in calls:
+            arguments = json.loads(call.function.arguments)
+            if choice == "weather" or call.function.name == "weather":
+                jsonschema.validate(arguments, WEATHER)
+            else:
+                assert (call.function.name, arguments) == ("now", {})
+
+
+def test_structured_outputs_of_vllm(client: Any) -> None:
+    given: dict[str, Any] = {
+        "model": "text",
+        "max_tokens": 20,
+        "extra_body": {"structured_outputs": {"choice": ["yes"]}},
+    }
+    assert client.completions.create(prompt="Is it?", **given).choices[0].text == "yes"
+    assert client.chat.completions.create(messages=CHAT, **given).choices[0].message.content == "yes"
+
+
+def test_the_last_message_is_continued(client: Any) -> None:
+    messages = [*CHAT, {"role": "assistant", "content": "Be"}]
+    own: dict[str, Any] = {"extra_body": {"continue_final_message": True}}
+    answer = client.chat.completions.create(messages=messages, **SAMPLING, **own).choices[0].message.content
+    assert answer == client.completions.create(prompt=f"{RENDERED}Be", **SAMPLING).choices[0].text

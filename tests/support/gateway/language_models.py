@@ -214,7 +214,8 @@ def write_language_models(repository: Path) -> LanguageModels:
     text = f"input {tensors('text_input:STRING:[1]')} output {tensors('text_output:STRING:[1]')}"
     write_model(repository, "once", f'backend: "python" {BATCHES} {text}', ONCE)
     vector = f"input {tensors('x:STRING:[1]')} output {tensors('y:FP32:[3]')}"
-    write_model(repository, "embed", f'backend: "python" {BATCHES} {vector}', EMBEDDING)
+    declared = parameters(embedding_output="y")
+    write_model(repository, "embed", f'backend: "python" {BATCHES} {vector} {declared}', EMBEDDING)
     step = "embed(x:text)->(y:vector)"
     ensemble(repository, "embedded", "text:STRING:[1]", "vector:FP32:[3]", step, more="max_batch_size: 64")
     return files

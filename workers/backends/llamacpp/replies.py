@@ -11,6 +11,7 @@ from msgspec import Struct
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
 
 if TYPE_CHECKING:
+    from shmserve.llm.tool_choice import CallReader
     from shmserve.workers.backends.llamacpp.requests import Generation
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -99,9 +100,11 @@ def _error(error: EngineError) -> ServeError:
 class Text:
     """The unsent output of one of a request's texts."""
 
-    __slots__ = ("calls", "cumulative", "finish", "ids", "parts", "scores", "sent", "tokens")
+    __slots__ = ("calls", "cumulative", "finish", "forced", "ids", "parts", "scores", "sent", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, forced: CallReader | None) -> None:
+        self.forced = forced
+        """Reads the tool calls that the text consists of."""
         self.parts: list[str] = []
         self.calls: list[Any] = []
         self.scores: list[dict[str, Any]] = []
@@ -125,7 +128,8 @@ class Reply:
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
-        self._texts = [Text() for _ in range(generation.count)]
+        forced = generation.forced
+        self._texts = [Text(None if forced is None else forced.reader()) for _ in range(generation.count)]
         self._open = generation.count
         self._prompt_tokens = 0
 
@@ -149,6 +153,8 @@ class Reply:
         content = choice.text if delta is None else delta.content or ""
         calls = delta.tool_calls if delta is not None else None
         tokens = choice.logprobs.content if choice.logprobs is not None else None
+        if content and text.forced is not None:
+            content, calls = "", text.forced.feed(content)
         if content:
             text.parts.append(content)
         if calls:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from shmserve.errors import InvalidRequest
+from shmserve.llm.tool_choice import ForcedCalls, forced_calls
 from shmserve.workers.backends.llamacpp.sampling import (
     TEXT_MAX_TOKENS,
     Sampling,
@@ -17,7 +18,7 @@ from shmserve.workers.backends.llamacpp.sampling import (
     sampling_in,
     sampling_of,
 )
-from shmserve.workers.backends.llamacpp.schemas import check_chat
+from shmserve.workers.backends.llamacpp.schemas import check_chat, check_schema
 
 if TYPE_CHECKING:
     from shmserve.workers.backends.llamacpp.settings import Settings
@@ -35,7 +36,16 @@ RETURNED = {
 """Input -> the output that it requests."""
 _SCORED = frozenset({"cumulative_logprob", "logprobs", "token_ids"})
 """Outputs for which the engine has to return log probabilities."""
-_CHAT = ("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template_kwargs")
+_CHAT = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+)
 _OWN = frozenset({STREAM, EXCLUDE, *RETURNED})
 _RESERVED = "triton_"
 _encode = msgspec.json.Encoder().encode
@@ -52,6 +62,8 @@ class Generation(Struct):
     prefix: str
     top: int
     returned: tuple[str, ...]
+    forced: ForcedCalls | None = None
+    """Tool calls that the texts must consist of."""
 
 
 def generation_of(inputs: Mapping[str, Any], parameters: Mapping[str, Any], settings: Settings) -> Generation:
@@ -68,9 +80,10 @@ def generation_of(inputs: Mapping[str, Any], parameters: Mapping[str, Any], sett
     body |= engine_parameters(sampling, limit, settings.grammars)
     top = sampling.logprobs or 0
     scored = not _SCORED.isdisjoint(returned)
-    prefix = ""
+    prefix, forced = "", None
     if messages is not None:
-        body |= {**_chat(_text(messages, MESSAGES)), "reasoning_format": "none"}
+        chat_body, forced = _chat(_text(messages, MESSAGES))
+        body |= {**chat_body, "reasoning_format": "none"}
         body |= {"logprobs": True, "top_logprobs": max(1, top)} if scored else {}
     else:
         if tokens is not None and tokens.size:
@@ -89,7 +102,7 @@ def generation_of(inputs: Mapping[str, Any], parameters: Mapping[str, Any], sett
         )
     if count > 1:
         body["n"] = count
-    return Generation(chat, _encode(body), count, stream, prefix, top, returned)
+    return Generation(chat, _encode(body), count, stream, prefix, top, returned, forced)
 
 
 def _sampling(given: Any, parameters: Mapping[str, Any]) -> Sampling:
@@ -123,7 +136,7 @@ def _text(array: Any, name: str) -> str:
         raise InvalidRequest(f"input '{name}' is not UTF-8") from None
 
 
-def _chat(text: str) -> dict[str, Any]:
+def _chat(text: str) -> tuple[dict[str, Any], ForcedCalls | None]:
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -134,4 +147,12 @@ def _chat(text: str) -> dict[str, Any]:
     if unknown:
         raise InvalidRequest(f"input '{MESSAGES}' has '{unknown[0][:80]}'; known are: {', '.join(_CHAT)}")
     check_chat(found)
-    return {name: value for name, value in found.items() if value is not None}
+    forced = forced_calls(found.get("tools"), found.get("tool_choice"), found.get("parallel_tool_calls"))
+    if forced is not None:  # the engine does not enforce `tool_choice`, but a schema
+        check_schema(forced.schema, "the schema of the tool calls")
+        del found["tool_choice"]
+        found["response_format"] = {"type": "json_schema", "json_schema": {"schema": forced.schema}}
+    body = {name: value for name, value in found.items() if value is not None}
+    if body.get("continue_final_message"):
+        body.setdefault("add_generation_prompt", False)
+    return body, forced

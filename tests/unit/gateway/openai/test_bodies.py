@@ -218,7 +218,15 @@ def test_models_for_embeddings(given: dict[str, Any], expected: tuple[str, str] 
         return
     found = models.embedding_model("m", given)
     assert (found.input.name, found.output) == expected
-    assert models.is_usable("m", given)
+    assert models.is_listed("m", given) is ("parameters" in given)
+
+
+def test_listed_models() -> None:
+    """A classifier of texts is not listed."""
+    assert models.is_listed("m", config("text_input", "text_output"))
+    assert models.is_listed("m", config("text", "sentence_embedding:FP32"))
+    assert not models.is_listed("m", config("text", "scores:FP32"))
+    assert not models.is_listed("m", {})
 
 
 def test_optional_inputs_are_ignored_when_the_input_is_chosen() -> None:

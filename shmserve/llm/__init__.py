@@ -1,0 +1,1 @@
+"""What gateways and engines know of language models."""
