@@ -112,8 +112,8 @@ def lone(setting: Setting) -> list[Row]:
             ways = [Child(target, size=size, relay=way) for target, way in RELAYS[kind] for size in (60, 1024)]
             with call(url=getattr(server, link)) as caller, Team(ways) as relays:
                 parties = [bare, caller, *relays.children]
-                found = alternate(setting.rounds, *(_median(party, setting) for party in parties))
-            alone, whole, *trips = (median(values) for values in found)
+                result = alternate(setting.rounds, *(_median(party, setting) for party in parties))
+            alone, whole, *trips = (median(values) for values in result)
             trip = min(trips)
             named = [f"{way} {size} B {micros(t)}" for (way, size), t in zip(_labels(kind), trips, strict=True)]
             beside = f"{micros(whole)} whole, bare {micros(alone)}, over it {micros(whole - alone)}; " + ", ".join(
@@ -163,16 +163,16 @@ def ensemble(setting: Setting) -> list[Row]:
     """Three identities of 16 MiB in a row, as an ensemble: compared with one of them, three calls, and other sizes."""
     from bench.suites.ensemble import READ, SIZES, run_ensemble
 
-    found = run_ensemble(setting)
+    result = run_ensemble(setting)
     small, middle, large = SIZES
-    over = {size: found.ensemble[size] / found.one[size] for size in SIZES}
-    times = f"ensemble {micros(found.ensemble[middle])}, one step {micros(found.one[middle])}"
-    floor = _three_over_one("bare processes", found.bare) + _three_over_one("with the codec", found.coded)
-    calls = found.ensemble[middle] / found.calls[middle]
+    over = {size: result.ensemble[size] / result.one[size] for size in SIZES}
+    times = f"ensemble {micros(result.ensemble[middle])}, one step {micros(result.one[middle])}"
+    floor = _three_over_one("bare processes", result.bare) + _three_over_one("with the codec", result.coded)
+    calls = result.ensemble[middle] / result.calls[middle]
     shares = ", ".join(f"{size // MIB} MiB {over[size]:.2f}" for size in SIZES)
-    looks = f"64 MiB {micros(found.readers[READ[1]])}, 4 KiB {micros(found.readers[READ[0]])}"
-    readers = found.readers[READ[1]] / found.readers[READ[0]]
-    beside = f"three calls {micros(found.calls[middle])}, {times}"
+    looks = f"64 MiB {micros(result.readers[READ[1]])}, 4 KiB {micros(result.readers[READ[0]])}"
+    readers = result.readers[READ[1]] / result.readers[READ[0]]
+    beside = f"three calls {micros(result.calls[middle])}, {times}"
     return [
         Row("ensemble of 3 identities, 16 MiB, over one", over[middle], "x", at_most=1.3, beside=times + floor),
         Row("ensemble of 3 identities, over three calls", calls, "x", at_most=1.0, beside=beside),
@@ -232,13 +232,15 @@ def loading(setting: Setting) -> list[Row]:
     """
     from bench.suites.loading import run_loading
 
-    found = run_loading(setting)
-    other, own = (found.loads, found.loads_outside), (found.reloads, found.reloads_outside)
+    result = run_loading(setting)
+    other, own = (result.loads, result.loads_outside), (result.reloads, result.reloads_outside)
     unit = "x outside"
     return [
-        Row("p99 while another model loads", other[0].over(other[1]), unit, at_most=1.2, beside=found.compared(*other)),
-        Row("p99 while its own model reloads", own[0].over(own[1]), unit, beside=found.compared(*own)),
-        Row("failed while models load and reload", found.failed, "", at_most=0, beside=found.counted()),
+        Row(
+            "p99 while another model loads", other[0].over(other[1]), unit, at_most=1.2, beside=result.compared(*other)
+        ),
+        Row("p99 while its own model reloads", own[0].over(own[1]), unit, beside=result.compared(*own)),
+        Row("failed while models load and reload", result.failed, "", at_most=0, beside=result.counted()),
     ]
 
 
@@ -246,10 +248,10 @@ def soak(setting: Setting) -> list[Row]:
     """Mixed soak, 8 client processes: requests lost, answered twice or answered wrongly, and leaked resources."""
     from bench.soak.run import run_soak
 
-    found = run_soak(setting.repository("soak"), setting.soak_seconds)
-    bad = found.lost + found.twice + found.wrong
-    rows = [Row("soak: lost, answered twice, wrong", bad, "", at_most=0, beside=found.text())]
-    rows.append(Row("soak: left behind (processes, segments)", found.left, "", at_most=0))
+    result = run_soak(setting.repository("soak"), setting.soak_seconds)
+    bad = result.lost + result.twice + result.wrong
+    rows = [Row("soak: lost, answered twice, wrong", bad, "", at_most=0, beside=result.text())]
+    rows.append(Row("soak: left behind (processes, segments)", result.left, "", at_most=0))
     return rows
 
 
@@ -260,11 +262,11 @@ def hostile(setting: Setting) -> list[Row]:
     from bench.hostile.latency import run_latency
     from bench.hostile.run import run_hostile
 
-    found = run_hostile(setting.repository("hostile"), 200_000, setting.soak_seconds)
+    result = run_hostile(setting.repository("hostile"), 200_000, setting.soak_seconds)
     latency = run_latency(setting)
     first = "".join(latency.hostile.first[:1])
     return [
-        Row("hostile client: harm to the honest one", found.harm, "", at_most=0, beside=found.text()),
+        Row("hostile client: harm to the honest one", result.harm, "", at_most=0, beside=result.text()),
         Row(
             "p99 beside hostile clients, over burners",
             latency.hostile.over(latency.burning),

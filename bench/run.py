@@ -42,16 +42,16 @@ def take(names: list[str], setting: Setting) -> list[table.Row]:
         started, others = perf_counter(), processes.OtherLoad()
         print(f"... {name}", end="", flush=True, file=sys.stderr)
         try:
-            found = measures.ALL[name](setting)
+            result = measures.ALL[name](setting)
         except Exception as error:
             traceback.print_exc()
-            found = [table.Row(name, None, "", failed=f"{type(error).__name__}: {error}".splitlines()[0][:200])]
-        rows += found
+            result = [table.Row(name, None, "", failed=f"{type(error).__name__}: {error}".splitlines()[0][:200])]
+        rows += result
         noise = others.cores()
-        for row in found:
+        for row in result:
             row.others = noise
         print(f" {perf_counter() - started:.0f} s, others used {noise:.2f} cores meanwhile", file=sys.stderr)
-        print(table.plain(found), file=sys.stderr, flush=True)
+        print(table.plain(result), file=sys.stderr, flush=True)
     return rows
 
 

@@ -43,15 +43,15 @@ def measured(max_batch: int, delay_ms: int, rate: int, seconds: float = 20) -> R
     x, y = TensorSpec("x", "FP32", (16,)), TensorSpec("y", "FP32", (16,))
     policy = ModelPolicy("m", 1, max_batch, (x,), (y,), BatchPolicy(delay_ns=delay_ms * 1_000_000))
     model = SimModel(policy, (InstanceSpec("m_0"),), Affine(BATCH_NS, ROW_NS))
-    found = simulate(Plan((model,), (Load("m", Poisson(rate)),), seconds=seconds, seed=1)).models["m"]
+    result = simulate(Plan((model,), (Load("m", Poisson(rate)),), seconds=seconds, seed=1)).models["m"]
     return {
         "max_batch": max_batch,
         "delay_ms": delay_ms,
         "rate": rate,
-        "p50_ms": round(found.latency.quantile(0.5) / 1e6, 3),
-        "p99_ms": round(found.latency.quantile(0.99) / 1e6, 3),
-        "mean_batch": round(found.mean_batch, 2),
-        "busy": round(found.utilisation, 4),
+        "p50_ms": round(result.latency.quantile(0.5) / 1e6, 3),
+        "p99_ms": round(result.latency.quantile(0.99) / 1e6, 3),
+        "mean_batch": round(result.mean_batch, 2),
+        "busy": round(result.utilisation, 4),
     }
 
 
@@ -81,7 +81,7 @@ def saved() -> dict[str, list[dict[str, Any]]]:
 def plots(results: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
     """File name -> SVG."""
     size, delay = results["size"], results["delay"]
-    found = {
+    matches = {
         "batch-size-p99": lines(
             "p99 by rate", RATE, Axis("p99 in ms", log=True),
             series(size, lambda row: f"up to {row['max_batch']}", "rate", "p99_ms"),
@@ -99,7 +99,7 @@ def plots(results: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
             series(delay, lambda row: f"{row['delay_ms']} ms", "rate", "busy"),
         ),
     }  # fmt: skip
-    return {name: standalone(svg) for name, svg in found.items()}
+    return {name: standalone(svg) for name, svg in matches.items()}
 
 
 def main() -> None:

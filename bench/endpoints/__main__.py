@@ -146,14 +146,14 @@ class EndpointMeasures:
                 yield self.taken(text, partial(self.way, text, server, model, protocol, options))
 
     def way(self, text: str, server: Serving, model: str, protocol: str, options: list[str]) -> Row:
-        found = perf_analyzer.rows(self.tool, server, model, protocol, options, min(self.seconds, 0.9))
+        result = perf_analyzer.rows(self.tool, server, model, protocol, options, min(self.seconds, 0.9))
         expected = 2 if any(":" in option for option in options) else 1
-        silent = [ran for ran in found if not ran.server_us.get("model")]
-        failed = f"{len(silent)} of {len(found)} loads without times of the server" if silent else ""
-        if len(found) != expected:
-            failed = f"{len(found)} loads reported, not {expected}"
-        parts = "; ".join(f"{ran.per_s:,.0f}/s, {_parts(ran.server_us)}" for ran in found)
-        return Row(text, found[0].per_s, "/s", beside=f"server's own times: {parts}", failed=failed)
+        silent = [ran for ran in result if not ran.server_us.get("model")]
+        failed = f"{len(silent)} of {len(result)} loads without times of the server" if silent else ""
+        if len(result) != expected:
+            failed = f"{len(result)} loads reported, not {expected}"
+        parts = "; ".join(f"{ran.per_s:,.0f}/s, {_parts(ran.server_us)}" for ran in result)
+        return Row(text, result[0].per_s, "/s", beside=f"server's own times: {parts}", failed=failed)
 
     def compared(self, point: Point, server: Serving, other: Serving) -> Row:
         took: dict[str, list[Ran]] = {}
@@ -163,9 +163,9 @@ class EndpointMeasures:
             took.setdefault(at.name, []).append(ran)
             return ran.per_s
 
-        mine, theirs = alternate(self.rounds, lambda: party(server), lambda: party(other))
+        ours, theirs = alternate(self.rounds, lambda: party(server), lambda: party(other))
         beside = "; ".join(_summary(name, runs) for name, runs in took.items())
-        return Row(point.text, median(mine) / median(theirs), "of Triton", at_least=point.at_least, beside=beside)
+        return Row(point.text, median(ours) / median(theirs), "of Triton", at_least=point.at_least, beside=beside)
 
     # ------------------------------------------------------------------------------------ with Python clients
 
@@ -173,19 +173,19 @@ class EndpointMeasures:
         """The native client, and the best of Triton's, each at its own server."""
         common = {"model": model, "size": SIZES[model], "flight": FLIGHT}
         with (
-            Child("bench.endpoints.clients:native", url=server.lane, **common) as mine,
+            Child("bench.endpoints.clients:native", url=server.lane, **common) as ours,
             OtherPythonChild(str(self.python), "bench.endpoints.clients:tritonclient", http=other.http, grpc=other.grpc,
                       **common) as theirs,
         ):  # fmt: skip
-            yield self.taken(f"{model}, native", partial(self.many, model, mine, theirs))
-            yield self.taken(f"{model}, native", partial(self.lone, model, mine, theirs))
+            yield self.taken(f"{model}, native", partial(self.many, model, ours, theirs))
+            yield self.taken(f"{model}, native", partial(self.lone, model, ours, theirs))
 
     def asking(self, child: Child, way: str, answer: str) -> Callable[[], float]:
         return lambda: float(child.ask(seconds=self.seconds, way=way)[answer])
 
-    def many(self, model: str, mine: Child, theirs: Child) -> Row:
+    def many(self, model: str, ours: Child, theirs: Child) -> Row:
         parties = [
-            self.asking(mine, "many", "per_s"),
+            self.asking(ours, "many", "per_s"),
             *(self.asking(theirs, way, "per_s") for way in CONCURRENT_CLIENTS),
         ]
         rate, *others = (median(values) for values in alternate(self.rounds, *parties))
@@ -195,9 +195,9 @@ class EndpointMeasures:
         text = f"{model}, native AsyncClient, {FLIGHT} in flight"
         return Row(text, rate / max(others), "of Triton's best client", at_least=3.0, beside=beside)
 
-    def lone(self, model: str, mine: Child, theirs: Child) -> Row:
+    def lone(self, model: str, ours: Child, theirs: Child) -> Row:
         parties = [
-            self.asking(mine, "lone", "median_us"),
+            self.asking(ours, "lone", "median_us"),
             *(self.asking(theirs, way, "median_us") for way in SEQUENTIAL_CLIENTS),
         ]
         took, *others = (median(values) for values in alternate(self.rounds, *parties))
@@ -240,17 +240,17 @@ def main(argv: list[str]) -> int:
         return 2
     started = perf_counter()
     with tempfile.TemporaryDirectory(prefix="bench-") as work:
-        found = list(EndpointMeasures(chosen, Path(work)).rows())
-    print(table.plain(found))
+        result = list(EndpointMeasures(chosen, Path(work)).rows())
+    print(table.plain(result))
     print(f"{perf_counter() - started:.0f} s", file=sys.stderr)
     if (chosen.triton_python and not chosen.only and not chosen.quick) or chosen.save:
         shown = [word for word in argv if word not in (str(chosen.triton_python), str(chosen.perf_analyzer))]
         turns = "two of 1 s each, in turn" if chosen.quick else f"{chosen.rounds} of {chosen.seconds:g} s each, in turn"
-        loud = max((row.others for row in found), default=0.0)
+        loud = max((row.others for row in result), default=0.0)
         notes = {"others": f"used up to {loud:.2f} cores during a point", "turns": turns}
-        path = table.save(found, shlex.join(["python", "-m", "bench.endpoints", *shown]), notes, "-endpoints")
+        path = table.save(result, shlex.join(["python", "-m", "bench.endpoints", *shown]), notes, "-endpoints")
         print(f"kept in bench/results/{path.name}")
-    return 1 if any(row.verdict == "FAILED" for row in found) else 0
+    return 1 if any(row.verdict == "FAILED" for row in result) else 0
 
 
 if __name__ == "__main__":

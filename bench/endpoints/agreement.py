@@ -66,27 +66,27 @@ def by_bench(url: str, concurrency: int, seconds: float) -> Turn:
 
 def by_perf_analyzer(tool: Path, server: Serving, protocol: str, concurrency: int, seconds: float) -> Turn:
     options = ["--concurrency-range", str(concurrency)]
-    (found,) = perf_analyzer.rows(tool, server, MODEL, protocol, options, seconds)
-    return Turn(found.per_s, found.p50_us)
+    (result,) = perf_analyzer.rows(tool, server, MODEL, protocol, options, seconds)
+    return Turn(result.per_s, result.p50_us)
 
 
 def by_wrk(tool: str, address: str, concurrency: int, seconds: float, work: Path) -> Turn:
     data = [0.5] * ROW
     body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, ROW], "data": data}]}).encode()
     post = wrk.Post(f"http://{address}/v2/models/{MODEL}/infer", {"Content-Type": "application/json"}, body)
-    found = wrk.run(tool, post, concurrency, seconds, work)
-    return Turn(found.per_s, found.p50_us)
+    result = wrk.run(tool, post, concurrency, seconds, work)
+    return Turn(result.per_s, result.p50_us)
 
 
 def compared(what: str, found: Mapping[str, list[Turn]]) -> Iterator[Row]:
     """Throughput and median latency measured by bench, relative to the other tools."""
-    mine = found["bench"]
+    ours = found["bench"]
     for name, turns in found.items():
         if name == "bench":
             continue
         for metric, own, other in (
-            ("requests/s", [turn.per_s for turn in mine], [turn.per_s for turn in turns]),
-            ("p50", [turn.p50_us for turn in mine], [turn.p50_us for turn in turns]),
+            ("requests/s", [turn.per_s for turn in ours], [turn.per_s for turn in turns]),
+            ("p50", [turn.p50_us for turn in ours], [turn.p50_us for turn in turns]),
         ):
             a, b = median(own), median(other)
             shown = f"{a:,.0f} to {b:,.0f}" if metric != "p50" else f"{micros(a)} to {micros(b)}"
@@ -96,7 +96,7 @@ def compared(what: str, found: Mapping[str, list[Turn]]) -> Iterator[Row]:
 def rows(
     tool: Path | None, wrk_tool: str | None, delay_us: int, rounds: int, seconds: float, flights: list[int]
 ) -> list[Row]:
-    found: list[Row] = []
+    results: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         work = Path(folder)
         with ours(repository(work, delay_us)) as server:
@@ -111,8 +111,8 @@ def rows(
                     if wrk_tool is not None and protocol == "http":
                         takes["wrk"] = lambda n=flight: by_wrk(wrk_tool, server.http, n, seconds, work)  # type: ignore[misc]
                     if len(takes) > 1:
-                        found += compared(f"{protocol}, {flight} in flight", in_turn(rounds, takes))
-    return found
+                        results += compared(f"{protocol}, {flight} in flight", in_turn(rounds, takes))
+    return results
 
 
 def main(argv: list[str]) -> int:
@@ -136,9 +136,9 @@ def main(argv: list[str]) -> int:
             print(f"skipped: there is no {name}; {hint}", file=sys.stderr)
     if tool is None and wrk_tool is None:
         return 0
-    found = rows(tool, wrk_tool, chosen.delay_us, chosen.rounds, chosen.seconds, chosen.in_flight or [1, 8])
-    print(table.plain(found))
-    return 1 if any(row.verdict != "ok" for row in found) else 0
+    result = rows(tool, wrk_tool, chosen.delay_us, chosen.rounds, chosen.seconds, chosen.in_flight or [1, 8])
+    print(table.plain(result))
+    return 1 if any(row.verdict != "ok" for row in result) else 0
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def native(url: str, model: str, size: int, flight: int) -> Handler:
 
     async def many(seconds: float) -> float:
         async with AsyncClient(url) as connected:
-            return await _keep_asking(lambda: connected.infer(model, feed), lambda found: found["y"], seconds, flight)
+            return await _keep_asking(lambda: connected.infer(model, feed), lambda result: result["y"], seconds, flight)
 
     def handle(seconds: float, way: str) -> Answer:
         if way == "many":
@@ -80,17 +80,17 @@ def tritonclient(http: str, grpc: str, model: str, size: int, flight: int) -> Ha
 
     def made(kind: str, **options: Any) -> tuple[Any, Any, Any]:
         module = importlib.import_module(f"tritonclient.{kind}")
-        given = module.InferInput("x", list(x.shape), "FP32")
-        given.set_data_from_numpy(x)
+        provided = module.InferInput("x", list(x.shape), "FP32")
+        provided.set_data_from_numpy(x)
         wanted = module.InferRequestedOutput("y")
-        return module.InferenceServerClient(http if kind.startswith("http") else grpc, **options), given, wanted
+        return module.InferenceServerClient(http if kind.startswith("http") else grpc, **options), provided, wanted
 
     async def by_asyncio(kind: str, seconds: float) -> float:
-        client, given, wanted = made(kind)
+        client, provided, wanted = made(kind)
         try:
             return await _keep_asking(
-                lambda: client.infer(model, [given], outputs=[wanted]),
-                lambda found: found.as_numpy("y"),
+                lambda: client.infer(model, [provided], outputs=[wanted]),
+                lambda result: result.as_numpy("y"),
                 seconds,
                 flight,
             )
@@ -100,13 +100,13 @@ def tritonclient(http: str, grpc: str, model: str, size: int, flight: int) -> Ha
     def handle(seconds: float, way: str) -> Answer:
         if way.endswith(".aio"):
             return {"per_s": asyncio.run(by_asyncio(way, seconds))}
-        client, given, wanted = made(way.split()[0], **({"concurrency": flight} if "greenlets" in way else {}))
+        client, provided, wanted = made(way.split()[0], **({"concurrency": flight} if "greenlets" in way else {}))
         try:
             if way == "grpc callbacks":
-                return {"per_s": _by_callbacks(client, model, given, wanted, seconds, flight)}
+                return {"per_s": _by_callbacks(client, model, provided, wanted, seconds, flight)}
             if way == "http greenlets":
-                return {"per_s": _by_greenlets(client, model, given, wanted, seconds, flight)}
-            ask = lambda: client.infer(model, [given], outputs=[wanted]).as_numpy("y")  # noqa: E731
+                return {"per_s": _by_greenlets(client, model, provided, wanted, seconds, flight)}
+            ask = lambda: client.infer(model, [provided], outputs=[wanted]).as_numpy("y")  # noqa: E731
             return summary(durations(ask, seconds, warm=50))
         finally:
             client.close()
@@ -114,11 +114,11 @@ def tritonclient(http: str, grpc: str, model: str, size: int, flight: int) -> Ha
     return handle
 
 
-def _by_callbacks(client: Any, model: str, given: Any, wanted: Any, seconds: float, flight: int) -> float:
+def _by_callbacks(client: Any, model: str, provided: Any, wanted: Any, seconds: float, flight: int) -> float:
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def ask() -> None:
-        client.async_infer(model, [given], lambda result, error: answers.put(result), outputs=[wanted])
+        client.async_infer(model, [provided], lambda result, error: answers.put(result), outputs=[wanted])
 
     for _ in range(flight):
         ask()
@@ -133,13 +133,13 @@ def _by_callbacks(client: Any, model: str, given: Any, wanted: Any, seconds: flo
     return count / (now - start)
 
 
-def _by_greenlets(client: Any, model: str, given: Any, wanted: Any, seconds: float, flight: int) -> float:
-    waiting = deque(client.async_infer(model, [given], outputs=[wanted]) for _ in range(flight))
+def _by_greenlets(client: Any, model: str, provided: Any, wanted: Any, seconds: float, flight: int) -> float:
+    waiting = deque(client.async_infer(model, [provided], outputs=[wanted]) for _ in range(flight))
     count, start = 0, perf_counter()
     end = start + seconds
     while (now := perf_counter()) < end:
         waiting.popleft().get_result().as_numpy("y")
-        waiting.append(client.async_infer(model, [given], outputs=[wanted]))
+        waiting.append(client.async_infer(model, [provided], outputs=[wanted]))
         count += 1
     while waiting:
         waiting.popleft().get_result()

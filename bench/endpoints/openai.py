@@ -138,7 +138,7 @@ class OpenAiMeasures:
             )
             for what in ("request", "token"):
                 share = median(
-                    mine / theirs for mine, theirs in zip(getattr(cost, what), getattr(plain, what), strict=True)
+                    ours / theirs for ours, theirs in zip(getattr(cost, what), getattr(plain, what), strict=True)
                 )
                 limit = None if name == PLAIN else MOST
                 yield Row(f"{name}, gateway's time of a {what}", share, f"of {PLAIN}", at_most=limit, beside=beside)
@@ -193,10 +193,10 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as work, ours(repository(Path(work))) as server:
         measures = OpenAiMeasures(server, chosen.rounds, chosen.requests)
         try:
-            found = list(measures.rows())
+            result = list(measures.rows())
         finally:
             measures.close()
-    print(table.plain(found))
+    print(table.plain(result))
     return 0
 
 

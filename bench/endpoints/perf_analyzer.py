@@ -36,10 +36,10 @@ class Ran:
 def run(tool: Path, server: Serving, model: str, protocol: str, options: Sequence[str], seconds: float) -> Ran:
     """Run three windows, regardless of their spread; the results cover all of them."""
     before, count = server.busy(), server.answered(model)
-    (found, *_) = rows(tool, server, model, protocol, options, seconds)
+    (result, *_) = rows(tool, server, model, protocol, options, seconds)
     after, count = server.busy(), server.answered(model) - count
-    found.cpu_us = {part: (after[part] - before[part]) / max(1, count) * 1e6 for part in after}
-    return found
+    result.cpu_us = {part: (after[part] - before[part]) / max(1, count) * 1e6 for part in after}
+    return result
 
 
 def rows(tool: Path, server: Serving, model: str, protocol: str, options: Sequence[str], seconds: float) -> list[Ran]:
@@ -47,30 +47,30 @@ def rows(tool: Path, server: Serving, model: str, protocol: str, options: Sequen
     address = server.http if protocol == "http" else server.grpc
     if not address:
         raise RuntimeError(f"{server.name} has no door for {protocol}")
-    window, said = int(seconds * 1000 / WINDOWS), ""
+    window, output = int(seconds * 1000 / WINDOWS), ""
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "table.csv"
         for longer in (1, 6):  # a window without a completed request is an error to perf_analyzer
             command = [str(tool), "-m", model, "-u", address, "-i", protocol, "-p", str(window * longer),
                        "-r", str(WINDOWS), "-s", "999", "-f", str(table), *options]  # fmt: skip
-            code, said = _run(command)
+            code, output = _run(command)
             if table.exists():  # also written for a load reported as unstable, with code 2
                 with table.open() as opened:
                     return [_ran(row) for row in csv.DictReader(opened)]
-            if "No valid requests" not in said:
+            if "No valid requests" not in output:
                 break
-    raise RuntimeError(f"perf_analyzer ended with {code}: {' '.join(said.split()[-40:])}")
+    raise RuntimeError(f"perf_analyzer ended with {code}: {' '.join(output.split()[-40:])}")
 
 
 def _run(command: list[str]) -> tuple[int, str]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     resource.prlimit(process.pid, resource.RLIMIT_AS, (MEMORY, MEMORY))
     try:
-        said, _ = process.communicate(timeout=RUN_S)
+        output, _ = process.communicate(timeout=RUN_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        said = f"not done after {RUN_S} s\n{process.communicate()[0]}"
-    return process.returncode, said
+        output = f"not done after {RUN_S} s\n{process.communicate()[0]}"
+    return process.returncode, output
 
 
 def _ran(row: dict[str, str]) -> Ran:

@@ -96,10 +96,10 @@ class Serving:
         """Role -> processor time so far, in seconds."""
         named = {pid: part for part, pid in self.pids.items()}
         below = {pid for top in self.pids.values() for pid in descendants(top)}
-        found = dict.fromkeys([*self.pids, "model"], 0.0)
+        result = dict.fromkeys([*self.pids, "model"], 0.0)
         for pid in {*below, *named}:
-            found[named.get(pid, "model")] += procfs.usage(pid).cpu_seconds
-        return found
+            result[named.get(pid, "model")] += procfs.usage(pid).cpu_seconds
+        return result
 
     def answered(self, model: str) -> int:
         """Successful requests of the model since the start."""
@@ -128,9 +128,9 @@ def _command(pid: int) -> list[bytes]:
 
 
 def free_port() -> int:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return int(made.getsockname()[1])
+    with socket.socket() as created:
+        created.bind(("127.0.0.1", 0))
+        return int(created.getsockname()[1])
 
 
 @contextmanager
@@ -146,8 +146,8 @@ def triton(root: Path, python: Path, work: Path) -> Iterator[Serving]:
 
 def triton_command(root: Path, python: Path, work: Path, ports: Mapping[str, int]) -> tuple[list[str], dict[str, str]]:
     """The command, and what it needs in its environment."""
-    said = subprocess.run([str(python), "-c", _SITE], capture_output=True, text=True, check=True).stdout
-    site, libraries = map(Path, said.split())
+    output = subprocess.run([str(python), "-c", _SITE], capture_output=True, text=True, check=True).stdout
+    site, libraries = map(Path, output.split())
     inside = site / "pytriton" / "tritonserver"
     command = [str(inside / "bin" / "tritonserver"), f"--model-repository={root}", "--allow-gpu-metrics=false",
                f"--backend-directory={_backends(inside, python, work)}"]  # fmt: skip
@@ -167,7 +167,7 @@ def _backends(inside: Path, python: Path, work: Path) -> Path:
         [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
         capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
-    made = work / "backends" / "python"
-    shutil.copytree(inside / "backends" / "python", made)
-    shutil.copy2(inside / "python_backend_stubs" / version / "triton_python_backend_stub", made)
-    return made.parent
+    created = work / "backends" / "python"
+    shutil.copytree(inside / "backends" / "python", created)
+    shutil.copy2(inside / "python_backend_stubs" / version / "triton_python_backend_stub", created)
+    return created.parent

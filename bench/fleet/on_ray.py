@@ -51,12 +51,12 @@ def times(call: Callable[[], object], count: int) -> list[float]:
     """Milliseconds of each call, after some warm-up calls."""
     for _ in range(max(3, count // 10)):
         call()
-    found = []
+    results = []
     for _ in range(count):
         began = time.perf_counter()
         call()
-        found.append((time.perf_counter() - began) * 1e3)
-    return sorted(found)
+        results.append((time.perf_counter() - began) * 1e3)
+    return sorted(results)
 
 
 def shown(found: list[float]) -> str:
@@ -120,8 +120,8 @@ def arrays(place: Place, root: Path) -> None:
     rows = [("a copy of it (numpy)", f"{copy:.2f} ms")]
 
     def add(name: str, call: Callable[[], object], less: float) -> None:
-        found = median(times(call, BIG_CALLS))
-        rows.append((name, f"{found:.2f} ms, less that of a small one: {(found - less) / copy:.1f} copies"))
+        result = median(times(call, BIG_CALLS))
+        rows.append((name, f"{result:.2f} ms, less that of a small one: {(result - less) / copy:.1f} copies"))
 
     with Server(root) as server, server.client() as client:
         small = median(times(lambda: client.infer("same", {"x": x[:, :16]}), CALLS))
@@ -265,15 +265,15 @@ def offline(place: Place, root: Path) -> None:
         rates: dict[str, list[float]] = {"bare": [], "served": []}
         rows = []
         for name, actor, argument in (("bare", Bare, file), ("served", Served, folder)) * 2:
-            found = data.map_batches(
+            result = data.map_batches(
                 actor,
                 fn_constructor_args=(str(argument),),
                 batch_size=share,
                 compute=ray.data.ActorPoolStrategy(size=1),
                 num_cpus=1,
             ).to_pandas()
-            assert len(found) == count
-            half = found[count // 4 :]
+            assert len(result) == count
+            half = result[count // 4 :]
             rates[name].append(1 / half["cpu"].mean())
             rows.append((name, f"{rates[name][-1]:.0f} rows per core and second, {1 / half['wall'].mean():.0f} rows/s"))
         rows.append(("served / bare, per core", f"{sum(rates['served']) / sum(rates['bare']):.2f}"))

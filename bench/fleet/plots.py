@@ -15,10 +15,10 @@ SHARE = Axis("load", lambda value: f"{value:.0%}", from_zero=False)
 
 
 def series(rows: Rows, name: Callable[[dict[str, Any]], str], x: str, y: str) -> list[Series]:
-    found: dict[str, list[tuple[float, float]]] = {}
+    results: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        found.setdefault(name(row), []).append((row[x], row[y]))
-    return [Series(name, points) for name, points in found.items()]
+        results.setdefault(name(row), []).append((row[x], row[y]))
+    return [Series(name, points) for name, points in results.items()]
 
 
 def over_time(rows: Rows, name: Callable[[dict[str, Any]], str]) -> list[Series]:
@@ -30,7 +30,7 @@ def plots(results: dict[str, Rows]) -> dict[str, str]:
     seconds = Axis("seconds, when requests were sent")
     shown = [row for row in results["reports"] if row["policy"] == "least" or row["gpus"] == GPUS[1]]
     ends = [row for row in results["zone"] if row["gpus"] in (GPUS[0], GPUS[-1])]
-    found = {
+    matches = {
         "load": lines(
             f"p99 by load, {GPUS[1]:,} GPUs", SHARE, P99,
             series(results["load"], lambda row: row["policy"], "load", "p99_ms"),
@@ -56,4 +56,4 @@ def plots(results: dict[str, Rows]) -> dict[str, str]:
             over_time(results["scaling"], lambda row: f"starts in {row['start_s']} s"),
         ),
     }  # fmt: skip
-    return {name: standalone(svg) for name, svg in found.items()}
+    return {name: standalone(svg) for name, svg in matches.items()}

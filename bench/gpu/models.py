@@ -77,9 +77,9 @@ def chain(
     """An ensemble with the input x and the output y. `names`: those of the steps' tensors."""
     tensors = ["x", *(f"t{number}" for number in range(1, len(steps))), "y"]
     parts = [
-        f'step [ {{ model_name: "{step}" model_version: -1 input_map {{ key: "{names[0]}" value: "{given}" }} '
-        f'output_map {{ key: "{names[1]}" value: "{made}" }} }} ]'
-        for step, given, made in zip(steps, tensors, tensors[1:], strict=False)
+        f'step [ {{ model_name: "{step}" model_version: -1 input_map {{ key: "{names[0]}" value: "{provided}" }} '
+        f'output_map {{ key: "{names[1]}" value: "{created}" }} }} ]'
+        for step, provided, created in zip(steps, tensors, tensors[1:], strict=False)
     ]
     (root / name / "1").mkdir(parents=True)
     (root / name / "config.pbtxt").write_text(

@@ -76,8 +76,8 @@ def engine(model: str, shape: list[int], device: str) -> Handler:
 
     def handle(seconds: float, batch: int) -> Answer:
         if batch not in batches:
-            made = torch.randn(batch, *shape)
-            batches[batch] = made.pin_memory() if pinned else made
+            created = torch.randn(batch, *shape)
+            batches[batch] = created.pin_memory() if pinned else created
         x = batches[batch]
         with torch.inference_mode():
             taken = summary(durations(lambda: program(x.to(on, non_blocking=True)).cpu(), seconds))
@@ -138,8 +138,8 @@ def lone(url: str, requests: dict[str, list[Any]]) -> Handler:
 
     def handle(seconds: float, name: str) -> Answer:
         model, feed, expected = feeds[name]
-        found = client.infer(model, feed)["y"][-1]
-        assert found == expected, f"{model} answered {found} instead of {expected}"
+        result = client.infer(model, feed)["y"][-1]
+        assert result == expected, f"{model} answered {result} instead of {expected}"
         return summary(durations(lambda: client.infer(model, feed)["y"], seconds, warm=20))
 
     return handle
@@ -165,8 +165,8 @@ def on_device(url: str, elements: int) -> Handler:
     def handle(model: str, more: float, count: int) -> Answer:
         for _ in range(count):
             client.infer(model, {"x": x}, outputs={"y": y})
-        found = y.numpy()
-        assert (found == 3 + more).all(), f"{model} answered {found[:4]}"
+        result = y.numpy()
+        assert (result == 3 + more).all(), f"{model} answered {result[:4]}"
         return {}
 
     return handle
@@ -199,19 +199,19 @@ def stream(url: str, shape: list[int], names: list[str], flight: int) -> Handler
     from shmserve import Client
 
     client = Client(url)
-    random, (given, made) = np.random.default_rng(2), names
+    random, (provided, created) = np.random.default_rng(2), names
     feeds = []
     for _ in range(min(flight, 16)):
         x = client.empty((1, *shape), "float32")
         x[...] = random.standard_normal(x.shape, np.float32)
-        feeds.append({given: x})
+        feeds.append({provided: x})
 
     def handle(seconds: float, model: str, flight: int) -> Answer:
         out = deque(client.submit(model, feeds[number % len(feeds)]) for number in range(flight))
         taken: list[float] = []
         began = perf_counter()
         while (now := perf_counter()) < began + seconds:
-            out.popleft().result()[made]
+            out.popleft().result()[created]
             out.append(client.submit(model, feeds[len(taken) % len(feeds)]))
             taken.append(now)
         while out:

@@ -33,10 +33,10 @@ class GpuSetting(Setting):
 
 
 def gpu() -> Gpu:
-    found = discover()
-    if not found.found:
-        raise Skipped(f"no GPU{': ' + found.why if found.why else ''}")
-    return found.found[0]
+    result = discover()
+    if not result.found:
+        raise Skipped(f"no GPU{': ' + result.why if result.why else ''}")
+    return result.found[0]
 
 
 def need_cupy() -> None:
@@ -92,8 +92,8 @@ class Busy:
 
     def text(self) -> str:
         """Since the last call."""
-        found = self._samples()
-        return f"GPU busy {mean(found):.0f} %" if found else "GPU busy unknown"
+        result = self._samples()
+        return f"GPU busy {mean(result):.0f} %" if result else "GPU busy unknown"
 
     def close(self) -> None:
         self._nvml.nvmlShutdown()
@@ -104,20 +104,20 @@ def facts() -> dict[str, str]:
     from bench.lib.table import version_of
 
     try:
-        found = gpu()
+        result = gpu()
     except Skipped as error:
         return {"gpu": str(error)}
     nvml: Any = importlib.import_module("pynvml")
     nvml.nvmlInit()
     try:
         driver, cuda = nvml.nvmlSystemGetDriverVersion(), nvml.nvmlSystemGetCudaDriverVersion()
-        memory = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(found.ordinal)).total
+        memory = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(result.ordinal)).total
     finally:
         nvml.nvmlShutdown()
     packages = ("torch", "cupy-cuda13x", "cupy-cuda12x", "nvidia-ml-py", "onnxruntime-gpu", "tensorrt")
     installed = ", ".join(f"{name} {version}" for name in packages if (version := version_of(name)))
     return {
-        "gpu": f"{found.name}, {memory / 2**30:.0f} GiB",
+        "gpu": f"{result.name}, {memory / 2**30:.0f} GiB",
         "driver": f"{driver}, CUDA {cuda // 1000}.{cuda % 1000 // 10}",
         "gpu packages": installed or "none",
     }

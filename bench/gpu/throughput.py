@@ -68,17 +68,17 @@ def resnet(setting: GpuSetting) -> list[Row]:
                 name = f"{model} {flight}"
                 parties[name] = party(name, client, model=model, flight=flight)
         in_turn(1, parties)  # engines optimise a program during its first runs
-        found = {name: median(values) for name, values in in_turn(setting.rounds, parties).items()}
+        results = {name: median(values) for name, values in in_turn(setting.rounds, parties).items()}
     batches = ", ".join(f"{batch}: {rate:,.0f}/s" for batch, rate in rates.items())
     rows = []
-    for name, rate in found.items():
+    for name, rate in results.items():
         model, _, number = name.partition(" ")
         if model == "bare":
             continue
         title = f"ResNet-50 size, {number} in flight, {KINDS[model]}"
-        beside = f"{rate:,.0f}/s, {shown[name]}; bare {found['bare']:,.0f}/s at batch {best}, {shown['bare']}"
+        beside = f"{rate:,.0f}/s, {shown[name]}; bare {results['bare']:,.0f}/s at batch {best}, {shown['bare']}"
         goal = 0.97 if name == f"batched {max(FLIGHTS)}" else None
-        rows.append(Row(title, rate / found["bare"], "of bare", at_least=goal, beside=beside))
+        rows.append(Row(title, rate / results["bare"], "of bare", at_least=goal, beside=beside))
     rows[0].beside += f"; bare by batch {batches}"
     return rows
 
@@ -129,14 +129,14 @@ def overlap(setting: GpuSetting) -> list[Row]:
             arguments = {"model": str(file), "batch": batch, "shape": shape, "device": setting.device}
             bare = stack.enter_context(Child("bench.gpu.parties:streams", **arguments))
             parties |= {f"streams {count}": _rate(bare, setting, count=count) for count in (1, 2, 4)}
-        found = {name: median(values) for name, values in in_turn(setting.rounds, parties).items()}
+        results = {name: median(values) for name, values in in_turn(setting.rounds, parties).items()}
     if setting.device != "cpu":
-        one, two, four = (found[f"streams {count}"] for count in (1, 2, 4))
+        one, two, four = (results[f"streams {count}"] for count in (1, 2, 4))
         beside = f"one {one:,.0f}/s, two {two:,.0f}/s, four {four:,.0f}/s; batches of {batch}"
         rows.append(Row("two streams over one, bare", two / one, "x", beside=beside))
     for name, title in (("overlapping", "overlapping batches over serial ones"), ("two", "two instances over one")):
-        beside = f"{found['serial']:,.0f}/s, {found[name]:,.0f}/s, {LARGEST} in flight"
-        rows.append(Row(title, found[name] / found["serial"], "x", beside=beside))
+        beside = f"{results['serial']:,.0f}/s, {results[name]:,.0f}/s, {LARGEST} in flight"
+        rows.append(Row(title, results[name] / results["serial"], "x", beside=beside))
     return rows
 
 

@@ -77,7 +77,7 @@ def _copies(setting: GpuSetting, name: str, make: Step) -> list[Row]:
     for count in (2, 3):
         gpu_models.chain(repository, f"chain{count}", STEP_NAMES[:count], [ELEMENTS], [ELEMENTS], tensors)
     path = os.pathsep.join(filter(None, (str(RECORDER), os.environ.get("PYTHONPATH"))))
-    found: dict[int, Counter[str]] = {}
+    results: dict[int, Counter[str]] = {}
     with (
         environment(PYTHONPATH=path, SHMSERVE_MODEL_COPIES=str(journal)),
         serving(repository, "--exit-on-error", "true") as server,
@@ -88,11 +88,11 @@ def _copies(setting: GpuSetting, name: str, make: Step) -> list[Row]:
             for file in journal.iterdir():
                 file.write_text("")
             client.ask(model=f"chain{count}", more=count, count=COUNTED)
-            found[count] = recorded(journal)
-    added = found[3] - found[2]
+            results[count] = recorded(journal)
+    added = results[3] - results[2]
     kinds = ", ".join(f"{KINDS[kind]} {added[kind] / COUNTED:g}" for kind in sorted(added) if kind in KINDS)
-    whole = sum(found[3].values()) / COUNTED
-    beside = f"{kinds or 'none'}; three steps {whole:g}, two {sum(found[2].values()) / COUNTED:g}, 1 MiB each"
+    whole = sum(results[3].values()) / COUNTED
+    beside = f"{kinds or 'none'}; three steps {whole:g}, two {sum(results[2].values()) / COUNTED:g}, 1 MiB each"
     return [Row(title, sum(added.values()) / COUNTED, "", at_most=0, beside=beside)]
 
 
@@ -127,15 +127,15 @@ def hand_over(setting: GpuSetting) -> list[Row]:
     ):
         parties = {name: _median(client, setting, name=name) for name in requests}
         times = in_turn(setting.rounds, {**parties, "bare": _median(bare, setting)})
-    found = {name: median(values) for name, values in times.items()}
+    results = {name: median(values) for name, values in times.items()}
     size = f"{setting.mib} MiB"
     rows = []
     for name, what in (("client", "client to model"), ("steps", "step to step")):
-        beside = f"{micros(found[name])} whole, with 8 KiB {micros(found[f'{name}, small'])}"
-        beside += f"; bare cudaMemcpyAsync within the device {micros(found['bare'])}"
+        beside = f"{micros(results[name])} whole, with 8 KiB {micros(results[f'{name}, small'])}"
+        beside += f"; bare cudaMemcpyAsync within the device {micros(results['bare'])}"
         if name == "client":
-            beside += f"; from the host {micros(found['client, host'])}"
-        value = found[name] - found[f"{name}, small"]
+            beside += f"; from the host {micros(results['client, host'])}"
+        value = results[name] - results[f"{name}, small"]
         rows.append(Row(f"hand-over of {size} on the GPU, {what}", value, "us", at_most=100.0, beside=beside))
     return rows
 
@@ -183,12 +183,12 @@ def _through_the_server(setting: GpuSetting, size: int) -> list[Row]:
     ):
         parties = {"large": _shape(client, setting, 0), "small": _shape(client, setting, 1)}
         times = in_turn(setting.rounds, {**parties, "bare": _median(bare, setting)})
-    found = {name: median(values) for name, values in times.items()}
-    sent = found["large"] - found["small"]
-    beside = f"{size / sent / 1e3:.1f} GB/s, pinned {size / found['bare'] / 1e3:.1f} GB/s"
-    beside += f"; request {micros(found['large'])}, of 64 B {micros(found['small'])}; {gpu().name}"
+    results = {name: median(values) for name, values in times.items()}
+    sent = results["large"] - results["small"]
+    beside = f"{size / sent / 1e3:.1f} GB/s, pinned {size / results['bare'] / 1e3:.1f} GB/s"
+    beside += f"; request {micros(results['large'])}, of 64 B {micros(results['small'])}; {gpu().name}"
     name = "a client's segment to the device, PyTorch"
-    return [Row(name, found["bare"] / sent, "of pinned", at_least=0.95, beside=beside)]
+    return [Row(name, results["bare"] / sent, "of pinned", at_least=0.95, beside=beside)]
 
 
 def _shape(child: Child, setting: GpuSetting, number: int) -> Callable[[], float]:

@@ -133,7 +133,7 @@ def honest(url: str, model: str) -> Handler:
     client = Client(url)
 
     def handle(seconds: float) -> Answer:
-        found: dict[str, Any] = {"right": 0, "wrong": 0, "examples": []}
+        results: dict[str, Any] = {"right": 0, "wrong": 0, "examples": []}
         rng = np.random.default_rng(5)
         end = perf_counter() + seconds
         while perf_counter() < end:
@@ -143,10 +143,10 @@ def honest(url: str, model: str) -> Handler:
                 text = "" if good else f"other bytes for {x.shape}"
             except ServeError as error:
                 good, text = False, f"{type(error).__name__}: {error}"
-            found["right" if good else "wrong"] += 1
-            if not good and len(found["examples"]) < 3:
-                found["examples"].append(text)
-        return found
+            results["right" if good else "wrong"] += 1
+            if not good and len(results["examples"]) < 3:
+                results["examples"].append(text)
+        return results
 
     return handle
 

@@ -48,7 +48,7 @@ def run_latency(setting: Setting) -> LatencyResult:
     path, repository = setting.onnx("mlp"), setting.repository("latency")
     models.write(repository, "mlp", models.onnx_model(models.MLP_SHAPE, 64, 32), {"model.onnx": path})
     models.write(repository, "identity", models.identity(max_batch=8), {})
-    found, seconds = LatencyResult(), setting.seconds * TURN
+    result, seconds = LatencyResult(), setting.seconds * TURN
     with ExitStack() as stack:
         server = stack.enter_context(serving(repository))
         caller = stack.enter_context(
@@ -71,7 +71,7 @@ def run_latency(setting: Setting) -> LatencyResult:
             for child, order in orders.items():
                 child.tell(seconds=seconds, **order)
             latency = caller.ask(seconds=seconds)
-            found.packets += sum(child.answer().get("sent", 0) for child in orders)
+            result.packets += sum(child.answer().get("sent", 0) for child in orders)
             took = perf_counter() - start
             party.busy.append(sum((busy_seconds(pid) - was) / took for pid, was in zip(pids, before, strict=True)))
             party.p50_us.append(latency["median_us"])
@@ -83,21 +83,21 @@ def run_latency(setting: Setting) -> LatencyResult:
             return courses
 
         for _ in range(setting.rounds):
-            usual = turn(found.nothing, {})
-            courses = turn(found.hostile, {child: {"count": 1 << 40} for child in attacks})
+            usual = turn(result.nothing, {})
+            courses = turn(result.hostile, {child: {"count": 1 << 40} for child in attacks})
             over = {thread: beyond(course, usual.get(thread, [])) for thread, course in courses.items()}
             of_server = [[over[thread] for thread in over if int(thread.split()[0]) == pid] for pid in serving_pids]
             of_attacks = [course for thread, course in over.items() if int(thread.split()[0]) not in serving_pids]
             orders = _handed_out(burners, of_attacks, seconds)
             orders |= _handed_out(apart, [together(threads) for threads in of_server if threads], seconds)
-            turn(found.burning, orders)
-    return found
+            turn(result.burning, orders)
+    return result
 
 
 def _handed_out(burners: list[Child], courses: list[Course], seconds: float) -> dict[Child, dict[str, Any]]:
-    found = [course for course in courses if course[-1][1] > LEAST_SHARE * seconds]
-    assert len(found) <= len(burners), f"{len(found)} took part"
-    return {child: {"course": course} for child, course in zip(burners, found, strict=False)}
+    results = [course for course in courses if course[-1][1] > LEAST_SHARE * seconds]
+    assert len(results) <= len(burners), f"{len(results)} took part"
+    return {child: {"course": course} for child, course in zip(burners, results, strict=False)}
 
 
 def _attack(link: str, path: str) -> Child:

@@ -14,9 +14,39 @@ import msgpack
 
 from shmserve.protocol import messages
 
-ODD_NUMBERS = (0, 1, -1, 2, 5, 4096, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 1.5, True)
-ODD_NAMES = ("", "x", "y", "model", "nobody", "n" * 128, "n" * 129, "n" * 300, "../../etc", "a\nb", "\x00", "é" * 90)
-ODD_TYPES = ("FP32", "INT64", "BYTES", "BOOL", "fp32", "", "FLOAT999", None, 7)
+INVALID_NUMBERS = (
+    0,
+    1,
+    -1,
+    2,
+    5,
+    4096,
+    2**31,
+    2**32 - 1,
+    2**32,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+    -(2**63),
+    1.5,
+    True,
+)
+INVALID_NAMES = (
+    "",
+    "x",
+    "y",
+    "model",
+    "nobody",
+    "n" * 128,
+    "n" * 129,
+    "n" * 300,
+    "../../etc",
+    "a\nb",
+    "\x00",
+    "é" * 90,
+)
+INVALID_TYPES = ("FP32", "INT64", "BYTES", "BOOL", "fp32", "", "FLOAT999", None, 7)
 
 
 class PacketGenerator:
@@ -75,21 +105,25 @@ class PacketGenerator:
 
     # ------------------------------------------------------------------------------------ messages
 
-    def _odd(self, good: Any, odd: tuple[Any, ...], share: float = 0.15) -> Any:
-        return self.random.choice(odd) if self.random.random() < share else good
+    def _maybe_invalid(self, good: Any, invalid: tuple[Any, ...], share: float = 0.15) -> Any:
+        return self.random.choice(invalid) if self.random.random() < share else good
 
     def _number(self) -> Any:
-        return self._odd(self.random.getrandbits(self.random.choice((3, 12, 31, 63))), ODD_NUMBERS)
+        return self._maybe_invalid(self.random.getrandbits(self.random.choice((3, 12, 31, 63))), INVALID_NUMBERS)
 
     def _handle(self) -> Any:
-        segment = self._odd(
+        segment = self._maybe_invalid(
             self.owner << messages.OWNER_SHIFT | 1, (0, 1, 1 << 32 | 1, 2 << 32 | 1, self._number()), 0.4
         )
-        return [segment, self._odd(0, (*ODD_NUMBERS, 64, 100), 0.4), self._odd(64, ODD_NUMBERS, 0.4)]
+        return [
+            segment,
+            self._maybe_invalid(0, (*INVALID_NUMBERS, 64, 100), 0.4),
+            self._maybe_invalid(64, INVALID_NUMBERS, 0.4),
+        ]
 
     def _tensor_of(self) -> Any:
-        width = self._odd(4, (0, 1, 16, 1024), 0.3)
-        shape: Any = self._odd(
+        width = self._maybe_invalid(4, (0, 1, 16, 1024), 0.3)
+        shape: Any = self._maybe_invalid(
             [1, width], ([], [width], [-1, width], [9, 4], [1] * 33, [2**62, 4], [1, 2**63 - 1], "x")
         )
         data: Any = bytes(4 * width)
@@ -97,50 +131,59 @@ class PacketGenerator:
         if roll < 0.3:
             data = [self._handle() for _ in range(self.random.choice((1, 1, 2, 40)))]
         elif roll < 0.4:
-            data = self._odd(0, (*ODD_NUMBERS, b"short", b"b" * 5000, None, {}), 0.7)
-        return [self._odd(self._tensor, ODD_NAMES), self._odd("FP32", ODD_TYPES), shape, data]
+            data = self._maybe_invalid(0, (*INVALID_NUMBERS, b"short", b"b" * 5000, None, {}), 0.7)
+        return [
+            self._maybe_invalid(self._tensor, INVALID_NAMES),
+            self._maybe_invalid("FP32", INVALID_TYPES),
+            shape,
+            data,
+        ]
 
     def _infer(self) -> Any:
         self._request += 1
-        inputs: Any = [self._tensor_of() for _ in range(self._odd(1, (0, 2, 3, 40, 300), 0.1))]
-        wanted: Any = self._odd(None, ([["y"]], [["y", self._handle()]], [["nothing"]], [["y"]] * 300, 5), 0.2)
-        options: Any = self._odd(
+        inputs: Any = [self._tensor_of() for _ in range(self._maybe_invalid(1, (0, 2, 3, 40, 300), 0.1))]
+        wanted: Any = self._maybe_invalid(
+            None, ([["y"]], [["y", self._handle()]], [["nothing"]], [["y"]] * 300, 5), 0.2
+        )
+        options: Any = self._maybe_invalid(
             None, ({"priority": self._number()}, {"sequence": 5}, {"unknown": 1}, {"parameters": {"a": []}}, []), 0.2
         )
         fields = [
-            self._odd(self._request, ODD_NUMBERS, 0.05),
-            self._odd(self._model, ODD_NAMES, 0.08),
-            self._odd(0, ODD_NUMBERS, 0.05),
-            self._odd(inputs, (5, None, [[]], {}), 0.05),
+            self._maybe_invalid(self._request, INVALID_NUMBERS, 0.05),
+            self._maybe_invalid(self._model, INVALID_NAMES, 0.08),
+            self._maybe_invalid(0, INVALID_NUMBERS, 0.05),
+            self._maybe_invalid(inputs, (5, None, [[]], {}), 0.05),
             wanted,
-            self._odd(0, (1, 100, *ODD_NUMBERS)),
+            self._maybe_invalid(0, (1, 100, *INVALID_NUMBERS)),
             options,
         ]
         return [7, *fields[: self.random.choice((7, 7, 7, 4, 2))]]
 
     def _infer_batch(self) -> Any:
-        count = self._odd(self.random.choice((1, 2, 5, 64)), (0, 65, 1024, 1025), 0.1)
-        width = self._odd(4, (0, 1, 16), 0.2)
-        forms: Any = [[self._odd(self._tensor, ODD_NAMES), self._odd("FP32", ODD_TYPES), [width]]]
-        forms *= self._odd(1, (0, 2, 40, 300), 0.05)
+        count = self._maybe_invalid(self.random.choice((1, 2, 5, 64)), (0, 65, 1024, 1025), 0.1)
+        width = self._maybe_invalid(4, (0, 1, 16), 0.2)
+        forms: Any = [
+            [self._maybe_invalid(self._tensor, INVALID_NAMES), self._maybe_invalid("FP32", INVALID_TYPES), [width]]
+        ]
+        forms *= self._maybe_invalid(1, (0, 2, 40, 300), 0.05)
         numbers: list[Any] = []
         for _ in range(count):
             self._request += 1
-            numbers.append(self._odd(self._request, ODD_NUMBERS, 0.02))
-        rows: list[Any] = [self._odd(1, (0, 2, 9, *ODD_NUMBERS), 0.02) for _ in range(count)]
+            numbers.append(self._maybe_invalid(self._request, INVALID_NUMBERS, 0.02))
+        rows: list[Any] = [self._maybe_invalid(1, (0, 2, 9, *INVALID_NUMBERS), 0.02) for _ in range(count)]
         data: list[Any] = [[bytes(4 * width)] * len(forms) for _ in range(count)]
         if data and self.random.random() < 0.3:
             data[self.random.randrange(count)] = self.random.choice(
                 ([], [b"short"], [b"", b""], [b"b" * 5000], [[self._handle()]], b"bytes", None, 5)
             )
-        columns: list[Any] = [self._odd(forms, (5, None, [[]], {}), 0.05), numbers, rows, data]
+        columns: list[Any] = [self._maybe_invalid(forms, (5, None, [[]], {}), 0.05), numbers, rows, data]
         if self.random.random() < 0.1:
             columns[self.random.randrange(4)] = self.random.choice((numbers, rows, data))[1:]
         fields = [
-            self._odd(self._model, ODD_NAMES, 0.08),
-            self._odd(0, ODD_NUMBERS, 0.05),
-            self._odd(columns, (columns[:3], [], None, "x"), 0.05),
-            self._odd(0, (1, 100, *ODD_NUMBERS)),
+            self._maybe_invalid(self._model, INVALID_NAMES, 0.08),
+            self._maybe_invalid(0, INVALID_NUMBERS, 0.05),
+            self._maybe_invalid(columns, (columns[:3], [], None, "x"), 0.05),
+            self._maybe_invalid(0, (1, 100, *INVALID_NUMBERS)),
         ]
         return [12, *fields[: self.random.choice((4, 4, 3, 2))]]
 
@@ -148,25 +191,45 @@ class PacketGenerator:
         return [3, [self._handle() for _ in range(self.random.choice((1, 1, 5, 300)))]]
 
     def _cancel(self) -> Any:
-        return [8, self._odd(self._request, ODD_NUMBERS)]
+        return [8, self._maybe_invalid(self._request, INVALID_NUMBERS)]
 
     def _map(self) -> Any:
-        segment = self._odd(self.owner << messages.OWNER_SHIFT | self.random.randint(1, 40), (self._number(), 1), 0.2)
-        name = self._odd(None, (*ODD_NAMES, "/shmserve-00", "/dev/null"), 0.3)
-        return [1, segment, self._odd(4096, ODD_NUMBERS, 0.3), name, ""]
+        segment = self._maybe_invalid(
+            self.owner << messages.OWNER_SHIFT | self.random.randint(1, 40), (self._number(), 1), 0.2
+        )
+        name = self._maybe_invalid(None, (*INVALID_NAMES, "/shmserve-00", "/dev/null"), 0.3)
+        return [1, segment, self._maybe_invalid(4096, INVALID_NUMBERS, 0.3), name, ""]
 
     def _unmap(self) -> Any:
-        return [2, self._odd(self.owner << messages.OWNER_SHIFT | self.random.randint(1, 40), ODD_NUMBERS)]
+        return [
+            2,
+            self._maybe_invalid(self.owner << messages.OWNER_SHIFT | self.random.randint(1, 40), INVALID_NUMBERS),
+        ]
 
     def _ask(self) -> Any:
-        what = self._odd("statistics", ("live", "ready", "models", "metadata", "config", "nothing", 5, "q" * 300), 0.7)
-        return [9, self._number(), what, self._odd(self._model, ODD_NAMES, 0.3), self._odd(0, ODD_NUMBERS), b""]
+        what = self._maybe_invalid(
+            "statistics", ("live", "ready", "models", "metadata", "config", "nothing", 5, "q" * 300), 0.7
+        )
+        return [
+            9,
+            self._number(),
+            what,
+            self._maybe_invalid(self._model, INVALID_NAMES, 0.3),
+            self._maybe_invalid(0, INVALID_NUMBERS),
+            b"",
+        ]
 
     def _ping(self) -> Any:
         return [self.random.choice((4, 5)), self._number()]
 
     def _hello(self) -> Any:
-        return [6, self._odd(1, ODD_NUMBERS), os.getpid(), self._odd("again", ODD_NAMES), self._odd("memfd", ("", "x"))]
+        return [
+            6,
+            self._maybe_invalid(1, INVALID_NUMBERS),
+            os.getpid(),
+            self._maybe_invalid("again", INVALID_NAMES),
+            self._maybe_invalid("memfd", ("", "x")),
+        ]
 
     def _stray(self) -> Any:
         """A message of the opposite direction, of the broker's links to workers, or of an unknown type."""
@@ -178,4 +241,4 @@ class PacketGenerator:
             return [self._tree(depth - 1) for _ in range(self.random.randint(0, 5))]
         if depth and roll < 0.6:
             return {str(number): self._tree(depth - 1) for number in range(3)}
-        return self.random.choice((*ODD_NUMBERS, *ODD_NAMES, None, b"bytes"))
+        return self.random.choice((*INVALID_NUMBERS, *INVALID_NAMES, None, b"bytes"))

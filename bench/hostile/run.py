@@ -61,14 +61,14 @@ class ServerSnapshot:
 
     def leftovers(self, before: ServerSnapshot) -> list[str]:
         """Resources that did not exist before."""
-        found = []
+        results = []
         if self.workers != before.workers:
-            found.append(f"{len(self.workers ^ before.workers)} worker processes ended or started")
+            results.append(f"{len(self.workers ^ before.workers)} worker processes ended or started")
         if more := self.descriptors - before.descriptors:
-            found.append(f"descriptors more than before: {dict(more)}")
+            results.append(f"descriptors more than before: {dict(more)}")
         if more_segments := self.segments - before.segments:
-            found.append(f"{len(more_segments)} segments more than before")
-        return found
+            results.append(f"{len(more_segments)} segments more than before")
+        return results
 
 
 def write_repository(root: Path) -> None:
@@ -98,7 +98,7 @@ def compare(server: Served, before: ServerSnapshot, seconds: float = SETTLE) -> 
 
 def run_hostile(repository: Path, count: int, seconds: float, links: tuple[str, ...] = ("lane", "zmq")) -> Hostile:
     write_repository(repository)
-    found = Hostile()
+    result = Hostile()
     # otherwise the client would soon be disconnected permanently
     with serving(repository, "--limit", "client_errors=0") as server:
         broker = server.broker_pid()
@@ -121,16 +121,16 @@ def run_hostile(repository: Path, count: int, seconds: float, links: tuple[str, 
             worse += [line for line in server.log().splitlines() if INTERNAL_ERROR in line][:5]
             after = honest.ask(seconds=0.5)[0]
     for link, answer in zip(links, answers, strict=True):
-        found.sent += answer["sent"]
-        found.counts.update(answer["counts"])
+        result.sent += answer["sent"]
+        result.counts.update(answer["counts"])
         for text in answer["leaks"]:
-            found.add_harm(f"{link}: an error text reveals too much: {text}")
+            result.add_harm(f"{link}: an error text reveals too much: {text}")
     for text in worse:
-        found.add_harm(text)
-    found.right = beside["right"]
+        result.add_harm(text)
+    result.right = beside["right"]
     wrong = beside["wrong"] + after["wrong"]
     if wrong:
-        found.add_harm(f"honest client: {(beside['examples'] + after['examples'])[0]}", wrong)
+        result.add_harm(f"honest client: {(beside['examples'] + after['examples'])[0]}", wrong)
     if now.resident > before.resident + 256 * MIB:
-        found.add_harm(f"the broker grew from {before.resident // MIB} to {now.resident // MIB} MiB")
-    return found
+        result.add_harm(f"the broker grew from {before.resident // MIB} to {now.resident // MIB} MiB")
+    return result

@@ -45,8 +45,8 @@ def alternate(rounds: int, *parties: Callable[[], float]) -> list[list[float]]:
 
 def in_turn(rounds: int, parties: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
     """Call each party once per round, in an order that is reversed each time."""
-    found: dict[str, list[T]] = {name: [] for name in parties}
+    results: dict[str, list[T]] = {name: [] for name in parties}
     for number in range(rounds):
         for name in list(parties)[:: -1 if number % 2 else 1]:
-            found[name].append(parties[name]())
-    return found
+            results[name].append(parties[name]())
+    return results

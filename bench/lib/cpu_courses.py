@@ -40,10 +40,10 @@ class _Threads:
         return self._known
 
     def taken(self) -> dict[str, float]:
-        found: dict[str, float] = defaultdict(float)
+        result: dict[str, float] = defaultdict(float)
         for tid, (name, taken) in self._looked().items():
-            found[name] += (taken - self._started.get(tid, 0)) / 1e9
-        return found
+            result[name] += (taken - self._started.get(tid, 0)) / 1e9
+        return result
 
 
 def watcher() -> Handler:
@@ -66,23 +66,23 @@ def watcher() -> Handler:
 def beyond(course: Course, usual: Course) -> Course:
     """The processor time beyond the usual rate, which is assumed to be even."""
     rate = usual[-1][1] / usual[-1][0] if usual and usual[-1][0] else 0.0
-    found, most = [], 0.0
+    result, maximum = [], 0.0
     for at, taken in course:
-        most = max(most, taken - rate * at)
-        found.append((at, most))
-    return found
+        maximum = max(maximum, taken - rate * at)
+        result.append((at, maximum))
+    return result
 
 
 def together(courses: Sequence[Course]) -> Course:
     """The sum of several threads' courses."""
     latest = [0.0] * len(courses)
-    found: Course = []
+    results: Course = []
     for at, index, taken in sorted((at, index, taken) for index, course in enumerate(courses) for at, taken in course):
         latest[index] = taken
-        if found and found[-1][0] == at:
-            found.pop()
-        found.append((at, sum(latest)))
-    return found
+        if results and results[-1][0] == at:
+            results.pop()
+        results.append((at, sum(latest)))
+    return results
 
 
 def burner() -> Handler:

@@ -176,8 +176,8 @@ def make_transformer(path: Path, hidden: int = 32, layers: int = 1, heads: int =
     ids = [helper.make_tensor_value_info(n, TensorProto.INT64, ["n", "l"]) for n in ("input_ids", "attention_mask")]
     shapes: dict[str, list[str | int | None]] = {"text": ["n", hidden], "tokens": ["n", "l", hidden]}
     outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
-    made = helper.make_graph(graph.nodes, path.stem, ids, outputs, graph.weights)
-    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)])
+    created = helper.make_graph(graph.nodes, path.stem, ids, outputs, graph.weights)
+    model = helper.make_model(created, opset_imports=[helper.make_opsetid("", 17)])
     model.ir_version = 9
     onnx.checker.check_model(model)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -42,14 +42,14 @@ def memory_bytes(pid: int) -> int:
 
 def descriptors(pid: int) -> list[str]:
     """The kind of each open descriptor: socket, memfd, pipe, ..., sorted, without inode numbers."""
-    found = []
+    results = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
             target = os.readlink(f"/proc/{pid}/fd/{fd}")
         except FileNotFoundError:
             continue
-        found.append(target.split(":[")[0])
-    return sorted(found)
+        results.append(target.split(":[")[0])
+    return sorted(results)
 
 
 def _stat(pid: int) -> list[str]:
@@ -69,13 +69,13 @@ def descendants(pid: int) -> list[int]:
         if fields and fields[0] != "Z":
             below.setdefault(int(fields[1]), []).append(int(entry))
             started[int(entry)] = fields[19]
-    found, open_ = [], [pid]
+    result, open_ = [], [pid]
     while open_:
         children = below.get(open_.pop(), [])
-        found += children
+        result += children
         open_ += children
-    _seen.update((str(child), started[child]) for child in found)
-    return found
+    _seen.update((str(child), started[child]) for child in result)
+    return result
 
 
 _OWNER = re.compile(r"shmserve-(\d+)-(\d+)-")
@@ -93,9 +93,9 @@ def busy_seconds(pid: int) -> float:
     """Processor time of a process and its descendants, including those that have ended and been waited for."""
     while True:
         below = descendants(pid)
-        found = [fields for one in (pid, *below) if (fields := _stat(one))]
-        if len(found) == 1 + len(below) and descendants(pid) == below:
-            return sum(sum(map(int, fields[11:15])) for fields in found) / TICKS
+        results = [fields for one in (pid, *below) if (fields := _stat(one))]
+        if len(results) == 1 + len(below) and descendants(pid) == below:
+            return sum(sum(map(int, fields[11:15])) for fields in results) / TICKS
 
 
 class Living:
@@ -106,11 +106,11 @@ class Living:
 
     def still_there(self, seconds: float = 5.0) -> int:
         """The number of processes that have not ended within `seconds`. Call it only once."""
-        end, left = monotonic() + seconds, 0
+        end, remaining = monotonic() + seconds, 0
         for descriptor in self._descriptors:
-            left += not select.select([descriptor], [], [], max(0.0, end - monotonic()))[0]
+            remaining += not select.select([descriptor], [], [], max(0.0, end - monotonic()))[0]
             os.close(descriptor)
-        return left
+        return remaining
 
 
 class OtherLoad:

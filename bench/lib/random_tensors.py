@@ -58,12 +58,12 @@ class Maker:
         return raw.view(to_numpy(dtype)).reshape(shape)
 
     def _strings(self, count: int) -> Any:
-        found = np.empty(count, object)
+        result = np.empty(count, object)
         for number in range(count):
             length = self._random.randrange(0, 60)
             start = self._random.randrange(0, POOL_BYTES - length)
-            found[number] = self._pool[start : start + length].tobytes()
-        return found
+            result[number] = self._pool[start : start + length].tobytes()
+        return result
 
 
 def same(one: Any, other: Any) -> bool:
@@ -83,5 +83,5 @@ def to_bytes(array: Any) -> bytes:
     """The bytes sent on the wire. Each string is preceded by its length, as 4 bytes, little-endian."""
     if array.dtype == object:
         return b"".join(len(item).to_bytes(4, "little") + item for item in array.reshape(-1).tolist())
-    found: bytes = array.tobytes()
-    return found
+    result: bytes = array.tobytes()
+    return result

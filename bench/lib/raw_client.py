@@ -56,8 +56,8 @@ class Link:
         end = monotonic() + seconds
         while not self.inbox:
             if not self._fill():
-                left = end - monotonic()
-                if left <= 0 or not select.select([self], [], [], left)[0]:
+                remaining = end - monotonic()
+                if remaining <= 0 or not select.select([self], [], [], remaining)[0]:
                     raise TimeoutError(f"no message within {seconds:g} s")
         return self.inbox.popleft()
 
@@ -73,9 +73,9 @@ class Link:
         """All messages that have arrived."""
         while self._fill():
             pass
-        found = list(self.inbox)
+        result = list(self.inbox)
         self.inbox.clear()
-        return found
+        return result
 
     def hello(self, outputs: str, protocol: int = messages.PROTOCOL, leases: bool = False) -> Any:
         """Send Hello; returns the Welcome, or the Goodbye received instead."""
@@ -154,9 +154,9 @@ class Lane(Link):
         if isinstance(tensor.data, bytes):
             return tensor.data
         assert isinstance(tensor.data, tuple)
-        found = b"".join(self.maps[h.segment][h.offset : h.offset + h.size] for h in tensor.data)
+        result = b"".join(self.maps[h.segment][h.offset : h.offset + h.size] for h in tensor.data)
         self.send(Return(tensor.data))
-        return found
+        return result
 
     def close(self) -> None:
         self._socket.close()

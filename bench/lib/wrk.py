@@ -46,11 +46,11 @@ def run(tool: str, post: Post, connections: int, seconds: float, work: Path) -> 
     headers = "\n".join(f'wrk.headers["{name}"] = "{value}"' for name, value in post.headers.items())
     script.write_text(SCRIPT.format(headers=headers, body=body))
     command = [tool, "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "-s", str(script), post.url]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    line = re.search(r"^RESULT (.*)$", said, re.MULTILINE)
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    line = re.search(r"^RESULT (.*)$", output, re.MULTILINE)
     if line is None:
-        raise RuntimeError(f"wrk printed no result: {said[-300:]}")
-    found = json.loads(line[1])
-    if found["failed"]:
-        raise RuntimeError(f"wrk: {found['failed']} of {found['count']} requests failed")
-    return Turn(found["count"] * 1e6 / found["us"], found["p50"], found["p99"])
+        raise RuntimeError(f"wrk printed no result: {output[-300:]}")
+    result = json.loads(line[1])
+    if result["failed"]:
+        raise RuntimeError(f"wrk: {result['failed']} of {result['count']} requests failed")
+    return Turn(result["count"] * 1e6 / result["us"], result["p50"], result["p99"])

@@ -42,7 +42,7 @@ NEAR = 1e-3
 
 def installed(names: list[str]) -> list[Server]:
     """The servers that are available. Installs missing packages."""
-    found = []
+    results = []
     for server in SERVERS:
         if names and server.name not in names:
             continue
@@ -53,8 +53,8 @@ def installed(names: list[str]) -> list[Server]:
             except subprocess.CalledProcessError as error:
                 say(f"skipped: {server.name} could not be installed ({error})")
                 continue
-        found.append(server)
-    return found
+        results.append(server)
+    return results
 
 
 def installed_wrk(name: str) -> str | None:
@@ -110,8 +110,8 @@ class Compared:
         batch = self._batch(flight)
         names = [name for name, of in self._started if of == batch and name not in self.failures]
         turns = in_turn(rounds, {name: partial(self._turn, name, batch, flight) for name in names})
-        for name, found in turns.items():
-            yield Cell.of(self.workload.name, flight, name, [turn for turn in found if turn is not None])
+        for name, result in turns.items():
+            yield Cell.of(self.workload.name, flight, name, [turn for turn in result if turn is not None])
 
     def _turn(self, name: str, batch: int, flight: int) -> Turn | None:
         running, post = self._started[name, batch]

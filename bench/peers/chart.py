@@ -45,11 +45,11 @@ def ranked(panel: Panel, cells: list[Cell]) -> list[Ranked]:
         for cell in cells
         if (cell.model, cell.flight) == (panel.model, panel.flight) and (value := panel.value(cell)) is not None
     }
-    found = [
+    results = [
         Ranked(TITLES[server], value, panel.text(value), **({"color": COLORS[0]} if server == OURS else {}))
         for server, value in values.items()
     ]
-    return sorted(found, key=lambda one: one.value, reverse=panel.highest_first)
+    return sorted(results, key=lambda one: one.value, reverse=panel.highest_first)
 
 
 def main(path: str) -> None:

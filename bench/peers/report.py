@@ -51,10 +51,10 @@ def markdown(cells: Sequence[Cell]) -> str:
     names = list(dict.fromkeys(cell.server for cell in cells))
     rows = []
     for model, flight in dict.fromkeys((cell.model, cell.flight) for cell in cells):
-        found = {cell.server: cell for cell in cells if (cell.model, cell.flight) == (model, flight)}
-        best = max((cell.per_s or 0 for cell in found.values()), default=0)
-        texts = [found[name].text() if name in found else "-" for name in names]
-        bold = [bool(best) and name in found and found[name].per_s == best for name in names]
+        results = {cell.server: cell for cell in cells if (cell.model, cell.flight) == (model, flight)}
+        best = max((cell.per_s or 0 for cell in results.values()), default=0)
+        texts = [results[name].text() if name in results else "-" for name in names]
+        bold = [bool(best) and name in results and results[name].per_s == best for name in names]
         marked = [f"**{text}**" if is_best else text for text, is_best in zip(texts, bold, strict=True)]
         rows.append([f"{model}, {flight} in flight", *marked])
     return table.markdown(["load", *names], rows)

@@ -46,9 +46,9 @@ class Running:
     def pause(self) -> None:
         """Stops processes until none is left that could start another one."""
         stopped: set[int] = set()
-        while found := self.members() - stopped:
-            self._signal(found, signal.SIGSTOP)
-            stopped |= found
+        while result := self.members() - stopped:
+            self._signal(result, signal.SIGSTOP)
+            stopped |= result
 
     def resume(self) -> None:
         self._signal(self.members(), signal.SIGCONT)
@@ -59,29 +59,29 @@ class Running:
 
     def await_success(self, request: urllib.request.Request) -> bytes:
         """Most of these servers give no other notification that they are ready."""
-        end, ended, said = monotonic() + START_S, os.pidfd_open(self._process.pid), ""
+        end, ended, output = monotonic() + START_S, os.pidfd_open(self._process.pid), ""
         try:
             while True:
                 try:
                     with urllib.request.urlopen(request, timeout=START_S) as answer:
                         return bytes(answer.read()[int(answer.headers.get(HEAD_SIZE, 0)) :])
                 except (urllib.error.URLError, ConnectionError) as error:
-                    said = str(error)
+                    output = str(error)
                 if monotonic() > end or select.select([ended], [], [], LOOK_S)[0]:
                     break
         finally:
             os.close(ended)
-        raise RuntimeError(f"{self.name} has not come up ({said}): {self._log.read_text(errors='replace')[-2000:]}")
+        raise RuntimeError(f"{self.name} has not come up ({output}): {self._log.read_text(errors='replace')[-2000:]}")
 
     def end(self) -> None:
         self.resume()
         self._process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):  # then it is killed with the rest
             self._process.wait(END_S)
-        left = self.members()
-        self._signal(left, signal.SIGKILL)
+        remaining = self.members()
+        self._signal(remaining, signal.SIGKILL)
         self._process.wait()
-        for pid in left:
+        for pid in remaining:
             self._await_end(pid)
 
     def _await_end(self, pid: int) -> None:

@@ -63,8 +63,8 @@ class Server:
         """The version of its first package, e.g. "mosec 0.9.8"."""
         name = self.packages[0].partition("[")[0].partition("=")[0] if self.packages else "shmserve"
         code = f"from importlib.metadata import version; print(version({name!r}))"
-        found = subprocess.run([str(self.python), "-c", code], capture_output=True, text=True, check=True).stdout
-        return f"{name} {found.strip()}"
+        result = subprocess.run([str(self.python), "-c", code], capture_output=True, text=True, check=True).stdout
+        return f"{name} {result.strip()}"
 
     @contextmanager
     def started(self, workload: Workload, batch: int, work: Path) -> Iterator[tuple[Running, str]]:

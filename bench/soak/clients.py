@@ -176,9 +176,9 @@ def waiting(
             collect(tally, out.popleft())
         while out:
             collect(tally, out.popleft())
-        found = tally.answer()
+        value = tally.answer()
         client.close()
-        return found
+        return value
 
     return handle
 

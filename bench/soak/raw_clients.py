@@ -222,8 +222,8 @@ def raw(link: str, path: str, seed: int) -> Handler:
     client: RawClient = RawLaneClient(Lane(path), seed) if link == "lane" else RawZmqClient(Zmq(path), seed)
 
     def handle(seconds: float) -> Answer:
-        found = client.talk(seconds)
+        result = client.talk(seconds)
         client.link.close()
-        return found
+        return result
 
     return handle

@@ -72,7 +72,7 @@ def batch_of(model: str) -> int:
 
 def run_soak(repository: Path, seconds: float, largest: int = 2 << 20) -> Soak:
     write_repository(repository)
-    found = Soak()
+    result = Soak()
     segments = processes.segments()
     with serving(repository) as server:
         broker = server.broker_pid()
@@ -96,19 +96,19 @@ def run_soak(repository: Path, seconds: float, largest: int = 2 << 20) -> Soak:
             except ChildFailed as error:
                 answers = [{"sent": 1, "lost": 1, "examples": [str(error)]}]
         if set(processes.descendants(broker)) != set(workers):
-            found.wrong += 1
-            found.examples.append("a worker process ended or was started during the soak")
+            result.wrong += 1
+            result.examples.append("a worker process ended or was started during the soak")
         # Memory may have grown, because workers keep their buffers; connections may not.
         extra = Counter(processes.descriptors(broker)) - Counter(before)
-        found.counts["broker descriptors more than before"] = sum(
+        result.counts["broker descriptors more than before"] = sum(
             count for kind, count in extra.items() if not kind.startswith("/memfd:")
         )
     for kind, answer in zip(KINDS, answers, strict=False):
-        found.sent += answer["sent"]
-        found.lost += answer["lost"]
-        found.twice += answer.get("twice", 0)
-        found.wrong += answer.get("wrong", 0)
-        found.counts.update(answer.get("counts", {}))
-        found.examples += [f"{kind}: {text}" for text in answer.get("examples", [])]
-    found.left = len(processes.segments() - segments) + living.still_there()
-    return found
+        result.sent += answer["sent"]
+        result.lost += answer["lost"]
+        result.twice += answer.get("twice", 0)
+        result.wrong += answer.get("wrong", 0)
+        result.counts.update(answer.get("counts", {}))
+        result.examples += [f"{kind}: {text}" for text in answer.get("examples", [])]
+    result.left = len(processes.segments() - segments) + living.still_there()
+    return result

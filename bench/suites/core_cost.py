@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also where the time goes, by function")
     parser.add_argument("--cold", action="store_true", help="with cold caches; takes longer: use fewer requests")
     parser.add_argument("--only", metavar="NAME", default="", help="only this kind of request")
-    given = parser.parse_args()
+    provided = parser.parse_args()
     print(f"{'model':>12} {'clients':>8} {'in flight':>10} {'turn':>5} {'us per request':>15}")
     for sort, clients, flight, turn in (
         ("plain", 1, 64, 32),
@@ -244,13 +244,13 @@ def main() -> None:
         ("single", 1, 16, 16),
         ("columns", 1, 64, 32),
     ):
-        if given.only not in ("", sort):
+        if provided.only not in ("", sort):
             continue
-        spent = measure(sort, clients, flight, turn, given.requests, given.profile, given.cold)
+        spent = measure(sort, clients, flight, turn, provided.requests, provided.profile, provided.cold)
         print(f"{sort:>12} {clients:>8} {flight:>10} {turn:>5} {spent:>15.2f}", flush=True)
     for name, (_, flight, _) in _simulated().items():
-        if given.only in ("", name):
-            spent = measure_simulated(name, given.requests // 50)
+        if provided.only in ("", name):
+            spent = measure_simulated(name, provided.requests // 50)
             print(f"{name:>13} {'':>7} {flight:>10} {'':>5} {spent:>15.2f}", flush=True)
 
 

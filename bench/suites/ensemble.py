@@ -71,14 +71,14 @@ def run_ensemble(setting: Setting) -> Found:
         for floor in (relay, coded):
             parties += [lambda floor=floor, count=count: _median(floor, seconds, count=count) for count in counts]
         times = [median(values) for values in alternate(setting.rounds, *parties)]
-    found: dict[str, dict[int, float]] = {"one": {}, "ensemble": {}, "calls": {}}
+    results: dict[str, dict[int, float]] = {"one": {}, "ensemble": {}, "calls": {}}
     for (what, size), value in zip(orders, times, strict=False):
-        found[what][size] = value
+        results[what][size] = value
     looks, bare, coded_times = (
         dict(zip(keys, times[at:], strict=False))
         for at, keys in ((len(orders), READ), (len(orders) + len(READ), counts), (-len(counts), counts))
     )
-    return Found(**found, readers=looks, bare=bare, coded=coded_times)
+    return Found(**results, readers=looks, bare=bare, coded=coded_times)
 
 
 def _median(child: Child, seconds: float, **order: object) -> float:

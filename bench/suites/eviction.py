@@ -98,44 +98,44 @@ def uniform(random: Random, count: int, rate: float) -> Workload:
 def drift(random: Random, count: int, rate: float) -> Workload:
     """Zipf; every 40 requests, two models swap their popularity"""
     models = Popularity(random)
-    found: Requests = []
+    results: Requests = []
     for number, at in zip(range(count), _times(random, rate), strict=False):
-        found.append((at, models.draw()))
+        results.append((at, models.draw()))
         if number % 40 == 39:
             models.swap()
-    return Workload(found)
+    return Workload(results)
 
 
 def shift(random: Random, count: int, rate: float) -> Workload:
     """Zipf; every 4,000 requests, popularity is dealt anew"""
     models = Popularity(random)
-    found: Requests = []
+    results: Requests = []
     for number, at in zip(range(count), _times(random, rate), strict=False):
-        found.append((at, models.draw()))
+        results.append((at, models.draw()))
         if number % 4000 == 3999:
             random.shuffle(models.order)
-    return Workload(found)
+    return Workload(results)
 
 
 def scan(random: Random, count: int, rate: float) -> Workload:
     """Zipf; every 1,500 requests, one for each model in turn"""
     models = Popularity(random)
-    found: Requests = []
+    results: Requests = []
     for number, at in zip(range(count), _times(random, rate), strict=False):
         turn = number % (1500 + MODELS) - 1500
-        found.append((at, turn if turn >= 0 else models.draw()))
-    return Workload(found)
+        results.append((at, turn if turn >= 0 else models.draw()))
+    return Workload(results)
 
 
 def bursts(random: Random, count: int, rate: float) -> Workload:
     """Zipf; half of the requests are sessions: 100 to a random model, which then is forgotten"""
     models, session = Popularity(random), 0
-    found: Requests = []
+    results: Requests = []
     for number, at in zip(range(count), _times(random, rate), strict=False):
         if number % 200 == 0:
             session = random.randrange(MODELS)
-        found.append((at, session if number % 2 else models.draw()))
-    return Workload(found)
+        results.append((at, session if number % 2 else models.draw()))
+    return Workload(results)
 
 
 def sizes(random: Random, count: int, rate: float) -> Workload:
@@ -204,10 +204,10 @@ def of_lru(workload: Workload) -> Counter[int]:
 def of_best(workload: Workload) -> Counter[int]:
     """Hits by model, if those stay in memory that save the most load time for their size."""
     asked = Counter(number for _, number in workload.requests)
-    left, hits = float(ROOM), Counter[int]()
+    remaining, hits = float(ROOM), Counter[int]()
     for number in sorted(asked, key=lambda n: -asked[n] * workload.loads[n] / workload.sizes[n]):
-        if workload.sizes[number] <= left:
-            left -= workload.sizes[number]
+        if workload.sizes[number] <= remaining:
+            remaining -= workload.sizes[number]
             hits[number] = asked[number]
     return hits
 
@@ -264,10 +264,10 @@ def compare_callers(seed: int) -> None:
     for rate, load_s, other_rate in product((0.1, 0.5, 2.0, 10.0), (0.08, 1.0), (2.0, 20.0)):
         cells = [f"{rate:g}", f"{load_s:g}", f"{other_rate:g}"]
         for others in (other_rate, 0.0):
-            found = beside(rate, load_s, others, seed)
-            latency = found.latency
+            result = beside(rate, load_s, others, seed)
+            latency = result.latency
             cells += [
-                f"{found.cold / found.sent:.3f}", f"{latency.quantile(0.9) / MS:,.0f}", f"{latency.largest / MS:,.0f}"
+                f"{result.cold / result.sent:.3f}", f"{latency.quantile(0.9) / MS:,.0f}", f"{latency.largest / MS:,.0f}"
             ]  # fmt: skip
         print(f"| {' | '.join(cells)} |", flush=True)
 
@@ -285,10 +285,10 @@ def main() -> None:
         return
     print("| workload | hits | LRU | load time saved | LRU | best fixed | hot p90 ms | hot loads | longest ms |")
     for name in args.workloads or WORKLOADS:
-        found = run(name, args.requests, args.rate, args.seed)
-        shares = (found.hits, found.lru_hits, found.saved, found.lru_saved, found.best)
-        cells = [*(f"{share:.3f}" for share in shares), f"{found.hot_p90_ms:.1f}", f"{found.hot_loads}"]
-        cells.append(f"{found.longest_ms:,.0f}")
+        result = run(name, args.requests, args.rate, args.seed)
+        shares = (result.hits, result.lru_hits, result.saved, result.lru_saved, result.best)
+        cells = [*(f"{share:.3f}" for share in shares), f"{result.hot_p90_ms:.1f}", f"{result.hot_loads}"]
+        cells.append(f"{result.longest_ms:,.0f}")
         print(f"| {' | '.join([name, *cells])} |", flush=True)
 
 

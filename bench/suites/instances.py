@@ -50,12 +50,12 @@ def python(folder: Path) -> None:
 def onnx(folder: Path, external: bool = False) -> None:
     import onnx
 
-    made, tensor, numbers = onnx.helper, onnx.helper.make_tensor_value_info, onnx.numpy_helper
+    created, tensor, numbers = onnx.helper, onnx.helper.make_tensor_value_info, onnx.numpy_helper
     shape: list[str | int | None] = ["n", SIDE]
     inputs, outputs = [tensor("x", 1, shape)], [tensor("y", 1, shape)]
     weights = numbers.from_array(np.zeros((SIDE, SIDE), np.float32), "w")
-    graph = made.make_graph([made.make_node("MatMul", ["x", "w"], ["y"])], "g", inputs, outputs, [weights])
-    model = made.make_model(graph, opset_imports=[made.make_opsetid("", 17)], ir_version=8)
+    graph = created.make_graph([created.make_node("MatMul", ["x", "w"], ["y"])], "g", inputs, outputs, [weights])
+    model = created.make_model(graph, opset_imports=[created.make_opsetid("", 17)], ir_version=8)
     onnx.save(model, folder / "model.onnx", save_as_external_data=external, location="weights.bin")
 
 
@@ -84,7 +84,7 @@ def main() -> None:
 
 def measure(name: str, prepared: bool) -> dict[str, Any]:
     backend, make = MODELS[name]
-    found: dict[str, Any] = {"model": name, "prepared": prepared}
+    results: dict[str, Any] = {"model": name, "prepared": prepared}
     with tempfile.TemporaryDirectory() as place:
         for count in (1, 4):
             folder = Path(place, f"m{count}")
@@ -94,8 +94,8 @@ def measure(name: str, prepared: bool) -> dict[str, Any]:
         options = ("--model-control-mode", "explicit", "--prepared-process", str(prepared).lower())
         with Server(place, *options) as server, shmserve.Client(server.url) as client:
             for count in (1, 4):
-                found[f"ready_{count}"], found[f"pss_{count}"] = of(server, client, f"m{count}", count)
-    return found
+                results[f"ready_{count}"], results[f"pss_{count}"] = of(server, client, f"m{count}", count)
+    return results
 
 
 def of(server: Server, client: shmserve.Client, model: str, count: int) -> tuple[float, float]:

@@ -62,12 +62,12 @@ def bare(model: str, threads: int) -> Callable[[list[str], int], Times]:
     server = llama_cpp(model, threads)
 
     def run(texts: list[str], tokens: int) -> Times:
-        found: Times = []
+        results: Times = []
 
         def one(text: str) -> None:
             body = {"prompt": text, "stream": True, "cache_prompt": False, **sampling(tokens)}
             times = [perf_counter()]
-            found.append(times)
+            results.append(times)
             server.handle_completions(json.dumps(body).encode(), lambda data: times.append(perf_counter()))
             times.pop()  # the last piece contains no token
 
@@ -76,7 +76,7 @@ def bare(model: str, threads: int) -> Callable[[list[str], int], Times]:
             thread.start()
         for thread in running:
             thread.join()
-        return found
+        return results
 
     return run
 
@@ -85,13 +85,13 @@ def lane(url: str) -> Callable[[list[str], int], Times]:
     import shmserve
 
     async def one(client: shmserve.AsyncClient, text: str, tokens: int) -> list[float]:
-        given = {
+        provided = {
             "text_input": np.array([text], object),
             "stream": np.array([True]),
             "sampling_parameters": np.array([json.dumps(sampling(tokens))], object),
         }
         times = [perf_counter()]
-        async for part in client.stream("m", given):
+        async for part in client.stream("m", provided):
             if part["text_output"][0]:
                 times.append(perf_counter())
         return times
@@ -155,8 +155,8 @@ class Way:
 
     def __call__(self, texts: list[str], tokens: int) -> Times:
         self._end.send((texts, tokens))
-        found: Times = self._end.recv()
-        return found
+        result: Times = self._end.recv()
+        return result
 
     def busy_seconds(self) -> float:
         assert self._process.pid is not None
@@ -218,7 +218,7 @@ def measure(ways: dict[str, Way], arguments: argparse.Namespace) -> None:
     print("| streams | | first token, ms | between tokens, ms | tokens/s | processor ms/token |")
     print("| ---: | --- | ---: | ---: | ---: | ---: |")
     for streams in arguments.streams:
-        found: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
+        results: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
         for number in range(arguments.rounds):
             names = list(ways) if number % 2 else list(ways)[::-1]
             for name in names:
@@ -228,11 +228,11 @@ def measure(ways: dict[str, Way], arguments: argparse.Namespace) -> None:
                 count = streams * arguments.tokens
                 rate = count / (perf_counter() - began)
                 used = (ways[name].busy_seconds() - busy) / count * 1e3
-                found[name].append((*summary(times, arguments.tokens), rate, used))
-        for name, rounds in found.items():
+                results[name].append((*summary(times, arguments.tokens), rate, used))
+        for name, rounds in results.items():
             cells = [f"{median(values):.2f}" for values in zip(*rounds, strict=True)]
             if name != "bare":
-                pairs = list(zip(rounds, found["bare"], strict=True))
+                pairs = list(zip(rounds, results["bare"], strict=True))
                 ratios = [median(one[index] / max(base[index], 1e-3) for one, base in pairs) - 1 for index in range(4)]
                 cells = [f"{cell} ({ratio:+.0%})" for cell, ratio in zip(cells, ratios, strict=True)]
             print(f"| {streams} | {name} | {' | '.join(cells)} |", flush=True)

@@ -71,16 +71,16 @@ def _parties(caller: Child, seconds: float, prefix: str) -> list[Callable[[], fl
 
 def _rows(model: str, rates: list[list[float]], at_least: float | None) -> list[Row]:
     rows = [
-        Row(f"{FLIGHT} of {SHORTEST} to {LONGEST} tokens, {model}, {way}", median(found), "/s", beside=_range(found))
-        for way, found in zip(WAYS, rates, strict=True)
+        Row(f"{FLIGHT} of {SHORTEST} to {LONGEST} tokens, {model}, {way}", median(result), "/s", beside=_range(result))
+        for way, result in zip(WAYS, rates, strict=True)
     ]
     factor = [after / before for before, after in zip(rates[0], rates[1], strict=True)]
     name = f"rate with padding, {model}"
     return [*rows, Row(name, median(factor), "x without", at_least=at_least, beside=_range(factor))]
 
 
-def _range(found: list[float]) -> str:
-    return f"{min(found):,.4g} to {max(found):,.4g}"
+def _range(result: list[float]) -> str:
+    return f"{min(result):,.4g} to {max(result):,.4g}"
 
 
 def _rate(caller: Child, seconds: float, model: str, whole: int) -> float:
@@ -115,12 +115,12 @@ def caller(url: str, path: str) -> Handler:
         done, worst = 0, 0.0
         while perf_counter() < end:
             which = next(turns) % KINDS
-            found = await client.submit(model, feeds[which], outputs=None if check else names[:1])
+            result = await client.submit(model, feeds[which], outputs=None if check else names[:1])
             done += 1
             if check:
                 for name, right in zip(("text", "tokens"), engine.run(["text", "tokens"], alone[which]), strict=True):
-                    assert found[name].shape == right.shape
-                    worst = max(worst, float(np.abs(found[name] - right).max()))
+                    assert result[name].shape == right.shape
+                    worst = max(worst, float(np.abs(result[name] - right).max()))
         return {"done": done, "worst": worst}
 
     async def load(seconds: float, model: str, feeds: Any, check: bool) -> Answer:
@@ -128,11 +128,11 @@ def caller(url: str, path: str) -> Handler:
         async with AsyncClient(url) as client:
             names = [output["name"] for output in (await client.metadata(model))["outputs"]]
             start = perf_counter()
-            found = await asyncio.gather(
+            result = await asyncio.gather(
                 *(one(client, model, names, feeds, start + seconds, check, turns) for _ in range(FLIGHT))
             )
-            rate = sum(each["done"] for each in found) / (perf_counter() - start)
-        return {"per_s": rate, "worst": max(each["worst"] for each in found)}
+            rate = sum(each["done"] for each in result) / (perf_counter() - start)
+        return {"per_s": rate, "worst": max(each["worst"] for each in result)}
 
     def handle(seconds: float, model: str, whole: bool, check: bool) -> Answer:
         return asyncio.run(load(seconds, model, filled if whole else alone, check))

@@ -53,9 +53,9 @@ def paced(
     end = due + int(seconds * 1e9)
     while due < end:
         start = due
-        left = due - now()
-        if left > 0:
-            wait(left / 1e9)
+        remaining = due - now()
+        if remaining > 0:
+            wait(remaining / 1e9)
             start = now()
         answer = call()
         taken.append(now() - start)
@@ -218,7 +218,7 @@ def run_loading(setting: Setting) -> Found:
     models.write(repository, "mlp", models.onnx_model(models.MLP_SHAPE, 64, 32), {"model.onnx": mlp})
     models.write(repository, "cnn", models.onnx_model(models.CNN_SHAPE, 1000, 8), {"model.onnx": cnn})
     changed = str(repository / "mlp" / "1" / "changed.txt")
-    found = Found()
+    result = Found()
     with (
         serving(repository, "--model-control-mode", "explicit", "--load-model", "mlp") as server,
         Child(
@@ -245,12 +245,12 @@ def run_loading(setting: Setting) -> Found:
             _note(party, latency, done)
 
         for _ in range(setting.rounds):
-            turn(found.loads, loads)
-            turn(found.loads_outside, loads_outside, period=1 / found.loads.per_s[-1])
-            turn(found.reloads, reloads)
-            turn(found.reloads_outside, reloads_outside, period=1 / found.reloads.per_s[-1])
-            turn(found.nothing)
-    return found
+            turn(result.loads, loads)
+            turn(result.loads_outside, loads_outside, period=1 / result.loads.per_s[-1])
+            turn(result.reloads, reloads)
+            turn(result.reloads_outside, reloads_outside, period=1 / result.reloads.per_s[-1])
+            turn(result.nothing)
+    return result
 
 
 def _note(party: Party, latency: Answer, done: Answer) -> None:

@@ -54,8 +54,8 @@ def overload(setting: Setting) -> list[Row]:
         offered(server.lane, load.Closed(FLIGHT), 1.0)  # the server learns the duration of a batch
         capacities: list[float] = []
         ways = [(factor, timed) for factor in FACTORS for timed in (True, False)]
-        found = alternate(setting.rounds, *(partial(_share, server.lane, capacities, seconds, *way) for way in ways))
-    shares = dict(zip(ways, found, strict=True))
+        result = alternate(setting.rounds, *(partial(_share, server.lane, capacities, seconds, *way) for way in ways))
+    shares = dict(zip(ways, result, strict=True))
     return [_row(factor, capacities, shares[factor, True], shares[factor, False], seconds) for factor in FACTORS]
 
 
@@ -81,10 +81,10 @@ def offered(url: str, offer: load.Load, seconds: float, timed: bool = False) -> 
 
 
 def _row(factor: float, capacities: list[float], ours: list[float], plain: list[float], seconds: float) -> Row:
-    told = simulated(factor, seconds)
+    predicted = simulated(factor, seconds)
     beside = (
         f"{min(ours):.2f} to {max(ours):.2f}; first come first served {median(plain):.2f} ({min(plain):.2f} to "
-        f"{max(plain):.2f}); simulated {told[0]:.2f} and {told[1]:.2f}; capacity {min(capacities):,.0f} to "
+        f"{max(plain):.2f}); simulated {predicted[0]:.2f} and {predicted[1]:.2f}; capacity {min(capacities):,.0f} to "
         f"{max(capacities):,.0f}/s"
     )
     bound = 0.9 if factor > 1 else None

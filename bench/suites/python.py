@@ -90,20 +90,20 @@ def asks(url: str) -> Handler:
 
     client = Client(url)
     random = np.random.default_rng(models.SEED)
-    given = {name: client.empty((ELEMENTS,), "float32") for name in ("a", "b")}
-    for array in given.values():
+    provided = {name: client.empty((ELEMENTS,), "float32") for name in ("a", "b")}
+    for array in provided.values():
         array[...] = random.random(ELEMENTS, np.float32)
-    a, b = given["a"], given["b"]
+    a, b = provided["a"], provided["b"]
 
     def plain() -> dict[str, np.ndarray]:
         return {"sum": a + b, "difference": a - b}
 
     def handle(seconds: float, what: str) -> Answer:
-        call = plain if what == "plain" else lambda: client.infer(what, given)
-        found = call()
-        assert np.array_equal(found["sum"], a + b)
-        assert np.array_equal(found["difference"], a - b)
-        del found
+        call = plain if what == "plain" else lambda: client.infer(what, provided)
+        result = call()
+        assert np.array_equal(result["sum"], a + b)
+        assert np.array_equal(result["difference"], a - b)
+        del result
         return summary(durations(call, seconds, warm=10))
 
     return handle

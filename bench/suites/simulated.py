@@ -38,13 +38,13 @@ def plan(instances: int, factor: float, requests: int = 0, seconds: float = 0.0,
 
 def curves(instances: int = 2) -> list[tuple[float, float, float]]:
     """Load, goodput of the core and goodput of a first-come queue, all as shares of the capacity."""
-    found = []
+    results = []
     for factor in FACTORS:
-        made = plan(instances, factor, seconds=SECONDS, deadline_ms=DEADLINE_MS)
-        mine = simulate(made).models["m"]
-        plain = first_come(made.loads[0], SERVICE, BATCH, instances, SECONDS, made.seed)
-        found.append((factor, mine.goodput / CAPACITY / instances, plain.goodput / CAPACITY / instances))
-    return found
+        created = plan(instances, factor, seconds=SECONDS, deadline_ms=DEADLINE_MS)
+        ours = simulate(created).models["m"]
+        plain = first_come(created.loads[0], SERVICE, BATCH, instances, SECONDS, created.seed)
+        results.append((factor, ours.goodput / CAPACITY / instances, plain.goodput / CAPACITY / instances))
+    return results
 
 
 def cost(requests: int) -> tuple[float, Result]:
@@ -63,10 +63,10 @@ def simulator(setting: Setting) -> list[Row]:
     rows = [
         Row("a million requests simulated", spent * 1e6 / requests, "s", at_most=60.0, beside=beside, failed=failed)
     ]
-    for factor, mine, plain in curves():
+    for factor, ours, plain in curves():
         bound = 0.9 if factor >= 1 else None
         name = f"simulated goodput at {factor} x capacity"
-        rows.append(Row(name, mine, "of capacity", at_least=bound, beside=f"first come first served: {plain:.3f}"))
+        rows.append(Row(name, ours, "of capacity", at_least=bound, beside=f"first come first served: {plain:.3f}"))
     return rows
 
 
@@ -75,22 +75,20 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--profile", action="store_true", help="also where the time goes, by function")
     parser.add_argument("--curves", action="store_true", help="goodput under overload instead")
-    given = parser.parse_args()
-    if given.curves:
+    provided = parser.parse_args()
+    if provided.curves:
         print(f"{'load':>8}{'goodput':>10}{'first come':>12}   (shares of the capacity, deadlines of {DEADLINE_MS} ms)")
         for row in curves():
             print(f"{row[0]:>8.1f}{row[1]:>10.3f}{row[2]:>12.3f}")
         return
-    if given.profile:
+    if provided.profile:
         profiler = cProfile.Profile()
-        profiler.runcall(cost, given.requests)
+        profiler.runcall(cost, provided.requests)
         pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
         return
-    spent, result = cost(given.requests)
-    print(
-        f"{given.requests:,} requests, {result.turns:,} turns of the broker, {result.seconds:.1f} s of simulated time"
-    )
-    print(f"{spent:.1f} s of processor time, {spent / given.requests * 1e6:.1f} us a request")
+    spent, result = cost(provided.requests)
+    print(f"{provided.requests:,} requests, {result.turns:,} turns of the broker, {result.seconds:.1f} s simulated")
+    print(f"{spent:.1f} s of processor time, {spent / provided.requests * 1e6:.1f} us a request")
     print(f"lost {result.lost}, digest {result.digest}")
 
 

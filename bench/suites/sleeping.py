@@ -138,7 +138,7 @@ def many(count: int, room: int, requests: int) -> str:
             monitor.close()
             with shmserve.Client(server.url) as client:
                 metrics = client.metrics()
-    wakes = sum(int(found) for found in re.findall(r'shmserve_model_wakes_total\{.*result="done"\} (\d+)', metrics))
+    wakes = sum(int(result) for result in re.findall(r'shmserve_model_wakes_total\{.*result="done"\} (\d+)', metrics))
     wrong = [answer for answer in answers if answer]
     return (
         f"{count} models, memory for {room} ({budget / 1e6:.0f} MB): ready after {ready:.1f} s; {len(answers)} "
@@ -173,13 +173,13 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=200)
     parser.add_argument("--room", type=int, default=20)
     parser.add_argument("--requests", type=int, default=10_000)
-    given = parser.parse_args()
+    provided = parser.parse_args()
     print("| model | cold start, ms | bare engine, ms | beyond it |")
     print("| --- | --- | --- | --- |")
     for kind in MODELS:
         cold, bare = cold_starts(kind)
         print(f"| {kind} | {cold:.0f} | {bare:.0f} | {cold - bare:.0f} |")
-    print(many(given.models, given.room, given.requests))
+    print(many(provided.models, provided.room, provided.requests))
 
 
 if __name__ == "__main__":

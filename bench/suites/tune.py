@@ -96,9 +96,9 @@ def highest(bench: Bench, model: TunedModel, goal: Goal, candidate: Candidate) -
 
 def sweep(root: Path, name: str, goal: Goal, kept: dict[str, Any], until: float, save: Callable[[], None]) -> bool:
     """Measures missing settings. Returns whether all settings have been measured."""
-    found = kept.setdefault("sweep", {})
+    result = kept.setdefault("sweep", {})
     with served(root, name) as (bench, model):
-        todo = [candidate for candidate in space(model, goal) if candidate.describe() not in found]
+        todo = [candidate for candidate in space(model, goal) if candidate.describe() not in result]
         for number, candidate in enumerate(todo):
             if monotonic() > until:
                 print(f"{name}: {len(todo) - number} settings are left; run it again")
@@ -106,7 +106,7 @@ def sweep(root: Path, name: str, goal: Goal, kept: dict[str, Any], until: float,
             begun = monotonic()
             one = highest(bench, model, goal, candidate)
             settings = [getattr(candidate, field) for field in candidate.__struct_fields__]
-            found[candidate.describe()] = {"rate": one.rate, "seconds": monotonic() - begun, "settings": settings}
+            result[candidate.describe()] = {"rate": one.rate, "seconds": monotonic() - begun, "settings": settings}
             save()
     return True
 
@@ -119,8 +119,8 @@ def tune(root: Path, name: str, goal: Goal) -> dict[str, Any]:
     done = subprocess.run([*python(), "-m", "shmserve.clients.cli.main", *words], capture_output=True, text=True)
     if not done.stdout:
         raise RuntimeError(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return {"seconds": monotonic() - begun, "chosen": found["chosen"], "confirmed": found["confirmed"]}
+    result: dict[str, Any] = json.loads(done.stdout)
+    return {"seconds": monotonic() - begun, "chosen": result["chosen"], "confirmed": result["confirmed"]}
 
 
 class Limit:
@@ -191,15 +191,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0, help="stop sweeping after this time")
     parser.add_argument("--seconds", type=float, default=1.0, help="duration of each measurement")
     parser.add_argument("--rounds", type=int, default=32, help="measurements of each setting in the final comparison")
-    given = parser.parse_args()
-    until = monotonic() + 60 * given.minutes
-    root = given.folder.resolve() / "models"
+    provided = parser.parse_args()
+    until = monotonic() + 60 * provided.minutes
+    root = provided.folder.resolve() / "models"
     root.mkdir(parents=True, exist_ok=True)
     write_models(root)
-    for name in given.model or MODELS:
-        file = given.folder / f"{name}.json"
+    for name in provided.model or MODELS:
+        file = provided.folder / f"{name}.json"
         kept = json.loads(file.read_text()) if file.exists() else {}
-        goal = Goal(P99_MS[name] * MS, seconds=given.seconds)
+        goal = Goal(P99_MS[name] * MS, seconds=provided.seconds)
 
         def save(file: Path = file, kept: dict[str, Any] = kept) -> None:
             file.write_text(json.dumps(kept, indent=1))
@@ -208,7 +208,7 @@ def main() -> None:
             kept["tune"] = tune(root, name, goal)
             save()
         if sweep(root, name, goal, kept, until, save) and monotonic() < until:
-            kept["judge"] = judge(root, name, goal, kept, given.rounds)
+            kept["judge"] = judge(root, name, goal, kept, provided.rounds)
             save()
             print(report(name, kept), flush=True)
 

@@ -99,22 +99,22 @@ def main() -> None:
     size = layers * WIDTH * WIDTH * 4
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        made = {kind: work / kind / "model.onnx" for kind in ("none", "inside", "beside", "prepacked")}
-        make(made["none"], 0, False)
-        make(made["inside"], layers, False)
-        make(made["beside"], layers, True)
-        prepack(made["beside"], made["prepacked"])
+        created = {kind: work / kind / "model.onnx" for kind in ("none", "inside", "beside", "prepacked")}
+        make(created["none"], 0, False)
+        make(created["inside"], layers, False)
+        make(created["beside"], layers, True)
+        prepack(created["beside"], created["prepacked"])
         ways: list[tuple[str, str, dict[str, str]]] = [
             ("inside model.onnx", "inside", {}),
             ("external data", "beside", {}),
             ("external data, session.disable_prepacking 1", "beside", {"session.disable_prepacking": "1"}),
             ("external data, prepacked by the engine", "prepacked", {}),
         ]
-        none = {count: measured(work / f"none-{count}", made["none"], count, {}) for count in (1, 4)}
+        none = {count: measured(work / f"none-{count}", created["none"], count, {}) for count in (1, 4)}
         print(f"weights of {size // MIB} MiB; a worker without any: {none[1] / MIB:.0f} MiB\n")
         print("| Weights | 1 instance | 4 instances | PSS of 4 over 1 |\n| --- | --- | --- | --- |")
         for number, (title, kind, parameters) in enumerate(ways):
-            pss = {count: measured(work / f"{number}-{count}", made[kind], count, parameters) for count in (1, 4)}
+            pss = {count: measured(work / f"{number}-{count}", created[kind], count, parameters) for count in (1, 4)}
             cells = [f"{(pss[count] - none[count]) / size:.1f} x" for count in (1, 4)]
             print(f"| {title} | {cells[0]} | {cells[1]} | {pss[4] / pss[1]:.1f} |")
 

@@ -95,13 +95,13 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        found, rest = self.parse_known_args(args, namespace)
+        result, rest = self.parse_known_args(args, namespace)
         if rest:
-            command = self._command(getattr(found, "command", None))
+            command = self._command(getattr(result, "command", None))
             command.error(
                 "; ".join(command.stray(word) for word in rest if word.startswith("-")) or command.surplus(rest)
             )
-        return found
+        return result
 
     def _command(self, name: str | None) -> CommandParser:
         for action in self._actions:

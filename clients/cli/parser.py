@@ -38,8 +38,8 @@ USUAL = (
     (
         ("models", "list models, their states and processes"),
         ("stats", "show requests, batches, and how long they took"),
-        ("top", "watch all of this live; load, unload, restart by key"),
-        ("ready", "tell by the exit code whether requests are taken"),
+        ("top", "watch the server live; load and restart models by key"),
+        ("ready", "check whether the server, or a model, is ready"),
         ("config", "show a model's configuration, and where it is from"),
         ("logs", "show the server's log, or one model's lines"),
     ),

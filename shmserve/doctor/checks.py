@@ -51,13 +51,13 @@ def shared_memory(machine: Machine) -> list[Finding]:
     except OSError as error:
         return [Finding("/dev/shm", ERROR, error.strerror or "missing", needed, "mount -t tmpfs tmpfs /dev/shm")]
     free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
-    found = f"{mib(free)} free of {mib(total)}"
+    result = f"{mib(free)} free of {mib(total)}"
     if not os.access(path, os.W_OK):
-        return [Finding("/dev/shm", ERROR, f"{found}, not writable", needed, "chmod 1777 /dev/shm")]
+        return [Finding("/dev/shm", ERROR, f"{result}, not writable", needed, "chmod 1777 /dev/shm")]
     if free >= SHM_BYTES:
-        return [Finding("/dev/shm", OK, found, needed)]
+        return [Finding("/dev/shm", OK, result, needed)]
     fix = "mount -o remount,size=2g /dev/shm; in a container: --shm-size 2g; remove what else is in it"
-    return [Finding("/dev/shm", WARNING, found, needed, fix)]
+    return [Finding("/dev/shm", WARNING, result, needed, fix)]
 
 
 def memory(machine: Machine) -> list[Finding]:
@@ -68,34 +68,34 @@ def memory(machine: Machine) -> list[Finding]:
         return [Finding("memory", ERROR, text, mib(MEMORY_BYTES), "mount -t proc proc /proc")]
     available, limit = int(match[1]) * 1024, _group_limit(machine, "memory.max")
     room = min(available, limit)
-    found = f"{mib(available)} available" + ("" if limit == UNLIMITED else f", the control group allows {mib(limit)}")
+    result = f"{mib(available)} available" + ("" if limit == UNLIMITED else f", the control group allows {mib(limit)}")
     if room >= MEMORY_BYTES:
-        return [Finding("memory", OK, found, mib(MEMORY_BYTES))]
+        return [Finding("memory", OK, result, mib(MEMORY_BYTES))]
     fix = "raise MemoryMax= of the service or --memory of the container, or stop other programs"
-    return [Finding("memory", WARNING, found, mib(MEMORY_BYTES), fix)]
+    return [Finding("memory", WARNING, result, mib(MEMORY_BYTES), fix)]
 
 
 def descriptors(machine: Machine) -> list[Finding]:
     """Checks the hard limit. The broker raises the soft limit to the sum of its own limits, up to the hard limit."""
     limits, hard = Limits(), machine.descriptors()
     wanted = limits.connections + limits.segments + OWN_DESCRIPTORS + ALL_DESCRIPTORS
-    found = _count(hard)
+    result = _count(hard)
     if hard >= wanted:
-        return [Finding("descriptors", OK, found, str(wanted))]
+        return [Finding("descriptors", OK, result, str(wanted))]
     fix = f"ulimit -Hn {wanted}; for a service: LimitNOFILE={wanted}; in a container: --ulimit nofile={wanted}"
-    return [Finding("descriptors", WARNING, found, str(wanted), fix)]
+    return [Finding("descriptors", WARNING, result, str(wanted), fix)]
 
 
 def processes(machine: Machine) -> list[Finding]:
     """Checks the limits of the user and of the control group, which both count threads."""
     user, group = machine.processes(), _group_limit(machine, "pids.max")
-    found = f"user {_count(user)}, control group {_count(group)}"
+    result = f"user {_count(user)}, control group {_count(group)}"
     if min(user, group) >= PROCESSES:
-        return [Finding("processes", OK, found, str(PROCESSES))]
+        return [Finding("processes", OK, result, str(PROCESSES))]
     fix = (
         "ulimit -u 8192" if user < PROCESSES else "TasksMax=8192 of the service, or --pids-limit 8192 of the container"
     )
-    return [Finding("processes", WARNING, found, str(PROCESSES), fix)]
+    return [Finding("processes", WARNING, result, str(PROCESSES), fix)]
 
 
 def socket_buffers(machine: Machine) -> list[Finding]:
@@ -110,11 +110,11 @@ def socket_buffers(machine: Machine) -> list[Finding]:
 
 def cores(machine: Machine) -> list[Finding]:
     allowed = cpus.quota(machine.path("proc/self/cgroup"), machine.path("sys"))
-    found = f"{len(machine.cores)} usable" + (f", a quota of {allowed}" if allowed else "")
+    result = f"{len(machine.cores)} usable" + (f", a quota of {allowed}" if allowed else "")
     if not allowed or allowed >= len(machine.cores):
-        return [Finding("cores", OK, found, "1")]
+        return [Finding("cores", OK, result, "1")]
     fix = f"bind the server to as many cores as the quota allows: taskset --cpu-list 0-{allowed - 1} shmserve serve"
-    return [Finding("cores", WARNING, found, f"a quota of {len(machine.cores)}, or none", fix)]
+    return [Finding("cores", WARNING, result, f"a quota of {len(machine.cores)}, or none", fix)]
 
 
 def control_groups(machine: Machine) -> list[Finding]:
@@ -157,8 +157,8 @@ def runtime_directory(machine: Machine) -> list[Finding]:
     path = _runtime_dir(machine)
     fix, longest = "shmserve serve --runtime-dir DIRECTORY", len(os.fsencode(path / BROKER))
     if longest > SOCKET_PATH_BYTES:
-        found = f"{path}: {longest} bytes with the socket's name"
-        return [Finding("runtime directory", ERROR, found, f"at most {SOCKET_PATH_BYTES} bytes", fix)]
+        result = f"{path}: {longest} bytes with the socket's name"
+        return [Finding("runtime directory", ERROR, result, f"at most {SOCKET_PATH_BYTES} bytes", fix)]
     place = _existing(path)
     status = place.stat()
     if place == path and status.st_uid != os.geteuid():
@@ -184,11 +184,11 @@ def ports(machine: Machine) -> list[Finding]:
     for option in (option for option in OPTIONS if option.name in PORTS):
         name = option.name.removesuffix("-port")
         variable = f"SHMSERVE_{option.name.replace('-', '_').upper()}"
-        given = machine.environment.get(variable, "")
-        port = int(given) if given.isdecimal() else int(option.default)
+        provided = machine.environment.get(variable, "")
+        port = int(provided) if provided.isdecimal() else int(option.default)
         if port > _LAST_PORT:
             fix = f"set {variable} to one up to {_LAST_PORT}"
-            findings.append(Finding(f"port {given} ({name})", ERROR, "not a port", "a port", fix))
+            findings.append(Finding(f"port {provided} ({name})", ERROR, "not a port", "a port", fix))
             continue
         fix = (
             f"shmserve serve --{option.name} N, or find the program: ss --listening --tcp --processes 'sport = :{port}'"
@@ -231,11 +231,11 @@ ONE = ("onnxruntime", "onnxruntime-gpu")
 
 
 def python(machine: Machine) -> list[Finding]:
-    found = f"{machine.implementation} {machine.python[0]}.{machine.python[1]}"
+    result = f"{machine.implementation} {machine.python[0]}.{machine.python[1]}"
     needed = f"CPython {PYTHON[0]}.{PYTHON[1]}"
     if machine.implementation == "CPython" and machine.python >= PYTHON:
-        return [Finding("python", OK, found, needed)]
-    return [Finding("python", ERROR, found, needed, "create the environment with another Python: python3.11 -m venv")]
+        return [Finding("python", OK, result, needed)]
+    return [Finding("python", ERROR, result, needed, "create the environment with another Python: python3.11 -m venv")]
 
 
 def packages(machine: Machine) -> list[Finding]:
@@ -244,8 +244,8 @@ def packages(machine: Machine) -> list[Finding]:
     if not missing:
         return [Finding("packages", OK, "all of the server", f"{len(wanted)} packages")]
     state = ERROR if set(missing) & set(NEEDED) else WARNING
-    found = f"missing: {', '.join(PACKAGES.get(name, name) for name in missing)}"
-    return [Finding("packages", state, found, f"{len(wanted)} packages", _install(machine, "server"))]
+    result = f"missing: {', '.join(PACKAGES.get(name, name) for name in missing)}"
+    return [Finding("packages", state, result, f"{len(wanted)} packages", _install(machine, "server"))]
 
 
 def _install(machine: Machine, extra: str) -> str:
@@ -273,11 +273,11 @@ def engines(machine: Machine) -> list[Finding]:
     return findings
 
 
-def _gpu_health(found: Sequence[gpus_of.Gpu]) -> list[Finding]:
+def _gpu_health(result: Sequence[gpus_of.Gpu]) -> list[Finding]:
     """GPUs that cannot be used or should be reset, and memory errors."""
     findings = []
-    for uuid, state in read_states(found).items():
-        own = [gpu for gpu in found if uuid in (gpu.uuid, gpu.parent)]
+    for uuid, state in read_states(result).items():
+        own = [gpu for gpu in result if uuid in (gpu.uuid, gpu.parent)]
         check, pci = f"GPU {', '.join(str(gpu.number) for gpu in own)}", own[0].pci
         if state.problem is not None:
             findings.append(Finding(check, ERROR, state.problem.what, "usable", state.problem.fix.format(pci=pci)))
@@ -306,12 +306,12 @@ def gpus(machine: Machine) -> list[Finding]:
     findings = [Finding("GPUs", OK, f"{names} ({more})" if more else names, "1")]
     findings += _gpu_health(listed.found)
     if not machine.version("onnxruntime-gpu"):
-        found = "onnxruntime-gpu is not installed: ONNX models run on the CPU"
+        result = "onnxruntime-gpu is not installed: ONNX models run on the CPU"
         fix = _install(machine, "gpu")
-        findings.append(Finding("ONNX on GPUs", WARNING, found, "onnxruntime-gpu", fix))
+        findings.append(Finding("ONNX on GPUs", WARNING, result, "onnxruntime-gpu", fix))
     elif "CUDAExecutionProvider" not in (providers := importlib.import_module("onnxruntime").get_available_providers()):
-        found, fix = f"providers {', '.join(providers)}", "pip install --force-reinstall onnxruntime-gpu"
-        findings.append(Finding("ONNX on GPUs", WARNING, found, "CUDAExecutionProvider", fix))
+        result, fix = f"providers {', '.join(providers)}", "pip install --force-reinstall onnxruntime-gpu"
+        findings.append(Finding("ONNX on GPUs", WARNING, result, "CUDAExecutionProvider", fix))
     return findings
 
 

@@ -42,11 +42,11 @@ class SpanMaker:
         for record in records:
             if record.batch and record.times:
                 batches[record.instance, record.batch, record.times[0]].append(record)
-        found: list[ReadableSpan] = []
+        results: list[ReadableSpan] = []
         for record in records:
             others = batches[record.instance, record.batch, record.times[0]] if record.batch and record.times else ()
-            found += self._of(record, others, offset)
-        return found
+            results += self._of(record, others, offset)
+        return results
 
     def _of(self, record: SpanRecord, batch: Iterable[SpanRecord], offset: int) -> Iterator[ReadableSpan]:
         own = self._context(record, _REQUEST)
@@ -111,8 +111,8 @@ class SpanMaker:
 
     def _hash(self, part: bytes, number: int, size: int) -> int:
         """An ID from the hash. Returns 1 instead of 0, which is invalid."""
-        found = blake2b(part + number.to_bytes(8, "big"), digest_size=size, key=self._seed).digest()
-        return int.from_bytes(found, "big") or 1
+        result = blake2b(part + number.to_bytes(8, "big"), digest_size=size, key=self._seed).digest()
+        return int.from_bytes(result, "big") or 1
 
 
 def _state(record: SpanRecord) -> TraceState | None:

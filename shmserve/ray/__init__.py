@@ -37,13 +37,13 @@ def __getattr__(name: str) -> Any:
     if old := outdated("ray"):
         raise ImportError(f"shmserve.ray cannot be used: {old}")
     try:
-        found = getattr(importlib.import_module(home), name)
+        result = getattr(importlib.import_module(home), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
         raise ModuleNotFoundError(f"shmserve.ray needs Ray: {install_command('ray')}", name=error.name) from error
-    globals()[name] = found
-    return found
+    globals()[name] = result
+    return result
 
 
 if TYPE_CHECKING:

@@ -33,16 +33,16 @@ class QueueTimes:
 def totals(activity: Mapping[str, Any]) -> dict[str, float]:
     """Sums over all models of a document of `Client.activity`. Ensembles are left out: their steps would count
     twice."""
-    found = dict.fromkeys(("finished", "queue_ns", "batch_ns", "queued", "instances"), 0.0)
+    result = dict.fromkeys(("finished", "queue_ns", "batch_ns", "queued", "instances"), 0.0)
     for entry in activity["models"]:
         counters = entry.get("counters")
         if counters and not entry.get("ensemble"):
-            found["finished"] += sum(counters[name] for name in _FINISHED)
-            found["queue_ns"] += counters["queue_ns"]
-            found["batch_ns"] += counters["batch_ns"]
-            found["queued"] += entry["queued"]
-            found["instances"] += len(entry["instances"])
-    return found | {"time_ns": activity["time_ns"]}
+            result["finished"] += sum(counters[name] for name in _FINISHED)
+            result["queue_ns"] += counters["queue_ns"]
+            result["batch_ns"] += counters["batch_ns"]
+            result["queued"] += entry["queued"]
+            result["instances"] += len(entry["instances"])
+    return result | {"time_ns": activity["time_ns"]}
 
 
 def between(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:

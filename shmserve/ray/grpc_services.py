@@ -44,8 +44,8 @@ class Reply:
 
 def paths() -> dict[str, str]:
     """Method -> path of each unary call."""
-    found = {name: f"/{INFERENCE}/{name}" for name in methods(INFERENCE) if name != STREAM}
-    return found | {name: f"/{HEALTH}/{name}" for name in methods(HEALTH) if name != WATCH}
+    results = {name: f"/{INFERENCE}/{name}" for name in methods(INFERENCE) if name != STREAM}
+    return results | {name: f"/{HEALTH}/{name}" for name in methods(HEALTH) if name != WATCH}
 
 
 def add_kserve_servicer_to_server(servicer: Any, server: Any) -> None:

@@ -58,14 +58,14 @@ class Handle:
         """Run the model once and return its outputs by name. `options` are those of `shmserve.Client.infer`."""
         timeout = self._timeout if timeout is None else timeout
         chosen = _chosen(self._handle, model, options)
-        for left in range(_attempts(options, self._retries), -1, -1):
+        for remaining in range(_attempts(options, self._retries), -1, -1):
             try:
-                found: Outputs = chosen.infer.remote(model, dict(inputs), timeout=timeout, **options).result(
+                result: Outputs = chosen.infer.remote(model, dict(inputs), timeout=timeout, **options).result(
                     timeout_s=timeout
                 )
-                return found
+                return result
             except Exception as error:
-                if not (left and is_lost(error)):
+                if not (remaining and is_lost(error)):
                     raise as_serve_error(error) from None
         raise AssertionError("the loop returns or raises")
 
@@ -75,14 +75,14 @@ class Handle:
         """`infer` for asyncio."""
         timeout = self._timeout if timeout is None else timeout
         chosen = _chosen(self._handle, model, options)
-        for left in range(_attempts(options, self._retries), -1, -1):
+        for remaining in range(_attempts(options, self._retries), -1, -1):
             try:
-                found: Outputs = await asyncio.wait_for(
+                result: Outputs = await asyncio.wait_for(
                     _result(chosen.infer.remote(model, dict(inputs), timeout=timeout, **options)), timeout
                 )
-                return found
+                return result
             except Exception as error:
-                if not (left and is_lost(error)):
+                if not (remaining and is_lost(error)):
                     raise as_serve_error(error) from None
         raise AssertionError("the loop returns or raises")
 

@@ -189,12 +189,12 @@ class Host:
         pipe = os.fdopen(descriptor, "rb", 0)
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
         try:
-            said = (await stream.read()).decode().split()
+            output = (await stream.read()).decode().split()
         finally:
             transport.close()
-        if said[:1] != ["READY"]:
+        if output[:1] != ["READY"]:
             return False
-        ports = (word.partition("=") for word in said[1:])
+        ports = (word.partition("=") for word in output[1:])
         self._publish("ready", ports={endpoint: int(port) for endpoint, _, port in ports})
         return True
 

@@ -180,13 +180,13 @@ class Ingress:
     async def _send(self, target: Target, method: str, *arguments: Any) -> Any:
         """A replica's reply. Retries if the replica was lost, refused the request, or lost its server."""
         handle = getattr(self._handle(target), method)
-        for left in range(self._retries if target.repeatable else 0, -1, -1):
+        for remaining in range(self._retries if target.repeatable else 0, -1, -1):
             try:
                 reply = await handle.remote(*arguments)
-                if not (left and reply[0] == UNAVAILABLE[method]):
+                if not (remaining and reply[0] == UNAVAILABLE[method]):
                     return reply
             except Exception as error:
-                if not (left and is_lost(error)):
+                if not (remaining and is_lost(error)):
                     raise _error_for(error, target) from None
         raise AssertionError("the loop returns or raises")
 
@@ -198,7 +198,7 @@ class Ingress:
     async def _parts(self, target: Target, method: str, *arguments: Any) -> AsyncIterator[Any]:
         """The parts of a replica's reply. Retries until the first part has arrived."""
         handle = getattr(self._handle(target).options(stream=True), method)
-        left, begun = self._retries if target.repeatable else 0, False
+        remaining, begun = self._retries if target.repeatable else 0, False
         while True:
             try:
                 async for part in handle.remote(*arguments):
@@ -206,9 +206,9 @@ class Ingress:
                     yield part
                 return
             except Exception as error:
-                if begun or not (left and is_lost(error)):
+                if begun or not (remaining and is_lost(error)):
                     raise _error_for(error, target) from None
-                left -= 1
+                remaining -= 1
 
 
 class Refused(Exception):

@@ -54,7 +54,7 @@ class NodeServer:
         self._directory = directory or default_directory()
         self._on_failure = on_failure
         self._socket: socket.socket | None = None
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._state: dict[str, Any] = {}
         self._started = False
         self._runs = 0
@@ -62,13 +62,13 @@ class NodeServer:
     @property
     def is_ready(self) -> bool:
         """False while the server is being restarted, and after it has failed for good."""
-        with self._news:
+        with self._changed:
             return self._state.get("state") == "ready"
 
     @property
     def runs(self) -> int:
         """How many times the server has become ready: more than once if it was restarted."""
-        with self._news:
+        with self._changed:
             return self._runs
 
     @property
@@ -89,7 +89,7 @@ class NodeServer:
     @property
     def failure(self) -> str:
         """Why the server has failed for good; "" while it runs or is being restarted."""
-        with self._news:
+        with self._changed:
             return str(self._state["reason"]) if self._state.get("state") in ENDED else ""
 
     def start(self, timeout: float) -> None:
@@ -100,8 +100,8 @@ class NodeServer:
                 owned = self._connected() or self._spawned()
             self._socket = owned
             threading.Thread(target=self._follow, args=(owned,), name="shmserve host", daemon=True).start()
-            with self._news:
-                settled = self._news.wait_for(
+            with self._changed:
+                settled = self._changed.wait_for(
                     lambda: self._state.get("state") in ("ready", *ENDED), end - time.monotonic()
                 )
                 state = self._state
@@ -117,8 +117,10 @@ class NodeServer:
 
     def wait_ready(self, end: float) -> None:
         """Waits for a server that is being restarted, until `end` of the monotonic clock. Raises Unavailable."""
-        with self._news:
-            settled = self._news.wait_for(lambda: self._state.get("state") in ("ready", *ENDED), end - time.monotonic())
+        with self._changed:
+            settled = self._changed.wait_for(
+                lambda: self._state.get("state") in ("ready", *ENDED), end - time.monotonic()
+            )
         if not settled:
             raise Unavailable("the server was not restarted in time")
         if self.failure:
@@ -126,13 +128,13 @@ class NodeServer:
 
     def wait_end(self, run: int, timeout: float) -> None:
         """Waits until the host has noticed that this run of the server has ended."""
-        with self._news:
-            self._news.wait_for(lambda: self._runs != run or self._state.get("state") != "ready", timeout)
+        with self._changed:
+            self._changed.wait_for(lambda: self._runs != run or self._state.get("state") != "ready", timeout)
 
     def wait_failure(self, timeout: float) -> bool:
         """Waits until the server has failed for good."""
-        with self._news:
-            return self._news.wait_for(lambda: self._state.get("state") in ENDED, timeout)
+        with self._changed:
+            return self._changed.wait_for(lambda: self._state.get("state") in ENDED, timeout)
 
     def close(self) -> None:
         """Releases the server, which ends if this was the last owner. Returns at once."""
@@ -140,7 +142,7 @@ class NodeServer:
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket = None
-        with self._news:
+        with self._changed:
             self._state = {}
             self._started = False
 
@@ -154,7 +156,7 @@ class NodeServer:
     # ------------------------------------------------------------------------------------------------ internals
 
     def _known(self) -> dict[str, Any]:
-        with self._news:
+        with self._changed:
             if "runtime_dir" not in self._state:
                 raise Unavailable("the server is not running")
             return self._state
@@ -209,12 +211,12 @@ class NodeServer:
         self._state_changed(owned, {"state": "over", "reason": "the host of the server has ended"})
 
     def _state_changed(self, owned: socket.socket, state: dict[str, Any]) -> None:
-        with self._news:
+        with self._changed:
             if owned is not self._socket:
                 return
             failed = self._started and state["state"] in ENDED
             self._state = state
             self._runs += state["state"] == "ready"
-            self._news.notify_all()
+            self._changed.notify_all()
         if failed and self._on_failure is not None:
             self._on_failure()

@@ -88,8 +88,8 @@ class Predictor:
                 parts.append(self._answer(*waiting.pop(0), columns))
             waiting.append((self._submit(columns, rows), rows))
         parts += [self._answer(future, rows, columns) for future, rows in waiting]
-        found = {column: _joined([part[name] for part in parts]) for name, column in self._outputs.items()}
-        return {**batch, **found} if self._keep else found
+        results = {column: _joined([part[name] for part in parts]) for name, column in self._outputs.items()}
+        return {**batch, **results} if self._keep else results
 
     # ------------------------------------------------------------------------------------------------ internals
 
@@ -117,12 +117,12 @@ class Predictor:
     def _answer(self, future: Future, rows: slice, columns: Mapping[str, Any]) -> Mapping[str, Any]:
         """The outputs of the rows, from another server if this one was lost with its host. Closing the client of the
         lost server has cancelled its other requests."""
-        for left in range(RETRIES, -1, -1):
+        for remaining in range(RETRIES, -1, -1):
             try:
-                found: Mapping[str, Any] = future.result()
-                return found
+                result: Mapping[str, Any] = future.result()
+                return result
             except (ConnectionLost, Cancelled):
-                if not left:
+                if not remaining:
                     raise
                 future = self._submit(columns, rows)
         raise AssertionError("the loop returns or raises")

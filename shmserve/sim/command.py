@@ -51,7 +51,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    created = argparse.ArgumentParser(
         prog="python -m shmserve.sim",
         description="Runs the scheduler of the server over simulated time: the same decisions as in a server, with\n"
         "callers, workers and the clock simulated. No server, no model and no GPU is needed, and the\n"
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model = made.add_argument_group("the model: one of a repository, or a plain one that batches")
+    model = created.add_argument_group("the model: one of a repository, or a plain one that batches")
     model.add_argument("--repository", action="append", type=Path, metavar="DIR", help="models with their config.pbtxt")
     model.add_argument("--model", metavar="NAME", help="model that receives the requests (default: the only one)")
     model.add_argument("--instances", type=_count, metavar="N", help="number of instances, instead of instance_group")
@@ -79,9 +79,9 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     model.add_argument("--service-ms", type=_number, metavar="MS", help="the same, in ms, for every batch")
 
-    _add_load(made.add_argument_group("the load"))
+    _add_load(created.add_argument_group("the load"))
 
-    how = made.add_argument_group("how")
+    how = created.add_argument_group("how")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     how.add_argument("--fault", action="append", type=_fault, default=[], metavar="NAME=N", help="inject a fault")
     how.add_argument("--reload-every", type=_number, default=0.0, metavar="S", help="mean time to the next reload")
@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--check", type=_count, default=0, metavar="N", help="check all invariants after every Nth turn")
     how.add_argument("--compare", action="store_true", help="also a plain first-come queue under the same load")
     how.add_argument("--json", action="store_true", help="print JSON")
-    return made
+    return created
 
 
 def _add_load(load: argparse._ArgumentGroup) -> None:
@@ -136,12 +136,12 @@ def _wrong(text: str) -> NoReturn:
 
 def _number(text: str) -> float:
     try:
-        found = float(text)
+        result = float(text)
     except ValueError:
         _wrong(f"'{text}' is not a number")
-    if not 0 <= found < 1e12:
+    if not 0 <= result < 1e12:
         _wrong(f"{text} is out of range")
-    return found
+    return result
 
 
 def _positive(text: str) -> float:
@@ -160,8 +160,8 @@ def _rates(text: str) -> list[float]:
 
 def _span(text: str) -> tuple[int, int]:
     low, dash, high = text.partition("-")
-    found = _count(low), _count(high if dash else low)
-    return found if found[0] <= found[1] else _wrong(f"'{text}': the upper bound is below the lower bound")
+    result = _count(low), _count(high if dash else low)
+    return result if result[0] <= result[1] else _wrong(f"'{text}': the upper bound is below the lower bound")
 
 
 def _fault(text: str) -> tuple[str, float]:
@@ -174,18 +174,18 @@ def _fault(text: str) -> tuple[str, float]:
 
 def _calls(text: str) -> tuple[str, tuple[str, ...]]:
     name, _, called = text.partition("=")
-    found = tuple(word for word in called.split(",") if word)
-    return (name, found) if name and found else _wrong(f"'{text}' is not NAME=NAME,...")
+    result = tuple(word for word in called.split(",") if word)
+    return (name, result) if name and result else _wrong(f"'{text}' is not NAME=NAME,...")
 
 
 def _services(args: argparse.Namespace) -> dict[str, Service]:
-    found: dict[str, Service] = {}
+    results: dict[str, Service] = {}
     if args.service_ms is not None:
-        found[""] = parse(f"{args.service_ms:.6f}ms")
+        results[""] = parse(f"{args.service_ms:.6f}ms")
     for text in args.service:
         name, equals, time = text.partition("=")
-        found[name if equals else ""] = parse(time if equals else text)
-    return found
+        results[name if equals else ""] = parse(time if equals else text)
+    return results
 
 
 # ------------------------------------------------------------------------------------ the plan
@@ -212,22 +212,22 @@ def _models(args: argparse.Namespace, asked: Sequence[str]) -> tuple[list[SimMod
     if args.calls and not args.repository:
         raise InvalidRequest("--calls is for models of a repository")
     if not args.repository:
-        made = _plain(args, services)
-        return [made], [made.policy.name]
+        created = _plain(args, services)
+        return [created], [created.policy.name]
     if args.max_batch or args.delay_ms is not None or args.padding:
         raise InvalidRequest(
             "--max-batch, --delay-ms and --padding are for the plain model; a repository's says it in config.pbtxt"
         )
-    found = list(asked) or ([args.model] if args.model else names(args.repository))
-    if not asked and len(found) != 1:
-        raise InvalidRequest(f"choose a model with --model; the models are {', '.join(found) or 'none'}")
+    result = list(asked) or ([args.model] if args.model else names(args.repository))
+    if not asked and len(result) != 1:
+        raise InvalidRequest(f"choose a model with --model; the models are {', '.join(result) or 'none'}")
     calls = dict(args.calls)
     unknown = calls.keys() - set(names(args.repository))
     if unknown:
         raise InvalidRequest(f"--calls names an unknown model '{sorted(unknown)[0]}'")
-    needed = [*found, *(called for each in calls.values() for called in each)]
+    needed = [*result, *(called for each in calls.values() for called in each)]
     known = models(args.repository, needed, services, args.instances or 0)
-    return [replace(model, calls=calls.get(model.policy.name, ())) for model in known], found
+    return [replace(model, calls=calls.get(model.policy.name, ())) for model in known], result
 
 
 def _plan(args: argparse.Namespace, rate: float) -> Plan:
@@ -335,9 +335,9 @@ def _sweep(args: argparse.Namespace) -> int:
         result = simulate(plan)
         lost += result.lost
         asked = result.models[plan.loads[0].model]
-        found = asked.as_json()
-        row: dict[str, Any] = {"rate": rate, "goodput": asked.goodput, "p99_ms": found["latency_ms"]["p99"]}
-        row |= {"mean_batch": found["mean_batch"], "utilisation": found["utilisation"]}
+        answer = asked.as_json()
+        row: dict[str, Any] = {"rate": rate, "goodput": asked.goodput, "p99_ms": answer["latency_ms"]["p99"]}
+        row |= {"mean_batch": answer["mean_batch"], "utilisation": answer["utilisation"]}
         if args.compare:
             row["first_come"] = round(_first_come(plan, result).goodput, 3)
         rows.append(row)
@@ -353,10 +353,10 @@ def _sweep(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 for success, 1 if requests were lost, 2 for arguments that cannot be simulated. An
     internal error of the core is raised as an AssertionError."""
-    made = parser()
-    args = made.parse_args(argv)
-    if sum(bool(given) for given in (args.rate, args.callers, args.recording, args.sweep)) > 1:
-        made.error("--rate, --callers, --recording and --sweep: only one of them")
+    created = parser()
+    args = created.parse_args(argv)
+    if sum(bool(provided) for provided in (args.rate, args.callers, args.recording, args.sweep)) > 1:
+        created.error("--rate, --callers, --recording and --sweep: only one of them")
     try:
         if args.sweep:
             return _sweep(args)
@@ -367,10 +367,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error.message}", file=sys.stderr)
         return 2
     if args.json:
-        found = result.as_json()
+        value = result.as_json()
         if beside is not None:
-            found["first_come"] = beside.as_json()
-        print(json.dumps(found, indent=2))
+            value["first_come"] = beside.as_json()
+        print(json.dumps(value, indent=2))
     else:
         _show(result, beside)
     return 1 if result.lost else 0
@@ -394,14 +394,14 @@ def models(
     """These models and those of their steps. `services`: by model name, "" for all others. `instances` > 0 overrides
     the number in the configuration."""
     known = names(roots)
-    found: dict[str, SimModel] = {}
+    results: dict[str, SimModel] = {}
     todo = list(wanted)
     while todo:
         name = todo.pop(0)
-        if name not in found:
-            made = found[name] = _model(roots, name, known, services, instances)
-            todo += [step.model for step in made.policy.steps or ()]
-    return list(found.values())
+        if name not in results:
+            created = results[name] = _model(roots, name, known, services, instances)
+            todo += [step.model for step in created.policy.steps or ()]
+    return list(results.values())
 
 
 def _model(

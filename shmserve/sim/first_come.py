@@ -54,11 +54,11 @@ def first_come(
                     result.in_time += 1
                     result.good += now + took <= seconds * SECOND
 
-    for at, given in load.arrivals.arrivals(Random(f"{source} arrivals")):
+    for at, provided in load.arrivals.arrivals(Random(f"{source} arrivals")):
         if at > seconds * SECOND:
             break
         low, high = load.rows
-        rows = given or (low if low == high else draws.randint(low, high))
+        rows = provided or (low if low == high else draws.randint(low, high))
         while done and done[0] <= at:
             now = heapq.heappop(done)
             serve()

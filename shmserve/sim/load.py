@@ -106,7 +106,7 @@ class Load(Struct, frozen=True):
 
 def read_recording(path: Path) -> dict[str, Replay]:
     """Reads one JSON object per line: {"at": seconds, "model": name, "rows": 1}. Lines may be in any order."""
-    found: dict[str, list[Arrival]] = {}
+    results: dict[str, list[Arrival]] = {}
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -123,5 +123,5 @@ def read_recording(path: Path) -> dict[str, Replay]:
             raise InvalidRequest(text) from error
         if at < 0 or rows < 0:
             raise InvalidRequest(f"{path}, line {number}: neither time nor rows can be negative")
-        found.setdefault(model, []).append((at, rows))
-    return {model: Replay(tuple(sorted(entries))) for model, entries in found.items()}
+        results.setdefault(model, []).append((at, rows))
+    return {model: Replay(tuple(sorted(entries))) for model, entries in results.items()}

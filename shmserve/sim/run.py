@@ -280,10 +280,10 @@ class Simulation:
         for number, load in enumerate(plan.loads):
             if not plan.seconds and not plan.requests and not isinstance(load.arrivals, Replay):
                 raise InvalidRequest("a plan needs an end: seconds, or a number of requests")
-            found = [model for model in plan.models if model.policy.name == load.model]
-            if not found:
+            results = [model for model in plan.models if model.policy.name == load.model]
+            if not results:
                 raise InvalidRequest(f"the load asks for model '{load.model}', which the plan does not have")
-            model = max(found, key=lambda model: model.policy.version)
+            model = max(results, key=lambda model: model.policy.version)
             sources.append(LoadSource(self._world, load, model, self._results[load.model], number, self.connect))
         return sources
 

@@ -71,8 +71,8 @@ class Table(Struct, frozen=True):
         entries, share = self.entries, random.random()
         after = bisect_left(entries, rows, key=lambda entry: entry[0])
         if after == len(entries):
-            most, times = entries[-1]
-            return _drawn(times, share) * rows // most
+            maximum, times = entries[-1]
+            return _drawn(times, share) * rows // maximum
         above, times = entries[after]
         if above == rows or after == 0:
             return _drawn(times, share)
@@ -119,10 +119,10 @@ def _drawn(times: tuple[int, ...], share: float) -> int:
 
 def time_ns(text: str) -> int:
     """Parses a duration: 300us, 5ms, 1.5s."""
-    found = _TIME.fullmatch(text.strip())
-    if found is None:
-        raise InvalidRequest(f"'{text}' is no time; write 300us, 5ms or 1.5s")
-    return round(float(found[1]) * UNITS[found[2]])
+    result = _TIME.fullmatch(text.strip())
+    if result is None:
+        raise InvalidRequest(f"'{text}' is not a duration, such as 300us, 5ms or 1.5s")
+    return round(float(result[1]) * UNITS[result[2]])
 
 
 def parse(text: str) -> Service:
@@ -149,11 +149,11 @@ def parse(text: str) -> Service:
 def read_table(path: Path) -> Table:
     """Reads a JSON object: rows -> one time or a list of times, in milliseconds."""
     try:
-        given = json.loads(path.read_text())
+        provided = json.loads(path.read_text())
         entries = []
-        for rows, times in given.items():
-            found = times if isinstance(times, list) else [times]
-            entries.append((int(rows), tuple(sorted(round(float(ms) * 1e6) for ms in found))))
+        for rows, times in provided.items():
+            result = times if isinstance(times, list) else [times]
+            entries.append((int(rows), tuple(sorted(round(float(ms) * 1e6) for ms in result))))
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise InvalidRequest(f"{path} is no table of service times: {error}; see docs/sizing.md") from error
     if not entries or any(rows < 1 or not times or times[0] < 0 for rows, times in entries):

@@ -224,13 +224,13 @@ class Screen:
         from rich.text import Text
 
         def grid(header: bool, shown_rows: Sequence[Sequence[str]]) -> list[str]:
-            found = Table(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0), header_style=HEAD, show_header=header)
+            result = Table(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0), header_style=HEAD, show_header=header)
             for at in shown:
                 justify: Any = "right" if columns[at].right else "left"
-                found.add_column(Text(columns[at].name), justify=justify, width=widths[at], overflow="fold")
+                result.add_column(Text(columns[at].name), justify=justify, width=widths[at], overflow="fold")
             for row in shown_rows:
-                found.add_row(*(Text(row[at], _style(columns[at], row[at])) for at in shown))
-            return self._lines(found, len(GAP))
+                result.add_row(*(Text(row[at], _style(columns[at], row[at])) for at in shown))
+            return self._lines(result, len(GAP))
 
         if below is None:
             return grid(True, rows)
@@ -247,21 +247,21 @@ class Screen:
         """
         console = self._rich()
         options = console.options.update(width=(self.width or WIDEST) + trailing)
-        found = []
+        results = []
         for line in console.render_lines(renderable, options, pad=False):
             while line and not line[-1].text.strip():
                 line.pop()
             system = console._color_system
-            found.append(
+            results.append(
                 "".join(part.style.render(part.text, color_system=system) if part.style else part.text for part in line)
             )
-        return found
+        return results
 
 
 def _least(columns: Sequence[Column], widths: Sequence[int], shown: Sequence[int]) -> int:
     """The minimum total width of these columns."""
-    least = [min(widths[at], NARROWEST) if columns[at].free else widths[at] for at in shown]
-    return sum(least) + len(GAP) * (len(least) - 1)
+    minimum = [min(widths[at], NARROWEST) if columns[at].free else widths[at] for at in shown]
+    return sum(minimum) + len(GAP) * (len(minimum) - 1)
 
 
 def _style(column: Column, text: str) -> str:

@@ -79,12 +79,12 @@ def inputs(source: InputSource, model: str, known: Mapping[str, Spec], largest: 
         arrays.update(from_json(source.file, known))
     arrays.update(from_arguments(source.texts, known))
     if source.random:
-        left = {name: spec for name, spec in known.items() if name not in arrays}
+        remaining = {name: spec for name, spec in known.items() if name not in arrays}
         if source.batch is not None:
-            most = largest()
-            if source.batch > most:
-                raise Misuse(f"--batch {source.batch}: the max_batch_size of model '{model}' is {most}")
-        arrays.update(random(left, source.batch, shapes_from(source.shapes, left), source.seed))
+            maximum = largest()
+            if source.batch > maximum:
+                raise Misuse(f"--batch {source.batch}: the max_batch_size of model '{model}' is {maximum}")
+        arrays.update(random(remaining, source.batch, shapes_from(source.shapes, remaining), source.seed))
     if known and not arrays:
         example = next(iter(known))
         raise Misuse(

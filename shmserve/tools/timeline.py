@@ -84,7 +84,7 @@ LANES = 256
 
 def lanes(spans: Sequence[tuple[int, int]], most: int = LANES) -> list[int | None]:
     """The lowest free row for each span (begin, end); None if `most` rows are occupied."""
-    found: list[int | None] = [None] * len(spans)
+    result: list[int | None] = [None] * len(spans)
     occupied: list[tuple[int, int]] = []
     free: list[int] = []
     used = 0
@@ -99,9 +99,9 @@ def lanes(spans: Sequence[tuple[int, int]], most: int = LANES) -> list[int | Non
             used += 1
         else:
             continue
-        found[place] = lane
+        result[place] = lane
         heappush(occupied, (end, lane))
-    return found
+    return result
 
 
 Event = dict[str, Any]
@@ -379,33 +379,33 @@ class _Found:
 def summary(collected: Collected) -> list[dict[str, Any]]:
     models: dict[tuple[str, int], _Found] = defaultdict(_Found)
     for batch in collected.batches:
-        found = models[batch.model, batch.version]
-        found.batches.append(batch)
-        found.requests.update(request.number for request in batch.requests)
+        result = models[batch.model, batch.version]
+        result.batches.append(batch)
+        result.requests.update(request.number for request in batch.requests)
     for number, end in collected.ends.items():
-        found = models[end.model, end.version]
-        found.requests.add(number)
+        result = models[end.model, end.version]
+        result.requests.add(number)
         if end.code:
-            found.codes[end.code] += 1
-    return [_of(name, version, found) for (name, version), found in sorted(models.items())]
+            result.codes[end.code] += 1
+    return [_of(name, version, result) for (name, version), result in sorted(models.items())]
 
 
-def _of(name: str, version: int, found: _Found) -> dict[str, Any]:
-    batches = found.batches
+def _of(name: str, version: int, result: _Found) -> dict[str, Any]:
+    batches = result.batches
     waits = [max(0, batch.times[0] - request.arrived) / 1000 for batch in batches for request in batch.requests]
     computes = [(batch.times[2] - batch.times[1]) / 1000 for batch in batches]
     return {
         "model": name,
         "version": version,
-        "requests": len(found.requests),
-        "failed": found.codes.total(),
+        "requests": len(result.requests),
+        "failed": result.codes.total(),
         "batches": len(batches),
         "rows": sum(batch.rows for batch in batches),
         "queue_p50_us": _percentile(waits, 0.5),
         "queue_p99_us": _percentile(waits, 0.99),
         "compute_p50_us": _percentile(computes, 0.5),
         "reasons": dict(Counter(batch.reason for batch in batches).most_common()),
-        "errors": dict(found.codes.most_common()),
+        "errors": dict(result.codes.most_common()),
     }
 
 

@@ -139,13 +139,13 @@ def integer(least: int, most: int = MOST) -> Callable[[str], int]:
     """The type of an option with an integer from `least` to `most`."""
 
     def read(text: str) -> int:
-        found = least - 1
+        result = least - 1
         if text.isdecimal():
-            found = int(text) if len(text) < DIGITS else most + 1
-        if not least <= found <= most:
-            known = f"of at least {least}" if most == MOST and found < least else f"from {least} to {most:,}"
+            result = int(text) if len(text) < DIGITS else most + 1
+        if not least <= result <= most:
+            known = f"of at least {least}" if most == MOST and result < least else f"from {least} to {most:,}"
             raise argparse.ArgumentTypeError(f"'{text[:DIGITS]}' is not an integer {known}")
-        return found
+        return result
 
     return read
 
@@ -177,19 +177,19 @@ def positive(text: str) -> float:
 
 def duration(text: str) -> int:
     """Parses 300us, 20ms, 1.5s, 2m or 1h. Returns nanoseconds."""
-    found = _TIME.fullmatch(text.strip())
-    if found is not None and not found[2]:
+    result = _TIME.fullmatch(text.strip())
+    if result is not None and not result[2]:
         raise argparse.ArgumentTypeError(f"'{text}' has no unit: {text.strip()}ms? Units are us, ms, s, m and h")
-    value = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    value = float(result[1]) * _UNITS[result[2]] if result else 0.0
     if not 1 <= value < MAX_NS:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a time above 0, such as 300us, 20ms, 1.5s or 2m")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a duration above 0, such as 300us, 20ms, 1.5s or 2m")
     return round(value)
 
 
 def span(text: str) -> tuple[int, int]:
     """8 or 8-128."""
     low, dash, high = text.partition("-")
-    found = at_least_1(low), at_least_1(high if dash else low)
-    if found[0] > found[1]:
+    result = at_least_1(low), at_least_1(high if dash else low)
+    if result[0] > result[1]:
         raise argparse.ArgumentTypeError(f"'{text}': the upper bound is below the lower bound")
-    return found
+    return result

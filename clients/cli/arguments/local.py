@@ -64,7 +64,7 @@ def add_doctor(commands: Any) -> None:
   shmserve doctor --runtime-dir /run/shmserve
   shmserve doctor --json
 """
-    about = "show what this machine lacks for a server, and how to fix it"
+    about = "check whether this machine can run a server, and show how to fix problems"
     codes = ("a server can run here", "something stops it")
     command = add_command(commands, "doctor", "doctor", about, examples, codes)
     text = "the directory in which a server runs, or is to run (default: that of this user)"

@@ -129,14 +129,22 @@ def _add_requests(command: CommandParser) -> None:
 
 def _add_measurement(command: CommandParser) -> None:
     add = command.add_argument
-    rare(add("--warmup", metavar="TIME", type=duration, default=10**9, help="not measured, per load (default: 1s)"))
+    rare(
+        add(
+            "--warmup",
+            metavar="TIME",
+            type=duration,
+            default=10**9,
+            help="unmeasured start of each load (default: 1s)",
+        )
+    )
     rare(add("--window", metavar="TIME", type=duration, default=10**9, help="length of a window (default: 1s)"))
     rare(add("--windows", metavar="MIN:MAX", type=windows, default=(3, 10),
              help="number of windows per load (default: 3:10)"))  # fmt: skip
     rare(add("--tolerance", metavar="PERCENT", type=percent, default=0.05,
              help="end a load when throughput and latency are known to +- this (default: 5)"))  # fmt: skip
     rare(add("--confidence", metavar="PERCENT", type=percent, default=0.95,
-             help="of all intervals (default: 95)"))  # fmt: skip
+             help="confidence level of all intervals (default: 95)"))  # fmt: skip
     rare(add("--percentile", metavar="P", type=percentile, default=50.0,
              help="latency that must be stable: p50, p90, p95, p99, p99.9 or p99.99 (default: p50)"))  # fmt: skip
     rare(add("--processes", metavar="N", type=integer(1, MAX_PROCESSES), default=0,
@@ -169,10 +177,10 @@ def header(text: str) -> tuple[str, str]:
 
 def percentile(text: str) -> float:
     match = re.fullmatch(r"p?(\d+(?:\.\d+)?)", text)
-    found = float(match[1]) if match else 0.0
-    if not 0 < found < 100:
+    result = float(match[1]) if match else 0.0
+    if not 0 < result < 100:
         raise argparse.ArgumentTypeError(f"'{text}' is not a percentile such as p99 or p99.9")
-    return found
+    return result
 
 
 def limit(text: str) -> tuple[float, int]:
@@ -184,42 +192,42 @@ def limit(text: str) -> tuple[float, int]:
 
 
 def percent(text: str) -> float:
-    found = parsed(text.removesuffix("%")) / 100
-    if not 0 < found < 1:
+    result = parsed(text.removesuffix("%")) / 100
+    if not 0 < result < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a percentage between 0 and 100")
-    return found
+    return result
 
 
 def windows(text: str) -> tuple[int, int]:
-    least, _, most = text.partition(":")
-    found = (at_least_1(least), at_least_1(most or least))
-    if not 2 <= found[0] <= found[1] <= 10_000:
+    minimum, _, maximum = text.partition(":")
+    result = (at_least_1(minimum), at_least_1(maximum or minimum))
+    if not 2 <= result[0] <= result[1] <= 10_000:
         raise argparse.ArgumentTypeError(f"'{text}' is not a range MIN:MAX of at least 2 windows")
-    return found
+    return result
 
 
 def number_range(text: str) -> tuple[float, ...]:
     """A list (1,8,32), LOW:HIGH (doubling), or LOW:HIGH:STEP."""
     try:
         if ":" not in text:
-            found = tuple(map(float, text.split(",")))
+            result = tuple(map(float, text.split(",")))
         else:
             low, high, *step = map(float, text.split(":"))
-            found = _steps(low, high, *step) if 0 < low <= high and all(size > 0 for size in step) else ()
+            result = _steps(low, high, *step) if 0 < low <= high and all(size > 0 for size in step) else ()
     except (ValueError, TypeError):
-        found = ()
-    if not found or not all(0 < value < math.inf for value in found):
+        result = ()
+    if not result or not all(0 < value < math.inf for value in result):
         text = f"'{text}' is not a number above 0, a list (1,8,32) or a range (1:64 doubles, 1:64:8 has steps of 8)"
         raise argparse.ArgumentTypeError(text)
-    return found
+    return result
 
 
 def _steps(low: float, high: float, step: float = 0.0) -> tuple[float, ...]:
     """The last value is always `high`."""
-    found = [low]
-    while len(found) < MAX_LOADS and found[-1] < high:
-        found.append(min(high, found[-1] + step if step > 0 else found[-1] * 2))
-    return tuple(found) if found[-1] == high else ()
+    results = [low]
+    while len(results) < MAX_LOADS and results[-1] < high:
+        results.append(min(high, results[-1] + step if step > 0 else results[-1] * 2))
+    return tuple(results) if results[-1] == high else ()
 
 
 def rates(text: str) -> tuple[float, ...]:
@@ -227,13 +235,13 @@ def rates(text: str) -> tuple[float, ...]:
 
 
 def callers(text: str) -> tuple[float, ...]:
-    found = number_range(text)
-    if any(value != int(value) for value in found):
+    result = number_range(text)
+    if any(value != int(value) for value in result):
         raise argparse.ArgumentTypeError(f"'{text}' has a number that is not an integer")
-    return _at_most(MAX_CALLERS, "callers", found)
+    return _at_most(MAX_CALLERS, "callers", result)
 
 
-def _at_most(most: int, what: str, found: tuple[float, ...]) -> tuple[float, ...]:
-    if max(found) > most:
-        raise argparse.ArgumentTypeError(f"{max(found):,.0f} {what}: the maximum is {most:,}")
-    return found
+def _at_most(maximum: int, what: str, result: tuple[float, ...]) -> tuple[float, ...]:
+    if max(result) > maximum:
+        raise argparse.ArgumentTypeError(f"{max(result):,.0f} {what}: the maximum is {maximum:,}")
+    return result

@@ -81,7 +81,7 @@ def add_top(commands: Any) -> None:
 def add_ready(commands: Any) -> None:
     examples = "  shmserve ready                  exit code 0 if every model is READY\n"
     examples += "  shmserve ready mlp --wait 30    wait for up to 30 s, e.g. after starting a server\n"
-    about = "exit with 0 if the server, or a model, can take requests, else with 1"
+    about = "check whether the server, or a model, is ready to take requests"
     codes = ("ready", "not ready, or no server")
     command = add_server_command(commands, "ready", "ready", about, examples, codes)
     add_model(command, "?")

@@ -123,7 +123,7 @@ def add_drain(commands: Any) -> None:
     add("--undrain", action="store_true", help="put the server back into service")
     add("--no-wait", action="store_false", dest="wait", help="do not wait until it is empty")
     add("--timeout", metavar="SECONDS", type=seconds, help="maximum time to wait (default: no limit)")
-    text = "it is empty after this long without a request (default: 5); a balancer needs seconds to notice"
+    text = "time without a request after which the server is empty (default: 5); a balancer needs seconds to notice"
     add("--quiet", metavar="SECONDS", type=seconds, help=text)
     add_json(command, "print a line of JSON per second, and one at the end")
 

@@ -138,8 +138,8 @@ def several(one: Any) -> Any:
     """Values separated by commas."""
 
     def read(text: str) -> list[Any]:
-        found = [one(word) for word in text.split(",")]
-        return [value for each in found for value in (each if isinstance(each, tuple) else (each,))]
+        results = [one(word) for word in text.split(",")]
+        return [value for each in results for value in (each if isinstance(each, tuple) else (each,))]
 
     return read
 
@@ -154,8 +154,8 @@ def policy(text: str) -> str | tuple[str, ...]:
 
 def rate(text: str) -> float:
     """500, 50k or 1.2M."""
-    found = _RATE.fullmatch(text.strip())
-    value = float(found[1]) * _FACTORS[found[2]] if found else 0.0
+    result = _RATE.fullmatch(text.strip())
+    value = float(result[1]) * _FACTORS[result[2]] if result else 0.0
     if not 0 < value < 1e10:
         raise argparse.ArgumentTypeError(f"'{text}' is not a rate above 0, such as 500, 50k or 1.2M")
     return value
@@ -190,15 +190,15 @@ def when(text: str) -> tuple[int, int]:
 
 def counted(text: str) -> tuple[int, int, int]:
     """2@5s+20s."""
-    count, found, rest = text.partition("@")
-    if not found:
+    count, result, rest = text.partition("@")
+    if not result:
         raise argparse.ArgumentTypeError(f"'{text}' is not N@AT or N@AT+FOR, such as 2@5s+20s")
     return at_least_1(count), *when(rest)
 
 
 def factored(text: str) -> tuple[float, int, int]:
     """1.5@5s+20s."""
-    factor, found, rest = text.partition("@")
-    if not found:
+    factor, result, rest = text.partition("@")
+    if not result:
         raise argparse.ArgumentTypeError(f"'{text}' is not FACTOR@AT or FACTOR@AT+FOR, such as 1.5@5s+20s")
     return positive(factor), *when(rest)

@@ -59,7 +59,7 @@ def _add_inputs(command: argparse.ArgumentParser) -> None:
     rare(add("--outputs", metavar="NAME,...", help="outputs to compute (default: all)"))
     add("--out", metavar="DIR", type=Path, help="write each output to DIR/NAME.npy")
     add("--repeat", metavar="N", type=at_least_1, default=1,
-        help="send it N times, one after another, and print the latency; median and 99th percentile")  # fmt: skip
+        help="send the request N times in a row, and print the median and 99th percentile of the latency")  # fmt: skip
 
 
 def add_run(commands: Any) -> None:

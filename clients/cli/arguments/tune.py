@@ -49,12 +49,12 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
         metavar="N",
         type=positive,
         default=0.0,
-        help="hold it at N requests per second (default: find the highest rate)",
+        help="hold the limit at N requests per second (default: find the highest rate)",
     )
     add("--apply", action="store_true", help="write the changes to config.pbtxt, if the target is held")
     add("--html", metavar="FILE", type=Path, help="write a report with curves")
     add("--rows", metavar="N", type=at_least_1, default=1, help="rows of each request (default: 1)")
-    add("--lengths", metavar="N[-M]", type=span, help="size of the dims of -1")
+    add("--lengths", metavar="N[-M]", type=span, help="sizes of the input dims that are -1")
     add("--instances", metavar="N[-M]", type=span, default=(1, 16), help="instances to try (default: 1-16)")
     text = "largest batch to try (default: the model's max_batch_size)"
     add("--max-batch", metavar="N", type=at_least_1, default=0, help=text)
@@ -74,8 +74,8 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
 
 def size(text: str) -> int:
     """2GiB, 512M or a number of bytes. Units are binary."""
-    found = _SIZE.fullmatch(text.strip())
-    value = round(float(found[1]) * 1024 ** (" KMGT".index(found[2].upper()) if found[2] else 0)) if found else 0
+    result = _SIZE.fullmatch(text.strip())
+    value = round(float(result[1]) * 1024 ** (" KMGT".index(result[2].upper()) if result[2] else 0)) if result else 0
     if not value:
         raise argparse.ArgumentTypeError(f"'{text}' is not a size above 0, such as 512MiB or 2GiB")
     return value

@@ -45,8 +45,8 @@ def order_of(args: argparse.Namespace) -> str:
 
     Invariant: RunOrder and BuildOptions have a field for each argument of their commands.
     """
-    given = {name: value for name, value in vars(args).items() if value is not None and name not in _OF_PARSER}
-    return json.dumps(given, default=os.fspath)
+    provided = {name: value for name, value in vars(args).items() if value is not None and name not in _OF_PARSER}
+    return json.dumps(provided, default=os.fspath)
 
 
 def make_client(args: argparse.Namespace, timeout: float | None = ASK_S) -> Client:
@@ -127,26 +127,26 @@ def output(
     args: argparse.Namespace,
     ask: Callable[[], Found],
     text: Callable[[Found, Screen], str],
-    document: Callable[[Found], Any] = lambda found: found,
+    document: Callable[[Found], Any] = lambda result: result,
 ) -> int:
     """Print the result of `ask` as text, or as a document with --json; with --watch repeatedly, until Ctrl-C."""
     screen = screen_of(args)
     if args.watch is None:
-        found = ask()
+        result = ask()
         if args.json:
-            print_json(document(found))
+            print_json(document(result))
         else:
-            print_text(text(found, screen))
+            print_text(text(result, screen))
         return 0
     again = False
     while True:
-        found = ask()
+        result = ask()
         if args.json:
-            print_json(document(found), indent=None)
+            print_json(document(result), indent=None)
         elif screen.can_redraw:
-            print(screen.frame(text(found, screen), again), end="")
+            print(screen.frame(text(result, screen), again), end="")
         else:
-            print_text(text(found, screen))
+            print_text(text(result, screen))
         sys.stdout.flush()
         again = True
         select.select([], [], [], args.watch)

@@ -111,13 +111,13 @@ def _bounds(args: argparse.Namespace) -> tuple[float, float]:
     """The lowest and the highest load of the search."""
     if args.replay is not None:
         raise Misuse("--until needs a load that it can vary: --concurrency or --rate instead of --replay")
-    given = args.rate or args.concurrency
-    if given is None:
+    provided = args.rate or args.concurrency
+    if provided is None:
         return 1.0, 1024.0
-    if not given[0] < given[-1]:
+    if not provided[0] < provided[-1]:
         example = "--rate 100:10000" if args.rate is not None else "--concurrency 1:64"
         raise Misuse(f"--until with {example.split()[0]} needs bounds LOW:HIGH, e.g. {example}")
-    return given[0], given[-1]
+    return provided[0], provided[-1]
 
 
 def _measured(args: argparse.Namespace, plan: Plan) -> Run:
@@ -173,11 +173,11 @@ def _compare(args: argparse.Namespace) -> int:
         raise Misuse("--compare takes two saved runs and no model")
     old, new = args.compare
     try:
-        found = compare(read(old), read(new), args.confidence)
+        result = compare(read(old), read(new), args.confidence)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
     if args.json:
-        print_json(json.loads(msgspec.json.encode(found)))
+        print_json(json.loads(msgspec.json.encode(result)))
     else:
-        print_text(comparison_text(found, (old.stem, new.stem), screen_of(args)))
-    return int(found.is_worse)
+        print_text(comparison_text(result, (old.stem, new.stem), screen_of(args)))
+    return int(result.is_worse)

@@ -89,7 +89,7 @@ def versions(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
 
 
 def instances(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
-    return [found["name"] for entry in _of_model(parsed_args) for found in entry.get("instances", ())]
+    return [result["name"] for entry in _of_model(parsed_args) for result in entry.get("instances", ())]
 
 
 def _of_model(args: argparse.Namespace) -> list[dict[str, Any]]:

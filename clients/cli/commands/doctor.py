@@ -1,4 +1,4 @@
-"""`shmserve doctor`: reports what this machine has and lacks for a server, with the commands that fix it."""
+"""`shmserve doctor`: reports whether this machine can run a server, and the commands that fix problems."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def doctor(args: argparse.Namespace) -> int:
 def _ports_of(runtime_dir: Path) -> Mapping[str, int] | None:
     try:
         with Client(runtime_dir=runtime_dir) as client:
-            found: Mapping[str, int] = client.activity()["server"].get("ports", {})
-            return found
+            result: Mapping[str, int] = client.activity()["server"].get("ports", {})
+            return result
     except ServeError:
         return None
 

@@ -62,8 +62,8 @@ def _wait(args: argparse.Namespace, client: Client) -> int:
             timed_out = args.timeout is not None and waited >= args.timeout
             if empty or timed_out or not state["out_of_service"]:
                 break
-            left = POLL_S if args.timeout is None else min(POLL_S, args.timeout - waited)
-            progress.show(state, max(left, 0.001))
+            remaining = POLL_S if args.timeout is None else min(POLL_S, args.timeout - waited)
+            progress.show(state, max(remaining, 0.001))
     if args.json:
         print_json({**state, "empty": empty}, indent=None)
     if empty:
@@ -102,12 +102,12 @@ class _Progress:
             print_json({**state, "empty": False}, indent=None)
             sys.stdout.flush()
         end = now + seconds
-        while (left := end - time.monotonic()) > 0:
+        while (remaining := end - time.monotonic()) > 0:
             if self._line:
                 text = f"{next(self._turns)} draining for {state['seconds']:.0f} s: {self._text(state)}"
                 width = shutil.get_terminal_size().columns - 1
                 print(CLEAR_LINE + text[:width], end="", file=sys.stderr, flush=True)
-            select.select([], [], [], min(left, SPIN_S) if self._line else left)
+            select.select([], [], [], min(remaining, SPIN_S) if self._line else remaining)
 
     def _text(self, state: State) -> str:
         quiet = state["quiet_seconds"]

@@ -66,8 +66,8 @@ def _stream(args: argparse.Namespace, client: Client, arrays: Mapping[str, Any],
 
 
 def _largest(args: argparse.Namespace, client: Client) -> int:
-    most: int = client.config(args.model, args.version)["max_batch_size"]
-    return most
+    maximum: int = client.config(args.model, args.version)["max_batch_size"]
+    return maximum
 
 
 def _typed(arrays: inputs.Arrays, known: Mapping[str, Spec]) -> dict[str, Any]:

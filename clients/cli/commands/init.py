@@ -71,10 +71,10 @@ def _described(args: argparse.Namespace) -> Described | None:
     if ran.returncode:
         complain(args, f"warning: reading {args.source} ended with {ran.returncode}: {ran.stderr.strip()[-500:]}")
         return None
-    found = json.loads(ran.stdout.strip().rpartition("\n")[2])
-    if found is None:
+    result = json.loads(ran.stdout.strip().rpartition("\n")[2])
+    if result is None:
         return None
     inputs, outputs = (
-        [TensorFacts(name, dtype, tuple(dims)) for name, dtype, dims in found[kind]] for kind in ("inputs", "outputs")
+        [TensorFacts(name, dtype, tuple(dims)) for name, dtype, dims in result[kind]] for kind in ("inputs", "outputs")
     )
-    return Described(inputs, outputs, found["batches"], found["note"])
+    return Described(inputs, outputs, result["batches"], result["note"])

@@ -71,10 +71,10 @@ class _Reader:
             yield from filter(self._is_wanted, answer["records"])
 
     def _is_wanted(self, record: Record) -> bool:
-        least = LEVELS.index(self._args.level)
+        minimum = LEVELS.index(self._args.level)
         if self._args.instance not in (None, record.get("instance")):
             return False
-        return LEVELS.index(record["level"]) >= least
+        return LEVELS.index(record["level"]) >= minimum
 
 
 def _follow(args: argparse.Namespace, reader: _Reader, screen: Screen) -> None:

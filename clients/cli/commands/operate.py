@@ -76,12 +76,12 @@ def load(args: argparse.Namespace) -> int:
 
 def unload(args: argparse.Namespace) -> int:
     def one(client: Client, model: str) -> dict[str, Any]:
-        found = client.unload(
+        result = client.unload(
             model, unload_dependents=args.dependents, wait=args.wait, force=args.force, timeout=args.timeout
         )
-        if not found["versions"]:
+        if not result["versions"]:
             _check_exists(client, model)
-        return found
+        return result
 
     return _each(args, one, "unloading", _unloaded if args.wait else _begun)
 
@@ -93,10 +93,10 @@ def restart(args: argparse.Namespace) -> int:
     def one(client: Client, model: str) -> dict[str, Any]:
         return client.restart(model, version=args.version, instance=args.instance, timeout=args.timeout)
 
-    def describe(found: Mapping[str, Any]) -> str:
+    def describe(result: Mapping[str, Any]) -> str:
         if args.instance is not None:
             return f"instance {args.instance} restarted"
-        return f"{f'version {args.version}' if args.version is not None else _versions(found)} restarted"
+        return f"{f'version {args.version}' if args.version is not None else _versions(result)} restarted"
 
     return _each(args, one, "restarting", describe)
 
@@ -120,30 +120,30 @@ def traffic(args: argparse.Namespace) -> int:
     aliases: dict[str, int | None] = dict(args.alias) | dict.fromkeys(args.remove_alias)
     with connected(args) as client:
         shadow = {} if args.no_shadow else None if args.shadow is None else dict([args.shadow])
-        found = client.traffic(args.model, shares=shares, aliases=aliases, shadow=shadow)
+        result = client.traffic(args.model, shares=shares, aliases=aliases, shadow=shadow)
     if args.json:
-        print_json(found)
+        print_json(result)
         return 0
     named: dict[str, list[str]] = {}
-    for alias, number in found["aliases"].items():
+    for alias, number in result["aliases"].items():
         named.setdefault(str(number), []).append(f"{args.model}@{alias}")
-    versions = sorted({*found["now"], *found["shares"], *named}, key=int)
+    versions = sorted({*result["now"], *result["shares"], *named}, key=int)
     lines = []
     for number in versions:
-        shares_of = (found[kind].get(number) for kind in ("now", "shares"))
+        shares_of = (result[kind].get(number) for kind in ("now", "shares"))
         lines.append([number, *map(_percent, shares_of), " ".join(named.get(number, ()))])
     print(table(["version", "now", "share", "aliases"], lines, right=(1, 2)))
-    if found.get("shadow") or found.get("compared"):
-        print(f"\n{_shadow_text(found)}")
+    if result.get("shadow") or result.get("compared"):
+        print(f"\n{_shadow_text(result)}")
     return 0
 
 
-def _shadow_text(found: Mapping[str, Any]) -> str:
-    lines = [f"{percent} % also go to version {number}" for number, percent in found["shadow"].items()]
+def _shadow_text(result: Mapping[str, Any]) -> str:
+    lines = [f"{percent} % also go to version {number}" for number, percent in result["shadow"].items()]
     lines += [
         f"version {pair['shadow']} compared with {pair['version']}: {pair['equal']:,} equal, {pair['different']:,} "
         f"different, {pair['failed']:,} failed, {pair['skipped']:,} skipped"
-        for pair in found["compared"]
+        for pair in result["compared"]
     ]
     return "\n".join(lines or ["no shadow"])
 
@@ -239,13 +239,13 @@ class _Operations:
 
     def outcomes(self) -> dict[str, dict[str, Any] | ServeError]:
         """The results or errors, by model. Raises other errors."""
-        found: dict[str, dict[str, Any] | ServeError] = {}
+        results: dict[str, dict[str, Any] | ServeError] = {}
         for name in self._names:
             outcome = self._found[name]
             if isinstance(outcome, BaseException) and not isinstance(outcome, ServeError):
                 raise outcome
-            found[name] = outcome
-        return found
+            results[name] = outcome
+        return results
 
 
 def _report(
@@ -254,14 +254,14 @@ def _report(
     describe: Callable[[Mapping[str, Any]], str],
 ) -> int:
     failed = {name: error for name, error in outcomes.items() if isinstance(error, ServeError)}
-    done = {name: found for name, found in outcomes.items() if not isinstance(found, ServeError)}
+    done = {name: result for name, result in outcomes.items() if not isinstance(result, ServeError)}
     if args.json:
         print_json([done.get(name) or _as_json(name, failed[name]) for name in outcomes])
     else:
-        for name, found in done.items():
-            print(f"{name}: {describe(found)}")
-    for name, found in done.items():
-        for warning in found.get("warnings", ()):
+        for name, result in done.items():
+            print(f"{name}: {describe(result)}")
+    for name, result in done.items():
+        for warning in result.get("warnings", ()):
             complain(args, f"warning: {name}: {warning}")
     for name, failure in failed.items():
         text = next_step(failure, args)
@@ -273,27 +273,27 @@ def _as_json(name: str, error: ServeError) -> dict[str, Any]:
     return {"model": name, "error": {"code": error.code, "message": str(error)}}
 
 
-def _loaded(screen: Screen, found: Mapping[str, Any]) -> str:
+def _loaded(screen: Screen, result: Mapping[str, Any]) -> str:
     states = []
-    for entry in found["versions"]:
-        seconds = f" after {duration_text(entry['seconds'])}" if found.get("changed", True) else ""
+    for entry in result["versions"]:
+        seconds = f" after {duration_text(entry['seconds'])}" if result.get("changed", True) else ""
         states.append(f"version {entry['version']} is {screen.state(entry['state'])}{seconds}")
-    unchanged = "" if found.get("changed", True) else "nothing has changed; "
+    unchanged = "" if result.get("changed", True) else "nothing has changed; "
     return unchanged + (", ".join(states) or "it has no versions")
 
 
-def _unloaded(found: Mapping[str, Any]) -> str:
-    versions = _versions(found)
+def _unloaded(result: Mapping[str, Any]) -> str:
+    versions = _versions(result)
     return f"{versions} unloaded" if versions else "nothing to unload"
 
 
-def _begun(found: Mapping[str, Any]) -> str:
-    versions = _versions(found)
+def _begun(result: Mapping[str, Any]) -> str:
+    versions = _versions(result)
     return f"unloading {versions}" if versions else "nothing to unload"
 
 
-def _versions(found: Mapping[str, Any]) -> str:
-    numbers = [entry["version"] for entry in found["versions"]]
+def _versions(result: Mapping[str, Any]) -> str:
+    numbers = [entry["version"] for entry in result["versions"]]
     return f"version{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}" if numbers else ""
 
 

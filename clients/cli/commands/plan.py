@@ -81,8 +81,8 @@ def plan(args: argparse.Namespace) -> int:
         with _progress(args, each, f"{number}/{len(plans)} " if len(plans) > 1 else "") as progress:
             results.append(_simulated(each, progress))
     if args.json:
-        found = [result.as_json(args.price) for result in results]
-        print_json({"service": _described(args, measured), "price_per_hour": args.price, "results": found})
+        matches = [result.as_json(args.price) for result in results]
+        print_json({"service": _described(args, measured), "price_per_hour": args.price, "results": matches})
     else:
         print(_text(args, results, screen_of(args), measured))
     return 0 if any(result.good for result in results) else 1
@@ -110,8 +110,8 @@ def _plans(args: argparse.Namespace, measured: MeasuredModel | None) -> Iterator
             seconds, requests = _end(args)
             scale = None
             if args.autoscale:
-                least, most = args.autoscale
-                scale = Autoscale(least, most, args.target, args.scale_every, args.start, args.scale_down)
+                minimum, maximum = args.autoscale
+                scale = Autoscale(minimum, maximum, args.target, args.scale_every, args.start, args.scale_down)
             yield FleetPlan(
                 model=model, servers=servers, rate=rate, seconds=seconds, requests=requests, policy=policy,
                 balancers=args.balancers, report_ns=args.report_every, bound=args.bound, keys=args.keys,
@@ -153,9 +153,9 @@ def _service(args: argparse.Namespace, measured: MeasuredModel | None) -> Servic
     service = args.service
     from shmserve.sim.service import Constant, parse
 
-    given = [name for name in ("service", "service_ms", "source") if getattr(args, name)]
-    if len(given) > 1:
-        names = " and ".join(f"--{'from' if name == 'source' else name.replace('_', '-')}" for name in given)
+    provided = [name for name in ("service", "service_ms", "source") if getattr(args, name)]
+    if len(provided) > 1:
+        names = " and ".join(f"--{'from' if name == 'source' else name.replace('_', '-')}" for name in provided)
         raise Misuse(f"{names} exclude each other")
     if measured is not None:
         return measured.service

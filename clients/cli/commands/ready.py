@@ -57,13 +57,13 @@ def _wait(args: argparse.Namespace) -> int:
 
 
 def _state(model: str | None, client: Client) -> State:
-    found = client.ready(model)
+    result = client.ready(model)
     index = _index(client)
     return {
         "model": model,
-        "ready": found,
-        "reasons": [] if found else _drained(model, client) or why_not_ready(model, index) or [UNKNOWN],
-        "warnings": _warnings(model, index) if found else [],
+        "ready": result,
+        "reasons": [] if result else _drained(model, client) or why_not_ready(model, index) or [UNKNOWN],
+        "warnings": _warnings(model, index) if result else [],
     }
 
 

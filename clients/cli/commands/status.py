@@ -198,10 +198,10 @@ def config(args: argparse.Namespace) -> int:
         def ask() -> dict[str, Any]:
             if args.json and not args.origins:
                 return client.config(args.model, args.version)
-            found = client.origins(args.model, args.version)
-            return {"config": found["config"], "origins": found["origins"]} if args.json else found
+            result = client.origins(args.model, args.version)
+            return {"config": result["config"], "origins": result["origins"]} if args.json else result
 
-        return output(args, ask, lambda found, screen: config_text(found["text"].rstrip(), screen))
+        return output(args, ask, lambda result, screen: config_text(result["text"].rstrip(), screen))
 
 
 def config_text(text: str, screen: Screen) -> str:

@@ -195,7 +195,7 @@ def _openers(args: argparse.Namespace) -> dict[str, Callable[[], Source]]:
 
     token = _token(args.token_file)
     metrics = iter(args.metrics_url)
-    found: dict[str, Callable[[], Source]] = {}
+    results: dict[str, Callable[[], Source]] = {}
     urls = {server: _url(server) for server in args.server}
     over_http = [url for url in urls.values() if url.startswith(("http://", "https://"))]
     if len(set(urls.values())) < len(args.server):
@@ -208,11 +208,11 @@ def _openers(args: argparse.Namespace) -> dict[str, Callable[[], Source]]:
         name = server.removeprefix("http://")
         if url in over_http:
             where = next(metrics, "")
-            found[name] = lambda url=url, where=where: HttpSource(url, where, token)  # type: ignore[misc]
+            results[name] = lambda url=url, where=where: HttpSource(url, where, token)  # type: ignore[misc]
         else:
             own = argparse.Namespace(**vars(args) | {"url": url, "runtime_dir": None})
-            found[name] = lambda own=own: ServerSource(make_client(own))  # type: ignore[misc]
-    return found
+            results[name] = lambda own=own: ServerSource(make_client(own))  # type: ignore[misc]
+    return results
 
 
 def _top_of_many(args: argparse.Namespace, live: bool) -> int:

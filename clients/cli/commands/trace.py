@@ -89,8 +89,8 @@ def _record(args: argparse.Namespace, client: Client, collected: Collected) -> f
     number = client.record("start", models=args.model)["recording"]
     began = time.monotonic()
     with _interruptible() as interrupts:
-        while not interrupts and (left := began + args.seconds - time.monotonic()) > 0:
-            select.select([], [], [], min(READ_S, left))
+        while not interrupts and (remaining := began + args.seconds - time.monotonic()) > 0:
+            select.select([], [], [], min(READ_S, remaining))
             _read(client, "read", number, collected)
             _show(screen, f"recording, {time.monotonic() - began:.0f} s: {_counts(collected)}")
         took = time.monotonic() - began

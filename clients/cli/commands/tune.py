@@ -68,10 +68,10 @@ def tune(args: argparse.Namespace) -> int:
     return 0 if outcome.holds else 1
 
 
-def _folder(given: Path) -> Path:
-    folder = given.resolve()
+def _folder(provided: Path) -> Path:
+    folder = provided.resolve()
     if not folder.is_dir():
-        raise Misuse(f"{given} is not a directory; MODEL is the directory with the model's {CONFIG}")
+        raise Misuse(f"{provided} is not a directory; MODEL is the directory with the model's {CONFIG}")
     return folder
 
 
@@ -142,7 +142,7 @@ def _tuned(args: argparse.Namespace, folder: Path, goal: Goal) -> Outcome:
     from shmserve.tools.tune.tuner import Tuner
 
     options = ["--model-control-mode", "explicit", "--limit", f"client_requests={MAX_IN_FLIGHT}"]
-    options += [word for given in args.backend_config for word in ("--backend-config", given)]
+    options += [word for provided in args.backend_config for word in ("--backend-config", provided)]
     options += ["--backend-directory", str(args.backend_directory)] if args.backend_directory else []
     with ended_in_order(), TemporaryServer([folder.parent], options) as server, server.client(ASK_S) as client:
         if not server.ready(START_S):
@@ -164,12 +164,12 @@ def _inputs(
     from shmserve.terminal import inputs
 
     known = inputs.specs(client.metadata(model.name))
-    given = inputs.from_arguments(args.input, known)
+    provided = inputs.from_arguments(args.input, known)
     batched = bool(model.config.max_batch_size)
-    varies = [name for name, spec in known.items() if -1 in spec["shape"][batched:] and name not in given]
+    varies = [name for name, spec in known.items() if -1 in spec["shape"][batched:] and name not in provided]
     if varies and args.lengths is None:
         raise Misuse(f"input '{varies[0]}' has dims of any size: give --lengths N or --lengths N-M, or --input")
-    for name, array in given.items():
+    for name, array in provided.items():
         if batched and array.shape[0] != args.rows:
             raise Misuse(f"--input {name} has {array.shape[0]} rows, and --rows is {args.rows}")
     low, high = args.lengths or (1, 1)
@@ -180,14 +180,14 @@ def _inputs(
         for name, spec in known.items():
             dims = [size if dim < 0 else dim for dim in spec["shape"]]
             shapes[name] = tuple([args.rows, *dims[1:]] if batched else dims)
-        left = {name: spec for name, spec in known.items() if name not in given}
-        return given | inputs.random(left, None, shapes, seed)
+        remaining = {name: spec for name, spec in known.items() if name not in provided}
+        return provided | inputs.random(remaining, None, shapes, seed)
 
     def requests(length: int) -> Sequence[Mapping[str, Any]]:
-        found = [made(length, 0)]
-        size = sum(getattr(array, "nbytes", 0) for array in found[0].values())
+        results = [made(length, 0)]
+        size = sum(getattr(array, "nbytes", 0) for array in results[0].values())
         count = min(VARIETY, max(1, VARIETY_BYTES // max(size, 1)))
-        return found + [made(length, seed) for seed in range(1, count)]
+        return results + [made(length, seed) for seed in range(1, count)]
 
     return requests
 
@@ -225,7 +225,7 @@ def _progress(args: argparse.Namespace) -> Iterator[Any]:
                 progress.update(task, description=text)
 
             def simulated(self, done: int, total: int, best: Prediction | None) -> None:
-                found = f"; best so far {per_s(best.rate)}/s" if best is not None else ""
-                progress.update(task, description=f"simulating{found}", completed=done, total=total)
+                result = f"; best so far {per_s(best.rate)}/s" if best is not None else ""
+                progress.update(task, description=f"simulating{result}", completed=done, total=total)
 
         yield Live()

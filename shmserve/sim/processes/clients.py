@@ -170,10 +170,10 @@ class SimClient:
 
     def _keep(self, handles: tuple[Handle, ...], at: int) -> None:
         """Holds outputs in shared memory that is not the client's own for `hold_ns`, then returns them."""
-        made = tuple(handle for handle in handles if handle.segment != self.segment)
-        if made:
-            self.holds += len(made)
-            self._world.at(at + self._hold_ns, self._give_back, made)
+        created = tuple(handle for handle in handles if handle.segment != self.segment)
+        if created:
+            self.holds += len(created)
+            self._world.at(at + self._hold_ns, self._give_back, created)
 
     def _give_back(self, handles: tuple[Handle, ...]) -> None:
         if not self.dead:
@@ -267,11 +267,11 @@ class LoadSource:
 
     def _next_arrival(self) -> None:
         assert self._arrivals is not None
-        found = next(self._arrivals, None)
-        if found is None:
+        result = next(self._arrivals, None)
+        if result is None:
             self.world.sources -= 1
         else:
-            at, rows = found
+            at, rows = result
             self.world.at(self.world.began + at + self._way_ns, self._arrive, rows)
 
     def _arrive(self, rows: int) -> None:

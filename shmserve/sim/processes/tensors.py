@@ -38,10 +38,10 @@ class SimInputs:
         """The inputs of a request. `segment`: the client's; `length` replaces each -1 dim."""
         if self._distinct != 1:
             return self._various(rows, random, length)
-        found = self._known.get((rows, length, segment))
-        if found is None:
-            found = self._known[rows, length, segment] = self._build(rows, segment, b"", length)
-        return found
+        result = self._known.get((rows, length, segment))
+        if result is None:
+            result = self._known[rows, length, segment] = self._build(rows, segment, b"", length)
+        return result
 
     def of_key(self, rows: int, key: int) -> tuple[Tensor, ...]:
         """The inputs of the request with this number; the same number gives the same contents."""
@@ -107,9 +107,9 @@ class SimOutputs:
 
     def make(self, work: Work, random: Random) -> tuple[Tensor, ...]:
         if work.outputs is None and work.inline and not self._drawn:
-            found = self._known.get(work.rows)
-            if found is not None:
-                return found
+            result = self._known.get(work.rows)
+            if result is not None:
+                return result
         specs = self._policy.outputs
         if work.outputs is not None:
             specs = tuple(self._specs[wanted.name] for wanted in work.outputs)

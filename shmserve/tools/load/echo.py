@@ -53,19 +53,19 @@ class _Native:
         self._owners = 0
 
     def answers(self, packet: bytes) -> list[bytes]:
-        found: list[Any] = []
+        results: list[Any] = []
         for message in self._codec.decode(packet):
             if isinstance(message, Infer):
-                found.append(Reply(message.request, 1, (OUTPUT,)))
+                results.append(Reply(message.request, 1, (OUTPUT,)))
             elif isinstance(message, Hello):
                 self._owners += 1
-                found.append(Welcome(PROTOCOL, self._owners, "echo 1"))
+                results.append(Welcome(PROTOCOL, self._owners, "echo 1"))
             elif isinstance(message, Ask):
                 what = message.what if message.model or message.what != "metadata" else "server"
-                found.append(Answer(message.request, json.dumps(self._documents[what]).encode()))
+                results.append(Answer(message.request, json.dumps(self._documents[what]).encode()))
             elif isinstance(message, Ping):
-                found.append(Pong(message.number))
-        return [codec.encode(found[at : at + 64]) for at in range(0, len(found), 64)]
+                results.append(Pong(message.number))
+        return [codec.encode(results[at : at + 64]) for at in range(0, len(results), 64)]
 
 
 def _serve_unix(folder: Path, native: _Native, ready: int) -> None:
@@ -184,22 +184,22 @@ class _GrpcEcho(asyncio.Protocol):
         self._skip = len(frames.PREFACE)
 
     def data_received(self, data: bytes) -> None:
-        frames, found = self._frames, self._data
-        found += data
+        frames, result = self._frames, self._data
+        result += data
         if self._skip:
-            if len(found) < self._skip:
+            if len(result) < self._skip:
                 return
-            del found[: self._skip]
+            del result[: self._skip]
             self._skip = 0
         at = 0
-        while len(found) - at >= frames.FRAME.size:
-            high, low, kind, flags, stream = frames.FRAME.unpack_from(found, at)
+        while len(result) - at >= frames.FRAME.size:
+            high, low, kind, flags, stream = frames.FRAME.unpack_from(result, at)
             end = at + frames.FRAME.size + (high << 8 | low)
-            if end > len(found):
+            if end > len(result):
                 break
-            self._frame(kind, flags, stream, bytes(found[at + frames.FRAME.size : end]))
+            self._frame(kind, flags, stream, bytes(result[at + frames.FRAME.size : end]))
             at = end
-        del found[:at]
+        del result[:at]
 
     def _frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         frames = self._frames

@@ -90,14 +90,14 @@ class LoadRun:
             await generators.end(OVERLOADED_S)
             return None
         await self._boundary(time.monotonic_ns())
-        found = Stability(False, 0, "")
+        result = Stability(False, 0, "")
         while len(self._windows) < settings.max_windows:
             await self._window()
-            found = stability(self._windows, settings, isinstance(self._load, Closed))
-            if (found.stable and not self._undecided(found.first)) or self._is_hopeless():
+            result = stability(self._windows, settings, isinstance(self._load, Closed))
+            if (result.stable and not self._undecided(result.first)) or self._is_hopeless():
                 break
         unanswered = await generators.end(OVERLOADED_S if self._behind(self._windows) else DRAIN_S)
-        return self._result(found, unanswered)
+        return self._result(result, unanswered)
 
     async def _window(self) -> None:
         """Measures one more window, which is extended until it has enough responses."""
@@ -110,11 +110,11 @@ class LoadRun:
                 break
         await self._boundary(end)
         await self._wait(end, f"window {number}", complete=True)
-        found = self._collector.take(start, end)
-        self._windows.append(window_of(found, start, end, self._start, self._plan.deadline_ns))
-        self._responses.append(found)
-        self._timeline += timeline(found, start, end, self._start)
-        self._errors.append(self._collector.error_counts(found))
+        result = self._collector.take(start, end)
+        self._windows.append(window_of(result, start, end, self._start, self._plan.deadline_ns))
+        self._responses.append(result)
+        self._timeline += timeline(result, start, end, self._start)
+        self._errors.append(self._collector.error_counts(result))
 
     async def _boundary(self, at: int) -> None:
         statistics = await self._control.statistics(self._plan.model, self._plan.version)
@@ -127,10 +127,10 @@ class LoadRun:
             now = time.monotonic_ns()
             if self._collector.complete(end) if complete else now >= end:
                 return
-            left = (end - now) / SECOND
-            if left > 0:
+            remaining = (end - now) / SECOND
+            if remaining > 0:
                 self._report(phase, now)
-            await asyncio.sleep(min(SHOW_S, left) if left > 0 else 0.01)
+            await asyncio.sleep(min(SHOW_S, remaining) if remaining > 0 else 0.01)
 
     def _report(self, phase: str, now: int) -> None:
         end, recent = self._collector.latest()
@@ -166,13 +166,13 @@ class LoadRun:
         above = sum(int((part.good > limit.ns).sum()) for part in responses)
         if is_decided(limit.percentile, count, above):
             return ""
-        least = needed(limit.percentile)
-        return f"{count:,} of {least:,} responses for {name_of(limit.percentile)}: set a longer --window"
+        minimum = needed(limit.percentile)
+        return f"{count:,} of {minimum:,} responses for {name_of(limit.percentile)}: set a longer --window"
 
     # ------------------------------------------------------------------------------------ the result
 
-    def _result(self, found: Stability, unanswered: int) -> Point:
-        first, confidence = found.first, self._plan.settings.confidence
+    def _result(self, result: Stability, unanswered: int) -> Point:
+        first, confidence = result.first, self._plan.settings.confidence
         windows, responses = self._windows[first:], self._responses[first:]
         behind = self._behind(windows)
         undecided = "" if behind else self._undecided(first)
@@ -192,8 +192,8 @@ class LoadRun:
             windows=tuple(self._windows),
             timeline=tuple(self._timeline),
             used=(first, len(self._windows)),
-            stable=found.stable and not behind and not undecided,
-            note=behind or undecided or found.note,
+            stable=result.stable and not behind and not undecided,
+            note=behind or undecided or result.note,
             throughput=interval([window.per_s for window in windows], confidence),
             goodput=interval([window.in_time_per_s for window in windows], confidence) if deadline else None,
             rows=self._rows,
@@ -250,7 +250,7 @@ def latencies_of(parts: list[Any], confidence: float) -> Latencies:
     low, high = whole.extremes
     percentiles = {}
     for name, value in whole.percentiles().items():
-        values = [found[name] for found in each if name in found]
+        values = [result[name] for result in each if name in result]
         half = interval(values, confidence).half if len(values) > 1 else value
         percentiles[name] = Interval(value, max(0.0, value - half), value + half)
     return Latencies(

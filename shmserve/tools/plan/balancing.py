@@ -32,11 +32,11 @@ class Ring:
 
     def add(self, server: int, name: int) -> None:
         """Adds a server. A server that comes back has its old name and so gets its old keys."""
-        found = []
+        results = []
         for part in range(POINTS // 8):
             digest = blake2b(f"{name} {part}".encode()).digest()
-            found += [int.from_bytes(digest[place : place + 8], "little") for place in range(0, 64, 8)]
-        self._members[server] = found
+            results += [int.from_bytes(digest[place : place + 8], "little") for place in range(0, 64, 8)]
+        self._members[server] = results
         self._stale = True
 
     def remove(self, server: int) -> None:
@@ -174,18 +174,18 @@ class Balancer:
         """The server for a request, -1 if there is none. `failed`: the server at which the request has just failed."""
         if not self._servers:
             return -1
-        found = self._policy(key)
-        if found == failed and len(self._servers) > 1:
+        result = self._policy(key)
+        if result == failed and len(self._servers) > 1:
             if self._keyed:
                 place = self._ring.place(key)
                 return next(
                     server for step in range(self._ring.length) if (server := self._ring.at(place + step)) != failed
                 )
             for _ in range(REDRAWS):
-                found = self._any(key)
-                if found != failed:
+                result = self._any(key)
+                if result != failed:
                     break
-        return found
+        return result
 
     def _any(self, key: int) -> int:
         return self._servers[int(self._random() * len(self._servers))]
@@ -209,10 +209,10 @@ class Balancer:
 
     def _near_key(self, key: int) -> int:
         ring, load = self._ring, self.load
-        most = ceil(self._bound * (self._total + 1) / len(self._servers))
+        maximum = ceil(self._bound * (self._total + 1) / len(self._servers))
         place = ring.place(key)
         for step in range(ring.length):
             server = ring.at(place + step)
-            if load[server] < most:
+            if load[server] < maximum:
                 return server
         return ring.at(place)

@@ -38,7 +38,7 @@ def read_measured(document: Any, model: str = "") -> MeasuredModel:
 def _service(times: dict[int, list[float]], where: str) -> Measured:
     if not times:
         raise InvalidRequest(f"{where} has no execution times; send requests first")
-    return Measured(tuple((rows, sum(found) / len(found)) for rows, found in sorted(times.items())))
+    return Measured(tuple((rows, sum(result) / len(result)) for rows, result in sorted(times.items())))
 
 
 def _of_tune(document: dict[str, Any]) -> MeasuredModel:
@@ -84,13 +84,13 @@ def _of_bench(document: dict[str, Any]) -> MeasuredModel:
 
 
 def _of_statistics(document: dict[str, Any], model: str) -> MeasuredModel:
-    found = [entry for entry in document["model_stats"] if not model or entry["name"] == model]
-    names = sorted({str(entry["name"]) for entry in found})
+    results = [entry for entry in document["model_stats"] if not model or entry["name"] == model]
+    names = sorted({str(entry["name"]) for entry in results})
     if len(names) != 1:
         known = ", ".join(sorted({str(entry["name"]) for entry in document["model_stats"]})) or "none"
         raise InvalidRequest(f"choose a model with --model; the models are {known}")
     times: dict[int, list[float]] = {}
-    latest = max(found, key=lambda entry: int(entry["version"]))
+    latest = max(results, key=lambda entry: int(entry["version"]))
     for batch in latest.get("batch_stats", []):
         parts = [batch[f"compute_{part}"] for part in ("input", "infer", "output")]
         if int(parts[1]["count"]):

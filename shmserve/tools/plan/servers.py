@@ -201,14 +201,14 @@ class QueueServer:
             return batch
         for each in late:
             self._answer(each.flight, LATE)
-        left = [each for each in batch if each.until >= done]
-        if not left and not began:  # otherwise the estimate would never change
+        remaining = [each for each in batch if each.until >= done]
+        if not remaining and not began:  # otherwise the estimate would never change
             self._service_ns -= self._service_ns >> 3
             self._spread_ns -= self._spread_ns >> 3
         # The core also fills the batch up again.
-        while left and self._queue and len(left) < self._most and self._queue[0].until >= done:
-            left.append(self._queue.popleft())
-        return left
+        while remaining and self._queue and len(remaining) < self._most and self._queue[0].until >= done:
+            remaining.append(self._queue.popleft())
+        return remaining
 
     def _send_ahead(self, now: int) -> bool:
         """Sends a batch ahead to a busy instance, or extends one. False: no instance can take more."""

@@ -249,22 +249,22 @@ def choose(
     ranked = sorted(candidates, key=lambda column: (column.key in empty, column.rank))
     longest = {column.key: _longest(column, rows, unknown) for column in candidates if column.grows}
     widths: dict[str, int] = {}
-    left = width
+    remaining = width
     for column in ranked:
         needed = column.width
         if column.rank == 0 and column.is_text:  # names, which must stay distinguishable
             needed = max(needed, min(longest[column.key], width // 4))
         if not widths:
             widths[column.key] = min(needed, width)
-            left -= widths[column.key]
-        elif needed + gap <= left:
+            remaining -= widths[column.key]
+        elif needed + gap <= remaining:
             widths[column.key] = needed
-            left -= needed + gap
+            remaining -= needed + gap
     for column in ranked:
         if column.grows and column.key in widths:
-            more = max(0, min(left, longest[column.key] - widths[column.key]))
+            more = max(0, min(remaining, longest[column.key] - widths[column.key]))
             widths[column.key] += more
-            left -= more
+            remaining -= more
     shown = tuple(column for column in table.columns if column.key in widths)
     return Layout(shown, tuple(widths[column.key] for column in shown), gap)
 
@@ -296,9 +296,9 @@ def _is_empty(column: Column, rows: Sequence[Mapping[str, Any]]) -> bool:
 def sort(table: Table, rows: Iterable[Row], key: str, reverse: bool = False) -> list[Row]:
     """The rows sorted by a column, in its default direction or reversed. Rows without a value are last."""
     column = table.column(key)
-    found = sorted(rows, key=lambda row: _comparable([row.get(name) for name in table.identity]))
-    known = [row for row in found if _sortable(column, row) is not None]
-    rest = [row for row in found if _sortable(column, row) is None]
+    result = sorted(rows, key=lambda row: _comparable([row.get(name) for name in table.identity]))
+    known = [row for row in result if _sortable(column, row) is not None]
+    rest = [row for row in result if _sortable(column, row) is None]
     known.sort(key=lambda row: _comparable([_sortable(column, row)]), reverse=column.descends is not reverse)
     return known + rest
 
@@ -318,9 +318,9 @@ def select(table: Table, rows: Iterable[Row], text: str) -> list[Row]:
     """The rows whose texts contain all words of `text`, in any case."""
     wanted = text.casefold().split()
     columns = [column for column in table.columns if column.is_text or column.kind == "id"]
-    found = []
+    results = []
     for row in rows:
         words = " ".join(cell(column, row) for column in columns).casefold()
         if all(word in words for word in wanted):
-            found.append(row)
-    return found
+            results.append(row)
+    return results

@@ -96,20 +96,20 @@ class Poller:
 
 def _times(before: Mapping[str, Any], after: Mapping[str, Any]) -> Times:
     earlier = {(entry["name"], entry["version"]): entry.get("counters") for entry in before["models"]}
-    found = {}
+    results = {}
     for entry in after["models"]:
         key = entry["name"], entry["version"]
         old, new = earlier.get(key), entry.get("counters")
         if old and new:
-            found[key] = request_times(old, new)
-    return found
+            results[key] = request_times(old, new)
+    return results
 
 
 class Fleet:
     """Several servers. `sources`: by displayed name; leaving the block closes them."""
 
     def __init__(self, sources: Mapping[str, Source], interval: float) -> None:
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._pollers = [Poller(name, source, interval, self._notified) for name, source in sources.items()]
 
     def __enter__(self) -> Fleet:
@@ -138,9 +138,9 @@ class Fleet:
 
     def wait(self, seconds: float) -> None:
         """Waits until each server has rates or a problem, but at most this long."""
-        with self._news:
-            self._news.wait_for(lambda: all(snapshot.settled for snapshot in self.snapshots), seconds)
+        with self._changed:
+            self._changed.wait_for(lambda: all(snapshot.settled for snapshot in self.snapshots), seconds)
 
     def _notified(self) -> None:
-        with self._news:
-            self._news.notify_all()
+        with self._changed:
+            self._changed.notify_all()

@@ -221,8 +221,8 @@ def _versions(rows: Iterable[Row]) -> tuple[int, ...]:
 
 def _versions_text(serving: Sequence[Row], servers: set[str], different: bool) -> str:
     """`1 2`, or `1 on 3, 2 on 1` if not all servers have the same."""
-    found = Counter(row["version"] or 0 for row in serving)
-    texts = [f"{version} on {count}" if different else str(version) for version, count in sorted(found.items())]
+    result = Counter(row["version"] or 0 for row in serving)
+    texts = [f"{version} on {count}" if different else str(version) for version, count in sorted(result.items())]
     return (", " if different else " ").join(texts)
 
 
@@ -262,7 +262,7 @@ def _weighted(rows: Iterable[Row], key: str) -> float | None:
 
 
 def _merged(times: Iterable[dict[int, int]]) -> Counter[int]:
-    found: Counter[int] = Counter()
+    result: Counter[int] = Counter()
     for counts in times:
-        found.update(counts)
-    return found
+        result.update(counts)
+    return result

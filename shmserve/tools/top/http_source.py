@@ -118,10 +118,10 @@ class HttpSource:
         self._path = parts.path.rstrip("/")
         self._api = _Connection(parts.scheme, parts.netloc, token)
         host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else str(parts.hostname)
-        found = _parts(metrics_url) if metrics_url else urlsplit(f"{parts.scheme}://{host}:{METRICS_PORT}/metrics")
-        self._metrics_url = found.geturl()
-        self._metrics_path = found.path if found.path not in ("", "/") else "/metrics"
-        self._metrics = _Connection(found.scheme, found.netloc, token)
+        result = _parts(metrics_url) if metrics_url else urlsplit(f"{parts.scheme}://{host}:{METRICS_PORT}/metrics")
+        self._metrics_url = result.geturl()
+        self._metrics_path = result.path if result.path not in ("", "/") else "/metrics"
+        self._metrics = _Connection(result.scheme, result.netloc, token)
         self._operating = [self._api, self._metrics]
         self._token = token
         self.where = url
@@ -184,12 +184,12 @@ class _Connection:
     def __init__(self, scheme: str, netloc: str, token: str, timeout: float | None = TIMEOUT_S) -> None:
         self._address = scheme, netloc, token
         secure = scheme == "https"
-        made: http.client.HTTPConnection
+        created: http.client.HTTPConnection
         if secure:
-            made = http.client.HTTPSConnection(netloc, timeout=timeout, context=ssl.create_default_context())
+            created = http.client.HTTPSConnection(netloc, timeout=timeout, context=ssl.create_default_context())
         else:
-            made = http.client.HTTPConnection(netloc, timeout=timeout)
-        self._made = made
+            created = http.client.HTTPConnection(netloc, timeout=timeout)
+        self._made = created
         self._url = f"{scheme}://{netloc}"
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._closed = False
@@ -292,8 +292,8 @@ def document_of(
         "time_ns": time.monotonic_ns(), "server": facts, "models": list(models.values()), "clients": [], "gpus": [],
     }  # fmt: skip
     seen = _add_metrics(document, models, metrics) if metrics is not None else set()
-    given = {name for entry in models.values() for name in ("queued", "in_flight") if name in entry}
-    document["unknown"] = sorted(_unknown(seen) | ({"queued", "in_flight"} - given))
+    provided = {name for entry in models.values() for name in ("queued", "in_flight") if name in entry}
+    document["unknown"] = sorted(_unknown(seen) | ({"queued", "in_flight"} - provided))
     return document
 
 

@@ -209,9 +209,9 @@ def detail(view: View, history: History, model: str, version: int | None, width:
     lines += _shares("batches formed because", row["reasons"], width)
     sizes = {f"{size} rows": count for size, count in row["batch_sizes"].items()}
     lines += _shares("batch sizes since it was loaded", sizes, width)
-    mine = [one for one in view.instances if (one["model"], one["version"]) == (model, version)]
-    if mine:
-        lines += [[], *_table(mine, width, unknown)]
+    ours = [one for one in view.instances if (one["model"], one["version"]) == (model, version)]
+    if ours:
+        lines += [[], *_table(ours, width, unknown)]
     return [fit(line, width) for line in lines]
 
 

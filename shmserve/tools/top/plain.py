@@ -44,10 +44,10 @@ def text(view: View, where: str, tables: Sequence[Table], words: str, key: str |
 def tables_text(view: Tables, tables: Sequence[Table], words: str, key: str | None, width: int | None) -> list[str]:
     """Lines, with an empty one before each table."""
     lines: list[str] = []
-    found = [(table, rows) for table in tables if (rows := ordered(table, view, words, key))]
-    for table, rows in found:
+    results = [(table, rows) for table in tables if (rows := ordered(table, view, words, key))]
+    for table, rows in results:
         lines += ["", *(_narrow(table, rows, view, width) if width else _wide(table, rows, view))]
-    if words and not found:
+    if words and not results:
         lines += ["", f"no row has the words of --filter {words}"]
     return lines
 

@@ -64,14 +64,14 @@ def pad(text: str, width: int, right: bool = False) -> str:
 
 def fit(line: Line, width: int) -> Line:
     """The first `width` columns of a line."""
-    found: Line = []
+    results: Line = []
     for text, style in line:
         if text_width(text) > width:
-            found.append((resized(text, width), style))
+            results.append((resized(text, width), style))
             break
-        found.append((text, style))
+        results.append((text, style))
         width -= text_width(text)
-    return found
+    return results
 
 
 def line_width(line: Line) -> int:

@@ -105,10 +105,10 @@ def _sum(values: Iterable[float | None]) -> Any:
 
 def _gpu(gpu: Document) -> Row:
     used, total = gpu.get("memory_used_bytes"), gpu.get("memory_bytes")
-    clock, most = gpu.get("sm_clock_hertz"), gpu.get("sm_clock_max_hertz")
+    clock, maximum = gpu.get("sm_clock_hertz"), gpu.get("sm_clock_max_hertz")
     return dict(gpu) | {
         "memory_share": used / total if used is not None and total else None,
-        "sm_clock_share": clock / most if clock is not None and most else None,
+        "sm_clock_share": clock / maximum if clock is not None and maximum else None,
         "throttled": ", ".join(gpu.get("throttled") or ()),
         "out_of_service": gpu.get("out_of_service") or "",
         "temperature_celsius": gpu.get("temperature_celsius"),

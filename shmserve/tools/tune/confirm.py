@@ -113,7 +113,7 @@ class Confirmation:
         """`chosen`: the candidates and their predictions. Candidates of earlier calls stay among the results, and take
         part until all have been measured equally often. With a target rate, `rounds` is not used."""
         known = {each.candidate for each in self.found}
-        self.found += [Confirmed(candidate, told) for candidate, told in chosen if candidate not in known]
+        self.found += [Confirmed(candidate, predicted) for candidate, predicted in chosen if candidate not in known]
         for number in range(RATE_ROUNDS if self._goal.rate else rounds):
             for each in self.found if number % 2 == 0 else reversed(self.found):
                 rate = self._next(each, number)
@@ -140,11 +140,11 @@ class Confirmation:
         goal = self._goal
         # A short load first, because the first batches of a process are slow.
         self._bench.closed(each.candidate.batch, goal.seconds / 20)
-        found = self._bench.open(rate, goal.seconds, GIVE_UP * goal.p99_ns)
+        result = self._bench.open(rate, goal.seconds, GIVE_UP * goal.p99_ns)
         each.memory = max(each.memory, self._bench.memory())
-        if found.failed:
-            each.error = f"{found.failed} requests failed: {found.error}"
-        each.points.append(point(found, rate, goal))
+        if result.failed:
+            each.error = f"{result.failed} requests failed: {result.error}"
+        each.points.append(point(result, rate, goal))
         return each.points[-1]
 
 

@@ -66,8 +66,8 @@ class Fit(Struct, frozen=True):
         return self.service().mean_ns(rows, length)
 
     def service(self, spread: Spread | None = None) -> Measured:
-        found = spread or Spread()
-        return Measured(self.entries, self.element_ns, found.factors, found.pauses)
+        result = spread or Spread()
+        return Measured(self.entries, self.element_ns, result.factors, result.pauses)
 
     def rows_per_s(self, rows: int, length: int = 1) -> float:
         """The capacity with batches of this size."""
@@ -80,14 +80,14 @@ def fit(samples: Sequence[Sample]) -> dict[Pair, Fit]:
     for sample in samples:
         groups.setdefault(sample.pair, []).append(sample)
     sizes = max(len({(sample.rows, sample.length) for sample in group}) for group in groups.values())
-    found: dict[Pair, Fit] = {}
+    results: dict[Pair, Fit] = {}
     for pair, group in sorted(groups.items()):
         if len({(sample.rows, sample.length) for sample in group}) == sizes:
-            found[pair] = _curve(pair, group)
+            results[pair] = _curve(pair, group)
     for pair, group in groups.items():
-        if pair not in found:
-            found[pair] = _scaled(pair, group, _nearest(pair, found))
-    return found
+        if pair not in results:
+            results[pair] = _scaled(pair, group, _nearest(pair, results))
+    return results
 
 
 def _curve(pair: Pair, samples: Sequence[Sample]) -> Fit:
@@ -113,13 +113,13 @@ def _not_negative(columns: np.ndarray, times: np.ndarray) -> np.ndarray:
     used = list(range(columns.shape[1]))
     while True:
         solved = np.linalg.lstsq(columns[:, used] / times[:, None], np.ones(len(times)), rcond=None)[0]
-        least = int(np.argmin(solved))
-        if solved[least] >= 0 or len(used) == 1:
+        minimum = int(np.argmin(solved))
+        if solved[minimum] >= 0 or len(used) == 1:
             break
-        del used[least]
-    found = np.zeros(columns.shape[1])
-    found[used] = np.maximum(solved, 0.0)
-    return found
+        del used[minimum]
+    result = np.zeros(columns.shape[1])
+    result[used] = np.maximum(solved, 0.0)
+    return result
 
 
 def _nearest(pair: Pair, complete: Mapping[Pair, Fit]) -> Fit:

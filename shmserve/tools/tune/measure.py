@@ -97,8 +97,8 @@ class Measurement:
         if complete:
             self._progress("a request alone")
             times.lone = _checked(self._bench.closed(1, goal.seconds, goal.typical_length), "one was sent alone")
-        for (_, length), found in rounds.items():
-            rows, batch_ns = (median(values) for values in zip(*found, strict=True))
+        for (_, length), result in rounds.items():
+            rows, batch_ns = (median(values) for values in zip(*result, strict=True))
             times.samples.append(Sample(*pair, rows, batch_ns, length))
             reached = pair[0] * self._model.devices * rows * 1e9 / batch_ns
             times.highest[pair] = max(times.highest.get(pair, 0.0), reached)
@@ -123,20 +123,22 @@ class Measurement:
         callers = max(1, IN_FLIGHT * workers * size // goal.rows)
         shortest = float("inf")
         for length in lengths:
-            found = _checked(self._bench.closed(callers, goal.seconds / 4, length), f"batches of {size} were measured")
-            rows = found.mean_batch
-            batch_ns = workers * rows / goal.rows / found.per_s * 1e9
+            result = _checked(self._bench.closed(callers, goal.seconds / 4, length), f"batches of {size} were measured")
+            rows = result.mean_batch
+            batch_ns = workers * rows / goal.rows / result.per_s * 1e9
             rounds.setdefault((size, length), []).append((rows, batch_ns))
             full = self.times.full
             if pair == self.times.first and (full is None or rows >= full.mean_batch):
-                self.times.full = found
+                self.times.full = result
             shortest = min(shortest, batch_ns)
         return shortest <= goal.p99_ns
 
 
-def _checked(found: Observation, what: str) -> Observation:
+def _checked(result: Observation, what: str) -> Observation:
     """Raises ModelFailed if requests failed, because their times are meaningless."""
-    failed = found.failed + found.refused
-    if failed or not found.per_s:
-        raise ModelFailed(f"{failed} requests failed while {what}: {found.error or found.refusal or 'no answer came'}")
-    return found
+    failed = result.failed + result.refused
+    if failed or not result.per_s:
+        raise ModelFailed(
+            f"{failed} requests failed while {what}: {result.error or result.refusal or 'no answer came'}"
+        )
+    return result

@@ -74,12 +74,12 @@ class Predictor(Struct, frozen=True):
         load = Load(policy.name, Poisson(rate), CLIENTS, (goal.rows, goal.rows), lengths=goal.lengths)
         count = min(max(longer * goal.simulated, round(rate * LATENCIES * goal.p99_ns / 1e9)), MAX_REQUESTS)
         plan = Plan((model,), (load,), requests=count, seed=1, link_ns=self.link_ns, message_ns=self.message_ns)
-        found = simulate(plan).models[policy.name]
-        latency, asked = found.latency, found.answered + sum(found.failed.values())
+        result = simulate(plan).models[policy.name]
+        latency, asked = result.latency, result.answered + sum(result.failed.values())
         # A refused request misses the target.
-        late = 0.99 * asked > found.answered
-        p99 = inf if late else latency.quantile(0.99 * asked / max(found.answered, 1))
-        return Prediction(candidate, rate, latency.quantile(0.5), p99, found.mean_batch, found.utilisation)
+        late = 0.99 * asked > result.answered
+        p99 = inf if late else latency.quantile(0.99 * asked / max(result.answered, 1))
+        return Prediction(candidate, rate, latency.quantile(0.5), p99, result.mean_batch, result.utilisation)
 
     def holds(self, prediction: Prediction) -> bool:
         return prediction.p99_ns <= self.goal.p99_ns
@@ -99,9 +99,9 @@ class Predictor(Struct, frozen=True):
         for rate in (*begin, *around, *(high * share for share in STEPS)):
             if not low < rate < high:
                 continue
-            found = self.at(candidate, rate, longer=longer)
-            if self.holds(found):
-                low, best = rate, found
+            result = self.at(candidate, rate, longer=longer)
+            if self.holds(result):
+                low, best = rate, result
             elif rate <= floor:
                 return None
             else:
@@ -110,9 +110,9 @@ class Predictor(Struct, frozen=True):
             return None
         while high - low > (FINE if longer > 1 else PRECISION) * high:
             rate = (low + high) / 2
-            found = self.at(candidate, rate, longer=longer)
-            if self.holds(found):
-                low, best = rate, found
+            result = self.at(candidate, rate, longer=longer)
+            if self.holds(result):
+                low, best = rate, result
             else:
                 high = rate
         return best
@@ -121,11 +121,11 @@ class Predictor(Struct, frozen=True):
         """The predictor with a message cost that explains why `candidate` holds the p99 up to `rate` and not up to the
         predicted rate. The cost is only adapted if the instances are not the bottleneck: batches of `mean_batch` rows
         at this rate leave them idle."""
-        told = self.highest(candidate)
+        predicted = self.highest(candidate)
         fit = self.fits[candidate.instances, candidate.threads]
         rows = max(1, round(mean_batch))
         use = rate * self.goal.rows / fit.rows_per_s(rows, self.goal.typical_length) / self.model.devices
-        if told is None or told.rate < rate * WRONG or use > BUSY:
+        if predicted is None or predicted.rate < rate * WRONG or use > BUSY:
             return self
         low, high = self.message_ns, round(1e9 / rate)
         while high - low > FINE * high:

@@ -28,7 +28,7 @@ def reasons(outcome: Outcome) -> list[str]:
     chosen = outcome.chosen
     if chosen is None:
         return list(_nothing(outcome))
-    found = [
+    results = [
         *_result(outcome, chosen),
         *_against_now(outcome, chosen),
         *_instances(outcome, chosen),
@@ -37,7 +37,7 @@ def reasons(outcome: Outcome) -> list[str]:
         *_delay(outcome, chosen),
         *_padding(outcome, chosen),
     ]
-    return [*found, *(f"Not tried: {text}." for text in outcome.times.skipped)]
+    return [*results, *(f"Not tried: {text}." for text in outcome.times.skipped)]
 
 
 def _nothing(outcome: Outcome) -> Iterator[str]:
@@ -46,35 +46,37 @@ def _nothing(outcome: Outcome) -> Iterator[str]:
         return
     alone = f"{times.lone.p50_ns / MS:.2f} ms, p99 {times.lone.p99_ns / MS:.2f} ms"
     yield f"No setting holds {goal.target}. A request alone takes {alone}."
-    least = min(times.memory.values(), default=0)
-    if goal.memory and least > goal.memory:
-        yield f"The smallest setting needs {least / MIB:,.0f} MiB, and --memory allows {goal.memory / MIB:,.0f} MiB."
+    minimum = min(times.memory.values(), default=0)
+    if goal.memory and minimum > goal.memory:
+        yield f"The smallest setting needs {minimum / MIB:,.0f} MiB, and --memory allows {goal.memory / MIB:,.0f} MiB."
     yield from _throughput(outcome)
     for each in outcome.confirmed:
         yield from _refusals(each)
 
 
 def _result(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
-    goal, found, told = outcome.goal, outcome.of(chosen), outcome.prediction(chosen)
+    goal, result, predicted = outcome.goal, outcome.of(chosen), outcome.prediction(chosen)
     limit = f"{goal.p99_ns / MS:g} ms"
-    if found is None or not found.points:
-        if told is not None:
-            yield f"Predicted, not measured: {per_s(told.rate)} requests/s with a p99 of {told.p99_ns / MS:.1f} ms."
+    if result is None or not result.points:
+        if predicted is not None:
+            rate, p99_ms = per_s(predicted.rate), predicted.p99_ns / MS
+            yield f"Predicted, not measured: {rate} requests/s with a p99 of {p99_ms:.1f} ms."
         return
     if goal.rate:
-        p99 = found.p99_ns(goal.rate)
-        if found.holds_at(goal.rate):
+        p99 = result.p99_ns(goal.rate)
+        if result.holds_at(goal.rate):
             yield f"At {per_s(goal.rate)} requests/s the p99 is {p99 / MS:.1f} ms; the limit is {limit}."
         else:
             closest = f"the closest has {p99 / MS:.1f} ms" if p99 < inf else "all are overloaded"
             yield f"No candidate holds {limit} at {per_s(goal.rate)} requests/s; {closest}."
-    elif found.rate:
-        above = f"; {per_s(found.failed_rate)} do not" if found.failed_rate > found.rate else ""
-        yield f"{per_s(found.rate)} requests/s hold a p99 of {limit}{above}."
+    elif result.rate:
+        above = f"; {per_s(result.failed_rate)} do not" if result.failed_rate > result.rate else ""
+        yield f"{per_s(result.rate)} requests/s hold a p99 of {limit}{above}."
     else:
-        yield f"No rate that was measured holds a p99 of {limit}; the lowest was {per_s(found.failed_rate)} requests/s."
-    yield from _refusals(found)
-    late = max((point.late_ns for point in found.points if not point.holds), default=0.0)
+        lowest = f"{per_s(result.failed_rate)} requests/s"
+        yield f"No rate that was measured holds a p99 of {limit}; the lowest was {lowest}."
+    yield from _refusals(result)
+    late = max((point.late_ns for point in result.points if not point.holds), default=0.0)
     if late > LATE * goal.p99_ns:
         yield (
             f"The load generator itself was late by up to {late / MS:.1f} ms where the p99 was exceeded: it needs more "
@@ -86,9 +88,9 @@ def _result(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
         yield f"The prediction of the {what} was off by {error:+.0%}."
 
 
-def _refusals(found: Confirmed) -> Iterator[str]:
+def _refusals(result: Confirmed) -> Iterator[str]:
     """States that the queue limits of the model are the bottleneck, at the lowest rate at which they are."""
-    refused = [point for point in found.points if point.refused and not point.holds]
+    refused = [point for point in result.points if point.refused and not point.holds]
     if refused:
         lowest = min(refused, key=lambda point: point.rate)
         how = HOW_TO_RAISE if lowest.refusal == TIMED_OUT else ""
@@ -100,13 +102,13 @@ def _refusals(found: Confirmed) -> Iterator[str]:
 
 def prediction_error(outcome: Outcome, candidate: Candidate) -> float | None:
     """The relative error of the predicted rate; with a target rate, of the predicted p99."""
-    found = outcome.of(candidate)
-    if found is None or found.predicted is None or not found.points:
+    result = outcome.of(candidate)
+    if result is None or result.predicted is None or not result.points:
         return None
     if outcome.goal.rate:
-        told, seen = found.predicted.p99_ns, found.p99_ns(outcome.goal.rate)
-        return told / seen - 1 if max(told, seen) < inf else None
-    return found.predicted.rate / found.rate - 1 if found.rate else None
+        predicted, seen = result.predicted.p99_ns, result.p99_ns(outcome.goal.rate)
+        return predicted / seen - 1 if max(predicted, seen) < inf else None
+    return result.predicted.rate / result.rate - 1 if result.rate else None
 
 
 def _against_now(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
@@ -136,11 +138,11 @@ def _against_now(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
 def _instances(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     for text in _throughput(outcome):
         yield f"Instances: {chosen.instances}. {text}"
-    found = outcome.of(chosen)
-    most = outcome.times.memory.get((chosen.instances, chosen.threads), 0)
-    under_load = found.memory if found is not None else 0
-    if most or under_load:
-        low, high = sorted((under_load or most, most or under_load))
+    result = outcome.of(chosen)
+    maximum = outcome.times.memory.get((chosen.instances, chosen.threads), 0)
+    under_load = result.memory if result is not None else 0
+    if maximum or under_load:
+        low, high = sorted((under_load or maximum, maximum or under_load))
         text = _span(f"{low / MIB:,.0f}", f"{high / MIB:,.0f}")
         limit = f"; the limit is {outcome.goal.memory / MIB:,.0f} MiB" if outcome.goal.memory else ""
         largest = ", depending on the size of the batches" if " " in text else ""
@@ -215,12 +217,12 @@ def _delay(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     if outcome.model.config.max_batch_size < 2:
         return
     rest = replace(chosen, delay_us=0)
-    found = {each.candidate.delay_us: each for each in outcome.ranked if replace(each.candidate, delay_us=0) == rest}
+    results = {each.candidate.delay_us: each for each in outcome.ranked if replace(each.candidate, delay_us=0) == rest}
     now = f"{chosen.delay_us / 1000:g} ms" if chosen.delay_us else "none"
-    if len(found) < 2 or outcome.goal.rate:
+    if len(results) < 2 or outcome.goal.rate:
         yield f"Queue delay: {now}."
         return
-    groups = list(_groups({delay: one.rate for delay, one in sorted(found.items())}))
+    groups = list(_groups({delay: one.rate for delay, one in sorted(results.items())}))
     if len(groups) == 1:
         delays, rates = groups[0]
         yield f"Queue delay: {now}. Delays of {delays} make no difference: predicted {rates} requests/s."

@@ -79,20 +79,20 @@ def headline(outcome: Outcome) -> str:
     setting = outcome.chosen.describe()
     if outcome.holds:
         return f"Best: {setting}"
-    found = outcome.of(outcome.chosen)
-    if found is None or not found.points:
+    result = outcome.of(outcome.chosen)
+    if result is None or not result.points:
         return f"Best prediction, not measured: {setting}"
     return f"No setting held the target on the server. The closest: {setting}"
 
 
 def measured(outcome: Outcome) -> tuple[Sequence[Column], list[list[str]]]:
     """The table of the settings that were measured on the server."""
-    found = [each for each in outcome.confirmed if each.points or each.error]
-    return RATE_COLUMNS if outcome.goal.rate else COLUMNS, [_row(outcome, each) for each in found]
+    results = [each for each in outcome.confirmed if each.points or each.error]
+    return RATE_COLUMNS if outcome.goal.rate else COLUMNS, [_row(outcome, each) for each in results]
 
 
 def _row(outcome: Outcome, each: Confirmed) -> list[str]:
-    goal, told = outcome.goal, each.predicted
+    goal, predicted = outcome.goal, each.predicted
     lowest = min((point.rate for point in each.points), default=0.0)
     rate = goal.rate or each.rate or lowest
     at = [point for point in each.points if point.rate == rate]
@@ -101,10 +101,10 @@ def _row(outcome: Outcome, each: Confirmed) -> list[str]:
     notes += ["present"] if each.candidate == outcome.model.current else []
     notes += [each.error] if each.error else []
     if goal.rate:
-        rates = [_p99(told.p99_ns) if told is not None else "-"]
+        rates = [_p99(predicted.p99_ns) if predicted is not None else "-"]
     else:
         reached = per_s(each.rate) if each.rate else f"< {per_s(lowest)}" if lowest else "-"
-        rates = [per_s(told.rate) if told is not None else "-", reached]
+        rates = [per_s(predicted.rate) if predicted is not None else "-", reached]
     return [
         each.candidate.describe(),
         *rates,
@@ -117,18 +117,18 @@ def _row(outcome: Outcome, each: Confirmed) -> list[str]:
 
 def _points(outcome: Outcome) -> list[list[str]]:
     """The predicted curve of the chosen setting, with the measured points."""
-    found = outcome.of(outcome.chosen)
+    result = outcome.of(outcome.chosen)
     rows = []
-    for told in outcome.curve:
-        known = found is not None and any(point.rate == told.rate for point in found.points)
-        p99 = found.p99_ns(told.rate) if found is not None and known else 0.0
+    for predicted in outcome.curve:
+        known = result is not None and any(point.rate == predicted.rate for point in result.points)
+        p99 = result.p99_ns(predicted.rate) if result is not None and known else 0.0
         # A measurement would have ended there. Beyond that, the length of the queue only depends on the length of the
         # simulation.
-        expected = told.p99_ns if told.p99_ns <= GIVE_UP * outcome.goal.p99_ns else inf
+        expected = predicted.p99_ns if predicted.p99_ns <= GIVE_UP * outcome.goal.p99_ns else inf
         finite = 0 < p99 < inf and expected < inf
         error = f"{expected / p99 - 1:+.0%}" if finite else "-"
         seen = _p99(p99) if known else "-"
-        rows.append([per_s(told.rate), _p99(expected), seen, error])
+        rows.append([per_s(predicted.rate), _p99(expected), seen, error])
     return rows
 
 
@@ -162,8 +162,13 @@ def as_json(outcome: Outcome, path: str) -> dict[str, Any]:
         "diff": diff(outcome, path),
         "confirmed": [_confirmed(outcome, each) for each in outcome.confirmed],
         "curve": [
-            {"rate": told.rate, "p50_ms": _ms(told.p50_ns), "p99_ms": _ms(told.p99_ns), "mean_batch": told.mean_batch}
-            for told in outcome.curve
+            {
+                "rate": predicted.rate,
+                "p50_ms": _ms(predicted.p50_ns),
+                "p99_ms": _ms(predicted.p99_ns),
+                "mean_batch": predicted.mean_batch,
+            }
+            for predicted in outcome.curve
         ],
         "service_times": [
             {

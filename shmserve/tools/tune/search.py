@@ -111,10 +111,10 @@ class Search:
     def _coarse(self) -> list[Candidate]:
         now, pairs = self._model.current, [pair for pair in self._predictor.fits if self._fits(pair)]
         sizes = self._model.batches(self._goal.rows)
-        found = [Candidate(*pair, size, 0, now.multiple, self._batch_cost(pair)) for pair in pairs for size in sizes]
+        results = [Candidate(*pair, size, 0, now.multiple, self._batch_cost(pair)) for pair in pairs for size in sizes]
         if (now.instances, now.threads) in pairs and now.batch >= self._goal.rows:
-            found.append(now)
-        return list(dict.fromkeys(found))
+            results.append(now)
+        return list(dict.fromkeys(results))
 
     def _fits(self, pair: Pair) -> bool:
         return not self._goal.memory or self._memory(pair) <= self._goal.memory
@@ -149,11 +149,11 @@ class Search:
             work = partial(_at_rate, self._predictor, self._goal.rate, longer)
         else:
             work = partial(_highest, self._predictor, floor, longer, guesses)
-        for candidate, found in zip(candidates, self._pool.run(work, candidates), strict=True):
+        for candidate, result in zip(candidates, self._pool.run(work, candidates), strict=True):
             self._done += 1
             self.tried.add(candidate)
-            if found is not None:
-                self.found[candidate] = found
+            if result is not None:
+                self.found[candidate] = result
             else:
                 self.found.pop(candidate, None)
             ranked = self.ranked()
@@ -162,14 +162,14 @@ class Search:
     def ranked(self) -> list[Prediction]:
         return sorted((each for each in self.found.values() if self._predictor.holds(each)), key=self._order)
 
-    def _order(self, found: Prediction) -> tuple[float, ...]:
-        candidate = found.candidate
+    def _order(self, result: Prediction) -> tuple[float, ...]:
+        candidate = result.candidate
         memory = self._memory((candidate.instances, candidate.threads))
         cores = candidate.instances * max(candidate.threads, 1)
         if self._goal.rate:  # the cheapest that holds the p99
-            return (candidate.instances, memory, cores, found.p99_ns)
+            return (candidate.instances, memory, cores, result.p99_ns)
         changes = len(self._model.edits(candidate))
-        return (-round(log(found.rate) / ALIKE), candidate.instances, cores, changes, -found.rate)
+        return (-round(log(result.rate) / ALIKE), candidate.instances, cores, changes, -result.rate)
 
 
 def _highest(

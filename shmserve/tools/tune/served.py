@@ -88,9 +88,9 @@ class Served:
         gc.freeze()
         try:
             before = self._counts()
-            found: Observation = uvloop.run(self._run(self._known[length], run))
+            result: Observation = uvloop.run(self._run(self._known[length], run))
             batches, rows = (now - then for now, then in zip(self._counts(), before, strict=True))
-            return replace(found, batches=batches, rows=rows)
+            return replace(result, batches=batches, rows=rows)
         finally:
             gc.unfreeze()
 
@@ -100,8 +100,8 @@ class Served:
         bodies = [target.prepare(feed, facts, RequestOptions(model=self._name)) for feed in feeds]
         sender = Sender(bodies, target.slot, monotonic_ns, timer.until)
         try:
-            found: Observation = await run(sender)
-            return found
+            result: Observation = await run(sender)
+            return result
         finally:
             await sender.stop(0)
             await target.close()
@@ -118,12 +118,12 @@ class Served:
 
 async def closed(sender: Sender, callers: int, seconds: float) -> Observation:
     """A load that ends at the first error."""
-    recorder, least = sender.recorder, max(LEAST, 2 * callers)
+    recorder, minimum = sender.recorder, max(LEAST, 2 * callers)
     begin = monotonic_ns() + round(seconds * WARM_SHARE * SECOND)
     end, limit = (begin + round(seconds * share * SECOND) for share in (1, LONGEST))
     await sender.start_closed(callers, monotonic_ns())
     while (now := monotonic_ns()) < limit and not recorder.errors:
-        if now >= end and len(recorder.done) - bisect_left(recorder.done, begin) > least:
+        if now >= end and len(recorder.done) - bisect_left(recorder.done, begin) > minimum:
             break
         await asyncio.sleep(LOOK_S)
     await sender.stop(DRAIN_S)
@@ -140,7 +140,7 @@ async def opened(sender: Sender, load: Open, seconds: float, give_up_ns: float) 
     begin = start + round(seconds * WARM_SHARE * SECOND)
     end = begin + round(max(seconds, min(LEAST / load.rate, seconds * LONGEST)) * SECOND)
     sender.start_open(takewhile(lambda after: start + after < end, send_times(load)), start, limit)
-    while monotonic_ns() < end and not sender.backlog and all(map(_is_refusal, sender.recorder.errors)):
+    while sender.is_dispatching and not sender.backlog and all(map(_is_refusal, sender.recorder.errors)):
         await asyncio.sleep(LOOK_S)
     overloaded = sender.backlog > 0
     await sender.stop(0 if overloaded else DRAIN_S)

@@ -118,37 +118,37 @@ class TunedModel(Struct, frozen=True):
 
     def edits(self, candidate: Candidate) -> list[Edit]:
         """The edits of config.pbtxt for a candidate. Settings that already have the desired value are not touched."""
-        now, found = self.current, []
+        now, result = self.current, []
         if candidate.instances != now.instances:
-            found.append(Edit(("instance_group", "count"), str(candidate.instances)))
+            result.append(Edit(("instance_group", "count"), str(candidate.instances)))
         key = self.thread_parameter
         if key and candidate.threads:
-            given = int(parameter(self.config, key) or 0)
-            if candidate.threads != (given or self.share(candidate.instances)):
-                found.append(Edit(("parameters", key), f'"{candidate.threads}"'))
-        found += self._batching(candidate, now)
+            provided = int(parameter(self.config, key) or 0)
+            if candidate.threads != (provided or self.share(candidate.instances)):
+                result.append(Edit(("parameters", key), f'"{candidate.threads}"'))
+        result += self._batching(candidate, now)
         if candidate.multiple and candidate.multiple != now.multiple:
-            found.append(Edit(("parameters", PADDING_MULTIPLE.name), f'"{candidate.multiple}"'))
+            result.append(Edit(("parameters", PADDING_MULTIPLE.name), f'"{candidate.multiple}"'))
         if candidate.multiple and candidate.batch_cost != now.batch_cost:
-            found.append(Edit(("parameters", PADDING_BATCH_COST.name), f'"{candidate.batch_cost}"'))
-        return found
+            result.append(Edit(("parameters", PADDING_BATCH_COST.name), f'"{candidate.batch_cost}"'))
+        return result
 
     def _batching(self, candidate: Candidate, now: Candidate) -> list[Edit]:
-        most, found = self.config.max_batch_size, []
+        maximum, result = self.config.max_batch_size, []
         preferred = ("dynamic_batching", "preferred_batch_size")
-        if candidate.batch > most and most:
-            found.append(Edit(("max_batch_size",), str(candidate.batch)))
+        if candidate.batch > maximum and maximum:
+            result.append(Edit(("max_batch_size",), str(candidate.batch)))
         if candidate.batch != now.batch:
             if self.config.dynamic_batching is None:
-                found.append(Edit(("dynamic_batching",), "{ }"))
-            if candidate.batch < most:
-                found.append(Edit(preferred, f"[ {candidate.batch} ]"))
+                result.append(Edit(("dynamic_batching",), "{ }"))
+            if candidate.batch < maximum:
+                result.append(Edit(preferred, f"[ {candidate.batch} ]"))
             else:
-                found.append(Edit(preferred, None))
+                result.append(Edit(preferred, None))
         if candidate.delay_us != now.delay_us:
             value = str(candidate.delay_us) if candidate.delay_us else None
-            found.append(Edit(("dynamic_batching", "max_queue_delay_microseconds"), value))
-        return found
+            result.append(Edit(("dynamic_batching", "max_queue_delay_microseconds"), value))
+        return result
 
     def text_of(self, candidate: Candidate) -> str:
         return edited(self.text, self.edits(candidate))
@@ -158,9 +158,9 @@ class TunedModel(Struct, frozen=True):
         base, edits = self.config, self.edits(candidate)
         if not edits:
             return base
-        given = parse(self.text_of(candidate))
-        largest = given.max_batch_size or base.max_batch_size
-        dynamic: ModelDynamicBatching | None = given.dynamic_batching
+        provided = parse(self.text_of(candidate))
+        largest = provided.max_batch_size or base.max_batch_size
+        dynamic: ModelDynamicBatching | None = provided.dynamic_batching
         if dynamic is not None and not dynamic.preferred_batch_size and largest:
             dynamic = replace(dynamic, preferred_batch_size=(largest,))
         parameters = dict(base.parameters)
@@ -204,22 +204,22 @@ class TunedModel(Struct, frozen=True):
         """The numbers of threads to try with this many instances."""
         if not self.thread_parameter:
             return [0]
-        found = {1, self.share(instances)}
+        results = {1, self.share(instances)}
         threads = 2
         while threads <= self.share(instances):
-            found.add(threads)
+            results.add(threads)
             threads *= 2
         if instances == self.current.instances:
-            found.add(self.current.threads)
-        return sorted(found)
+            results.add(self.current.threads)
+        return sorted(results)
 
     def delays_us(self, p99_ns: int) -> list[int]:
         if self.config.max_batch_size < 2:
             return [0]
-        found = {_two_digits(share * p99_ns / 1000) for share in DELAYS}
+        results = {_two_digits(share * p99_ns / 1000) for share in DELAYS}
         if self.current.delay_us * 1000 < p99_ns:
-            found.add(self.current.delay_us)
-        return sorted(found)
+            results.add(self.current.delay_us)
+        return sorted(results)
 
 
 def _two_digits(value: float) -> int:
@@ -236,6 +236,6 @@ def check_tunable(config: ModelConfig) -> None:
         (decoupled, "is decoupled; only models with one response to each request can be tuned"),
         (len(config.instance_group) > 1, "has several instance groups; tune it with one"),
     )
-    for found, text in reasons:
-        if found:
+    for result, text in reasons:
+        if result:
             raise Unsupported(f"model '{config.name}' {text}")

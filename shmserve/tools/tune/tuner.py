@@ -65,8 +65,8 @@ class Outcome(Struct):
     @property
     def holds(self) -> bool:
         """Whether the chosen candidate has held the p99 on the server."""
-        found = self.of(self.chosen)
-        return found is not None and (found.holds_at(self.goal.rate) if self.goal.rate else found.rate > 0)
+        result = self.of(self.chosen)
+        return result is not None and (result.holds_at(self.goal.rate) if self.goal.rate else result.rate > 0)
 
 
 class Events:
@@ -131,15 +131,15 @@ class Tuner:
         pair = now.instances, now.threads
         if goal.rate or pair not in outcome.fits or now.batch < goal.rows:
             return
-        told = self.predictor.highest(now)
-        if told is None:
+        predicted = self.predictor.highest(now)
+        if predicted is None:
             return
-        self._confirmation.run([(now, told)], CALIBRATION_ROUNDS)
-        found = outcome.of(now)
-        assert found is not None
-        if found.rate and not found.error:
-            batches = [point.mean_batch for point in found.points if point.rate == found.rate]
-            outcome.message_ns = self.predictor.calibrated(now, found.rate, batches[-1]).message_ns
+        self._confirmation.run([(now, predicted)], CALIBRATION_ROUNDS)
+        result = outcome.of(now)
+        assert result is not None
+        if result.rate and not result.error:
+            batches = [point.mean_batch for point in result.points if point.rate == result.rate]
+            outcome.message_ns = self.predictor.calibrated(now, result.rate, batches[-1]).message_ns
 
     def _search(self) -> None:
         outcome = self.outcome
@@ -169,10 +169,10 @@ class Tuner:
             wanted.append((now, outcome.prediction(now) or self._of_current(now)))
         self._confirmation.run(wanted)
         chosen = choose(outcome)
-        found = outcome.of(chosen)
-        if chosen is not None and found is not None and found.rate:
-            rates = {each.rate for each in found.points}
-            others = [found.rate * share for share in CURVE]
+        result = outcome.of(chosen)
+        if chosen is not None and result is not None and result.rate:
+            rates = {each.rate for each in result.points}
+            others = [result.rate * share for share in CURVE]
             rates |= {rate for rate in others if all(abs(rate / known - 1) > CLOSE for known in rates)}
             outcome.curve = self.predictor.curve(chosen, tuple(sorted(rates)))
         errors = [each.error for each in outcome.confirmed]

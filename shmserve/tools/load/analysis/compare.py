@@ -62,8 +62,8 @@ class _Metric(Struct, frozen=True):
     more_is_better: bool = False
 
 
-def _mean(found: Interval | None) -> float | None:
-    return found.mean if found is not None else None
+def _mean(result: Interval | None) -> float | None:
+    return result.mean if result is not None else None
 
 
 def _percentile(name: str) -> _Metric:
@@ -130,11 +130,11 @@ def _rows(old: Point, new: Point) -> Iterator[_Row]:
 
 
 def _values(point: Point, metric: _Metric) -> list[float]:
-    found = [metric.of_window(window) for window in point.windows[slice(*point.used)]]
-    return [one for one in found if one is not None]
+    results = [metric.of_window(window) for window in point.windows[slice(*point.used)]]
+    return [one for one in results if one is not None]
 
 
-def _change(row: _Row, confidence: float, least: float) -> Change:
+def _change(row: _Row, confidence: float, minimum: float) -> Change:
     """The difference between the values that reports show. Its interval follows from the windows."""
     delta = difference(row.old_windows, row.new_windows, confidence)
     if delta is None or not row.old:
@@ -145,7 +145,7 @@ def _change(row: _Row, confidence: float, least: float) -> Change:
     relative = Interval(middle / row.old, (middle - half) / row.old, (middle + half) / row.old)
     if relative.low <= 0 <= relative.high:
         verdict = UNKNOWN if half >= min(row.old, row.new) else SAME
-    elif abs(relative.mean) < least:
+    elif abs(relative.mean) < minimum:
         verdict = SAME
     else:
         verdict = BETTER if (middle > 0) is row.metric.more_is_better else WORSE
@@ -168,21 +168,21 @@ def _failures(old: Point, new: Point, confidence: float) -> Change:
     return Change(load=str(old.load), metric=FAILED, old=old_share, new=new_share, relative=None, verdict=verdict)
 
 
-def _two_sided(found: int, count: int, share: float) -> float:
+def _two_sided(result: int, count: int, share: float) -> float:
     """The probability that a binomial count is at least as far from its mean as this one."""
     if count > MAX_EXACT:
         deviation = math.sqrt(count * share * (1 - share))
-        away = max(0.0, abs(found - count * share) - 0.5)
+        away = max(0.0, abs(result - count * share) - 0.5)
         return 2 * NormalDist().cdf(-away / deviation) if deviation else 1.0
     parts = [math.comb(count, k) * share**k * (1 - share) ** (count - k) for k in range(count + 1)]
-    return min(1.0, 2 * min(sum(parts[: found + 1]), sum(parts[found:])))
+    return min(1.0, 2 * min(sum(parts[: result + 1]), sum(parts[result:])))
 
 
 def _overall(changes: Sequence[Change]) -> str:
-    found = {change.verdict for change in changes}
-    if {BETTER, WORSE} <= found:
+    results = {change.verdict for change in changes}
+    if {BETTER, WORSE} <= results:
         return MIXED
-    return next((verdict for verdict in (WORSE, BETTER, SAME) if verdict in found), UNKNOWN)
+    return next((verdict for verdict in (WORSE, BETTER, SAME) if verdict in results), UNKNOWN)
 
 
 def _notes(old: Run, new: Run, pairs: Sequence[tuple[Point, Point]]) -> list[str]:

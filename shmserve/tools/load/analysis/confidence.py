@@ -96,14 +96,14 @@ def _unstable(windows: Sequence[Window], settings: Settings, throughput: bool) -
         return f"a window has too few responses for {name}: set a longer --window"
     kinds[f"{name} latency"] = [window.percentiles[name] for window in windows]
     for kind, values in kinds.items():
-        found = interval(values, settings.confidence)
-        share = found.half / found.mean if found.mean else math.inf
+        result = interval(values, settings.confidence)
+        share = result.half / result.mean if result.mean else math.inf
         if share >= 1:
             return f"too few windows to know the {kind}: set more --windows, or a longer --window"
         if share > settings.tolerance:
             return f"{kind} is known to +-{share:.1%}, not to {settings.tolerance:.1%}"
         half = len(values) // 2
-        drift = (fmean(values[-half:]) - fmean(values[:half])) / found.mean if half else 0.0
+        drift = (fmean(values[-half:]) - fmean(values[:half])) / result.mean if half else 0.0
         if abs(drift) > settings.tolerance:
             return f"{kind} drifts by {drift:+.1%}"
     return ""

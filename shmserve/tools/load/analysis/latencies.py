@@ -76,10 +76,10 @@ class Histogram:
 
 def buckets(encoded: str) -> list[tuple[float, int]]:
     """The recorded values of an encoded histogram, ascending, and how often each occurred."""
-    found: Any = HdrHistogram.decode(encoded)
+    result: Any = HdrHistogram.decode(encoded)
     return [
         (float(item.value_iterated_to), int(item.count_added_in_this_iter_step))
-        for item in found.get_recorded_iterator()
+        for item in result.get_recorded_iterator()
     ]
 
 
@@ -98,5 +98,5 @@ def window_percentiles(values: NDArray[np.int64]) -> dict[str, float]:
     shares = [share for share in PERCENTILES if share <= 50 or len(values) * (100 - share) / 100 >= 1]
     if not len(values):
         return {}
-    found = np.percentile(values, shares, method="inverted_cdf")
-    return {name_of(share): float(value) for share, value in zip(shares, found, strict=True)}
+    result = np.percentile(values, shares, method="inverted_cdf")
+    return {name_of(share): float(value) for share, value in zip(shares, result, strict=True)}

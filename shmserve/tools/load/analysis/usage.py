@@ -55,10 +55,10 @@ def _listener(endpoint: Endpoint) -> int:
         folder = Path(rest).parent
     else:
         folder = Path(endpoint.runtime_dir) if endpoint.runtime_dir else paths.client_runtime_dir()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as made:
-        made.settimeout(1.0)
-        made.connect(str(folder / paths.LANE))
-        pid: int = struct.unpack("3i", made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as created:
+        created.settimeout(1.0)
+        created.connect(str(folder / paths.LANE))
+        pid: int = struct.unpack("3i", created.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
         return pid
 
 
@@ -89,17 +89,17 @@ def _listening_at(port: int) -> int:
 
 def _descriptors(pid: int) -> set[str]:
     """Targets of the process's descriptors, as far as they may be read; none for a process that has ended."""
-    found: set[str] = set()
+    result: set[str] = set()
     try:
         descriptors = os.listdir(f"/proc/{pid}/fd")
     except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return found
+        return result
     for descriptor in descriptors:
         try:
-            found.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+            result.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
         except (FileNotFoundError, PermissionError, ProcessLookupError):
             continue  # in a user namespace, an outer process's folder can be listed, but its links cannot be read
-    return found
+    return result
 
 
 def _stat(pid: int) -> list[str]:
@@ -127,12 +127,12 @@ def _family(pid: int) -> list[int]:
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             children.setdefault(_parent(int(entry)), []).append(int(entry))
-    found, left = [], [pid]
-    while left:
-        one = left.pop()
-        found.append(one)
-        left += children.get(one, ())
-    return found
+    result, remaining = [], [pid]
+    while remaining:
+        one = remaining.pop()
+        result.append(one)
+        remaining += children.get(one, ())
+    return result
 
 
 def _role(pid: int, top: int) -> str:
@@ -177,13 +177,13 @@ def used(readings: Sequence[Reading], seconds: float) -> Usage:
     for pid, (role, busy) in after.processes.items():
         earlier = before.processes.get(pid, ("", 0.0))[1]
         roles[role] = roles.get(role, 0.0) + max(0.0, busy - earlier) / seconds
-    found = [reading.gpus for reading in readings[1:]]
-    gpus = [name for name in after.gpus if all(name in reading for reading in found)]
+    results = [reading.gpus for reading in readings[1:]]
+    gpus = [name for name in after.gpus if all(name in reading for reading in results)]
     return Usage(
         machine=max(0.0, after.machine - before.machine) / seconds,
         server={role: round(cores, 4) for role, cores in roles.items()},
-        gpus={name: fmean(reading[name][0] for reading in found) for name in gpus},
-        gpu_bytes={name: max(reading[name][1] for reading in found) for name in gpus},
+        gpus={name: fmean(reading[name][0] for reading in results) for name in gpus},
+        gpu_bytes={name: max(reading[name][1] for reading in results) for name in gpus},
     )
 
 
@@ -212,11 +212,11 @@ class _Gpus:
         self._nvml = pynvml
 
     def read(self) -> dict[str, tuple[float, int]]:
-        found = {}
+        results = {}
         for number, handle in enumerate(self._handles):
             try:
                 share = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-                found[f"GPU {number}"] = (share, int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used))
+                results[f"GPU {number}"] = (share, int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used))
             except self._nvml.NVMLError:
                 continue  # some GPUs, e.g. with MIG, do not report utilization
-        return found
+        return results

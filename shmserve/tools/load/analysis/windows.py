@@ -41,8 +41,8 @@ class Responses(Struct):
     @property
     def good(self) -> Array:
         """Latencies of successful responses."""
-        found: Array = self.latency[self.code == 0]
-        return found
+        result: Array = self.latency[self.code == 0]
+        return result
 
 
 class Collector:
@@ -87,10 +87,10 @@ class Collector:
 
     def take(self, start: int, end: int) -> Responses:
         """The same, but drops them and all earlier ones, except those that the progress display still needs."""
-        found = self.peek(start, end)
+        result = self.peek(start, end)
         self._chunks = [rest for chunk in self._chunks if len((rest := _later(chunk, end - SECOND)).done)]
         self._gaps = [(at[at >= end], gap[at >= end]) for at, gap in self._gaps if at[-1] >= end]
-        return found
+        return result
 
     def latest(self) -> tuple[int, Responses]:
         """The time up to which all responses have been reported, and the responses of the second before it."""

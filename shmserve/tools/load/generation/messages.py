@@ -77,14 +77,14 @@ class Broken(Struct, frozen=True, tag=True):
     text: str
 
 
-News = Prepared | Samples | Ended | Broken
+Report = Prepared | Samples | Ended | Broken
 
 _encoder = msgspec.msgpack.Encoder()
 _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
-_news: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
+_reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
 
-def write(writer: asyncio.StreamWriter, message: Order | News) -> None:
+def write(writer: asyncio.StreamWriter, message: Order | Report) -> None:
     data = _encoder.encode(message)
     writer.write(len(data).to_bytes(LENGTH_BYTES, "little"))
     writer.write(data)
@@ -100,6 +100,6 @@ async def read_order(reader: asyncio.StreamReader) -> Order:
     return _orders.decode(await _read(reader))
 
 
-async def read_news(reader: asyncio.StreamReader) -> News:
+async def read_report(reader: asyncio.StreamReader) -> Report:
     """Raises asyncio.IncompleteReadError at the end."""
-    return _news.decode(await _read(reader))
+    return _reports.decode(await _read(reader))

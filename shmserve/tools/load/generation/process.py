@@ -22,10 +22,10 @@ from shmserve.tools.load.generation.messages import (
     Begin,
     Broken,
     Ended,
-    News,
     Order,
     Prepare,
     Prepared,
+    Report,
     read_order,
     write,
 )
@@ -47,9 +47,9 @@ class Generator:
         self._sender: Sender | None = None
         self._plan: Plan | None = None
 
-    def tell(self, news: News) -> None:
+    def tell(self, report: Report) -> None:
         if not self._writer.is_closing():  # else the measuring process has ended, which also ends `_follow`
-            write(self._writer, news)
+            write(self._writer, report)
 
     async def follow(self, order: Order) -> None:
         if isinstance(order, Prepare):

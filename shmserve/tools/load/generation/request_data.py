@@ -31,15 +31,15 @@ def request_inputs(given: Inputs, model: str, facts: ModelFacts) -> list[Arrays]
         lists[name] = values
     documents = _from_data(given.data, known) if given.data is not None else []
     fixed = {name for document in documents for name in document}
-    left = {name: spec for name, spec in known.items() if name not in lists and name not in fixed}
+    remaining = {name: spec for name, spec in known.items() if name not in lists and name not in fixed}
     if given.batch is not None and given.batch > facts.max_batch:
         raise Misuse(f"--batch {given.batch}: the max_batch_size of model '{model}' is {facts.max_batch}")
-    shapes = inputs.shapes_from(given.shapes, left)
-    randoms = [inputs.random(left, given.batch, shapes, given.seed)] if left else []
-    if left:
+    shapes = inputs.shapes_from(given.shapes, remaining)
+    randoms = [inputs.random(remaining, given.batch, shapes, given.seed)] if remaining else []
+    if remaining:
         size = max(1, sum(getattr(array, "nbytes", 0) for array in randoms[0].values()))
         count = max(1, min(given.distinct, MAX_BYTES // size))
-        randoms += [inputs.random(left, given.batch, shapes, given.seed + number) for number in range(1, count)]
+        randoms += [inputs.random(remaining, given.batch, shapes, given.seed + number) for number in range(1, count)]
     longest = max([len(values) for values in lists.values()] + [len(documents), len(randoms), 1])
     return [
         {name: values[number % len(values)] for name, values in lists.items()}
@@ -71,10 +71,10 @@ def _from_text(text: str, known: Mapping[str, Spec]) -> tuple[str, list[Any]]:
 def _files(path: Path, what: str) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
-    if not found:
+    result = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    if not result:
         raise Misuse(f"{what}: the directory has no files")
-    return found
+    return result
 
 
 def _from_data(text: str, known: Mapping[str, Spec]) -> list[Arrays]:

@@ -62,7 +62,7 @@ def recorded_times(text: str, model: str, where: str) -> tuple[int, ...]:
     """The times of a recording in ns, ascending. A line is a number of seconds, or {"at": seconds}; lines that name
     another "model" are left out.
     """
-    found = []
+    results = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -77,12 +77,12 @@ def recorded_times(text: str, model: str, where: str) -> tuple[int, ...]:
             latest = LATEST // SECOND
             raise InvalidRequest(f"{where}, line {number}: a time is from 0 to {latest:,} seconds, not {at / SECOND:g}")
         if entry.get("model", model) == model:
-            found.append(at)
-    if len(found) < 2:
-        raise InvalidRequest(f"{where} has {len(found)} times for model '{model}', and at least 2 are needed")
-    if min(found) == max(found):
+            results.append(at)
+    if len(results) < 2:
+        raise InvalidRequest(f"{where} has {len(results)} times for model '{model}', and at least 2 are needed")
+    if min(results) == max(results):
         raise InvalidRequest(f"{where}: all times of model '{model}' are equal, which gives no rate")
-    return tuple(sorted(found))
+    return tuple(sorted(results))
 
 
 def useful_processes(load: Load, wanted: int) -> int:

@@ -94,14 +94,14 @@ class Recorder:
         self.code.append(0 if error is None else self._code(f"{error.code}: {error}"))
 
     def _code(self, text: str) -> int:
-        found = self._codes.get(text)
-        if found is None:
+        result = self._codes.get(text)
+        if result is None:
             if len(self._codes) >= MAX_ERRORS:
                 text = "other errors"
-            found = self._codes.setdefault(text, len(self._codes) + 1)
-            if found > len(self.errors):
+            result = self._codes.setdefault(text, len(self._codes) + 1)
+            if result > len(self.errors):
                 self.errors.append(text)
-        return found
+        return result
 
     def take(self, now: int, cpu_ns: int) -> Samples:
         taken = Samples(
@@ -233,6 +233,11 @@ class Sender:
                 at = await idle
         await self._finish(slot, parts)
         self._slots.append(slot)
+
+    @property
+    def is_dispatching(self) -> bool:
+        """Whether an open loop has send times left."""
+        return self._dispatching is not None and not self._dispatching.done()
 
     @property
     def backlog(self) -> int:

@@ -20,11 +20,11 @@ from shmserve.tools.load.generation.messages import (
     Broken,
     End,
     Ended,
-    News,
     Prepare,
     Prepared,
+    Report,
     Samples,
-    read_news,
+    read_report,
     write,
 )
 from shmserve.tools.load.plan import SECOND, Load, Plan
@@ -41,7 +41,7 @@ class _Process:
     def __init__(self, index: int, team: Generators) -> None:
         self.index = index
         self._team = team
-        self._answers: asyncio.Queue[News] = asyncio.Queue()
+        self._answers: asyncio.Queue[Report] = asyncio.Queue()
 
     async def start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -60,11 +60,11 @@ class _Process:
     async def _read(self) -> None:
         try:
             while True:
-                news = await read_news(self._reader)
-                if isinstance(news, Samples):
-                    self._team.on_samples(self.index, news)
+                report = await read_report(self._reader)
+                if isinstance(report, Samples):
+                    self._team.on_samples(self.index, report)
                 else:
-                    self._answers.put_nowait(news)
+                    self._answers.put_nowait(report)
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         finally:  # even if an interrupt ends this task: a caller must not wait for an answer that cannot come
@@ -93,12 +93,12 @@ class _Process:
             raise
 
 
-def _answer(news: News) -> Prepared | Ended:
-    if isinstance(news, Prepared | Ended):
-        return news
-    if isinstance(news, Broken):
-        raise BY_CODE.get(news.code, UnknownError)(news.text) if news.code else Misuse(news.text)
-    raise Internal(f"unexpected message of a generator process: {type(news).__name__}")
+def _answer(report: Report) -> Prepared | Ended:
+    if isinstance(report, Prepared | Ended):
+        return report
+    if isinstance(report, Broken):
+        raise BY_CODE.get(report.code, UnknownError)(report.text) if report.code else Misuse(report.text)
+    raise Internal(f"unexpected message of a generator process: {type(report).__name__}")
 
 
 class Generators:

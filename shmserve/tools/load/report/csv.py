@@ -47,5 +47,5 @@ def _row(point: Point) -> dict[str, object]:
 
 
 def _percentile(point: Point, name: str) -> object:
-    found = point.latency.percentiles.get(name)
-    return round(found.mean / US) if found is not None else ""
+    result = point.latency.percentiles.get(name)
+    return round(result.mean / US) if result is not None else ""

@@ -79,14 +79,16 @@ def _curve(run: Run) -> str:
         return ""
     series = []
     for name in ("p50", "p99"):
-        found = [(point, point.latency.percentiles[name]) for point in run.points if name in point.latency.percentiles]
+        results = [
+            (point, point.latency.percentiles[name]) for point in run.points if name in point.latency.percentiles
+        ]
         series.append(
             Series(
                 name,
-                [(point.throughput.mean, value.mean) for point, value in found],
-                [value.low for _, value in found],
-                [value.high for _, value in found],
-                [f"{point.value:g}" for point, _ in found],
+                [(point.throughput.mean, value.mean) for point, value in results],
+                [value.low for _, value in results],
+                [value.high for _, value in results],
+                [f"{point.value:g}" for point, _ in results],
             )
         )
     return lines("Throughput against latency", RATE, LATENCY, series)
@@ -135,10 +137,10 @@ def _of_point(point: Point) -> list[str]:
     return parts
 
 
-def _histogram(title: str, found: Latencies) -> str:
+def _histogram(title: str, result: Latencies) -> str:
     """A histogram with bars of equal width on a logarithmic axis."""
     counts: dict[int, int] = {}
-    for value, count in buckets(found.histogram):
+    for value, count in buckets(result.histogram):
         number = math.floor(math.log10(max(1.0, value)) * BARS_PER_DECADE)
         counts[number] = counts.get(number, 0) + count
     values = [

@@ -71,17 +71,17 @@ def _server(points: Sequence[Point], screen: Screen) -> str:
     columns.append(Column("batches formed because", free=True))
     rows = []
     for point in points:
-        found = point.server
-        if found is None:
+        result = point.server
+        if result is None:
             continue
-        reasons = sorted(found.reasons.items(), key=lambda item: -item[1])
-        total = sum(found.reasons.values())
+        reasons = sorted(result.reasons.items(), key=lambda item: -item[1])
+        total = sum(result.reasons.values())
         rows.append(
             [
                 str(point.load),
-                *(duration_text(found.parts.get(part, 0.0) / SECOND) for part in parts),
-                f"{found.mean_batch:.1f}" if found.batches else "-",
-                f"{found.batches:,}",
+                *(duration_text(result.parts.get(part, 0.0) / SECOND) for part in parts),
+                f"{result.mean_batch:.1f}" if result.batches else "-",
+                f"{result.batches:,}",
                 ", ".join(f"{reason} {count / total:.0%}" for reason, count in reasons) or "-",
             ]
         )
@@ -161,8 +161,8 @@ def _is_open(load: Load) -> bool:
 
 
 def _p50(point: Point) -> float:
-    found = point.latency.percentiles.get("p50")
-    return found.mean if found is not None else 0.0
+    result = point.latency.percentiles.get("p50")
+    return result.mean if result is not None else 0.0
 
 
 def _extend(rows: list[list[str]], points: Sequence[Point], text: Callable[[Point], str]) -> None:
@@ -200,17 +200,17 @@ def comparison_text(found: Comparison, names: tuple[str, str], screen: Screen) -
     return "\n".join([text, "", *verdict, *notes, *screen.wrapped(about, "", "    ", FAINT)])
 
 
-def _sentence(found: Comparison, old: str) -> str:
+def _sentence(result: Comparison, old: str) -> str:
     """The conclusion in one sentence; for a mixed result it names what is worse."""
     text = {
         BETTER: f"better than {old}", WORSE: f"worse than {old}", SAME: f"not different from {old}",
         MIXED: f"better than {old} in some metrics and worse in others",
-    }.get(found.verdict, f"not known to differ from {old}")  # fmt: skip
-    if found.verdict == SAME and any(change.verdict == UNKNOWN for change in found.changes):
+    }.get(result.verdict, f"not known to differ from {old}")  # fmt: skip
+    if result.verdict == SAME and any(change.verdict == UNKNOWN for change in result.changes):
         return f"{text}, as far as that is known"
-    if found.verdict != MIXED:
+    if result.verdict != MIXED:
         return text
-    worse = [f"{change.metric} of {change.load}" for change in found.changes if change.verdict == WORSE]
+    worse = [f"{change.metric} of {change.load}" for change in result.changes if change.verdict == WORSE]
     return f"{text}: {', '.join(worse)}"
 
 

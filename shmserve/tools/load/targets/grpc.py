@@ -85,14 +85,14 @@ class GrpcTarget:
         request = framed(message_class(kind.input_type.full_name)(**fields).SerializeToString())
         if self._control is None or self._control.closed:
             self._control = await self._connect()
-        found: list[bytes] = []
+        results: list[bytes] = []
         control = self._control
         try:
-            await self._in_time(control.call(self._head(method), request, found.append), method)
+            await self._in_time(control.call(self._head(method), request, results.append), method)
         except ConnectionLost:
             control.close()
             raise
-        answer = message_class(kind.output_type.full_name).FromString(b"".join(found))
+        answer = message_class(kind.output_type.full_name).FromString(b"".join(results))
         document: dict[str, Any] = json_format.MessageToDict(
             answer, preserving_proto_field_name=True, descriptor_pool=POOL
         )
@@ -115,8 +115,8 @@ class _Body:
 
     def _more(self, part: Part | None, stream: bool) -> bytes:
         message = self._kind()
-        found = parameters(self._options, part) | ({"triton_enable_empty_final_response": True} if stream else {})
-        for name, value in found.items():
+        result = parameters(self._options, part) | ({"triton_enable_empty_final_response": True} if stream else {})
+        for name, value in result.items():
             if isinstance(value, bool):
                 message.parameters[name].bool_param = value
             else:

@@ -60,11 +60,11 @@ def _text(text: str) -> bytes:
     data = text.encode()
     if len(data) < 127:
         return bytes([len(data)]) + data
-    length, found = len(data) - 127, bytearray([127])
+    length, result = len(data) - 127, bytearray([127])
     while length >= 128:
-        found.append(128 | length & 127)
+        result.append(128 | length & 127)
         length >>= 7
-    return bytes([*found, length]) + data
+    return bytes([*result, length]) + data
 
 
 def framed(message: bytes) -> bytes:
@@ -164,19 +164,19 @@ class GrpcConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._data += data
-        found, at, size = self._data, 0, len(self._data)
+        result, at, size = self._data, 0, len(self._data)
         try:
             while size - at >= frames.FRAME.size:
-                high, low, kind, flags, stream = frames.FRAME.unpack_from(found, at)
+                high, low, kind, flags, stream = frames.FRAME.unpack_from(result, at)
                 end = at + frames.FRAME.size + (high << 8 | low)
                 if end > size:
                     break
-                self._frame_received(kind, flags, stream, bytes(found[at + frames.FRAME.size : end]))
+                self._frame_received(kind, flags, stream, bytes(result[at + frames.FRAME.size : end]))
                 at = end
         except (frames.Http2Error, hpack.HPACKError) as error:
             self._fail(ConnectionLost(f"{FOREIGN} HTTP/2: {error}"))
             self.close()
-        del found[:at]
+        del result[:at]
 
     # ------------------------------------------------------------------------------------ frames
 
@@ -229,9 +229,9 @@ class GrpcConnection(asyncio.Protocol):
             end = PREFIX + int.from_bytes(message[1:PREFIX], "big")
             if len(message) < end:
                 break
-            found = bytes(message[PREFIX:end])
+            result = bytes(message[PREFIX:end])
             del message[:end]
-            self._on_message(found)
+            self._on_message(result)
         if flags & frames.END_STREAM:
             self._fail(ConnectionLost("the server ended the call without a status"))
 

@@ -185,8 +185,8 @@ class _Body:
         return self._whole if part is None else self._written(part)
 
     def _written(self, part: Part | None) -> bytes:
-        found = {**parameters(self._options, part), "binary_data_output": True}
-        text = json.dumps(self._document | {"parameters": found}).encode()
+        results = {**parameters(self._options, part), "binary_data_output": True}
+        text = json.dumps(self._document | {"parameters": results}).encode()
         lengths = (
             f"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: {len(text)}\r\n"
             f"Content-Length: {len(text) + len(self._tensors)}\r\n\r\n"

@@ -50,12 +50,12 @@ def _text_of(item: Any, name: str) -> str:
 
 
 def parameters(options: RequestOptions, part: Part | None) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if options.deadline_ns:
-        found["timeout"] = options.deadline_ns // 1000
+        results["timeout"] = options.deadline_ns // 1000
     if part is not None:
-        found |= {"sequence_id": part.sequence, "sequence_start": part.start, "sequence_end": part.end}
-    return found
+        results |= {"sequence_id": part.sequence, "sequence_start": part.start, "sequence_end": part.end}
+    return results
 
 
 def facts_of(metadata: Mapping[str, Any], config: Mapping[str, Any], server: Mapping[str, Any]) -> ModelFacts:
