@@ -56,6 +56,8 @@ class _Reader:
         if not self._dynamic:
             raise ValueError("it has no dynamic section")
         _, _, offset, _, _, size, _ = self._dynamic[0]
+        if offset + size > len(self._data):
+            raise ValueError("it is cut off")
         entries = list(_ENTRY.iter_unpack(self._data[offset : offset + size - size % _ENTRY.size]))
         value = dict(reversed(entries))
         strings = self._offset(value[_STRINGS]) if _STRINGS in value else 0

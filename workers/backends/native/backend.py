@@ -42,6 +42,7 @@ from shmserve.workers.model_calls.answer import Request, Response, failure_of, f
 from shmserve.workers.model_calls.responses import OpenResponses
 from shmserve.workers.model_calls.stream import SENT_TWICE
 from shmserve.workers.process.device import device_of
+from shmserve.workers.process.exit_codes import Exit, exit_process
 from shmserve.workers.process.log import log_message, log_traceback, public
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from shmserve.workers.model_calls.answer import Outputs
     from shmserve.workers.model_calls.stream import ResponseSender
 
+FINALIZE_S = 30.0
+"""The time for a backend to finalize, which may wait for threads that never end."""
 _NOT_ANSWERED = "the backend released the request without a final response"
 
 
@@ -181,12 +184,20 @@ class Native(SeparateBackend):
         self.streams.stop(False)
         self._server.close()
         subjects = {"": library.host.host_backend, "Model": library.host.host_model}
+        deadline = threading.Timer(FINALIZE_S, self._abandon_finalization)
+        deadline.daemon = True
+        deadline.start()
         try:
             while self._initialized:
                 part = self._initialized.pop()
                 library.call(f"{part}Finalize", subjects.get(part, library.host.host_instance)())
         finally:
+            deadline.cancel()
             self.streams.close()
+
+    def _abandon_finalization(self) -> None:
+        log_message(f"the backend of instance '{self.context.instance}' was not finalized within {FINALIZE_S:g} s")
+        exit_process(Exit.FINALIZE_FAILED)
 
     # ------------------------------------------------------------------------------------ batches
 
