@@ -62,17 +62,7 @@ def server_runtime_dir() -> Path:
     return _of_user()
 
 
-def environments_dir(runtime_dir: Path) -> Path:
-    """The default directory for unpacked environments."""
-    return _cache_dir(runtime_dir) / "environments"
-
-
-def remote_cache_dir(runtime_dir: Path) -> Path:
-    """The default directory for the files of remote repositories."""
-    return _cache_dir(runtime_dir) / "remote"
-
-
-def _cache_dir(runtime_dir: Path) -> Path:
+def cache_dir(runtime_dir: Path) -> Path:
     return cache_home() or runtime_dir
 
 

@@ -72,27 +72,25 @@ MODELS: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 
 def main() -> None:
-    rows = [measure(name, prepared) for name in MODELS for prepared in (False, True)]
+    rows = [measure(name) for name in MODELS]
     print(json.dumps(rows, indent=1))
-    print("| model | workers are | PSS of 1, MiB | of 4 | ratio | READY, 1, ms | READY, 4, ms |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| model | PSS of 1, MiB | of 4 | ratio | READY, 1, ms | READY, 4, ms |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for row in rows:
-        kind = "forked" if row["prepared"] else "fresh"
         memory = f"{row['pss_1']:.0f} | {row['pss_4']:.0f} | {row['pss_4'] / row['pss_1']:.1f}"
-        print(f"| {row['model']} | {kind} | {memory} | {row['ready_1']:.0f} | {row['ready_4']:.0f} |")
+        print(f"| {row['model']} | {memory} | {row['ready_1']:.0f} | {row['ready_4']:.0f} |")
 
 
-def measure(name: str, prepared: bool) -> dict[str, Any]:
+def measure(name: str) -> dict[str, Any]:
     backend, make = MODELS[name]
-    results: dict[str, Any] = {"model": name, "prepared": prepared}
+    results: dict[str, Any] = {"model": name}
     with tempfile.TemporaryDirectory() as place:
         for count in (1, 4):
             folder = Path(place, f"m{count}")
             (folder / "1").mkdir(parents=True)
             (folder / "config.pbtxt").write_text(CONFIG.format(backend=backend, count=count, side=SIDE))
             make(folder / "1")
-        options = ("--model-control-mode", "explicit", "--prepared-process", str(prepared).lower())
-        with Server(place, *options) as server, shmserve.Client(server.url) as client:
+        with Server(place, "--model-control-mode", "explicit") as server, shmserve.Client(server.url) as client:
             for count in (1, 4):
                 results[f"ready_{count}"], results[f"pss_{count}"] = of(server, client, f"m{count}", count)
     return results

@@ -193,7 +193,7 @@ class AgentChains:
         self._running = None
         if code is None:
             text = f"its repository agents were killed: they took longer than {self._settings.limit_s:g} s"
-            return f"{text} (--repoagent-limit-secs)"
+            return f"{text} (--load-limit-secs)"
         if code < 0:
             return f"its repository agents were killed by {signal.Signals(-code).name}"
         return f"its repository agents ended with exit code {code}" if code else ""

@@ -37,6 +37,8 @@ LIST_S = 5.0
 """Listings for the index of models are this old at most, when somebody asks."""
 PARTIAL_S = 7 * 86400
 """Unfinished downloads that are older are removed."""
+CONNECTIONS = 8
+"""Files, and pieces of files, that are downloaded at the same time."""
 NICE = 5
 """Requests go first."""
 
@@ -47,7 +49,6 @@ class Settings(msgspec.Struct, frozen=True):
     slot: str
     limit: int
     repositories: list[str]
-    connections: int
     poll_s: float = 0.0
     settle_s: float = 0.0
     piece_bytes: int = PIECE_BYTES
@@ -68,12 +69,11 @@ class Mirrors:
         self._redact = Redactor()
         cache = Cache(Path(settings.slot), settings.limit)
         _remove_old(Path(settings.slot) / "partial")
-        connections = max(settings.connections, 1)
         shop = Workshop(
             cache,
             self._redact,
-            ThreadPoolExecutor(connections, "file"),
-            ThreadPoolExecutor(connections, "piece"),
+            ThreadPoolExecutor(CONNECTIONS, "file"),
+            ThreadPoolExecutor(CONNECTIONS, "piece"),
             emit,
             self._ended.wait,
             settings.piece_bytes,

@@ -75,17 +75,16 @@ class Broker:
         metrics: MetricSettings,
         mode: str,
         overrides_dir: Path,
-        override_bytes: int,
         other_children: Set[int],
         busy_poll_ns: int = 0,
         triton_compatible: bool = False,
         remote: RemoteModels | None = None,
     ) -> None:
-        """`mode`, `overrides_dir`, `override_bytes` and `remote` apply to load calls. `other_children`: a live set of
+        """`mode`, `overrides_dir` and `remote` apply to load calls. `other_children`: a live set of
         the pids of child processes that other code reaps."""
         self.core = core
         self.operations = ClientOperations(
-            loop, core, catalog, self.put, self.send_to, overrides_dir, mode, override_bytes, triton_compatible, remote
+            loop, core, catalog, self.put, self.send_to, overrides_dir, mode, triton_compatible, remote
         )
         self.traced: Callable[[effects.Traced], None] = lambda effect: None
         """Called with the trace of each completed request that was sampled."""

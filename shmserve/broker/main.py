@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(settings: argparse.Namespace) -> int:
-    recent = RecentRecords(settings.log_recent_bytes)
+    recent = RecentRecords()
     try:
         set_up(settings, recent)
     except OSError as error:
@@ -122,12 +122,10 @@ class ServerProcess:
         place = settings.runtime_dir.absolute() / AGENTS
         self._agents = AgentChains(place, setting.agent_settings(settings), _agent_printed)
         cores = survey(setting.host_policies(settings), gpus.places())
-        busy_poll_ns = setting.busy_poll_ns(settings, cores)
+        busy_poll_ns = setting.busy_poll_ns(cores)
         self._files = model_files(settings)
         self._gateways = self._make_gateways(settings, busy_poll_ns)
-        self._remote = open_remote(
-            loop, setting.remote_settings(settings), self._gateways.pids, setting.log_rate(settings)
-        )
+        self._remote = open_remote(loop, setting.remote_settings(settings), self._gateways.pids)
         self._repositories = self._make_repositories(settings, kept, gpus.numbers)
         self._catalog = Catalog(
             self._repositories,
@@ -146,11 +144,10 @@ class ServerProcess:
             runtime_dir=settings.runtime_dir,
             arena_bytes=settings.broker_arena_bytes,
             access=setting.access(settings, self._gateways.pids),
-            workers=worker_settings(settings, gpus.uuids(), self._gpu_monitor.used_by, busy_poll_ns, self._load_nice),
+            workers=worker_settings(settings, gpus.uuids(), self._gpu_monitor.used_by, busy_poll_ns, self._is_ready),
             metrics=setting.metrics(settings),
             mode=self._mode,
             overrides_dir=settings.runtime_dir / GENERATIONS,
-            override_bytes=settings.override_bytes,
             other_children=self._gateways.pids,
             busy_poll_ns=busy_poll_ns,
             triton_compatible=settings.triton_compatible,
@@ -187,7 +184,6 @@ class ServerProcess:
             self._gateways_opened,
             self._gateways_failed,
             log_record,
-            setting.log_rate(settings),
         )
 
     def _make_gpu_monitor(self, settings: argparse.Namespace, gpus: Gpus) -> GpuMonitor:
@@ -263,9 +259,7 @@ class ServerProcess:
         require_exporter(otel.protocol)
         traces = self._core.state.observers.traces
         traces.contexts_per_second = otel.contexts_per_second
-        exporter = SpanExporter(
-            self._loop, otel, lambda: traces.contexts_over_limit, self._gateways.pids, setting.log_rate(settings)
-        )
+        exporter = SpanExporter(self._loop, otel, lambda: traces.contexts_over_limit, self._gateways.pids)
         self._control.metrics.append(exporter.metrics)
         return exporter
 
@@ -359,7 +353,7 @@ class ServerProcess:
             log.warning("%s: %s%s", finding.where, finding.text, hint)
         needed: list[tuple[str, Reading]] = []
         if self._mode == "poll" and settings.repository_poll_secs:
-            poll = Poll(self._repositories, settings.settle_secs)
+            poll = Poll(self._repositories, setting.settle_s(settings))
             changes = poll.check(at_start=True)
             readings, names = changes.readings, changes.names
             self._disk_changes.poll(poll, settings.repository_poll_secs, changes.recheck_s)
@@ -440,9 +434,9 @@ class ServerProcess:
         """Called by the threads that watch the GPUs."""
         self._loop.call_soon_threadsafe(self._broker.put, events.DeviceHealth(number, reason))
 
-    def _load_nice(self) -> int:
-        """The nice value for loading. 0 until the initial loading has finished, as the server is not ready before."""
-        return 0 if "models" in self._pending_phases else int(self._settings.load_nice)
+    def _is_ready(self) -> bool:
+        """Whether the initial loading has finished."""
+        return "models" not in self._pending_phases
 
     def _phase_finished(self, phase: str) -> None:
         self._pending_phases.discard(phase)

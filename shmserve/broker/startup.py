@@ -19,7 +19,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.extras import GATEWAY, install_command, outdated
 from shmserve.paths import BROKER, LANE, SOCKET_PATH_BYTES, make_runtime_dir
 from shmserve.repo.gpus import Gpus, discover
-from shmserve.repo.storage.generation import Generations, Sizes
+from shmserve.repo.storage.generation import Generations
 from shmserve.repo.storage.model_files import ModelFiles
 from shmserve.terminal import streams
 
@@ -123,8 +123,7 @@ def find_gpus() -> Gpus:
 
 
 def generations(settings: argparse.Namespace) -> Generations:
-    sizes = Sizes(settings.generation_file_bytes, settings.generation_bytes)
-    return Generations(settings.runtime_dir.absolute() / GENERATIONS, sizes)
+    return Generations(settings.runtime_dir.absolute() / GENERATIONS)
 
 
 def model_files(settings: argparse.Namespace) -> ModelFiles | None:
@@ -147,17 +146,9 @@ def worker_settings(
     gpus: Mapping[int, str],
     used_on_gpu: Callable[[int], int],
     busy_poll_ns: int,
-    load_nice: Callable[[], int],
+    is_ready: Callable[[], bool],
 ) -> WorkerSettings:
-    return WorkerSettings(
-        settings.prepared_process,
-        setting.log_rate(settings),
-        settings.model_environment,
-        gpus,
-        used_on_gpu,
-        busy_poll_ns,
-        load_nice,
-    )
+    return WorkerSettings(settings.model_environment, gpus, used_on_gpu, busy_poll_ns, is_ready)
 
 
 def gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> GatewaySettings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from shmserve.protocol.messages import FIELD_BYTES, PACKET_BYTES
+from shmserve.settings.limits import Limit
 
 PATIENCE_S = 1
 """Burst of protocol errors that is accepted at once, in seconds' worth of the permitted rate. Above it, the client is
@@ -39,6 +40,7 @@ class Limits(Struct, frozen=True):
     outbox_bytes: int = 256 << 20
     leases: int = 32
     client_errors: int = 100
+    override_bytes: int = 1 << 30
     crashes: int = 3
     """Consecutive crashes of an instance, without a completed batch between them, after which it counts as broken:
     quarantined if other instances of its version completed batches in that time, lost otherwise. Models can override
@@ -85,15 +87,6 @@ class Limits(Struct, frozen=True):
     instance that started first, so it waits at the wrong instance if another one finishes earlier."""
 
 
-class Limit(Struct, frozen=True):
-    """A limit that --limit sets: what it counts, the reason for its default, and its minimum."""
-
-    name: str
-    counts: str
-    why: str
-    least: int = 1
-
-
 NAMED = (
     Limit("connections", "connections of all clients; clients with the role operate are always admitted",
           "each costs a descriptor and a few KiB; more than the number of programs on one machine"),
@@ -135,4 +128,5 @@ NAMED = (
           f"protocol errors of one client per second, not counting refused requests; a client with more is throttled "
           f"to this rate, and disconnected after {BURST_S} times as many at once; 0: no limit",
           "enough to report a bug in a client, and a flood of invalid messages costs the others little", 0),
+    Limit("override_bytes", "bytes of the files in one load call", "models that are sent instead of stored are small"),
 )  # fmt: skip

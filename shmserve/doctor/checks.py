@@ -16,12 +16,12 @@ from shmserve.broker.processes import cgroups, cpus
 from shmserve.core.limits import Limits
 from shmserve.doctor.machine import ERROR, INFO, OK, UNLIMITED, WARNING, Finding, Machine, mib
 from shmserve.extras import GATEWAY, NEEDED, PACKAGES, install_command
-from shmserve.gateway_options import OPTIONS
 from shmserve.paths import BROKER, SOCKET_PATH_BYTES, server_runtime_dir
 from shmserve.protocol.messages import PACKET_BYTES
 from shmserve.repo import gpus as gpus_of
 from shmserve.repo.gpu_state import RESET, read_states
 from shmserve.repo.storage.generation import ALL_DESCRIPTORS
+from shmserve.settings.table import BY_NAME
 from shmserve.workers.backends.registry import BACKENDS
 
 LINUX = (5, 3)
@@ -181,9 +181,9 @@ def ports(machine: Machine) -> list[Finding]:
             for name, port in served.items()
         ]
     findings = []
-    for option in (option for option in OPTIONS if option.name in PORTS):
+    for option in map(BY_NAME.__getitem__, PORTS):
         name = option.name.removesuffix("-port")
-        variable = f"SHMSERVE_{option.name.replace('-', '_').upper()}"
+        variable = option.variable
         provided = machine.environment.get(variable, "")
         port = int(provided) if provided.isdecimal() else int(option.default)
         if port > _LAST_PORT:

@@ -30,6 +30,7 @@ from shmserve.gateway.limits.proxies import TrustedProxies, networks_of
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.gateway.zmq_tcp import start as zmqtcp_start
+from shmserve.settings.limits import GatewayLimits
 from shmserve.system.process import PDEATHSIG, prctl
 from shmserve.system.service_manager import ServiceManager, of_this_process
 from shmserve.terminal.errors import Failed, Misuse
@@ -84,13 +85,14 @@ def run(args: argparse.Namespace) -> int:
     url = args.url
     if url is None and args.runtime_dir is None:
         url = os.environ.get("SHMSERVE_URL") or None
-    bounds = ShareBounds(args.connection_share, args.address_share, args.token_share, args.memory_bytes, _proxies(args))
+    limits = GatewayLimits(**dict(args.limit))
+    bounds = ShareBounds(limits.caller_share, limits.gateway_input_bytes, _proxies(args))
     try:
         name = f"gateway of {os.getpid()}"
-        link = GatewayLink(url, args.runtime_dir, name, args.memory_bytes, bounds, args.busy_poll_us * 1000)
+        link = GatewayLink(url, args.runtime_dir, name, limits.gateway_input_bytes, bounds, args.busy_poll_ns)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
-    uvloop.run(_serve(args, link, guards, make_zmq))
+    uvloop.run(_serve(args, limits, link, guards, make_zmq))
     return 0
 
 
@@ -128,14 +130,13 @@ def _log_to_stderr(of_server: bool) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
-def _limits(args: argparse.Namespace) -> HttpLimits:
+def _http_limits(input_bytes: int, limits: GatewayLimits) -> HttpLimits:
     return HttpLimits(
-        input_bytes=args.http_max_input_size,
-        json_bytes=args.http_max_json_size or args.http_max_input_size,
-        connections=args.http_max_connections,
-        read_timeout_s=args.http_read_timeout,
-        data_rate=args.http_min_data_rate,
-        idle_timeout_s=args.http_idle_timeout,
+        input_bytes=input_bytes,
+        json_bytes=limits.http_json_bytes or input_bytes,
+        connections=limits.http_connections,
+        read_timeout_s=limits.http_read_secs,
+        idle_timeout_s=limits.http_idle_secs,
     )
 
 
@@ -151,14 +152,19 @@ class Opening(NamedTuple):
 
 
 def _openings(
-    args: argparse.Namespace, link: GatewayLink, limits: HttpLimits, guards: Guards, zmq_listener: ZmqTcpListener | None
+    args: argparse.Namespace,
+    limits: GatewayLimits,
+    link: GatewayLink,
+    guards: Guards,
+    zmq_listener: ZmqTcpListener | None,
 ) -> list[Opening]:
     openings = []
-    regions = Regions(args.allow_client_shm, lambda: link.session.memory.foreign, args.copy_client_shm, link.send_soon)
-    budget = Budget(args.http_max_held_size, args.connection_share, args.address_share)
+    regions = Regions(args.allow_client_shm, lambda: link.session.memory.foreign, link.send_soon)
+    budget = Budget(limits.http_held_bytes, limits.caller_share)
+    http_limits = _http_limits(args.http_max_input_size, limits)
     guard = guards.http
     http = make_listener(
-        link, limits, guard.access, regions=regions, forward=guard.forward, budget=budget, openai=args.allow_openai
+        link, http_limits, guard.access, regions=regions, forward=guard.forward, budget=budget, openai=args.allow_openai
     )
     if args.allow_http:
         openings.append(Opening("http", "HTTP", http, guard, args.http_address, args.http_port))
@@ -169,13 +175,13 @@ def _openings(
     if zmq_listener is not None:
         providers.append(zmq_listener.metrics)
     if args.allow_grpc:
-        rpc = grpc_start.make_listener(args, link, guards.rpc, regions, budget)
+        rpc = grpc_start.make_listener(args, limits, link, guards.rpc, regions, budget)
         providers.append(partial(rpc.metrics, "gRPC", "Completed gRPC calls", "code"))
         openings.append(Opening("grpc", "gRPC", rpc, guards.rpc, args.grpc_address, args.grpc_port))
     if args.allow_metrics:
         guard = guards.metrics
         metrics = make_listener(
-            link, limits, guard.access, metrics=True, extra=lambda: "".join([text() for text in providers])
+            link, http_limits, guard.access, metrics=True, extra=lambda: "".join([text() for text in providers])
         )
         address = args.metrics_address or args.http_address
         openings.append(Opening("metrics", "Prometheus", metrics, guard, address, args.metrics_port))
@@ -191,6 +197,7 @@ def _proxies(args: argparse.Namespace) -> TrustedProxies:
 
 async def _serve(
     args: argparse.Namespace,
+    limits: GatewayLimits,
     link: GatewayLink,
     guards: Guards,
     make_zmq: Callable[[GatewayLink], ZmqTcpListener] | None,
@@ -201,13 +208,12 @@ async def _serve(
         loop.add_signal_handler(number, signals.put_nowait, number)
     service = Service(loop, of_this_process())
     link.bind()
-    limits = _limits(args)
     zmq_listener = make_zmq(link) if make_zmq is not None else None
-    openings = _openings(args, link, limits, guards, zmq_listener)
+    openings = _openings(args, limits, link, guards, zmq_listener)
     ports = {}
     try:
         for opening in openings:
-            ports[opening.name] = await _open(opening, args.reuse_port)
+            ports[opening.name] = await _open(opening, args.reuse_http_port or args.reuse_grpc_port)
         if zmq_listener is not None:
             ports["zmq"] = zmqtcp_start.listen(zmq_listener, args)
         for lack in {opening.guard.lack(opening.address) for opening in openings} - {None}:

@@ -15,7 +15,7 @@ from shmserve.repo.storage.model_files import is_model_path
 
 REVISION = "{revision}"
 _ENDPOINTS = ("--http-port", "0", "--grpc-port", "0", "--allow-metrics", "false")
-_ONE_CALLER = ("--address-share", "1", "--connection-share", "1")
+_ONE_CALLER = ("--limit", "caller_share=1")
 """The replica may use all shares, since it sends all requests that arrive over the network."""
 
 

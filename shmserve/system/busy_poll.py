@@ -14,10 +14,10 @@ from __future__ import annotations
 import os
 from time import monotonic_ns
 
-DEFAULT_POLL_US = 200
-"""Default of --busy-poll-us. Compared to longer waits, the cost of a wake-up is too small to justify polling."""
+POLL_NS = 200_000
+"""Longest time to poll. Compared to longer waits, the cost of a wake-up is too small to justify polling."""
 MIN_CORES = 4
-"""With fewer cores, polling is off by default. The broker, workers and clients then share cores, which avoids wake-ups
+"""With fewer cores, polling is off. The broker, workers and clients then share cores, which avoids wake-ups
 anyway, and polling takes CPU time from engines and clients."""
 FIRST_NS = 20_000
 """The first budget above zero."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from shmserve.dtypes import from_numpy, to_numpy
 from shmserve.errors import InvalidRequest, ServeError, from_wire
-from shmserve.paths import environments_dir, server_runtime_dir
+from shmserve.paths import cache_dir, server_runtime_dir
 from shmserve.protocol.messages import Options, Tensor, Wanted
 from shmserve.protocol.worker_messages import Load, Row, Work
 from shmserve.repo.backends import DIRECTORY
@@ -120,7 +120,7 @@ def _choose(order: RunOrder, terminal: Terminal) -> Chosen:
     descriptor = os.memfd_create("shmserve-run", 0)
     try:
         os.pwrite(descriptor, msgspec.msgpack.encode((order, chosen)), 0)
-        cache = environments_dir(server_runtime_dir())
+        cache = cache_dir(server_runtime_dir()) / "environments"
         terminal.restore_stdout()
         replace_interpreter(
             chosen.environment, str(cache), "shmserve.workers.foreground.solo:resume", [str(descriptor)]

@@ -155,11 +155,11 @@ def _own(cache: Path) -> None:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         log_message(f"{cache}: {error.strerror}")
-        raise Unavailable(f"no archive can be unpacked: {error.strerror} (--environment-dir)") from None
+        raise Unavailable(f"no archive can be unpacked: {error.strerror} (--cache-directory)") from None
     found = cache.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
         log_message(f"{cache} belongs to uid {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}")
-        raise Unavailable("archives are not unpacked where other users can write (--environment-dir)")
+        raise Unavailable("archives are not unpacked where other users can write (--cache-directory)")
 
 
 def _relocate(root: Path, find_python: Callable[[Path], str]) -> None:

@@ -149,7 +149,7 @@ a model directory, batch size and dims come from its config.pbtxt.
 
 def add_gateway(commands: Any) -> None:
     examples = """  shmserve gateway
-  shmserve gateway --http-port 9000 --no-metrics
+  shmserve gateway --http-port 9000 --allow-metrics=false
   shmserve gateway --http-roles infer,observe,operate
 """
     about = "run a gateway: serve HTTP and gRPC (KServe v2) and Prometheus metrics for a running server"
@@ -157,7 +157,7 @@ def add_gateway(commands: Any) -> None:
     command = add_server_command(commands, "gateway", "run", about, examples, codes, keys=False)
     options.add(command)
     for action in command._actions:
-        if action.dest not in SHOWN or action.option_strings == ["--no-metrics"]:
+        if action.dest not in SHOWN:
             rare(action)
 
 

@@ -64,7 +64,7 @@ class _Reader:
         while more:
             answer = self._client.logs(self._args.model, self._after)
             if answer["lost"] and self._after:
-                complain(self._args, f"{answer['lost']:,} records are no longer kept (--log-recent-bytes)")
+                complain(self._args, f"{answer['lost']:,} records are no longer kept")
             if self._started and answer["started"] != self._started:
                 complain(self._args, "the server was restarted")
             self._after, self._started, more = answer["next"], answer["started"], answer["more"]

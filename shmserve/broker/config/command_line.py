@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from shmserve.broker.config.flag import Flag
-from shmserve.broker.config.flags import FLAGS, GROUPS, REQUIRED, from_text
+from shmserve.broker.config.values import READERS
+from shmserve.settings.parser import add_flags
+from shmserve.settings.table import BY_NAME, GROUPS
 from shmserve.terminal.help_text import rows
 
 USAGE = "shmserve serve [FILE ...] [--model-repository DIR] [FLAG ...]"
@@ -62,21 +62,10 @@ A flag is also a variable, SHMSERVE_HTTP_PORT, and a key of the --config file.
 """
 
 
-class _HelpAll(argparse.Action):
-    def __init__(self, option_strings: list[str], dest: str, **more: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **more)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        assert isinstance(parser, FlagParser)
-        sys.stdout.write(parser.format_all())
-        parser.exit()
-
-
 class FlagParser(argparse.ArgumentParser):
     def format_help(self) -> str:
-        by_name = {flag.name: flag for flag in FLAGS}
         pairs = [("FILE", "a model: .onnx, .py, .pt, .xml; NAME=FILE names it")]
-        pairs += [(f"--{name} {by_name[name].metavar}".rstrip(), text) for name, text in SHORT.items()]
+        pairs += [(f"--{name} {BY_NAME[name].metavar}".rstrip(), text) for name, text in SHORT.items()]
         return "\n".join([f"usage: {USAGE}\n\n{self.description}\n", *rows(pairs), BRIEF])
 
     def format_all(self) -> str:
@@ -98,38 +87,6 @@ def parser() -> FlagParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    flag_parser.add_argument("--help-all", action=_HelpAll, help="show all flags, in groups")
-    groups = {name: flag_parser.add_argument_group(name) for name in GROUPS}
-    for flag in FLAGS:
-        more: dict[str, Any] = {"action": "append"} if flag.repeatable else {}
-        if flag.kind == "boolean":
-            more = {"nargs": "?", "const": True}
-        groups[flag.group].add_argument(
-            f"--{flag.name}",
-            *([f"--{flag.alias}"] if flag.alias else []),
-            dest=flag.dest,
-            type=_reader(flag),
-            metavar=flag.metavar or "BOOL",
-            help=_help(flag),
-            **more,
-        )
+    flag_parser.add_argument("--help-all", action="store_true", help="show all flags, in groups")
+    add_flags(flag_parser, GROUPS, READERS, with_defaults=False)
     return flag_parser
-
-
-def _reader(flag: Flag) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            return from_text(flag, text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
-
-
-def _help(flag: Flag) -> str:
-    if flag.private:
-        return argparse.SUPPRESS
-    text = f"deprecated: {flag.help}" if flag.replaced_by else flag.help
-    if flag.default_text:
-        text += f" ({'' if flag.default_text == REQUIRED else 'default: '}{flag.default_text})"
-    return text.replace("%", "%%")

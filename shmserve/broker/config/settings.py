@@ -17,21 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.broker.config.command_line import parser
-from shmserve.broker.config.flag import ENVIRONMENT, Flag
-from shmserve.broker.config.flags import (
-    BY_NAME,
-    FLAGS,
-    completions,
-    from_environment,
-    from_toml,
-    nearest,
-    unknown,
-    written,
-)
-from shmserve.broker.config.triton_flags import notes, refusals
+from shmserve.broker.config.values import from_environment, from_toml
 from shmserve.broker.listeners.access import AccessRules
 from shmserve.broker.models.remote import RemoteSettings
-from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.observability.metric_settings import MetricSettings, metric_settings
 from shmserve.broker.processes import cpus
 from shmserve.broker.processes.gateways import GatewaySettings, arguments_of
@@ -39,7 +27,7 @@ from shmserve.broker.processes.gpus.monitor import INTERVAL_S
 from shmserve.broker.processes.resources import WorkerResources
 from shmserve.core.limits import Limits
 from shmserve.errors import InvalidRequest
-from shmserve.paths import environments_dir, remote_cache_dir, server_runtime_dir
+from shmserve.paths import cache_dir, server_runtime_dir
 from shmserve.repo.agents.chains import AgentSettings
 from shmserve.repo.agents.registry import directory_problem
 from shmserve.repo.backends import DIRECTORY, backend_directory_problem
@@ -48,7 +36,11 @@ from shmserve.repo.remote.address import RemoteAddress, is_remote, parse_address
 from shmserve.repo.remote.stores import missing_package
 from shmserve.repo.storage.layout import repository_of
 from shmserve.repo.storage.model_files import ModelFile, is_model_path, model_file
-from shmserve.system.busy_poll import DEFAULT_POLL_US, MIN_CORES
+from shmserve.settings.flag import ENVIRONMENT, Flag
+from shmserve.settings.limits import GATEWAY_LIMITS
+from shmserve.settings.table import BY_NAME, FLAGS, PASSED_ON, completions, nearest, unknown, written
+from shmserve.settings.triton_flags import notes, refusals
+from shmserve.system.busy_poll import MIN_CORES, POLL_NS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,12 +51,12 @@ OUTPUT_LIMIT = "worker-output-bytes"
 CUDA_POOL_LIMIT = "cuda-memory-pool-byte-size"
 PINNED_LIMIT = "pinned-memory-pool-byte-size"
 """Keys of the worker settings with these limits."""
+SETTLE_S = 1.0
+"""Longest value of `settle_s`."""
+_OF_GATEWAYS = frozenset(limit.name for limit in GATEWAY_LIMITS)
 _OTHER_VARIABLES = frozenset(
-    (
-        "SHMSERVE_URL", "SHMSERVE_SERVER_KEY", "SHMSERVE_KEY_FILE", "SHMSERVE_THREADS", "SHMSERVE_REWRITE",
-        "SHMSERVE_EXPLORE",
-    )
-)  # fmt: skip
+    f"SHMSERVE_{name}" for name in ("URL", "SERVER_KEY", "KEY_FILE", "THREADS", "REWRITE", "EXPLORE")
+)
 """Variables that are not for the server, besides those for models, which begin with SHMSERVE_MODEL_."""
 _MODEL_PREFIX = "SHMSERVE_MODEL_"
 _MISSPELLING = 0.9
@@ -79,6 +71,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     flag_parser = parser()
     given, rest = flag_parser.parse_known_args(_separate_files(argv))
+    if "help_all" in given:
+        sys.stdout.write(flag_parser.format_all())
+        flag_parser.exit()
     arguments = _without_flag_values(rest)
     problems = [_unknown_flag(word) for word in arguments if word.startswith("-")]
     folders, files = _positional([word for word in arguments if not word.startswith("-")], problems)
@@ -116,7 +111,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def _defaults(compatible: bool) -> dict[str, Any]:
     """The defaults. `compatible`: use Triton's where they differ."""
     flags = [flag for flag in FLAGS if not flag.replaced_by]
-    defaults = {flag.dest: copy(flag.default) for flag in flags}
+    defaults = {flag.dest: flag.unset if flag in PASSED_ON else copy(flag.default) for flag in flags}
     if compatible:
         defaults |= {flag.dest: flag.compatible for flag in flags if flag.compatible is not None}
     return defaults
@@ -174,14 +169,13 @@ def limits(settings: argparse.Namespace) -> Limits:
         idle_unload_ns=round(settings.idle_unload_secs * 1e9),
         memory_budget=settings.model_memory_budget,
         gpu_budgets=tuple(settings.gpu_memory_budget),
-        memory_wait_ns=settings.model_memory_wait_ms * 1_000_000,
         exit_ns=round(settings.exit_timeout_secs * 1e9),
         cache_bytes=settings.cache_config or settings.response_cache_byte_size,
         rate_limit=settings.rate_limit == "execution_count",
         resources=tuple(settings.rate_limit_resource),
         summaries=metrics(settings).summary_latencies,
         first_responses=metrics(settings).histogram_latencies,
-        **dict(settings.limit),
+        **{name: value for name, value in settings.limit if name not in _OF_GATEWAYS},
     )
 
 
@@ -193,12 +187,10 @@ def metrics_interval_s(settings: argparse.Namespace) -> float:
     return settings.metrics_interval_ms / 1000 or INTERVAL_S
 
 
-def busy_poll_ns(settings: argparse.Namespace, cores: CoreSet) -> int:
-    """The polling time; by default 0 if fewer than MIN_CORES cores can be used, counting a CPU quota."""
-    if settings.busy_poll_us is not None:
-        return int(settings.busy_poll_us) * 1000
+def busy_poll_ns(cores: CoreSet) -> int:
+    """The polling time: 0 if fewer than MIN_CORES cores can be used, counting a CPU quota."""
     count = min(len(cores.usable), cores.quota or len(cores.usable))
-    return DEFAULT_POLL_US * 1000 if count >= MIN_CORES else 0
+    return POLL_NS if count >= MIN_CORES else 0
 
 
 def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
@@ -223,56 +215,57 @@ def agent_settings(settings: argparse.Namespace) -> AgentSettings:
         str(directory.absolute()) if directory is not None else "",
         dict(settings.repoagent_config),
         tuple(settings.require_repoagent),
-        settings.repoagent_limit_secs,
+        settings.load_limit_secs,
     )
 
 
 def remote_settings(settings: argparse.Namespace) -> RemoteSettings:
     return RemoteSettings(
         tuple(settings.remote_repositories),
-        (settings.remote_cache_directory or remote_cache_dir(settings.runtime_dir)).absolute(),
+        _cache_directory(settings) / "remote",
         settings.remote_cache_size,
-        settings.remote_connections,
         settings.repository_poll_secs if settings.model_control_mode == "poll" else 0.0,
-        settings.settle_secs,
+        settle_s(settings),
     )
 
 
-def log_rate(settings: argparse.Namespace) -> Rate:
-    """Limits on logging the output of one child process."""
-    return Rate(settings.log_worker_lines, settings.log_worker_bytes)
+def settle_s(settings: argparse.Namespace) -> float:
+    """For this time, the files of a changed model must not change before it is loaded, so that no half-copied model
+    is."""
+    return float(min(SETTLE_S, settings.repository_poll_secs))
 
 
 def worker_defaults(settings: argparse.Namespace) -> WorkerResources:
     """Defaults for worker processes; models may override them."""
-    place = settings.environment_dir or environments_dir(settings.runtime_dir)
     return WorkerResources(
         settings.instance_memory_limit,
-        unpacked=str(place.absolute()),
+        unpacked=str(_cache_directory(settings) / "environments"),
         gpu_memory=settings.instance_gpu_memory_limit,
     )
+
+
+def _cache_directory(settings: argparse.Namespace) -> Path:
+    return Path(settings.cache_directory or cache_dir(settings.runtime_dir)).absolute()
 
 
 def gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> GatewaySettings:
     """The gateways to start."""
     if settings.no_gateway:
         return GatewaySettings(0, ())
-    given = {
-        flag.gateway: getattr(settings, flag.dest) for flag in FLAGS if flag.gateway and _is_passed_on(flag, settings)
-    }
-    polling = [f"--busy-poll-us={busy_poll_ns // 1000}"] if busy_poll_ns else []
-    return GatewaySettings(settings.gateways, arguments_of(given, [*polling, *_gateway_args(settings)]))
+    given = {flag.name: getattr(settings, flag.dest) for flag in PASSED_ON if _is_passed_on(flag, settings)}
+    limits = {name: value for name, value in settings.limit if name in _OF_GATEWAYS}
+    if settings.triton_compatible:
+        limits.setdefault("http_json_bytes", 0)
+    given["limit"] = [f"{name}={value}" for name, value in limits.items()]
+    if busy_poll_ns:
+        given["busy-poll-ns"] = busy_poll_ns
+    return GatewaySettings(settings.gateways, arguments_of(given))
 
 
 def _is_passed_on(flag: Flag, settings: argparse.Namespace) -> bool:
     """Whether to pass the flag to gateways: it was set, and not to a false that is the default."""
     value = getattr(settings, flag.dest)
-    return not (value is None or value == [] or (value is False and flag.shown == "false"))
-
-
-def _gateway_args(settings: argparse.Namespace) -> list[str]:
-    """The options in --gateway-args. Raises ValueError."""
-    return shlex.split(settings.gateway_args or "")
+    return not (value is None or value == [] or (value is False and flag.default is False))
 
 
 def host_policies(settings: argparse.Namespace) -> dict[str, tuple[int, ...]]:
@@ -433,16 +426,10 @@ def _check(settings: argparse.Namespace, problems: list[str]) -> None:
             "Wildcard model name '*' must be the ONLY startup model if specified at all; --load-model was given "
             f"{len(settings.load_model)} times"
         )
-    if settings.model_namespacing:
-        wrong("--model-namespacing true is not supported: model names must be unique across all repositories")
     if not re.fullmatch(r"[^/\x00]*", settings.model_config_name) or settings.model_config_name in (".", ".."):
         wrong(f"--model-config-name {settings.model_config_name}: expected a file name without .pbtxt")
     if not settings.id.isprintable() or len(settings.id) > 128:
         wrong("--id must have at most 128 printable characters")
-    try:
-        _gateway_args(settings)
-    except ValueError as error:
-        wrong(f"--gateway-args: {error}")
     try:
         cpus.resolve(settings.host_policy)
     except ValueError as error:

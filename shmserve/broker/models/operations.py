@@ -64,7 +64,6 @@ class ClientOperations:
         send: Callable[[int, Any], None],
         place: Path,
         mode: str = "none",
-        override_bytes: int = 1 << 30,
         compatible: bool = False,
         remote: RemoteModels | None = None,
     ) -> None:
@@ -78,7 +77,6 @@ class ClientOperations:
         self._send = send
         self._place = place
         self._mode = mode
-        self._override_bytes = override_bytes
         self._compatible = compatible
         self._remote = remote
         self.reader = Reader(loop, remote, lambda model: bool(self._served(model)), self._failed)
@@ -127,7 +125,7 @@ class ClientOperations:
             raise Unavailable(
                 f"{UPLOADS} load calls are already being received; try again when one of them is complete"
             )
-        return Upload(self._place, self._override_bytes)
+        return Upload(self._place, self._core.state.limits.override_bytes)
 
     def cancelled(self, peer: int, request: int) -> None:
         """Drops the partly received body of a cancelled operation."""

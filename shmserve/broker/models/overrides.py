@@ -87,7 +87,9 @@ class Upload:
     def add(self, piece: bytes) -> None:
         self._size += len(piece)
         if self._size > self._limit + HEADER_BYTES:
-            raise InvalidRequest(f"the files of a load call exceed the limit of {self._limit} bytes (--override-bytes)")
+            raise InvalidRequest(
+                f"the files of a load call exceed the limit of {self._limit} bytes (--limit override_bytes)"
+            )
         try:
             self._file.write(piece)
         except OSError as error:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.observability.logs import log_record
 from shmserve.broker.processes.mirror import Event, MirrorProcess
 from shmserve.errors import Unavailable
@@ -32,7 +31,6 @@ class RemoteSettings(NamedTuple):
     addresses: Sequence[RemoteAddress]
     cache: Path
     cache_bytes: int
-    connections: int
     poll_s: float
     settle_s: float
 
@@ -64,7 +62,7 @@ class _Request(Struct):
     then: Fetched
 
 
-def open_remote(loop: Any, settings: RemoteSettings, pids: set[int], rate: Rate) -> RemoteModels | None:
+def open_remote(loop: Any, settings: RemoteSettings, pids: set[int]) -> RemoteModels | None:
     """None without remote repositories. Raises Unavailable if the cache cannot be used."""
     if not settings.addresses:
         return None
@@ -73,16 +71,15 @@ def open_remote(loop: Any, settings: RemoteSettings, pids: set[int], rate: Rate)
         slot = Slot.acquire(settings.cache, list(addresses))
     except OSError as error:
         text = f"cannot use the cache directory {settings.cache}: {error.strerror or error}"
-        raise Unavailable(f"{text}; give another one with --remote-cache-directory") from None
+        raise Unavailable(f"{text}; give another one with --cache-directory") from None
     process = Settings(
         str(slot.folder),
         settings.cache_bytes,
         list(addresses.values()),
-        settings.connections,
         settings.poll_s,
         settings.settle_s,
     )
-    return RemoteModels(slot, addresses, MirrorProcess(loop, process, pids, rate))
+    return RemoteModels(slot, addresses, MirrorProcess(loop, process, pids))
 
 
 class RemoteModels:

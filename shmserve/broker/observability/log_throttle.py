@@ -8,30 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from msgspec import Struct
-
 from shmserve.terminal.tables import bytes_text
 
 WINDOW_S = 1.0
 
 
-class Rate(Struct, frozen=True):
-    """Limits per second and child (--log-worker-lines, --log-worker-bytes). 0: no limit."""
-
-    lines: int = 200
-    bytes: int = 1 << 20
-
-    def __str__(self) -> str:
-        limits = [f"{self.lines:,} lines (--log-worker-lines)"] if self.lines else []
-        limits += [f"{bytes_text(self.bytes)} (--log-worker-bytes)"] if self.bytes else []
-        return f"{' and '.join(limits)} per second"
+LINES = 200
+BYTES = 1 << 20
+"""Limits per window and child."""
 
 
 class Throttle:
-    def __init__(self, rate: Rate) -> None:
+    def __init__(self, lines: int = LINES, size: int = BYTES) -> None:
         self.trailing = 0
         """Number of lines dropped since the last admitted line."""
-        self._rate = rate
+        self._limits = lines, size
         self._until = float("-inf")
         """End of the window."""
         self._lines = self._bytes = 0
@@ -79,15 +70,16 @@ class Throttle:
         self.trailing += lines
 
     def _is_over(self, size: int) -> bool:
-        rate = self._rate
-        return bool((rate.lines and self._lines >= rate.lines) or (rate.bytes and self._bytes + size > rate.bytes))
+        lines, total = self._limits
+        return self._lines >= lines or self._bytes + size > total
 
     def flush(self) -> Iterator[str]:
         """Notices about repeated and dropped lines since the last call."""
         yield from self._repeated()
         if self._dropped:
             dropped = f"{self._dropped:,} lines ({bytes_text(self._dropped_bytes)}) of output were dropped"
-            yield f"{dropped}; the limit is {self._rate}"
+            lines, size = self._limits
+            yield f"{dropped}; the limit is {lines:,} lines or {bytes_text(size)} per second"
             self._dropped = self._dropped_bytes = 0
 
     def _repeated(self) -> Iterator[str]:

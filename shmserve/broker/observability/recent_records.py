@@ -20,6 +20,7 @@ PAGE = 1000
 """Maximum number of records in one answer."""
 RECORD_BYTES = 400
 """Estimated size of a record without its texts."""
+LIMIT_BYTES = 1 << 20
 TEXT = 16384
 """Maximum number of characters kept of a text."""
 
@@ -41,9 +42,9 @@ class RecentRecord(Struct, frozen=True, gc=False):
 
 
 class RecentRecords:
-    """`limit`: maximum size in bytes; 0 keeps no records."""
+    """`limit`: maximum size in bytes."""
 
-    def __init__(self, limit: int, start_us: int | None = None) -> None:
+    def __init__(self, limit: int = LIMIT_BYTES, start_us: int | None = None) -> None:
         self._limit = limit
         self._records: deque[RecentRecord] = deque()
         self._size = 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from shmserve.broker.observability.log_throttle import WINDOW_S, Rate, Throttle
+from shmserve.broker.observability.log_throttle import WINDOW_S, Throttle
 from shmserve.broker.observability.logs import printable
 
 LINE_BYTES = 4096
@@ -96,14 +96,13 @@ class Output:
         loop: Any,
         levels: Mapping[str, str],
         log_record: Callable[[str, str], None],
-        rate: Rate | None = None,
         folders: Mapping[Path, Path] = MappingProxyType({}),
     ) -> None:
         self._loop = loop
         self._levels = levels
         self._log_record = log_record
         self._folders = [(os.fsencode(f"{used}/"), os.fsencode(f"{named}/")) for used, named in folders.items()]
-        self._throttle = Throttle(rate or Rate())
+        self._throttle = Throttle()
         self._timer: Any = None
         self._lines = LineSplitter()
         self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)

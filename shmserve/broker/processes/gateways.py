@@ -11,13 +11,12 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
-from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.observability.metric_definitions import Page
 from shmserve.broker.processes import children
 from shmserve.core.models.lifecycle import pause_ns
@@ -67,7 +66,7 @@ class _Gateway(Struct, eq=False):
 
 class Gateways:
     """`opened(ports)` is called once, when all gateways are listening, or `failed(code, text)` if one cannot listen.
-    `log_record` logs their output, limited to `rate`."""
+    `log_record` logs their output."""
 
     def __init__(
         self,
@@ -78,7 +77,6 @@ class Gateways:
         opened: Callable[[Mapping[str, int]], None],
         failed: Callable[[int, str], None],
         log_record: Callable[[str, str, dict[str, Any]], None],
-        rate: Rate | None = None,
     ) -> None:
         self.pids: set[int] = set()
         """Pids of running gateways, which this class reaps."""
@@ -89,11 +87,10 @@ class Gateways:
         self._opened = opened
         self._failed = failed
         self._log_record = log_record
-        self._rate = rate
         self._all = [_Gateway(number) for number in range(settings.count)]
-        self._options = ["--url", url, "--exit-timeout-secs", f"{max(exit_timeout_s, 0.01):g}", *settings.arguments]
+        self._options = ["--url", url, "--exit-timeout-secs", f"{exit_timeout_s:g}", *settings.arguments]
         if settings.count > 1:
-            self._options.append("--reuse-port")
+            self._options.append("--reuse-http-port")
         self._begun = False
         """All gateways have started to listen once."""
         self._ended: Callable[[], None] | None = None
@@ -112,7 +109,7 @@ class Gateways:
     def _start(self, gateway: _Gateway) -> None:
         gateway.timer = None
         ready_pipe, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        output = children.Output(self._loop, _LEVELS, partial(self._log, gateway.number), self._rate)
+        output = children.Output(self._loop, _LEVELS, partial(self._log, gateway.number))
         ports = [
             word
             for endpoint, port in self.ports.items()
@@ -290,10 +287,10 @@ def _already_reported() -> None:
     """The value of `_ended` after a stop or a failed start has been reported."""
 
 
-def arguments_of(given: Mapping[str, Any], rest: Sequence[str]) -> tuple[str, ...]:
-    """The command line of a gateway: gateway options that were given to the server, then `rest`."""
+def arguments_of(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The command line of a gateway with these options."""
     arguments: list[str] = []
     for name, value in given.items():
         for one in value if isinstance(value, list) else [value]:
             arguments.append(f"--{name}" if one is True else f"--{name}={'false' if one is False else one}")
-    return (*arguments, *rest)
+    return tuple(arguments)

@@ -13,7 +13,6 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.observability.logs import log_record
 from shmserve.broker.processes import children
 from shmserve.core.models.lifecycle import pause_ns
@@ -42,7 +41,7 @@ class HelperProcess:
     """Calls `started()` when a process has been started, `readable()` when its socket can be read, and `ended()` when
     it has exited, before closing the socket. Adds the pid of the process, which this class reaps, to `pids`."""
 
-    def __init__(self, loop: Any, kind: HelperKind, pids: set[int], rate: Rate, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, loop: Any, kind: HelperKind, pids: set[int], arguments: Sequence[str] = ()) -> None:
         self.started: Callable[[], None] = lambda: None
         self.readable: Callable[[], None] = lambda: None
         self.ended: Callable[[], None] = lambda: None
@@ -52,7 +51,6 @@ class HelperProcess:
         self._kind = kind
         self._arguments = arguments
         self._pids = pids
-        self._rate = rate
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
         self._output: children.Output | None = None
@@ -63,7 +61,7 @@ class HelperProcess:
     def start(self) -> None:
         self._start_timer = None
         ours, theirs = socket.socketpair(socket.AF_UNIX, self._kind.link)
-        output = children.Output(self._loop, _LEVELS, self._log, self._rate)
+        output = children.Output(self._loop, _LEVELS, self._log)
         try:
             ours.setblocking(False)
             process = subprocess.Popen(

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.processes.helper_process import HelperKind, HelperProcess
 from shmserve.repo.remote.credentials import ENVIRONMENT
 from shmserve.repo.remote.main import Settings
@@ -26,12 +25,12 @@ class MirrorProcess:
     """Calls `handle(event)` for each event, and `started()` after each start, when the new process has no requests.
     `pids`: see `HelperProcess`."""
 
-    def __init__(self, loop: Any, settings: Settings, pids: set[int], rate: Rate) -> None:
+    def __init__(self, loop: Any, settings: Settings, pids: set[int]) -> None:
         self.handle: Callable[[Event], None] = lambda event: None
         self.started: Callable[[], None] = lambda: None
         self._loop = loop
         self._settings = msgspec.json.encode(settings)
-        self._process = HelperProcess(loop, _KIND, pids, rate)
+        self._process = HelperProcess(loop, _KIND, pids)
         self._process.started = self._started
         self._process.readable = self._read
         self._process.ended = self._ended

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.observability.logs import log_record
 from shmserve.broker.observability.metric_definitions import Page
 from shmserve.broker.processes.helper_process import HelperKind, HelperProcess
@@ -42,13 +41,11 @@ class SpanExporter:
     """`over_limit()`: number of requests that were not traced because of the limit on trace contexts. `pids`: see
     `HelperProcess`."""
 
-    def __init__(
-        self, loop: Any, settings: OtelSettings, over_limit: Callable[[], int], pids: set[int], rate: Rate
-    ) -> None:
+    def __init__(self, loop: Any, settings: OtelSettings, over_limit: Callable[[], int], pids: set[int]) -> None:
         self._loop = loop
         self._over_limit = over_limit
         arguments = secrets.token_hex(32), msgspec.json.encode(settings).decode()
-        self._process = HelperProcess(loop, _KIND, pids, rate, arguments)
+        self._process = HelperProcess(loop, _KIND, pids, arguments)
         self._process.started = self._started
         self._process.readable = self._read
         self._process.ended = self._ended

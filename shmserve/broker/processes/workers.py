@@ -20,7 +20,6 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.broker.link import PeerLink
-from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.processes import children
 from shmserve.broker.processes.cgroups import ControlGroups
 from shmserve.broker.processes.memory_limits import GPU_KNOBS, MemoryLimits
@@ -40,6 +39,8 @@ REAP_S = 2.0
 """Interval for reaping orphaned processes that models started."""
 FORK_S = 2.0
 """Time for the zygote to fork a worker that is to be killed; then the zygote is replaced."""
+LOAD_NICE = 5
+"""How much a worker lowers its priority while it loads, once the server is ready, so that requests take precedence."""
 GRACE_S = 10.0
 """Time for a worker whose link has ended to exit before it is killed."""
 
@@ -52,10 +53,6 @@ _codec = codec.Codec(WorkerReport)
 
 
 class WorkerSettings(Struct, frozen=True):
-    prepared: bool = False
-    """Fork workers from the zygote."""
-    log_rate: Rate = Rate()
-    """Limit for logging each worker's output."""
     variables: Sequence[str] = ()
     """Names or patterns of further environment variables that workers get."""
     gpus: Mapping[int, str] = {}
@@ -64,8 +61,8 @@ class WorkerSettings(Struct, frozen=True):
     """GPU memory of a process in bytes, 0 if unknown."""
     busy_poll_ns: int = 0
     """Longest time for which a worker polls for orders before it sleeps."""
-    load_nice: Callable[[], int] = lambda: 0
-    """Returns how much a worker that starts now lowers its priority while it loads."""
+    is_ready: Callable[[], bool] = lambda: False
+    """Returns whether the initial loading has finished. From then on, workers that load have a lower priority."""
 
 
 class Worker(Struct, eq=False):
@@ -115,8 +112,8 @@ class Workers:
         self._other_children = other_children
         self._memory = MemoryLimits(loop, self.kill, groups=groups)
         self._gpu_memory = MemoryLimits(loop, self.kill, settings.used_on_gpu, what="GPU memory", knobs=GPU_KNOBS)
-        self._zygote = Zygote(loop, self._forked, log_record, self._environment) if settings.prepared else None
-        self._reaping = loop.call_later(REAP_S, self._reap) if settings.prepared else None
+        self._zygote = Zygote(loop, self._forked, log_record, self._environment)
+        self._reaping = loop.call_later(REAP_S, self._reap)
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -130,9 +127,7 @@ class Workers:
             worker.pid: f"{worker.name} of model '{worker.log_fields['model']}'"
             for worker in list(self._workers.values())
         }
-        if self._zygote is not None:
-            names[self._zygote.pid] = "the process that workers are forked from"
-        return names
+        return names | {self._zygote.pid: "the process that workers are forked from"}
 
     def spawn(
         self, effect: Spawn, resources: WorkerResources = DEFAULTS, folders: Mapping[Path, Path] = MappingProxyType({})
@@ -142,21 +137,19 @@ class Workers:
         peer, spec = effect.peer, effect.instance
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         log_fields = {"model": effect.model, "version": effect.version, "instance": spec.name}
-        output = children.Output(
-            self._loop, _LEVELS, partial(self._log, spec.name, log_fields), self._settings.log_rate, folders
-        )
+        output = children.Output(self._loop, _LEVELS, partial(self._log, spec.name, log_fields), folders)
         group = self._memory.group(peer, resources.memory)
         arguments = arguments_of(spec, resources, str(group.processes) if group is not None else "") + self._variables(
             spec
         )
-        nice = 0 if effect.urgent else self._settings.load_nice()
+        nice = LOAD_NICE if self._settings.is_ready() and not effect.urgent else 0
         arguments += ["--busy-poll-ns", str(self._settings.busy_poll_ns), "--load-nice", str(nice)]
         link = PeerLink(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
         child_ends = (theirs.detach(), output.write_end)
         limits = resources.memory, resources.gpu_memory if spec.kind == "KIND_GPU" else 0
         worker = Worker(peer, spec.name, log_fields, link, output, arguments, limits, child_ends)
         self._workers[peer] = worker
-        if self._zygote is None or not self._zygote.start(peer, arguments, *child_ends):
+        if not self._zygote.start(peer, arguments, *child_ends):
             try:
                 self._start(worker)
             except OSError:
@@ -221,7 +214,7 @@ class Workers:
                 self._loop.call_later(FORK_S, self._check_forked, worker)
 
     def _check_forked(self, worker: Worker) -> None:
-        if worker.peer in self._workers and not worker.pid and self._zygote is not None:
+        if worker.peer in self._workers and not worker.pid:
             self._zygote.replace("does not respond")
 
     def _link_ended(self, peer: int, reason: str) -> None:
@@ -258,7 +251,6 @@ class Workers:
         worker.child_ends = None
 
     def _reap(self) -> None:
-        assert self._zygote is not None
         if not self._zygote.busy:
             reap({self._zygote.pid, *self._other_children, *(worker.pid for worker in self._workers.values())})
         self._reaping = self._loop.call_later(REAP_S, self._reap)
@@ -267,10 +259,8 @@ class Workers:
         """Call after all workers have exited."""
         self._memory.close()
         self._gpu_memory.close()
-        if self._reaping is not None:
-            self._reaping.cancel()
-        if self._zygote is not None:
-            self._zygote.close()
+        self._reaping.cancel()
+        self._zygote.close()
 
 
 def _exit_code(worker: Worker) -> int:

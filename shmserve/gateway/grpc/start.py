@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from shmserve.settings.limits import GatewayLimits
+
 if TYPE_CHECKING:
     from shmserve.gateway.auth.gate import Guard
     from shmserve.gateway.http2.listener import RpcListener
@@ -17,7 +19,12 @@ _LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}
 
 
 def make_listener(
-    args: argparse.Namespace, link: GatewayLink, guard: Guard, regions: Regions, budget: Budget
+    args: argparse.Namespace,
+    common: GatewayLimits,
+    link: GatewayLink,
+    guard: Guard,
+    regions: Regions,
+    budget: Budget,
 ) -> RpcListener:
     from shmserve.gateway.grpc.methods import Methods
     from shmserve.gateway.grpc.services import Services
@@ -28,11 +35,10 @@ def make_listener(
     services = Services(link, args.grpc_max_input_size, guard.access, regions, guard.forward)
     limits = Http2Limits(
         message_bytes=args.grpc_max_input_size,
-        connections=args.http_max_connections,
-        read_timeout_s=args.http_read_timeout,
-        data_rate=args.http_min_data_rate,
-        idle_timeout_s=args.http_idle_timeout,
-        stream_idle_s=args.grpc_stream_idle_timeout,
+        connections=common.http_connections,
+        read_timeout_s=common.http_read_secs,
+        idle_timeout_s=common.http_idle_secs,
+        stream_idle_s=common.grpc_stream_idle_secs,
         compression=_LEVELS[args.grpc_infer_response_compression_level],
         keepalive_s=args.grpc_keepalive_time / 1000,
         keepalive_timeout_s=args.grpc_keepalive_timeout / 1000,

@@ -371,7 +371,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         self.shares = self.listener.shares.connect(self.address)
         self.account = self.listener.budget.account(self.address)
         if not self.listener.enter(self):
-            self._refuse(503, "too many connections; --http-max-connections of the gateway is the limit")
+            self._refuse(503, "too many connections; the limit is --limit http_connections")
             transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -604,7 +604,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         limit, flag = limits.input_bytes, "--http-max-input-size"
         is_json = head.route.kind == OPENAI or (head.route.action is INFER and head.json_length is None)
         if is_json and limits.json_bytes < limit:
-            limit, flag = limits.json_bytes, "--http-max-json-size"
+            limit, flag = limits.json_bytes, "--limit http_json_bytes"
         exchange.work(
             bodies.inflate_body(head.encoding, body, limit, flag, self.account.take),
             lambda found: begin(exchange, found),
@@ -714,7 +714,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
                 transport.abort()
         elif self.phase == FILL or self.phase == CHUNKS or (self.phase == HEAD and self._rest):
             if quiet > waited:
-                self._refuse(408, "the request was not complete in time; --http-read-timeout is the limit")
+                self._refuse(408, "the request was not complete in time; the limit is --limit http_read_secs")
         elif self.phase == HEAD and quiet > listener.idle_turns:
             transport.close()
 

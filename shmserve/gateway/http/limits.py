@@ -32,5 +32,5 @@ class HttpLimits(ConnectionLimits, frozen=True):
         """The error for a request to a model whose JSON is too large."""
         limit, flag = self.input_bytes, "--http-max-input-size"
         if self.json_bytes < limit:
-            limit, flag = self.json_bytes, "--http-max-json-size"
+            limit, flag = self.json_bytes, "--limit http_json_bytes"
         return InvalidRequest(json_size_text(size, limit, flag) + hint)

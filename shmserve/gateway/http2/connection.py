@@ -179,4 +179,4 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
 
     def evict(self) -> None:
         if self._core is not None:
-            self._core.streams.end(ErrorCode.NO_ERROR, "idle, closed for other clients (--http-max-connections)")
+            self._core.streams.end(ErrorCode.NO_ERROR, "idle, closed for other clients (--limit http_connections)")

@@ -112,7 +112,7 @@ class Life:
         if not stream.stuck:
             self._streams.watched.discard(stream)
         elif stream.has_stalled(turn, waited, least):
-            text = "the client stalled; --http-read-timeout is the limit"
+            text = "the client stalled; the limit is --limit http_read_secs"
             stream.fail(RpcError(Code.DEADLINE_EXCEEDED, text))
 
     def _check_idle(self, stream: Http2Stream, quiet: int, waited: int, crowded: bool) -> None:
@@ -121,9 +121,9 @@ class Life:
         if awaits is Awaits.NEXT_REQUEST and stream.silent and crowded:
             awaits = Awaits.REQUEST
         if awaits is Awaits.REQUEST and quiet > waited:
-            text = "the request was not received in time; --http-read-timeout is the limit"
+            text = "the request was not received in time; the limit is --limit http_read_secs"
         elif awaits is Awaits.NEXT_REQUEST and quiet > self._streams.listener.stream_turns:
-            text = "no request was received on this stream in time; --grpc-stream-idle-timeout is the limit"
+            text = "no request was received on this stream in time; the limit is --limit grpc_stream_idle_secs"
         else:
             return
         stream.fail(RpcError(Code.DEADLINE_EXCEEDED, text))

@@ -33,14 +33,13 @@ class _Address:
 
 
 class Budget:
-    """`limit`: bytes in total. `connection` and `address`: the fraction of what the others leave that one connection or
-    address may hold."""
+    """`limit`: bytes in total. `share`: the fraction of what the others leave that one connection or address may
+    hold."""
 
-    def __init__(self, limit: int = HELD_BYTES, connection: float = SHARE, address: float = SHARE) -> None:
+    def __init__(self, limit: int = HELD_BYTES, share: float = SHARE) -> None:
         self.limit = limit
-        self.connection = connection
-        self.address = address
-        self.sure = min(connection, address) * limit
+        self._share = share
+        self.sure = share * limit
         """Total up to which no connection or address can exceed its share."""
         self.held = 0
         self.holders = 0
@@ -61,8 +60,9 @@ class Budget:
             party = self._addresses[address] = _Address()
         return party
 
-    def share_of(self, share: float, held: int, parties: int) -> float:
+    def share_of(self, held: int, parties: int) -> float:
         """Maximum bytes for one of `parties`, which holds `held` bytes now."""
+        share = self._share
         return max(share_of_rest(share, self.limit, self.held, held), self.limit / max(parties, 1 / share))
 
     @property
@@ -141,14 +141,11 @@ class BudgetAccount:
     def _check(self, size: int) -> None:
         budget, address = self._budget, self._address
         wanted, first = self.held + size, not self.held
-        if (
-            wanted > budget.share_of(budget.connection, self.held, budget.holders + first)
-            or budget.held + size > 2 * budget.limit
-        ):
+        if wanted > budget.share_of(self.held, budget.holders + first) or budget.held + size > 2 * budget.limit:
             raise _over("connection", wanted, budget)
         if address is None:
             return
-        share = budget.share_of(budget.address, address.held, budget.addresses)
+        share = budget.share_of(address.held, budget.addresses)
         held = address.held + size
         if held > 2 * share or (held > share and wanted * (address.holders + first) > share):
             raise _over("address", held, budget)
@@ -156,7 +153,7 @@ class BudgetAccount:
 
 def _over(kind: str, wanted: int, budget: Budget) -> Unavailable:
     return Unavailable(
-        f"the bodies and unsent responses of this {kind} would take {wanted} bytes, over its share (--{kind}-share) of "
-        f"{budget.limit} bytes, of which {budget.held} are in use; retry later, or raise --http-max-held-size of "
-        "the gateway"
+        f"the bodies and unsent responses of this {kind} would take {wanted} bytes, over its share (--limit "
+        f"caller_share) of {budget.limit} bytes, of which {budget.held} are in use; retry later, or raise --limit "
+        "http_held_bytes"
     )

@@ -32,18 +32,17 @@ PAYERS = 256
 
 
 class ShareBounds(Struct, frozen=True):
-    """Fractions of what the others leave, above 0. With 1, only the total is limited."""
+    """`share`: the fraction of what the others leave that a connection, an address or a token may have in flight. With
+    1, only the total is limited."""
 
-    connection: float = 0.25
-    address: float = 0.25
-    token: float = 0.25
+    share: float = 0.25
     input_bytes: int = 4 << 30
     """Maximum input bytes of all requests together."""
     proxies: TrustedProxies = TrustedProxies()
 
 
 class ShareAccount:
-    """`kind`: the kind of party, as in the flag and in error texts."""
+    """`kind`: the kind of party, as in metrics and error texts."""
 
     __slots__ = ("calls", "connections", "input_bytes", "kind", "share")
 
@@ -141,27 +140,26 @@ class Pool:
     def allow(self, calls: int, input_bytes: int | None = None) -> None:
         """Sets the total. While fewer than `calm_calls` and `calm_bytes` are in flight, no party can exceed its
         share."""
-        bounds = self._bounds
-        least = min(bounds.connection, bounds.address, bounds.token)
+        share = self._bounds.share
         self.calls = calls
-        self.calm_calls = int(least * calls)
+        self.calm_calls = int(share * calls)
         if input_bytes is not None:
             self._input_bytes = input_bytes
-            self.calm_bytes = least * input_bytes
+            self.calm_bytes = share * input_bytes
 
     @property
     def most_calls(self) -> int:
         """Maximum number of calls in flight for a connection while no others have any."""
-        return int(self._bounds.connection * self.calls)
+        return int(self._bounds.share * self.calls)
 
     # ------------------------------------------------------------------------------------ accounts
 
     def enter(self, connection: ShareAccount, address: str, token: str) -> tuple[ShareAccount, ...]:
         accounts = [self.total, connection]
         if address:
-            accounts.append(_entered(self._addresses, address, "address", self._bounds.address))
+            accounts.append(_entered(self._addresses, address, "address", self._bounds.share))
         if token:
-            accounts.append(_entered(self._tokens, token, "token", self._bounds.token))
+            accounts.append(_entered(self._tokens, token, "token", self._bounds.share))
         return tuple(accounts)
 
     def leave(self, address: str, token: str) -> None:
@@ -192,7 +190,7 @@ class Pool:
                 "; retry later"
             )
         return ShareExceeded(
-            f"{account.calls} {self._what} of this {account.kind} are in flight, its share (--{account.kind}-share) of "
+            f"{account.calls} {self._what} of this {account.kind} are in flight, its share (--limit caller_share) of "
             f"the {self.calls} that this gateway may have; retry later"
         )
 
@@ -200,8 +198,8 @@ class Pool:
         self.refused[account.kind] += 1
         return ShareExceeded(
             f"the inputs of this {account.kind}'s {self._what} in flight take {account.input_bytes} bytes; "
-            f"{more} more would exceed its share (--{account.kind}-share) of {self._input_bytes} bytes "
-            "(--memory-bytes); retry later"
+            f"{more} more would exceed its share (--limit caller_share) of {self._input_bytes} bytes "
+            "(--limit gateway_input_bytes); retry later"
         )
 
 
@@ -215,7 +213,7 @@ class ConnectionShares:
         self._peer = address
         self.is_of_proxy = shares.bounds.proxies.trusts(address)
         """Its requests may be those of many callers, so it has no share of its own."""
-        share = 1.0 if self.is_of_proxy else shares.bounds.connection
+        share = 1.0 if self.is_of_proxy else shares.bounds.share
         self._accounts = ShareAccount("connection", share), ShareAccount("connection", share)
         self._payers: dict[tuple[str, str], Payer] = {}
 

@@ -45,8 +45,7 @@ _encode = msgspec.json.Encoder().encode
 class OpenAiRequests:
     def __init__(self, sender: RequestSender) -> None:
         self._sender = sender
-        bounds = sender.link.shares.bounds
-        self._templates = ChatTemplates(Budget(WAITING_BYTES, bounds.connection, bounds.address))
+        self._templates = ChatTemplates(Budget(WAITING_BYTES, sender.link.shares.bounds.share))
         self._ids = count(1)
 
     def begin(self, exchange: Exchange, body: Buffer) -> None:

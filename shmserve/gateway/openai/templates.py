@@ -164,7 +164,7 @@ class ChatTemplates:
         except Unavailable:
             raise ShareExceeded(
                 f"{budget.held} bytes of messages wait for their chat templates; {size} more would exceed the share of "
-                f"this client (--connection-share, --address-share) of {budget.limit}; retry later"
+                f"this client (--limit caller_share) of {budget.limit}; retry later"
             ) from None
         caller = exchange.payer().caller
         rendering = _Rendering(exchange, caller, _encode(RenderRequest(template, values)), account, then)

@@ -123,21 +123,18 @@ class Use:
 
 
 class Regions:
-    """`allowed`: whether regions can be registered. `foreign`: the foreign memory of the link to the broker, for CUDA
-    regions and, unless `copied`, for host regions. `changed` is called when the broker must be notified of a
-    removal."""
+    """`allowed`: whether regions can be registered. `foreign`: the foreign memory of the link to the broker. `changed`
+    is called when the broker must be notified of a removal."""
 
     def __init__(
         self,
         allowed: bool,
         foreign: Callable[[], ForeignMemory] | None = None,
-        copied: bool = False,
         changed: Callable[[], object] = lambda: None,
     ) -> None:
         self.allowed = allowed
         self._changed = changed
         self._foreign = foreign
-        self._copied = copied
         self._regions: dict[str, Region | DeviceRegion] = {}
         self._registrants: dict[str, Caller] = {}
         """Who registered each region."""
@@ -156,7 +153,7 @@ class Regions:
                 raise Unsupported("CUDA shared memory is not supported")
             self._regions[name] = DeviceRegion(name, order, self._foreign)
         else:
-            by_name = not self._copied and len(self._regions) < _MAX_ANNOUNCED and _NAME.fullmatch(order.key)
+            by_name = len(self._regions) < _MAX_ANNOUNCED and _NAME.fullmatch(order.key)
             self._regions[name] = Region(name, order, _opened(name, order), self._foreign if by_name else None)
         self._registrants[name] = caller
 

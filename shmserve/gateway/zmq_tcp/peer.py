@@ -313,7 +313,7 @@ class Peer:
         if size > limits.input_bytes:
             raise InvalidRequest(
                 f"the inputs have {size} bytes, over the limit of {limits.input_bytes} for one request; send smaller "
-                "requests, or raise --zmq-max-input-size of the gateway"
+                "requests, or raise --http-max-input-size"
             )
 
     def _cancel(self, message: Cancel) -> None:
@@ -371,7 +371,7 @@ class Peer:
             self._drop_body(message.request)
             raise InvalidRequest(
                 f"the body of '{operation[0].what}' exceeds {self._limits.input_bytes} bytes; put the files into the "
-                "server's repository, or raise --zmq-max-input-size of the gateway"
+                "server's repository, or raise --http-max-input-size"
             )
         operation[1].append(message.body)
         if not message.more:

@@ -50,9 +50,7 @@ def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqTcpListener] |
         pair, allowed = read_pair(args.zmq_server_key), Allowed(args.zmq_keys)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
-    limits = ZmqLimits(
-        input_bytes=args.zmq_max_input_size,
-    )
+    limits = ZmqLimits(input_bytes=args.http_max_input_size)
     return lambda link: ZmqTcpListener(link, limits, pair, allowed)
 
 
@@ -62,7 +60,7 @@ def listen(listener: ZmqTcpListener, args: argparse.Namespace) -> int:
     from shmserve.gateway.zmq_tcp.listener import host_of
 
     try:
-        port = listener.open(args.zmq_address, args.reuse_port)
+        port = listener.open(args.zmq_address, args.reuse_http_port or args.reuse_grpc_port)
     except OSError as error:
         raise Failed(f"cannot listen on {args.zmq_address}: {error.strerror or error}") from error
     log.info("ZeroMQ with CURVE on %s, port %d, %d client keys", args.zmq_address, port, listener.keys)

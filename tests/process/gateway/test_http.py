@@ -38,7 +38,7 @@ from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
-LIMITS = ("--http-max-input-size=8000000", "--http-max-json-size=200000")
+LIMITS = ("--http-max-input-size=8000000", "--limit=http_json_bytes=200000")
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ TEXT = b'{"parameters":{"a":"%b"},"inputs":[{"name":"i_FP32","shape":[1,2],"data
 
 
 @pytest.mark.parametrize(("body", "headers", "text"), [
-    (b" " * 200_001, {}, "--http-max-json-size"),
+    (b" " * 200_001, {}, "--limit http_json_bytes"),
     (BOMB, {"Content-Encoding": "gzip", "Inference-Header-Content-Length": "5"}, "--http-max-input-size"),
     (TEXT % (b"x" * 65_537), {}, "has 65537 bytes, over the limit of 65536"),
 ], ids=["large JSON", "binary bomb", "large parameter"])  # fmt: skip

@@ -37,7 +37,7 @@ def server(shared_server: SharedServer, repository: Path, files: LanguageModels)
 
 @pytest.fixture(scope="module")
 def gateway(server: Server) -> Iterator[Gateway]:
-    made = Gateway(server, "--http-max-json-size=200000")
+    made = Gateway(server, "--limit=http_json_bytes=200000")
     yield made
     log = made.stop().decode()
     assert "Traceback" not in log
@@ -220,7 +220,7 @@ def test_errors(client: Any, gateway: Gateway) -> None:
     with pytest.raises(openai.BadRequestError, match="Unrecognized request argument supplied: odd") as odd:
         client.completions.create(model="talk", prompt="a", extra_body={"odd": 1})
     assert (odd.value.param, odd.value.code) == ("odd", "unknown_parameter")
-    with pytest.raises(openai.BadRequestError, match="--http-max-json-size"):
+    with pytest.raises(openai.BadRequestError, match="--limit http_json_bytes"):
         client.completions.create(model="talk", prompt="a" * 200_001)
     for method, path, body, status in (
         ("POST", "/v1/models", None, 405),
@@ -272,7 +272,7 @@ def test_allow_openai_false_removes_the_endpoints(server: Server) -> None:
 
 def test_connection_shares_restrictions_and_forwarded_headers(server: Server) -> None:
     """A request whose prompts exceed the share of its connection sends them one after another."""
-    options = ("--connection-share=0.0003", "--http-header-forward-pattern", "x-.*")
+    options = ("--limit=caller_share=0.0003", "--http-header-forward-pattern", "x-.*")
     gateway = Gateway(server, *options, "--http-restricted-api", "inference:admin-key=open sesame")
     url, key = f"127.0.0.1:{gateway.http}", {"admin-key": "open sesame"}
     with openai_client(url) as client, pytest.raises(openai.PermissionDeniedError, match="expecting header") as denied:

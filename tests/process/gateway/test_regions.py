@@ -44,13 +44,6 @@ def gateway(server: Server) -> Iterator[Gateway]:
     assert b"Traceback" not in made.stop()
 
 
-@pytest.fixture(scope="module")
-def copying(server: Server) -> Iterator[Gateway]:
-    made = Gateway(server, "--allow-client-shm", "--copy-client-shm")
-    yield made
-    assert b"Traceback" not in made.stop()
-
-
 class Memory:
     """A registered region: an input at offset 64, followed by space for an output."""
 
@@ -122,14 +115,6 @@ def test_workers_read_and_write_a_region_in_place(server: Server, gateway: Gatew
         assert memory.infer("add")[0] == 200
     with server.client() as client:
         until(client, lambda: memory.key not in maps(server, "add"), "the region is unmapped")
-
-
-def test_regions_are_copied_with_copy_client_shm(server: Server, copying: Gateway) -> None:
-    with registered(copying) as memory:
-        for _ in range(2):
-            assert memory.infer("add")[0] == 200
-            memory.check_output()
-        assert memory.key not in maps(server, "add")
 
 
 def test_outputs_of_ensembles_are_copied(gateway: Gateway) -> None:

@@ -85,7 +85,7 @@ def test_a_gateway_that_cannot_start_ends_the_server(repository: Path, tmp_path:
         port = taken.getsockname()[1]
         for number, (options, code, text) in enumerate((
             (("--http-port", str(port)), 1, f"cannot listen on 127.0.0.1, port {port}.*; use other ports"),
-            (("--gateway-args=--http-idle-timeout=never",), 2, "'never' is not a number of seconds"),
+            (("--http-roles=never",), 2, "'never' is not a role"),
         )):  # fmt: skip
             server = Serving(repository, tmp_path / str(number), *ANY_PORTS, *options)
             found = server.until("ERROR cannot start the gateway").string
@@ -195,7 +195,7 @@ def test_exit_codes_of_a_start_that_fails(words: str, code: int, tmp_path: Path)
 
 
 def test_r15_only_the_gateway_listens_on_ports_and_only_on_loopback(repository: Path) -> None:
-    with Server(repository, "--gateway-args=--http-idle-timeout=5", gateway=True) as server:
+    with Server(repository, "--limit=http_idle_secs=5", gateway=True) as server:
         assert set(server.endpoints) == {"http", "grpc", "metrics"}
         assert ask(int(server.endpoints["http"].partition(":")[2]), "/v2/health/ready")[0] == 200
         assert listening(server.pid) == set()

@@ -76,14 +76,14 @@ def test_sequence_ids_are_separate_for_each_token(server: Server, tmp_path: Path
 
 
 def test_the_token_share_covers_http_and_grpc(server: Server, gate: Path, tmp_path: Path) -> None:
-    gateway, header = with_tokens(server, tmp_path, "--token-share=0.0002")
+    gateway, header = with_tokens(server, tmp_path, "--limit=caller_share=0.0002")
     with Rpcs(gateway.grpc) as rpcs:
         alice = [("authorization", header["alice"])]
         first = rpcs.ModelInfer.future(request("gated"), metadata=alice)
         wait_in_flight(server, 1, 1)
         # When a share is full, a connection with nothing in flight may still send one call, but no second one.
         second = rpcs.ModelInfer.future(request("gated"), metadata=alice)
-        assert "of this token are in flight, its share (--token-share)" in second.exception().details()
+        assert "of this token are in flight, its share (--limit caller_share)" in second.exception().details()
         for name in ("bob", "alice"):
             status, text = gateway.ask(
                 "POST", "/v2/models/quick/infer", {"inputs": [TENSOR]}, Authorization=header[name]

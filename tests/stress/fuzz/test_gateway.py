@@ -69,6 +69,7 @@ class TritonPythonModel:
         vector = np.ones((1, 2), np.float32)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("vector", vector)]) for _ in requests]
 """
+OPTIONS = ("--http-max-input-size=1000000", "--limit=http_held_bytes=2000000", "--allow-metrics=false")
 VECTOR_CONFIG = """
 backend: "python" max_batch_size: 8
 input [ { name: "text" data_type: TYPE_STRING dims: [ 1 ] } ]
@@ -84,7 +85,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     write_model(repository, "talk", TALK_CONFIG, TALK)
     write_model(repository, "vector", VECTOR_CONFIG, VECTOR)
     with Server(repository) as server:
-        made = Gateway(server, "--http-max-input-size=1000000", "--http-max-held-size=2000000", "--no-metrics")
+        made = Gateway(server, *OPTIONS)
         yield made
         assert made.ask("GET", "/v2/health/ready") == (200, b"")
         log = made.stop().decode()

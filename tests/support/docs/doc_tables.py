@@ -12,13 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, cast
 
-from msgspec.structs import fields
-
 from shmserve import errors
-from shmserve.broker.config import flags
-from shmserve.broker.config.flag import Flag
-from shmserve.broker.config.flags import BY_NAME, FLAGS
-from shmserve.broker.config.triton_flags import TRITON as TRITON_GROUP
 from shmserve.broker.observability import metric_definitions
 from shmserve.clients.cli.help import names_of
 from shmserve.clients.cli.parser import parser
@@ -27,6 +21,9 @@ from shmserve.gateway.kserve.status import BY_CODE
 from shmserve.protocol.actions import Action, Row
 from shmserve.repo import parameters
 from shmserve.repo.config.support import TABLE, Status
+from shmserve.settings.flag import Flag, bytes_text
+from shmserve.settings.limits import GATEWAY_LIMITS, GatewayLimits, Limit
+from shmserve.settings.table import BY_NAME, ENDPOINTS, FLAGS, GROUPS, SERVER
 from shmserve.workers.backends.onnx.options import PARAMETERS, SETTINGS, Parameter
 from tests import ROOT
 
@@ -78,16 +75,14 @@ def sections(groups: Collection[str], made: Callable[[str], str]) -> str:
 
 
 def _flags(group: str) -> str:
-    return "\n".join(_flag(flag) for flag in FLAGS if flag.group == group and not flag.private)
+    return "\n".join(_flag(flag) for flag in GROUPS[group] if not flag.private)
 
 
 def _flag(flag: Flag) -> str:
     name = f"- `--{flag.name}{' ' + flag.metavar if flag.metavar else ''}`"
     if flag.alias:
         name += f", `--{flag.alias}`"
-    if flag.replaced_by:
-        return f"{name}: deprecated: {flag.help}"
-    return f"{name} ({flag.default_text}): {flag.help}" if flag.default_text else f"{name}: {flag.help}"
+    return f"{name} ({flag.default_text}): {flag.help_text}" if flag.default_text else f"{name}: {flag.help_text}"
 
 
 def _differences() -> str:
@@ -112,8 +107,6 @@ def _compared(name: str) -> str:
         return f"deprecated; `--{flag.replaced_by}{' ' + flag.setting + '=' if flag.setting else ''}`"
     if flag.triton:
         return f"default {flag.default_text}; Triton: {flag.triton}"
-    if name == "model-namespacing":
-        return "`false` is accepted; `true` is refused: model names are unique across all repositories"
     return ""
 
 
@@ -172,19 +165,14 @@ def _endpoints(row: Row) -> str:
     return re.sub(r"{(\w+)}", lambda match: "N" if match[1] == "version" else match[1].upper(), text)
 
 
-def _limits() -> str:
-    known = {field.name: field.default for field in fields(limits.Limits)}
-    rows = [(f"`{row.name}`", size(row.name, known[row.name]), row.counts, row.why) for row in limits.NAMED]
-    return table(("Limit", "Default", "What it counts", "Why"), rows)
+def _limits(rows: Iterable[Limit], values: object) -> str:
+    cells = [(f"`{row.name}`", size(row.name, getattr(values, row.name)), row.counts, row.why) for row in rows]
+    return table(("Limit", "Default", "What it counts", "Why"), cells)
 
 
 def size(name: str, value: int) -> str:
     """The value of a limit, with its unit."""
-    if name.endswith("_bytes"):
-        for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-            if value and not value % (1 << shift):
-                return f"{value >> shift} {unit}"
-    return str(value)
+    return bytes_text(value) if name.endswith("_bytes") else str(value)
 
 
 def _onnx(first: str, parameters: dict[str, Parameter]) -> str:
@@ -286,17 +274,15 @@ def _peers() -> str:
     return f"{heading.partition(', ')[2].split()[0]}:\n\n- {rest.strip()}"
 
 
-_OWN_GROUPS = [group for group in flags.GROUPS if group != TRITON_GROUP]
-"""The table of Triton's flags has those without effect here."""
-
 PARTS = (
-    DocPart("settings.md", "the flags", lambda: sections(_OWN_GROUPS, _flags)),
+    DocPart("settings.md", "the flags", lambda: sections({**SERVER, **ENDPOINTS}, _flags)),
     DocPart("settings.md", "the differences", _differences),
     DocPart("settings.md", "Triton's flags", _flags_of_triton),
     DocPart("settings.md", "Triton's defaults", _defaults_of_triton),
     DocPart("metrics.md", "the metrics", lambda: sections(metric_definitions.GROUPS, _metrics)),
     DocPart("security.md", "the queries", _queries),
-    DocPart("security.md", "the limits", _limits),
+    DocPart("security.md", "the limits", lambda: _limits(limits.NAMED, limits.Limits())),
+    DocPart("security.md", "the limits of a gateway", lambda: _limits(GATEWAY_LIMITS, GatewayLimits())),
     DocPart("http.md", "the paths", _paths),
     DocPart("grpc.md", "the calls", _calls),
     DocPart("onnx.md", "the parameters", lambda: _onnx("Parameter", PARAMETERS)),

@@ -41,7 +41,7 @@ class Mirrored:
         command = [sys.executable, "-m", "shmserve.repo.remote.main", str(theirs.fileno())]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         theirs.close()
-        settings = Settings(str(self.slot.folder), limit, [str(address)], 2, piece_bytes=PIECE, pause_s=0.001)
+        settings = Settings(str(self.slot.folder), limit, [str(address)], piece_bytes=PIECE, pause_s=0.001)
         self.ours.settimeout(PATIENCE_S)
         self.ours.sendall(msgspec.json.encode(settings) + b"\n")
 

@@ -49,7 +49,7 @@ def test_connections_of_one_address_have_a_common_share() -> None:
     for account in crowd:
         fill(account)
     assert budget.held <= 2 * 1024
-    with pytest.raises(Unavailable, match=r"of this address would take .*--http-max-held-size"):
+    with pytest.raises(Unavailable, match=r"of this address would take .*--limit http_held_bytes"):
         crowd[-1].take(1)
     budget.account("192.0.2.2").take(500)
     local = Budget(4096)
@@ -169,7 +169,7 @@ def test_bytes_that_have_arrived_are_counted_and_refused_over_the_share(head: by
     assert budget.held == MIB // 2
     receive(connection, bytes(MIB))
     assert [status for status, _ in answered(transport.sent)] == [503]
-    assert b"--http-max-held-size" in transport.sent
+    assert b"--limit http_held_bytes" in transport.sent
     assert budget.held == 0
 
 

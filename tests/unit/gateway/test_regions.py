@@ -164,12 +164,9 @@ def test_regions_are_off_unless_they_are_allowed(memory: tuple[str, int]) -> Non
         Regions(True).register("r", Registration("/nothing-of-that-name", 0), ME)
 
 
-@pytest.mark.parametrize(
-    ("copied", "size", "window", "asked"),
-    [(False, 8192, 0, ["config"]), (True, 8192, 0, []), (False, 8192, 2, []), (False, INLINE_BYTES, 0, [])],
-)
+@pytest.mark.parametrize(("size", "window", "asked"), [(8192, 0, ["config"]), (8192, 2, []), (INLINE_BYTES, 0, [])])
 def test_the_configuration_is_queried_only_if_a_worker_could_write_there(
-    memory: tuple[str, int], copied: bool, size: int, window: int, asked: list[str]
+    memory: tuple[str, int], size: int, window: int, asked: list[str]
 ) -> None:
     key, descriptor = memory
     os.ftruncate(descriptor, 8192)
@@ -178,7 +175,7 @@ def test_the_configuration_is_queried_only_if_a_worker_could_write_there(
     questions: list[str] = []
     session = SimpleNamespace(memory=mapped, infer=lambda *_: None, ask=lambda _, what, *__: questions.append(what))
     link: Any = SimpleNamespace(session=session, send_soon=lambda: None)
-    regions = Regions(True, lambda: mapped.foreign, copied)
+    regions = Regions(True, lambda: mapped.foreign)
     regions.register("r", Registration(key, 8192), ME)
     plan = RequestPlan((), 0, RequestOptions(), ["y"], places={"y": RegionSlice("r", 0, size)})
     sender = RequestSender(link, regions)

@@ -88,7 +88,7 @@ def test_a_connection_alone_has_a_quarter_of_the_calls() -> None:
     shares = pool(400, ShareBounds())
     payer = shares.connect("10.0.0.1").payer("")
     assert len(fill(payer, 1000)) == 100
-    text = r"100 requests of this connection are in flight, its share \(--connection-share\) of the 400 that this "
+    text = r"100 requests of this connection are in flight, its share \(--limit caller_share\) of the 400 that this "
     with pytest.raises(Unavailable, match=f"{text}gateway may have; retry later"):
         payer.take(0)
     assert shares.requests.refused == {"connection": 2, "address": 0, "token": 0}
@@ -97,12 +97,12 @@ def test_a_connection_alone_has_a_quarter_of_the_calls() -> None:
 
 
 def test_a_full_address_refuses_its_largest_connections() -> None:
-    shares = pool(400, ShareBounds(connection=1.0))
+    shares = pool(400, ShareBounds())
     first, second = (shares.connect("10.0.0.1").payer("") for _ in range(2))
     assert len(fill(first, 1000)) == 100
     assert len(fill(second, 1000)) == 25
-    with pytest.raises(Unavailable, match=r"125 requests of this address .* \(--address-share\) of the 400"):
-        first.take(0)
+    with pytest.raises(Unavailable, match=r"125 requests of this address .* \(--limit caller_share\) of the 400"):
+        second.take(0)
     assert [len(fill(shares.connect("10.0.0.1").payer(""), 1000)) for _ in range(8)] == [18, 14, 10, 8, 6, 4, 3, 3]
 
 
@@ -111,7 +111,7 @@ def test_the_share_of_a_token_includes_all_its_connections() -> None:
     connections = [shares.connect(f"10.0.0.{n + 10}") for n in range(30)]
     taken = [len(fill(connection.payer("bob"), 1000)) for connection in connections]
     assert 200 < sum(taken) <= 200 + 30, "twice the share, and one call for each connection that has none"
-    with pytest.raises(Unavailable, match=r"of this token are in flight, its share \(--token-share\)"):
+    with pytest.raises(Unavailable, match=r"of this token are in flight, its share \(--limit caller_share\)"):
         connections[-1].payer("bob").take(0)
     shares.connect("10.9.9.9").payer("alice").take(0)
     shares.connect("10.9.9.9").payer("").take(0)
@@ -121,8 +121,8 @@ def test_input_bytes_have_shares_and_one_request_always_fits() -> None:
     shares = Shares(ShareBounds(input_bytes=4000))
     first, second = (shares.connect("10.0.0.1").payer("") for _ in range(2))
     assert len(fill(first, 10, 400)) == 2
-    with pytest.raises(Unavailable, match=r"requests in flight take 800 bytes; 400 more would exceed "
-                       r"its share \(--connection-share\) of 4000 bytes \(--memory-bytes\)"):  # fmt: skip
+    share = r"its share \(--limit caller_share\) of 4000 bytes \(--limit gateway_input_bytes\)"
+    with pytest.raises(Unavailable, match=f"requests in flight take 800 bytes; 400 more would exceed {share}"):
         first.take(400)
     first.take(100)
     assert len(fill(second, 10, 400)) == 1
@@ -130,7 +130,7 @@ def test_input_bytes_have_shares_and_one_request_always_fits() -> None:
 
 
 def test_with_whole_shares_only_the_total_counts() -> None:
-    shares = pool(400, ShareBounds(1.0, 1.0, 1.0))
+    shares = pool(400, ShareBounds(1.0))
     payer = shares.connect("10.0.0.1").payer("bob")
     assert len(fill(payer, 1000)) == 400
     with pytest.raises(Unavailable, match=r"400 requests are in flight through this gateway, .*\(client_requests\)"):
@@ -143,7 +143,7 @@ def test_queries_have_shares_of_their_own() -> None:
     payer = shares.connect("10.0.0.1").payer("bob")
     assert len(fill(payer.queries, 1000)) == 10
     assert len(fill(payer, 1000)) == 100
-    with pytest.raises(Unavailable, match=r"10 questions of this connection .* \(--connection-share\) of the 40 "):
+    with pytest.raises(Unavailable, match=r"10 questions of this connection .* \(--limit caller_share\) of the 40 "):
         payer.queries.take(0)
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from shmserve.broker.config.flags import BY_NAME
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.openai.inputs import DEFAULT_MAX_TOKENS
 from shmserve.gateway.openai.requests import CHAT_TEMPLATE
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from shmserve.repo.parameters import GROUPS, TABLE, misspelt, validate_values
 from shmserve.repo.rules.ensemble_steps import IF, MAP
+from shmserve.settings.table import BY_NAME
 
 LIMIT, FLAG = 'MiB, such as "2048", or "0" for no limit', '"true" or "false"'
 COUNT, SHARE = 'a number of instances from 1 to 1024, such as "4"', 'VERSION=PERCENT, such as "3=10"'

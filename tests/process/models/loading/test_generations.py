@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 
 import shmserve
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
+from shmserve.repo.storage.generation import FILE_BYTES
 from shmserve.testing import Server
 from tests.support.launch import descriptors_of
 from tests.support.living import (
@@ -30,7 +30,6 @@ from tests.support.living import (
     index,
     pids,
     renew,
-    unload_all,
     until,
     write,
 )
@@ -86,59 +85,51 @@ def test_a_restarted_worker_reads_the_loaded_files(root: Path, client: shmserve.
     assert answers(client, "restarted") == {1}
 
 
-@pytest.fixture(scope="module")
-def linking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server that treats every file as large."""
-    root = tmp_path_factory.mktemp("linked")
-    with Server(root, "--model-control-mode", "explicit", "--generation-file-bytes", "0") as server:
-        yield server, root
+def large(number: int) -> str:
+    """The text of a number, in a file that is linked instead of copied."""
+    return str(number).zfill(FILE_BYTES + number)
 
 
-@pytest.fixture
-def linked(linking: tuple[Server, Path]) -> Iterator[tuple[shmserve.Client, Path]]:
-    server, root = linking
-    with server.client() as client:
-        yield client, root
-        unload_all(client)
-
-
-def test_a_large_file_that_was_written_to_is_refused(linked: tuple[shmserve.Client, Path]) -> None:
+def test_a_large_file_that_was_written_to_is_refused(root: Path, client: shmserve.Client) -> None:
     """A replaced file is kept."""
-    client, root = linked
-    folder = generation(root, "m", 1)
+    folder = generation(root, "m", large(1))
     client.load("m")
-    renew(folder, 2)
+    renew(folder, large(2))
     client.load("m")
     client.load("m", previous=True)
     assert answer(client, "m") == 1
     client.load("m")
-    (folder / "1" / "generation").write_text("33")
+    (folder / "1" / "generation").write_text(large(33))
     client.load("m")
-    with pytest.raises(Unavailable, match=rf"{CHANGED} \(size 1 -> 2\)"):
+    with pytest.raises(Unavailable, match=rf"{CHANGED} \(size {FILE_BYTES + 2} -> {FILE_BYTES + 33}\)"):
         client.load("m", previous=True)
     assert answer(client, "m") == 33
-    (folder / "1" / "generation").write_text("444")
+    (folder / "1" / "generation").write_text(large(444))
     kill(client, "m")
-    until(client, lambda: f"{CHANGED} (size 2 -> 3)" in json.dumps(client.models()))
+    until(client, lambda: f"{CHANGED} (size {FILE_BYTES + 33} -> {FILE_BYTES + 444})" in json.dumps(client.models()))
     assert str(root) not in json.dumps(client.models())
     client.load("m")
     assert answers(client, "m") == {444}
 
 
 def scale(folder: Path, number: float, external: bool = False) -> None:
-    """An ONNX model that answers with its number."""
+    """An ONNX model that answers with its number. The file with its weights is large."""
     graph = Graph().input("x", "FP32", [-1, 3]).output("y", "FP32", [-1, 3])
     path = graph.weight("w", np.full(3, number, np.float32)).node("Mul", ["x", "w"], ["y"]).save(folder)
+    model = onnx.load(str(path))
     if external:
-        onnx.save(onnx.load(str(path)), str(path), save_as_external_data=True, location="w.bin", size_threshold=0)
+        onnx.save(model, str(path), save_as_external_data=True, location="w.bin", size_threshold=0)
+        os.truncate(path.with_name("w.bin"), FILE_BYTES + 1)
+    else:
+        model.doc_string = "x" * FILE_BYTES
+        onnx.save(model, str(path))
 
 
 @pytest.mark.parametrize("external", [False, True])
 def test_replaced_weights_are_kept_until_the_next_load(
-    linked: tuple[shmserve.Client, Path], tmp_path: Path, external: bool
+    root: Path, client: shmserve.Client, tmp_path: Path, external: bool
 ) -> None:
     """The engine itself opens the files of a generation, also those beside the model."""
-    client, root = linked
     name = f"external_{external}"
     scale(write_model(root, name, ONNX.replace("-1", "3") + group(2)), 1, external)
     client.load(name)
@@ -153,8 +144,8 @@ def test_replaced_weights_are_kept_until_the_next_load(
 
 def test_linked_files_are_removed_with_their_version(tmp_path: Path) -> None:
     """The server removes them; if it was killed, the next server does."""
-    folder = generation(tmp_path, "m", 1)
-    options = ("--model-control-mode", "explicit", "--load-model", "*", "--generation-file-bytes", "0")
+    folder = generation(tmp_path, "m", large(1))
+    options = ("--model-control-mode", "explicit", "--load-model", "*")
     with Server(tmp_path, *options) as server:
         place = server.runtime_dir / "generations"
 
@@ -163,7 +154,7 @@ def test_linked_files_are_removed_with_their_version(tmp_path: Path) -> None:
 
         with server.client() as client:
             assert len(list(place.iterdir())) == 1
-            assert len(linked()) == 3
+            assert len(linked()) == 1
             client.unload("m")
             until(client, lambda: not list(place.iterdir()) and not linked())
             client.load("m")

@@ -83,7 +83,7 @@ def test_load_model_selects_the_models_loaded_at_start(tmp_path: Path) -> None:
 
 def test_models_are_added_changed_and_removed_by_polling(tmp_path: Path) -> None:
     root = tmp_path
-    options = ("--model-control-mode", "poll", "--repository-poll-secs", "0.1", "--settle-secs", "0.1")
+    options = ("--model-control-mode", "poll", "--repository-poll-secs", "0.1")
     with Server(root, *options) as server, server.client() as client:
         with pytest.raises(shmserve.Unavailable, match=POLLING):
             client.load("m")

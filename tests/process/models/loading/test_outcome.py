@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def polled(root: Path, tmp_path: Path) -> Iterator[Launched]:
-    options = ("--model-control-mode", "poll", "--repository-poll-secs", "0.1", "--settle-secs", "0.1")
+    options = ("--model-control-mode", "poll", "--repository-poll-secs", "0.1")
     generation(root, "m", 1)
     identity(root, "other")
     with Launched(root, tmp_path / "run", *options) as server:

@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
 PYTHON = CONFIG | {"backend": "python"}
 
 
-OPTIONS = ("--override-bytes", str(4 << 20))
+OPTIONS = ("--limit", f"override_bytes={4 << 20}")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -100,7 +100,7 @@ def test_a_model_outside_any_repository_is_loaded_from_files(
         client.load("sent", config=PYTHON, files=files)
     assert "generations" not in str(caught.value)
     assert answer(client, "sent") == 2
-    with pytest.raises(shmserve.InvalidRequest, match=r"exceed the limit of 4194304 bytes \(--override-bytes\)"):
+    with pytest.raises(shmserve.InvalidRequest, match=r"exceed the limit of 4194304 bytes \(--limit override_bytes\)"):
         client.load("sent", config=PYTHON, files={"1/x": bytes((4 << 20) + 2 * HEADER_BYTES)})
     assert answer(client, "sent") == 2, "the connection continues"
     client.unload("sent")

@@ -125,7 +125,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     words = [str(folder / "my net.onnx"), "--model-repository", str(folder / "more"), "--model-control-mode", "poll"]
-    polling = ("--repository-poll-secs", "0.1", "--settle-secs", "0.1", "--strict-readiness", "false")
+    polling = ("--repository-poll-secs", "0.1", "--strict-readiness", "false")
     before = sorted(path.name for path in folder.rglob("*"))
     with Server(folder / "app.py", *words, *polling) as server:
         yield server

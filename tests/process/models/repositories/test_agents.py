@@ -32,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(place: Path) -> Iterator[Server]:
     options = ("--repoagent-directory", str(place / "agents"), "--model-control-mode", "explicit")
     with TemporaryDirectory(dir="/dev/shm", prefix="shmserve-test-") as run:
-        with Server(place / "models", *options, "--repoagent-limit-secs", "30", runtime_dir=f"{run}/run") as server:
+        with Server(place / "models", *options, "--load-limit-secs", "30", runtime_dir=f"{run}/run") as server:
             yield server
         assert not list(Path(run).rglob("chain-*"))
 

@@ -64,7 +64,7 @@ def test_models_are_loaded_on_request(store: ObjectStore, proxy: Proxy, tmp_path
     put(store, tmp_path, "far", 1)
     put(store, tmp_path, "other", 1)
     options = ("--model-repository", proxy.url, "--model-control-mode", "explicit", "--load-model", "far")
-    cache = ("--remote-cache-directory", str(tmp_path / "cache"))
+    cache = ("--cache-directory", str(tmp_path / "cache"))
     with Server(local, *options, *cache) as server, server.client() as client:
         assert answer(client, "far") == 1
         until(client, lambda: "other/" in index(client), "a model that was not downloaded is listed")
@@ -110,7 +110,7 @@ def test_a_killed_download_is_resumed_and_the_secret_is_not_exposed(
     (local / "both" / "1").mkdir(parents=True)
     living.write(local / "both" / "config.pbtxt", ENSEMBLE)
     options = ("--model-repository", proxy.url, "--model-control-mode", "explicit")
-    cache = ("--remote-cache-directory", str(tmp_path / "cache"))
+    cache = ("--cache-directory", str(tmp_path / "cache"))
     last = f"bytes={PIECE_BYTES}-"
 
     def is_last(path: str) -> bool:
@@ -155,7 +155,7 @@ def test_unloading_a_model_frees_cache_space(store: ObjectStore, proxy: Proxy, t
         store.put(f"room/{name}/1/weights.bin", os.urandom(60_000))
     (tmp_path / "local").mkdir()
     options = ("--model-repository", url, "--model-control-mode", "explicit", "--remote-cache-size", "100000")
-    cache = ("--remote-cache-directory", str(tmp_path / "cache"))
+    cache = ("--cache-directory", str(tmp_path / "cache"))
     with Server(tmp_path / "local", *options, *cache) as server, server.client() as client:
         client.load("first")
         with pytest.raises(shmserve.Unavailable, match="raise --remote-cache-size, or unload models"):
@@ -180,8 +180,8 @@ def test_changes_are_polled_and_models_survive_a_lost_store(store: ObjectStore, 
         put(store, tmp_path, name, 1, "away")
     local = tmp_path / "local"
     generation(local, "near", 1)
-    cache = ("--remote-cache-directory", str(tmp_path / "cache"))
-    follow = ("--model-control-mode", "poll", "--repository-poll-secs", "0.2", "--settle-secs", "0.2")
+    cache = ("--cache-directory", str(tmp_path / "cache"))
+    follow = ("--model-control-mode", "poll", "--repository-poll-secs", "0.2")
     with Server(local, "--model-repository", f"{proxy.url}2", *follow, *cache) as server, server.client() as client:
         assert list(index(client)) == ["near/1"]
         assert not client.ready()

@@ -52,7 +52,7 @@ def test_cores_and_threads(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     write_model(tmp_path / "models", "look", CONFIG, LOOK)
-    options = ("--host-policy", f"cpu,cpu-cores={CORE}", "--prepared-process", "false")
+    options = ("--host-policy", f"cpu,cpu-cores={CORE}")
     with (
         Launched(tmp_path / "models", tmp_path / "run", *options) as server,
         shmserve.Client(f"unix://{server.lane}") as client,

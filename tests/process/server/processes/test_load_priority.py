@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import shmserve
+from shmserve.broker.processes.workers import LOAD_NICE
 from shmserve.workers.process.load_priority import HIGHEST_NICE
 from tests.support.launch import Launched
 from tests.support.living import ONE, PYTHON
@@ -23,10 +24,10 @@ from tests.support.model_files import python_model, write_model
 
 pytestmark = pytest.mark.process
 
-LOWERED = 7
 SCRIPT = """
 import json, os, resource, subprocess, sys, threading
 from shmserve.system.process import prctl
+from shmserve.broker.processes.workers import LOAD_NICE
 from shmserve.workers.process.load_priority import AUTOGROUP, LoadPriority
 
 def look(others):
@@ -98,22 +99,22 @@ AS_OTHERS = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a
 def test_the_priority_is_lowered_while_a_model_loads(limit: int, more: tuple[str, ...]) -> None:
     if limit < 0 and not may_restore():
         pytest.skip("this user may not restore a nice value")
-    ((normal,), group), (loading, group_loading), (after, group_after) = looks(LOWERED, limit, *more)
-    assert loading == [min(normal + LOWERED, HIGHEST_NICE)] * 4
+    ((normal,), group), (loading, group_loading), (after, group_after) = looks(LOAD_NICE, limit, *more)
+    assert loading == [min(normal + LOAD_NICE, HIGHEST_NICE)] * 4
     assert after == [normal] * 4
     # Without CAP_SYS_ADMIN, the kernel refuses to lower a group if another one was changed just before.
-    assert group_loading in (group, [LOWERED])
+    assert group_loading in (group, [LOAD_NICE])
     assert group_after == group
 
 
 @AS_OTHERS
 def test_a_priority_that_cannot_be_restored_is_not_lowered() -> None:
-    ((normal,), group), (loading, _), (after, group_after) = looks(LOWERED, 0)
+    ((normal,), group), (loading, _), (after, group_after) = looks(LOAD_NICE, 0)
     assert loading == after == [normal] * 4
     assert group_after == group
 
 
-@pytest.mark.parametrize(("nice", "new_session"), [(LOWERED, False), (0, True)], ids=["shared session", "not set"])
+@pytest.mark.parametrize(("nice", "new_session"), [(LOAD_NICE, False), (0, True)], ids=["shared session", "not set"])
 def test_no_priority_is_changed(nice: int, new_session: bool) -> None:
     """A worker that shares its session, or its process group, with other processes does not change theirs."""
     ((normal,), group), *later = looks(nice, -1, new_session=new_session)
@@ -126,18 +127,17 @@ MODEL = python_model(
 )
 
 
-@pytest.mark.parametrize("prepared", ["true", "false"])
-def test_a_model_loads_with_low_priority_and_serves_with_the_servers(tmp_path: Path, prepared: str) -> None:
+def test_a_model_loads_with_low_priority_and_serves_with_the_servers(tmp_path: Path) -> None:
     """Models that load at the server's start have the server's priority."""
     for name in ("first", "later"):
         write_model(tmp_path / "models", name, PYTHON, MODEL)
-    options = ("--load-nice", str(LOWERED), "--prepared-process", prepared, "--model-control-mode", "explicit")
+    options = ("--model-control-mode", "explicit", "--load-model", "first")
     with (
-        Launched(tmp_path / "models", tmp_path / "run", *options, "--load-model", "first") as server,
+        Launched(tmp_path / "models", tmp_path / "run", *options) as server,
         shmserve.Client(f"unix://{server.lane}") as client,
     ):
         client.load("later")
         normal = os.getpriority(os.PRIO_PROCESS, server.process.pid)
         first, later = (client.infer(name, {"x": ONE}, timeout=60)["y"][0].tolist() for name in ("first", "later"))
-    lowered = min(normal + LOWERED, HIGHEST_NICE) if may_restore() else normal
+    lowered = min(normal + LOAD_NICE, HIGHEST_NICE) if may_restore() else normal
     assert (first, later) == ([normal, normal], [lowered, normal])

@@ -79,7 +79,7 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("processes")
     (folder / "models").mkdir()
-    options = ("--model-control-mode", "explicit", "--environment-dir", str(folder / "unpacked"))
+    options = ("--model-control-mode", "explicit", "--cache-directory", str(folder / "unpacked"))
     with Server(folder / "models", *options) as server, shmserve.Client(server.url) as client:
         client.wait_ready(timeout=60)
         yield Place(folder, server, client)

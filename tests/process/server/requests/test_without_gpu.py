@@ -84,8 +84,7 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("prepared", [True, False], ids=["forked", "started"])
-def test_no_process_imports_a_module_for_gpus(tmp_path: Path, journal: Path, prepared: bool) -> None:
+def test_no_process_imports_a_module_for_gpus(tmp_path: Path, journal: Path) -> None:
     repository = tmp_path / "models"
     write_model(repository, "same", f'backend: "identity" {TENSORS}')
     write_model(repository, "code", f'backend: "python" {TENSORS}', python_model("return self.respond(x + 1)"))
@@ -93,7 +92,7 @@ def test_no_process_imports_a_module_for_gpus(tmp_path: Path, journal: Path, pre
     graph = Graph().input("x", "FP32", [-1, 40000]).output("y", "FP32", [-1, 40000])
     graph.node("Identity", ["x"], ["y"]).save(engine)
     chained(repository, "both", "code", "same")
-    with Server(repository, *([] if prepared else ["--prepared-process", "false"])) as server:
+    with Server(repository) as server:
         gateway = Gateway(server, "--allow-client-shm")
         body = {"inputs": [{"name": "x", "shape": [1, 40000], "datatype": "FP32", "data": [1.0] * 40000}]}
         assert gateway.ask("POST", "/v2/models/both/infer", body)[0] == 200

@@ -15,9 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.broker.config import command_line, flags, settings
-from shmserve.broker.config.flag import Flag
-from shmserve.broker.config.flags import FLAGS
+from shmserve.broker.config import command_line, settings, values
 from shmserve.broker.listeners.access import Rule
 from shmserve.broker.processes.cpus import host_policy
 from shmserve.core.limits import Limits
@@ -26,6 +24,9 @@ from shmserve.protocol.roles import INFER, OBSERVE
 from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.remote import stores
+from shmserve.settings.flag import Flag
+from shmserve.settings.table import FLAGS, GROUPS, TRITON
+from shmserve.system.busy_poll import POLL_NS
 from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_BYTES, near_limit
 from tests.support.docs import pages
 
@@ -124,6 +125,7 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "metrics": ("summary_quantiles=0.5:0.05,0.9", ("summary_quantiles", (0.5, 0.9)), '"summary_quantiles=0.5,0.9:1"'),
     "xid": ("74=fatal", (74, "fatal"), '"74=fatal"'),
     "decimal": ("6.0", 6.0, '"6.0"'),
+    **dict.fromkeys(("roles", "servers", "HTTP restriction", "gRPC restriction"), ("x", "x", '"x"')),
 }
 
 
@@ -138,7 +140,7 @@ def test_flags_environment_and_file_are_parsed_alike(
         value = flag.choices[-1]
         text, toml = value.upper(), f'"{value.title()}"'
         for choice in flag.choices:
-            assert flags.from_text(flag, choice.upper()) == choice
+            assert values.from_text(flag, choice.upper()) == choice
     elif flag.kind == "policy":
         text = f"cpu,cpu-cores={CORE}-{CORE}"
         value, toml = host_policy(text), f'"{text}"'
@@ -205,7 +207,7 @@ def test_flags_environment_and_file_are_parsed_alike(
         (["--metrics-config", "summary_latencies=1"], "'1' is neither true nor false"),
         (["--metrics-config", "summary_quantiles=0.5,2:0.1"], "'2:0.1' is not QUANTILE:ERROR"),
         (["--model-load-gpu-limit", "0:2"], "expected DEVICE:FRACTION"),
-        (["--allow-sagemaker=true"], "--allow-sagemaker true is not supported: no SageMaker endpoint"),
+        (["--allow-sagemaker=true"], "--allow-sagemaker true is not supported: there is no SageMaker endpoint"),
         (["--cache-config", "redis,host=x"], "unknown cache 'redis'; expected local,size=BYTES"),
         (["--cache-config", "local,size=0"], "0 is too small; the minimum is 1"),
         (
@@ -219,7 +221,7 @@ def test_flags_environment_and_file_are_parsed_alike(
         (["--cuda-memory-pool-byte-size", "x:5"], "x:5"),
         (["--cuda-memory-pool-byte-size", "0:-1"], "--cuda-memory-pool-byte-size"),
         (["--config", "nowhere.toml"], "No such file"),
-        (["--log-w=1"], "--log-w is ambiguous; it could be --log-warning, --log-worker-bytes, --log-worker-lines\n"),
+        (["--load=1"], "--load is ambiguous; it could be --load-limit-secs, --load-model\n"),
         (["--hel"], "--hel is ambiguous; it could be --help, --help-all\n"),
         (["models"], "models: no such file or directory"),
     ],
@@ -245,7 +247,7 @@ def test_errors_of_the_file_and_the_arguments_are_reported_together(
         "log-verbose = true": "log-verbose: found true, expected a whole number",
         "exit-timeout-secs = [1]": "exit-timeout-secs: found an array, expected a number",
         "load-model = [1]": "load-model: found the number 1, expected text or an array of it",
-        "override-bytes = 1.5": "override-bytes: found the number 1.5, expected a whole number",
+        "worker-output-bytes = 1.5": "worker-output-bytes: found the number 1.5, expected a whole number",
         "id = 1979-05-27": "id: found a date or time, expected text",
         "[trace-config]": "trace-config: found a table, expected text",
     }
@@ -292,12 +294,13 @@ def printed(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_help_is_grouped_and_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed("--help-all", capsys)
-    places = [text.index(f"\n{group}:\n") for group in flags.GROUPS]
+    places = [text.index(f"\n{group}:\n") for group in GROUPS]
     assert places == sorted(places)
     assert text.index("\nexamples:\n") > places[-1]
     for flag in FLAGS:
         assert (f"--{flag.name}" in text) is not flag.private
         assert (f"`--{flag.name}" in PAGE) is not flag.private
+    assert TRITON not in PAGE
 
 
 def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +320,7 @@ def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 @given(st.text(max_size=20), st.sampled_from(FLAGS))
 def test_any_text_is_read_or_refused(text: str, flag: Flag) -> None:
     with contextlib.suppress(ValueError):
-        flags.from_text(flag, text)
+        values.from_text(flag, text)
 
 
 # ---------------------------------------------------------------------------------------------- what is made of them
@@ -358,7 +361,7 @@ def test_flags_set_the_limits(base: list[str]) -> None:
     assert settings.limits(settings.parse(base)) == Limits()
     given = """--limit requests=7 --limit=client_errors=0 --limit requests=9 --execution-limit-secs=2 --crash-limit=5
     --idle-unload-secs=1.5 --model-memory-budget=8GiB --gpu-memory-budget=1GiB --gpu-memory-budget=1:20GiB
-    --model-memory-wait-ms=200 --rate-limit execution_count --rate-limit-resource R1:10
+    --rate-limit execution_count --rate-limit-resource R1:10
     --rate-limit-resource R2:3:global --cache-config=local,size=4KiB"""
     assert settings.limits(settings.parse([*base, *given.split()])) == Limits(
         requests=9,
@@ -368,7 +371,6 @@ def test_flags_set_the_limits(base: list[str]) -> None:
         idle_unload_ns=1_500_000_000,
         memory_budget=8 << 30,
         gpu_budgets=((-1, 1 << 30), (1, 20 << 30)),
-        memory_wait_ns=200_000_000,
         cache_bytes=4096,
         rate_limit=True,
         resources=(("R1", ANY, 10), ("R2", SHARED, 3)),
@@ -397,15 +399,11 @@ def test_the_process_ends_if_it_cannot_write_its_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "quota", "words", "expected_us"),
-    [(2, 0, [], 0), (3, 0, [], 0), (4, 0, [], 200), (64, 0, [], 200), (64, 2, [], 0), (64, 4, [], 200),
-     (1, 0, ["--busy-poll-us", "50"], 50), (64, 0, ["--busy-poll-us", "0"], 0)],
-)  # fmt: skip
-def test_polling_is_on_with_enough_cores(
-    tmp_path: Path, cores: int, quota: int, words: list[str], expected_us: int
-) -> None:
-    parsed = settings.parse(["--model-repository", str(tmp_path), *words])
-    assert settings.busy_poll_ns(parsed, CoreSet(tuple(range(cores)), quota=quota)) == expected_us * 1000
+    ("cores", "quota", "polls"),
+    [(2, 0, False), (3, 0, False), (4, 0, True), (64, 0, True), (64, 2, False), (64, 4, True)],
+)
+def test_polling_is_on_with_enough_cores(cores: int, quota: int, polls: bool) -> None:
+    assert settings.busy_poll_ns(CoreSet(tuple(range(cores)), quota=quota)) == polls * POLL_NS
 
 
 def test_remote_repositories(

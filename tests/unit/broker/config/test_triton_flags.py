@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from shmserve.broker.config import settings
-from shmserve.broker.config.flag import Flag
-from shmserve.broker.config.flags import BY_NAME
-from shmserve.broker.config.triton_flags import TRITON_FLAGS
+from shmserve.settings.flag import Flag
+from shmserve.settings.table import BY_NAME
+from shmserve.settings.triton_flags import TRITON_FLAGS
 from tests.support.docs.doc_tables import TRITON
 
 SAMPLES = {
@@ -56,7 +56,7 @@ def test_triton_compatible(tmp_path: Path) -> None:
     assert (found.id, found.exit_on_error, found.strict_readiness) == ("triton", True, True)
     assert (found.http_address, found.grpc_address) == ("0.0.0.0", "0.0.0.0")
     assert found.http_roles == "infer,observe,operate"
-    assert "--http-max-json-size=0" in settings.gateway_settings(found).arguments
+    assert "--limit=http_json_bytes=0" in settings.gateway_settings(found).arguments
     found = settings.parse([*base, "--id=mine", "--http-address=127.0.0.1"])
     assert (found.id, found.http_address, found.grpc_address) == ("mine", "127.0.0.1", "0.0.0.0")
     assert settings.parse(base[:2]).exit_on_error is False

@@ -225,7 +225,7 @@ def test_too_many_bytes(place: Path) -> None:
     upload = Upload(place, LIMIT)
     for _ in range((LIMIT + HEADER_BYTES) // 65536):
         upload.add(bytes(65536))
-    with pytest.raises(InvalidRequest, match=f"exceed the limit of {LIMIT} bytes \\(--override-bytes\\)"):
+    with pytest.raises(InvalidRequest, match=f"exceed the limit of {LIMIT} bytes \\(--limit override_bytes\\)"):
         upload.add(b"x")
     upload.close()
     assert tree(place) == {}

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import pytest
 
-from shmserve.broker.observability.log_throttle import WINDOW_S, Rate, Throttle
+from shmserve.broker.observability.log_throttle import LINES, WINDOW_S, Throttle
 from shmserve.broker.processes.children import LINE_BYTES, TAIL_LINES, Output, describe_exit, environment
 from shmserve.workers.process import log
 from tests.support.broker.fake_loop import Loop
@@ -19,10 +19,10 @@ from tests.support.broker.fake_loop import Loop
 class Child:
     """Writes to an Output; `take` returns what has been logged since the last call."""
 
-    def __init__(self, rate: Rate | None = None, folders: Mapping[Path, Path] = MappingProxyType({})) -> None:
+    def __init__(self, folders: Mapping[Path, Path] = MappingProxyType({})) -> None:
         self.loop = Loop()
         self._logged: list[tuple[str, str]] = []
-        self.output = Output(self.loop, {"verbose": "debug", "error": "error"}, self._log, rate, folders)
+        self.output = Output(self.loop, {"verbose": "debug", "error": "error"}, self._log, folders)
         self._end = os.fdopen(self.output.write_end, "wb", buffering=0)
 
     def _log(self, level: str, text: str) -> None:
@@ -55,8 +55,8 @@ Make = Callable[..., Child]
 def child() -> Iterator[Make]:
     made: list[Child] = []
 
-    def make(folders: Mapping[Path, Path] = MappingProxyType({}), **rate: int) -> Child:
-        made.append(Child(Rate(**rate), folders))
+    def make(folders: Mapping[Path, Path] = MappingProxyType({})) -> Child:
+        made.append(Child(folders))
         return made[-1]
 
     yield make
@@ -120,35 +120,29 @@ def test_repeats_are_counted(child: Make) -> None:
     assert len(one.loop.timers) == 1
 
 
-@pytest.mark.parametrize(
-    ("rate", "limit"),
-    [
-        ({"lines": 3, "bytes": 0}, "3 lines (--log-worker-lines)"),
-        ({"lines": 0, "bytes": 9}, "9 bytes (--log-worker-bytes)"),
-    ],
-)
-def test_lines_over_a_limit_are_dropped_and_counted(child: Make, rate: dict[str, int], limit: str) -> None:
-    one = child(**rate)
-    lines = b"".join(b"%03d\n" % number for number in range(1000))
-    assert one.write(lines[:2000]) == [("info", "000"), ("info", "001"), ("info", "002")]
-    assert one.write(lines[2000:]) == [], "drained all the same"
+@pytest.mark.parametrize(("width", "logged", "dropped"), [(3, LINES, 800), (9999, 104, 896)])
+def test_lines_over_a_limit_are_dropped_and_counted(child: Make, width: int, logged: int, dropped: int) -> None:
+    one = child()
+    lines = [b"%0*d\n" % (width, number) for number in range(1000)]
+    found = [entry for line in lines for entry in one.write(line)]
+    assert found == [("info", f"{number:0{width}}"[:LINE_BYTES]) for number in range(logged)]
     one.loop.fire()
     ((level, notice),) = one.take()
     assert level == "warning"
-    assert notice == f"997 lines (3.9 KiB) of output were dropped; the limit is {limit} per second"
-    assert one.output.tail[-1] == "999"
+    assert notice.startswith(f"{dropped} lines (")
+    assert notice.endswith("of output were dropped; the limit is 200 lines or 1.0 MiB per second")
+    assert one.output.tail[-1].endswith("999"[:width]) is (width < LINE_BYTES)
     assert one.write(b"new\n") == [("info", "new")]
     assert one.loop.timers == []
-    assert len(child(lines=0, bytes=0).write(lines)) == 1000, "zero turns the limit off"
 
 
 def test_the_last_lines_of_a_child_are_logged_over_the_limit(child: Make) -> None:
-    one = child(lines=1)
-    assert len(one.write(b"".join(b"%d\n" % number for number in range(100)))) == 1
+    one = child()
+    assert len(one.write(b"".join(b"%d\n" % number for number in range(LINES + 99)))) == LINES
     one.output.finish()
     (_, notice), *rest = one.take()
     assert notice.startswith("99 lines")
-    assert rest == [("info", str(number)) for number in range(100 - TAIL_LINES, 100)]
+    assert rest == [("info", str(number)) for number in range(LINES + 99 - TAIL_LINES, LINES + 99)]
     one = child()
     one.write(b"half a line")
     one.output.finish()  # a process that the child has started keeps the pipe open, so there is no end of file
@@ -156,9 +150,9 @@ def test_the_last_lines_of_a_child_are_logged_over_the_limit(child: Make) -> Non
 
 
 def test_notices_of_repeats_count_as_lines() -> None:
-    throttle = Throttle(Rate(10, 0))
+    throttle = Throttle(10)
     assert len([*throttle.admit([b"a", b"a", b"b", b"b"] * 100, 0.0)]) == 10
-    assert str([*throttle.admit([], WINDOW_S)][-1]).endswith("the limit is 10 lines (--log-worker-lines) per second")
+    assert str([*throttle.admit([], WINDOW_S)][-1]).endswith("the limit is 10 lines or 1.0 MiB per second")
 
 
 def test_exit_statuses_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,7 @@ def test_a_call_without_a_request_times_out() -> None:
     caller.look(1)
     caller.turn()
     assert caller.status(silent) == 4
-    assert "--http-read-timeout" in caller.ended[silent]["grpc-message"]
+    assert "--limit http_read_secs" in caller.ended[silent]["grpc-message"]
     assert {asked, closed} <= set(caller.core.streams.open)
 
 
@@ -232,7 +232,7 @@ def test_an_idle_stream_times_out() -> None:
         caller.look(turns)
         caller.turn()
         assert caller.status(stream) == 4
-        assert "--grpc-stream-idle-timeout" in caller.ended[stream]["grpc-message"]
+        assert "--limit grpc_stream_idle_secs" in caller.ended[stream]["grpc-message"]
 
 
 def test_many_streams_without_a_request_time_out_like_calls() -> None:
@@ -248,7 +248,7 @@ def test_many_streams_without_a_request_time_out_like_calls() -> None:
     caller.turn()
     assert set(caller.core.streams.open) == {*used, *silent[: limits.SILENT_STREAMS]}
     assert caller.status(silent[-1]) == 4
-    assert "--http-read-timeout" in caller.ended[silent[-1]]["grpc-message"]
+    assert "--limit http_read_secs" in caller.ended[silent[-1]]["grpc-message"]
     caller.core.streams.lost()
     assert caller.host.held == 0
 

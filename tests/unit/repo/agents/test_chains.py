@@ -125,7 +125,7 @@ def test_settings_of_the_server(place: Place) -> None:
     with pytest.raises(InvalidRequest, match="'a' refused the model"):
         place.chains(config={"a,what": "refuse", ",called": "anyone"}).prepare("m", place.model, place.agents(), "1")
     assert place.noted() == ["load anyone m True"]
-    with pytest.raises(Unavailable, match=r"longer than 0\.5 s \(--repoagent-limit-secs\)"):
+    with pytest.raises(Unavailable, match=r"longer than 0\.5 s \(--load-limit-secs\)"):
         place.chains(limit_s=0.5).prepare("m", place.model, place.agents("", "hang"), "1")
     assert not place.left()
     place.chains().prepare("m", place.model, place.given(("a", "talk")), "1")

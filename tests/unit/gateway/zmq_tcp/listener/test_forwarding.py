@@ -73,7 +73,7 @@ def test_bodies_of_operations_are_forwarded_up_to_the_limit(client: Any, broker:
     content = np.random.default_rng(2).bytes(3_000_000)
     client.load("new", config={"backend": "x"}, files={"1/model.bin": content})
     assert got[0].endswith(b"\n" + content)
-    with pytest.raises(shmserve.InvalidRequest, match=f"exceeds {LIMITS.input_bytes} bytes.*--zmq-max-input-size"):
+    with pytest.raises(shmserve.InvalidRequest, match=f"exceeds {LIMITS.input_bytes} bytes.*--http-max-input-size"):
         client.load("new", config={"backend": "x"}, files={"1/model.bin": bytes(LIMITS.input_bytes)})
     assert client.live()
 
@@ -88,7 +88,7 @@ def test_tensors_over_the_limit_or_share_are_refused(
     monkeypatch.setattr(listener.listener.link.shares.requests, "calm_bytes", 0)
     monkeypatch.setattr(listener.listener.link.shares.requests, "_input_bytes", 24 << 20)
     held = [client.submit("hold", {"x": large}) for _ in range(2)]
-    with pytest.raises(shmserve.Unavailable, match=r"exceed its share \(--connection-share\) of 25165824 bytes"):
+    with pytest.raises(shmserve.Unavailable, match=r"exceed its share \(--limit caller_share\) of 25165824 bytes"):
         client.infer("echo", {"x": large})
     for future in held:
         broker.answer()

@@ -1,46 +1,43 @@
-"""A flag of `shmserve serve`. The tables of flags are in flags.py, triton_flags.py and shmserve/gateway_options.py."""
+"""A flag of `shmserve serve`, and perhaps of `shmserve gateway`. The table of flags is in table.py."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from msgspec import Struct
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 ENVIRONMENT = "SHMSERVE_"
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
-class Flag(Struct, frozen=True):
+class Flag(NamedTuple):
     """A flag, its parser and its documentation.
 
-    - `kind`: selects the parser in flags.from_text.
+    - `kind`: selects the reader of the value.
+    - `shown`: the default as shown to users, if it is not a value.
     - `triton`: Triton's default, if it differs, and the reason.
     - `compatible`: the default with --triton-compatible.
     - `replaced_by`: the replacement of a deprecated flag; `setting`: the replacement's setting.
     - `private`: for programs that start the server; not documented.
-    - `gateway`: the option of `shmserve gateway` that receives the value.
     - `note`: what happens instead, for a flag without effect.
     - `refused`: why the flag cannot be set to true.
     """
 
     name: str
     kind: str
-    group: str
+    metavar: str
     help: str
     default: Any = None
-    metavar: str = ""
     repeatable: bool = False
     choices: tuple[str, ...] = ()
     minimum: int = 0
-    maximum: int | None = None
+    maximum: int = 2**63 - 1
     alias: str = ""
     shown: str = ""
     triton: str = ""
-    replaced_by: str = ""
-    private: bool = False
-    gateway: str = ""
     compatible: Any = None
+    replaced_by: str = ""
     setting: str = ""
+    private: bool = False
     note: str = ""
     refused: str = ""
 
@@ -53,6 +50,17 @@ class Flag(Struct, frozen=True):
         return ENVIRONMENT + self.dest.upper()
 
     @property
+    def unset(self) -> Any:
+        """The value of the flag if it is not set and has no default."""
+        return [] if self.repeatable else None
+
+    @property
+    def help_text(self) -> str:
+        if self.replaced_by:
+            return f"deprecated: {self.help}"
+        return f"{self.help}; may be given several times" if self.repeatable else self.help
+
+    @property
     def default_text(self) -> str:
         """The default as shown to users; empty if there is none."""
         if self.shown or self.default in (None, [], ""):
@@ -60,6 +68,18 @@ class Flag(Struct, frozen=True):
         if isinstance(self.default, bool):
             return str(self.default).lower()
         if self.kind == "bytes" and self.default:
-            unit = next(unit for unit in ("GiB", "MiB", "KiB", "") if not self.default % UNITS[unit.upper()])
-            return f"{self.default // UNITS[unit.upper()]} {unit}".rstrip()
+            return bytes_text(self.default)
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+
+def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The known name that `name` probably stands for; "" if there is none."""
+    from difflib import get_close_matches  # takes longer to import than the settings
+
+    return next(iter(get_close_matches(name, list(known), 1, cutoff)), "")
+
+
+def bytes_text(size: int) -> str:
+    """A number of bytes in the largest unit in which it is whole."""
+    unit = next(unit for unit in ("GiB", "MiB", "KiB", "") if not size % UNITS[unit.upper()])
+    return f"{size // UNITS[unit.upper()]} {unit}".rstrip()

@@ -1,0 +1,93 @@
+"""What `--limit NAME=VALUE` sets: the rows of limits, and the limits of a gateway. Those of the core are in
+shmserve.core.limits.
+
+Invariant: a limit is a field of its process's limits and a row of the table beside it, and is described only there; the
+tables in docs/security.md are generated from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from shmserve.settings.flag import nearest_name
+from shmserve.settings.values import fraction, number
+
+
+class Limit(NamedTuple):
+    """A limit that --limit sets: what it counts, the reason for its default, and its minimum."""
+
+    name: str
+    counts: str
+    why: str
+    minimum: int = 1
+
+
+class GatewayLimits(NamedTuple):
+    """The limits of one gateway."""
+
+    http_connections: int = 4096
+    http_held_bytes: int = 1 << 30
+    http_json_bytes: int = 16 << 20
+    http_read_secs: int = 60
+    http_idle_secs: int = 600
+    grpc_stream_idle_secs: int = 3600
+    gateway_input_bytes: int = 4 << 30
+    caller_share: float = 0.25
+
+
+GATEWAY_LIMITS = (
+    Limit(
+        "http_connections",
+        "connections of one endpoint, HTTP or gRPC; at the limit, a new connection closes idle ones",
+        "each costs a descriptor and a few KiB",
+    ),
+    Limit(
+        "http_held_bytes",
+        "received bytes of the large request bodies of all HTTP and gRPC calls together",
+        "memory that a gateway can spare without swapping",
+    ),
+    Limit(
+        "http_json_bytes",
+        "bytes of JSON in a request to a model; 0: as --http-max-input-size, the default with --triton-compatible",
+        "parsed numbers take many times as much memory and time",
+        0,
+    ),
+    Limit(
+        "http_read_secs",
+        "seconds without progress of a request that is received, or of a response that its client does not read",
+        "longer than an interruption of a mobile network",
+    ),
+    Limit("http_idle_secs", "seconds between two requests of a connection", "as long as proxies keep theirs open"),
+    Limit(
+        "grpc_stream_idle_secs",
+        "seconds of a gRPC stream without a request in flight",
+        "conversations and sequences pause for minutes",
+    ),
+    Limit(
+        "gateway_input_bytes",
+        "bytes of shared memory for the input tensors of all calls",
+        "twice the `client_input_bytes` that the broker grants a gateway, as memory is returned late",
+    ),
+    Limit(
+        "caller_share",
+        "requests and input bytes that one connection, one address or one token may have in flight, as a fraction of "
+        "what the others leave free; 1: no limit, for a gateway behind a balancer that sends all calls",
+        "three callers leave the fourth more than a third of the gateway",
+    ),
+)
+
+
+def read_limit(rows: Iterable[Limit], text: str) -> tuple[str, float]:
+    """Parses NAME=VALUE, where NAME may contain dashes in place of underscores. Raises ValueError."""
+    given, equals, value = text.partition("=")
+    name = given.strip().replace("-", "_")
+    known = {row.name: row for row in rows}
+    if not equals:
+        raise ValueError(f"'{text}' is not NAME=VALUE")
+    if name not in known:
+        close = nearest_name(name, known)
+        raise ValueError(f"unknown limit '{given}'" + (f"; did you mean {close}?" if close else ""))
+    if name.endswith("_share"):
+        return name, fraction(value)
+    return name, number(value, name.endswith("_bytes"), known[name].minimum)
