@@ -92,24 +92,24 @@ def large(number: int) -> str:
 
 def test_a_large_file_that_was_written_to_is_refused(root: Path, client: shmserve.Client) -> None:
     """A replaced file is kept."""
-    folder = generation(root, "m", large(1))
-    client.load("m")
+    folder = generation(root, "written", large(1))
+    client.load("written")
     renew(folder, large(2))
-    client.load("m")
-    client.load("m", previous=True)
-    assert answer(client, "m") == 1
-    client.load("m")
+    client.load("written")
+    client.load("written", previous=True)
+    assert answer(client, "written") == 1
+    client.load("written")
     (folder / "1" / "generation").write_text(large(33))
-    client.load("m")
+    client.load("written")
     with pytest.raises(Unavailable, match=rf"{CHANGED} \(size {FILE_BYTES + 2} -> {FILE_BYTES + 33}\)"):
-        client.load("m", previous=True)
-    assert answer(client, "m") == 33
+        client.load("written", previous=True)
+    assert answer(client, "written") == 33
     (folder / "1" / "generation").write_text(large(444))
-    kill(client, "m")
+    kill(client, "written")
     until(client, lambda: f"{CHANGED} (size {FILE_BYTES + 33} -> {FILE_BYTES + 444})" in json.dumps(client.models()))
     assert str(root) not in json.dumps(client.models())
-    client.load("m")
-    assert answers(client, "m") == {444}
+    client.load("written")
+    assert answers(client, "written") == {444}
 
 
 def scale(folder: Path, number: float, external: bool = False) -> None:
