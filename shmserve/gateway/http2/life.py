@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from shmserve.gateway.http2 import limits
 from shmserve.gateway.http2.interface import Awaits
-from shmserve.gateway.http2.stream import Http2Stream, Http2Streams, State
+from shmserve.gateway.http2.stream import OPEN, Http2Stream, Http2Streams
 from shmserve.http2 import frames
 from shmserve.http2.frames import ErrorCode, Http2Error
 from shmserve.protocol.grpc.codes import Code, RpcError
@@ -92,7 +92,7 @@ class Life:
             self._check_progress(stream, turn, waited, least)
         silent = 0
         for stream in list(streams.open.values()):
-            if stream.state is State.OPEN and not stream.stuck:
+            if stream.state is OPEN and not stream.stuck:
                 silent += stream.silent
                 self._check_idle(stream, turn - stream.used, waited, silent > limits.SILENT_STREAMS)
         quiet = turn - streams.quiet_since

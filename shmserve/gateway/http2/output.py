@@ -41,6 +41,8 @@ class Http2Output:
         self.window = frames.DEFAULT_WINDOW
         """Flow-control window of all streams together."""
         self.frame_bytes = frames.DEFAULT_FRAME
+        self.compression = listener.limits.compression
+        """The level; 0: none."""
         self.unsent: dict[Sender, None] = {}
         """Streams with queued output."""
 
@@ -101,7 +103,7 @@ class Sender:
 
     __slots__ = (
         "_account", "_begun", "_call", "_compression", "_deflating", "_end", "_head", "_number", "_output", "_queue",
-        "_undeflated", "_window", "moved", "queued",
+        "_undeflated", "_window", "ending", "moved", "queued",
     )  # fmt: skip
 
     def __init__(
@@ -118,18 +120,15 @@ class Sender:
         self.moved = 0
         """Bytes sent since `moved` was last reset."""
         self._begun = False
-        self._compression = head.accepts if output.listener.limits.compression else ""
+        self._compression = head.accepts if output.compression else ""
         self._deflating: Job | None = None
         self._undeflated: deque[Sequence[Buffer]] = deque()
         """Messages queued behind the one that is being compressed."""
         self._queue: deque[Buffer] = deque()
         self.queued = 0
-        self._end: bytes | None = None
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether the last response has been queued."""
-        return self._end is not None
+        self.ending = False
+        """The last response has been queued."""
+        self._end = b""
 
     def widen(self, size: int) -> int:
         """Changes the window. Returns the new one, which may be too large."""
@@ -153,9 +152,9 @@ class Sender:
         if not self._compression or size < COMPRESSED_BYTES:
             self._send_message(0, size, parts)
             return
-        listener = self._output.listener
-        work = gzip_stream.deflate(self._compression, listener.limits.compression, parts, SLICE_BYTES)
-        job = listener.turns.run(work, self._deflated, lambda error: self._call.fail_internally())
+        output = self._output
+        work = gzip_stream.deflate(self._compression, output.compression, parts, SLICE_BYTES)
+        job = output.listener.turns.run(work, self._deflated, lambda error: self._call.fail_internally())
         if job.running:
             self._headers()
             self._deflating = job
@@ -210,6 +209,7 @@ class Sender:
         self._output.push(self)
 
     def finish(self, code: int, text: str = "") -> None:
+        self.ending = True
         self._output.listener.answered(code)
         if code or text or not self._begun:
             block = heads.trailers(code, text)
@@ -231,14 +231,13 @@ class Sender:
         """Everything compressed so far has been sent."""
         if self._deflating is not None or self._undeflated:
             return
-        if self._end is not None:
+        if self.ending:
             self._finish()
         elif resume and self._output.writable:
             self._call.resume()
 
     def _finish(self) -> None:
         output = self._output
-        assert self._end is not None
         output.out.append(self._end)
         output.bytes += len(self._end)
         self._call.end_sent()
@@ -282,11 +281,12 @@ class Sender:
 
     def drop(self) -> None:
         """Drops what is queued."""
-        self._account.give(self.queued)
-        self._output.unsent.pop(self, None)
-        self._queue.clear()
+        if self._queue:
+            self._account.give(self.queued)
+            self._output.unsent.pop(self, None)
+            self._queue.clear()
+            self.queued = 0
         self._undeflated.clear()
-        self.queued = 0
         if self._deflating is not None:
             self._deflating.cancel()
             self._deflating = None

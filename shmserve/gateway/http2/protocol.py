@@ -12,7 +12,7 @@ from collections.abc import Callable
 from shmserve.gateway.http2 import heads, limits
 from shmserve.gateway.http2.interface import Http2Host
 from shmserve.gateway.http2.life import Life
-from shmserve.gateway.http2.stream import Http2Stream, Http2Streams, State
+from shmserve.gateway.http2.stream import HALF_CLOSED_REMOTE, Http2Stream, Http2Streams
 from shmserve.gateway.limits.backlog import REQUEST_WORK
 from shmserve.http2 import frames
 from shmserve.http2.frames import ErrorCode, Http2Error
@@ -168,7 +168,7 @@ class Http2:
             start += 1
             body = length - 1 - padding
         stream = self.streams.open.get(number)
-        if stream is None or stream.state is State.HALF_CLOSED_REMOTE:
+        if stream is None or stream.state is HALF_CLOSED_REMOTE:
             self._closed_data(number, stream, bool(flags & frames.END_STREAM))
             self._left, self._skip = 0, body + padding
             return start
@@ -263,7 +263,7 @@ class Http2:
         stream = streams.open.get(number)
         if stream is None:
             self._closed_headers(number, ended)
-        elif stream.state is State.HALF_CLOSED_REMOTE:
+        elif stream.state is HALF_CLOSED_REMOTE:
             streams.reset(stream, ErrorCode.STREAM_CLOSED)
         elif not ended or malformed:
             streams.reset(stream, ErrorCode.PROTOCOL_ERROR, ended)

@@ -56,17 +56,20 @@ class Event(IntEnum):
     RESET_SENT = 3
 
 
+OPEN, HALF_CLOSED_REMOTE, HALF_CLOSED_LOCAL, CLOSED = State
+END_RECEIVED, END_SENT, RESET_RECEIVED, RESET_SENT = Event
+"""Module-level names, because reading an attribute of an Enum takes 0.2 us."""
 _MOVES = {
-    (State.OPEN, Event.END_RECEIVED): State.HALF_CLOSED_REMOTE,
-    (State.OPEN, Event.END_SENT): State.HALF_CLOSED_LOCAL,
-    (State.OPEN, Event.RESET_RECEIVED): State.CLOSED,
-    (State.OPEN, Event.RESET_SENT): State.CLOSED,
-    (State.HALF_CLOSED_REMOTE, Event.END_SENT): State.CLOSED,
-    (State.HALF_CLOSED_REMOTE, Event.RESET_RECEIVED): State.CLOSED,
-    (State.HALF_CLOSED_REMOTE, Event.RESET_SENT): State.CLOSED,
-    (State.HALF_CLOSED_LOCAL, Event.END_RECEIVED): State.CLOSED,
-    (State.HALF_CLOSED_LOCAL, Event.RESET_RECEIVED): State.CLOSED,
-    (State.HALF_CLOSED_LOCAL, Event.RESET_SENT): State.CLOSED,
+    (OPEN, END_RECEIVED): HALF_CLOSED_REMOTE,
+    (OPEN, END_SENT): HALF_CLOSED_LOCAL,
+    (OPEN, RESET_RECEIVED): CLOSED,
+    (OPEN, RESET_SENT): CLOSED,
+    (HALF_CLOSED_REMOTE, END_SENT): CLOSED,
+    (HALF_CLOSED_REMOTE, RESET_RECEIVED): CLOSED,
+    (HALF_CLOSED_REMOTE, RESET_SENT): CLOSED,
+    (HALF_CLOSED_LOCAL, END_RECEIVED): CLOSED,
+    (HALF_CLOSED_LOCAL, RESET_RECEIVED): CLOSED,
+    (HALF_CLOSED_LOCAL, RESET_SENT): CLOSED,
 }
 
 
@@ -105,7 +108,7 @@ class Http2Stream:
         self.number = number
         self.head = head
         self.expires = expires
-        self.state = State.OPEN
+        self.state = OPEN
         self.call: ServiceCall = NO_CALL
         self._account = streams.account_of(head)
         self._sender = Sender(streams.output, self._account, self, number, head, streams.initial_window)
@@ -136,53 +139,54 @@ class Http2Stream:
 
     @property
     def over(self) -> bool:
-        return self.state is State.CLOSED
+        return self.state is CLOSED
 
     def _move(self, event: Event) -> None:
         """The only writer of `state`."""
         before = self.state
         self.state = _MOVES[before, event]
-        if self.state is State.CLOSED:
+        if self.state is CLOSED:
             self._sender.drop()
             if self._job is not None:
                 self._job.cancel()
                 self._job = None
             self._buffer = self._waiting = None
-            self._free_held(self._held)
-            self._streams.forget(self, before is State.HALF_CLOSED_REMOTE or event is not Event.RESET_SENT)
+            if self._held:
+                self._free_held(self._held)
+            self._streams.forget(self, before is HALF_CLOSED_REMOTE or event is not RESET_SENT)
 
     def stop_receiving(self) -> None:
         """The client has ended the stream, but the service is not told."""
-        if self.state in (State.OPEN, State.HALF_CLOSED_LOCAL):
-            self._move(Event.END_RECEIVED)
+        if self.state in (OPEN, HALF_CLOSED_LOCAL):
+            self._move(END_RECEIVED)
 
     def end_received(self) -> None:
         """The client sends no more."""
-        if not self.over:
-            self._move(Event.END_RECEIVED)
+        if self.state is not CLOSED:
+            self._move(END_RECEIVED)
             self._half_closed()
 
     def end_sent(self) -> None:
-        self._move(Event.END_SENT)
-        if self.state is State.HALF_CLOSED_LOCAL:  # gRPC needs no more of the request
+        self._move(END_SENT)
+        if self.state is HALF_CLOSED_LOCAL:  # gRPC needs no more of the request
             self._streams.output.out.append(frames.reset(self.number, ErrorCode.NO_ERROR))
-            self._move(Event.RESET_SENT)
+            self._move(RESET_SENT)
 
-    def cancel(self, event: Event = Event.RESET_RECEIVED) -> None:
+    def cancel(self, event: Event = RESET_RECEIVED) -> None:
         """Called when the client has disconnected or cancelled the call, or has violated the protocol."""
         call, self.call = self.call, NO_CALL
-        if not self.over:
+        if self.state is not CLOSED:
             self._move(event)
         notify(call.cancelled)
 
     def fail(self, error: RpcError) -> None:
         """Ends the call with an error, and drops queued responses."""
         call, self.call = self.call, NO_CALL
-        if not self.over:
+        if self.state is not CLOSED:
             self._sender.drop()
-            if self._sender.is_ending:
+            if self._sender.ending:
                 self._streams.output.write(frames.reset(self.number, ErrorCode.CANCEL))
-                self._move(Event.RESET_SENT)
+                self._move(RESET_SENT)
             else:
                 self._sender.finish(error.code, error.text)
         notify(call.cancelled)
@@ -235,12 +239,12 @@ class Http2Stream:
         return self._sender.writable
 
     def send(self, parts: Sequence[Buffer]) -> None:
-        if not self.over and not self._sender.is_ending:
+        if self.state is not CLOSED and not self._sender.ending:
             self.used = self._streams.listener.turn
             self._sender.send(parts)
 
     def finish(self, code: int, text: str = "") -> None:
-        if not self.over and not self._sender.is_ending:
+        if self.state is not CLOSED and not self._sender.ending:
             self.call = NO_CALL
             self._sender.finish(code, text)
 
@@ -262,7 +266,7 @@ class Http2Stream:
 
     def pause(self) -> None:
         self._wanted = False
-        if self._waiting is None and not self.over:
+        if self._waiting is None and self.state is not CLOSED:
             self._waiting = deque()
 
     def unpause(self) -> None:
@@ -300,7 +304,7 @@ class Http2Stream:
 
     def serve(self, call: ServiceCall) -> None:
         """Sets the call that receives messages, unless the stream has ended already."""
-        if not self.over and not self._sender.is_ending:
+        if self.state is not CLOSED and not self._sender.ending:
             self.call = call
 
     # ------------------------------------------------------------------------------------ received data
@@ -313,7 +317,7 @@ class Http2Stream:
 
     def receive(self, data: bytes, at: int, end: int) -> None:
         """Processes bytes of messages."""
-        while at < end and not self.over:
+        while at < end and self.state is not CLOSED:
             if self._streams.work < 0 and self._waiting is None:
                 self._run(self._next_turn(), lambda found: None)
             if self._waiting is not None:
@@ -562,7 +566,7 @@ class Http2Streams:
         """`ended`: the client has ended the stream."""
         if ended:
             stream.stop_receiving()
-        stream.cancel(Event.RESET_SENT)
+        stream.cancel(RESET_SENT)
         self.refuse(stream.number, reason)
 
     def fits(self, stream: Http2Stream, body: int, ended: bool) -> bool:
