@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from bench.fleet.plots import series
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
 from shmserve.sim import Affine, Load, Plan, Poisson, SimModel, simulate
-from shmserve.tools.load.report.charts import Axis, lines, standalone
+from shmserve.tools.charts import Axis, lines, standalone
 
 BATCH_NS, ROW_NS = 2_000_000, 250_000
 SIZES = (1, 4, 16, 32)

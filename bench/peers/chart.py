@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers.report import OURS, Cell
-from shmserve.tools.load.report.charts import COLORS, Ranked, rankings
+from shmserve.tools.charts import COLORS, Ranked, rankings
 
 TITLES = {
     "shmserve": "shmserve", "triton": "Triton", "mosec": "mosec", "litserve": "LitServe", "bentoml": "BentoML",

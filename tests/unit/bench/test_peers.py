@@ -18,7 +18,7 @@ from bench.lib.wrk import Post, Turn
 from bench.peers import chart, report, workloads
 from bench.peers.report import Cell
 from bench.peers.running import running
-from shmserve.tools.load.report.charts import RANKED_BAR
+from shmserve.tools.charts import RANKED_BAR
 
 ANSWERS = """
 import http.server, subprocess, sys, time

@@ -6,10 +6,10 @@ import math
 from html import escape
 
 from shmserve.terminal.tables import duration_text
+from shmserve.tools.charts import Axis, Series, bars, html_table, lines, page
 from shmserve.tools.load.analysis.latencies import buckets
 from shmserve.tools.load.plan import SECOND
 from shmserve.tools.load.record import Latencies, Point, Run
-from shmserve.tools.load.report.charts import Axis, Series, bars, html_table, lines, page
 from shmserve.tools.load.report.table import NAMES, echo_text, percentile_text, rate_text, share_text
 
 BARS_PER_DECADE = 20

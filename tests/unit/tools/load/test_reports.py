@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
 from shmserve.terminal.console import Screen
+from shmserve.tools.charts import Axis, Series, bars, lines
 from shmserve.tools.load import record
 from shmserve.tools.load.analysis.compare import compare
 from shmserve.tools.load.measure import Progress
 from shmserve.tools.load.plan import Closed, Limit, Open, Plan, Replay
-from shmserve.tools.load.report.charts import Axis, Series, bars, lines
 from shmserve.tools.load.report.csv import csv_text
 from shmserve.tools.load.report.html import html_text
 from shmserve.tools.load.report.live import line

@@ -30,6 +30,10 @@ class Series(Struct, frozen=True):
     high: Sequence[float] = ()
     labels: Sequence[str] = ()
     dashed: bool = False
+    is_line: bool = True
+    """Whether its points are connected."""
+    color: int | None = None
+    """Index of COLORS; None: the place of the series."""
 
 
 class Axis(Struct, frozen=True):
@@ -89,7 +93,7 @@ def lines(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
     up = _Scale(y, heights, HEIGHT - BOTTOM, TOP)
     parts = _axes(title, x, y, across, up)
     for number, one in enumerate(series):
-        color = COLORS[number % len(COLORS)]
+        color = _color(series, number)
         places = [(across(at), up(value)) for at, value in one.points]
         parts += [
             f'<line x1="{place[0]:.1f}" x2="{place[0]:.1f}" y1="{up(low):.1f}" y2="{up(high):.1f}" stroke="{color}" '
@@ -98,7 +102,8 @@ def lines(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
         ]
         path = " ".join(f"{left:.1f},{top:.1f}" for left, top in places)
         dash = ' stroke-dasharray="5 4"' if one.dashed else ""
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
+        if one.is_line:
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
         for index, (place, point) in enumerate(zip(places, one.points, strict=True)):
             label = one.labels[index] if index < len(one.labels) else ""
             tip = escape(f"{one.name} {label}: {x.write(point[0])}, {y.write(point[1])}")
@@ -107,7 +112,12 @@ def lines(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
             )
             if label and number == 0:
                 parts.append(f'<text x="{place[0] + 6:.1f}" y="{place[1] - 6:.1f}" class="s">{escape(label)}</text>')
-    return _svg(title, parts, [one.name for one in series])
+    return _svg(title, parts, [(one.name, _color(series, number)) for number, one in enumerate(series)])
+
+
+def _color(series: Sequence[Series], number: int) -> str:
+    color = series[number].color
+    return COLORS[(number if color is None else color) % len(COLORS)]
 
 
 def bars(title: str, x: Axis, y: Axis, values: Sequence[tuple[float, float, float]]) -> str:
@@ -151,15 +161,22 @@ def _axes(title: str, x: Axis, y: Axis, across: _Scale, up: _Scale) -> list[str]
     return parts
 
 
-def _svg(title: str, parts: Sequence[str], names: Sequence[str]) -> str:
-    legend, at = [], WIDTH - RIGHT
-    for number, name in reversed(list(enumerate(names))):
-        at -= 7 * len(name) + 22
-        color = COLORS[number % len(COLORS)]
-        legend.append(f'<rect x="{at}" y="7" width="10" height="10" fill="{color}"/>')
-        legend.append(f'<text x="{at + 14}" y="16" class="s">{escape(name)}</text>')
+def _svg(title: str, parts: Sequence[str], names: Sequence[tuple[str, str]]) -> str:
+    """`names`: those of the series, with their colors. They stand beside the title, or below if there is no room."""
+    widths = [7 * len(name) + 22 for name, _ in names]
+    room = WIDTH - RIGHT - LEFT
+    above = sum(widths) + 8 * len(title) <= room
+    at, top = (WIDTH - RIGHT - sum(widths) if above else LEFT), (7 if above else HEIGHT)
+    legend = []
+    for (name, color), width in zip(names, widths, strict=True):
+        if not above and at > LEFT and at + width > WIDTH:
+            at, top = LEFT, top + 16
+        legend.append(f'<rect x="{at}" y="{top}" width="10" height="10" fill="{color}"/>')
+        legend.append(f'<text x="{at + 14}" y="{top + 9}" class="s">{escape(name)}</text>')
+        at += width
     body = "\n".join([*parts, *legend])
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, True)}">\n{body}\n</svg>'
+    height = HEIGHT if above else top + 16
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title, True)}">\n{body}\n</svg>'
 
 
 FILE_STYLE = (
@@ -233,7 +250,10 @@ def page(title: str, parts: Sequence[str]) -> str:
     )
 
 
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], chosen: Sequence[bool] = ()) -> str:
+    """`chosen`: for each row, whether it has the class `chosen`."""
     lines_ = ['<div class="wide">', "<table>", f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"]
-    lines_ += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    for number, row in enumerate(rows):
+        kind = ' class="chosen"' if number < len(chosen) and chosen[number] else ""
+        lines_.append(f"<tr{kind}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>")
     return "\n".join([*lines_, "</table>", "</div>"])
