@@ -114,9 +114,18 @@ class AsyncClient(Queries[Awaitable[dict[str, Any]], Awaitable[list[dict[str, An
     ) -> Result:
         """Run the model once and return its outputs by name; the arguments are those of `Client.infer`."""
         future = self.submit(
-            model, inputs, outputs=outputs, version=version, timeout=timeout, priority=priority, sequence=sequence,
-            sequence_start=sequence_start, sequence_end=sequence_end, parameters=parameters, request_id=request_id,
-        )  # fmt: skip
+            model,
+            inputs,
+            outputs=outputs,
+            version=version,
+            timeout=timeout,
+            priority=priority,
+            sequence=sequence,
+            sequence_start=sequence_start,
+            sequence_end=sequence_end,
+            parameters=parameters,
+            request_id=request_id,
+        )
         result: Result = await future
         return result
 
@@ -141,9 +150,20 @@ class AsyncClient(Queries[Awaitable[dict[str, Any]], Awaitable[list[dict[str, An
         if timeout is None:
             timeout = self._timeout
         link.session.infer(
-            ticket, model, inputs, 0.0 if timeout is None else monotonic(), outputs, version, timeout, priority,
-            sequence, sequence_start, sequence_end, parameters, request_id,
-        )  # fmt: skip
+            ticket,
+            model,
+            inputs,
+            0.0 if timeout is None else monotonic(),
+            outputs,
+            version,
+            timeout,
+            priority,
+            sequence,
+            sequence_start,
+            sequence_end,
+            parameters,
+            request_id,
+        )
         link.send_soon(timeout is not None)
         return future
 
@@ -170,9 +190,21 @@ class AsyncClient(Queries[Awaitable[dict[str, Any]], Awaitable[list[dict[str, An
         if timeout is None:
             timeout = self._timeout
         link.session.infer(
-            flow, model, inputs, 0.0 if timeout is None else monotonic(), outputs, version, timeout, priority,
-            sequence, sequence_start, sequence_end, parameters, request_id, window,
-        )  # fmt: skip
+            flow,
+            model,
+            inputs,
+            0.0 if timeout is None else monotonic(),
+            outputs,
+            version,
+            timeout,
+            priority,
+            sequence,
+            sequence_start,
+            sequence_end,
+            parameters,
+            request_id,
+            window,
+        )
         link.send_soon(timeout is not None)
         return AsyncStream(link, flow)
 

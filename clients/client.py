@@ -99,9 +99,20 @@ class Client(Queries[dict[str, Any], list[dict[str, Any]], str]):
             timeout = self._timeout
         with link.lock:
             link.session.infer(
-                future, model, inputs, 0.0 if timeout is None else monotonic(), outputs, version, timeout, priority,
-                sequence, sequence_start, sequence_end, parameters, request_id,
-            )  # fmt: skip
+                future,
+                model,
+                inputs,
+                0.0 if timeout is None else monotonic(),
+                outputs,
+                version,
+                timeout,
+                priority,
+                sequence,
+                sequence_start,
+                sequence_end,
+                parameters,
+                request_id,
+            )
             link.send_now(future)
         result: Result = future.result()
         return result
@@ -133,9 +144,20 @@ class Client(Queries[dict[str, Any], list[dict[str, Any]], str]):
             timeout = self._timeout
         with link.lock:
             link.session.infer(
-                future, model, inputs, 0.0 if timeout is None else monotonic(), outputs, version, timeout, priority,
-                sequence, sequence_start, sequence_end, parameters, request_id,
-            )  # fmt: skip
+                future,
+                model,
+                inputs,
+                0.0 if timeout is None else monotonic(),
+                outputs,
+                version,
+                timeout,
+                priority,
+                sequence,
+                sequence_start,
+                sequence_end,
+                parameters,
+                request_id,
+            )
             outbox = link.outbox
             if (
                 link.result_collected
@@ -181,9 +203,21 @@ class Client(Queries[dict[str, Any], list[dict[str, Any]], str]):
             timeout = self._timeout
         with link.lock:
             link.session.infer(
-                flow, model, inputs, 0.0 if timeout is None else monotonic(), outputs, version, timeout, priority,
-                sequence, sequence_start, sequence_end, parameters, request_id, window,
-            )  # fmt: skip
+                flow,
+                model,
+                inputs,
+                0.0 if timeout is None else monotonic(),
+                outputs,
+                version,
+                timeout,
+                priority,
+                sequence,
+                sequence_start,
+                sequence_end,
+                parameters,
+                request_id,
+                window,
+            )
             link.send_now(flow)
         return Stream(link, flow)
 

@@ -83,22 +83,30 @@ def plots(results: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
     size, delay = results["size"], results["delay"]
     matches = {
         "batch-size-p99": lines(
-            "p99 by rate", RATE, Axis("p99 in ms", log=True),
+            "p99 by rate",
+            RATE,
+            Axis("p99 in ms", log=True),
             series(size, lambda row: f"up to {row['max_batch']}", "rate", "p99_ms"),
         ),
         "batch-size-mean": lines(
-            "rows in a batch", RATE, Axis("mean rows in a batch"),
+            "rows in a batch",
+            RATE,
+            Axis("mean rows in a batch"),
             series(size, lambda row: f"up to {row['max_batch']}", "rate", "mean_batch"),
         ),
         "delay-p50": lines(
-            "p50 by queue delay", RATE, Axis("p50 in ms"),
+            "p50 by queue delay",
+            RATE,
+            Axis("p50 in ms"),
             series(delay, lambda row: f"{row['delay_ms']} ms", "rate", "p50_ms"),
         ),
         "delay-busy": lines(
-            "time that the instance is busy", RATE, Axis("busy", lambda value: f"{value:.0%}"),
+            "time that the instance is busy",
+            RATE,
+            Axis("busy", lambda value: f"{value:.0%}"),
             series(delay, lambda row: f"{row['delay_ms']} ms", "rate", "busy"),
         ),
-    }  # fmt: skip
+    }
     return {name: standalone(svg) for name, svg in matches.items()}
 
 

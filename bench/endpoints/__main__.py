@@ -174,9 +174,10 @@ class EndpointMeasures:
         common = {"model": model, "size": SIZES[model], "flight": FLIGHT}
         with (
             Child("bench.endpoints.clients:native", url=server.lane, **common) as ours,
-            OtherPythonChild(str(self.python), "bench.endpoints.clients:tritonclient", http=other.http, grpc=other.grpc,
-                      **common) as theirs,
-        ):  # fmt: skip
+            OtherPythonChild(
+                str(self.python), "bench.endpoints.clients:tritonclient", http=other.http, grpc=other.grpc, **common
+            ) as theirs,
+        ):
             yield self.taken(f"{model}, native", partial(self.many, model, ours, theirs))
             yield self.taken(f"{model}, native", partial(self.lone, model, ours, theirs))
 
@@ -222,8 +223,13 @@ def _summary(name: str, runs: list[Ran]) -> str:
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.endpoints", description=__doc__)
     option = parser.add_argument
-    option("--triton-python", type=Path, metavar="PATH", help="a Python that has nvidia-pytriton, tritonclient[all] "
-           "and onnxruntime; without it only perf_analyzer is tried")  # fmt: skip
+    option(
+        "--triton-python",
+        type=Path,
+        metavar="PATH",
+        help="a Python that has nvidia-pytriton, tritonclient[all] "
+        "and onnxruntime; without it only perf_analyzer is tried",
+    )
     option("--perf-analyzer", type=Path, metavar="PATH", default=TOOL, help="(default: %(default)s)")
     option("--only", default="", metavar="TEXT", help="points with this in their name")
     option("--seconds", type=float, default=3.0, help="length of one turn (default 3)")

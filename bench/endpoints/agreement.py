@@ -122,8 +122,12 @@ def main(argv: list[str]) -> int:
     option("--wrk", default="wrk", metavar="PATH", help="(default: the one in PATH)")
     option("--seconds", type=float, default=2.0, help="length of one turn (default 2)")
     option("--rounds", type=int, default=7, help="turns of each tool (default 7)")
-    option("--delay-us", type=int, default=DELAY_US, help="time of the model; 0 compares the generators' own cost too "
-           "(default: %(default)s)")  # fmt: skip
+    option(
+        "--delay-us",
+        type=int,
+        default=DELAY_US,
+        help="time of the model; 0 compares the generators' own cost too (default: %(default)s)",
+    )
     option("--in-flight", type=int, action="append", metavar="N", help="may be given again (default: 1 and 8)")
     chosen = parser.parse_args(argv)
     tool = chosen.perf_analyzer if chosen.perf_analyzer.exists() else None

@@ -51,8 +51,24 @@ def rows(tool: Path, server: Serving, model: str, protocol: str, options: Sequen
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "table.csv"
         for longer in (1, 6):  # a window without a completed request is an error to perf_analyzer
-            command = [str(tool), "-m", model, "-u", address, "-i", protocol, "-p", str(window * longer),
-                       "-r", str(WINDOWS), "-s", "999", "-f", str(table), *options]  # fmt: skip
+            command = [
+                str(tool),
+                "-m",
+                model,
+                "-u",
+                address,
+                "-i",
+                protocol,
+                "-p",
+                str(window * longer),
+                "-r",
+                str(WINDOWS),
+                "-s",
+                "999",
+                "-f",
+                str(table),
+                *options,
+            ]
             code, output = _run(command)
             if table.exists():  # also written for a load reported as unstable, with code 2
                 with table.open() as opened:

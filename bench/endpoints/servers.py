@@ -149,8 +149,12 @@ def triton_command(root: Path, python: Path, work: Path, ports: Mapping[str, int
     output = subprocess.run([str(python), "-c", _SITE], capture_output=True, text=True, check=True).stdout
     site, libraries = map(Path, output.split())
     inside = site / "pytriton" / "tritonserver"
-    command = [str(inside / "bin" / "tritonserver"), f"--model-repository={root}", "--allow-gpu-metrics=false",
-               f"--backend-directory={_backends(inside, python, work)}"]  # fmt: skip
+    command = [
+        str(inside / "bin" / "tritonserver"),
+        f"--model-repository={root}",
+        "--allow-gpu-metrics=false",
+        f"--backend-directory={_backends(inside, python, work)}",
+    ]
     for name, port in ports.items():
         command += [f"--{name}-address=127.0.0.1", f"--{name}-port={port}"]
     return command, {
@@ -165,8 +169,10 @@ def _backends(inside: Path, python: Path, work: Path) -> Path:
     """A backend directory with the Python backend and the stub for this Python version."""
     version = subprocess.run(
         [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
-        capture_output=True, text=True, check=True,
-    ).stdout.strip()  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
     created = work / "backends" / "python"
     shutil.copytree(inside / "backends" / "python", created)
     shutil.copy2(inside / "python_backend_stubs" / version / "triton_python_backend_stub", created)

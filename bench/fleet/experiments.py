@@ -75,12 +75,14 @@ def reports() -> list[Row]:
     return [
         numbers(
             short(gpus, 0.75, 40, policy=policy, balancers=20, report_ns=every * MS),
-            gpus=gpus, policy=policy, every_ms=every,
+            gpus=gpus,
+            policy=policy,
+            every_ms=every,
         )
         for gpus in GPUS[:2]
         for policy in ("least", "two-choices")
         for every in (1, 5, 20, 50)
-    ]  # fmt: skip
+    ]
 
 
 def balancers() -> list[Row]:
@@ -98,9 +100,16 @@ def zone() -> list[Row]:
     for load in (0.6, 0.75):
         for gpus in GPUS:
             result = fleet(
-                gpus, load, Constant(LONG_MS * MS), LONG_MS, seconds=16.0, outages=(Outage(4 * SECOND, 6 * SECOND, 0),),
-                detect_ns=SECOND, timeout_ns=2 * SECOND, windows=32,
-            )  # fmt: skip
+                gpus,
+                load,
+                Constant(LONG_MS * MS),
+                LONG_MS,
+                seconds=16.0,
+                outages=(Outage(4 * SECOND, 6 * SECOND, 0),),
+                detect_ns=SECOND,
+                timeout_ns=2 * SECOND,
+                windows=32,
+            )
             rows.append(numbers(result, gpus=gpus, load=load, failed=result.failed, timeline=timeline(result)))
     return rows
 
@@ -111,9 +120,16 @@ def scaling() -> list[Row]:
     for start_s in (10, 30, 60):
         scale = Autoscale(25, 75, 0.8, start_ns=start_s * SECOND)
         result = fleet(
-            100, 0.6, Constant(LONG_MS * MS), LONG_MS, seconds=120.0, surges=(Surge(2.0, 20 * SECOND),),
-            autoscale=scale, timeout_ns=2 * SECOND, windows=60,
-        )  # fmt: skip
+            100,
+            0.6,
+            Constant(LONG_MS * MS),
+            LONG_MS,
+            seconds=120.0,
+            surges=(Surge(2.0, 20 * SECOND),),
+            autoscale=scale,
+            timeout_ns=2 * SECOND,
+            windows=60,
+        )
         rows.append(numbers(result, start_s=start_s, failed=result.failed, timeline=timeline(result)))
     return rows
 
@@ -123,11 +139,12 @@ def caches() -> list[Row]:
     return [
         numbers(
             short(gpus, 0.6, 40, policy=policy, keys=20_000, skew=0.9, cached=100),
-            gpus=gpus, policy=policy,
+            gpus=gpus,
+            policy=policy,
         )
         for gpus in GPUS[:2]
         for policy in ("two-choices", "hash", "bounded-hash")
-    ]  # fmt: skip
+    ]
 
 
 def timeline(result: FleetResult) -> list[Row]:

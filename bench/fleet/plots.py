@@ -32,28 +32,40 @@ def plots(results: dict[str, Rows]) -> dict[str, str]:
     ends = [row for row in results["zone"] if row["gpus"] in (GPUS[0], GPUS[-1])]
     matches = {
         "load": lines(
-            f"p99 by load, {GPUS[1]:,} GPUs", SHARE, P99,
+            f"p99 by load, {GPUS[1]:,} GPUs",
+            SHARE,
+            P99,
             series(results["load"], lambda row: row["policy"], "load", "p99_ms"),
         ),
         "size": lines(
-            "p99 by size, at a load of 90%", Axis("GPUs", lambda value: f"{value:,.0f}", log=True), P99,
+            "p99 by size, at a load of 90%",
+            Axis("GPUs", lambda value: f"{value:,.0f}", log=True),
+            P99,
             series(results["size"], lambda row: row["policy"], "gpus", "p99_ms"),
         ),
         "reports": lines(
-            "Old reports, 20 balancers", Axis("reports every ms", log=True), P99,
+            "Old reports, 20 balancers",
+            Axis("reports every ms", log=True),
+            P99,
             series(shown, lambda row: f"{row['policy'].partition('-')[0]} {row['gpus']:,}", "every_ms", "p99_ms"),
         ),
         "balancers": lines(
-            "least, by the number of balancers", Axis("balancers", log=True), P99,
+            "least, by the number of balancers",
+            Axis("balancers", log=True),
+            P99,
             series(results["balancers"], lambda row: f"{row['gpus']:,} GPUs", "balancers", "p99_ms"),
         ),
         "zone": lines(
-            "A zone fails", seconds, IN_TIME,
+            "A zone fails",
+            seconds,
+            IN_TIME,
             over_time(ends, lambda row: f"{row['gpus']:,}, {row['load']:.0%}"),
         ),
         "scaling": lines(
-            "The load doubles at 20 s", seconds, IN_TIME,
+            "The load doubles at 20 s",
+            seconds,
+            IN_TIME,
             over_time(results["scaling"], lambda row: f"starts in {row['start_s']} s"),
         ),
-    }  # fmt: skip
+    }
     return {name: standalone(svg) for name, svg in matches.items()}

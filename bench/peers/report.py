@@ -65,10 +65,15 @@ def save(cells: Sequence[Cell], command: str, notes: dict[str, str]) -> Path:
     today = time.strftime("%Y-%m-%d", time.gmtime())
     facts = table.machine() | notes
     page = [
-        f"# Beside other servers, {today}", "",
-        f"Made by `{command}`: requests in a second, median and (99th percentile) of their time. docs/compare.md", "",
-        *(f"- {key}: {value}" for key, value in facts.items()), "", markdown(cells), "",
-    ]  # fmt: skip
+        f"# Beside other servers, {today}",
+        "",
+        f"Made by `{command}`: requests in a second, median and (99th percentile) of their time. docs/compare.md",
+        "",
+        *(f"- {key}: {value}" for key, value in facts.items()),
+        "",
+        markdown(cells),
+        "",
+    ]
     path = table.RESULTS / f"{today}-{table.host_kind()}-peers.md"
     path.write_text("\n".join(page))
     record = {"date": today, "command": command, "machine": facts, "cells": [asdict(cell) for cell in cells]}

@@ -225,9 +225,15 @@ def run(name: str, count: int, rate: float, seed: int) -> Outcome:
     lru, best = of_lru(workload), of_best(workload)
     hot = results[max(asked, key=lambda number: asked[number])]
     return Outcome(
-        own.total() / count, saved(own), lru.total() / count, saved(lru), saved(best),
-        hot.latency.quantile(0.9) / MS, hot.loads, max(result.latency.largest for result in results) / MS,
-    )  # fmt: skip
+        own.total() / count,
+        saved(own),
+        lru.total() / count,
+        saved(lru),
+        saved(best),
+        hot.latency.quantile(0.9) / MS,
+        hot.loads,
+        max(result.latency.largest for result in results) / MS,
+    )
 
 
 # ------------------------------------------------------------------------------------ beside another caller
@@ -267,8 +273,10 @@ def compare_callers(seed: int) -> None:
             result = beside(rate, load_s, others, seed)
             latency = result.latency
             cells += [
-                f"{result.cold / result.sent:.3f}", f"{latency.quantile(0.9) / MS:,.0f}", f"{latency.largest / MS:,.0f}"
-            ]  # fmt: skip
+                f"{result.cold / result.sent:.3f}",
+                f"{latency.quantile(0.9) / MS:,.0f}",
+                f"{latency.largest / MS:,.0f}",
+            ]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -191,9 +191,12 @@ def main() -> None:
     config = 'backend: "llamacpp"\n' + "".join(
         f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n'
         for key, value in {
-            "slots": SLOTS, "context_length": CONTEXT, "threads": arguments.threads, "prompt_cache": "false",
+            "slots": SLOTS,
+            "context_length": CONTEXT,
+            "threads": arguments.threads,
+            "prompt_cache": "false",
         }.items()
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory() as folder:
         version = Path(folder) / "m" / "1"
         version.mkdir(parents=True)

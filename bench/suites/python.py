@@ -63,8 +63,10 @@ def python(setting: Setting) -> list[Row]:
     """
     repository = setting.repository("python")
     for name, source, parameters in (
-        ("add_sub", ADD_SUB, {}), ("stacked", STACKED, {"stacked": "true"}), ("caller", CALLER, {}),
-    ):  # fmt: skip
+        ("add_sub", ADD_SUB, {}),
+        ("stacked", STACKED, {"stacked": "true"}),
+        ("caller", CALLER, {}),
+    ):
         model = models.Model("python", IN, OUT, parameters=parameters)
         models.write(repository, name, model, {"model.py": source})
     with serving(repository) as server, Child("bench.suites.python:asks", url=server.lane) as child:

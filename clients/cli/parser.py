@@ -85,11 +85,32 @@ def parser() -> CommandParser:
     commands = shmserve.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=CommandParser)
     commands.add_parser("serve", help="start a server (its options: shmserve serve --help)")
     for add in (
-        observe.add_models, operate.add_load, operate.add_unload, operate.add_restart, operate.add_traffic,
-        operate.add_drain, requests.add_infer, requests.add_run, measure.add_bench, observe.add_stats, observe.add_top,
-        observe.add_ready, observe.add_config, observe.add_logs, observe.add_trace, local.add_check,
-        local.add_doctor, local.add_init, local.add_build, local.add_gateway, local.add_keygen, add_tune, add_plan,
-        observe.add_version_command, requests.add_demo, local.add_completion,
-    ):  # fmt: skip
+        observe.add_models,
+        operate.add_load,
+        operate.add_unload,
+        operate.add_restart,
+        operate.add_traffic,
+        operate.add_drain,
+        requests.add_infer,
+        requests.add_run,
+        measure.add_bench,
+        observe.add_stats,
+        observe.add_top,
+        observe.add_ready,
+        observe.add_config,
+        observe.add_logs,
+        observe.add_trace,
+        local.add_check,
+        local.add_doctor,
+        local.add_init,
+        local.add_build,
+        local.add_gateway,
+        local.add_keygen,
+        add_tune,
+        add_plan,
+        observe.add_version_command,
+        requests.add_demo,
+        local.add_completion,
+    ):
         add(commands)
     return shmserve

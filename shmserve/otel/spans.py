@@ -53,8 +53,10 @@ class SpanMaker:
         code = "" if record.code == "OK" else record.code
         status = Status(StatusCode.ERROR, code) if code else _UNSET
         attributes: dict[str, Any] = {
-            "shmserve.model": record.model, "shmserve.version": record.version, "shmserve.rows": record.rows
-        }  # fmt: skip
+            "shmserve.model": record.model,
+            "shmserve.version": record.version,
+            "shmserve.rows": record.rows,
+        }
         if code:
             attributes["error.type"] = code
         if record.id:
@@ -83,14 +85,32 @@ class SpanMaker:
         yield self._span("batch", context, own, inner, taken, placed, attributes, events=events, links=links)
 
     def _span(
-        self, name: str, context: SpanContext, parent: SpanContext | None, kind: SpanKind, begin: int, end: int,
-        attributes: Mapping[str, Any], status: Status = _UNSET, events: Sequence[Event] = (),
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        kind: SpanKind,
+        begin: int,
+        end: int,
+        attributes: Mapping[str, Any],
+        status: Status = _UNSET,
+        events: Sequence[Event] = (),
         links: Sequence[Link] = (),
-    ) -> ReadableSpan:  # fmt: skip
+    ) -> ReadableSpan:
         return ReadableSpan(
-            name, context=context, parent=parent, resource=self._resource, attributes=attributes, events=events,
-            links=links, kind=kind, status=status, start_time=begin, end_time=end, instrumentation_scope=self._scope,
-        )  # fmt: skip
+            name,
+            context=context,
+            parent=parent,
+            resource=self._resource,
+            attributes=attributes,
+            events=events,
+            links=links,
+            kind=kind,
+            status=status,
+            start_time=begin,
+            end_time=end,
+            instrumentation_scope=self._scope,
+        )
 
     def _context(self, record: SpanRecord, part: bytes) -> SpanContext:
         span = self._hash(part, record.number, 8)

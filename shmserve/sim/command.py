@@ -74,9 +74,13 @@ def parser() -> argparse.ArgumentParser:
         default=[],
     )
     model.add_argument(
-        "--calls", type=_calls, action="append", default=[], metavar="NAME=NAME,...",
+        "--calls",
+        type=_calls,
+        action="append",
+        default=[],
+        metavar="NAME=NAME,...",
         help="this model calls these for each request, one after the other, before it computes",
-    )  # fmt: skip
+    )
     model.add_argument("--service-ms", type=_number, metavar="MS", help="the same, in ms, for every batch")
 
     _add_load(created.add_argument_group("the load"))
@@ -246,10 +250,19 @@ def _plan(args: argparse.Namespace, rate: float) -> Plan:
     limits = Limits(rate_limit=args.rate_limit, cache_bytes=round(args.cache_mib * (1 << 20)))
     faults = Faults(**{name: round(value) if name.endswith("_ns") else value for name, value in args.fault})
     return Plan(
-        tuple(known), tuple(loads), seconds, args.requests, args.seed, faults, limits,
-        link_ns=round(args.link_us * 1000), turn_ns=turn, message_ns=turn // 5, check_every=args.check,
+        tuple(known),
+        tuple(loads),
+        seconds,
+        args.requests,
+        args.seed,
+        faults,
+        limits,
+        link_ns=round(args.link_us * 1000),
+        turn_ns=turn,
+        message_ns=turn // 5,
+        check_every=args.check,
         reload_every_s=args.reload_every,
-    )  # fmt: skip
+    )
 
 
 def _load(args: argparse.Namespace, name: str, replay: Replay | None, rate: float) -> Load:
@@ -263,9 +276,16 @@ def _load(args: argparse.Namespace, name: str, replay: Replay | None, rate: floa
     timeout = round((args.deadline_ms or 0) * MS)
     gap = round(args.gap_ms * MS)
     return Load(
-        name, arrivals, args.clients, args.rows, timeout, sequence=args.sequence, gap_ns=gap, distinct=args.distinct,
+        name,
+        arrivals,
+        args.clients,
+        args.rows,
+        timeout,
+        sequence=args.sequence,
+        gap_ns=gap,
+        distinct=args.distinct,
         lengths=args.lengths,
-    )  # fmt: skip
+    )
 
 
 def _first_come(plan: Plan, result: Result) -> ModelResult:

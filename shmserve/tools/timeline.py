@@ -287,23 +287,37 @@ class Timeline:
                 if steps[time]:
                     depth += steps[time]
                     yield {
-                        "ph": "C", "name": "queued requests", "pid": self._processes[model], "ts": self._us(time),
+                        "ph": "C",
+                        "name": "queued requests",
+                        "pid": self._processes[model],
+                        "ts": self._us(time),
                         "args": {"requests": depth},
-                    }  # fmt: skip
+                    }
 
     def _slice(self, row: int, name: str, begin: int, end: int, category: str, args: Event) -> Event:
         return {
-            "ph": "X", "name": name, "cat": category, "pid": row // ROWS, "tid": row, "ts": self._us(begin),
-            "dur": (end - begin) / 1000, "args": args,
-        }  # fmt: skip
+            "ph": "X",
+            "name": name,
+            "cat": category,
+            "pid": row // ROWS,
+            "tid": row,
+            "ts": self._us(begin),
+            "dur": (end - begin) / 1000,
+            "args": args,
+        }
 
     def _arrow(self, name: str, begin: tuple[int, int], end: tuple[int, int]) -> Iterator[Event]:
         number = next(self._flows)
         for phase, (row, time) in (("s", begin), ("f", end)):
             event = {
-                "ph": phase, "name": name, "cat": "flow", "id": number, "pid": row // ROWS, "tid": row,
+                "ph": phase,
+                "name": name,
+                "cat": "flow",
+                "id": number,
+                "pid": row // ROWS,
+                "tid": row,
                 "ts": self._us(time),
-            }  # fmt: skip
+            }
             yield event if phase == "s" else event | {"bp": "e"}
 
     def _us(self, time: int) -> float:

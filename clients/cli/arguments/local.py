@@ -136,13 +136,16 @@ a model directory, batch size and dims come from its config.pbtxt.
     add("--level", type=int, choices=range(6), help=text)
     rare(add("--timing-cache", metavar="FILE", help="timings from earlier builds (default: in ~/.cache/shmserve)"))
     rare(add("--no-timing-cache", action="store_true", help="measure everything again"))
-    rare(add("--version-compatible", action="store_true",
-             help="build a plan that later TensorRT versions can also run"))  # fmt: skip
-    rare(add(
-        "--hardware",
-        choices=("ampere+", "same"),
-        help="build a plan for all GPUs since Ampere, or for all of the same compute capability",
-    ))  # fmt: skip
+    rare(
+        add("--version-compatible", action="store_true", help="build a plan that later TensorRT versions can also run")
+    )
+    rare(
+        add(
+            "--hardware",
+            choices=("ampere+", "same"),
+            help="build a plan for all GPUs since Ampere, or for all of the same compute capability",
+        )
+    )
     rare(add("--plugins", metavar="LIST", help="plug-in libraries, separated by ';'"))
     add_json(command)
 
@@ -171,9 +174,11 @@ def add_keygen(commands: Any) -> None:
     command.add_argument("name", metavar="NAME", nargs="?", help="name of the key pair (default: the host name)")
     command.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="directory for NAME.key and NAME.pub")
     command.add_argument(
-        "--roles", metavar="ROLE,ROLE", default="infer,observe",
+        "--roles",
+        metavar="ROLE,ROLE",
+        default="infer,observe",
         help="roles to write into NAME.pub: infer, observe, operate (default: %(default)s)",
-    )  # fmt: skip
+    )
     add_json(command)
 
 

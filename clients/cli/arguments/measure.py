@@ -65,49 +65,110 @@ def add_bench(commands: Any) -> None:
 
 def _add_endpoint(command: CommandParser) -> None:
     add = command.add_argument
-    rare(add("--header", metavar="NAME: VALUE", type=header, action="append", default=[],
-             help="over HTTP and gRPC: send this header with each request; repeatable"))  # fmt: skip
+    rare(
+        add(
+            "--header",
+            metavar="NAME: VALUE",
+            type=header,
+            action="append",
+            default=[],
+            help="over HTTP and gRPC: send this header with each request; repeatable",
+        )
+    )
     rare(
         add("--ca", metavar="FILE", help="with https:// or grpcs://: CA certificates to trust instead of the system's")
     )
-    rare(add("--client-cert", metavar="FILE",
-             help="with https:// or grpcs://: the client's certificate; PEM, with its intermediates"))  # fmt: skip
+    rare(
+        add(
+            "--client-cert",
+            metavar="FILE",
+            help="with https:// or grpcs://: the client's certificate; PEM, with its intermediates",
+        )
+    )
     rare(add("--client-key", metavar="FILE", help="private key of --client-cert (default: in the same file)"))
 
 
 def _add_load(command: CommandParser) -> None:
     add = command.add_argument
     how = command.add_mutually_exclusive_group().add_argument
-    how("-c", "--concurrency", metavar="N", type=callers,
-        help="callers, each waits for its response (default: 1); 1,8,32 or 1:64 (doubling) or "
-        "1:64:8 (steps)")  # fmt: skip
-    how("-r", "--rate", metavar="N", type=rates,
+    how(
+        "-c",
+        "--concurrency",
+        metavar="N",
+        type=callers,
+        help="callers, each waits for its response (default: 1); 1,8,32 or 1:64 (doubling) or 1:64:8 (steps)",
+    )
+    how(
+        "-r",
+        "--rate",
+        metavar="N",
+        type=rates,
         help="requests per second, regardless of the server; ranges as for --concurrency; latency counts from the "
-        "intended send time")  # fmt: skip
-    rare(how("--replay", metavar="FILE", type=Path,
-             help='send at recorded times: per line, {"at": SECONDS} as for the simulator, or only the '
-             "seconds"))  # fmt: skip
-    add("--until", metavar="P=TIME", type=limit,
+        "intended send time",
+    )
+    rare(
+        how(
+            "--replay",
+            metavar="FILE",
+            type=Path,
+            help='send at recorded times: per line, {"at": SECONDS} as for the simulator, or only the seconds',
+        )
+    )
+    add(
+        "--until",
+        metavar="P=TIME",
+        type=limit,
         help="search for the highest load that keeps e.g. p99=20ms; within --concurrency LOW:HIGH "
-        "(default: 1:1024), or --rate LOW:HIGH")  # fmt: skip
-    rare(add("--arrivals", choices=("poisson", "constant"), default="poisson",
-             help="with --rate: random or equal gaps between requests (default: %(default)s)"))  # fmt: skip
-    rare(add("--in-flight", metavar="N", type=integer(1, MAX_WAITING), default=4096,
-             help="with --rate or --replay: maximum requests in flight; others wait, which counts as latency "
-             "(default: %(default)s)"))  # fmt: skip
+        "(default: 1:1024), or --rate LOW:HIGH",
+    )
+    rare(
+        add(
+            "--arrivals",
+            choices=("poisson", "constant"),
+            default="poisson",
+            help="with --rate: random or equal gaps between requests (default: %(default)s)",
+        )
+    )
+    rare(
+        add(
+            "--in-flight",
+            metavar="N",
+            type=integer(1, MAX_WAITING),
+            default=4096,
+            help="with --rate or --replay: maximum requests in flight; others wait, which counts as latency "
+            "(default: %(default)s)",
+        )
+    )
 
 
 def _add_requests(command: CommandParser) -> None:
     add = command.add_argument
-    add("-i", "--input", metavar="NAME=VALUE", action="append", default=[],
+    add(
+        "-i",
+        "--input",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
         help="an input: numbers, JSON, @FILE or @DIR (default: random); files are .npy, .json, images, .bin; those of "
-        "a directory are sent in turn; repeatable")  # fmt: skip
-    rare(add("--data", metavar="PATH",
-             help='JSON file with all inputs, as for infer, or a directory of such files, sent in turn'))  # fmt: skip
+        "a directory are sent in turn; repeatable",
+    )
+    rare(
+        add(
+            "--data",
+            metavar="PATH",
+            help="JSON file with all inputs, as for infer, or a directory of such files, sent in turn",
+        )
+    )
     add("-b", "--batch", metavar="N", type=at_least_1, help="rows of random inputs (default: 1)")
     rare(add("--shape", metavar="NAME=D1,D2,...", action="append", default=[], help="full shape of a random input"))
-    rare(add("--seed", metavar="N", type=at_least_0,
-             help="seed of random inputs and arrivals, to repeat a run (default: another one each time)"))  # fmt: skip
+    rare(
+        add(
+            "--seed",
+            metavar="N",
+            type=at_least_0,
+            help="seed of random inputs and arrivals, to repeat a run (default: another one each time)",
+        )
+    )
     rare(add("--outputs", metavar="NAME,...", help="outputs to request (default: all)"))
     add(
         "--stream",
@@ -115,8 +176,15 @@ def _add_requests(command: CommandParser) -> None:
         help="for decoupled models; also measures the time to the first response and between responses",
     )
     rare(add("--sequence-length", metavar="N", type=at_least_1, help="send sequences of N requests"))
-    rare(add("--sequences", metavar="N", type=integer(1, MAX_WAITING), default=64,
-             help="with --sequence-length, in an open loop: sequences at a time (default: %(default)s)"))  # fmt: skip
+    rare(
+        add(
+            "--sequences",
+            metavar="N",
+            type=integer(1, MAX_WAITING),
+            default=64,
+            help="with --sequence-length, in an open loop: sequences at a time (default: %(default)s)",
+        )
+    )
     add(
         "--deadline",
         metavar="TIME",
@@ -139,20 +207,61 @@ def _add_measurement(command: CommandParser) -> None:
         )
     )
     rare(add("--window", metavar="TIME", type=duration, default=10**9, help="length of a window (default: 1s)"))
-    rare(add("--windows", metavar="MIN:MAX", type=windows, default=(3, 10),
-             help="number of windows per load (default: 3:10)"))  # fmt: skip
-    rare(add("--tolerance", metavar="PERCENT", type=percent, default=0.05,
-             help="end a load when throughput and latency are known to +- this (default: 5)"))  # fmt: skip
-    rare(add("--confidence", metavar="PERCENT", type=percent, default=0.95,
-             help="confidence level of all intervals (default: 95)"))  # fmt: skip
-    rare(add("--percentile", metavar="P", type=percentile, default=50.0,
-             help="latency that must be stable: p50, p90, p95, p99, p99.9 or p99.99 (default: p50)"))  # fmt: skip
-    rare(add("--processes", metavar="N", type=integer(1, MAX_PROCESSES), default=0,
-             help="generator processes (default: 1, and more if they are too slow: up to half of the cores, or "
-             "all for a remote server)"))  # fmt: skip
+    rare(
+        add(
+            "--windows",
+            metavar="MIN:MAX",
+            type=windows,
+            default=(3, 10),
+            help="number of windows per load (default: 3:10)",
+        )
+    )
+    rare(
+        add(
+            "--tolerance",
+            metavar="PERCENT",
+            type=percent,
+            default=0.05,
+            help="end a load when throughput and latency are known to +- this (default: 5)",
+        )
+    )
+    rare(
+        add(
+            "--confidence",
+            metavar="PERCENT",
+            type=percent,
+            default=0.95,
+            help="confidence level of all intervals (default: 95)",
+        )
+    )
+    rare(
+        add(
+            "--percentile",
+            metavar="P",
+            type=percentile,
+            default=50.0,
+            help="latency that must be stable: p50, p90, p95, p99, p99.9 or p99.99 (default: p50)",
+        )
+    )
+    rare(
+        add(
+            "--processes",
+            metavar="N",
+            type=integer(1, MAX_PROCESSES),
+            default=0,
+            help="generator processes (default: 1, and more if they are too slow: up to half of the cores, or "
+            "all for a remote server)",
+        )
+    )
     rare(add("--memory", choices=("posix", "frames"), help="with ipc://: how large tensors are passed"))
-    rare(add("--no-echo", action="store_false", dest="echo",
-             help="do not measure the generator against an echo server first, which takes 2 s"))  # fmt: skip
+    rare(
+        add(
+            "--no-echo",
+            action="store_false",
+            dest="echo",
+            help="do not measure the generator against an echo server first, which takes 2 s",
+        )
+    )
 
 
 def _add_results(command: CommandParser) -> None:

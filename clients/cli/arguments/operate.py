@@ -35,14 +35,28 @@ def add_load(commands: Any) -> None:
         metavar="FILE",
         help="JSON to use instead of config.pbtxt; - reads standard input",
     )
-    add("--file", metavar="NAME=PATH", action="append", default=[],
+    add(
+        "--file",
+        metavar="NAME=PATH",
+        action="append",
+        default=[],
         help="with --config-json: send a model file; e.g. 1/model.onnx=./model.onnx; the repository's files are then "
-        "ignored; repeatable")  # fmt: skip
-    add("--previous", action="store_true",
+        "ignored; repeatable",
+    )
+    add(
+        "--previous",
+        action="store_true",
         help="restore what was served before the last load; ignores the repository; allowed in every "
-        "--model-control-mode")  # fmt: skip
-    version = add("--version", metavar="N", type=at_least_1, action="append", default=[],
-        help="serve only this version; repeatable (default: by version_policy)")  # fmt: skip
+        "--model-control-mode",
+    )
+    version = add(
+        "--version",
+        metavar="N",
+        type=at_least_1,
+        action="append",
+        default=[],
+        help="serve only this version; repeatable (default: by version_policy)",
+    )
     completion.completes(version, completion.versions)
     _add_operation(command)
     add_color(command)

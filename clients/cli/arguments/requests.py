@@ -47,19 +47,37 @@ def _add_inputs(command: argparse.ArgumentParser) -> None:
     """Arguments for inputs, repetition and outputs."""
     add = command.add_argument
     add("file", metavar="FILE", nargs="?", help='JSON file: {"inputs": {"NAME": [[1, 2, 3]]}}; - reads standard input')
-    add("-i", "--input", metavar="NAME=VALUE", action="append", default=[],
+    add(
+        "-i",
+        "--input",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
         help="an input: numbers, JSON, or @FILE (.npy, .json, image, .bin); numbers are separated by commas; for "
         "BYTES, @FILE is the file's content; @- is standard input; dtype and shape come from the model; "
-        "repeatable")  # fmt: skip
+        "repeatable",
+    )
     add("--random", action="store_true", help="random data for the other inputs; dims of variable size are 1")
     add("--batch", metavar="N", type=at_least_1, help="with --random: batch size")
-    rare(add("--shape", metavar="NAME=D1,D2,...", action="append", default=[],
-             help="with --random: full shape of an input"))  # fmt: skip
+    rare(
+        add(
+            "--shape",
+            metavar="NAME=D1,D2,...",
+            action="append",
+            default=[],
+            help="with --random: full shape of an input",
+        )
+    )
     rare(add("--seed", metavar="N", type=at_least_0, help="with --random: seed, for reproducible data"))
     rare(add("--outputs", metavar="NAME,...", help="outputs to compute (default: all)"))
     add("--out", metavar="DIR", type=Path, help="write each output to DIR/NAME.npy")
-    add("--repeat", metavar="N", type=at_least_1, default=1,
-        help="send the request N times in a row, and print the median and 99th percentile of the latency")  # fmt: skip
+    add(
+        "--repeat",
+        metavar="N",
+        type=at_least_1,
+        default=1,
+        help="send the request N times in a row, and print the median and 99th percentile of the latency",
+    )
 
 
 def add_run(commands: Any) -> None:
@@ -74,8 +92,15 @@ def add_run(commands: Any) -> None:
     add("model_dir", metavar="MODEL_DIR", type=Path, help="directory with the model's config.pbtxt")
     _add_inputs(command)
     add("--pdb", action="store_true", help="stop in Python's debugger where the model raises")
-    rare(add("--backend-config", metavar="BACKEND,KEY=VALUE", action="append", default=[],
-             help="backend setting, as for serve; repeatable"))  # fmt: skip
+    rare(
+        add(
+            "--backend-config",
+            metavar="BACKEND,KEY=VALUE",
+            action="append",
+            default=[],
+            help="backend setting, as for serve; repeatable",
+        )
+    )
     add_backend_directory(add)
     text = "use MODEL_DIR/configs/NAME.pbtxt if it exists"
     rare(add("--model-config-name", metavar="NAME", default="", help=text))

@@ -58,9 +58,13 @@ def make_client(args: argparse.Namespace, timeout: float | None = ASK_S) -> Clie
         url = os.environ.get("SHMSERVE_URL") or None
     try:
         return Client(
-            url, runtime_dir=args.runtime_dir, timeout=timeout, reconnect_timeout=CONNECT_S,
-            server_key=args.server_key, key_file=args.key_file,
-        )  # fmt: skip
+            url,
+            runtime_dir=args.runtime_dir,
+            timeout=timeout,
+            reconnect_timeout=CONNECT_S,
+            server_key=args.server_key,
+            key_file=args.key_file,
+        )
     except InvalidRequest as error:
         raise Misuse(next_step(error, args)) from error
 

@@ -57,18 +57,34 @@ def plan_of(args: argparse.Namespace) -> Plan:
     if url is None and args.runtime_dir is None:
         url = os.environ.get("SHMSERVE_URL") or None
     endpoint = Endpoint(
-        url=url, runtime_dir=args.runtime_dir, server_key=args.server_key, key_file=args.key_file, memory=args.memory,
-        headers=tuple(args.header), ca=args.ca, client_cert=args.client_cert, client_key=args.client_key,
-    )  # fmt: skip
+        url=url,
+        runtime_dir=args.runtime_dir,
+        server_key=args.server_key,
+        key_file=args.key_file,
+        memory=args.memory,
+        headers=tuple(args.header),
+        ca=args.ca,
+        client_cert=args.client_cert,
+        client_key=args.client_key,
+    )
     seed = args.seed if args.seed is not None else randbelow(SEEDS)
     inputs = Inputs(
-        texts=tuple(args.input), data=args.data, batch=args.batch, shapes=tuple(args.shape), seed=seed,
+        texts=tuple(args.input),
+        data=args.data,
+        batch=args.batch,
+        shapes=tuple(args.shape),
+        seed=seed,
         outputs=tuple(args.outputs.split(",")) if args.outputs else (),
-    )  # fmt: skip
+    )
     settings = Settings(
-        warmup_ns=args.warmup, window_ns=args.window, min_windows=args.windows[0], max_windows=args.windows[1],
-        tolerance=args.tolerance, confidence=args.confidence, percentile=args.percentile,
-    )  # fmt: skip
+        warmup_ns=args.warmup,
+        window_ns=args.window,
+        min_windows=args.windows[0],
+        max_windows=args.windows[1],
+        tolerance=args.tolerance,
+        confidence=args.confidence,
+        percentile=args.percentile,
+    )
     limit = None
     if args.until is not None:
         (percentile, ns), (low, high) = args.until, _bounds(args)

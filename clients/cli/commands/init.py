@@ -35,8 +35,15 @@ def init(args: argparse.Namespace) -> int:
         shlex.join(["shmserve", "infer", args.name, *(starter.request or ["--random", *_shapes(starter.layout)])]),
     ]
     if args.json:
-        print_json({"model": args.name, "backend": starter.layout.backend, "files": list(map(str, files)),
-                    "warning": starter.warning, "commands": commands})  # fmt: skip
+        print_json(
+            {
+                "model": args.name,
+                "backend": starter.layout.backend,
+                "files": list(map(str, files)),
+                "warning": starter.warning,
+                "commands": commands,
+            }
+        )
         return 0
     print("\n".join(map(str, files)))
     if starter.warning:

@@ -113,13 +113,34 @@ def _plans(args: argparse.Namespace, measured: MeasuredModel | None) -> Iterator
                 minimum, maximum = args.autoscale
                 scale = Autoscale(minimum, maximum, args.target, args.scale_every, args.start, args.scale_down)
             yield FleetPlan(
-                model=model, servers=servers, rate=rate, seconds=seconds, requests=requests, policy=policy,
-                balancers=args.balancers, report_ns=args.report_every, bound=args.bound, keys=args.keys,
-                skew=args.skew, cached=args.cache, network_ns=args.network, timeout_ns=args.deadline,
-                zones=args.zones, outages=tuple(outages), mtbf_s=args.mtbf / SECOND, repair_ns=args.repair,
-                detect_ns=args.detect, connect_ns=args.connect, retries=args.retries, retry_lost=args.retry_lost,
-                surges=surges, autoscale=scale, fast=not args.exact, seed=args.seed, windows=WINDOWS,
-            )  # fmt: skip
+                model=model,
+                servers=servers,
+                rate=rate,
+                seconds=seconds,
+                requests=requests,
+                policy=policy,
+                balancers=args.balancers,
+                report_ns=args.report_every,
+                bound=args.bound,
+                keys=args.keys,
+                skew=args.skew,
+                cached=args.cache,
+                network_ns=args.network,
+                timeout_ns=args.deadline,
+                zones=args.zones,
+                outages=tuple(outages),
+                mtbf_s=args.mtbf / SECOND,
+                repair_ns=args.repair,
+                detect_ns=args.detect,
+                connect_ns=args.connect,
+                retries=args.retries,
+                retry_lost=args.retry_lost,
+                surges=surges,
+                autoscale=scale,
+                fast=not args.exact,
+                seed=args.seed,
+                windows=WINDOWS,
+            )
 
 
 def _default_servers(args: argparse.Namespace) -> list[int]:
@@ -145,8 +166,9 @@ def _model(args: argparse.Namespace, measured: MeasuredModel | None) -> SimModel
     delay = args.delay if args.delay is not None else max(measured.delay_ns, 0) if measured is not None else 0
     tensors = (TensorSpec("x", "FP32", (16,)),), (TensorSpec("y", "FP32", (16,)),)
     policy = ModelPolicy("model", 1, batch, *tensors, BatchPolicy(delay_ns=delay) if batch > 1 else None)
-    return simple_model(policy, args.instances or (measured.instances if measured else 0) or INSTANCES,
-                        _service(args, measured))  # fmt: skip
+    return simple_model(
+        policy, args.instances or (measured.instances if measured else 0) or INSTANCES, _service(args, measured)
+    )
 
 
 def _service(args: argparse.Namespace, measured: MeasuredModel | None) -> Service:

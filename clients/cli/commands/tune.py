@@ -91,9 +91,16 @@ def _goal(args: argparse.Namespace) -> Goal:
     from shmserve.tools.tune.goal import Goal
 
     return Goal(
-        args.p99, args.rate, args.memory, args.rows, args.lengths or (1, 1), args.instances, args.seconds, args.confirm,
+        args.p99,
+        args.rate,
+        args.memory,
+        args.rows,
+        args.lengths or (1, 1),
+        args.instances,
+        args.seconds,
+        args.confirm,
         args.simulated,
-    )  # fmt: skip
+    )
 
 
 def _html(outcome: Outcome, path: str) -> str:

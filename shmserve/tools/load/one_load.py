@@ -57,9 +57,15 @@ class LoadRun:
     """One load from its start to its result."""
 
     def __init__(
-        self, plan: Plan, load: Load, generators: Generators, processes: int, control: Target, meter: Meter,
+        self,
+        plan: Plan,
+        load: Load,
+        generators: Generators,
+        processes: int,
+        control: Target,
+        meter: Meter,
         show: Show,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._plan = plan
         self._settings = settings_of(plan)
         self._load = load

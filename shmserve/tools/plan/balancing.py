@@ -119,9 +119,13 @@ class Balancer:
         self._total = 0
         self._least_loaded = LeastLoaded(random) if plan.policy == "least" else None
         policies = {
-            "random": self._any, "round-robin": self._next, "two-choices": self._better, "least": self._least,
-            "hash": self._of_key, "bounded-hash": self._near_key,
-        }  # fmt: skip
+            "random": self._any,
+            "round-robin": self._next,
+            "two-choices": self._better,
+            "least": self._least,
+            "hash": self._of_key,
+            "bounded-hash": self._near_key,
+        }
         self._policy = policies[plan.policy]
         self._keyed = plan.policy in KEYED
 

@@ -152,9 +152,10 @@ def _values(snapshot: Snapshot, view: View) -> Row:
     used, total = server["machine_memory_used_bytes"], server["machine_memory_bytes"]
     listed = [one for one in view.models if one["state"] != NOT_LOADED]
     return {
-        **{name: server[name] for name in (
-            "uptime_seconds", "requests_per_s", "failed_per_s", "queued", "in_flight", "connections"
-        )},
+        **{
+            name: server[name]
+            for name in ("uptime_seconds", "requests_per_s", "failed_per_s", "queued", "in_flight", "connections")
+        },
         "cpu": server["machine_utilization"],
         "memory_share": used / total if used is not None and total else None,
         "gpu": max((gpu["utilization"] for gpu in view.gpus if gpu["utilization"] is not None), default=None),
@@ -165,7 +166,7 @@ def _values(snapshot: Snapshot, view: View) -> Row:
         "instances": _instances(listed),
         "queue_seconds": _weighted(view.models, "queue_seconds"),
         **percentiles(_merged(snapshot.times.values())),
-    }  # fmt: skip
+    }
 
 
 def _state(view: View) -> str:
@@ -204,15 +205,16 @@ def _model(name: str, rows: list[Row], known: Sequence[Snapshot]) -> Row:
         "state": state if having else NOT_LOADED,
         "servers": f"{len(serves)}/{len(having)}" if having else None,
         "instances": _instances(rows),
-        **{key: _sum(row[key] for row in rows) for key in (
-            "requests_per_s", "failed_per_s", "queued", "in_flight", "memory_bytes", "gpu_memory_bytes"
-        )},
+        **{
+            key: _sum(row[key] for row in rows)
+            for key in ("requests_per_s", "failed_per_s", "queued", "in_flight", "memory_bytes", "gpu_memory_bytes")
+        },
         "queue_seconds": _weighted(rows, "queue_seconds"),
         "mean_batch": (_sum(row["rows_per_s"] for row in rows) or 0.0) / batches if batches else None,
         "busy": sum(row["busy"] * row["ready"] for row in rows if row["busy"] is not None) / ready if ready else None,
         "reason": "; ".join(f"{server}: {reason}" for reason, server in reasons.items()),
         **percentiles(_merged(times)),
-    }  # fmt: skip
+    }
 
 
 def _versions(rows: Iterable[Row]) -> tuple[int, ...]:

@@ -277,8 +277,13 @@ def document_of(
     models: dict[tuple[str, str], Document] = {}
     for entry in index:
         name, version = str(entry["name"]), str(entry.get("version", ""))
-        models[name, version] = {"name": name, "version": version, "state": str(entry.get("state", "")),
-                                 "reason": str(entry.get("reason", "")), "instances": []}  # fmt: skip
+        models[name, version] = {
+            "name": name,
+            "version": version,
+            "state": str(entry.get("state", "")),
+            "reason": str(entry.get("reason", "")),
+            "instances": [],
+        }
     for counted in statistics.get("model_stats", ()):
         key = str(counted["name"]), str(counted["version"])
         entry = models.setdefault(
@@ -289,8 +294,12 @@ def document_of(
         entry |= {"memory_bytes": memory} | {name: counted[name] for name in ("queued", "in_flight") if name in counted}
     facts: Document = {"name": server.get("name"), "version": server.get("version"), "ready": ready}
     document: Document = {
-        "time_ns": time.monotonic_ns(), "server": facts, "models": list(models.values()), "clients": [], "gpus": [],
-    }  # fmt: skip
+        "time_ns": time.monotonic_ns(),
+        "server": facts,
+        "models": list(models.values()),
+        "clients": [],
+        "gpus": [],
+    }
     seen = _add_metrics(document, models, metrics) if metrics is not None else set()
     provided = {name for entry in models.values() for name in ("queued", "in_flight") if name in entry}
     document["unknown"] = sorted(_unknown(seen) | ({"queued", "in_flight"} - provided))

@@ -223,20 +223,42 @@ def _figures(row: Row, width: int, unknown: frozenset[str]) -> list[Line]:
         return name, (UNKNOWN if key in unknown else NOTHING) if value is None else text(value)
 
     groups = [
-        [fact("req/s", "requests_per_s", rate_text), fact("failed/s", "failed_per_s", rate_text),
-         fact("rows/s", "rows_per_s", rate_text), fact("batches/s", "batches_per_s", rate_text),
-         fact("mean batch", "mean_batch", rate_text), fact("max batch", "max_batch", count_text)],
-        [fact("p50", "p50", short_duration), fact("p95", "p95", short_duration), fact("p99", "p99", short_duration),
-         fact("queue", "queue_seconds", short_duration), fact("input", "input_seconds", short_duration),
-         fact("infer", "infer_seconds", short_duration), fact("output", "output_seconds", short_duration)],
-        [fact("queued", "queued", count_text), fact("running", "in_flight", count_text),
-         fact("instances", "instances", str), fact("busy", "busy", share_text), fact("cpu", "cpu", share_text),
-         fact("sequences", "sequences", count_text), fact("scaled", "scaled", str)],
-        [fact("memory", "memory_bytes", bytes_text), fact("gpu memory", "gpu_memory_bytes", bytes_text),
-         fact("requests", "requests", count_text), fact("failed", "failed", count_text),
-         fact("restarts", "restarts", count_text), fact("cache hits", "cache_hits", share_text),
-         fact("loaded in", "loading_seconds", short_duration)],
-    ]  # fmt: skip
+        [
+            fact("req/s", "requests_per_s", rate_text),
+            fact("failed/s", "failed_per_s", rate_text),
+            fact("rows/s", "rows_per_s", rate_text),
+            fact("batches/s", "batches_per_s", rate_text),
+            fact("mean batch", "mean_batch", rate_text),
+            fact("max batch", "max_batch", count_text),
+        ],
+        [
+            fact("p50", "p50", short_duration),
+            fact("p95", "p95", short_duration),
+            fact("p99", "p99", short_duration),
+            fact("queue", "queue_seconds", short_duration),
+            fact("input", "input_seconds", short_duration),
+            fact("infer", "infer_seconds", short_duration),
+            fact("output", "output_seconds", short_duration),
+        ],
+        [
+            fact("queued", "queued", count_text),
+            fact("running", "in_flight", count_text),
+            fact("instances", "instances", str),
+            fact("busy", "busy", share_text),
+            fact("cpu", "cpu", share_text),
+            fact("sequences", "sequences", count_text),
+            fact("scaled", "scaled", str),
+        ],
+        [
+            fact("memory", "memory_bytes", bytes_text),
+            fact("gpu memory", "gpu_memory_bytes", bytes_text),
+            fact("requests", "requests", count_text),
+            fact("failed", "failed", count_text),
+            fact("restarts", "restarts", count_text),
+            fact("cache hits", "cache_hits", share_text),
+            fact("loaded in", "loading_seconds", short_duration),
+        ],
+    ]
     together = max(1, min(len(groups), (width + 2) // _GROUP))
     lines: list[Line] = []
     for first in range(0, len(groups), together):

@@ -183,9 +183,22 @@ def rates(before: Document | None, after: Document, seconds: float) -> Row:
     """Rates between two states of a version's counters. Without `before`, or if counters were reset in between (the
     version was unloaded and loaded again), all values are None."""
     row: Row = dict.fromkeys(
-        ("requests_per_s", "failed_per_s", "rows_per_s", "batches_per_s", "mean_batch", "queue_seconds",
-         "compute_seconds", "input_seconds", "infer_seconds", "output_seconds", "busy", "cache_hits", *SHARES)
-    )  # fmt: skip
+        (
+            "requests_per_s",
+            "failed_per_s",
+            "rows_per_s",
+            "batches_per_s",
+            "mean_batch",
+            "queue_seconds",
+            "compute_seconds",
+            "input_seconds",
+            "infer_seconds",
+            "output_seconds",
+            "busy",
+            "cache_hits",
+            *SHARES,
+        )
+    )
     row["reasons"] = {}
     if not before or not after or any(after.get(name, 0) < before.get(name, 0) for name in _MONOTONIC):
         return row

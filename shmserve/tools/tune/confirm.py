@@ -151,6 +151,13 @@ class Confirmation:
 def point(found: Observation, rate: float, goal: Goal) -> Point:
     holds = not found.overloaded and not found.failed and found.p99_ns <= goal.p99_ns
     return Point(
-        rate, found.per_s, found.p50_ns, found.p99_ns, found.mean_batch, holds, found.late_ns, found.refused,
+        rate,
+        found.per_s,
+        found.p50_ns,
+        found.p99_ns,
+        found.mean_batch,
+        holds,
+        found.late_ns,
+        found.refused,
         found.refusal,
-    )  # fmt: skip
+    )

@@ -138,9 +138,7 @@ def _change(row: _Row, confidence: float, minimum: float) -> Change:
     """The difference between the values that reports show. Its interval follows from the windows."""
     delta = difference(row.old_windows, row.new_windows, confidence)
     if delta is None or not row.old:
-        return Change(
-            load=row.load, metric=row.metric.name, old=row.old, new=row.new, relative=None, verdict=UNKNOWN
-        )  # fmt: skip
+        return Change(load=row.load, metric=row.metric.name, old=row.old, new=row.new, relative=None, verdict=UNKNOWN)
     middle, half = row.new - row.old, delta.half
     relative = Interval(middle / row.old, (middle - half) / row.old, (middle + half) / row.old)
     if relative.low <= 0 <= relative.high:
@@ -149,9 +147,7 @@ def _change(row: _Row, confidence: float, minimum: float) -> Change:
         verdict = SAME
     else:
         verdict = BETTER if (middle > 0) is row.metric.more_is_better else WORSE
-    return Change(
-        load=row.load, metric=row.metric.name, old=row.old, new=row.new, relative=relative, verdict=verdict
-    )  # fmt: skip
+    return Change(load=row.load, metric=row.metric.name, old=row.old, new=row.new, relative=relative, verdict=verdict)
 
 
 def _failures(old: Point, new: Point, confidence: float) -> Change:

@@ -109,9 +109,14 @@ class Collector:
 def _chosen(chunk: Responses, where: Any) -> Responses:
     first = chunk.first[where] if len(chunk.first) else chunk.first
     return Responses(
-        chunk.done[where], chunk.latency[where], chunk.delay[where], chunk.code[where], chunk.process[where], first,
+        chunk.done[where],
+        chunk.latency[where],
+        chunk.delay[where],
+        chunk.code[where],
+        chunk.process[where],
+        first,
         chunk.gaps,
-    )  # fmt: skip
+    )
 
 
 def _later(chunk: Responses, end: int) -> Responses:
@@ -129,11 +134,14 @@ def _joined(chunks: list[Responses], gaps: list[tuple[Array, Array]], start: int
         return Responses(_NONE, _NONE, _NONE, small, small, _NONE, np.concatenate(between) if between else _NONE)
     join = np.concatenate
     return Responses(
-        join([part.done for part in parts]), join([part.latency for part in parts]),
-        join([part.delay for part in parts]), join([part.code for part in parts]),
-        join([part.process for part in parts]), join([part.first for part in parts]),
+        join([part.done for part in parts]),
+        join([part.latency for part in parts]),
+        join([part.delay for part in parts]),
+        join([part.code for part in parts]),
+        join([part.process for part in parts]),
+        join([part.first for part in parts]),
         join(between) if between else _NONE,
-    )  # fmt: skip
+    )
 
 
 def window_of(found: Responses, start: int, end: int, origin: int, deadline_ns: int) -> Window:

@@ -73,14 +73,23 @@ class Generator:
         facts = await target.facts(plan.model, plan.version)
         feeds = request_inputs(plan.inputs, plan.model, facts)
         options = RequestOptions(
-            model=plan.model, version=plan.version, outputs=plan.inputs.outputs, deadline_ns=plan.deadline_ns,
+            model=plan.model,
+            version=plan.version,
+            outputs=plan.inputs.outputs,
+            deadline_ns=plan.deadline_ns,
             stream=plan.stream,
-        )  # fmt: skip
+        )
         bodies = [target.prepare(feed, facts, options) for feed in feeds]
         self._sender = Sender(
-            bodies, target.slot, time.monotonic_ns, self._timer.until, stream=plan.stream, sequences=plan.sequences,
-            ids=SequenceIds(secrets.randbits(31) << 24), first_body=index * 7,
-        )  # fmt: skip
+            bodies,
+            target.slot,
+            time.monotonic_ns,
+            self._timer.until,
+            stream=plan.stream,
+            sequences=plan.sequences,
+            ids=SequenceIds(secrets.randbits(31) << 24),
+            first_body=index * 7,
+        )
         self.tell(Prepared(mean_rows(feeds, facts.max_batch)))
         gc.collect()
         gc.freeze()  # the requests live until the end; the collector must not scan them during the load

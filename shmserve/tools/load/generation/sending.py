@@ -105,9 +105,17 @@ class Recorder:
 
     def take(self, now: int, cpu_ns: int) -> Samples:
         taken = Samples(
-            now, cpu_ns, self.done.tobytes(), self.latency.tobytes(), self.delay.tobytes(), self.code.tobytes(),
-            self.first.tobytes(), self.gap_at.tobytes(), self.gap.tobytes(), list(self.errors),
-        )  # fmt: skip
+            now,
+            cpu_ns,
+            self.done.tobytes(),
+            self.latency.tobytes(),
+            self.delay.tobytes(),
+            self.code.tobytes(),
+            self.first.tobytes(),
+            self.gap_at.tobytes(),
+            self.gap.tobytes(),
+            list(self.errors),
+        )
         self._clear()
         return taken
 

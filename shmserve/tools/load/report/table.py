@@ -203,9 +203,11 @@ def comparison_text(found: Comparison, names: tuple[str, str], screen: Screen) -
 def _sentence(result: Comparison, old: str) -> str:
     """The conclusion in one sentence; for a mixed result it names what is worse."""
     text = {
-        BETTER: f"better than {old}", WORSE: f"worse than {old}", SAME: f"not different from {old}",
+        BETTER: f"better than {old}",
+        WORSE: f"worse than {old}",
+        SAME: f"not different from {old}",
         MIXED: f"better than {old} in some metrics and worse in others",
-    }.get(result.verdict, f"not known to differ from {old}")  # fmt: skip
+    }.get(result.verdict, f"not known to differ from {old}")
     if result.verdict == SAME and any(change.verdict == UNKNOWN for change in result.changes):
         return f"{text}, as far as that is known"
     if result.verdict != MIXED:

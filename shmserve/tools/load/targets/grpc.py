@@ -127,9 +127,13 @@ class _Body:
 
 class _GrpcSlot:
     def __init__(
-        self, connection: GrpcConnection, connect: Callable[[], Awaitable[GrpcConnection]], infer: bytes, stream: bytes,
+        self,
+        connection: GrpcConnection,
+        connect: Callable[[], Awaitable[GrpcConnection]],
+        infer: bytes,
+        stream: bytes,
         response: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._connection = connection
         self._connect = connect
         self._infer = infer

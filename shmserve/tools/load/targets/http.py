@@ -169,11 +169,15 @@ class _Body:
         raw = {name: raw_bytes(array) for name, array in arrays.items()}
         self._document: dict[str, Any] = {
             "inputs": [
-                {"name": name, "datatype": facts.inputs[name]["datatype"], "shape": list(arrays[name].shape),
-                 "parameters": {"binary_data_size": len(data)}}
+                {
+                    "name": name,
+                    "datatype": facts.inputs[name]["datatype"],
+                    "shape": list(arrays[name].shape),
+                    "parameters": {"binary_data_size": len(data)},
+                }
                 for name, data in raw.items()
             ]
-        }  # fmt: skip
+        }
         if options.outputs:
             self._document["outputs"] = [
                 {"name": name, "parameters": {"binary_data": True}} for name in options.outputs

@@ -20,9 +20,13 @@ class NativeTarget:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._client = AsyncClient(
-            endpoint.url, runtime_dir=endpoint.runtime_dir, reconnect_timeout=CONNECT_S, memory=endpoint.memory,
-            server_key=endpoint.server_key, key_file=endpoint.key_file,
-        )  # fmt: skip
+            endpoint.url,
+            runtime_dir=endpoint.runtime_dir,
+            reconnect_timeout=CONNECT_S,
+            memory=endpoint.memory,
+            server_key=endpoint.server_key,
+            key_file=endpoint.key_file,
+        )
 
     async def facts(self, model: str, version: str) -> ModelFacts:
         client, chosen = self._client, version or None
