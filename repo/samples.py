@@ -30,6 +30,7 @@ SETS = {
     "basic": ("add_sub", "cnn", "mlp", "ocr_rec"),
     "chat": ("chat",),
     "lanes": ("lanes",),
+    "native": ("scale",),
     "ocr": ("ocr", "ocr_boxes", "ocr_det", "ocr_prepare", "ocr_rec", "ocr_text"),
     "scan": ("ocr_det", "scan", "scan_direction", "scan_prepare"),
     "sentiment": ("sentiment", "sentiment_classifier", "sentiment_labels", "sentiment_tokenizer"),

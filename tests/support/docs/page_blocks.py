@@ -17,6 +17,7 @@ RUN = {
     "guides/securing": False,
     "guides/upgrading": True,
     "http": True,
+    "native-backends": False,
     "sequences": False,
     "triton": False,
     "tutorials/folder": False,

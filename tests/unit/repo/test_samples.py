@@ -49,7 +49,7 @@ def test_a_set_is_built_completely_or_not_at_all(part: str, tmp_path: Path) -> N
         assert f'name: "{name}"' in config
         backend = re.search(r'backend: "(\w+)"', config)
         expected = (
-            {"python": {"model.py"}, "onnxruntime": {"model.onnx"}, "llamacpp": {"model.gguf"}}[backend[1]]
+            {"python": {"model.py"}, "onnxruntime": {"model.onnx"}, "llamacpp": {"model.gguf"}}.get(backend[1], set())
             if backend
             else set()
         )
@@ -88,7 +88,7 @@ def test_the_command_writes_the_named_samples(tmp_path: Path, capsys: pytest.Cap
     assert samples.main([]) == 2
     assert "usage" in capsys.readouterr().err
     assert samples.main([str(tmp_path / "other"), "basics"]) == 2
-    assert "[basic | chat | lanes | ocr | scan | sentiment | topics | vad | all]" in capsys.readouterr().err
+    assert "[basic | chat | lanes | native | ocr | scan | sentiment | topics | vad | all]" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
     assert samples.main([str(tmp_path / "words"), "sentiment"]) == 0
     assert sorted(path.name for path in (tmp_path / "words").iterdir()) == list(samples.SETS["sentiment"])
