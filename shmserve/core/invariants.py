@@ -11,7 +11,7 @@ from shmserve.core.intake.queries import QueryQueue
 from shmserve.core.ledger import Place
 from shmserve.core.owners.model import Model
 from shmserve.core.owners.run import Run
-from shmserve.core.records import Caller, CallingWorker, ClientState, Instance, Request, Version
+from shmserve.core.records import CallingWorker, ClientState, Instance, Request, Version
 from shmserve.core.service.graph import handles_of
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, InstanceState, RequestState, SequenceState, VersionState
@@ -122,8 +122,6 @@ def _check_client_bytes(state: State, clients: Iterable[ClientState]) -> None:
             mine = [request.inline for request in state.requests.values() if request.payer is caller]
             assert (caller.in_flight, caller.bytes) == (len(mine), sum(mine)), f"caller {caller.name} of {client.name}"
             assert mine, f"caller {caller.name} of {client.name} is kept without a request"
-    of_callers = sum(isinstance(request.payer, Caller) for request in state.requests.values())
-    assert sum(count.in_flight for count in state.caller_counts) == of_callers
 
 
 def _check_version(state: State, version: Version, queue: list[Request]) -> None:

@@ -220,21 +220,17 @@ class Caller(Struct, eq=False):
     def enter(self, count: int, inline: int) -> None:
         self.client.callers[self.name] = self
         self.in_flight += count
-        self.count.in_flight += count
         self.bytes += inline
 
-    def leave(self, inline: int) -> None:
+    def leave(self, inline: int, ns: int = 0, ended: int = 1) -> None:
+        """`ns`: how long the request was in the server. `ended`: 0 if it is admitted anew."""
+        count = self.count
+        count.requests += ended
+        count.request_ns += ns
         self.in_flight -= 1
-        self.count.in_flight -= 1
         self.bytes -= inline
         if not self.in_flight:
             del self.client.callers[self.name]
-
-    def finish(self, inline: int, ns: int) -> None:
-        """One of its requests has ended, so long after it arrived."""
-        self.count.requests += 1
-        self.count.request_ns += ns
-        self.leave(inline)
 
 
 class ClientState(Struct, eq=False):
@@ -302,11 +298,8 @@ class ClientState(Struct, eq=False):
     def enter(self, count: int, inline: int) -> None:
         """Its requests are in `requests`."""
 
-    def leave(self, inline: int) -> None:
+    def leave(self, inline: int, ns: int = 0, ended: int = 1) -> None:
         """See `enter`."""
-
-    def finish(self, inline: int, ns: int) -> None:
-        """Only callers of gateways are counted."""
 
     def has_placed(self, handle: Handle) -> bool:
         """Was this output placed in the client's own memory, as it requested? Such outputs are not holds."""

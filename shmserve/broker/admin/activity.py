@@ -17,7 +17,6 @@ from shmserve.broker.models.traffic import traffic_document
 from shmserve.core.owners import activity
 from shmserve.core.records import ClientState, Version
 from shmserve.core.state import State
-from shmserve.core.stats.callers import CallerCount
 from shmserve.core.stats.statistics import Statistics
 from shmserve.core.traffic import UNSET
 from shmserve.system import procfs
@@ -112,8 +111,8 @@ class ActivityReport:
         """The clients, and the callers for whom gateways speak, with the most requests in flight."""
         known = self._state.clients.values()
         clients = nlargest(SHOWN_CLIENTS, known, key=lambda one: (len(one.requests), one.held_bytes))
-        callers = activity.callers(self._state.caller_counts, self._state.requests.values())
-        return [self._client(client) for client in clients] + [_caller(*one) for one in callers]
+        callers = activity.callers(known, self._state.requests.values(), self._state.caller_counts)
+        return [self._client(client) for client in clients] + [_caller(one) for one in callers]
 
     def _client(self, client: ClientState) -> Document:
         segments = self._state.ledger.segments
@@ -130,16 +129,16 @@ class ActivityReport:
         }
 
 
-def _caller(caller: CallerCount, queued: int) -> Document:
+def _caller(caller: activity.CallerActivity) -> Document:
     return {
-        "number": caller.number,
+        "number": caller.used.number,
         "name": "caller",
-        "user": caller.name,
+        "user": caller.used.name,
         "plane": "",
         "in_flight": caller.in_flight,
-        "queued": queued,
-        "requests": caller.requests,
-        "request_ns": caller.request_ns,
+        "queued": caller.queued,
+        "requests": caller.used.requests,
+        "request_ns": caller.used.request_ns,
         "held_bytes": 0,
         "segments": 0,
         "segment_bytes": 0,

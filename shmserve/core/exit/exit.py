@@ -205,7 +205,7 @@ def end(state: State, request: Request) -> None:
     request.move(_ENDED)
     del state.requests[request.number]
     if request.payer is not request.client:
-        request.payer.finish(request.inline, state.now - request.arrived)
+        request.payer.leave(request.inline, state.now - request.arrived)
     if state.shadowed:
         shadow.not_repeated(state, request)
     if final is _LINGERING and is_stream(request):
@@ -232,7 +232,7 @@ def end_plain(state: State, version: Version, requests: list[Request], taken: in
         client.bytes -= request.inline
         payer = request.payer
         if payer is not client:
-            payer.finish(request.inline, now - request.arrived)
+            payer.leave(request.inline, now - request.arrived)
         rows += request.cost
         arrivals.append(request.arrived)
     state.observers.answered(version, arrivals, rows, taken, now)

@@ -160,7 +160,7 @@ class Intake:
             own, arrived = waited.number, waited.arrived
             waited.move(RequestState.ENDED)  # its timers end; the new request has its place in the tables
             payer = waited.payer
-            payer.leave(waited.inline)
+            payer.leave(waited.inline, ended=0)
         request = Request(
             own, client, client, payer, number, version, inputs, outputs, options, rows, rows or 1, inline, signature,
             segments, pins, blocks, arrived, level, audience=client.audience, length=length,

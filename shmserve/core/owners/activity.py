@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from shmserve.core.records import Caller, Instance, Request, Version
+from shmserve.core.records import Caller, ClientState, Instance, Request, Version
 from shmserve.core.states import BatchState, RequestState
 from shmserve.core.stats.callers import CallerCount, CallerCounts
 
@@ -24,17 +25,32 @@ def queued(versions: Iterable[Version]) -> int:
     return count
 
 
-def callers(counts: CallerCounts, requests: Iterable[Request]) -> list[tuple[CallerCount, int]]:
-    """The callers of gateways that take most, and the number of queued requests of each, as for `queued`."""
-    largest = counts.largest()
-    found: Counter[CallerCount] = Counter()
-    for request in requests if largest else ():
+SHOWN_CALLERS = 10
+
+
+class CallerActivity(NamedTuple):
+    in_flight: int
+    queued: int
+    """As for `queued`."""
+    used: CallerCount
+
+
+def callers(clients: Iterable[ClientState], requests: Iterable[Request], counts: CallerCounts) -> list[CallerActivity]:
+    """The callers of gateways with the most requests in flight, and then those whose requests took most time."""
+    in_flight: Counter[CallerCount] = Counter()
+    for client in clients:
+        for caller in client.callers.values():
+            in_flight[caller.count] += caller.in_flight
+    waiting: Counter[CallerCount] = Counter()
+    for request in requests if in_flight else ():
         payer, batch = request.payer, request.batch
         if type(payer) is Caller and (
             request.state is RequestState.QUEUED or (batch is not None and batch.state is BatchState.OPEN)
         ):
-            found[payer.count] += 1
-    return [(count, found[count]) for count in largest]
+            waiting[payer.count] += 1
+    shown = [count for count, _ in in_flight.most_common(SHOWN_CALLERS)]
+    shown += [count for count in counts.largest(SHOWN_CALLERS + len(shown)) if count not in in_flight]
+    return [CallerActivity(in_flight[count], waiting[count], count) for count in shown[:SHOWN_CALLERS]]
 
 
 def in_flight(versions: Iterable[Version]) -> int:

@@ -1,29 +1,16 @@
-"""Which callers are remembered, and which of them are shown."""
+"""Which callers are remembered."""
 
 from __future__ import annotations
 
-from shmserve.core.stats.callers import KEPT, SHOWN, CallerCounts
+from shmserve.core.stats.callers import KEPT, CallerCounts
 
 
-def test_callers_with_the_most_in_flight_and_then_the_most_time_are_shown() -> None:
+def test_the_callers_whose_requests_took_least_are_forgotten() -> None:
     counts = CallerCounts()
-    for number in range(2 * SHOWN):
-        counts.of(f"caller {number}").request_ns = number
-    counts.of("caller 3").in_flight = 2
-    assert [count.name for count in counts.largest()[:3]] == ["caller 3", "caller 19", "caller 18"]
-    assert len(counts.largest()) == SHOWN
-
-
-def test_the_callers_that_took_least_are_forgotten_unless_they_have_requests() -> None:
-    counts = CallerCounts()
-    busy = counts.of("busy")
-    busy.in_flight = 1
-    large = counts.of("large")
+    large, small = counts.of("large"), counts.of("small")
     large.request_ns = 5
-    small = counts.of("small")
     for number in range(3 * KEPT):
         counts.of(f"user {number}").request_ns = 1
-        assert len(list(counts)) <= KEPT + 1
-    assert counts.of("busy") is busy
+        assert len(counts.largest(2 * KEPT)) <= KEPT
     assert counts.of("large") is large
     assert counts.of("small").number != small.number

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from shmserve.broker.admin.activity import SHOWN_CLIENTS, ActivityReport
 from shmserve.broker.admin.queries import Control
 from shmserve.core.events import SetTraffic
+from shmserve.core.owners.activity import SHOWN_CALLERS
 from shmserve.core.stats import histogram
-from shmserve.core.stats.callers import SHOWN
 from shmserve.protocol.messages import Ask, Fail
 from shmserve.protocol.roles import ALL_ROLES, FORWARD, INFER, OBSERVE, OPERATE
 from shmserve.system import procfs
@@ -120,7 +120,7 @@ def test_the_callers_of_a_gateway_with_the_most_requests_are_listed() -> None:
     world.deploy(policy())
     gateway = world.connect("gateway of 7", roles=ALL_ROLES | FORWARD)
     number = 0
-    for count in range(1, SHOWN + 4):
+    for count in range(1, SHOWN_CALLERS + 4):
         for _ in range(count):
             number += 1
             sent = infer(gateway, number)
@@ -129,7 +129,7 @@ def test_the_callers_of_a_gateway_with_the_most_requests_are_listed() -> None:
     found = ask(control_of(world))["clients"]
     assert found[0]["in_flight"] == number
     assert [(one["number"], one["user"], one["in_flight"], one["queued"]) for one in found[1:]] == [
-        (count, f"token c{count}", count, count) for count in range(SHOWN + 3, 3, -1)
+        (count, f"token c{count}", count, count) for count in range(SHOWN_CALLERS + 3, 3, -1)
     ]
 
 

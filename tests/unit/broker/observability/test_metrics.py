@@ -17,7 +17,7 @@ from shmserve.broker.observability.metric_definitions import FAMILIES, RESERVED,
 from shmserve.broker.observability.metrics import SHOWN_CLIENTS
 from shmserve.core import events
 from shmserve.core.limits import Limits
-from shmserve.core.stats.callers import SHOWN
+from shmserve.core.owners.activity import SHOWN_CALLERS
 from shmserve.protocol.messages import Return
 from shmserve.protocol.roles import ALL_ROLES, FORWARD
 from shmserve.shm.arena import Arena
@@ -258,9 +258,9 @@ def test_the_largest_callers_of_gateways_have_series_without_their_names() -> No
     names = ("requests_in_flight", "requests_queued", "requests_total", "request_seconds_total")
     assert [seen(f"shmserve_caller_{name}", caller="1") for name in names] == [1, 0, 1, 0.005]
     assert [seen(f"shmserve_caller_{name}", caller="2") for name in names] == [1, 1, 0, 0]
-    for number in range(SHOWN + 5):
+    for number in range(SHOWN_CALLERS + 5):
         sends(gateways[0], 10 + number, f"token {number}")
-    assert len(metrics(world).all("shmserve_caller_requests_total")) == SHOWN
+    assert len(metrics(world).all("shmserve_caller_requests_total")) == SHOWN_CALLERS
 
 
 def test_resource_usage_of_a_process() -> None:
