@@ -429,6 +429,8 @@ class Instance(Struct, eq=False):
     """Memory of its process as last measured, on the host and on its GPU."""
     streams: dict[int, Request] = {}
     """Open streams: requests whose batch has run, with responses still to come."""
+    streaming_since: int = 0
+    """While there are any: since when."""
     unread: dict[int, int] = {}
     """Requests of the running batch for whose callers the model waits, since when."""
     replaces: Instance | None = None

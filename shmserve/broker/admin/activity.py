@@ -61,7 +61,7 @@ class ActivityReport:
         for entry in index:
             if entry["version"]:
                 version = self._state.models[entry["name"]].versions[int(entry["version"])]
-                entry["counters"] = counters(version.statistics)
+                entry["counters"] = counters(version.statistics, activity.streaming_ns(version, began))
                 entry["max_batch"] = version.policy.max_batch if version.policy is not None else 0
                 entry["sequences"] = _sequences(version)
                 entry["ensemble"] = version.service.graph is not None
@@ -145,9 +145,9 @@ def _caller(caller: activity.CallerActivity) -> Document:
     }
 
 
-def counters(counted: Statistics) -> Document:
-    """Counts and sums since the version was loaded. `request_times` maps each non-empty bucket to its count."""
-    batches = counted.batches.values()
+def counters(counted: Statistics, streaming_ns: int) -> Document:
+    """Counts and sums since the version was loaded. `request_times` maps each non-empty bucket to its count.
+    `streaming_ns`: how long instances have had open streams."""
     return {
         "success": counted.success_count,
         "failed": counted.fail_count,
@@ -160,7 +160,7 @@ def counters(counted: Statistics) -> Document:
         "input_ns": counted.input_ns,
         "infer_ns": counted.infer_ns,
         "output_ns": counted.output_ns,
-        "batch_ns": sum(batch.input_ns + batch.infer_ns + batch.output_ns for batch in batches),
+        "batch_ns": counted.busy_ns + streaming_ns,
         "cache_hits": counted.cache_hits,
         "cache_misses": counted.cache_misses,
         "restarts": sum(counted.restarts.values()),

@@ -55,7 +55,10 @@ def _row(state: State, version: Version, instance: Instance, row: Row, now: int)
             if batch is not None and request.batch is batch and request.parts >= window:
                 batch.stall(now)
         return
-    if instance.streams.pop(request.number, None) is None and batch is not None:
+    if instance.streams.pop(request.number, None) is not None:
+        if not instance.streams:
+            state.observers.streams_ended(version, instance)
+    elif batch is not None:
         batch.left -= 1
     if request.state is _LINGERING:
         exit.released(state, request)
@@ -106,6 +109,8 @@ def _count(request: Request) -> str:
 
 def batch_done(state: State, version: Version, instance: Instance, batch: Batch[Request], taken: int) -> None:
     """Requests of the batch that have not had their last response continue outside it."""
+    if not instance.streams:
+        instance.streaming_since = state.now
     for request in batch.requests():
         if request.state is _SENT:
             request.move(_OPEN)
@@ -120,7 +125,9 @@ def lost(state: State, version: Version, instance: Instance, reason: str) -> Non
     for request in list(instance.streams.values()):
         text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended after {_count(request)}"
         exit.fail(state, request, "MODEL_FAILED", f"{text} to this request ({reason})")
-    instance.streams.clear()
+    if instance.streams:
+        instance.streams.clear()
+        state.observers.streams_ended(version, instance)
 
 
 def more(state: State, request: Request, count: int) -> None:

@@ -77,6 +77,12 @@ def busy_ns(version: Version, instance: Instance, now: int) -> int:
     return ran if ran > max(BUSY_NS, BUSY_BATCHES * version.service_ns) else 0
 
 
+def streaming_ns(version: Version, now: int) -> int:
+    """How long its instances have had open streams, in total."""
+    since = [instance.streaming_since for instance in version.instances if instance.streams]
+    return version.statistics.streaming_ns + len(since) * now - sum(since)
+
+
 def waits_for(versions: Iterable[Version], now: int) -> str:
     """Why an unload has not completed."""
     versions = list(versions)

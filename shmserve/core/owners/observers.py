@@ -147,9 +147,17 @@ class Observers:
         """A decoupled model has sent a response. `wanted`: its caller has not left."""
         if wanted:
             usual = "success" if row.outputs or row.parameters else "empty_response"
-            request.version.statistics.responded(request.parts, usual if row.error is None else "fail", row.times)
+            statistics = request.version.statistics
+            statistics.responded(request.parts, usual if row.error is None else "fail", row.times)
+            if request.batch is None and row.times is not None:  # not part of the time of a batch
+                statistics.infer_ns += row.times[0]
+                statistics.output_ns += row.times[1]
         elif not row.more:  # others were sent before the worker knew of the cancellation
             request.version.statistics.responded(request.parts, "cancel", row.times)
+
+    def streams_ended(self, version: Version, instance: Instance) -> None:
+        """The last open stream of an instance has ended."""
+        version.statistics.streaming_ns += self._turn.now - instance.streaming_since
 
     def left_batch(self, request: Request, taken: int) -> None:
         """The batch of the request is done, and further responses follow."""

@@ -136,6 +136,8 @@ class Statistics(Struct):
     input_ns: int = 0
     infer_ns: int = 0
     output_ns: int = 0
+    streaming_ns: int = 0
+    """Total time in which instances had open streams, until the last one ended."""
     cache_hits: int = 0
     cache_hit_ns: int = 0
     cache_misses: int = 0

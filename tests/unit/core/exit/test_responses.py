@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.core.limits import Limits
+from shmserve.core.owners import activity
 from shmserve.core.policy import BatchPolicy
 from shmserve.core.stats.statistics import RESPONSES, ResponseCount, Statistics
 from shmserve.protocol import codec as wire
@@ -114,6 +115,22 @@ def test_statistics_of_responses_by_their_index() -> None:
         ResponseCount(compute_infer=(2, 8), compute_output=(2, 3), success=(2, 11), cancel=(1, 700)),
         ResponseCount(compute_infer=(2, 80), compute_output=(1, 0), fail=(1, 50), empty_response=(1, 40)),
     ]
+
+
+def test_streams_after_their_batch_count_as_compute_and_keep_the_instance_busy() -> None:
+    world = Streaming()
+    world.begin({1: 99, 2: 99})
+    world.finish("stream_0")
+    version, before, began = world.core.state.models["stream"].versions[1], world.counted().infer_ns, world.now
+    first, second = world.streaming.streams
+    world.advance(world.now + 30 * MS)
+    assert activity.streaming_ns(version, world.now) == 30 * MS
+    world.part(first, (7, 2))
+    world.part(first, (3, 1), last=True)
+    world.part(second, (5, 0), last=True)
+    assert (world.counted().infer_ns - before, world.counted().streaming_ns) == (15, world.now - began)
+    world.advance(world.now + 30 * MS)
+    assert activity.streaming_ns(version, world.now) == world.counted().streaming_ns
 
 
 def test_statistics_of_responses_are_bounded() -> None:
