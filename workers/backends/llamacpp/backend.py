@@ -16,6 +16,7 @@ from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.protocol.messages import Failure
 from shmserve.repo.config.schema import ModelInput, ModelOutput, ModelTransactionPolicy
 from shmserve.workers.backends.base import Context, SeparateBackend
+from shmserve.workers.backends.language_metrics import LanguageMetrics
 from shmserve.workers.backends.llamacpp import requests
 from shmserve.workers.backends.llamacpp.engine import Engine
 from shmserve.workers.backends.llamacpp.replies import Reply, piece_of
@@ -29,6 +30,7 @@ from shmserve.workers.process.log import log_traceback
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.backends.language_metrics import Count
     from shmserve.workers.model_calls.stream import ResponseSender
 
 INPUTS = (
@@ -61,6 +63,7 @@ class LlamaCpp(SeparateBackend):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._engine: Engine | None = None
+        self._metrics: LanguageMetrics | None = None
         self._free = 0
         """Number of free slots. Guarded by the turn."""
         self._threads: set[threading.Thread] = set()
@@ -85,6 +88,16 @@ class LlamaCpp(SeparateBackend):
             self.calls.connect(self.streams)
         self._free = self._settings.slots
         self._engine = Engine(self._settings)
+        if self.calls is not None:
+            self._metrics = self._metrics_of(config.name, self.calls.count)
+
+    def _metrics_of(self, model: str, count: Count) -> LanguageMetrics:
+        slots, context = self._settings.slots, self._settings.context
+        self.streams.turn.release()
+        try:
+            return LanguageMetrics(count, model, self.context.version, self.context.instance, slots, context)
+        finally:
+            self.streams.turn.acquire()
 
     def close(self) -> None:
         streams: OpenResponses | None = self.streams  # None: the model was not loaded
@@ -149,12 +162,15 @@ class LlamaCpp(SeparateBackend):
     def _run(self, generation: Generation, stream: ResponseSender) -> None:
         assert self._engine is not None
         replying = _Replying(generation, stream, self.streams, self._outputs)
+        if self._metrics is not None:
+            replying.measure(self._metrics, generation.count)
         try:
             self._engine.generate(generation.chat, generation.body, replying.receive)
             error = replying.error
         except Exception as raised:
             error = replying.error or raised
         host = self.streams
+        replying.ended(CANCELLED.code if stream.cancelled else "" if error is None else "error")
         try:
             if error is not None:
                 host.fail_all([stream], self._failure(error))
@@ -181,6 +197,13 @@ class _Replying:
         self._stream = stream
         self._host = host
         self._outputs = outputs
+
+    def measure(self, metrics: LanguageMetrics, texts: int) -> None:
+        self._reply.measure([metrics.began() for _ in range(texts)])
+
+    def ended(self, reason: str) -> None:
+        """Ends the measurements. `reason`: why texts were stopped that the engine has not finished."""
+        self._reply.ended(reason.lower())
 
     def receive(self, data: bytes) -> bool:
         """Returns whether the engine should stop. While the caller's window has no room, only the last response is

@@ -12,6 +12,7 @@ from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
 
 if TYPE_CHECKING:
     from shmserve.llm.tool_choice import CallReader
+    from shmserve.workers.backends.language_metrics import TextMetrics
     from shmserve.workers.backends.llamacpp.requests import Generation
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -132,6 +133,14 @@ class Reply:
         self._texts = [Text(None if forced is None else forced.reader()) for _ in range(generation.count)]
         self._open = generation.count
         self._prompt_tokens = 0
+        self._measured: list[TextMetrics] = []
+
+    def measure(self, texts: list[TextMetrics]) -> None:
+        self._measured = texts
+
+    def ended(self, reason: str) -> None:
+        for text, measured in zip(self._texts, self._measured, strict=False):
+            measured.ended(reason or text.finish)
 
     @property
     def complete(self) -> bool:
@@ -143,6 +152,8 @@ class Reply:
         due = False
         if piece.prompt_progress is not None:
             self._prompt_tokens = piece.prompt_progress.total
+            for measured in self._measured:
+                measured.prompted(self._prompt_tokens)
         for choice in piece.choices:
             due = self._add(choice, piece) or due
         return due and (self._generation.stream or self.complete)
@@ -153,6 +164,7 @@ class Reply:
         content = choice.text if delta is None else delta.content or ""
         calls = delta.tool_calls if delta is not None else None
         tokens = choice.logprobs.content if choice.logprobs is not None else None
+        generated = 1 if content or calls else 0
         if content and text.forced is not None:
             content, calls = "", text.forced.feed(content)
         if content:
@@ -161,14 +173,20 @@ class Reply:
             text.calls = _with(text.calls, calls)
         if tokens:
             self._score(text, tokens)
+        measured = self._measured[choice.index] if self._measured else None
         if choice.finish_reason is None:
-            text.tokens += 1 if content or calls else 0
+            if measured is not None and generated:
+                measured.generated(1)
+            text.tokens += generated
             return bool(content or calls)
         text.finish = choice.finish_reason
         self._open -= 1
         if piece.timings is not None:  # also tokens without a piece: the end mark, a stop text
             text.tokens = piece.timings.predicted_n - text.sent
             self._prompt_tokens = piece.timings.prompt_n + piece.timings.cache_n
+            if measured is not None:
+                measured.prompted(self._prompt_tokens)
+                measured.finished(piece.timings.predicted_n, piece.timings.cache_n)
         return True
 
     def _score(self, text: Text, tokens: list[Token]) -> None:

@@ -192,6 +192,37 @@ def test_a_cancelled_stream_leaves_the_engine(text: Text) -> None:
     assert_free(text)
 
 
+def test_metrics_count_what_the_engine_generates(text: Text) -> None:
+    before = engine_metrics(text.client)
+    flags: dict[str, Any] = {"return_num_input_tokens": True, "return_num_output_tokens": True}
+    counted = [text.complete("abc" * length, sampling={"max_tokens": 4 + length}, **flags) for length in (1, 2, 9)]
+    said(text.stream("Hello", sampling={"max_tokens": 6}))
+    stream = endless(text)
+    stream.close()
+    assert_free(text)
+    after = engine_metrics(text.client)
+
+    def grown(name: str) -> float:
+        return sum(after[one] - before.get(one, 0) for one in after if one.startswith(name))
+
+    text_only = 'model="text"'
+    prompts = sum(int(result["num_input_tokens"].item()) for result in counted) + 7
+    assert grown(f"llm_prompt_tokens_total{{{text_only}") == prompts
+    assert grown(f"llm_generation_tokens_total{{{text_only}") == 5 + 6 + 13 + 6
+    assert grown(f"llm_time_to_first_token_seconds_count{{{text_only}") == 4
+    assert grown(f"llm_inter_token_latency_seconds_count{{{text_only}") == 5 + 6 + 13 + 6 - 4
+    ended = "llm_request_success_total{model="
+    assert grown(f'{ended}"text",version="1",finished_reason="length"') == 4
+    assert grown(f'{ended}"one",version="1",finished_reason="cancelled"') == 1
+    assert {one: value for one, value in after.items() if "_running" in one and value} == {}
+    assert {one: value for one, value in after.items() if "_usage_" in one and value} == {}
+
+
+def engine_metrics(client: shmserve.Client) -> dict[str, float]:
+    lines = [line.rpartition(" ") for line in client.metrics().splitlines() if line.startswith("llm_")]
+    return {name: float(value) for name, _, value in lines}
+
+
 def test_a_slow_reader_does_not_delay_other_streams(text: Text) -> None:
     """The slow reader also loses nothing, although the engine generated the text long before."""
     slow = text.stream(PROMPTS[6], window=1)
