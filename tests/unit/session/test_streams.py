@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.errors import ConnectionLost, DeadlineExceeded, InvalidRequest, ModelFailed
+from shmserve.errors import ModelFailed
 from shmserve.protocol.messages import Cancel, Fail, Infer, More, Part, Tensor
 from shmserve.session import Session, StreamTicket
-from shmserve.session.session import GRACE_S
-from tests.support.clients.sessions import confirm_loaded, connect, connected, feed, sent
+from tests.support.clients.sessions import connect, connected, feed, sent
 
 
 class CountingTicket(StreamTicket):
@@ -107,35 +105,3 @@ def test_parts_after_a_cancel_are_dropped() -> None:
     assert sent(session) == [Cancel(infer.request)], "with the next packet"
     assert called == [1]
     assert not session.has_returns
-
-
-def test_the_timeout_covers_the_whole_stream() -> None:
-    session = connected("frames")
-    ticket, infer = asked(session, 4, timeout=2.0)
-    assert infer.timeout_us == 2_000_000
-    feed(session, part(infer.request, 1))
-    session.tick(2.0 + GRACE_S / 2)
-    assert not ticket.ended
-    session.tick(2.0 + 2 * GRACE_S)
-    assert isinstance(ticket.error, DeadlineExceeded)
-    assert "did not complete its responses within the timeout of 2 s" in str(ticket.error)
-
-
-def test_a_stream_is_repeated_only_if_no_part_has_arrived() -> None:
-    session = connected("frames")
-    begun, first = asked(session, 4)
-    fresh, second = asked(session, 4)
-    feed(session, part(first.request, 1))
-    session.disconnected()
-    assert isinstance(begun.error, ConnectionLost)
-    assert read(session, begun) == 1
-    confirm_loaded(connect(session, 8, "frames"))
-    assert sent(session) == [second]
-    feed(session, part(second.request, 5, last=True))
-    assert (read(session, fresh), fresh.ended, fresh.error) == (5, True, None)
-
-
-@pytest.mark.parametrize("window", [0, -5, (1 << 20) + 1, 1.0, True, None])
-def test_invalid_windows_are_refused(window: Any) -> None:
-    with pytest.raises(InvalidRequest, match="the number of responses in flight must be from 1 to 1048576"):
-        CountingTicket(window)
