@@ -71,20 +71,6 @@ def test_shares_do_not_depend_on_the_arrival_times(percent: int, every: int) -> 
     assert abs(chosen.count(3) / 20 - percent) < 0.5
 
 
-def test_a_share_of_the_requests() -> None:
-    world = Divided(shares={3: 10})
-    found = world.versions(200)
-    assert found.keys() == {2, 3}
-    assert abs(found[3] - 20) <= 2
-    assert world.version_of(version=1) == 1, "requests that name a version are not divided"
-    world.set(shares={3: 0})
-    assert world.versions(20) == {2: 20}
-    world.set(shares={1: 100})
-    assert world.versions(20) == {1: 20}
-    world.set()
-    assert world.versions(20) == {3: 20}
-
-
 def test_a_shadow_gets_its_share_of_the_requests_that_name_no_version() -> None:
     world = Divided(aliases={"prod": 1})
     world.turn([(0, events.SetTraffic("m", {1: 100}, shadow={2: 25}))])
