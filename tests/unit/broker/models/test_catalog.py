@@ -288,17 +288,6 @@ def refused(events: list[Event]) -> list[tuple[str, int, str]]:
     return [(event.model, event.version, event.reason) for _, event in events if isinstance(event, Refuse)]
 
 
-def test_a_model_in_two_repositories_is_refused(root: Path, tmp_path: Path) -> None:
-    model(tmp_path / "other", "m", GOOD)
-    model(tmp_path / "other", "n", GOOD)
-    both = Catalog(Repositories([root, tmp_path / "other"]), {}, CoreSet((0,)))
-    with pytest.raises(InvalidRequest, match="model appears in two or more repositories: 'm' is in 2 of them"):
-        both.repositories.read("m")
-    found = {reading.scanned.name: reading for reading in both.repositories.read_all()}
-    assert len(refused(both.adopt(found["m"]))) == 1
-    assert refused(both.adopt(found["n"])) == []
-
-
 def test_a_model_that_changes_while_it_is_read(catalog: Catalog, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is read again until configuration and files match. A model that keeps changing is used as it is."""
     changes = 1

@@ -106,33 +106,6 @@ def shown(config: ModelConfig) -> str:
     return re.sub(r"-0\.0(?![0-9])", "0.0", json.dumps(msgspec.to_builtins(config), sort_keys=True))
 
 
-def test_format_of_the_text() -> None:
-    given, filled = completed('backend: "onnxruntime" max_batch_size: 2')
-    final = complete_from_model(filled, *FACTS)
-    text = as_text(final, origins(given, final, filled, "file"))
-    assert text.startswith("""name: "m"  # default
-platform: "onnxruntime_onnx"  # default
-backend: "onnxruntime"  # file
-version_policy {
-  latest {
-    num_versions: 1  # default
-  }
-}
-max_batch_size: 2  # file
-""")
-    assert (
-        """output {
-  name: "y"  # model
-  data_type: TYPE_FP32  # model
-  dims: [ 1 ]  # model
-  reshape { }  # model
-}
-"""
-        in text
-    )
-    assert "  preferred_batch_size: [ 2 ]  # model\n" in text
-
-
 def test_only_a_completed_batch_size_is_warned_about() -> None:
     given, filled = completed('backend: "onnxruntime"')
     (text,) = completion_warnings(given, complete_from_model(filled, *FACTS))
