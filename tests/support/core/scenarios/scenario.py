@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from typing import Any
 
 from shmserve.core import events
 from shmserve.core.policy import MemoryEstimate, ModelPolicy
+from shmserve.core.stats.statistics import FailureKind
 from shmserve.protocol.messages import Cancel, Handle, Infer, Map, Options, Ping, Return, Tensor, Unmap, Wanted
 from shmserve.protocol.roles import ALL_ROLES, FORWARD, ROLES
 from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Streamed, Withdrawn
@@ -31,6 +33,10 @@ def size(text: str) -> int:
 def sequence_id(text: str) -> int | str:
     """A number if it is one, else a string."""
     return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _counts(pairs: Iterable[tuple[object, int]]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in pairs if count) or "none"
 
 
 class Scenario(Operating, Streaming, Leasing, Calling):
@@ -305,6 +311,9 @@ class Scenario(Operating, Streaming, Leasing, Calling):
             self.line(
                 f"the last change failed at {clock(failed.at - START)}: {failed.reason}" if failed else "all well"
             )
+        if "loads" in what:
+            loads = self.core.state.models[self.model].loads
+            self.line(f"loads done {loads.done}, failed {loads.failed}")
         for version in self.core.state.models[self.model].generations():
             counted = version.statistics
             if "reasons" in what:
@@ -316,6 +325,14 @@ class Scenario(Operating, Streaming, Leasing, Calling):
                     f"succeeded {counted.success_count}, failed {counted.fail_count}, rejected {counted.rejected}, "
                     f"cancelled {counted.cancelled}, queued {clock(counted.queue_ns)} in all"
                 )
+            if "failures" in what:
+                kinds = [kind.name.lower() for kind in FailureKind]
+                refused = _counts(self.core.state.observers.refusals.items())
+                self.line(f"failures {_counts(zip(kinds, counted.failures, strict=True))}; refused {refused}")
+            if "batches" in what:
+                self.line(f"batches by rows: {_counts((rows, one.count) for rows, one in counted.batches.items())}")
+            if "restarts" in what:
+                self.line(f"restarts {_counts(counted.restarts.items())}")
             if "cache" in what:
                 self.line(f"cache hits {counted.cache_hits}, misses {counted.cache_misses}")
             if "sequences" in what:
