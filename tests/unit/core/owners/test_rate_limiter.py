@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from shmserve.core.limits import Limits
 from shmserve.core.owners.rate_limiter import ANY, SHARED, lacking
 from shmserve.core.policy import InstanceSpec, Resource
-from tests.support.core.fakes.worker import FakeWorker
-from tests.support.core.policies import plain
-from tests.support.core.world import World
-from tests.support.hypothesis_profiles import examples
 
 
 def spec(name: str, *resources: Resource, turn: int = 1, device: int = 0) -> InstanceSpec:
@@ -51,36 +42,3 @@ def test_a_resource_is_either_shared_or_of_each_device() -> None:
     )
     assert lacking([own, shared], ()) == lacking([own], (), [shared]) == lacking([shared], (), [own]) == text
     assert not lacking([own], (), [own, spec("other", Resource("s", 1, shared=True))])
-
-
-RESOURCES = st.lists(st.sampled_from([Resource("a", 1), Resource("a", 2), Resource("b", 1, shared=True)]), max_size=2)
-
-
-@settings(max_examples=examples(60))
-@given(
-    st.lists(st.tuples(RESOURCES, st.integers(1, 3), st.integers(0, 1)), min_size=1, max_size=4),
-    st.lists(st.integers(0, 3), min_size=1, max_size=30),
-    st.randoms(use_true_random=False),
-)
-def test_every_request_runs_and_no_resource_is_exceeded(
-    instances: list[tuple[list[Resource], int, int]], wanted: list[int], random: Any
-) -> None:
-    """check() asserts after every turn that no resource is exceeded."""
-    world = World(Limits(rate_limit=True))
-    names = [f"m{index}" for index in range(len(instances))]
-    for name, (resources, turn, device) in zip(names, instances, strict=True):
-        world.resources[name] = tuple({resource.name: resource for resource in resources}.values())
-        world.turns[name], world.gpus[name] = turn, (device,)
-        world.deploy(plain(name, 1))
-    client = world.connect("a")
-
-    def running() -> list[FakeWorker]:
-        return [worker for worker in world.workers.values() if worker.running is not None]
-
-    for number, which in enumerate(wanted, 1):
-        world.turn([client.infer(number, names[which % len(names)])])
-        if random.random() < 0.3 and running():
-            world.finish(random.choice(running()).name)
-    while running():
-        world.finish(random.choice(running()).name)
-    assert len(client.answers) == len(wanted)
