@@ -128,18 +128,6 @@ def test_orders_of_one_form_stay_in_columns() -> None:
     assert list(batch.works) == [work_of(request) for request in (11, 21, 12, 22, 13, 23)]
 
 
-def test_a_request_withdrawn_from_the_middle_of_columns_leaves_the_others_intact() -> None:
-    queue = BatchQueue()
-    queue.add(in_columns(execute(1, 10, 11, 12, open=True)))
-    queue.add(in_columns(execute(2, 13, 14, join=1, open=True)))
-    assert queue.withdraw((11, 13)) == (11, 13)
-    assert len(queue) == 3
-    queue.add(in_columns(execute(3, 15, join=1)))
-    batch = queue.start()
-    assert batch is not None
-    assert list(batch.works) == [work_of(request) for request in (10, 12, 14, 15)]
-
-
 @pytest.mark.parametrize("waiting", ["works", "columns"])
 def test_a_response_window_is_widened_wherever_the_request_waits(waiting: str) -> None:
     queue = BatchQueue()
