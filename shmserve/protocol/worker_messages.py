@@ -173,9 +173,28 @@ class Trim(Struct, array_like=True, tag=73, gc=False):
 
 
 WorkerOrder = (
-    Load | Execute | Expect | Withdraw | EndSequences | Stop | Map | Unmap | Return | Ping | More | Probe | Lend
-    | Revoke | Trim | Reply | Part | Fail | FailHeld | Released | Answer
-)  # fmt: skip
+    Load
+    | Execute
+    | Expect
+    | Withdraw
+    | EndSequences
+    | Stop
+    | Map
+    | Unmap
+    | Return
+    | Ping
+    | More
+    | Probe
+    | Lend
+    | Revoke
+    | Trim
+    | Reply
+    | Part
+    | Fail
+    | FailHeld
+    | Released
+    | Answer
+)
 """The last six are answers to the worker's own calls, with the same meaning as for a client."""
 
 # ------------------------------------------------------------------------------------------- worker -> broker

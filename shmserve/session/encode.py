@@ -276,9 +276,16 @@ def options_of(
             raise InvalidRequest(f"parameter 'timeout' must be the queue timeout in microseconds, not {value!r}")
         queue_timeout_us = value
     return Options(
-        request_id or "", priority or 0, queue_timeout_us, sequence or 0, sequence_start, sequence_end, wire_parameters,
-        window, caller if sequence else "",
-    )  # fmt: skip
+        request_id or "",
+        priority or 0,
+        queue_timeout_us,
+        sequence or 0,
+        sequence_start,
+        sequence_end,
+        wire_parameters,
+        window,
+        caller if sequence else "",
+    )
 
 
 def wanted_of(outputs: Any, kept: KeptInputs, memory: SessionMemory, placed: bool = True) -> tuple[Wanted, ...]:

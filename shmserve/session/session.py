@@ -185,24 +185,51 @@ class Session:
         try:
             tensors, kept, size = self._encode(inputs, self.memory)
         except UntypedInput:
-            again = partial(self.infer, ticket, model, inputs, now, outputs, version, timeout, priority, sequence,
-                            sequence_start, sequence_end, parameters, request_id, window, caller, payer)  # fmt: skip
+            again = partial(
+                self.infer,
+                ticket,
+                model,
+                inputs,
+                now,
+                outputs,
+                version,
+                timeout,
+                priority,
+                sequence,
+                sequence_start,
+                sequence_end,
+                parameters,
+                request_id,
+                window,
+                caller,
+                payer,
+            )
             if (arrays := self._typed(ticket, model, inputs, now, version, timeout, again)) is None:
                 return
             tensors, kept, size = self._encode(arrays, self.memory)
         self._number = number = self._number + 1
         if (
-            outputs is None and version is None and priority is None and sequence is None and parameters is None
-            and request_id is None and not sequence_start and not sequence_end and not window and len(tensors) < 16
-            and type(model) is str and len(model) <= NAME_LENGTH
-        ):  # fmt: skip
+            outputs is None
+            and version is None
+            and priority is None
+            and sequence is None
+            and parameters is None
+            and request_id is None
+            and not sequence_start
+            and not sequence_end
+            and not window
+            and len(tensors) < 16
+            and type(model) is str
+            and len(model) <= NAME_LENGTH
+        ):
             message = Infer(number, model, 0, tensors)
         else:
             kept = kept or (KeptInputs() if outputs is not None else None)
             try:
                 check_name("model", model)
-                options = options_of(priority, sequence, sequence_start, sequence_end, parameters, request_id, window,
-                                     caller)  # fmt: skip
+                options = options_of(
+                    priority, sequence, sequence_start, sequence_end, parameters, request_id, window, caller
+                )
                 wanted = None if outputs is None or kept is None else wanted_of(outputs, kept, self.memory, not window)
                 message = Infer(number, model, version_of(version), tensors, wanted, 0, options)
                 check_size(message)

@@ -33,9 +33,13 @@ class EndpointAccess:
     the role."""
 
     def __init__(
-        self, roles: Iterable[str], tokens: Tokens | None = None, restrictions: Restrictions = _NO_RESTRICTIONS,
-        knob: str = "--http-roles", browsers: BrowserRules = _NO_BROWSER_RULES,
-    ) -> None:  # fmt: skip
+        self,
+        roles: Iterable[str],
+        tokens: Tokens | None = None,
+        restrictions: Restrictions = _NO_RESTRICTIONS,
+        knob: str = "--http-roles",
+        browsers: BrowserRules = _NO_BROWSER_RULES,
+    ) -> None:
         self._roles = frozenset(roles)
         self.tokens = tokens
         """Replaced when the file is reloaded."""

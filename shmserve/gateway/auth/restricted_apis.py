@@ -11,9 +11,16 @@ from typing import NamedTuple
 from shmserve.protocol.actions import Action
 
 GROUPS = (
-    "health", "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics", "trace",
+    "health",
+    "metadata",
+    "inference",
+    "shared-memory",
+    "model-config",
+    "model-repository",
+    "statistics",
+    "trace",
     "logging",
-)  # fmt: skip
+)
 """Triton's names."""
 RPC_PREFIX = "triton-grpc-protocol-"
 """In gRPC, the header's name is this prefix plus the name in the flag."""

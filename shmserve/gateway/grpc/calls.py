@@ -169,9 +169,15 @@ class InferCall(Unary):
         targets = services.sender.output_regions(plan.plan)
         ticket = _InferTicket(self._stream, services.answers, plan, request_id, targets)
         services.sender.infer(
-            self._payer, ticket, plan.model, plan.version, plan.plan, services.pieces(plan, raw), request_id,
+            self._payer,
+            ticket,
+            plan.model,
+            plan.version,
+            plan.plan,
+            services.pieces(plan, raw),
+            request_id,
             services.forwarded(self._stream),
-        )  # fmt: skip
+        )
         self._ticket = ticket
 
     def cancelled(self) -> None:

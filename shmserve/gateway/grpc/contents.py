@@ -22,8 +22,16 @@ AROUND_BYTES = 1 << 20
 _FIELDS = 4096
 """Maximum number of fields in a request, and in one of its inputs. The contents of an input count as one."""
 _INPUT, _CONTENTS = 0x2A, 0x2A
-_NUMBERS = {1: "bool_contents", 2: "int_contents", 3: "int64_contents", 4: "uint_contents", 5: "uint64_contents",
-            6: "fp32_contents", 7: "fp64_contents", 8: "bytes_contents"}  # fmt: skip
+_NUMBERS = {
+    1: "bool_contents",
+    2: "int_contents",
+    3: "int64_contents",
+    4: "uint_contents",
+    5: "uint64_contents",
+    6: "fp32_contents",
+    7: "fp64_contents",
+    8: "bytes_contents",
+}
 _WIDE = {"int_contents": np.dtype("int32"), "uint_contents": np.dtype("uint32")}
 """Element types of fields that also carry narrower types."""
 _REQUEST = "ModelInferRequest"

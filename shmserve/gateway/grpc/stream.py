@@ -133,9 +133,16 @@ class StreamCall:
             self._in_order.append(ticket)
         ticket.targets = sender.output_regions(plan.plan)
         sender.infer(
-            self._payer, ticket, plan.model, plan.version, plan.plan, services.pieces(plan, raw), ticket.request_id,
-            services.forwarded(self._stream), WINDOW,
-        )  # fmt: skip
+            self._payer,
+            ticket,
+            plan.model,
+            plan.version,
+            plan.plan,
+            services.pieces(plan, raw),
+            ticket.request_id,
+            services.forwarded(self._stream),
+            WINDOW,
+        )
 
     def _refuse(self, ticket: _StreamRequest, error: ServeError) -> None:
         if ticket.plan is None:

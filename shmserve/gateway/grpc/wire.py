@@ -181,9 +181,14 @@ class ResponseEncoder:
         self._tensors: BoundedCache[tuple[str, str, tuple[int, ...]], bytes] = BoundedCache(_CACHED)
 
     def infer(
-        self, model: str, version: int, request_id: str, more: bytes, outputs: Sequence[Tensor],
+        self,
+        model: str,
+        version: int,
+        request_id: str,
+        more: bytes,
+        outputs: Sequence[Tensor],
         buffers: Sequence[Sequence[Buffer]] | None,
-    ) -> list[Buffer]:  # fmt: skip
+    ) -> list[Buffer]:
         """A ModelInferResponse. `buffers` None: each output is inline. `more`: encoded fields to add."""
         names = self._names.get((model, version))
         pieces: list[Buffer] = [self._named(model, version) if names is None else names]

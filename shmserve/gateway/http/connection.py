@@ -265,8 +265,12 @@ class HttpExchange:
         if not connection.keep_alive or unread:
             more += b"Connection: close\r\n"
         lines = b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n%b\r\n" % (
-            status, REASONS[status].encode(), kind, size, more,
-        )  # fmt: skip
+            status,
+            REASONS[status].encode(),
+            kind,
+            size,
+            more,
+        )
         if head.is_head:
             parts = []  # HEAD: the same headers, without the body
         connection.listener.answered(status)

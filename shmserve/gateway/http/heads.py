@@ -145,9 +145,11 @@ class HttpHeads:
 
 
 def parse(
-    block: bytes, routes: RouteTable = API_ROUTES, access: EndpointAccess | None = None,
+    block: bytes,
+    routes: RouteTable = API_ROUTES,
+    access: EndpointAccess | None = None,
     forward: HeaderParameters | None = None,
-) -> HttpHead:  # fmt: skip
+) -> HttpHead:
     if block.count(b"\n") != block.count(b"\r\n") or block.count(b"\r") != block.count(b"\r\n"):
         raise BadHead(400, "the lines of the request do not end as HTTP requires")
     if block[: block.find(b"\r\n")].count(b" ") > 2:  # the parser accepts repeated spaces

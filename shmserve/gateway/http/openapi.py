@@ -89,9 +89,13 @@ def _operation(path: Path, method: str, action: Action) -> _Schema:
         if action is Action.INFER:
             content[BYTES] = {}
             described["parameters"].append(
-                {"name": _HEADER_LENGTH, "in": "header", "schema": {"type": "integer", "minimum": 0},
-                 "description": "Length of the JSON part of the body, which tensors follow"}
-            )  # fmt: skip
+                {
+                    "name": _HEADER_LENGTH,
+                    "in": "header",
+                    "schema": {"type": "integer", "minimum": 0},
+                    "description": "Length of the JSON part of the body, which tensors follow",
+                }
+            )
         described["requestBody"] = {"content": content, "required": action in TO_MODELS}
     return described
 
@@ -177,7 +181,11 @@ SCHEMAS: dict[str, _Schema] = {
     "Server": _object(("name", "version", "extensions"), name=_STRING, version=_STRING, extensions=_list(_STRING)),
     "Model": _object(
         ("name", "versions", "platform", "inputs", "outputs"),
-        name=_STRING, versions=_list(_STRING), platform=_STRING, inputs=_list(_TENSOR), outputs=_list(_TENSOR),
+        name=_STRING,
+        versions=_list(_STRING),
+        platform=_STRING,
+        inputs=_list(_TENSOR),
+        outputs=_list(_TENSOR),
     ),
     "Statistics": _object(("model_stats",), model_stats=_list({"type": "object"})),
     "InferRequest": _object(
@@ -189,7 +197,10 @@ SCHEMAS: dict[str, _Schema] = {
     ),
     "Input": _object(
         ("name", "datatype", "shape"),
-        name=_ref("Name"), datatype=_ref("Datatype"), shape=_list(_COUNT, DIMS), data={"type": "array"},
+        name=_ref("Name"),
+        datatype=_ref("Datatype"),
+        shape=_list(_COUNT, DIMS),
+        data={"type": "array"},
         parameters=_parameters(binary_data_size=_COUNT, **_PLACE),
     ),
     "Output": _object(
@@ -201,11 +212,18 @@ SCHEMAS: dict[str, _Schema] = {
     ),
     "InferResponse": _object(
         ("model_name", "model_version", "outputs"),
-        model_name=_STRING, model_version=_STRING, id=_STRING, parameters=_PARAMETERS,
+        model_name=_STRING,
+        model_version=_STRING,
+        id=_STRING,
+        parameters=_PARAMETERS,
         outputs=_list(
             _object(
                 ("name", "datatype", "shape"),
-                name=_STRING, datatype=_ref("Datatype"), shape=_SHAPE, data={"type": "array"}, parameters=_PARAMETERS,
+                name=_STRING,
+                datatype=_ref("Datatype"),
+                shape=_SHAPE,
+                data={"type": "array"},
+                parameters=_PARAMETERS,
             )
         ),
     ),
@@ -218,26 +236,42 @@ SCHEMAS: dict[str, _Schema] = {
     "OpenAiModels": _object(("object", "data"), object=_STRING, data=_list(_ref("OpenAiModel"))),
     "Completion": _object(
         ("model", "prompt"),
-        **_SAMPLING, prompt=_TEXTS, echo=_BOOL, logprobs={"type": "integer", "minimum": 0, "maximum": 20},
+        **_SAMPLING,
+        prompt=_TEXTS,
+        echo=_BOOL,
+        logprobs={"type": "integer", "minimum": 0, "maximum": 20},
     ),
     "Chat": _object(
         ("model", "messages"),
         **_SAMPLING,
         messages=_list(_object(("role",), role=_STRING, content=_TEXTS)),
-        max_completion_tokens=_SAMPLING["max_tokens"], logprobs=_BOOL,
+        max_completion_tokens=_SAMPLING["max_tokens"],
+        logprobs=_BOOL,
         top_logprobs={"type": "integer", "minimum": 0, "maximum": 20},
-        tools=_list({"type": "object"}), tool_choice={"type": ["string", "object"]}, parallel_tool_calls=_BOOL,
-        response_format={"type": "object"}, reasoning_effort=_STRING, chat_template_kwargs={"type": "object"},
-        add_generation_prompt=_BOOL, continue_final_message=_BOOL, structured_outputs={"type": "object"},
+        tools=_list({"type": "object"}),
+        tool_choice={"type": ["string", "object"]},
+        parallel_tool_calls=_BOOL,
+        response_format={"type": "object"},
+        reasoning_effort=_STRING,
+        chat_template_kwargs={"type": "object"},
+        add_generation_prompt=_BOOL,
+        continue_final_message=_BOOL,
+        structured_outputs={"type": "object"},
     ),
     "Choices": _object(
         ("id", "object", "created", "model", "choices"),
-        id=_STRING, object=_STRING, created=_COUNT, model=_STRING, choices=_list({"type": "object"}),
+        id=_STRING,
+        object=_STRING,
+        created=_COUNT,
+        model=_STRING,
+        choices=_list({"type": "object"}),
         usage=_TOKENS_USED,
     ),
     "TextsToEmbed": _object(
         ("model", "input"),
-        model=_STRING, input=_TEXTS, encoding_format={"type": "string", "enum": ["float", "base64"]},
+        model=_STRING,
+        input=_TEXTS,
+        encoding_format={"type": "string", "enum": ["float", "base64"]},
         dimensions={"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
     ),
     "EmbeddingList": _object(
@@ -258,7 +292,9 @@ SCHEMAS: dict[str, _Schema] = {
     "SystemRegion": _object(("key", "byte_size"), key=_STRING, offset=_COUNT, byte_size=_COUNT),
     "CudaRegion": _object(
         ("raw_handle", "device_id", "byte_size"),
-        raw_handle=_object(("b64",), b64=_STRING), device_id=_COUNT, byte_size=_COUNT,
+        raw_handle=_object(("b64",), b64=_STRING),
+        device_id=_COUNT,
+        byte_size=_COUNT,
     ),
-}  # fmt: skip
+}
 """Schemas by the names that the table of actions and other schemas use."""

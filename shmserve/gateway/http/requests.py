@@ -268,9 +268,14 @@ class Requests:
     None if the listener has no routes for the web page. `openai`: the listener has the OpenAI-compatible endpoints."""
 
     def __init__(
-        self, link: GatewayLink, limits: HttpLimits, extra: Callable[[], str], regions: Regions,
-        page: PageRequests | None, openai: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        link: GatewayLink,
+        limits: HttpLimits,
+        extra: Callable[[], str],
+        regions: Regions,
+        page: PageRequests | None,
+        openai: bool = True,
+    ) -> None:
         self._link = link
         self._page = page
         self._sender = RequestSender(link, regions)
@@ -500,9 +505,15 @@ class Requests:
         ticket = _Inference(exchange, route.model, plan, sender.output_regions(plan))
         try:
             sender.infer(
-                exchange.payer(), ticket, route.model, route.version, plan, pieces, request_id,
+                exchange.payer(),
+                ticket,
+                route.model,
+                route.version,
+                plan,
+                pieces,
+                request_id,
                 exchange.head.forwarded,
-            )  # fmt: skip
+            )
         except ServeError as error:
             exchange.fail(error, request_id)
             return
@@ -522,9 +533,16 @@ class Requests:
             plan, pieces = made
             ticket = _Generation(exchange, link, route.model, plan, config, as_events)
             self._sender.infer(
-                exchange.payer(), ticket, route.model, route.version, plan, pieces, plan.options.id,
-                exchange.head.forwarded, WINDOW,
-            )  # fmt: skip
+                exchange.payer(),
+                ticket,
+                route.model,
+                route.version,
+                plan,
+                pieces,
+                plan.options.id,
+                exchange.head.forwarded,
+                WINDOW,
+            )
             exchange.wait_for(ticket, ticket.on_part)
 
         def go_on(config: Any) -> None:
@@ -554,10 +572,17 @@ class Requests:
 
 
 def make_listener(
-    link: GatewayLink, limits: HttpLimits, access: EndpointAccess, *, metrics: bool = False,
-    extra: Callable[[], str] = lambda: "", regions: Regions | None = None, forward: Forward | None = None,
-    budget: Budget | None = None, openai: bool = True,
-) -> HttpListener:  # fmt: skip
+    link: GatewayLink,
+    limits: HttpLimits,
+    access: EndpointAccess,
+    *,
+    metrics: bool = False,
+    extra: Callable[[], str] = lambda: "",
+    regions: Regions | None = None,
+    forward: Forward | None = None,
+    budget: Budget | None = None,
+    openai: bool = True,
+) -> HttpListener:
     """`metrics`: serve only the Prometheus endpoint. `openai`: serve the OpenAI-compatible endpoints. `extra`: text
     appended to the broker's metrics."""
     servers = access.browsers.servers
@@ -568,6 +593,12 @@ def make_listener(
     routes = METRICS_ROUTES if metrics else API_ROUTES if openai else KSERVE_ROUTES
     headers = HeaderParameters(forward, lambda: link.session.wants_trace_context)
     return HttpListener(
-        lambda made, client: HttpConnection(made, requests, client), link, limits, access, routes, headers, budget,
+        lambda made, client: HttpConnection(made, requests, client),
+        link,
+        limits,
+        access,
+        routes,
+        headers,
+        budget,
         feed.end if feed is not None else lambda: None,
-    )  # fmt: skip
+    )

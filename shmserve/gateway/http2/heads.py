@@ -27,7 +27,7 @@ from shmserve.http2.frames import (
     Http2Error,
     frame,
     reset,
-)  # fmt: skip
+)
 from shmserve.http2.frames import HEADERS as HEADERS_FRAME
 
 HEAD_BYTES = 32 * 1024

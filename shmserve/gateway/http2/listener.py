@@ -24,15 +24,29 @@ class RpcListener(Callers):
     """`connect`: as for `Callers`. `stopped` is called once no new calls are accepted."""
 
     def __init__(
-        self, connect: Callable[[RpcListener, str], Any], loop: asyncio.AbstractEventLoop, application: Application,
-        limits: Http2Limits, stopped: Callable[[], None] = lambda: None, budget: Budget | None = None,
-        shares: Shares | None = None, turns: JobTurns | None = None, reads: ReadTurns | None = None,
+        self,
+        connect: Callable[[RpcListener, str], Any],
+        loop: asyncio.AbstractEventLoop,
+        application: Application,
+        limits: Http2Limits,
+        stopped: Callable[[], None] = lambda: None,
+        budget: Budget | None = None,
+        shares: Shares | None = None,
+        turns: JobTurns | None = None,
+        reads: ReadTurns | None = None,
         backlog: InputBacklog | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
-            loop, connect, limits, _turn_s(limits), budget or Budget(), shares or Shares(), turns,
-            reads, backlog,
-        )  # fmt: skip
+            loop,
+            connect,
+            limits,
+            _turn_s(limits),
+            budget or Budget(),
+            shares or Shares(),
+            turns,
+            reads,
+            backlog,
+        )
         self.stream_turns = math.ceil(limits.stream_idle_s / _turn_s(limits))
         self.application = application
         self.limits = limits

@@ -102,14 +102,32 @@ class Sender:
     """The responses of one call. `account` counts those that are queued."""
 
     __slots__ = (
-        "_account", "_begun", "_call", "_compression", "_deflating", "_end", "_head", "_number", "_output", "_queue",
-        "_undeflated", "_window", "ending", "moved", "queued",
-    )  # fmt: skip
+        "_account",
+        "_begun",
+        "_call",
+        "_compression",
+        "_deflating",
+        "_end",
+        "_head",
+        "_number",
+        "_output",
+        "_queue",
+        "_undeflated",
+        "_window",
+        "ending",
+        "moved",
+        "queued",
+    )
 
     def __init__(
-        self, output: Http2Output, account: BudgetAccount, call: Responding, number: int, head: heads.Http2Head,
+        self,
+        output: Http2Output,
+        account: BudgetAccount,
+        call: Responding,
+        number: int,
+        head: heads.Http2Head,
         window: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._output = output
         self._account = account
         self._call = call
@@ -182,9 +200,22 @@ class Sender:
         else:
             self._begun = True
             out.append(
-                _ANSWER.pack(0, _ANSWER_SIZE, frames.HEADERS, frames.END_HEADERS, number, heads.ANSWER,
-                             whole >> 8, whole & 0xFF, 0, 0, number, flag, size)
-            )  # fmt: skip
+                _ANSWER.pack(
+                    0,
+                    _ANSWER_SIZE,
+                    frames.HEADERS,
+                    frames.END_HEADERS,
+                    number,
+                    heads.ANSWER,
+                    whole >> 8,
+                    whole & 0xFF,
+                    0,
+                    0,
+                    number,
+                    flag,
+                    size,
+                )
+            )
         out.extend(parts)
         output.bytes += whole
         output.wake()

@@ -18,11 +18,13 @@ from shmserve.http2 import frames
 from shmserve.http2.frames import ErrorCode, Http2Error
 from shmserve.protocol.grpc.codes import Code, RpcError
 
-_GREETING = frames.settings({
-    frames.MAX_FRAME_SIZE: limits.FRAME_BYTES,
-    frames.INITIAL_WINDOW_SIZE: limits.STREAM_WINDOW,
-    frames.MAX_HEADER_LIST_SIZE: heads.HEAD_BYTES,
-})  # fmt: skip
+_GREETING = frames.settings(
+    {
+        frames.MAX_FRAME_SIZE: limits.FRAME_BYTES,
+        frames.INITIAL_WINDOW_SIZE: limits.STREAM_WINDOW,
+        frames.MAX_HEADER_LIST_SIZE: heads.HEAD_BYTES,
+    }
+)
 _PREFACE_SIZE = len(frames.PREFACE)
 
 

@@ -98,10 +98,29 @@ def notify(service: Callable[[], None]) -> None:
 
 class Http2Stream:
     __slots__ = (
-        "_account", "_buffer", "_end_waits", "_flag", "_held", "_job", "_length", "_moved", "_moved_at", "_prefix",
-        "_sender", "_streams", "_waiting", "_wanted", "call", "expires", "head", "number", "silent", "state", "taken",
+        "_account",
+        "_buffer",
+        "_end_waits",
+        "_flag",
+        "_held",
+        "_job",
+        "_length",
+        "_moved",
+        "_moved_at",
+        "_prefix",
+        "_sender",
+        "_streams",
+        "_waiting",
+        "_wanted",
+        "call",
+        "expires",
+        "head",
+        "number",
+        "silent",
+        "state",
+        "taken",
         "used",
-    )  # fmt: skip
+    )
 
     def __init__(self, streams: Http2Streams, number: int, head: heads.Http2Head, expires: float | None) -> None:
         self._streams = streams

@@ -56,9 +56,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 def response(
-    model: str, plan: RequestPlan, answer: Reply | Held, write: Callable[[str, list[Buffer]], None] | None = None,
+    model: str,
+    plan: RequestPlan,
+    answer: Reply | Held,
+    write: Callable[[str, list[Buffer]], None] | None = None,
     pieces: JsonPieces | None = None,
-) -> tuple[int | None, list[Buffer]]:  # fmt: skip
+) -> tuple[int | None, list[Buffer]]:
     """The length of the JSON if binary data follows it, else None; and the buffers to send. `write` writes an output to
     its shared memory region. `pieces`: outputs that have already been encoded as JSON."""
     reply, buffers = _parts(answer)

@@ -28,9 +28,17 @@ _STRINGS = 4096
 _BINARY_ONLY = ("FP16", "BF16")
 _KINDS: dict[str, set[type]] = {"BOOL": {bool}, "BYTES": {str}, "FP32": {int, float}, "FP64": {int, float}}
 _CODES = {
-    "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q",
-    "FP32": "f", "FP64": "d",
-}  # fmt: skip
+    "INT8": "b",
+    "INT16": "h",
+    "INT32": "i",
+    "INT64": "q",
+    "UINT8": "B",
+    "UINT16": "H",
+    "UINT32": "I",
+    "UINT64": "Q",
+    "FP32": "f",
+    "FP64": "d",
+}
 _VIEWS: dict[str, Any] = _CODES | {"BOOL": "?"}
 """Data type -> its type code in the modules array and struct, which convert few elements faster than numpy."""
 _encode = msgspec.json.Encoder().encode

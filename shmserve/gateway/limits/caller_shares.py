@@ -74,9 +74,13 @@ class Payer:
     __slots__ = ("_pool", "accounts", "caller", "calls", "input_bytes", "name", "queries", "token")
 
     def __init__(
-        self, pool: Pool, accounts: tuple[ShareAccount, ...], queries: Payer | None = None, token: str = "",
+        self,
+        pool: Pool,
+        accounts: tuple[ShareAccount, ...],
+        queries: Payer | None = None,
+        token: str = "",
         address: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._pool = pool
         self.accounts = accounts
         self.calls = 0

@@ -100,10 +100,17 @@ class Callers:
     PROXY header names it. `turn_s`: period of the slow clock. `budget`: bounds bodies and unsent responses."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, connect: Callable[[Any, str], Any], limits: ConnectionLimits,
-        turn_s: float, budget: Budget, shares: Shares, turns: JobTurns | None = None, reads: ReadTurns | None = None,
+        self,
+        loop: asyncio.AbstractEventLoop,
+        connect: Callable[[Any, str], Any],
+        limits: ConnectionLimits,
+        turn_s: float,
+        budget: Budget,
+        shares: Shares,
+        turns: JobTurns | None = None,
+        reads: ReadTurns | None = None,
         backlog: InputBacklog | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.loop = loop
         self.now = loop.time
         self.shares = shares

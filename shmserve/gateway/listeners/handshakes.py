@@ -84,9 +84,15 @@ class Handshakes:
     headers; if there are none, no header is expected."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, made: Callable[[str], asyncio.BaseProtocol], tls: ssl.SSLContext | None,
-        patience_s: float, goodbye_s: float, room: Callable[[], int], proxies: TrustedProxies,
-    ) -> None:  # fmt: skip
+        self,
+        loop: asyncio.AbstractEventLoop,
+        made: Callable[[str], asyncio.BaseProtocol],
+        tls: ssl.SSLContext | None,
+        patience_s: float,
+        goodbye_s: float,
+        room: Callable[[], int],
+        proxies: TrustedProxies,
+    ) -> None:
         self.tls = tls
         """The context for handshakes that start from now on."""
         self._loop = loop
@@ -135,8 +141,10 @@ class Handshakes:
                     raise
                 log.error(
                     "cannot accept connections: %s; retrying in %g s (open files are limited by ulimit -n, or "
-                    "LimitNOFILE= of the unit)", error.strerror, _RETRY_S,
-                )  # fmt: skip
+                    "LimitNOFILE= of the unit)",
+                    error.strerror,
+                    _RETRY_S,
+                )
                 self._loop.remove_reader(listening)
                 self._loop.call_later(_RETRY_S, self._accept_again, listening)
                 return

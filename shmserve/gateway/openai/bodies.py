@@ -76,9 +76,21 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 _SAMPLED = (
-    "n", "temperature", "top_p", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "top_k",
-    "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids",
-)  # fmt: skip
+    "n",
+    "temperature",
+    "top_p",
+    "stop",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+)
 """Fields that are passed on as sampling parameters of the same name."""
 _OWN = frozenset((*Sampling.__struct_fields__, "logprobs", "max_completion_tokens"))
 
@@ -159,8 +171,9 @@ def chat(text: bytes) -> ChatRequest:
 def embedding(text: bytes) -> EmbeddingRequest:
     request = _decoded(_embedding, text)
     if request.encoding_format not in (None, "float", "base64"):
-        raise BadParameter("encoding_format", f"'encoding_format' is {request.encoding_format[:40]!r}; "
-                           "expected 'float' or 'base64'")  # fmt: skip
+        raise BadParameter(
+            "encoding_format", f"'encoding_format' is {request.encoding_format[:40]!r}; expected 'float' or 'base64'"
+        )
     return request
 
 

@@ -49,9 +49,13 @@ class _Text(PendingInference):
 
 class Embeddings:
     def __init__(
-        self, exchange: Exchange, sender: RequestSender, model: EmbeddingModel,
-        request: EmbeddingRequest, texts: list[str],
-    ) -> None:  # fmt: skip
+        self,
+        exchange: Exchange,
+        sender: RequestSender,
+        model: EmbeddingModel,
+        request: EmbeddingRequest,
+        texts: list[str],
+    ) -> None:
         self._exchange = exchange
         self._requests: FanOut[_Text] = FanOut(exchange, sender, model.name, AT_ONCE, exchange.fail)
         self._model = model

@@ -26,9 +26,14 @@ class FanOut(Generic[_Ticket]):
     request cannot be sent later. `window`: stream window of each request; 0: it has a single reply."""
 
     def __init__(
-        self, exchange: Exchange, sender: RequestSender, model: str, at_once: int,
-        failed: Callable[[ServeError], None], window: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        exchange: Exchange,
+        sender: RequestSender,
+        model: str,
+        at_once: int,
+        failed: Callable[[ServeError], None],
+        window: int = 0,
+    ) -> None:
         self._exchange = exchange
         self._failed = failed
         self._sender = sender

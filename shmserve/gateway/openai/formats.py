@@ -260,13 +260,21 @@ class CompletionFormat(ResponseFormat):
         if not text and delta.finish is None and found == b"null":
             return b""
         return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b' % (
-            self._start, index, _encode(text), found, self._finish(choice, delta), self._end,
-        )  # fmt: skip
+            self._start,
+            index,
+            _encode(text),
+            found,
+            self._finish(choice, delta),
+            self._end,
+        )
 
     def echo_chunk(self, index: int, echo: Echo) -> bytes:
         return b'%b{"index":%d,"text":"%b","logprobs":null,"finish_reason":null}%b' % (
-            self._start, index, echo.json, self._end,
-        )  # fmt: skip
+            self._start,
+            index,
+            echo.json,
+            self._end,
+        )
 
     def _content(self, choice: Choice) -> list[bytes]:
         echo = [] if choice.echo is None else [choice.echo.json]
@@ -291,9 +299,15 @@ class ChatFormat(ResponseFormat):
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, response_id: str, created: int, model: str, top: int | None, shows_usage: bool,
-        forced: ForcedCalls | None = None, reads_calls: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        response_id: str,
+        created: int,
+        model: str,
+        top: int | None,
+        shows_usage: bool,
+        forced: ForcedCalls | None = None,
+        reads_calls: bool = False,
+    ) -> None:
         super().__init__(response_id, created, model, top, shows_usage)
         self._forced = forced
         self._reads_calls = reads_calls
@@ -334,8 +348,13 @@ class ChatFormat(ResponseFormat):
 
     def _chunk(self, index: int, delta: bytes, found: bytes, finish: bytes) -> bytes:
         return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (
-            self._start, index, delta, found, finish, self._end,
-        )  # fmt: skip
+            self._start,
+            index,
+            delta,
+            found,
+            finish,
+            self._end,
+        )
 
     def _content(self, choice: Choice) -> list[bytes]:
         parts = [b'"message":{"role":"assistant","refusal":null,"content":']

@@ -44,9 +44,14 @@ class Generation:
     """One request of a client."""
 
     def __init__(
-        self, exchange: Exchange, sender: RequestSender, model: str,
-        response: ResponseFormat, as_events: bool, shows_usage: bool,
-    ) -> None:  # fmt: skip
+        self,
+        exchange: Exchange,
+        sender: RequestSender,
+        model: str,
+        response: ResponseFormat,
+        as_events: bool,
+        shows_usage: bool,
+    ) -> None:
         self._exchange = exchange
         self._link = sender.link
         self._requests: FanOut[_Stream] = FanOut(exchange, sender, model, AT_ONCE, self._cannot_continue, WINDOW)

@@ -80,11 +80,14 @@ def large_chat_tensors(model: LanguageModel, request: ChatRequest, strings: CutS
 def _chat_document(request: ChatRequest) -> dict[str, Any]:
     document: dict[str, Any] = {"messages": request.messages}
     more = {
-        "tools": request.tools, "tool_choice": request.tool_choice, "parallel_tool_calls": request.parallel_tool_calls,
-        "response_format": request.response_format, "chat_template_kwargs": template_arguments(request) or None,
+        "tools": request.tools,
+        "tool_choice": request.tool_choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "response_format": request.response_format,
+        "chat_template_kwargs": template_arguments(request) or None,
         "add_generation_prompt": request.add_generation_prompt,
         "continue_final_message": request.continue_final_message,
-    }  # fmt: skip
+    }
     return document | {name: value for name, value in more.items() if value is not None}
 
 

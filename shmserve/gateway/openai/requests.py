@@ -130,14 +130,24 @@ class OpenAiRequests:
         found = CompletionFormat(response_id, int(time.time()), request.model, request.logprobs, _shows_usage(request))
         before = [Echo(text) if request.echo else None for text in prompts.texts] or [None] * len(prompts)
         self._generate(
-            exchange, model, request, prompts.tensors(), prompts.bytes, before, found, request.logprobs,
+            exchange,
+            model,
+            request,
+            prompts.tensors(),
+            prompts.bytes,
+            before,
+            found,
+            request.logprobs,
             response_id,
-        )  # fmt: skip
+        )
 
     def _chat(
-        self, exchange: Exchange, request: ChatRequest, strings: CutStrings | None,
+        self,
+        exchange: Exchange,
+        request: ChatRequest,
+        strings: CutStrings | None,
         config: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         model = models.language_model(request.model, config)
         forced = bodies.demanded_calls(request)
         inputs.check_tools(model, request, forced)
@@ -163,9 +173,13 @@ class OpenAiRequests:
             exchange.work(inputs.large_chat_tensors(model, request, strings), generate)
 
     def _render(
-        self, exchange: Exchange, model: LanguageModel, request: ChatRequest,
-        then: Callable[[list[Any]], None], _: None = None,
-    ) -> None:  # fmt: skip
+        self,
+        exchange: Exchange,
+        model: LanguageModel,
+        request: ChatRequest,
+        then: Callable[[list[Any]], None],
+        _: None = None,
+    ) -> None:
         template = model.parameters.get(CHAT_TEMPLATE)
         if template is None:
             raise InvalidRequest(
@@ -186,10 +200,18 @@ class OpenAiRequests:
         self._templates.render(exchange, template, values, rendered)
 
     def _generate(
-        self, exchange: Exchange, model: LanguageModel, request: Sampling,
-        prompts: Iterator[list[InputPlan]], prompt_bytes: int, before: list[Echo | None], found: ResponseFormat,
-        logprobs: int | None, response_id: str, forced: ForcedCalls | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        exchange: Exchange,
+        model: LanguageModel,
+        request: Sampling,
+        prompts: Iterator[list[InputPlan]],
+        prompt_bytes: int,
+        before: list[Echo | None],
+        found: ResponseFormat,
+        logprobs: int | None,
+        response_id: str,
+        forced: ForcedCalls | None = None,
+    ) -> None:
         """`prompts`: the tensors of each prompt, `prompt_bytes` in total."""
         stream, shows_usage, n = bool(request.stream), _shows_usage(request), request.n or 1
         options = bodies.request_options(response_id, request)

@@ -242,9 +242,11 @@ class ChatTemplates:
 
 
 def template_values(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any],
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    arguments: dict[str, Any],
     parameters: dict[str, str],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The variables of a template. `arguments`: those that the client sets. `parameters`: those of the model's
     configuration. The parts of a message are joined to one text, as templates expect."""
     special = {name: parameters[name] for name in _SPECIAL if name in parameters}

@@ -254,9 +254,13 @@ class RequestSender:
         return bool(known)
 
     def _wanted(
-        self, ticket: PendingInference, model: str, version: str, outputs: list[str],
+        self,
+        ticket: PendingInference,
+        model: str,
+        version: str,
+        outputs: list[str],
         again: Callable[[PendingInference], None],
-    ) -> list[str] | None:  # fmt: skip
+    ) -> list[str] | None:
         """The outputs to request. None if they are all outputs of the model, which most clients name: such a request is
         encoded and checked faster, and can go straight to a worker over a lease. `again` sends the request again."""
         key = (model, version)
@@ -276,9 +280,13 @@ class RequestSender:
         return True
 
     def _check_outputs(
-        self, key: tuple[str, str], outputs: list[str], again: Callable[[PendingInference], None],
-        ticket: PendingInference, reply: Reply,
-    ) -> bool:  # fmt: skip
+        self,
+        key: tuple[str, str],
+        outputs: list[str],
+        again: Callable[[PendingInference], None],
+        ticket: PendingInference,
+        reply: Reply,
+    ) -> bool:
         """If the model's outputs differ from its configuration, outputs are named again from now on."""
         if [tensor.name for tensor in reply.outputs] == outputs:
             return True
@@ -288,17 +296,32 @@ class RequestSender:
         return False
 
     def _infer_again(
-        self, payer: Payer, model: str, version: str, plan: RequestPlan, pieces: Sequence[Piece], request_id: str,
-        forwarded: dict[str, str] | None, ticket: PendingInference,
-    ) -> None:  # fmt: skip
+        self,
+        payer: Payer,
+        model: str,
+        version: str,
+        plan: RequestPlan,
+        pieces: Sequence[Piece],
+        request_id: str,
+        forwarded: dict[str, str] | None,
+        ticket: PendingInference,
+    ) -> None:
         """`ticket` is the last argument, so that a partial that the ticket holds need not refer to the ticket: a cycle
         would keep its memory alive."""
         self.infer(payer, ticket, model, version, plan, pieces, request_id, forwarded)
 
     def infer(
-        self, payer: Payer, ticket: Charge, model: str, version: str, plan: RequestPlan, pieces: Sequence[Piece],
-        request_id: str, forwarded: dict[str, str] | None = None, window: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        payer: Payer,
+        ticket: Charge,
+        model: str,
+        version: str,
+        plan: RequestPlan,
+        pieces: Sequence[Piece],
+        request_id: str,
+        forwarded: dict[str, str] | None = None,
+        window: int = 0,
+    ) -> None:
         """Raises the errors that the client receives, such as Unavailable if a share is exceeded. `forwarded`: headers
         to pass on to the model."""
         link, options = self.link, plan.options
@@ -317,10 +340,23 @@ class RequestSender:
                     outputs = self._wanted(ticket, model, version, outputs, again)
             parameters = options.parameters if forwarded is None else merged(options.parameters, forwarded)
             link.session.infer(
-                ticket, model, inputs.encoded(), NO_TIME, outputs, version or None, None, options.priority,
-                options.sequence, options.sequence_start, options.sequence_end, parameters, request_id or None, window,
-                payer.token, payer.name,
-            )  # fmt: skip
+                ticket,
+                model,
+                inputs.encoded(),
+                NO_TIME,
+                outputs,
+                version or None,
+                None,
+                options.priority,
+                options.sequence,
+                options.sequence_start,
+                options.sequence_end,
+                parameters,
+                request_id or None,
+                window,
+                payer.token,
+                payer.name,
+            )
         except BaseException:
             release(ticket)
             raise

@@ -288,18 +288,37 @@ class Peer:
         now = NO_TIME if timeout is None else monotonic()
         if options is None:
             link.session.infer(
-                ticket, infer.model, inputs.encoded(), now, outputs, infer.version or None, timeout,
+                ticket,
+                infer.model,
+                inputs.encoded(),
+                now,
+                outputs,
+                infer.version or None,
+                timeout,
                 payer=self._payer.name,
-            )  # fmt: skip
+            )
         else:
             parameters = options.parameters
             if options.queue_timeout_us:
                 parameters = {**parameters, "timeout": options.queue_timeout_us}
             link.session.infer(
-                ticket, infer.model, inputs.encoded(), now, outputs, infer.version or None, timeout, options.priority,
-                options.sequence or None, options.sequence_start, options.sequence_end, parameters or None,
-                options.id or None, window, self._payer.token, self._payer.name,
-            )  # fmt: skip
+                ticket,
+                infer.model,
+                inputs.encoded(),
+                now,
+                outputs,
+                infer.version or None,
+                timeout,
+                options.priority,
+                options.sequence or None,
+                options.sequence_start,
+                options.sequence_end,
+                parameters or None,
+                options.id or None,
+                window,
+                self._payer.token,
+                self._payer.name,
+            )
         link.send_soon(timeout is not None)
 
     def _check_room(self, number: int) -> None:

@@ -35,8 +35,16 @@ class DeviceArray:
     """
 
     __slots__ = (
-        "__cuda_array_interface__", "__weakref__", "_dropped", "_fetch", "_pid", "block", "device", "dtype", "shape"
-    )  # fmt: skip
+        "__cuda_array_interface__",
+        "__weakref__",
+        "_dropped",
+        "_fetch",
+        "_pid",
+        "block",
+        "device",
+        "dtype",
+        "shape",
+    )
 
     def __init__(
         self,
@@ -56,9 +64,13 @@ class DeviceArray:
         self._dropped = dropped
         # No stream: writes by the server are complete before its answer arrives.
         self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": shape, "typestr": dtype.str, "data": (block.address, False), "strides": None, "version": 3,
+            "shape": shape,
+            "typestr": dtype.str,
+            "data": (block.address, False),
+            "strides": None,
+            "version": 3,
             "stream": None,
-        }  # fmt: skip
+        }
 
     def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
         if getpid() == self._pid:
@@ -223,9 +235,14 @@ class Devices:
         if arena is None:
             announcements = self._announcements
             arena = self._arenas[device] = Arena(
-                announcements.owner, partial(self._make, device), limit_bytes=self._limit, announce=self._announce,
-                knob="memory_bytes of the client", numbers=announcements.numbers, what="GPU memory",
-            )  # fmt: skip
+                announcements.owner,
+                partial(self._make, device),
+                limit_bytes=self._limit,
+                announce=self._announce,
+                knob="memory_bytes of the client",
+                numbers=announcements.numbers,
+                what="GPU memory",
+            )
         return arena.allocate(size)
 
     def _make(self, device: int, size: int) -> CudaExtent:
