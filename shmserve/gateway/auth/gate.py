@@ -14,7 +14,7 @@ from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.browsers import BrowserRules, read_servers
 from shmserve.gateway.auth.header_forwarding import Forward
 from shmserve.gateway.auth.tls import Files, FlagFile
-from shmserve.gateway.listeners.callers import is_local
+from shmserve.gateway.limits.proxies import is_local
 from shmserve.protocol.roles import INFER, OBSERVE, PAGE, names
 from shmserve.terminal.errors import Failed, Misuse
 

@@ -48,15 +48,4 @@ def make_listener(
         age_s=args.grpc_max_connection_age / 1000,
         age_grace_s=args.grpc_max_connection_age_grace / 1000,
     )
-    return RpcListener(
-        Http2Connection,
-        link.bind(),
-        Methods(services),
-        limits,
-        services.close,
-        budget,
-        link.shares,
-        link.turns,
-        link.reads,
-        link.backlog,
-    )
+    return RpcListener(link, Http2Connection, Methods(services), limits, budget, services.close)

@@ -12,13 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from shmserve.errors import ServeError, Unsupported
-from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.actions import INFER
-from shmserve.gateway.auth.header_forwarding import HeaderParameters
 from shmserve.gateway.http import bodies
 from shmserve.gateway.http.heads import NO_HEAD, BadHead, HttpHead, HttpHeads, work_of
 from shmserve.gateway.http.limits import AHEAD_BYTES, HEAD_BYTES, HttpLimits
-from shmserve.gateway.http.routes import RouteTable
 from shmserve.gateway.kserve.answers import Buffer, size_of
 from shmserve.gateway.kserve.status import REASONS, http_of, http_text_of
 from shmserve.gateway.limits.backlog import REQUEST_WORK, SENT_BYTES
@@ -37,35 +34,22 @@ from shmserve.protocol.actions import Action
 
 
 class HttpListener(Callers):
-    """`connect`: as for `Callers`. `routes`: the paths that it serves. `end_streams`: ends the event streams of the
-    page, so that access is checked again."""
+    """The arguments of `Callers`, and `end_streams`, which ends the event streams of the page, so that access is
+    checked again."""
 
     def __init__(
         self,
-        connect: Callable[[HttpListener, str], Any],
         link: GatewayLink,
+        connect: Callable[[HttpListener, str], Any],
         limits: HttpLimits,
-        access: EndpointAccess,
-        routes: RouteTable,
-        forward: HeaderParameters | None,
-        budget: Budget | None,
+        heads: HttpHeads,
+        budget: Budget,
         end_streams: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(
-            link.bind(),
-            connect,
-            limits,
-            limits.read_timeout_s / TURNS,
-            budget or Budget(),
-            link.shares,
-            link.turns,
-            link.reads,
-            link.backlog,
-        )
-        self.link = link
+        super().__init__(link, connect, limits, limits.read_timeout_s / TURNS, budget)
         self.limits = limits
+        self.heads = heads
         self._end_streams = end_streams
-        self.heads = HttpHeads(access, routes, forward)
 
     async def renew(self, tls: ssl.SSLContext | None) -> None:
         self.heads.forget()

@@ -25,7 +25,7 @@ from shmserve.gateway.auth.header_forwarding import Forward, HeaderParameters
 from shmserve.gateway.http import openapi
 from shmserve.gateway.http.bodies import content_length_error
 from shmserve.gateway.http.connection import BINARY, JSON, HttpConnection, HttpExchange, HttpListener
-from shmserve.gateway.http.heads import HttpHead
+from shmserve.gateway.http.heads import HttpHead, HttpHeads
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.routes import API_ROUTES, KSERVE_ROUTES, METRICS_ROUTES, NoRoute
 from shmserve.gateway.kserve.answers import Buffer, Held, JsonPieces, large_as_json, pieces_in_slices, response
@@ -591,14 +591,10 @@ def make_listener(
     openai = openai and not metrics
     requests = Requests(link, limits, extra, regions or Regions(False), page, openai)
     routes = METRICS_ROUTES if metrics else API_ROUTES if openai else KSERVE_ROUTES
-    headers = HeaderParameters(forward, lambda: link.session.wants_trace_context)
-    return HttpListener(
-        lambda made, client: HttpConnection(made, requests, client),
-        link,
-        limits,
-        access,
-        routes,
-        headers,
-        budget,
-        feed.end if feed is not None else lambda: None,
-    )
+    heads = HttpHeads(access, routes, HeaderParameters(forward, lambda: link.session.wants_trace_context))
+    end_streams = feed.end if feed is not None else lambda: None
+
+    def connect(listener: HttpListener, client: str) -> HttpConnection:
+        return HttpConnection(listener, requests, client)
+
+    return HttpListener(link, connect, limits, heads, budget or Budget(), end_streams)

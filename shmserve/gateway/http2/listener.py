@@ -9,11 +9,9 @@ from typing import Any
 
 from shmserve.gateway.http2.interface import Application, Expiring
 from shmserve.gateway.http2.limits import Http2Limits
-from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.body_budget import Budget
-from shmserve.gateway.limits.caller_shares import Shares
-from shmserve.gateway.limits.turns import JobTurns, ReadTurns
 from shmserve.gateway.listeners.callers import TURNS, Callers
+from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.protocol.grpc.codes import Code, RpcError
 
 DEADLINE_S = 0.02
@@ -25,28 +23,14 @@ class RpcListener(Callers):
 
     def __init__(
         self,
+        link: GatewayLink,
         connect: Callable[[RpcListener, str], Any],
-        loop: asyncio.AbstractEventLoop,
         application: Application,
         limits: Http2Limits,
-        stopped: Callable[[], None] = lambda: None,
-        budget: Budget | None = None,
-        shares: Shares | None = None,
-        turns: JobTurns | None = None,
-        reads: ReadTurns | None = None,
-        backlog: InputBacklog | None = None,
+        budget: Budget,
+        stopped: Callable[[], None],
     ) -> None:
-        super().__init__(
-            loop,
-            connect,
-            limits,
-            _turn_s(limits),
-            budget or Budget(),
-            shares or Shares(),
-            turns,
-            reads,
-            backlog,
-        )
+        super().__init__(link, connect, limits, _turn_s(limits), budget)
         self.stream_turns = math.ceil(limits.stream_idle_s / _turn_s(limits))
         self.application = application
         self.limits = limits

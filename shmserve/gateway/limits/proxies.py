@@ -65,6 +65,14 @@ def _address_in(part: str) -> str:
     return ""
 
 
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def parsed_address(text: str) -> Address | None:
     """An IPv4 address for an IPv6 one that maps it; None if it is no address."""
     try:

@@ -5,7 +5,6 @@ that no connecting client is refused."""
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import math
 import os
 import socket
@@ -20,12 +19,11 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from shmserve.errors import ServeError
-from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.body_budget import Budget
-from shmserve.gateway.limits.caller_shares import Shares
-from shmserve.gateway.limits.turns import Job, JobTurns, ReadTurns, SlicedWork
+from shmserve.gateway.limits.turns import Job, SlicedWork
 from shmserve.gateway.listeners.handshakes import Handshakes
 from shmserve.gateway.metrics import family
+from shmserve.gateway.upstream.link import GatewayLink
 
 BACKLOG = 1024
 HANDSHAKE_S = 10.0
@@ -74,14 +72,6 @@ def peer_address(transport: Any) -> str:
     return peer[0] if isinstance(peer, tuple) else ""
 
 
-def is_local(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class ConnectionLimits(Struct, frozen=True):
     """Limits of HTTP/1.1 and HTTP/2 connections, set by flags."""
 
@@ -96,27 +86,25 @@ class ConnectionLimits(Struct, frozen=True):
 
 
 class Callers:
-    """`connect` makes the asyncio protocol of a new connection, from this object and the address of the client, if a
-    PROXY header names it. `turn_s`: period of the slow clock. `budget`: bounds bodies and unsent responses."""
+    """`link` has what all endpoints share. `connect` makes the asyncio protocol of a new connection, from this object
+    and the address of the client, if a PROXY header names it. `turn_s`: period of the slow clock. `budget`: bounds
+    bodies and unsent responses."""
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        link: GatewayLink,
         connect: Callable[[Any, str], Any],
         limits: ConnectionLimits,
         turn_s: float,
         budget: Budget,
-        shares: Shares,
-        turns: JobTurns | None = None,
-        reads: ReadTurns | None = None,
-        backlog: InputBacklog | None = None,
     ) -> None:
-        self.loop = loop
+        self.link = link
+        self.loop = loop = link.bind()
         self.now = loop.time
-        self.shares = shares
-        self.turns = turns or JobTurns(loop)
-        self.reads = reads or ReadTurns(loop)
-        self.backlog = backlog or InputBacklog(loop)
+        self.shares = link.shares
+        self.turns = link.turns
+        self.reads = link.reads
+        self.backlog = link.backlog
         self.turn = 0
         self.least_bytes = max(1, int(limits.data_rate * turn_s))
         """Fewer bytes than this in a turn count as no progress."""

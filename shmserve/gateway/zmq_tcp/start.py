@@ -56,7 +56,7 @@ def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqTcpListener] |
 
 def listen(listener: ZmqTcpListener, args: argparse.Namespace) -> int:
     """Opens the listener and returns its port."""
-    from shmserve.gateway.listeners.callers import is_local
+    from shmserve.gateway.limits.proxies import is_local
     from shmserve.gateway.zmq_tcp.listener import host_of
 
     try:

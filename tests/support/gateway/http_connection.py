@@ -89,6 +89,17 @@ class Echo:
         exchange.fill([begin, end], first, whole)
 
 
+def shared(loop: Any) -> Any:
+    """The link of a listener, as far as it has what all endpoints share."""
+    return SimpleNamespace(
+        bind=lambda: loop,
+        shares=Shares(),
+        turns=JobTurns(loop),
+        reads=ReadTurns(loop),
+        backlog=InputBacklog(loop),
+    )
+
+
 def http_listener(budget: Budget | None = None, heads: HttpHeads | None = None, **limits: int) -> Any:
     """What connections use of their listener. `limits`: see `HttpLimits`."""
     loop: Any = ManualLoop()

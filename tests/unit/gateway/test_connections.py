@@ -8,10 +8,9 @@ from typing import Any
 
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.limits.body_budget import Budget
-from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.listeners.callers import EVICTED, Callers
 from tests import ROOT
-from tests.support.gateway.http_connection import connected, http_listener, post, receive
+from tests.support.gateway.http_connection import connected, http_listener, post, receive, shared
 
 
 class Connection:
@@ -28,7 +27,7 @@ class Connection:
 
 def callers(connections: int) -> Callers:
     loop: Any = SimpleNamespace(call_later=lambda *_: None, call_soon=lambda _: None, time=lambda: 0.0)
-    return Callers(loop, lambda *_: None, HttpLimits(connections=connections), 1.0, Budget(), Shares())
+    return Callers(shared(loop), lambda *_: None, HttpLimits(connections=connections), 1.0, Budget())
 
 
 def test_a_full_endpoint_closes_the_longest_idle_connections() -> None:

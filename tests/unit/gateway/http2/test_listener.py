@@ -7,15 +7,16 @@ from typing import Any
 from shmserve.gateway.http2.connection import LAST_CALLS_S, Http2Connection
 from shmserve.gateway.http2.limits import Http2Limits
 from shmserve.gateway.http2.listener import DEADLINE_S, RpcListener
+from shmserve.gateway.limits.body_budget import Budget
 from tests.support.gateway.http2_caller import Caller, Host, Unfinished
 from tests.support.gateway.http2_frames import HEAD, HELLO, block, frame
-from tests.support.gateway.http_connection import receive
+from tests.support.gateway.http_connection import receive, shared
 from tests.support.gateway.manual_loop import ManualLoop
 
 
 def test_deadlines_are_kept_in_any_order() -> None:
     loop: Any = ManualLoop()
-    listener: Any = RpcListener(Http2Connection, loop, Unfinished, Http2Limits())
+    listener: Any = RpcListener(shared(loop), Http2Connection, Unfinished, Http2Limits(), Budget(), lambda: None)
     caller = Caller(listener, opening=HELLO)
     for number, timeout in ((1, "1H"), (3, "50m"), (5, "150m"), (7, "100m")):
         caller.raw([frame(HEAD, 5, number, block(("grpc-timeout", timeout)))])

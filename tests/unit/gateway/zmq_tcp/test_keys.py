@@ -13,7 +13,7 @@ import pytest
 import shmserve
 from shmserve.clients.cli.parser import parser
 from shmserve.gateway.limits.caller_shares import Shares
-from shmserve.gateway.listeners.callers import is_local
+from shmserve.gateway.limits.proxies import is_local
 from shmserve.gateway.zmq_tcp import start as zmqtcp_start
 from shmserve.gateway.zmq_tcp.keys import KeyEntry, parse
 from shmserve.gateway.zmq_tcp.listener import host_of
