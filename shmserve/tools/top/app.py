@@ -108,7 +108,7 @@ class TopApp(TablesApp):
     def draw(self) -> None:
         super().draw()
         for screen in self.screen_stack if self.is_running else ():
-            if isinstance(screen, DetailScreen):
+            if isinstance(screen, DetailScreen) and screen.is_mounted:  # else it draws when it is
                 screen.show_view(self.view)
 
     def _rows(self, name: str) -> list[Row]:
@@ -127,7 +127,7 @@ class TopApp(TablesApp):
             return
         width = max(1, self.size.width)
         for screen in self.screen_stack:
-            if screen is self._base or isinstance(screen, DetailScreen):
+            if screen is self._base or (isinstance(screen, DetailScreen) and screen.is_mounted):
                 keys = KEYS if screen is self._base else DETAIL_KEYS
                 screen.query_one("#message", Lines).grow(self._messages(width, screen))
                 screen.query_one("#keys", Lines).show([keys_line([*keys, self._end_key], width)])
