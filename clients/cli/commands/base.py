@@ -11,6 +11,7 @@ import json
 import os
 import re
 import select
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -108,6 +109,24 @@ def _near(name: str, args: argparse.Namespace) -> str:
 def complain(args: argparse.Namespace, text: str) -> None:
     """Print one line about the command on stderr."""
     print(f"shmserve {args.command}: {' '.join(text.split())}", file=sys.stderr)
+
+
+class StatusLine:
+    """One line on stderr that is updated in place, and removed at the end of the block; nothing without a terminal."""
+
+    def __init__(self, wanted: bool = True) -> None:
+        self.is_shown = wanted and sys.stderr.isatty()
+
+    def __enter__(self) -> StatusLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.show("")
+
+    def show(self, text: str) -> None:
+        """The start of the text, as far as it fits the width."""
+        if self.is_shown:
+            print(CLEAR_LINE + text[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:

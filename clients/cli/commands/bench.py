@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections import Counter
 from pathlib import Path
 from secrets import randbelow
@@ -13,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shmserve.clients.cli.commands.base import next_step, print_json, print_text, screen_of
+from shmserve.clients.cli.commands.base import StatusLine, next_step, print_json, print_text, screen_of
 from shmserve.errors import InvalidRequest
-from shmserve.terminal.console import Screen
 from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
@@ -139,15 +137,15 @@ def _bounds(args: argparse.Namespace) -> tuple[float, float]:
 def _measured(args: argparse.Namespace, plan: Plan) -> Run:
     from shmserve.tools.load.calibration import calibrate
     from shmserve.tools.load.measure import check, measure
-    from shmserve.tools.load.report.live import Live
+    from shmserve.tools.load.report.table import progress_text
 
     check(plan)
-    with Live(Screen(getattr(args, "color", None), sys.stderr)) as live:
+    with StatusLine() as status:
         echo = None
         if args.echo:
-            live.say("measuring the generator against an echo server")
+            status.show("measuring the generator against an echo server")
             echo = calibrate(plan)
-        return measure(plan, on_progress=live.show, echo=echo)
+        return measure(plan, on_progress=lambda progress: status.show(progress_text(progress)), echo=echo)
 
 
 def _why(points: tuple[Point, ...]) -> str:

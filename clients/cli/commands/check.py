@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import CLEAR_LINE, output
+from shmserve.clients.cli.commands.base import StatusLine, output
 from shmserve.errors import ConnectionLost, InvalidRequest
 from shmserve.repo.gpus import discover
 from shmserve.terminal.console import BAD, FAINT, GOOD, WARN, Screen
@@ -146,13 +146,12 @@ def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace
     if not any(model.versions and not model.ensemble for model in checked.models):
         return checked
     with ended_in_order(), TemporaryServer(roots, options) as server, server.client(ASK_S) as client:
-        progress = _Progress(quiet=args.quiet or args.json)
-        try:
+        quiet = args.quiet or args.json
+        with StatusLine(not quiet) as status:
+            progress = _Progress(quiet, status)
             _await_load(server, client, args.timeout, progress)
             index = client.models()
             progress.show(index)
-        finally:
-            progress.end()
         completed = _completed(client, index)
         log = server.log
     gpus = discover().numbers
@@ -242,9 +241,9 @@ def _lines_of_workers(log: str) -> dict[str, list[str]]:
 class _Progress:
     """Progress of loading, on stderr: one updated line on a terminal, else one line per loaded or failed version."""
 
-    def __init__(self, quiet: bool) -> None:
+    def __init__(self, quiet: bool, status: StatusLine) -> None:
         self._quiet = quiet
-        self._live = sys.stderr.isatty()
+        self._status = status
         self._reported: set[tuple[str, str]] = set()
         self._started = time.monotonic()
 
@@ -254,12 +253,13 @@ class _Progress:
         versions = [entry for entry in index if entry["version"]]
         loading = [entry for entry in versions if entry["state"] == "LOADING"]
         seconds = time.monotonic() - self._started
-        if self._live:
+        if self._status.is_shown:
             names = ", ".join(f"{entry['name']} {entry['version']}" for entry in loading[:3])
             more = ", ..." if len(loading) > 3 else ""
             done = len(versions) - len(loading)
-            line = f"loading: {done} of {len(versions)}, {seconds:.0f} s" + (f" ({names}{more})" if names else "")
-            print(CLEAR_LINE + line, end="", file=sys.stderr, flush=True)
+            self._status.show(
+                f"loading: {done} of {len(versions)}, {seconds:.0f} s" + (f" ({names}{more})" if names else "")
+            )
             return
         for entry in versions:
             key = (entry["name"], entry["version"])
@@ -267,7 +267,3 @@ class _Progress:
                 self._reported.add(key)
                 line = f"[{len(self._reported)}/{len(versions)}] {' '.join(key)} {entry['state']} after {seconds:.1f} s"
                 print(line, file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self._live and not self._quiet:
-            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import select
-import shutil
 import sys
 import time
 from collections.abc import Mapping
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import CLEAR_LINE, complain, connected, print_json
+from shmserve.clients.cli.commands.base import StatusLine, complain, connected, print_json
 from shmserve.clients.cli.commands.operate import SPINNER
 from shmserve.terminal.errors import Misuse
 
@@ -53,7 +52,8 @@ def _done(args: argparse.Namespace, state: State, text: str) -> int:
 
 def _wait(args: argparse.Namespace, client: Client) -> int:
     quiet_s = UNTIL_QUIET_S if args.quiet is None else args.quiet
-    with _Progress(args, quiet_s) as progress:
+    with StatusLine(not args.json) as status:
+        progress = _Progress(args.json, status, quiet_s)
         began = time.monotonic()
         while True:
             state = client.service()
@@ -80,19 +80,12 @@ def _wait(args: argparse.Namespace, client: Client) -> int:
 class _Progress:
     """On a terminal, one line that is updated; with --json, a line every REPORT_S; otherwise nothing."""
 
-    def __init__(self, args: argparse.Namespace, quiet_s: float) -> None:
-        self._json = args.json
-        self._line = sys.stderr.isatty() and not args.json
+    def __init__(self, as_json: bool, status: StatusLine, quiet_s: float) -> None:
+        self._json = as_json
+        self._status = status
         self._quiet_s = quiet_s
         self._turns = cycle(SPINNER)
         self._next_report = 0.0
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._line:
-            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
     def show(self, state: State, seconds: float) -> None:
         """Show the state for this long."""
@@ -103,11 +96,8 @@ class _Progress:
             sys.stdout.flush()
         end = now + seconds
         while (remaining := end - time.monotonic()) > 0:
-            if self._line:
-                text = f"{next(self._turns)} draining for {state['seconds']:.0f} s: {self._text(state)}"
-                width = shutil.get_terminal_size().columns - 1
-                print(CLEAR_LINE + text[:width], end="", file=sys.stderr, flush=True)
-            select.select([], [], [], min(remaining, SPIN_S) if self._line else remaining)
+            self._status.show(f"{next(self._turns)} draining for {state['seconds']:.0f} s: {self._text(state)}")
+            select.select([], [], [], min(remaining, SPIN_S) if self._status.is_shown else remaining)
 
     def _text(self, state: State) -> str:
         quiet = state["quiet_seconds"]

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import select
-import shutil
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.cli.commands.base import (
-    CLEAR_LINE,
+    StatusLine,
     complain,
     connected,
     make_client,
@@ -303,12 +302,12 @@ def _versions(result: Mapping[str, Any]) -> str:
 def _watch(args: argparse.Namespace, operations: _Operations, doing: str) -> None:
     """Wait until all are done. On a terminal, one line shows the progress, which is queried over a separate
     connection."""
-    if not sys.stderr.isatty() or args.json:
-        while operations.waiting():
-            pass
-        return
     started = time.monotonic()
-    try:
+    with StatusLine(not args.json) as status:
+        if not status.is_shown:
+            while operations.waiting():
+                pass
+            return
         with make_client(args, timeout=ASK_S) as client:
             for turn in itertools.cycle(SPINNER):
                 waiting = operations.waiting(TICK_S)
@@ -317,10 +316,7 @@ def _watch(args: argparse.Namespace, operations: _Operations, doing: str) -> Non
                 line = f"{turn} {doing} {_many(waiting)}, {time.monotonic() - started:.0f} s"
                 with contextlib.suppress(ServeError):  # the operation itself reports the error
                     line += progress(client.models(), waiting)
-                width = shutil.get_terminal_size().columns - 1
-                print(CLEAR_LINE + line[:width], end="", file=sys.stderr, flush=True)
-    finally:
-        print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
+                status.show(line)
 
 
 def _many(names: Sequence[str]) -> str:

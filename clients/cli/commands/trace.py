@@ -8,17 +8,15 @@ from __future__ import annotations
 import argparse
 import select
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import CLEAR_LINE, complain, connected, next_step, print_json, print_text
+from shmserve.clients.cli.commands.base import StatusLine, complain, connected, next_step, print_json, print_text
 from shmserve.errors import ServeError
 from shmserve.system.new_file import new_file
-from shmserve.terminal.console import Screen
 from shmserve.terminal.errors import Failed
 
 if TYPE_CHECKING:
@@ -85,17 +83,15 @@ def _about(client: Client) -> dict[str, Any]:
 
 def _record(args: argparse.Namespace, client: Client, collected: Collected) -> float:
     """Records until the time is over, or until Ctrl-C. Returns the duration in seconds."""
-    screen = Screen(getattr(args, "color", None), sys.stderr)
     number = client.record("start", models=args.model)["recording"]
     began = time.monotonic()
-    with _interruptible() as interrupts:
+    with _interruptible() as interrupts, StatusLine() as status:
         while not interrupts and (remaining := began + args.seconds - time.monotonic()) > 0:
             select.select([], [], [], min(READ_S, remaining))
             _read(client, "read", number, collected)
-            _show(screen, f"recording, {time.monotonic() - began:.0f} s: {_counts(collected)}")
+            status.show(f"recording, {time.monotonic() - began:.0f} s: {_counts(collected)}")
         took = time.monotonic() - began
         _read(client, "stop", number, collected)
-    _show(screen, "")
     return took
 
 
@@ -116,11 +112,6 @@ def _read(client: Client, do: str, number: int, collected: Collected) -> None:
         answer = client.record(do, number)
         collected.add(answer)
         more = answer["more"]
-
-
-def _show(screen: Screen, text: str) -> None:
-    if screen.can_redraw:
-        print(CLEAR_LINE + text, end="", file=screen.stream, flush=True)
 
 
 @contextmanager

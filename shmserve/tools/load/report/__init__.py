@@ -1,1 +1,1 @@
-"""The reports of a saved run: `table` for the terminal, `csv`, `html`, and the `live` line."""
+"""The reports of a saved run: `table` for the terminal, `csv` and `html`."""

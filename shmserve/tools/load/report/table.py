@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from shmserve.terminal.console import BAD, FAINT, GOOD, WARN, Column, Screen, nonzero
 from shmserve.terminal.tables import duration_text
 from shmserve.tools.load.analysis.compare import BETTER, FAILED, MIXED, SAME, UNKNOWN, WORSE, Change, Comparison
+from shmserve.tools.load.measure import Progress
 from shmserve.tools.load.plan import PERCENTILES, SECOND, Closed, Limit, Load
 from shmserve.tools.load.record import Echo, Interval, Latencies, Point, Run
 
@@ -233,3 +234,14 @@ def _writer(metric: str) -> Callable[[float], str]:
     if metric == FAILED:
         return lambda share: f"{share * 100:.3g}%"
     return rate_text if metric in RATES else lambda ns: duration_text(ns / SECOND)
+
+
+def progress_text(progress: Progress) -> str:
+    """The important parts come first, because a narrow terminal cuts off the end."""
+    of = f"/{progress.loads}" if progress.loads else ""
+    parts = [f"[{progress.number}{of}]", str(progress.load), f"{rate_text(progress.per_s)} requests/s"]
+    if progress.p50_ns:
+        parts.append(f"p50 {duration_text(progress.p50_ns / SECOND)}, p99 {duration_text(progress.p99_ns / SECOND)}")
+    if progress.failed:
+        parts.append(f"{progress.failed:,} failed")
+    return "  ".join([*parts, f"{progress.phase}, {progress.seconds:.0f} s"])

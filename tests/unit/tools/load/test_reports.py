@@ -20,8 +20,7 @@ from shmserve.tools.load.measure import Progress
 from shmserve.tools.load.plan import Closed, Limit, Open, Plan, Replay
 from shmserve.tools.load.report.csv import csv_text
 from shmserve.tools.load.report.html import html_text
-from shmserve.tools.load.report.live import line
-from shmserve.tools.load.report.table import comparison_text, run_text
+from shmserve.tools.load.report.table import comparison_text, progress_text, run_text
 from tests.unit.tools.load.points import point, run, steady, window
 
 PERF_ANALYZER = (
@@ -150,4 +149,4 @@ def test_the_live_line() -> None:
         failed=2,
     )  # fmt: skip
     text = "[2/5]  concurrency 8  5,432 requests/s  p50 1.50 ms, p99 3.25 ms  2 failed  window 3, 4 s"
-    assert line(progress) == text
+    assert progress_text(progress) == text
