@@ -112,7 +112,6 @@ class HiddenTensors:
             yield from alike.values()
 
     def end(self) -> None:
-        """Called after a batch has run."""
         self._running = False
         self._turns = []
         if self._ended:

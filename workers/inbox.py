@@ -54,7 +54,6 @@ class Inbox:
         return kept
 
     def drain(self) -> None:
-        """Handles all orders that have arrived."""
         drain = self._link.drain
         while (packet := drain()) is not None:
             self.handle(*packet)

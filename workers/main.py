@@ -98,7 +98,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str] | None = None, threads: Callable[[], object] | None = None) -> NoReturn:
-    """Runs `main` as the whole process."""
     exit_process(main(argv, threads))
 
 

@@ -65,7 +65,6 @@ class Runner(ABC, Generic[B]):
         """Runs requests that may share one call of the backend."""
 
     def run(self, works: Sequence[Work]) -> tuple[list[Row], Times, tuple[int, ...]]:
-        """Runs one batch, and returns a Row for each result."""
         results, times, again = self.run_batch(works)
         return list(rows_of(results)), times, again
 
@@ -74,7 +73,6 @@ class Runner(ABC, Generic[B]):
         return self._run(works) if self._hidden is None else self._run_in_parts(works, self._hidden)
 
     def forget(self, sequences: Sequence[int | str]) -> None:
-        """Drops the state of sequences that have ended."""
         if self._hidden is not None:
             self._hidden.forget(sequences)
 
@@ -175,7 +173,6 @@ class StackedRunner(Runner[StackedBackend]):
         return Results(self._scatter, group.works, group.rows)
 
     def _abandon(self, group: GatherGroup, results: Results, error: Exception) -> list[Row]:
-        """Returns the rows of a group that has failed."""
         results.abandon()
         failure = self._failure(error)
         return [Row(work.request, (), failure) for work in group.works]

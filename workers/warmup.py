@@ -86,7 +86,6 @@ def _run(name: str, works: list[Work], count: int, model: str, runner: Runner[An
 
 
 def title(sample: ModelWarmup, number: int) -> str:
-    """Returns the name of a sample for use in messages."""
     return f"warm-up sample '{sample.name}'" if sample.name else f"warm-up sample number {number}"
 
 

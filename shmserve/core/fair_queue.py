@@ -42,11 +42,9 @@ class FairQueue(Generic[T]):
         """Next user first. Invariant: each user has members, so the dict is empty if and only if the queue is."""
 
     def __len__(self) -> int:
-        """The number of users."""
         return len(self.users)
 
     def counts(self) -> dict[str, int]:
-        """The number of members for each user."""
         return {user: len(mine) for user, mine in self.users.items()}
 
     def add(self, user: str, member: T, heavy: bool = False) -> None:

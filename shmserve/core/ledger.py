@@ -89,7 +89,6 @@ class Ledger:
     # ------------------------------------------------------------------------------------ segments
 
     def announce(self, owner: int, message: Map, audience: str) -> LedgerSegment:
-        """Registers a new segment of a peer."""
         number = message.segment
         if number >> OWNER_SHIFT != owner:
             raise InvalidRequest(

@@ -140,7 +140,6 @@ class OpenVino(StackedBackend):
             outputs.put(index, placed[:rows])
 
     def _rows(self, rows: int) -> int:
-        """Returns the number of rows to run for a batch of `rows`."""
         if self._batch < 0 or rows in (0, self._batch):
             return rows
         if not self._pads:

@@ -158,7 +158,6 @@ def _of_accelerators(config: ModelConfig) -> dict[str, str]:
 
 
 def _facts(path: Path) -> _Facts:
-    """Returns the inputs and outputs of the model in a file."""
     try:
         return _of_program(path.read_bytes()) if path.suffix == ".pdmodel" else _of_json(path.read_bytes())
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:

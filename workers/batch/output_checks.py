@@ -107,7 +107,6 @@ def as_state(spec: Spec, array: Array) -> Array:
 
 
 def strings(model: str, spec: Spec, part: Array) -> Array:
-    """Returns the strings as encoded bytes."""
     try:
         return np.frombuffer(encode_bytes(part, str), _BYTE)
     except InvalidRequest as error:

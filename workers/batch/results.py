@@ -332,7 +332,6 @@ class Results:
         return Columns(tuple(forms), tuple(requests), tuple(shares_of(works)), tuple(each))
 
     def _finished(self) -> list[Sequence[Tensor | None]]:
-        """Returns the tensors of each output."""
         columns: list[Sequence[Tensor | None]] = []
         for index, spec in enumerate(self._scatter.specs):
             array, column = self._ready[index], self._columns[index]

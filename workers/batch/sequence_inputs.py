@@ -50,8 +50,6 @@ class SequenceRequest(Struct, gc=False):
 
 
 class BatchSequences:
-    """Reads the sequence options of requests."""
-
     def __init__(self, config: ModelConfig) -> None:
         sequence = config.sequence_batching
         self._model = config.name

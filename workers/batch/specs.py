@@ -190,7 +190,6 @@ def model_outputs_of(config: ModelConfig) -> tuple[Spec, ...]:
 
 
 def control_of(entry: ModelSequenceBatchingControlInput) -> ModelSequenceBatchingControl:
-    """Returns the control of a control tensor."""
     if len(entry.control) != 1:
         raise InvalidRequest(
             f"control tensor '{entry.name}' of the sequences has {len(entry.control)} controls: a tensor can carry one"

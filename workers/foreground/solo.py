@@ -230,7 +230,6 @@ def _pattern(spec: Spec) -> list[int]:
 
 
 def _work(order: RunOrder, source: inputs.InputSource, config: ModelConfig) -> Work:
-    """Builds the request and checks it against the configuration."""
     specs = inputs_of(config)
     known = {spec.name: {"name": spec.name, "datatype": spec.dtype, "shape": _pattern(spec)} for spec in specs}
     most = config.max_batch_size

@@ -80,7 +80,6 @@ class Cuda:
         return address
 
     def allocate_host(self, size: int) -> int:
-        """Allocates pinned host memory."""
         try:
             address: int = self._runtime.hostAlloc(max(size, ALIGN), 0)
         except self.errors as error:

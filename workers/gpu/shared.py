@@ -58,7 +58,6 @@ class DevicePiece:
         return DevicePiece(self._memory, self.address, self.dtype, (self.nbytes // self.dtype.itemsize,))
 
     def host(self) -> Array:
-        """Returns a copy in host memory."""
         return self._memory.fetch(self)
 
 

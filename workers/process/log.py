@@ -37,7 +37,6 @@ def log_message(text: str, level: str = "error") -> None:
 
 
 def log_traceback(what: str, error: BaseException) -> None:
-    """Logs an error and its traceback, one message for each line."""
     log_message(what)
     for line in trace_of(error):
         log_message(f"  {line}")

@@ -340,7 +340,6 @@ def _urgent(version: Version, now: int) -> int:
 
 
 def planned(version: Version, plan: BatchPlan) -> list[Request]:
-    """The requests of the plan."""
     service = version.service
     if plan.chosen is None:
         return service.queue.first(plan.count)[: plan.count]

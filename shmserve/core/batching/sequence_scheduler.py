@@ -185,7 +185,6 @@ def dispatch(state: State, version: Version, now: int) -> None:
 
 
 def _process_change(state: State, slots: SequenceSlots[Sequence, Instance], sequence: Sequence, now: int) -> None:
-    """Processes a change of the sequence."""
     if sequence.state is _S.ENDED:
         return
     sequence.active = now
@@ -219,7 +218,6 @@ def _remember(state: State, sequence: Sequence, code: str, text: str) -> None:
 
 
 def _notify_worker(state: State, sequence: Sequence) -> None:
-    """Notifies the worker of a sequence that ends without END."""
     instance = sequence.instance
     if instance is not None and instance.peer and instance.usable:
         state.send(instance.peer, EndSequences((sequence.worker_id,)))

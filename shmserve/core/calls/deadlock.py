@@ -179,7 +179,6 @@ def _story(state: State, calls: list[Request], stuck: Stuck) -> str:
 
 
 def _caller(state: State, request: Request) -> tuple[Version, Instance]:
-    """The caller of the request."""
     return state.instances[request.client.number]
 
 

@@ -230,7 +230,6 @@ class Ensembles:
         return requested
 
     def _ask_row(self, run: Run, mapped: MappedStep, now: int) -> None:
-        """Requests the next row."""
         number, index = mapped.next, mapped.step
         mapped.next += 1
         if mapped.next == mapped.count:
@@ -301,7 +300,6 @@ class Ensembles:
             run.ready.append((run.open[level][0], run.levels.sources[level]))
 
     def _outputs(self, run: Run, iteration: Iteration) -> tuple[Tensor, ...]:
-        """The outputs for a response to the caller."""
         specs, batches, steps = run.graph.specs, run.graph.batches, run.graph.steps
         outputs = []
         for name, wanted in run.wanted.items():

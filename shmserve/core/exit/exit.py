@@ -54,7 +54,6 @@ def deliver(state: State, request: Request, message: Reply | Fail) -> None:
 
 
 def _store(state: State, request: Request, message: Reply) -> None:
-    """Stores a computed response in the cache."""
     cache, version, miss = state.cache, request.version, request.miss
     assert miss is not None
     began = cache.clock()
@@ -143,7 +142,6 @@ def deadline_passed(state: State, request: Request, now: int) -> None:
 
 
 def cancel_all(state: State, client: ClientState) -> None:
-    """Cancels all requests of a client that has disconnected."""
     requests = state.requests
     for request in [requests[number] for number in client.requests.values()]:
         if request.state in (_QUEUED, _CHAINED):

@@ -121,7 +121,6 @@ def batch_done(state: State, version: Version, instance: Instance, batch: Batch[
 
 
 def lost(state: State, version: Version, instance: Instance, reason: str) -> None:
-    """Fails the open streams of a worker that has ended."""
     for request in list(instance.streams.values()):
         text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended after {_count(request)}"
         exit.fail(state, request, "MODEL_FAILED", f"{text} to this request ({reason})")

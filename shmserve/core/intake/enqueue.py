@@ -78,7 +78,6 @@ def queue_timeout(state: State, request: Request, now: int) -> None:
 
 
 def expire(state: State, request: Request) -> None:
-    """Handles the expired queue timeout of a queued request."""
     expired = request.unchecked is not None
     if expired:
         request.version.drop(request)

@@ -13,7 +13,6 @@ def count_refused(state: State, model: str, error: ServeError, count: int = 1) -
 
 
 def refuse(state: State, client: ClientState, model: str, number: int, error: ServeError) -> None:
-    """Answers a client's request that is refused."""
     count_refused(state, model, error)
     if number in client.requests:  # that request gets its own response instead of this error
         number = 0
@@ -58,7 +57,6 @@ class BatchRefusals:
         self._numbers.append(message.columns.requests[index])
 
     def answer(self, client: ClientState, message: InferBatch) -> None:
-        """Answers the requests that were refused so far."""
         error, numbers = self._error, self._numbers
         if error is None:
             return
@@ -70,6 +68,5 @@ class BatchRefusals:
             self._state.send(client.number, FailBatch(tuple(numbers), error.code, error.message))
 
     def end(self, client: ClientState, message: InferBatch) -> None:
-        """Ends the batch."""
         self.answer(client, message)
         self.known.clear()

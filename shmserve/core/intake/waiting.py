@@ -87,7 +87,6 @@ def wait_again(request: Request, version: Version) -> None:
 
 
 def _charge(request: Request) -> None:
-    """Counts a waiting request for its client."""
     client = request.client
     client.requests[request.client_number] = request.number
     client.bytes += request.inline

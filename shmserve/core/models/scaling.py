@@ -122,7 +122,6 @@ def _oldest_queued(version: Version, now: int) -> int:
 
 
 def _changes(state: State, version: Version) -> bool:
-    """Is the number of instances already changing?"""
     model = state.models[version.model]
     return model.operation is not None or model.versions.get(version.number) is not version
 

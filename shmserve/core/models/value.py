@@ -20,7 +20,6 @@ SHORTEST_LOAD_NS = 1_000_000
 
 
 def has_loaded(version: Version, instance: Instance, now: int) -> None:
-    """Measures the time of a load."""
     sleep_state, took = version.sleep_state, now - instance.spawned
     sleep_state.load_ns = (3 * sleep_state.load_ns + took) // 4 if sleep_state.load_ns else took
 

@@ -19,7 +19,6 @@ FITTED = 256
 
 
 def plans_of(run: Run) -> dict[int, StepPlan]:
-    """The plans of the steps of a run, for its current members."""
     members, cache = run.members, run.graph.plans
     key = (tuple(run.wanted), *[id(member.policy) for member in members.values()])
     plans = cache.get(key)

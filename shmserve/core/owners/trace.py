@@ -104,7 +104,6 @@ class Traces:
 
     @property
     def with_tensors(self) -> bool:
-        """Whether any sample includes tensors."""
         return any(sample.tensors for sample in self.samples.values())
 
     def sample_due(self, version: Version, requests: Sequence[Request]) -> None:

@@ -186,7 +186,6 @@ class Onnx(StackedBackend):
         return self.context.setting("onnxruntime", key)
 
     def planned(self, config: ModelConfig) -> SessionPlan:
-        """Returns the plan for running the model on this instance."""
         kind, device = device_of(config, self.context.instance)
         providers, threads = ort.get_available_providers(), self.context.engine_threads
         return plan(config, f"KIND_{kind}", visible_number(device), providers, threads, self._setting)

@@ -206,7 +206,6 @@ class Python(PythonModel, SeparateBackend):
         loop.start(coroutine, started)
 
     async def _generate(self, request: pb_utils.InferenceRequest, stream: ResponseSender) -> None:
-        """Runs one request of a model that yields its responses."""
         try:
             async with aclosing(self._model.stream(request)) as responses:
                 async for response in responses:

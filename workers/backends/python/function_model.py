@@ -148,7 +148,6 @@ def _declared(slot: Slot) -> dict[str, Any]:
 
 
 def _decoded(slot: Slot, array: Array, batch: bool) -> Any:
-    """The argument for an input."""
     if slot.depth < 0:
         return array
     if slot.text:

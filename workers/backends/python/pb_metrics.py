@@ -33,8 +33,6 @@ class _Shared:
 
 
 class _Registry:
-    """The metrics of this process."""
-
     metrics: dict[Subject, _Shared] = {}
     families: dict[str, tuple[str, str]] = {}
     """By name: kind and description, from the first definition."""

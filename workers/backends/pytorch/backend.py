@@ -84,7 +84,6 @@ class Torch(OverlappingBackend):
             self._set_up(config)
 
     def _set_up(self, config: ModelConfig) -> None:
-        """Prepares the GPU for batches."""
         # Without a GPU, these modules are not imported.
         from shmserve.gpu.choice import open_device
         from shmserve.workers.backends.device_inputs import DeviceInputs
@@ -108,7 +107,6 @@ class Torch(OverlappingBackend):
         self.overlaps = self._batches.overlaps
 
     def _not_queued(self) -> str:
-        """Returns why batches cannot be queued on the GPU."""
         strings = [spec.name for spec in (*self._inputs, *self._outputs) if not spec.item]
         if strings:
             return f"{', '.join(strings)}: strings are on the host"

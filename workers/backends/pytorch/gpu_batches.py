@@ -66,8 +66,6 @@ class ConfiguredShapes:
 
 
 class GpuBatches:
-    """Queues the batches of one model."""
-
     def __init__(
         self,
         cuda: GpuDevice,

@@ -73,7 +73,6 @@ class Program:
 
 
 def open_program(path: Path, device: torch.device) -> Program:
-    """Opens the program in a file."""
     kinds = {TorchKind.SCRIPT: Script, TorchKind.EXPORTED: Exported, TorchKind.COMPILED: CompiledProgram}
     return kinds[torch_kind(path)](path, device)
 

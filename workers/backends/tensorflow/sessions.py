@@ -23,7 +23,6 @@ _IN_THIS_THREAD = -1
 
 
 def opened(context: Context, config: ModelConfig, program: Program) -> Any:
-    """Returns a session with the model's weights."""
     parameters = Parameters(config)
     frozen = isinstance(program, FrozenGraph)
     if parameters.text(INIT_OPS) and not frozen:
@@ -47,7 +46,6 @@ def opened(context: Context, config: ModelConfig, program: Program) -> Any:
 
 
 def options_of(context: Context, config: ModelConfig) -> Any:
-    """Returns the engine's settings of a session."""
     parameters = Parameters(config)
     between = parameters.whole("TF_NUM_INTER_THREADS", 1)
     options = config_pb2.ConfigProto(

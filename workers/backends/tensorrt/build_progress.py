@@ -50,8 +50,6 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 
 class Progress:
-    """Shows the phases of a build."""
-
     def __init__(self, trt: Any, interrupted: Callable[[], bool], quiet: bool = False) -> None:
         self._terminal = sys.stderr.isatty()
         self._quiet = quiet

@@ -112,7 +112,6 @@ class ProfileShapes:
 
 
 def open_engine(config: ModelConfig, context: Context, trt: Any, logger: Any, capability: str) -> LoadedEngine:
-    """Loads the plan for this device."""
     load_plugins(context.setting("tensorrt", "plugins"))
     if not trt.init_libnvinfer_plugins(logger, ""):
         raise Unavailable("the plug-ins of TensorRT cannot be set up")

@@ -63,7 +63,6 @@ class Profile:
         )
 
     def largest(self, max_batch: int) -> tuple[Shape, ...]:
-        """Returns the largest shapes that a batch can have."""
         shapes = []
         for index, spec in enumerate(self._inputs):
             limits = self.ranges.get(index)
@@ -108,7 +107,6 @@ class Profile:
 def no_profile(
     model: str, profiles: Sequence[Profile], specs: Sequence[Spec], shapes: Sequence[Shape]
 ) -> InvalidRequest:
-    """The error for inputs outside all profiles."""
     given = ", ".join(f"'{spec.name}' {list(shape)}" for spec, shape in zip(specs, shapes, strict=True))
     allowed = "; ".join(
         f"profile {profile.number}: "
