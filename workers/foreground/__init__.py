@@ -1,8 +1,7 @@
 """`shmserve run`: one model in the foreground, without a server.
 
-`order` defines the arguments, finds the model and reads its configuration. `solo` loads the model as a worker does,
-builds one request from the command line, runs it and prints the outputs, if necessary in the model's own interpreter.
-`terminal` handles output and the debugger.
+`run` finds the model, loads it as a worker does, builds one request from the command line, runs it and prints the
+outputs, if necessary in the model's own interpreter. `terminal` handles output and the debugger.
 
 Why not start a temporary server, as `check --load` does? A run takes 0.45 s this way and 1.30 s with a server, and
 users repeat it after each change to a model. `--pdb` and `breakpoint()` need the model in the process that has the

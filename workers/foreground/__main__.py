@@ -1,5 +1,4 @@
-"""The process of `shmserve run`: imports its modules (Ctrl-C during the imports just ends the process) and runs
-`solo`."""
+"""The process of `shmserve run`: imports its modules, during which Ctrl-C just ends the process, and calls `run`."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ from shmserve.system import interrupts
 
 def main() -> NoReturn:
     interrupts.end_process()
-    from shmserve.workers.foreground import solo
+    from shmserve.workers.foreground import run
     from shmserve.workers.process.exit_codes import exit_process
 
     interrupts.raise_exception()
-    exit_process(solo.main())
+    exit_process(run.main())
 
 
 if __name__ == "__main__":

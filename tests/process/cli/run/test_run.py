@@ -17,8 +17,8 @@ import pytest
 from shmserve.clients.cli.commands.base import order_of
 from shmserve.clients.cli.parser import parser
 from shmserve.repo import samples
-from shmserve.workers.foreground import solo
-from shmserve.workers.foreground.order import RunOrder
+from shmserve.workers.foreground import run as foreground
+from shmserve.workers.foreground.run import RunOrder
 from tests.support.docs import pages
 from tests.support.model_files import write_model
 from tests.support.system.terminal import Terminal
@@ -125,7 +125,7 @@ def test_an_onnx_model_without_configuration_and_with_large_tensors(tmp_path: Pa
 def here(capfd: pytest.CaptureFixture[str], code: int = 0, **order: Any) -> tuple[str, str]:
     """Runs in this process, which is only allowed for models without Python code. Returns standard output and standard
     error."""
-    assert solo.run(RunOrder(**order)) == code
+    assert foreground.run(RunOrder(**order)) == code
     out, err = capfd.readouterr()
     return out, err
 

@@ -1,7 +1,8 @@
-"""One model in the foreground, the process of `shmserve run`: `python -m shmserve.workers.foreground.solo ORDER`.
+"""One model in the foreground, the process of `shmserve run`: `python -m shmserve.workers.foreground ORDER`.
 
-Invariant: the model runs as in a worker of a server, with the same loading, batches and read-only inputs. The only
-differences are the terminal and full error output.
+Invariants: the model is found and read as in a server, and runs as in a worker, with the same loading, batches and
+read-only inputs. The only differences are the terminal and full error output. Order and model can be serialised,
+because the model may run in another interpreter.
 
 Exit codes: 0 done, 1 the model failed, 2 invalid usage, 130 interrupted.
 """
@@ -20,14 +21,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 
 from shmserve.dtypes import from_numpy, to_numpy
-from shmserve.errors import InvalidRequest, ServeError, from_wire
+from shmserve.errors import InvalidRequest, NotFound, ServeError, from_wire
 from shmserve.paths import cache_dir, server_runtime_dir
 from shmserve.protocol.messages import Options, Tensor, Wanted
 from shmserve.protocol.worker_messages import Load, Row, Work
-from shmserve.repo.backends import DIRECTORY
-from shmserve.repo.config.schema import decode_config
+from shmserve.repo.backends import DIRECTORY, backend_directory_problem, folder_of, installed
+from shmserve.repo.config.schema import decode_config, encode_config
 from shmserve.repo.gpus import VISIBLE, discover
 from shmserve.repo.rules.fields import completion_warnings, verify_completed
 from shmserve.shm.mapped import Mapped
@@ -37,7 +39,6 @@ from shmserve.terminal import inputs, output
 from shmserve.terminal.errors import Failed, Misuse
 from shmserve.terminal.tables import duration_text, shape_text, table
 from shmserve.workers.batch.specs import Spec, controls_of, inputs_of, outputs_of
-from shmserve.workers.foreground.order import Chosen, RunFailed, RunOrder, find
 from shmserve.workers.foreground.terminal import Terminal
 from shmserve.workers.loading import LoadedModel, load
 from shmserve.workers.outbox import NullOutbox
@@ -46,11 +47,50 @@ from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
+    from shmserve.repo.storage.store import ScannedModel
 
 Array = np.ndarray[Any, np.dtype[Any]]
 OWNER = 1
 """The owner of the output segments: any number, as there is only this process."""
 AUDIENCE = "internal"
+
+
+class RunOrder(Struct, forbid_unknown_fields=True):
+    """The arguments of `shmserve run`, by name."""
+
+    model_dir: str
+    file: str | None = None
+    input: list[str] = []
+    random: bool = False
+    batch: int | None = None
+    shape: list[str] = []
+    seed: int | None = None
+    outputs: str | None = None
+    out: str | None = None
+    repeat: int = 1
+    version: int | None = None
+    json: bool = False
+    pdb: bool = False
+    backend_config: list[str] = []
+    model_config_name: str = ""
+    backend_directory: str = ""
+
+
+class RunFailed(Exception):
+    """The model cannot be loaded or has failed; the text is for the user, and a traceback was already printed."""
+
+
+class Chosen(Struct):
+    """A model and the version to run. `config`: the complete configuration, as in Load; `given`: the content of its
+    file alone. `environment`: the model's own interpreter; "": this one. `backends`: the available ones."""
+
+    path: str
+    version: int
+    config: bytes
+    given: bytes | None
+    warnings: tuple[str, ...]
+    backends: tuple[str, ...]
+    environment: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,7 +152,7 @@ def _run(order: RunOrder, chosen: Chosen | None, terminal: Terminal) -> int:
 
 def _choose(order: RunOrder, terminal: Terminal) -> Chosen:
     """Returns the model if it runs in this interpreter. Otherwise replaces this process by the model's interpreter."""
-    chosen = find(order)
+    chosen = _find(order)
     if not chosen.environment:
         return chosen
     from shmserve.workers.process.environment import replace_interpreter
@@ -122,11 +162,60 @@ def _choose(order: RunOrder, terminal: Terminal) -> Chosen:
         os.pwrite(descriptor, msgspec.msgpack.encode((order, chosen)), 0)
         cache = cache_dir(server_runtime_dir()) / "environments"
         terminal.restore_stdout()
-        replace_interpreter(
-            chosen.environment, str(cache), "shmserve.workers.foreground.solo:resume", [str(descriptor)]
-        )
+        replace_interpreter(chosen.environment, str(cache), "shmserve.workers.foreground.run:resume", [str(descriptor)])
     finally:
         os.close(descriptor)
+
+
+def _find(order: RunOrder) -> Chosen:
+    from shmserve.repo.compile import environment  # the model's interpreter may lack the packages that it needs
+
+    model, version = _find_model(order)
+    config = model.config
+    assert config is not None
+    return Chosen(
+        str(model.path),
+        version,
+        encode_config(config),
+        None if model.given is None else encode_config(model.given),
+        model.warning_texts,
+        tuple(installed(order.backend_directory)),
+        environment(config, str(model.path), folder_of(config.backend, order.backend_directory)),
+    )
+
+
+def _find_model(order: RunOrder) -> tuple[ScannedModel, int]:
+    """Returns the model in the directory and the version to run: the requested one, or the highest one served."""
+    from shmserve.repo.storage.store import scan_model  # it may lack those of this one, too
+
+    # Symlinks are not resolved: the model has the name of the link.
+    path = Path(os.path.abspath(order.model_dir))
+    if not path.is_dir():
+        raise Misuse(f"{order.model_dir} is not a directory; name that of a model, with its config.pbtxt")
+    fault = backend_directory_problem(Path(order.backend_directory)) if order.backend_directory else ""
+    if fault:
+        raise Misuse(f"--backend-directory {fault}")
+    try:
+        backends, gpus = installed(order.backend_directory), discover().numbers
+        model = scan_model(path, backends=backends, gpus=gpus, config_name=order.model_config_name)
+    except InvalidRequest as error:
+        raise Misuse(str(error)) from error
+    for warning in model.warning_texts:
+        log_message(warning, "warning")
+    if model.problems or model.config is None:
+        raise RunFailed("\n".join([f"model '{model.name}' cannot be loaded:", *model.problem_texts]))
+    if order.version is None:
+        return model, model.versions[-1]
+    if not (path / str(order.version)).is_dir():
+        there = ", ".join(map(str, model.versions))
+        raise NotFound(f"model '{model.name}' has no version {order.version}; its versions are: {there}")
+    if order.version in model.missing:
+        raise RunFailed(f"failed to load model '{model.name}' version {order.version}: {model.missing[order.version]}")
+    if order.version not in model.versions:
+        log_message(
+            f"version {order.version} of model '{model.name}' would not be served: its version policy", "warning"
+        )
+    return model, order.version
 
 
 def _show(
