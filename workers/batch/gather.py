@@ -21,6 +21,7 @@ from shmserve.errors import InvalidRequest, ServeError
 from shmserve.protocol.works import ColumnWorks
 from shmserve.shm.mapped import OnDevice
 from shmserve.shm.strings import decode_bytes
+from shmserve.workers.batch.buffers import Buffers
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Handle, Tensor, TensorForm
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from shmserve.workers.batch.specs import Pad, Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_BYTE = np.dtype(np.uint8)
 
 
 class GatherGroup:
@@ -103,7 +103,7 @@ class GatherGroup:
         if not spec.item:
             strings: Array = np.concatenate(pieces)
             return strings.reshape(shape)
-        gathered: Array = self._gather.buffer(index, elements(shape) * spec.item).view(spec.numpy).reshape(shape)
+        gathered = self._gather.buffers.array(index, spec, shape)
         if padded:
             self._gather.pad(spec, pieces, gathered)
         else:
@@ -135,7 +135,7 @@ class GatherGroup:
 
 
 class Gather:
-    """Reads requests. One for each model; it owns the batch buffers, which are reused by each batch."""
+    """Reads requests. One for each model; `buffers` has the inputs of the current batch."""
 
     def __init__(
         self, model: str, specs: Sequence[Spec], mapped: Mapped, text: bool = False, on_device: bool = False
@@ -151,16 +151,9 @@ class Gather:
         self._pads: list[tuple[int, Pad]] = [
             (index, spec.pad) for index, spec in enumerate(self.specs) if spec.pad is not None
         ]
-        self._buffers: list[Array] = [np.empty(0, _BYTE) for _ in self.specs]
+        self.buffers = Buffers()
         self._last_forms: tuple[tuple[TensorForm, ...] | None, list[int] | None] = (None, None)
         """The forms of the last batch in columns, and the index of each input among them."""
-
-    def buffer(self, index: int, size: int) -> Array:
-        """Returns `size` bytes of the batch buffer of an input."""
-        buffer = self._buffers[index]
-        if len(buffer) < size:
-            buffer = self._buffers[index] = np.empty(size, _BYTE)
-        return buffer[:size]
 
     def groups(self, works: Sequence[Work]) -> tuple[list[GatherGroup], list[tuple[int, ServeError]]]:
         """Returns the batch as groups that stack, nearly always one, and errors of unreadable requests by position."""

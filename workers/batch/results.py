@@ -173,8 +173,7 @@ class Results:
             if not spec.item:
                 array = np.empty(shape, spec.numpy)
             else:
-                size = elements(shape) * spec.item
-                array = self._scatter.buffer(index, size).view(spec.numpy).reshape(shape)
+                array = self._scatter.buffers.array(index, spec, shape)
         self._ready[index] = array
         return array
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Handle, Tensor
+from shmserve.workers.batch.buffers import Buffers
 from shmserve.workers.batch.output_checks import OutputChecks
 
 if TYPE_CHECKING:
@@ -45,18 +46,11 @@ class Scatter:
         self.names = {spec.name: index for index, spec in enumerate(self.specs)}
         self.arenas = arenas
         self.placing = Placing(model, mapped)
-        self._buffers: list[Array] = [np.empty(0, _BYTE) for _ in self.specs]
-        self._others: list[Array] = list(self._buffers)
+        self.buffers, self._others = Buffers(), Buffers()
 
     def exchange_buffers(self) -> None:
         """Called when a batch begins while the one before may still be written to its buffers."""
-        self._buffers, self._others = self._others, self._buffers
-
-    def buffer(self, index: int, size: int) -> Array:
-        buffer = self._buffers[index]
-        if len(buffer) < size:
-            buffer = self._buffers[index] = np.empty(size, _BYTE)
-        return buffer[:size]
+        self.buffers, self._others = self._others, self.buffers
 
     def release(self, tensors: Sequence[Tensor | None]) -> None:
         """Frees outputs that will not be sent, as far as they are in this worker's arenas."""

@@ -17,6 +17,7 @@ from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.protocol.messages import Tensor
 from shmserve.protocol.worker_messages import Work
 from shmserve.shm.strings import decode_bytes
+from shmserve.workers.batch.buffers import Buffers
 from shmserve.workers.batch.data_files import read_tensor
 from shmserve.workers.batch.output_checks import as_state
 from shmserve.workers.batch.specs import control_of, controls_of, matches, new_states_of, states_of
@@ -170,7 +171,7 @@ class States:
         self._kept: dict[Key, _Kept] = {}
         self.strict = True
         """Whether states must have the data type of the configuration."""
-        self._buffers: list[Array] = [np.empty(0, np.uint8) for _ in self.specs]
+        self._buffers = Buffers()
 
     def shapes(self, member: SequenceRequest) -> tuple[tuple[int, ...], ...]:
         """Returns the shapes of a member's states: equal for members that run together, if shapes vary."""
@@ -255,11 +256,7 @@ class States:
         if not spec.item:
             strings: Array = np.concatenate(pieces)
             return strings
-        shape = (len(kept), *shape[1:])
-        size = elements(shape) * spec.item
-        if len(self._buffers[index]) < size:
-            self._buffers[index] = np.empty(size, np.uint8)
-        target: Array = self._buffers[index][:size].view(spec.numpy).reshape(shape)
+        target = self._buffers.array(index, spec, (len(kept), *shape[1:]))
         np.concatenate(pieces, out=target)
         return target
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.repo.config.complete import TensorFacts, with_scalars
 from shmserve.workers.backends.base import Context, StackedBackend
@@ -28,7 +27,7 @@ from shmserve.workers.backends.tensorflow.files import (
     listed,
 )
 from shmserve.workers.backends.tensorflow.sessions import NAME, opened
-from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
+from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 Run = Callable[..., list[Any]]
 _FILES = ("model.savedmodel", "model.graphdef")
-_ALIGN = 64
-"""The engine copies inputs that are not aligned to this."""
 _RUNS = 64
 """Maximum number of prepared combinations of inputs and outputs."""
 
@@ -50,7 +47,6 @@ class TensorFlow(StackedBackend):
         self._program: Program | None = None
         self._session: Any = None
         self._runs: dict[tuple[tuple[int, ...], tuple[int, ...]], Run] = {}
-        self._buffers: dict[int, Array] = {}
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
@@ -85,7 +81,7 @@ class TensorFlow(StackedBackend):
 
     def close(self) -> None:
         session, self._session = self._session, None
-        self._runs, self._buffers, self._program = {}, {}, None
+        self._runs, self._program = {}, None
         if session is not None:
             session.close()
 
@@ -94,10 +90,10 @@ class TensorFlow(StackedBackend):
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         arrays: list[Array] = []
         given: list[int] = []
-        for index, spec in enumerate(self._inputs):
-            array = self._given(index, spec, inputs)
+        for index in range(len(self._inputs)):
+            array = inputs.array(index)
             if array is not None:
-                arrays.append(array)
+                arrays.append(array.copy() if self._copies else array)
                 given.append(index)
         wanted = [index for index in range(len(self._outputs)) if outputs.needed(index)]
         inputs.computing()
@@ -111,30 +107,6 @@ class TensorFlow(StackedBackend):
             # A tensor without dims is a scalar of Python or numpy.
             made = value if isinstance(value, np.ndarray) else np.array(value, self._outputs[index].numpy)
             outputs.put(index, made)
-
-    def _given(self, index: int, spec: Spec, inputs: GatherGroup) -> Array | None:
-        """Returns an input as an array that the engine may read until the next batch, or keep."""
-        if self._copies:
-            array = inputs.array(index)
-            return None if array is None else array.copy()
-        pieces = inputs.pieces(index)
-        shape = inputs.shape(index)
-        if shape is None or pieces is None or len(pieces) < 2:
-            return inputs.array(index)
-        target = self._aligned(index, spec, shape)  # without this, the engine would copy the gathered batch again
-        inputs.copy(index, target)
-        return target
-
-    def _aligned(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array:
-        """Returns an array in the buffer of an input, which grows."""
-        size = elements(shape) * spec.item
-        buffer = self._buffers.get(index)
-        if buffer is None or len(buffer) < size:
-            memory: Array = np.empty(size + _ALIGN, np.uint8)
-            begin = -memory.__array_interface__["data"][0] % _ALIGN
-            buffer = self._buffers[index] = memory[begin : begin + size]
-        array: Array = buffer[:size].view(spec.numpy).reshape(shape)
-        return array
 
     def _run(self, given: tuple[int, ...], wanted: tuple[int, ...]) -> Run:
         """Returns a function from these inputs to these outputs.
