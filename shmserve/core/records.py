@@ -192,6 +192,11 @@ class Request(Struct, eq=False, gc=False):
     def move(self, finish: RequestState) -> None:
         move(self, finish)
 
+    def take_back(self) -> None:
+        """Its worker does not have it any more, and it is about to be queued again."""
+        self.move(RequestState.QUEUED)
+        self.instance = self.batch = None
+
     @property
     def title(self) -> str:
         return f"request {self.number}"
@@ -583,8 +588,7 @@ class Sequence(Struct, eq=False):
 
     def run_again(self, request: Request) -> None:
         """An iterative model reschedules the request, which returns to the head of the sequence."""
-        request.move(RequestState.QUEUED)
-        request.instance = request.batch = None
+        request.take_back()
         if request.options is not None and request.options.sequence_start:
             request.options = replace(request.options, sequence_start=False)
         self.requests.appendleft(request)

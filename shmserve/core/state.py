@@ -160,6 +160,10 @@ class State:
     def log(self, level: str, text: str, **fields: Any) -> None:
         self.effects.append(Log(level, text, fields or None))
 
+    def log_version(self, level: str, text: str, version: Version, instance: Instance | None = None) -> None:
+        fields = {"instance": instance.spec.name} if instance is not None else {}
+        self.log(level, text, model=version.model, version=version.number, **fields)
+
     def refresh(self, name: str) -> None:
         """Updates `ready` and the readiness of ensembles. Call when the default version of a model may have changed."""
         self.readiness_changed = True

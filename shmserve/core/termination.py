@@ -17,7 +17,7 @@ def kill(state: State, version: Version, instance: Instance, reason: str) -> Non
     if instance in version.idle:
         version.idle.remove(instance)
     text = f"killing instance '{instance.spec.name}' of {version.label}: {reason}"
-    state.log("error", text, model=version.model, version=version.number, instance=instance.spec.name)
+    state.log_version("error", text, version, instance)
     state.effects.append(Kill(instance.peer, reason))
 
 

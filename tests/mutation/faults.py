@@ -586,8 +586,8 @@ FAULTS = (
     Fault(
         "results of dropped steps stay",
         "shmserve/core/ensembles/advance.py",
-        "            if not isinstance(message, Fail):\n                self._drop(",
-        "            if False:\n                self._drop(",
+        "            if not isinstance(message, Fail):\n                run.drop(",
+        "            if False:\n                run.drop(",
     ),
     Fault(
         "an evicted response stays pinned",

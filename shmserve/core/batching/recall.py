@@ -21,12 +21,11 @@ def take_out(state: State, version: Version, instance: Instance, batch: Batch[Re
     """Removes a request from a batch that waits at a worker and will not run it."""
     batch.rows -= request.cost
     batch.left -= 1
-    request.batch = None
     if request.state is RequestState.LINGERING:
+        request.batch = None
         exit.released(state, request)
     else:
-        request.move(RequestState.QUEUED)
-        request.instance = None
+        request.take_back()
         put_back(state, version, request)
     if not batch.left:
         batch.end()

@@ -96,8 +96,7 @@ def _recovered(state: State, version: Version, instance: Instance) -> None:
     if instance.quarantined:
         instance.quarantined = False
         text = f"instance '{instance.spec.name}' of {version.label} completed a batch and leaves quarantine"
-        about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
-        state.log("info", text, **about)
+        state.log_version("info", text, version, instance)
 
 
 def _again(state: State, version: Version, batch: Batch[Request], numbers: tuple[int, ...]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shmserve.core.ensembles import steps
+from shmserve.core.ensembles.steps import Steps
 from shmserve.core.exit import exit, responses
 from shmserve.core.intake.intake import Intake
 from shmserve.core.intake.quotas import Quotas
@@ -24,7 +24,7 @@ from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.core.stats.statistics import FailureKind
 from shmserve.errors import Internal, InvalidRequest, ServeError
-from shmserve.protocol.messages import Fail, Handle, Part, Reply, Tensor, Value
+from shmserve.protocol.messages import Fail, Part, Reply, Tensor, Value
 
 _NONE: frozenset[int] = frozenset()
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
@@ -39,8 +39,7 @@ _DEADLOCK = "unexpected deadlock, at least one output is not set while no more e
 class Ensembles:
     def __init__(self, state: State, intake: Intake, quotas: Quotas) -> None:
         self._state = state
-        self._intake = intake
-        self._quotas = quotas
+        self._steps = Steps(state, intake, quotas)
 
     # ------------------------------------------------------------------------------------ results
 
@@ -54,7 +53,7 @@ class Ensembles:
                 if isinstance(message, Fail):
                     self._failed(run, spot, message)
                 elif run.failure is not None:
-                    self._drop(run, graph.handles_of(message.outputs))
+                    run.drop(graph.handles_of(message.outputs))
                 else:
                     self._answered(run, spot, message)
         while run.failure is None and not run.over:
@@ -100,7 +99,7 @@ class Ensembles:
         except ServeError as error:
             self._fail(run, error)
             for tensors in rows.values() if rows is not None else ():
-                self._drop(run, graph.handles_of(tensors))
+                run.drop(graph.handles_of(tensors))
             return
         self._finish_step(run, iteration, index, outputs)
 
@@ -154,10 +153,7 @@ class Ensembles:
 
     def _release_tensor(self, run: Run, kept: KeptTensor) -> None:
         if kept.made and isinstance(kept.tensor.data, tuple):
-            self._drop(run, kept.tensor.data)
-
-    def _drop(self, run: Run, handles: tuple[Handle, ...] | list[Handle]) -> None:
-        run.drop(handles)
+            run.drop(kept.tensor.data)
 
     # ------------------------------------------------------------------------------------ starting steps
 
@@ -167,7 +163,7 @@ class Ensembles:
             return
         options = run.request.options
         if options is not None and options.sequence:
-            steps.follow(self._state, run, index, options)
+            self._steps.follow(run, index, options)
         step = run.graph.steps[index]
         if step.condition and not self._holds(run, iteration, step.condition):
             self._skip(run, iteration, index)
@@ -187,7 +183,7 @@ class Ensembles:
                     return
         if not step.mapped:
             iteration.due[index] = 1
-            steps.submit(self._state, self._intake, self._quotas, run, Spot(index, 0, iteration), inputs, False, now)
+            self._steps.submit(run, Spot(index, 0, iteration), inputs, False, now)
             return
         over = run.find(iteration, step.mapped)
         if over is None:
@@ -237,16 +233,7 @@ class Ensembles:
         row, over = next(mapped.rows), run.graph.steps[index].mapped
         mine = [(planned, row if planned.name == over else tensor) for planned, tensor in mapped.inputs]
         try:
-            steps.submit(
-                self._state,
-                self._intake,
-                self._quotas,
-                run,
-                Spot(index, number, mapped.iteration),
-                mine,
-                mapped.count > 1,
-                now,
-            )
+            self._steps.submit(run, Spot(index, number, mapped.iteration), mine, mapped.count > 1, now)
         except ServeError as error:
             raise type(error)(f"row {number} of step {index}: {error.message}") from error
 
@@ -384,7 +371,7 @@ class Ensembles:
             self._release_tensor(run, kept)
         for rows in iteration.rows.values():
             for tensors in rows.values():
-                self._drop(run, graph.handles_of(tensors))
+                run.drop(graph.handles_of(tensors))
 
     def _close(self, run: Run) -> None:
         """Removes the run: no worker has any of its steps."""
@@ -395,7 +382,7 @@ class Ensembles:
             self._close_iteration(run, iteration)
         for _, message in run.results:  # results of steps that were dropped
             if not isinstance(message, Fail):
-                self._drop(run, graph.handles_of(message.outputs))
+                run.drop(graph.handles_of(message.outputs))
         run.results.clear()
         run.open.clear()
         run.ready.clear()

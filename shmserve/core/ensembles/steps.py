@@ -28,85 +28,84 @@ WINDOW = 16
 """Default number of responses that a source may be ahead of the caller."""
 
 
-def follow(state: State, run: Run, index: int, options: Options) -> None:
-    """Continues a sequence in the generation where it started. That can differ from the current generation and from the
-    one that this run holds."""
-    step = run.graph.steps[index]
-    member = sequence_scheduler.version_of(state, run.request.client, step.model, step.version, options)
-    if member is not None and member is not run.members[index]:
-        if member.service.decoupled and not run.members[index].service.decoupled:
-            text = f"'{member.model}' of a step is decoupled, unlike its replacement"
-            raise Unavailable(f"{text}; the request cannot continue")
-        run.members[index] = member
-        run.plans = plans_of(run)
-        if member not in run.held:  # in addition to those held by name
-            run.held[member] = member
-            member.users += 1
+class Steps:
+    def __init__(self, state: State, intake: Intake, quotas: Quotas) -> None:
+        self._state = state
+        self._intake = intake
+        self._quotas = quotas
 
+    def follow(self, run: Run, index: int, options: Options) -> None:
+        """Continues a sequence in the generation where it started. That can differ from the current generation and from
+        the one that this run holds."""
+        step = run.graph.steps[index]
+        member = sequence_scheduler.version_of(self._state, run.request.client, step.model, step.version, options)
+        if member is not None and member is not run.members[index]:
+            if member.service.decoupled and not run.members[index].service.decoupled:
+                text = f"'{member.model}' of a step is decoupled, unlike its replacement"
+                raise Unavailable(f"{text}; the request cannot continue")
+            run.members[index] = member
+            run.plans = plans_of(run)
+            if member not in run.held:  # in addition to those held by name
+                run.held[member] = member
+                member.users += 1
 
-def submit(
-    state: State,
-    intake: Intake,
-    quotas: Quotas,
-    run: Run,
-    spot: Spot,
-    given: list[tuple[StepInput, Tensor]],
-    in_shared_memory: bool,
-    now: int,
-) -> None:
-    """Queues one request to the model of a step."""
-    index, _, iteration = spot
-    parent, member, plan = run.request, run.members[index], run.plans[index]
-    step, client, options = run.graph.steps[index], parent.client, parent.options
-    final = plan.final
-    outputs = plan.outputs if not final or parent.outputs is None else _placed(run, index, plan)
-    classes = outputs is not plan.outputs and any(wanted.classes for wanted in outputs)
-    try:
-        inputs, rows, signature, inline, length = _fitted(plan, member, given, outputs, classes)
-    except ServeError as error:
-        if step.mapped:  # the caller adds the position
-            raise
-        raise type(error)(f"step {index}: {error.message}") from None
-    source = run.is_source(iteration, index)
-    if options is not None:
-        options = _passed_on(options, _window(run) if source else 0)
-    if member.service.graph is None and all(instance.over for instance in member.instances):
-        raise Unavailable(f"{member.label} was unloaded meanwhile{member.reason and f': {member.reason}'}")
-    busy = len(state.requests) >= quotas.busy
-    if busy:
-        quotas.check_queue(parent.payer, member, inline, now)
-    level = 0
-    service = member.service
-    if not service.plain:
-        passes_sequence = service.sequence_slots is not None or service.graph is not None
-        step_options = options if passes_sequence else _without_sequence(options)
-        level = enqueue.level(state, client, member, step.version, step_options, rows, now)
-    segments = graph.check_parts(inputs)
-    if segments:
-        inline += graph.HANDLE_BYTES * len(segments)
-    if outputs is not plan.outputs:
-        segments += [wanted.place.segment for wanted in outputs if wanted.place is not None]
-    used = tuple(segments)
-    if used:
-        state.ledger.use_present(used)
-    request = intake.step(
-        run, parent, member, inputs, outputs, options, (rows, signature, inline, length), used, level, now
-    )
-    if final:
-        request.audience, request.in_shared_memory = parent.audience, in_shared_memory or parent.in_shared_memory
-    else:
-        request.audience, request.in_shared_memory = INTERNAL, in_shared_memory
-        if not (step.mapped or member.service.cached):
-            request.forwarded = run.forwarded
-    near = _near(state, run, index, member) if plan.policy.leaves_on_device and not final else ()
-    labels = _labels(run, index) if classes else ()
-    request.step = StepOptions(near, labels) if near or labels else None
-    run.entered(request, spot)
-    if source:
-        run.sources[iteration.level] = request
-    if busy:
-        quotas.queued += inline
-    enqueue.put(state, member, step.version, request, now)
+    def submit(
+        self, run: Run, spot: Spot, given: list[tuple[StepInput, Tensor]], in_shared_memory: bool, now: int
+    ) -> None:
+        """Queues one request to the model of a step."""
+        state, quotas = self._state, self._quotas
+        index, _, iteration = spot
+        parent, member, plan = run.request, run.members[index], run.plans[index]
+        step, client, options = run.graph.steps[index], parent.client, parent.options
+        final = plan.final
+        outputs = plan.outputs if not final or parent.outputs is None else _placed(run, index, plan)
+        classes = outputs is not plan.outputs and any(wanted.classes for wanted in outputs)
+        try:
+            inputs, rows, signature, inline, length = _fitted(plan, member, given, outputs, classes)
+        except ServeError as error:
+            if step.mapped:  # the caller adds the position
+                raise
+            raise type(error)(f"step {index}: {error.message}") from None
+        source = run.is_source(iteration, index)
+        if options is not None:
+            options = _passed_on(options, _window(run) if source else 0)
+        if member.service.graph is None and all(instance.over for instance in member.instances):
+            raise Unavailable(f"{member.label} was unloaded meanwhile{member.reason and f': {member.reason}'}")
+        busy = len(state.requests) >= quotas.busy
+        if busy:
+            quotas.check_queue(parent.payer, member, inline, now)
+        level = 0
+        service = member.service
+        if not service.plain:
+            passes_sequence = service.sequence_slots is not None or service.graph is not None
+            step_options = options if passes_sequence else _without_sequence(options)
+            level = enqueue.level(state, client, member, step.version, step_options, rows, now)
+        segments = graph.check_parts(inputs)
+        if segments:
+            inline += graph.HANDLE_BYTES * len(segments)
+        if outputs is not plan.outputs:
+            segments += [wanted.place.segment for wanted in outputs if wanted.place is not None]
+        used = tuple(segments)
+        if used:
+            state.ledger.use_present(used)
+        request = self._intake.step(
+            run, parent, member, inputs, outputs, options, (rows, signature, inline, length), used, level, now
+        )
+        if final:
+            request.audience, request.in_shared_memory = parent.audience, in_shared_memory or parent.in_shared_memory
+        else:
+            request.audience, request.in_shared_memory = INTERNAL, in_shared_memory
+            if not (step.mapped or member.service.cached):
+                request.forwarded = run.forwarded
+        near = _near(state, run, index, member) if plan.policy.leaves_on_device and not final else ()
+        labels = _labels(run, index) if classes else ()
+        request.step = StepOptions(near, labels) if near or labels else None
+        run.entered(request, spot)
+        if source:
+            run.sources[iteration.level] = request
+        if busy:
+            quotas.queued += inline
+        enqueue.put(state, member, step.version, request, now)
 
 
 def _fitted(

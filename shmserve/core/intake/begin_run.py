@@ -1,7 +1,7 @@
 """Begins a request to an ensemble: fixes the versions of its steps and stores its inputs.
 
 Invariant: all steps run on the versions found here, even if newer versions take over during the run. Sequences are the
-exception (`steps.follow`).
+exception (`Steps.follow`).
 """
 
 from __future__ import annotations

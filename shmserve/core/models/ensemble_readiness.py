@@ -126,7 +126,7 @@ def _set_ready(state: State, version: Version, now: int) -> None:
         state.observers.loaded(model, version)
     state.refresh(version.model)
     text = f"{version.label} is READY with {len(version.members)} step(s)"
-    state.log("debug" if loading else "info", text, model=version.model, version=version.number)
+    state.log_version("debug" if loading else "info", text, version)
     deployment.is_ready(state, version)
 
 
@@ -145,7 +145,7 @@ def _set_unavailable(state: State, version: Version, reason: str, recovers: bool
     state.refresh(version.model)
     if model.versions.get(version.number) is version:
         text = f"{version.label} is UNAVAILABLE: {reason}"
-        state.log("error", text, model=version.model, version=version.number)
+        state.log_version("error", text, version)
     else:  # another generation is served, and continues
         state.ensembles.pop(version, None)
     deployment.has_failed(state, version, reason)

@@ -81,8 +81,7 @@ class Lifecycle:
         if not instance.quarantined:
             ready, wanted = version.counts
             text = f"instance '{instance.spec.name}' of {version.label} serves again (READY {ready}/{wanted})"
-            about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
-            self._state.log("info", text, **about)
+            self._state.log_version("info", text, version, instance)
 
     def load_failed(self, version: Version, instance: Instance, message: LoadFailed, now: int) -> None:
         """Stores the error; it is handled when the process has ended."""
@@ -197,7 +196,7 @@ class Lifecycle:
                 exit.fail(self._state, request, "MODEL_FAILED", _lost(version, instance, request, alone, reason))
         for request in waiting.requests() if waiting is not None else ():  # not started yet
             if request.state is RequestState.SENT:
-                self._take_back(request)
+                request.take_back()
                 recall.put_back(self._state, version, request)
             else:
                 exit.fail(self._state, request, "", "")
@@ -216,10 +215,10 @@ class Lifecycle:
         """Queues the requests of a batch again whose worker was killed because of its GPU. They are not to blame."""
         for request in running.requests() if running is not None else ():
             if request.suspect is not None and request.state is RequestState.SENT:
-                self._take_back(request)
+                request.take_back()
                 version.suspects.append(request)
             elif self._may_retry(version, request):
-                self._take_back(request)
+                request.take_back()
                 recall.put_back(self._state, version, request)
 
     def _lose_lease(self, version: Version, instance: Instance, reason: str) -> None:
@@ -258,12 +257,8 @@ class Lifecycle:
             return False
         return version.policy is not None and version.policy.retry
 
-    def _take_back(self, request: Request) -> None:
-        request.move(RequestState.QUEUED)
-        request.instance = request.batch = None
-
     def _suspect(self, version: Version, instance: Instance, request: Request) -> None:
-        self._take_back(request)
+        request.take_back()
         request.suspect = instance
         instance.unexplained = True
         version.suspects.append(request)

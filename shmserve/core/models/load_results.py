@@ -23,7 +23,7 @@ def version_loaded(state: State, version: Version, now: int) -> None:
     if lost:
         text += f", and without {len(lost)}: {lost[0].reason}"
     level = "warning" if lost else "debug"
-    state.log(level, text, model=version.model, version=version.number)
+    state.log_version(level, text, version)
 
 
 def failed_to_load(state: State, version: Version, instance: Instance, reason: str, now: int) -> None:

@@ -167,7 +167,7 @@ def _grow(state: State, version: Version, scaler: Scaler, measured: Measured, no
         f"{_ms(measured.wait_ns)} on average, more than {_ms(scaler.policy.up_ns)} (scale_up_queue_ms), while all were "
         f"busy"
     )
-    _log(state, version, instance, text)
+    state.log_version("info", f"{version.label} {text}", version, instance)
 
 
 def _shrink(state: State, version: Version, scaler: Scaler, measured: Measured, now: int) -> None:
@@ -188,7 +188,7 @@ def _shrink(state: State, version: Version, scaler: Scaler, measured: Measured, 
         f"needs one instance less, so '{instance.spec.name}' leaves ({_count(version)} remain, of at least {least}): "
         f"fewer were enough for {down_s:g} s (scale_down_secs), and {measured.busy:.2f} were busy on average"
     )
-    _log(state, version, instance, text)
+    state.log_version("info", f"{version.label} {text}", version, instance)
 
 
 def _value(version: Version, instance: Instance) -> tuple[bool, bool, int, bool, bool, int]:
@@ -199,11 +199,6 @@ def _value(version: Version, instance: Instance) -> tuple[bool, bool, int, bool,
     held = len(service.sequence_slots.at(instance)) if service.sequence_slots is not None else len(instance.streams)
     number = int(instance.spec.name.rpartition("_")[2])
     return works, not instance.quarantined and works, held, not instance.idle, bool(instance.lease), -number
-
-
-def _log(state: State, version: Version, instance: Instance, text: str) -> None:
-    about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
-    state.log("info", f"{version.label} {text}", **about)
 
 
 def _ms(ns: int) -> str:

@@ -49,7 +49,7 @@ def hold(state: State, version: Version, instance: Instance, reason: str) -> Non
     state.memory.changed = True
     if retirement.settle_lost(state, version):
         text = f"{version.label} is UNAVAILABLE: {version.reason}"
-        state.log("error", text, model=version.model, version=version.number, instance=instance.spec.name)
+        state.log_version("error", text, version, instance)
     state.to_dispatch[version] = None
 
 
