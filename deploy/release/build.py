@@ -1,4 +1,4 @@
-"""`python -m deploy.release.build DIRECTORY`: the sdist and the wheel of HEAD, and the file SHA256SUMS.
+"""`python -m deploy.release.build DIRECTORY`: the sdist and the wheels of HEAD, and the file SHA256SUMS.
 
 Both depend only on the commit: they are built from `git archive`, with the commit's time and fixed modes, by the pinned
 setuptools of requirements.txt. The wheel is built from the sdist, so a release cannot have a wheel that does not match
@@ -17,12 +17,14 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from deploy.release.platform_wheel import platform_wheel
+
 ROOT = Path(__file__).resolve().parents[2]
 SUMS = "SHA256SUMS"
 
 
 def build(target: Path, root: Path = ROOT) -> list[Path]:
-    """Write the packages of HEAD to `target`. Returns the sdist and the wheel."""
+    """Write the packages of HEAD to `target`. Returns the sdist, the wheel for all platforms and that for this one."""
     epoch = int(_output(root, "git", "log", "-1", "--format=%ct"))
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -36,7 +38,7 @@ def build(target: Path, root: Path = ROOT) -> list[Path]:
             (unpacked,) = _unpack(file, place / "unpacked").iterdir()
         wheel = target / (made := _backend(unpacked, place / "wheel", "--wheel", epoch)).name
         wheel.write_bytes(made.read_bytes())
-    return [sdist, wheel]
+    return [sdist, wheel, platform_wheel(wheel, target)]
 
 
 def normalized(sdist: Path, epoch: int) -> bytes:

@@ -58,7 +58,7 @@ def about(document: dict[str, Any], wheel: Path) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     target = Path(arguments[0] if arguments else "dist")
-    (wheel,) = target.glob("*.whl")
+    (wheel,) = target.glob("*-any.whl")
     path = target / f"{'-'.join(wheel.name.split('-')[:2])}.cdx.json"
     path.write_text(sbom(wheel))
     write_sums(target)

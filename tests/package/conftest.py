@@ -35,7 +35,7 @@ def run(*command: str | Path, cwd: Path, variables: Mapping[str, str] | None = N
 
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the sdist, the wheel and SHA256SUMS of HEAD."""
+    """The folder with the sdist, the wheels and SHA256SUMS of HEAD."""
     assert TOOLS.is_file(), f"{TOOLS.relative_to(ROOT)} is missing: run make test-package"
     folder = tmp_path_factory.mktemp("packages")
     run(TOOLS, "-m", "deploy.release.build", folder, cwd=ROOT)
@@ -44,5 +44,5 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(packages: Path) -> Path:
-    (found,) = packages.glob("*.whl")
+    (found,) = packages.glob("*-any.whl")
     return found

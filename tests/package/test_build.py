@@ -9,6 +9,8 @@ import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
 
+from deploy.release.platform_wheel import SHIM
+from shmserve.repo.files.elf import shared_library
 from tests import ROOT
 from tests.package import pythons
 from tests.package.conftest import TOOLS, run
@@ -25,7 +27,7 @@ def test_builds_are_reproducible(packages: Path, tmp_path: Path) -> None:
     first, second = (
         {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (packages, tmp_path / "dist")
     )
-    assert len(first) == 3
+    assert len(first) == 4
     assert first == second
 
 
@@ -50,6 +52,15 @@ def test_the_sdist_has_every_file(packages: Path) -> None:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     tracked = set(run("git", "ls-tree", "-r", "--name-only", "HEAD", cwd=ROOT).splitlines())
     assert {name for name in tracked - packed if not name.startswith(NOT_IN_SDIST)} == LINKS
+
+
+def test_the_wheel_for_a_platform_has_the_shim_of_native_backends(packages: Path, wheel: Path) -> None:
+    (other,) = packages.glob("*manylinux*.whl")
+    with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(other) as compiled:
+        assert set(compiled.namelist()) - set(archive.namelist()) == {SHIM}
+        found = shared_library(compiled.read(SHIM), "shim.so")
+    assert "TRITONBACKEND_ResponseSend" in found.defined
+    assert {name for name in found.needed if not name.startswith(("libc.", "ld-"))} == set()
 
 
 def test_the_metadata_of_the_wheel(packages: Path, wheel: Path) -> None:

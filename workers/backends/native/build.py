@@ -7,24 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from shmserve.errors import Unsupported
 from shmserve.paths import cache_home, make_runtime_dir
+from shmserve.workers.backends.native.compiler import FLAGS, SOURCES, CannotCompile, compile_shim
 
-SOURCES = Path(__file__).with_name("shim")
 SHIPPED = Path(__file__).with_name("shim.so")
-SONAME = f"{'shmserve-native-shim-':-<64}"
-"""The name under which the shim is linked. It is replaced by the one that a backend needs."""
-COMPILERS = ("cc", "gcc", "clang")
-FLAGS = (
-    "-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden",
-    "-Wl,-z,defs", "-Wl,--build-id=none", f"-Wl,-soname,{SONAME}",
-)  # fmt: skip
 
 
 def shim() -> bytes:
@@ -35,30 +26,27 @@ def shim() -> bytes:
     if cached is None:
         with tempfile.TemporaryDirectory(prefix="shmserve-native-") as folder:
             target = Path(folder) / "shim.so"
-            compile_shim(target)
+            _compile(target)
             return target.read_bytes()
     if not cached.is_file():
         descriptor, name = tempfile.mkstemp(prefix=cached.stem, dir=cached.parent)
         os.close(descriptor)
         try:
-            compile_shim(Path(name))
+            _compile(Path(name))
             os.replace(name, cached)  # whoever is last wins; the contents are the same
         finally:
             Path(name).unlink(missing_ok=True)
     return cached.read_bytes()
 
 
-def compile_shim(target: Path) -> None:
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
+def _compile(target: Path) -> None:
+    try:
+        compile_shim(target)
+    except CannotCompile as error:
         raise Unsupported(
-            "native backends need a compiled part, and this installation has none: install shmserve from a wheel for "
-            f"this platform, or install a C compiler ({', '.join(COMPILERS)})"
-        )
-    sources = sorted(map(str, SOURCES.glob("*.c")))
-    done = subprocess.run([compiler, *FLAGS, "-o", str(target), *sources], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Unsupported(f"{compiler} cannot compile the shim of native backends: {done.stderr.strip()[-1000:]}")
+            "native backends need a compiled part, which this installation lacks: install shmserve from a wheel for "
+            f"this platform, or install a C compiler. {error}"
+        ) from None
 
 
 def _cached() -> Path | None:

@@ -28,7 +28,8 @@ from typing import Any
 
 from shmserve.errors import InvalidRequest, ServeError, Unsupported, from_wire
 from shmserve.repo.files.elf import SharedLibrary, read_library, shared_library
-from shmserve.workers.backends.native.build import SONAME, shim
+from shmserve.workers.backends.native.build import shim
+from shmserve.workers.backends.native.compiler import SONAME
 from shmserve.workers.model_calls.answer import triton_code
 
 TYPES = (

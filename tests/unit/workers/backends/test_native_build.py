@@ -11,7 +11,7 @@ import pytest
 
 from shmserve.errors import Unsupported
 from shmserve.repo.files.elf import shared_library
-from shmserve.workers.backends.native import build
+from shmserve.workers.backends.native import build, compiler
 
 FACTS = """
 TRITONBACKEND_RequestInputByIndex TRITONBACKEND_ResponseFactorySendFlags TRITONBACKEND_StateUpdate
@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_two_that_start_at_once_leave_one_complete_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not any(map(shutil.which, build.COMPILERS)):
+    if not any(map(shutil.which, compiler.COMPILERS)):
         pytest.skip("no C compiler is installed")
     with ThreadPoolExecutor(2) as threads:
         first, second = (future.result() for future in [threads.submit(build.shim) for _ in range(2)])
@@ -35,7 +35,7 @@ def test_two_that_start_at_once_leave_one_complete_file(cache: Path, monkeypatch
     assert first == second == cached.read_bytes()
     found = shared_library(first, "shim")
     assert set(FACTS.split()) <= found.defined
-    assert found.soname == build.SONAME
+    assert found.soname == compiler.SONAME
     assert {name for name in found.needed if not name.startswith(("libc.", "ld-"))} == set()
     monkeypatch.setenv("PATH", "")
     assert build.shim() == first
@@ -55,7 +55,9 @@ def test_changed_sources_are_compiled_again(
 
 def test_without_a_compiler_the_error_names_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(Unsupported, match=re.escape("install shmserve from a wheel for this platform, or install a C")):
+    with pytest.raises(
+        Unsupported, match=re.escape("install shmserve from a wheel for this platform, or install a C compiler")
+    ):
         build.shim()
 
 
