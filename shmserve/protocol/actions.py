@@ -74,6 +74,9 @@ class Action(str, Enum):
     CHAT_COMPLETIONS = Row("chat_completions", _INFER,
         "OpenAI-compatible: chat completions; with `stream`, as server-sent events",
         http=("POST /v1/chat/completions",), groups=("inference",), changes=True, takes="Chat", gives="Choices")
+    RESPONSES = Row("responses", _INFER,
+        "OpenAI-compatible: responses, which are not kept; with `stream`, as server-sent events",
+        http=("POST /v1/responses",), groups=("inference",), changes=True, takes="ResponseInput", gives="Response")
     EMBEDDINGS = Row("embeddings", _INFER, "OpenAI-compatible: embeddings",
         http=("POST /v1/embeddings",), groups=("inference",), changes=True, takes="TextsToEmbed", gives="EmbeddingList")
     LIVE = Row("live", _ANY, "Liveness", query="live",

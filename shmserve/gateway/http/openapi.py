@@ -30,6 +30,7 @@ _CONTENT = {
     Action.GENERATE_STREAM: (EVENTS,),
     Action.COMPLETIONS: (JSON, EVENTS),
     Action.CHAT_COMPLETIONS: (JSON, EVENTS),
+    Action.RESPONSES: (JSON, EVENTS),
 }
 """The content types of a response that is not only JSON: raw tensors may follow the JSON of INFER, and a stream
 consists of server-sent events."""
@@ -266,6 +267,32 @@ SCHEMAS: dict[str, _Schema] = {
         model=_STRING,
         choices=_list({"type": "object"}),
         usage=_TOKENS_USED,
+    ),
+    "ResponseInput": _object(
+        ("model", "input"),
+        model=_STRING,
+        input={"anyOf": [_STRING, _list({"type": "object"})]},
+        instructions=_STRING,
+        stream=_BOOL,
+        max_output_tokens=_SAMPLING["max_tokens"],
+        temperature=_SAMPLING["temperature"],
+        top_p=_SAMPLING["top_p"],
+        tools=_list({"type": "object"}),
+        tool_choice={"type": ["string", "object"]},
+        parallel_tool_calls=_BOOL,
+        text={"type": "object"},
+        reasoning={"type": "object"},
+        metadata={"type": "object"},
+    ),
+    "Response": _object(
+        ("id", "object", "created_at", "model", "status", "output"),
+        id=_STRING,
+        object=_STRING,
+        created_at=_COUNT,
+        model=_STRING,
+        status=_STRING,
+        output=_list({"type": "object"}),
+        usage={"type": ["object", "null"]},
     ),
     "TextsToEmbed": _object(
         ("model", "input"),

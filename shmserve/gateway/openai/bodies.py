@@ -136,7 +136,7 @@ _embedding = msgspec.json.Decoder(EmbeddingRequest)
 
 
 def completion(text: bytes) -> CompletionRequest:
-    request = _decoded(_completion, text)
+    request = decoded(_completion, text)
     if request.suffix is not None:
         raise BadParameter("suffix", "'suffix' is not supported")
     if request.best_of is not None and request.best_of != (request.n or 1):
@@ -148,7 +148,12 @@ def completion(text: bytes) -> CompletionRequest:
 
 
 def chat(text: bytes) -> ChatRequest:
-    request = _decoded(_chat, text)
+    request = decoded(_chat, text)
+    check_chat(request)
+    return request
+
+
+def check_chat(request: ChatRequest) -> None:
     if not request.messages:
         raise BadParameter("messages", "'messages' is empty; expected at least one message")
     for number, message in enumerate(request.messages):
@@ -165,11 +170,10 @@ def chat(text: bytes) -> ChatRequest:
             "'continue_final_message' needs a last message of the assistant, without 'add_generation_prompt'",
         )
     _check(request)
-    return request
 
 
 def embedding(text: bytes) -> EmbeddingRequest:
-    request = _decoded(_embedding, text)
+    request = decoded(_embedding, text)
     if request.encoding_format not in (None, "float", "base64"):
         raise BadParameter(
             "encoding_format", f"'encoding_format' is {request.encoding_format[:40]!r}; expected 'float' or 'base64'"
@@ -247,7 +251,7 @@ def _check_message(param: str, message: dict[str, Any]) -> None:
         raise BadParameter(f"{param}.content", f"'{param}.content' is neither a string nor a list")
 
 
-def _decoded(decoder: msgspec.json.Decoder[_T], text: bytes) -> _T:
+def decoded(decoder: msgspec.json.Decoder[_T], text: bytes) -> _T:
     check_depth(text)
     try:
         return decoder.decode(text)

@@ -14,6 +14,7 @@ import msgspec
 
 from shmserve.errors import ModelFailed
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.kserve.generate import event
 from shmserve.gateway.openai.texts import Delta, Usage
 from shmserve.llm.tool_choice import CallReader, ForcedCalls
 
@@ -183,7 +184,9 @@ class ResponseFormat:
     object = chunk_object = ""
 
     def __init__(self, response_id: str, created: int, model: str, top: int | None, shows_usage: bool) -> None:
-        self._top = top
+        self.id = response_id
+        self.top = top
+        self.shows_usage = shows_usage
         self._common = {"id": response_id, "created": created, "model": model}
         common = _encode({"id": response_id, "object": self.chunk_object, "created": created, "model": model})
         self._start = b"data: " + common[:-1] + b',"choices":['
@@ -195,8 +198,8 @@ class ResponseFormat:
         if delta.text:
             choice.texts.append(_encode(delta.text)[1:-1])
             size += len(choice.texts[-1])
-        if self._top is not None:
-            tokens = logprobs_of(delta, self._top)
+        if self.top is not None:
+            tokens = logprobs_of(delta, self.top)
             for name, values in (self._lists(choice, tokens) if tokens else {}).items():
                 pieces = choice.tokens.setdefault(name, [])
                 pieces += [b",", _encode(values)[1:-1]] if pieces else [_encode(values)[1:-1]]
@@ -213,7 +216,7 @@ class ResponseFormat:
             finish = _encode(self._reason(choice.finish or "stop", choice))
             parts.append(b'%b{"index":%d,"finish_reason":%b,' % (b"," * (index > 0), index, finish))
             parts += self._content(choice)
-            parts += [b',"logprobs":', *(self._all_tokens(choice) if self._top is not None else [b"null"]), b"}"]
+            parts += [b',"logprobs":', *(self._all_tokens(choice) if self.top is not None else [b"null"]), b"}"]
         counted = _usage(usage)
         parts.append(b"]}" if counted is None else b'],"usage":%b}' % _encode(counted))
         return parts
@@ -226,7 +229,15 @@ class ResponseFormat:
         """The event with the prompt, before those with what the model adds."""
         raise NotImplementedError
 
-    def usage_chunk(self, usage: Usage) -> bytes:
+    def end(self, choices: list[Choice], usage: Usage) -> bytes:
+        """The last events of a stream."""
+        return self._usage_chunk(usage) + DONE if self.shows_usage else DONE
+
+    def error(self, body: bytes) -> bytes:
+        """The event that ends a stream, from the body of an error."""
+        return event(body)
+
+    def _usage_chunk(self, usage: Usage) -> bytes:
         return self._start + b'],"usage":' + _encode(_usage(usage)) + b"}\n\n"
 
     def _content(self, choice: Choice) -> list[bytes]:
@@ -254,8 +265,8 @@ class CompletionFormat(ResponseFormat):
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
         text, found = delta.text, b"null"
-        if self._top is not None:
-            tokens = logprobs_of(delta, self._top)
+        if self.top is not None:
+            tokens = logprobs_of(delta, self.top)
             found = _encode(self._lists(choice, tokens)) if tokens else found
         if not text and delta.finish is None and found == b"null":
             return b""
@@ -321,8 +332,8 @@ class ChatFormat(ResponseFormat):
         if not choice.begun:
             choice.begun = True
             first = self._chunk(index, b'{"role":"assistant","content":""}', found, found)
-        if self._top is not None:
-            tokens = logprobs_of(delta, self._top)
+        if self.top is not None:
+            tokens = logprobs_of(delta, self.top)
             found = _encode(chat_logprobs(tokens)) if tokens else found
         if not delta.text and delta.finish is None and not delta.tool_calls and found == b"null":
             return first

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from shmserve.errors import ServeError
-from shmserve.gateway.kserve.generate import event
 from shmserve.gateway.kserve.plans import RequestPlan
 from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 from shmserve.gateway.openai import errors
 from shmserve.gateway.openai.fan_out import FanOut, Planned
-from shmserve.gateway.openai.formats import DONE, Choice, Echo, ResponseFormat
+from shmserve.gateway.openai.formats import Choice, Echo, ResponseFormat
 from shmserve.gateway.openai.texts import Delta, PartReader, Usage
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.requests import PendingStream, RequestSender, serve_error
@@ -50,7 +49,6 @@ class Generation:
         model: str,
         response: ResponseFormat,
         as_events: bool,
-        shows_usage: bool,
     ) -> None:
         self._exchange = exchange
         self._link = sender.link
@@ -58,7 +56,6 @@ class Generation:
         self._model = model
         self._response = response
         self._as_events = as_events
-        self._shows_usage = shows_usage
         self._count = self._apart = 1
         self._choices: list[Choice] = []
         self._usages: list[Usage] = []
@@ -194,10 +191,9 @@ class Generation:
         if not self._as_events:
             self._exchange.answer(200, self._response.whole(self._choices, usage))
             return
-        if self._shows_usage:
-            events.append(self._response.usage_chunk(usage))
+        events.append(self._response.end(self._choices, usage))
         self._begin_events()
-        self._exchange.end_events(b"".join([*events, DONE]))
+        self._exchange.end_events(b"".join(events))
         events.clear()
 
     def _reasons(self, first: int) -> list[bytes]:
@@ -232,7 +228,7 @@ class Generation:
             self._exchange.fail(error)
             return
         _, body = errors.response(error)
-        self._exchange.end_events(event(body))
+        self._exchange.end_events(self._response.error(body))
 
 
 def _total(usages: list[Usage], apart: int) -> Usage:

@@ -19,7 +19,7 @@ from shmserve.gateway.kserve.plans import InputPlan, RequestPlan
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import ShareExceeded
 from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES
-from shmserve.gateway.openai import bodies, inputs, models
+from shmserve.gateway.openai import bodies, inputs, models, responses
 from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling
 from shmserve.gateway.openai.embeddings import Embeddings
 from shmserve.gateway.openai.errors import BadParameter
@@ -27,6 +27,7 @@ from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, Echo, 
 from shmserve.gateway.openai.generation import Generation
 from shmserve.gateway.openai.inputs import SamplingInputs
 from shmserve.gateway.openai.models import MESSAGES, TOOL_CALLS, LanguageModel
+from shmserve.gateway.openai.responses import ResponsesFormat, ResponsesRequest
 from shmserve.gateway.openai.templates import WAITING_BYTES, ChatTemplates, continued_prompt, template_values
 from shmserve.gateway.upstream.documents import BrokerQuery, config_query
 from shmserve.gateway.upstream.exchange import Exchange
@@ -74,7 +75,11 @@ class OpenAiRequests:
                 go_on = partial(self._complete, exchange, completion)
             case Action.CHAT_COMPLETIONS:
                 request = chat = bodies.chat(text)
-                go_on = partial(self._chat, exchange, chat, strings)
+                go_on = partial(self._chat, exchange, chat, strings, self._chat_format)
+            case Action.RESPONSES:
+                given, request = responses.request_of(text)
+                shown = given if strings is None else responses.without_long_strings(given)
+                go_on = partial(self._chat, exchange, request, strings, partial(self._responses_format, shown))
             case _:
                 request = embedding = bodies.embedding(text)
                 go_on = partial(self._embed, exchange, embedding)
@@ -146,20 +151,18 @@ class OpenAiRequests:
         exchange: Exchange,
         request: ChatRequest,
         strings: CutStrings | None,
+        make_format: Callable[[ChatRequest, str, ForcedCalls | None, bool], ChatFormat],
         config: Any,
     ) -> None:
         model = models.language_model(request.model, config)
         forced = bodies.demanded_calls(request)
         inputs.check_tools(model, request, forced)
-        reads_calls = TOOL_CALLS not in model.outputs
-        top = (request.top_logprobs or 0) if request.logprobs else None
-        response_id = f"chatcmpl-{_PROCESS}{next(self._ids):08x}"
-        now, usage = int(time.time()), _shows_usage(request)
-        found = ChatFormat(response_id, now, request.model, top, usage, forced, reads_calls)
+        number = f"{_PROCESS}{next(self._ids):08x}"
+        found = make_format(request, number, forced, TOOL_CALLS not in model.outputs)
 
         def generate(tensors: list[Any]) -> None:
             size = sum([spec.size for spec in tensors])
-            self._generate(exchange, model, request, iter([tensors]), size, [None], found, top, response_id, forced)
+            self._generate(exchange, model, request, iter([tensors]), size, [None], found, found.top, found.id, forced)
 
         if MESSAGES not in model.inputs:
             render = partial(self._render, exchange, model, request, generate)
@@ -171,6 +174,24 @@ class OpenAiRequests:
             generate(inputs.chat_tensors(model, request))
         else:
             exchange.work(inputs.large_chat_tensors(model, request, strings), generate)
+
+    def _chat_format(
+        self, request: ChatRequest, number: str, forced: ForcedCalls | None, reads_calls: bool
+    ) -> ChatFormat:
+        top = (request.top_logprobs or 0) if request.logprobs else None
+        shows_usage = _shows_usage(request)
+        now = int(time.time())
+        return ChatFormat(f"chatcmpl-{number}", now, request.model, top, shows_usage, forced, reads_calls)
+
+    def _responses_format(
+        self,
+        given: ResponsesRequest,
+        request: ChatRequest,
+        number: str,
+        forced: ForcedCalls | None,
+        reads_calls: bool,
+    ) -> ChatFormat:
+        return ResponsesFormat(f"resp_{number}", int(time.time()), given, forced, reads_calls)
 
     def _render(
         self,
@@ -213,7 +234,7 @@ class OpenAiRequests:
         forced: ForcedCalls | None = None,
     ) -> None:
         """`prompts`: the tensors of each prompt, `prompt_bytes` in total."""
-        stream, shows_usage, n = bool(request.stream), _shows_usage(request), request.n or 1
+        stream, shows_usage, n = bool(request.stream), found.shows_usage, request.n or 1
         options = bodies.request_options(response_id, request)
         together, apart = (n, 1) if MESSAGES in model.inputs else (1, n)
         sampling = inputs.SamplingInputs(model, inputs.sampling_of(model, request, logprobs, forced), options, apart)
@@ -221,7 +242,7 @@ class OpenAiRequests:
         echoed = n * prompt_bytes if any(before) else 0
         _hold(exchange, len(before) * apart, apart * prompt_bytes + len(before) * apart * sampling.bytes, echoed)
         plans = self._plans(prompts, sampling, inputs.flag_tensors(model, names), apart)
-        generation = Generation(exchange, self._sender, model.name, found, stream, shows_usage)
+        generation = Generation(exchange, self._sender, model.name, found, stream)
         generation.begin(plans, [echo for echo in before for _ in range(apart)], together, apart)
 
     def _plans(

@@ -145,3 +145,61 @@ def test_the_last_message_is_continued(client: Any) -> None:
     own: dict[str, Any] = {"extra_body": {"continue_final_message": True}}
     answer = client.chat.completions.create(messages=messages, **SAMPLING, **own).choices[0].message.content
     assert answer == client.completions.create(prompt=f"{RENDERED}Be", **SAMPLING).choices[0].text
+
+
+def flat(choice: Any) -> Any:
+    return choice if isinstance(choice, str) else {"type": "function", "name": choice["function"]["name"]}
+
+
+def test_responses(client: Any, expected: list[str]) -> None:
+    given: dict[str, Any] = {"model": "text", "instructions": "Be brief.", "temperature": 0, "max_output_tokens": 24}
+    found = client.responses.create(input="Why?", **given)
+    assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (found.output_text, found.usage.output_tokens) == (expected[-1], 24)
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": "Why?"}]}]
+    with client.responses.stream(input=parts, **given) as stream:
+        *_, last = events = list(stream)
+    assert [event.sequence_number for event in events if hasattr(event, "sequence_number")] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected[-1]
+    assert (last.type, last.response.output_text, last.response.usage) == (
+        "response.incomplete",
+        expected[-1],
+        found.usage,
+    )
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_tool_calls_of_responses(client: Any, choice: Any) -> None:
+    given: dict[str, Any] = {
+        "model": "text",
+        "tools": [{"type": "function", **tool["function"]} for tool in TOOLS],
+        "tool_choice": flat(choice),
+        "max_output_tokens": 400,
+        "temperature": 0,
+    }
+    found = client.responses.create(input="Why?", **given).output
+    with client.responses.stream(input="Why?", **given) as stream:
+        streamed = stream.get_final_response().output
+    described = [[(one.type, one.name, one.arguments, one.status) for one in items] for items in (found, streamed)]
+    assert described[0] == described[1]
+    for call in found:
+        jsonschema.validate(json.loads(call.arguments), WEATHER if call.name == "weather" else {"maxProperties": 0})
+    call = {name: getattr(found[0], name) for name in ("type", "call_id", "name", "arguments")}
+    answer = {"type": "function_call_output", "call_id": found[0].call_id, "output": "warm"}
+    history = [{"role": "user", "content": "Why?"}, call, answer]
+    assert client.responses.create(model="text", input=history, max_output_tokens=3).usage.output_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"previous_response_id": "resp_1"}, "this server keeps no responses"),
+        ({"tools": [{"type": "web_search"}]}, "tools of the type 'web_search' are not supported"),
+        ({"input": [{"type": "image"}]}, "items of the type 'image' are not supported"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "only texts are supported"),
+        ({"extra_body": {"tokens": 1}}, "Unrecognized request argument supplied: tokens"),
+    ],
+)
+def test_refused_responses(client: Any, given: dict[str, Any], text: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=text):
+        client.responses.create(**{"model": "text", "input": "a"} | given)

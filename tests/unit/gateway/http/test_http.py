@@ -173,7 +173,7 @@ def test_routes() -> None:
 @pytest.mark.parametrize(("status", "requests"), [
     (405, "POST /v2,GET /v2/models/m/infer,HEAD /v2/health/live,DELETE /v2/repository/models/m/load,POST /,"
           "POST /page/model/m,POST /v1/models,GET /v1/chat/completions"),
-    (404, "GET /page/one/two/three,GET /v1,POST /v1/responses,GET /v2/models,GET /v2/models/m/n,"
+    (404, "GET /page/one/two/three,GET /v1,POST /v1/replies,GET /v2/models,GET /v2/models/m/n,"
           "GET /v2/models/m/versions,GET /metrics,POST /v2/systemsharedmemory/other"),
     (400, "GET /v2/models//ready,GET /v2/models/m/versions/0,GET /v2/models/m/versions/x/ready,"
           "GET /v2/models/m/versions/99999999999999999999,GET /v2/models/%ff"),

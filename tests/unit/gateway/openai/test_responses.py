@@ -269,7 +269,7 @@ def test_choices_share_the_json_of_their_prompt() -> None:
 def test_unknown_usage_is_omitted() -> None:
     found = ChatFormat("id", 5, "m", None, True)
     assert "usage" not in json.loads(b"".join(found.whole([Choice()], Usage(1, None))))
-    assert documents(found.usage_chunk(Usage()))[0]["usage"] is None
+    assert documents(found.end([Choice()], Usage()).removesuffix(DONE))[0]["usage"] is None
 
 
 # ---------------------------------------------------------------------------------------- streams
@@ -277,7 +277,7 @@ def test_unknown_usage_is_omitted() -> None:
 
 def generation(client: OpenAiCaller, prompts: int, as_events: bool = True, echoes: Sequence[Echo | None] = ()) -> None:
     connection: Any = client
-    made = Generation(connection, connection, "m", CompletionFormat("id", 5, "m", None, False), as_events, False)
+    made = Generation(connection, connection, "m", CompletionFormat("id", 5, "m", None, False), as_events)
     made.begin(iter([RequestPlan((), 0, RequestOptions())] * prompts), list(echoes) or [None] * prompts, 1)
 
 

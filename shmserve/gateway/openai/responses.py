@@ -1,0 +1,326 @@
+"""OpenAI's Responses, without state: a request becomes a chat, and its answer becomes the items of a response.
+
+Invariant: `sequence_number` counts the events of a stream; each item and each part of it is added, filled and done.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+from uuid import uuid4
+
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.openai import bodies
+from shmserve.gateway.openai.bodies import ChatRequest
+from shmserve.gateway.openai.errors import BadParameter
+from shmserve.gateway.openai.formats import ChatFormat, Choice
+from shmserve.gateway.openai.texts import Delta, Usage
+from shmserve.llm.tool_choice import ForcedCalls
+
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_TEXTS = ("input_text", "output_text", "text")
+_encode = msgspec.json.Encoder().encode
+
+
+class _Reasoning(Struct, forbid_unknown_fields=True):
+    effort: str | None = None
+    summary: None = None
+
+
+class _Text(Struct, forbid_unknown_fields=True):
+    format: dict[str, Any] | None = None
+    verbosity: Any = None
+
+
+class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: _Text | None = None
+    reasoning: _Reasoning | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+
+    metadata: Any = None
+    store: bool | None = None
+    user: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+_decoder = msgspec.json.Decoder(ResponsesRequest)
+
+
+def request_of(text: bytes) -> tuple[ResponsesRequest, ChatRequest]:
+    """The request, and the chat that it becomes."""
+    request = bodies.decoded(_decoder, text)
+    for name in ("previous_response_id", "conversation"):
+        if getattr(request, name) is not None:
+            raise BadParameter(
+                name, f"'{name}' is not supported: this server keeps no responses; send all items as 'input'"
+            )
+    if request.background:
+        raise BadParameter("background", "'background' is not supported")
+    if request.include:
+        raise BadParameter("include", f"'include' with '{request.include[0][:80]}' is not supported")
+    if request.truncation not in (None, "disabled"):
+        raise BadParameter("truncation", "'truncation' must be 'disabled'")
+    messages = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    chat = ChatRequest(
+        model=request.model,
+        messages=messages + _messages(request.input),
+        stream=request.stream,
+        max_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        tools=None if request.tools is None else [_tool(number, tool) for number, tool in enumerate(request.tools)],
+        tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+        response_format=_format(request.text.format if request.text is not None else None),
+        reasoning_effort=request.reasoning.effort if request.reasoning is not None else None,
+    )
+    bodies.check_chat(chat)
+    return request, chat
+
+
+def without_long_strings(request: ResponsesRequest) -> ResponsesRequest:
+    """The request that the response shows, without what may contain strings that were cut out."""
+    return replace(request, instructions=None, tools=None, text=None, metadata=None)
+
+
+def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    found: list[dict[str, Any]] = []
+    for number, item in enumerate(given):
+        where = f"input[{number}]"
+        match item.get("type", "message"):
+            case "message":
+                found.append(_message(where, item))
+            case "function_call":
+                call = {"name": item.get("name"), "arguments": item.get("arguments")}
+                if not all(isinstance(value, str) for value in (*call.values(), item.get("call_id"))):
+                    raise BadParameter(where, f"'{where}' needs the strings 'call_id', 'name' and 'arguments'")
+                calls = {"id": item["call_id"], "type": "function", "function": call}
+                if found and found[-1]["role"] == "assistant" and "tool_calls" in found[-1]:
+                    found[-1]["tool_calls"].append(calls)
+                else:
+                    found.append({"role": "assistant", "content": None, "tool_calls": [calls]})
+            case "function_call_output":
+                content = _content(f"{where}.output", item.get("output"))
+                found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            case kind:
+                raise BadParameter(f"{where}.type", f"items of the type {str(kind)[:40]!r} are not supported")
+    return found
+
+
+def _message(where: str, item: dict[str, Any]) -> dict[str, Any]:
+    role = _ROLES.get(str(item.get("role")))
+    if role is None:
+        raise BadParameter(f"{where}.role", f"'{where}.role' must be one of {', '.join(_ROLES)}")
+    return {"role": role, "content": _content(f"{where}.content", item.get("content"))}
+
+
+def _content(where: str, content: Any) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadParameter(where, f"'{where}' is neither a string nor a list")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise BadParameter(where, f"'{where}' has a part of the type {str(kind)[:40]!r}; only texts are supported")
+    return [{"type": "text", "text": part["text"]} for part in content]
+
+
+def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise BadParameter(
+            f"tools[{number}].type", f"tools of the type {str(tool.get('type'))[:40]!r} are not supported"
+        )
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def _tool_choice(given: Any) -> Any:
+    if isinstance(given, dict) and given.get("type") == "function":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    return given
+
+
+def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    if given is None or given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+class ResponsesFormat(ChatFormat):
+    """A response, or the events of its stream. It has one choice."""
+
+    def __init__(
+        self, response_id: str, created: int, request: ResponsesRequest, forced: ForcedCalls | None, reads_calls: bool
+    ) -> None:
+        super().__init__(response_id, created, request.model, None, True, forced, reads_calls)
+        self._request = request
+        self._number = 0
+        self._message_id = ""
+        """Of the item with the text, once it has begun."""
+        self._text: list[str] = []
+        self._items: list[dict[str, Any]] = []
+        """The items that have begun."""
+        self._calls: dict[int, int] = {}
+        """Index of a call -> that of its item."""
+        self._document = {
+            "id": response_id,
+            "object": "response",
+            "created_at": created,
+            "model": request.model,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": request.temperature,
+            "text": {"format": request.text.format if request.text and request.text.format else {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_p": request.top_p,
+            "truncation": "disabled",
+        }
+
+    # ------------------------------------------------------------------------------------ as a whole
+
+    def add(self, choice: Choice, delta: Delta) -> int:
+        delta = self._with_calls(choice, delta)
+        choice.finish = delta.finish or choice.finish
+        self._grow(choice, delta)
+        return len(delta.text)
+
+    def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
+        self._reason(choices[0].finish or "stop", choices[0])
+        self._finish_items()
+        return [_encode(self._final(choices[0], usage))]
+
+    # ------------------------------------------------------------------------------------ as events
+
+    def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
+        first = b""
+        if not choice.begun:
+            choice.begun = True
+            begun = {**self._document, "status": "in_progress", "output": [], "usage": None}
+            first = self._event("response.created", response=begun) + self._event(
+                "response.in_progress", response=begun
+            )
+        delta = self._with_calls(choice, delta)
+        events = self._grow(choice, delta)
+        if delta.finish is not None:
+            choice.finish = delta.finish
+            self._reason(delta.finish, choice)
+            events += self._finish_items()
+        return first + b"".join(events)
+
+    def end(self, choices: list[Choice], usage: Usage) -> bytes:
+        final = self._final(choices[0], usage)
+        return self._event(f"response.{final['status']}", response=final)
+
+    def error(self, body: bytes) -> bytes:
+        error = msgspec.json.decode(body)["error"]
+        return self._event("error", code=error["code"], message=error["message"], param=error["param"])
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        document = {"type": kind, "sequence_number": self._number, **more}
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(document))
+
+    def _grow(self, choice: Choice, delta: Delta) -> list[bytes]:
+        """Adds to the items. Returns the events."""
+        events: list[bytes] = []
+        if delta.text:
+            events += self._begin_message()
+            self._text.append(delta.text)
+            events.append(self._of_text("response.output_text.delta", delta=delta.text, logprobs=[]))
+        for piece in choice.tool_calls.add(delta.tool_calls) if delta.tool_calls else ():
+            at = self._calls.get(piece["index"])
+            if at is None:
+                at = self._calls[piece["index"]] = len(self._items)
+                function = piece["function"]
+                item = {"type": "function_call", "id": f"fc_{uuid4().hex}", "call_id": piece["id"]}
+                item |= {"name": function.get("name"), "arguments": "", "status": "in_progress"}
+                self._items.append(item)
+                events.append(self._event("response.output_item.added", output_index=at, item=dict(item)))
+            more = piece["function"].get("arguments") or ""
+            self._items[at]["arguments"] += more
+            where = {"output_index": at, "item_id": self._items[at]["id"]}
+            events.append(self._event("response.function_call_arguments.delta", **where, delta=more))
+        return events
+
+    def _begin_message(self) -> list[bytes]:
+        if self._message_id:
+            return []
+        self._message_id = f"msg_{uuid4().hex}"
+        item = {"type": "message", "id": self._message_id, "role": "assistant", "status": "in_progress", "content": []}
+        self._items.append(item)
+        at = len(self._items) - 1
+        added = self._event("response.output_item.added", output_index=at, item=dict(item))
+        return [added, self._of_text("response.content_part.added", part=_part(""))]
+
+    def _of_text(self, kind: str, **more: Any) -> bytes:
+        at = next(number for number, item in enumerate(self._items) if item["id"] == self._message_id)
+        return self._event(kind, item_id=self._message_id, output_index=at, content_index=0, **more)
+
+    def _finish_items(self) -> list[bytes]:
+        events: list[bytes] = []
+        for at, item in enumerate(self._items):
+            item["status"] = "completed"
+            if item["type"] == "message":
+                text = "".join(self._text)
+                item["content"] = [_part(text)]
+                events.append(self._of_text("response.output_text.done", text=text, logprobs=[]))
+                events.append(self._of_text("response.content_part.done", part=_part(text)))
+            else:
+                where = {"output_index": at, "item_id": item["id"], "name": item["name"]}
+                done = self._event("response.function_call_arguments.done", **where, arguments=item["arguments"])
+                events.append(done)
+            events.append(self._event("response.output_item.done", output_index=at, item=item))
+        return events
+
+    def _final(self, choice: Choice, usage: Usage) -> dict[str, Any]:
+        document = {**self._document, "status": "completed", "output": self._items, "usage": _usage(usage)}
+        if choice.finish == "length":
+            document |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return document
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: Usage) -> dict[str, Any] | None:
+    if usage.prompt is None or usage.completion is None:
+        return None
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt + usage.completion,
+    }
