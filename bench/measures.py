@@ -14,7 +14,7 @@ from typing import Any
 from bench.lib import models, processes
 from bench.lib.child import Child, Team
 from bench.lib.clock import alternate
-from bench.lib.setting import Served, Setting, serving
+from bench.lib.setting import BenchServer, Setting, serving
 from bench.lib.table import Row, micros
 from bench.suites.lengths import lengths
 from bench.suites.overload import overload
@@ -200,7 +200,7 @@ def memory(setting: Setting) -> list[Row]:
     return [Row("broker memory, 10 models, 64 clients", used / MIB, "MiB", at_most=120.0, beside=beside)]
 
 
-def _sixteen(server: Served, names: list[str]) -> Child:
+def _sixteen(server: BenchServer, names: list[str]) -> Child:
     return Child("bench.lib.load:many", urls=[server.lane, server.zmq], models=names, each=16)
 
 

@@ -21,7 +21,7 @@ MOST_LOAD = 0.97
 """Above this share of the capacity, latency depends on the length of the simulation."""
 
 
-class Row(TypedDict):
+class SimulatedRow(TypedDict):
     """One simulation."""
 
     max_batch: int
@@ -38,7 +38,7 @@ def capacity(max_batch: int) -> float:
     return max_batch * 1e9 / (BATCH_NS + max_batch * ROW_NS)
 
 
-def measured(max_batch: int, delay_ms: int, rate: int, seconds: float = 20) -> Row:
+def measured(max_batch: int, delay_ms: int, rate: int, seconds: float = 20) -> SimulatedRow:
     """Simulates requests of one row that arrive at random times."""
     x, y = TensorSpec("x", "FP32", (16,)), TensorSpec("y", "FP32", (16,))
     policy = ModelPolicy("m", 1, max_batch, (x,), (y,), BatchPolicy(delay_ns=delay_ms * 1_000_000))
@@ -55,12 +55,12 @@ def measured(max_batch: int, delay_ms: int, rate: int, seconds: float = 20) -> R
     }
 
 
-def by_size() -> list[Row]:
+def by_size() -> list[SimulatedRow]:
     """Largest batches of several sizes, without a delay."""
     return [measured(size, 0, rate) for size in SIZES for rate in RATES if rate <= MOST_LOAD * capacity(size)]
 
 
-def by_delay() -> list[Row]:
+def by_delay() -> list[SimulatedRow]:
     """Queue delays, with batches of up to 16 rows."""
     return [measured(16, delay, rate) for delay in DELAYS_MS for rate in SLOW_RATES]
 

@@ -40,7 +40,7 @@ SIZES = {"identity": ROW, "mlp": models.MLP_SHAPE[0]}
 
 
 @dataclass
-class Point:
+class ComparedLoad:
     """One load, measured at both servers."""
 
     text: str
@@ -50,23 +50,23 @@ class Point:
     options: list[str] = field(default_factory=list)
 
 
-def points(quick: bool) -> Iterator[Point]:
+def points(quick: bool) -> Iterator[ComparedLoad]:
     for model in SIZES:
         for protocol in ("http", "grpc"):
             for flight in (1, 8, 32, 64):
                 load = ["--concurrency-range", str(flight)]
-                yield Point(f"{model}, {protocol}, {flight} in flight", model, protocol, TINY, load)
+                yield ComparedLoad(f"{model}, {protocol}, {flight} in flight", model, protocol, TINY, load)
     for protocol in ("http", "grpc"):
         for flight in (1, 8):
             load = ["--concurrency-range", str(flight), "--shape", "x:150528"]
-            yield Point(f"first of 600 KB, {protocol}, {flight} in flight", "first", protocol, LARGE, load)
+            yield ComparedLoad(f"first of 600 KB, {protocol}, {flight} in flight", "first", protocol, LARGE, load)
     for size in (1, 16):
         for protocol in ("http", "grpc"):
             for flight in (1,) if quick else (1, 8):
                 load = ["--concurrency-range", str(flight), "--shape", f"x:{size * MIB // 4}"]
                 load += ["--shared-memory", "system", "--output-shared-memory-size", str(size * MIB)]
                 text = f"identity of {size} MiB, {protocol}, shared memory, {flight} in flight"
-                yield Point(text, "whole", protocol, LARGE, load)
+                yield ComparedLoad(text, "whole", protocol, LARGE, load)
 
 
 WAYS: dict[str, tuple[str, str, list[str]]] = {
@@ -155,7 +155,7 @@ class EndpointMeasures:
         parts = "; ".join(f"{ran.per_s:,.0f}/s, {_parts(ran.server_us)}" for ran in result)
         return Row(text, result[0].per_s, "/s", beside=f"server's own times: {parts}", failed=failed)
 
-    def compared(self, point: Point, server: Serving, other: Serving) -> Row:
+    def compared(self, point: ComparedLoad, server: Serving, other: Serving) -> Row:
         took: dict[str, list[Ran]] = {}
 
         def party(at: Serving) -> float:

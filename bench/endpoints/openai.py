@@ -93,7 +93,7 @@ WAYS: dict[str, Callable[[int], tuple[str, Any]]] = {
 
 
 @dataclass
-class Cost:
+class EndpointCost:
     """Costs in microseconds, one value per turn."""
 
     request: list[float] = field(default_factory=list)
@@ -122,7 +122,7 @@ class OpenAiMeasures:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def rows(self) -> Iterator[Row]:
-        costs = {name: Cost() for name in WAYS}
+        costs = {name: EndpointCost() for name in WAYS}
         for name in WAYS:
             self._turn(name, 1, self._requests)  # warm-up
 
@@ -143,7 +143,7 @@ class OpenAiMeasures:
                 limit = None if name == PLAIN else MOST
                 yield Row(f"{name}, gateway's time of a {what}", share, f"of {PLAIN}", at_most=limit, beside=beside)
 
-    def _measure(self, name: str, cost: Cost) -> float:
+    def _measure(self, name: str, cost: EndpointCost) -> float:
         short, first = self._turn(name, 1, self._requests)
         long, _ = self._turn(name, LONG, max(1, self._requests // 10))
         cost.request.append(short)

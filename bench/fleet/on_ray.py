@@ -138,7 +138,7 @@ def arrays(place: Place, root: Path) -> None:
 # ------------------------------------------------------------------------------------------------ a node is killed
 
 
-class Rate:
+class CallRate:
     """Responses per time slot, to three threads over handles and three over HTTP."""
 
     def __init__(self, place: Place) -> None:
@@ -169,7 +169,7 @@ class Rate:
                     self.slots[slot] += 1
                     self.pids.setdefault(slot, set()).add(pid)
 
-    def __enter__(self) -> Rate:
+    def __enter__(self) -> CallRate:
         for thread in self._threads:
             thread.start()
         return self
@@ -182,7 +182,7 @@ class Rate:
 
 def node(place: Place, root: Path) -> None:
     pause = threading.Event()
-    with Rate(place) as rate:
+    with CallRate(place) as rate:
         pause.wait(SETTLE_S)
         victim = place.worker_node()
         lost = processes_of(victim)
@@ -226,7 +226,7 @@ class Bare:
         return spent(y, time.process_time() - own, time.perf_counter() - began)
 
 
-class Served:
+class ServedBatches:
     """`Predictor`, with the processor time of its server, which is idle between two batches of its only actor."""
 
     def __init__(self, models: str) -> None:
@@ -264,7 +264,7 @@ def offline(place: Place, root: Path) -> None:
         data = ray.data.range(count, override_num_blocks=16).map_batches(partial(random_rows, shape)).materialize()
         rates: dict[str, list[float]] = {"bare": [], "served": []}
         rows = []
-        for name, actor, argument in (("bare", Bare, file), ("served", Served, folder)) * 2:
+        for name, actor, argument in (("bare", Bare, file), ("served", ServedBatches, folder)) * 2:
             result = data.map_batches(
                 actor,
                 fn_constructor_args=(str(argument),),

@@ -23,7 +23,7 @@ def network(width: int = 64, blocks: tuple[int, ...] = BLOCKS) -> Any:
         convolution = nn.Conv2d(inner, outer, kernel, stride, kernel // 2, bias=False)
         return [convolution, nn.BatchNorm2d(outer)]
 
-    class Block(nn.Module):  # type: ignore[misc]
+    class ResidualBlock(nn.Module):  # type: ignore[misc]
         def __init__(self, inner: int, width: int, stride: int) -> None:
             super().__init__()
             first, second = unit(inner, width, 1), unit(width, width, 3, stride)
@@ -38,7 +38,7 @@ def network(width: int = 64, blocks: tuple[int, ...] = BLOCKS) -> Any:
     inner = width
     for stage, count in enumerate(blocks):
         for number in range(count):
-            layers.append(Block(inner, width << stage, 2 if stage and not number else 1))
+            layers.append(ResidualBlock(inner, width << stage, 2 if stage and not number else 1))
             inner = 4 * width << stage
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inner, CLASSES)).eval()
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.hostile.packets import PacketGenerator
 from bench.lib.child import Answer, Handler
-from bench.lib.raw_client import ConnectionClosed, Lane, Link, Segment, Zmq
+from bench.lib.raw_client import ConnectionClosed, Lane, Link, RawSegment, Zmq
 from shmserve.protocol import messages
 from shmserve.protocol.messages import Fail, FailHeld, Goodbye, Welcome
 
@@ -33,7 +33,7 @@ class Attack:
         self._path = path
         self._packets = PacketGenerator(seed, model, "x")
         self._link: Link | None = None
-        self._segment: Segment | None = None
+        self._segment: RawSegment | None = None
         self.counts: Counter[str] = Counter()
         self.leaks: list[str] = []
 
@@ -50,7 +50,7 @@ class Attack:
             assert isinstance(answer, Welcome), answer
             self._packets.owner = link.owner
             if isinstance(link, Lane):
-                self._segment = Segment(link, 4096)
+                self._segment = RawSegment(link, 4096)
         return link
 
     def _disconnect(self) -> None:

@@ -14,7 +14,7 @@ from bench.hostile.client import is_alive
 from bench.lib import models, processes
 from bench.lib.child import Child, Team
 from bench.lib.raw_client import Lane
-from bench.lib.setting import Served, serving
+from bench.lib.setting import BenchServer, serving
 from shmserve.core.internal_errors import INTERNAL_ERROR
 from shmserve.system import procfs
 
@@ -76,7 +76,7 @@ def write_repository(root: Path) -> None:
     models.write(root, "strings", models.identity("STRING", max_batch=8), {})
 
 
-def compare(server: Served, before: ServerSnapshot, seconds: float = SETTLE) -> tuple[ServerSnapshot, list[str]]:
+def compare(server: BenchServer, before: ServerSnapshot, seconds: float = SETTLE) -> tuple[ServerSnapshot, list[str]]:
     """Compare until nothing is worse, or until the timeout. Each comparison waits for a round trip through the
     server.
     """

@@ -171,7 +171,7 @@ class Lane(Link):
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
-class Segment:
+class RawSegment:
     """A client's memfd segment. It has no allocator: the caller places data at fixed offsets."""
 
     def __init__(self, lane: Lane, size: int, number: int = 1, seals: int = SEALS) -> None:

@@ -16,7 +16,7 @@ from bench.lib import models
 
 
 @dataclass
-class Served:
+class BenchServer:
     """A running server, as seen by its clients."""
 
     runtime_dir: Path
@@ -41,12 +41,12 @@ class Served:
 
 
 @contextmanager
-def serving(repository: Path, *options: str) -> Iterator[Served]:
+def serving(repository: Path, *options: str) -> Iterator[BenchServer]:
     """Run a server. `options` are those of `shmserve serve`."""
     from shmserve.testing import Server
 
     with Server(repository, *options) as server:
-        yield Served(Path(server.runtime_dir), lambda: server.log)
+        yield BenchServer(Path(server.runtime_dir), lambda: server.log)
 
 
 @dataclass

@@ -30,8 +30,8 @@ from bench.lib.wrk import Post, Turn
 from bench.peers import report
 from bench.peers.report import Cell
 from bench.peers.running import Running
-from bench.peers.servers import BATCH, SERVERS, Server
-from bench.peers.workloads import WORKLOADS, Array, Workload, expected
+from bench.peers.servers import BATCH, SERVERS, PeerServer
+from bench.peers.workloads import WORKLOADS, Array, PeerWorkload, expected
 from tests.support.system.apt import apt_get
 
 WRK = "wrk"
@@ -40,7 +40,7 @@ WARM = 50
 NEAR = 1e-3
 
 
-def installed(names: list[str]) -> list[Server]:
+def installed(names: list[str]) -> list[PeerServer]:
     """The servers that are available. Installs missing packages."""
     results = []
     for server in SERVERS:
@@ -76,14 +76,14 @@ def say(text: str) -> None:
 class Compared:
     """The servers of one workload: all are started, and all but one are stopped."""
 
-    def __init__(self, workload: Workload, tool: str, seconds: float, work: Path, stack: ExitStack) -> None:
+    def __init__(self, workload: PeerWorkload, tool: str, seconds: float, work: Path, stack: ExitStack) -> None:
         self.workload = workload
         self._tool, self._seconds, self._work, self._stack = tool, seconds, work, stack
         self._row = workload.row()
         self._started: dict[tuple[str, int], tuple[Running, Post]] = {}
         self.failures: dict[str, str] = {}
 
-    def start(self, server: Server) -> None:
+    def start(self, server: PeerServer) -> None:
         wanted = {BATCH} if server.one_for_all else {self._batch(flight) for flight in self.workload.flights}
         try:
             for batch in wanted:
@@ -97,7 +97,7 @@ class Compared:
     def _batch(self, flight: int) -> int:
         return BATCH if self.workload.batches and flight > 1 else 1
 
-    def _start(self, server: Server, batch: int) -> tuple[Running, Post]:
+    def _start(self, server: PeerServer, batch: int) -> tuple[Running, Post]:
         running, url = self._stack.enter_context(server.started(self.workload, batch, self._work))
         post = server.post(url, self.workload, self._row)
         y = numbers(running.await_answer(post))
@@ -134,7 +134,7 @@ def numbers(answer: bytes) -> Array:
     return np.frombuffer(answer, np.float32)
 
 
-def measured(servers: list[Server], chosen: argparse.Namespace, tool: str, work: Path) -> Iterator[Cell]:
+def measured(servers: list[PeerServer], chosen: argparse.Namespace, tool: str, work: Path) -> Iterator[Cell]:
     for workload in WORKLOADS:
         if chosen.only and workload.name not in chosen.only:
             continue

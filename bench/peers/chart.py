@@ -19,7 +19,7 @@ OUT = Path(__file__).parents[2] / "docs" / "figures" / "compare.svg"
 
 
 @dataclass(frozen=True)
-class Panel:
+class ChartPanel:
     title: str
     model: str
     flight: int
@@ -29,8 +29,12 @@ class Panel:
 
 
 PANELS = (
-    Panel("mlp, 64 in flight: requests/s", "mlp", 64, lambda cell: cell.per_s, lambda value: f"{value:,.0f}", True),
-    Panel("mlp, one in flight: median ms", "mlp", 1, lambda cell: cell.p50_us, lambda us: f"{us / 1000:.2f}", False),
+    ChartPanel(
+        "mlp, 64 in flight: requests/s", "mlp", 64, lambda cell: cell.per_s, lambda value: f"{value:,.0f}", True
+    ),
+    ChartPanel(
+        "mlp, one in flight: median ms", "mlp", 1, lambda cell: cell.p50_us, lambda us: f"{us / 1000:.2f}", False
+    ),
 )
 
 
@@ -38,7 +42,7 @@ def chart(cells: list[Cell], caption: str) -> str:
     return rankings([(panel.title, ranked(panel, cells)) for panel in PANELS], caption)
 
 
-def ranked(panel: Panel, cells: list[Cell]) -> list[Ranked]:
+def ranked(panel: ChartPanel, cells: list[Cell]) -> list[Ranked]:
     """The best server first. A server that failed has no bar."""
     values = {
         cell.server: value

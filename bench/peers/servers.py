@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.endpoints import servers as endpoints
 from bench.lib.wrk import Post
 from bench.peers.running import Running, running
-from bench.peers.workloads import Array, Workload, json_post, kserve_post, network, raw_post, repository
+from bench.peers.workloads import Array, PeerWorkload, json_post, kserve_post, network, raw_post, repository
 
 APPS = Path(__file__).parent / "apps"
 ENVIRONMENTS = Path(__file__).parents[2] / "build" / "peers"
@@ -24,7 +24,7 @@ ENGINE = "onnxruntime"
 class Start:
     """The parameters for starting a server. `batch`: the largest batch."""
 
-    workload: Workload
+    workload: PeerWorkload
     batch: int
     port: int
     work: Path
@@ -35,12 +35,12 @@ Command = tuple[list[str], dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Server:
+class PeerServer:
     """`packages` are installed in a separate environment; without any, the server runs in this one."""
 
     name: str
     command: Callable[[Start], Command]
-    post: Callable[[str, Workload, Array], Post]
+    post: Callable[[str, PeerWorkload, Array], Post]
     packages: tuple[str, ...] = ()
     one_for_all: bool = False
     """Batching does not delay a single request, so one server is used for all loads."""
@@ -67,7 +67,7 @@ class Server:
         return f"{name} {result.strip()}"
 
     @contextmanager
-    def started(self, workload: Workload, batch: int, work: Path) -> Iterator[tuple[Running, str]]:
+    def started(self, workload: PeerWorkload, batch: int, work: Path) -> Iterator[tuple[Running, str]]:
         """Starts the server. Yields its processes and address."""
         place = work / f"{self.name}-{workload.name}-{batch}"
         place.mkdir()
@@ -118,21 +118,21 @@ def _environment(start: Start) -> dict[str, str]:
 
 
 SERVERS = (
-    Server("shmserve", _shmserve, kserve_post, one_for_all=True),
-    Server(
+    PeerServer("shmserve", _shmserve, kserve_post, one_for_all=True),
+    PeerServer(
         "triton",
         _triton,
         kserve_post,
         ("nvidia-pytriton==0.7.0", "tritonclient[all]==2.73.0", ENGINE, "numpy<2"),
         one_for_all=True,
     ),
-    Server(
+    PeerServer(
         "mosec",
         _app("mosec_app.py", "--address", "127.0.0.1", "--port", "{port}"),
         raw_post("/inference"),
         ("mosec", ENGINE),
     ),
-    Server("litserve", _app("litserve_app.py", "{port}"), raw_post("/predict"), ("litserve", ENGINE)),
-    Server("bentoml", _bentoml, json_post("/infer"), ("bentoml", ENGINE)),
-    Server("ray", _app("ray_app.py", "{port}"), raw_post("/"), ("ray[serve]", ENGINE)),
+    PeerServer("litserve", _app("litserve_app.py", "{port}"), raw_post("/predict"), ("litserve", ENGINE)),
+    PeerServer("bentoml", _bentoml, json_post("/infer"), ("bentoml", ENGINE)),
+    PeerServer("ray", _app("ray_app.py", "{port}"), raw_post("/"), ("ray[serve]", ENGINE)),
 )

@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Workload:
+class PeerWorkload:
     name: str
     shape: tuple[int, ...]
     flights: tuple[int, ...]
@@ -35,14 +35,14 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("identity", (servers.ROW,), (1, 8, 64)),
-    Workload("mlp", tuple(models.MLP_SHAPE), (1, 8, 64)),
-    Workload("cnn", tuple(models.CNN_SHAPE), (1, 8)),
-    Workload("first", (MIB // 4,), (1, 8), batches=False),
+    PeerWorkload("identity", (servers.ROW,), (1, 8, 64)),
+    PeerWorkload("mlp", tuple(models.MLP_SHAPE), (1, 8, 64)),
+    PeerWorkload("cnn", tuple(models.CNN_SHAPE), (1, 8)),
+    PeerWorkload("first", (MIB // 4,), (1, 8), batches=False),
 )
 
 
-def network(workload: Workload, work: Path) -> Path | None:
+def network(workload: PeerWorkload, work: Path) -> Path | None:
     """The ONNX file of a workload that has one."""
     makers: dict[str, Callable[[Path], None]] = {"mlp": models.make_mlp, "cnn": models.make_cnn}
     if workload.name not in makers:
@@ -53,7 +53,7 @@ def network(workload: Workload, work: Path) -> Path | None:
     return path
 
 
-def repository(workload: Workload, work: Path) -> Path:
+def repository(workload: PeerWorkload, work: Path) -> Path:
     """A repository, for servers that use one: a `model.py` with the same engine."""
     root = work / f"models-{workload.name}"
     if root.exists():
@@ -70,7 +70,7 @@ def repository(workload: Workload, work: Path) -> Path:
     return root
 
 
-def expected(workload: Workload, row: Array, work: Path) -> Array:
+def expected(workload: PeerWorkload, row: Array, work: Path) -> Array:
     """The correct output, computed by ONNX Runtime in this process."""
     onnx = network(workload, work)
     if onnx is None:
@@ -84,19 +84,19 @@ def expected(workload: Workload, row: Array, work: Path) -> Array:
 # ---------------------------------------------------------------------------------------- on the wire
 
 
-def raw_post(path: str) -> Callable[[str, Workload, Array], Post]:
+def raw_post(path: str) -> Callable[[str, PeerWorkload, Array], Post]:
     """Posts the numbers as bytes."""
     headers = {"Content-Type": "application/octet-stream"}
     return lambda url, workload, row: Post(url + path, headers, row.tobytes())
 
 
-def json_post(path: str) -> Callable[[str, Workload, Array], Post]:
+def json_post(path: str) -> Callable[[str, PeerWorkload, Array], Post]:
     """Posts a batch of one as nested lists."""
     headers = {"Content-Type": "application/json"}
     return lambda url, workload, row: Post(url + path, headers, json.dumps({"x": [row.tolist()]}).encode())
 
 
-def kserve_post(url: str, workload: Workload, row: Array) -> Post:
+def kserve_post(url: str, workload: PeerWorkload, row: Array) -> Post:
     """Posts a KServe request, with binary tensors in both directions."""
     data = row.tobytes()
     shape = [1, *row.shape] if workload.batches else list(row.shape)

@@ -66,7 +66,7 @@ class Tally:
         if not same(got, expected):
             self.fault(f"{name}: an answer changed while it was held")
 
-    def failed(self, call: Call, error: BaseException) -> None:
+    def failed(self, call: SoakCall, error: BaseException) -> None:
         if isinstance(error, (errors.Cancelled, CancelledError, asyncio.CancelledError)) and call.cancelled:
             self.counts["cancelled"] += 1
         elif isinstance(error, (errors.DeadlineExceeded, errors.QueueTimeout)) and call.timeout is not None:
@@ -89,7 +89,7 @@ class Tally:
         }
 
 
-class Call:
+class SoakCall:
     """One planned request."""
 
     __slots__ = ("cancelled", "expected", "future", "model", "timeout", "x")
@@ -103,7 +103,7 @@ class Call:
         self.future: Any = None
 
 
-class Caller:
+class SoakCaller:
     """Generates requests."""
 
     def __init__(self, seed: int, largest: int, empty: Any, dtypes: Sequence[str] = DTYPES) -> None:
@@ -113,7 +113,7 @@ class Caller:
         self._largest = largest
         self._empty = empty
 
-    def next(self) -> Call:
+    def next(self) -> SoakCall:
         roll = self.random
         dtype = roll.choice(self._dtypes)
         model = f"identity_{dtype}"
@@ -127,7 +127,7 @@ class Caller:
             x = self._empty(shape, expected.dtype)
             x[...] = expected
         timeout = roll.choice([0.0005, 0.002, 0.01, 0.05]) if roll.random() < 0.08 else None
-        return Call(model, x, expected, timeout)
+        return SoakCall(model, x, expected, timeout)
 
 
 def waiting(
@@ -141,9 +141,9 @@ def waiting(
     from shmserve import Client
 
     client = Client(url, reconnect_timeout=reconnect_timeout)
-    caller = Caller(seed, largest, client.empty, dtypes)
+    caller = SoakCaller(seed, largest, client.empty, dtypes)
 
-    def collect(tally: Tally, call: Call) -> None:
+    def collect(tally: Tally, call: SoakCall) -> None:
         try:
             result = call.future.result(PATIENCE)
         except (errors.ServeError, CancelledError) as error:
@@ -155,7 +155,7 @@ def waiting(
 
     def handle(seconds: float) -> Answer:
         tally = Tally(allowed)
-        out: deque[Call] = deque()
+        out: deque[SoakCall] = deque()
         roll, end = caller.random, perf_counter() + seconds
         while perf_counter() < end:
             while len(out) < FLIGHT:
@@ -191,7 +191,7 @@ def awaiting(
     allowed: Allowed | None = None,
     reconnect_timeout: float = 10.0,
 ) -> Handler:
-    async def ask(client: Any, tally: Tally, call: Call, roll: random.Random) -> None:
+    async def ask(client: Any, tally: Tally, call: SoakCall, roll: random.Random) -> None:
         task = asyncio.ensure_future(client.infer(call.model, {"x": call.x}, timeout=call.timeout))
         if roll.random() < 0.1:
             call.cancelled = True
@@ -213,7 +213,7 @@ def awaiting(
 
         tally = Tally(allowed)
         async with AsyncClient(url, reconnect_timeout=reconnect_timeout) as client:
-            caller = Caller(seed, largest, client.empty, dtypes)
+            caller = SoakCaller(seed, largest, client.empty, dtypes)
             end = perf_counter() + seconds
 
             async def one_after_another() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.lib.child import Answer, Handler
 from bench.lib.random_tensors import DTYPES, Maker, to_bytes
-from bench.lib.raw_client import Lane, Link, Segment, Zmq
+from bench.lib.raw_client import Lane, Link, RawSegment, Zmq
 from bench.soak.clients import Allowed, permitted
 from bench.soak.run import batch_of
 from shmserve.protocol import codec, messages
@@ -161,7 +161,7 @@ class RawLaneClient(RawClient):
     def __init__(self, link: Lane, seed: int, dtypes: Sequence[str] = DTYPES, allowed: Allowed | None = None) -> None:
         super().__init__(link, seed, dtypes, allowed)
         link.hello("memfd")
-        self._segment = Segment(link, 2 * FLIGHT * SLOT)
+        self._segment = RawSegment(link, 2 * FLIGHT * SLOT)
         self._free = list(range(2 * FLIGHT))
         self._used: dict[int, int] = {}
 

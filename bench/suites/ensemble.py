@@ -39,7 +39,7 @@ class TritonPythonModel:
 """
 
 
-class Found(NamedTuple):
+class EnsembleTimes(NamedTuple):
     """Medians in microseconds, by tensor size in bytes."""
 
     one: dict[int, float]
@@ -53,7 +53,7 @@ class Found(NamedTuple):
     """The same with processes that decode and encode the messages."""
 
 
-def run_ensemble(setting: Setting) -> Found:
+def run_ensemble(setting: Setting) -> EnsembleTimes:
     repository = setting.repository("ensemble")
     write(repository)
     with (
@@ -78,7 +78,7 @@ def run_ensemble(setting: Setting) -> Found:
         dict(zip(keys, times[at:], strict=False))
         for at, keys in ((len(orders), READ), (len(orders) + len(READ), counts), (-len(counts), counts))
     )
-    return Found(**results, readers=looks, bare=bare, coded=coded_times)
+    return EnsembleTimes(**results, readers=looks, bare=bare, coded=coded_times)
 
 
 def _median(child: Child, seconds: float, **order: object) -> float:

@@ -187,7 +187,7 @@ class Party:
 
 
 @dataclass
-class Found:
+class LoadingTimes:
     loads: Party = field(default_factory=Party)
     loads_outside: Party = field(default_factory=Party)
     reloads: Party = field(default_factory=Party)
@@ -212,13 +212,13 @@ class Found:
         return f"{text}; {first}" if first else text
 
 
-def run_loading(setting: Setting) -> Found:
+def run_loading(setting: Setting) -> LoadingTimes:
     mlp, cnn = setting.onnx("mlp"), setting.onnx("cnn")
     repository = setting.repository("loading")
     models.write(repository, "mlp", models.onnx_model(models.MLP_SHAPE, 64, 32), {"model.onnx": mlp})
     models.write(repository, "cnn", models.onnx_model(models.CNN_SHAPE, 1000, 8), {"model.onnx": cnn})
     changed = str(repository / "mlp" / "1" / "changed.txt")
-    result = Found()
+    result = LoadingTimes()
     with (
         serving(repository, "--model-control-mode", "explicit", "--load-model", "mlp") as server,
         Child(

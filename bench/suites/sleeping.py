@@ -91,7 +91,7 @@ def forked(path: Path) -> float:
 # ------------------------------------------------------------------------------------------------ many models
 
 
-class Monitor:
+class MemoryMonitor:
     """Repeatedly sums the memory of all workers."""
 
     def __init__(self, url: str) -> None:
@@ -123,7 +123,7 @@ def many(count: int, room: int, requests: int) -> str:
         began = time.perf_counter()
         with Server(place, "--model-memory-budget", str(budget)) as server:
             ready = time.perf_counter() - began
-            monitor = Monitor(server.url)
+            monitor = MemoryMonitor(server.url)
             began = time.perf_counter()
             answers: list[str] = []
             threads = [

@@ -30,7 +30,7 @@ from shmserve.tools.tune.bench import Bench
 from shmserve.tools.tune.confirm import Confirmation, Confirmed
 from shmserve.tools.tune.goal import Goal
 from shmserve.tools.tune.predict import Prediction
-from shmserve.tools.tune.served import Served
+from shmserve.tools.tune.served import ServedModel
 from shmserve.tools.tune.space import Candidate, TunedModel
 
 MS = 1_000_000
@@ -72,7 +72,7 @@ def served(root: Path, name: str) -> Iterator[tuple[Bench, TunedModel]]:
         text = (root / name / "config.pbtxt").read_text()
         known = inputs.specs(client.metadata(name))
         feeds = [inputs.random(known, 1, {}, seed) for seed in range(16)]
-        yield Served(client, name, lambda length: feeds), TunedModel(text, config, len(os.sched_getaffinity(0)))
+        yield ServedModel(client, name, lambda length: feeds), TunedModel(text, config, len(os.sched_getaffinity(0)))
 
 
 def space(model: TunedModel, goal: Goal) -> list[Candidate]:
@@ -123,7 +123,7 @@ def tune(root: Path, name: str, goal: Goal) -> dict[str, Any]:
     return {"seconds": monotonic() - begun, "chosen": result["chosen"], "confirmed": result["confirmed"]}
 
 
-class Limit:
+class TrackedRate:
     """The rate of a setting, which tracks its limit: a step up after a measurement that holds the p99, a step down
     after any other. So later measurements correct one that was disturbed by a pause."""
 
@@ -147,7 +147,7 @@ def judge(root: Path, name: str, goal: Goal, kept: dict[str, Any], rounds: int) 
     ranked = sorted(kept["sweep"].values(), key=lambda each: -each["rate"])
     choice = Candidate(**kept["tune"]["chosen"])
     best = [Candidate(*each["settings"]) for each in ranked[:BEST]]
-    limits = {candidate: Limit(ranked[0]["rate"]) for candidate in (choice, *best)}
+    limits = {candidate: TrackedRate(ranked[0]["rate"]) for candidate in (choice, *best)}
     with served(root, name) as (bench, model):
         confirmation = Confirmation(bench, model, goal, lambda text: None)
         for number in range(rounds):

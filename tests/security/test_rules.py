@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import shmserve
 from bench.hostile.client import SECRETS
-from bench.lib.raw_client import Lane, Segment
+from bench.lib.raw_client import Lane, RawSegment
 from shmserve.broker.config import settings
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.core.service.validation import Checker
@@ -324,7 +324,7 @@ def test_r20_an_idle_client_with_held_memory_does_not_block_others(server: Launc
     """The client holds responses without returning them, has sent half of a request, and does not read."""
     with Lane(server.lane) as idle, Lane(server.lane) as silent, Lane(server.lane) as other:
         idle.hello("memfd")
-        segment = Segment(idle, 1 << 20)
+        segment = RawSegment(idle, 1 << 20)
         data = segment.put(0, bytes(400_000))
         idle.send(messages.Infer(1, "identity", 0, (Tensor("x", "FP32", (1, 100_000), data),)))
         idle.receive_kind(Reply)

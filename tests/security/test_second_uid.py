@@ -22,7 +22,7 @@ import pytest
 
 import shmserve
 from bench.lib import models
-from bench.lib.raw_client import Lane, Segment, Zmq
+from bench.lib.raw_client import Lane, RawSegment, Zmq
 from shmserve.protocol import codec, messages
 from shmserve.protocol.messages import Fail, Goodbye, Handle, Hello, Infer, Map, Reply, Tensor
 from tests.security.users import ALICE, BOB, as_user, attempt, needs_root, some_group
@@ -202,7 +202,7 @@ class Holder:
         self.lane = _KeepingLane(path)
         self.fds = self.lane.fds
         self.lane.hello("memfd")
-        self.input = Segment(self.lane, LARGE.nbytes)
+        self.input = RawSegment(self.lane, LARGE.nbytes)
         data = self.input.put(0, LARGE.tobytes())
         self.lane.send(infer(1, data))
         self.reply = self.lane.receive_kind(Reply, Fail)
@@ -294,7 +294,7 @@ def test_r17_responses_contain_no_bytes_of_other_users(shared: Launched) -> None
         found = set()
         with Lane(shared.lane) as lane:
             lane.hello("memfd")
-            segment = Segment(lane, mine.nbytes)
+            segment = RawSegment(lane, mine.nbytes)
             for number in range(1, 4):
                 data = segment.put(0, mine[: LARGE.size // number].tobytes())
                 lane.send(infer(number, data, LARGE.size // number))

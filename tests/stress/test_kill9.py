@@ -21,7 +21,7 @@ from bench.hostile.run import ServerSnapshot, compare
 from bench.lib import models, processes
 from bench.lib.child import Child
 from bench.lib.raw_client import Zmq
-from bench.lib.setting import Served
+from bench.lib.setting import BenchServer
 from bench.soak.run import SLOW
 from shmserve import Client, ModelFailed
 from shmserve.protocol import codec
@@ -136,7 +136,7 @@ def test_r13_memory_of_killed_clients_is_released(server: Server) -> None:
         for pid in alive:
             kill(pid)
     fill(server)
-    _, worse = compare(Served(server.runtime_dir), before)
+    _, worse = compare(BenchServer(server.runtime_dir), before)
     assert not worse, worse
 
 
@@ -193,7 +193,7 @@ def test_r13_killed_workers_leave_no_memory_or_descriptors(server: Server, link:
     fill(server)
     count, before.workers = len(before.workers), ServerSnapshot.of(server.pid).workers
     assert len(before.workers) == count
-    _, worse = compare(Served(server.runtime_dir), before)
+    _, worse = compare(BenchServer(server.runtime_dir), before)
     assert not worse, worse
 
 

@@ -22,7 +22,7 @@ from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
     from shmserve.tools.top.columns import Table
-    from shmserve.tools.top.fleet_poller import Fleet
+    from shmserve.tools.top.fleet_poller import Pollers
     from shmserve.tools.top.sources import Source
     from shmserve.tools.top.tables_app import TablesApp
 
@@ -216,7 +216,7 @@ def _openers(args: argparse.Namespace) -> dict[str, Callable[[], Source]]:
 
 
 def _top_of_many(args: argparse.Namespace, live: bool) -> int:
-    from shmserve.tools.top.fleet_poller import Fleet
+    from shmserve.tools.top.fleet_poller import Pollers
     from shmserve.tools.top.plain import fleet_tables_of
 
     if args.table not in (None, *OF_MANY):
@@ -231,14 +231,14 @@ def _top_of_many(args: argparse.Namespace, live: bool) -> int:
             except InvalidRequest as error:
                 raise Misuse(str(error)) from error
             stack.callback(sources[name].close)
-        fleet = stack.enter_context(Fleet(sources, args.interval))
+        fleet = stack.enter_context(Pollers(sources, args.interval))
         if live:
             return _show_many(args, fleet, openers, sort_key)
         return _print_many(args, fleet, sort_key)
 
 
 def _show_many(
-    args: argparse.Namespace, fleet: Fleet, openers: dict[str, Callable[[], Source]], sort_key: str | None
+    args: argparse.Namespace, fleet: Pollers, openers: dict[str, Callable[[], Source]], sort_key: str | None
 ) -> int:
     """Shows the view of all servers, and that of one server whenever it is selected, until the user quits."""
     from shmserve.tools.top.app import TopApp
@@ -261,7 +261,7 @@ def _show_many(
             source.close()
 
 
-def _print_many(args: argparse.Namespace, fleet: Fleet, sort_key: str | None) -> int:
+def _print_many(args: argparse.Namespace, fleet: Pollers, sort_key: str | None) -> int:
     from shmserve.tools.top import plain
     from shmserve.tools.top.fleet_totals import make_fleet_view
 

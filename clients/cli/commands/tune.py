@@ -144,7 +144,7 @@ def _read(file: Path) -> str:
 def _tuned(args: argparse.Namespace, folder: Path, goal: Goal) -> Outcome:
     from shmserve.clients.cli.temporary_server import TemporaryServer, ended_in_order
     from shmserve.repo.config.schema import from_triton_json
-    from shmserve.tools.tune.served import MAX_IN_FLIGHT, Served
+    from shmserve.tools.tune.served import MAX_IN_FLIGHT, ServedModel
     from shmserve.tools.tune.space import TunedModel, check_tunable
     from shmserve.tools.tune.tuner import Tuner
 
@@ -159,7 +159,7 @@ def _tuned(args: argparse.Namespace, folder: Path, goal: Goal) -> Outcome:
         check_tunable(config)
         cores = len(os.sched_getaffinity(0))
         model = TunedModel(_read(folder / CONFIG), config, cores, args.max_batch)
-        served = Served(client, folder.name, _inputs(args, client, model))
+        served = ServedModel(client, folder.name, _inputs(args, client, model))
         with _progress(args) as events:
             return Tuner(served, model, goal, events, cores).run()
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.tools.load.analysis.confidence import Stability, interval, stability
-from shmserve.tools.load.analysis.latencies import Histogram, is_decided, name_of, needed, window_percentiles
+from shmserve.tools.load.analysis.latencies import LatencyHistogram, is_decided, name_of, needed, window_percentiles
 from shmserve.tools.load.analysis.usage import Meter, Reading, used
 from shmserve.tools.load.analysis.windows import (
     Collector,
@@ -249,7 +249,7 @@ def latencies_of(parts: list[Any], confidence: float) -> Latencies:
     """The latencies of all parts together. The intervals come from the percentiles of each part, which is a window. A
     percentile that fewer than two windows have is unknown: its interval is from 0 to twice its value.
     """
-    whole = Histogram()
+    whole = LatencyHistogram()
     for values in parts:
         whole.add(values)
     each = [window_percentiles(values) for values in parts]

@@ -15,7 +15,7 @@ RECOVERED_SHARE = 0.99
 """The fleet has recovered once this share of requests, relative to before, is answered in time again."""
 
 
-class Window(Struct):
+class FleetWindow(Struct):
     """Requests sent in one window of the timeline, and their outcomes."""
 
     start_ns: int
@@ -37,7 +37,7 @@ class FleetResult(Struct):
     policy: str
     seconds: float
     """How long requests were sent."""
-    windows: list[Window]
+    windows: list[FleetWindow]
     sent: int = 0
     answered: int = 0
     good: int = 0
@@ -134,7 +134,7 @@ def merge(into: Histogram, other: Histogram) -> None:
     into.largest = max(into.largest, other.largest)
 
 
-def recovery(windows: list[Window], disturbed_ns: int) -> float | None:
+def recovery(windows: list[FleetWindow], disturbed_ns: int) -> float | None:
     """Seconds from `disturbed_ns` until the end of the last window that was worse than before: with a smaller share of
     requests in time, or twice the p99. 0: no window was. None: the last window still is, or no requests were sent
     before."""

@@ -19,14 +19,14 @@ from msgspec import Struct
 
 from shmserve.tools.plan.balancing import Balancer, Ring
 from shmserve.tools.plan.fleet import SECOND, Autoscale, FleetPlan, Outage, arrivals, keys
-from shmserve.tools.plan.results import FleetResult, Window
-from shmserve.tools.plan.servers import FOREVER, CoreServer, Flight, QueueServer, Server
+from shmserve.tools.plan.results import FleetResult, FleetWindow
+from shmserve.tools.plan.servers import FOREVER, CoreServer, FleetServer, Flight, QueueServer
 
 TOLERANCE = 0.1
 """Relative difference from the target up to which nothing changes."""
 
 
-class Scaler:
+class FleetScaler:
     def __init__(self, rules: Autoscale, instances: int) -> None:
         self._rules = rules
         self._instances = instances
@@ -68,13 +68,13 @@ Progress = Callable[[int, float], object]
 """Called with the number of requests sent and the simulated time in seconds."""
 
 
-class Node(Struct, eq=False):
+class FleetNode(Struct, eq=False):
     """A server and its state in the fleet. A server that comes back after an outage is a new node with the old name."""
 
     number: int
     name: int
     zone: int
-    server: Server
+    server: FleetServer
     began: int
     paid_from: int
     due: int = FOREVER
@@ -93,7 +93,7 @@ def simulate_fleet(plan: FleetPlan, progress: Progress | None = None) -> FleetRe
     """Runs the plan. `progress` is called every PROGRESS_EVERY arrivals."""
     plan.check()
     with _no_collector():
-        return Fleet(plan, progress).run()
+        return SimulatedFleet(plan, progress).run()
 
 
 @contextmanager
@@ -108,14 +108,14 @@ def _no_collector() -> Iterator[None]:
             gc.enable()
 
 
-class Fleet:
+class SimulatedFleet:
     def __init__(self, plan: FleetPlan, progress: Progress | None) -> None:
         self._plan = plan
         self._progress = progress
         self._random = Random(f"{plan.seed} fleet")
         self._ring = Ring()
         self._balancers = [Balancer(plan, number, self._ring) for number in range(plan.balancers)]
-        self._nodes: list[Node] = []
+        self._nodes: list[FleetNode] = []
         self._listed = 0
         self._coming = 0
         """Servers that the autoscaler has started and that are not ready yet."""
@@ -127,9 +127,9 @@ class Fleet:
         self._now = 0
         self._in_flight = 0
         self._sending = True
-        self._scaler = Scaler(plan.autoscale, plan.instances) if plan.autoscale is not None else None
+        self._scaler = FleetScaler(plan.autoscale, plan.instances) if plan.autoscale is not None else None
         self._window_ns = -(-plan.duration_ns // plan.windows)
-        windows = [Window(number * self._window_ns) for number in range(plan.windows)]
+        windows = [FleetWindow(number * self._window_ns) for number in range(plan.windows)]
         self._result = FleetResult(plan.servers, plan.instances, plan.rate, plan.policy, 0.0, windows)
 
     # ------------------------------------------------------------------------------------ the loop
@@ -176,7 +176,7 @@ class Fleet:
             if due == node.due:
                 self._advance(node, end)
 
-    def _advance(self, node: Node, end: int) -> None:
+    def _advance(self, node: FleetNode, end: int) -> None:
         if node.alive:
             node.due = node.server.advance(end)
             if node.due < FOREVER:
@@ -259,7 +259,7 @@ class Fleet:
         if node is not None and node.leaving and not node.flights:
             self._end(node, now)
 
-    def _window(self, sent: int) -> Window:
+    def _window(self, sent: int) -> FleetWindow:
         windows = self._result.windows
         return windows[min(sent // self._window_ns, len(windows) - 1)]
 
@@ -268,9 +268,9 @@ class Fleet:
     def _start(self, name: int, now: int, paid_from: int) -> None:
         """A server is ready, and balancers send to it."""
         plan, number = self._plan, len(self._nodes)
-        kind: type[Server] = QueueServer if plan.fast else CoreServer
+        kind: type[FleetServer] = QueueServer if plan.fast else CoreServer
         server = kind(plan, f"{name} {number}", now, self._answered)
-        node = Node(number, name, name % plan.zones, server, now, paid_from, flights=set())
+        node = FleetNode(number, name, name % plan.zones, server, now, paid_from, flights=set())
         self._nodes.append(node)
         self._listed += 1
         self._result.most_servers = max(self._result.most_servers, self._listed)
@@ -280,7 +280,7 @@ class Fleet:
         if plan.mtbf_s:
             self._at(now + round(self._random.expovariate(1 / plan.mtbf_s) * SECOND), self._random_failure, node)
 
-    def _unlist(self, node: Node) -> None:
+    def _unlist(self, node: FleetNode) -> None:
         if node.listed:
             node.listed = False
             self._listed -= 1
@@ -288,12 +288,12 @@ class Fleet:
             for balancer in self._balancers:
                 balancer.remove(node.number)
 
-    def _end(self, node: Node, now: int) -> None:
+    def _end(self, node: FleetNode, now: int) -> None:
         if node.ended < 0:
             node.ended = now
             node.alive = False
 
-    def _random_failure(self, node: Node, now: int) -> None:
+    def _random_failure(self, node: FleetNode, now: int) -> None:
         if node.alive and self._sending:
             self._fail(node, now, self._plan.repair_ns)
 
@@ -306,7 +306,7 @@ class Fleet:
         for node in hit:
             self._fail(node, now, outage.for_ns)
 
-    def _fail(self, node: Node, now: int, for_ns: int) -> None:
+    def _fail(self, node: FleetNode, now: int, for_ns: int) -> None:
         """The server fails, with all its requests. Balancers notice it later."""
         self._advance(node, now)
         self._end(node, now)
@@ -315,7 +315,7 @@ class Fleet:
         if for_ns and not node.leaving:
             self._at(now + for_ns, self._repaired, node.name)
 
-    def _failure_detected(self, node: Node, now: int) -> None:
+    def _failure_detected(self, node: FleetNode, now: int) -> None:
         self._unlist(node)
         flights, node.flights = sorted(node.flights, key=lambda flight: flight.sent), set()
         for flight in flights:
@@ -343,7 +343,7 @@ class Fleet:
         for window in self._result.windows:
             self._at(window.start_ns + self._window_ns - 1, self._count_servers, window)
 
-    def _count_servers(self, window: Window, now: int) -> None:
+    def _count_servers(self, window: FleetWindow, now: int) -> None:
         window.servers = self._listed
 
     def _report(self, _: None, now: int) -> None:

@@ -48,7 +48,7 @@ Answered = Callable[[Flight, int, str], None]
 """Called with the time at which a server has answered, and the error code, if there is one."""
 
 
-class Server(Protocol):
+class FleetServer(Protocol):
     """A server, which starts at `began`. Times are those of the fleet."""
 
     def __init__(self, plan: FleetPlan, name: str, began: int, answered: Answered) -> None: ...

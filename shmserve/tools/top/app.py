@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 from shmserve.errors import ServeError
 from shmserve.terminal.tables import visible
 from shmserve.tools.top.columns import TABLES, Table
-from shmserve.tools.top.panels import History, summary, wrapped
+from shmserve.tools.top.panels import TrendHistory, summary, wrapped
 from shmserve.tools.top.screens import ConfirmScreen, DetailScreen, Lines
 from shmserve.tools.top.sources import Source
 from shmserve.tools.top.table_view import TableView
@@ -62,7 +62,7 @@ class TopApp(TablesApp):
         """`first`: a document that has already been read. `end_key`: what the key q does."""
         super().__init__(TABLES, interval, filter_text, sort_key, table)
         self.source = source
-        self.history = History()
+        self.history = TrendHistory()
         self.view = make_view(None, first)
         self.busy: dict[str, float] = {}
         """Operations in progress, as texts, and when they began."""

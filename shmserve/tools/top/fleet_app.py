@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from textual import on
 
-from shmserve.tools.top.fleet_poller import Fleet
+from shmserve.tools.top.fleet_poller import Pollers
 from shmserve.tools.top.fleet_totals import BY_SERVER, FLEET_MODELS, FLEET_TABLES, FleetView, make_fleet_view
 from shmserve.tools.top.panels import wrapped
 from shmserve.tools.top.plain import fleet_summary
@@ -37,7 +37,7 @@ class FleetApp(TablesApp):
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: Pollers,
         interval: float,
         filter_text: str = "",
         sort_key: str | None = None,

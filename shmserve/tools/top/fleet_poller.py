@@ -105,14 +105,14 @@ def _times(before: Mapping[str, Any], after: Mapping[str, Any]) -> Times:
     return results
 
 
-class Fleet:
+class Pollers:
     """Several servers. `sources`: by displayed name; leaving the block closes them."""
 
     def __init__(self, sources: Mapping[str, Source], interval: float) -> None:
         self._changed = threading.Condition()
         self._pollers = [Poller(name, source, interval, self._notified) for name, source in sources.items()]
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> Pollers:
         for poller in self._pollers:
             poller.start()
         return self

@@ -41,7 +41,7 @@ _TRENDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 
 
-class Samples(Struct):
+class Trends(Struct):
     """The last values of a model, one for each refresh; None where there was none."""
 
     requests_per_s: deque[float | None] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -49,24 +49,24 @@ class Samples(Struct):
     queued: deque[float | None] = field(default_factory=lambda: deque(maxlen=KEPT))
 
 
-class History:
+class TrendHistory:
     """Samples of the versions that are served."""
 
     def __init__(self) -> None:
-        self._samples: dict[tuple[str, int | None], Samples] = {}
+        self._samples: dict[tuple[str, int | None], Trends] = {}
 
     def add(self, view: View) -> None:
-        kept: dict[tuple[str, int | None], Samples] = {}
+        kept: dict[tuple[str, int | None], Trends] = {}
         for row in view.models:
             key = row["model"], row["version"]
-            samples = kept[key] = self._samples.get(key) or Samples()
+            samples = kept[key] = self._samples.get(key) or Trends()
             if view.interval is not None:
                 for name in ("requests_per_s", "p99", "queued"):
                     getattr(samples, name).append(row[name])
         self._samples = kept
 
-    def of(self, model: str, version: int | None) -> Samples:
-        return self._samples.get((model, version)) or Samples()
+    def of(self, model: str, version: int | None) -> Trends:
+        return self._samples.get((model, version)) or Trends()
 
 
 def sparkline(values: Iterable[float | None], width: int) -> str:
@@ -180,7 +180,7 @@ def _gpu(gpu: Row) -> Line:
 # ------------------------------------------------------------------------------------------ one model
 
 
-def detail(view: View, history: History, model: str, version: int | None, width: int) -> list[Line]:
+def detail(view: View, history: TrendHistory, model: str, version: int | None, width: int) -> list[Line]:
     """Everything about one version of a model."""
     row = next((row for row in view.models if (row["model"], row["version"]) == (model, version)), None)
     if row is None:

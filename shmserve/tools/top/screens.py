@@ -16,7 +16,7 @@ from textual.strip import Strip
 from textual.widgets import Button
 
 from shmserve.tools.top.columns import Table
-from shmserve.tools.top.panels import History, detail, wrapped
+from shmserve.tools.top.panels import TrendHistory, detail, wrapped
 from shmserve.tools.top.table_view import strip_of
 from shmserve.tools.top.texts import Line, pad
 from shmserve.tools.top.view import View
@@ -58,7 +58,7 @@ class DetailScreen(Screen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,enter,backspace", "app.pop_screen", show=False)]
 
-    def __init__(self, model: str, version: int | None, view: View, history: History) -> None:
+    def __init__(self, model: str, version: int | None, view: View, history: TrendHistory) -> None:
         super().__init__()
         self.model = model
         self.version = version

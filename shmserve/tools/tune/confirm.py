@@ -33,7 +33,7 @@ GIVE_UP = 10
 Progress = Callable[[str], None]
 
 
-class Point(Struct, frozen=True):
+class RatePoint(Struct, frozen=True):
     """A measurement at a rate."""
 
     rate: float
@@ -54,7 +54,7 @@ class Confirmed(Struct):
 
     candidate: Candidate
     predicted: Prediction | None
-    points: list[Point] = field(default_factory=list)
+    points: list[RatePoint] = field(default_factory=list)
     memory: int = 0
     error: str = ""
 
@@ -134,7 +134,7 @@ class Confirmation:
         failed = sum(not point.holds and point.rate <= enough for point in each.points)
         return each.rate < enough and failed >= SURE
 
-    def measure(self, each: Confirmed, rate: float) -> Point:
+    def measure(self, each: Confirmed, rate: float) -> RatePoint:
         self._progress(f"{each.candidate.describe()} at {per_s(rate)} requests/s")
         self._bench.apply(self._model.config_of(each.candidate))
         goal = self._goal
@@ -148,9 +148,9 @@ class Confirmation:
         return each.points[-1]
 
 
-def point(found: Observation, rate: float, goal: Goal) -> Point:
+def point(found: Observation, rate: float, goal: Goal) -> RatePoint:
     holds = not found.overloaded and not found.failed and found.p99_ns <= goal.p99_ns
-    return Point(
+    return RatePoint(
         rate,
         found.per_s,
         found.p50_ns,

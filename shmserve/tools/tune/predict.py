@@ -47,7 +47,7 @@ class Prediction(Struct, frozen=True):
     utilisation: float
 
 
-class Predictor(Struct, frozen=True):
+class RatePredictor(Struct, frozen=True):
     """`fits` and `spread` describe the service times, `link_ns` the delay of a message, and `message_ns` the time that
     the server and the callers spend on a message."""
 
@@ -117,7 +117,7 @@ class Predictor(Struct, frozen=True):
                 high = rate
         return best
 
-    def calibrated(self, candidate: Candidate, rate: float, mean_batch: float) -> Predictor:
+    def calibrated(self, candidate: Candidate, rate: float, mean_batch: float) -> RatePredictor:
         """The predictor with a message cost that explains why `candidate` holds the p99 up to `rate` and not up to the
         predicted rate. The cost is only adapted if the instances are not the bottleneck: batches of `mean_batch` rows
         at this rate leave them idle."""

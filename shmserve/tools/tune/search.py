@@ -21,14 +21,14 @@ from msgspec.structs import replace
 from shmserve.system import interrupts
 from shmserve.tools.tune.fit import Fit, Pair
 from shmserve.tools.tune.goal import Goal
-from shmserve.tools.tune.predict import PRECISION, Prediction, Predictor
+from shmserve.tools.tune.predict import PRECISION, Prediction, RatePredictor
 from shmserve.tools.tune.space import MULTIPLES, Candidate, TunedModel
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
 
 
-class Pool:
+class SimulationPool:
     """With a size of 1, everything runs in this process."""
 
     def __init__(self, processes: int) -> None:
@@ -38,7 +38,7 @@ class Pool:
             context = multiprocessing.get_context("spawn")
             self._executor = ProcessPoolExecutor(processes, context)
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> SimulationPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,7 +72,9 @@ Report = Callable[[int, int, Prediction | None], None]
 
 
 class Search:
-    def __init__(self, predictor: Predictor, memory: Callable[[Pair], float], pool: Pool, report: Report) -> None:
+    def __init__(
+        self, predictor: RatePredictor, memory: Callable[[Pair], float], pool: SimulationPool, report: Report
+    ) -> None:
         self._predictor = predictor
         self._memory = memory
         self._pool = pool
@@ -173,12 +175,12 @@ class Search:
 
 
 def _highest(
-    predictor: Predictor, floor: float, longer: int, guesses: Mapping[Candidate, float], candidate: Candidate
+    predictor: RatePredictor, floor: float, longer: int, guesses: Mapping[Candidate, float], candidate: Candidate
 ) -> Prediction | None:
     return predictor.highest(candidate, floor, longer, guesses.get(candidate, 0.0))
 
 
-def _at_rate(predictor: Predictor, rate: float, longer: int, candidate: Candidate) -> Prediction | None:
+def _at_rate(predictor: RatePredictor, rate: float, longer: int, candidate: Candidate) -> Prediction | None:
     return predictor.at(candidate, rate, longer=longer) if predictor.capacity(candidate) >= rate else None
 
 

@@ -54,7 +54,7 @@ Inputs = Callable[[int], Sequence[Mapping[str, Any]]]
 """Length (0: drawn from the range) -> several distinct requests."""
 
 
-class Served:
+class ServedModel:
     """The model `name` of the server that `client` and `url` reach."""
 
     def __init__(self, client: Client, name: str, inputs: Inputs, seed: int = 1) -> None:

@@ -16,8 +16,8 @@ from shmserve.tools.tune.confirm import Confirmation, Confirmed
 from shmserve.tools.tune.fit import Fit, Pair, Spread, fit, spread_of
 from shmserve.tools.tune.goal import Goal
 from shmserve.tools.tune.measure import Measurement, Times
-from shmserve.tools.tune.predict import MESSAGE_NS, Prediction, Predictor
-from shmserve.tools.tune.search import Pool, Search, shortlist
+from shmserve.tools.tune.predict import MESSAGE_NS, Prediction, RatePredictor
+from shmserve.tools.tune.search import Search, SimulationPool, shortlist
 from shmserve.tools.tune.space import Candidate, TunedModel
 
 WORST = 0.75
@@ -145,7 +145,7 @@ class Tuner:
         outcome = self.outcome
         predictor = self.predictor
         memory: Callable[[Pair], float] = lambda pair: float(outcome.times.memory.get(pair, 0))  # noqa: E731
-        with Pool(self._processes) as pool:
+        with SimulationPool(self._processes) as pool:
             search = Search(predictor, memory, pool, self._events.simulated)
             try:
                 outcome.ranked = search.run()
@@ -156,9 +156,11 @@ class Tuner:
                 outcome.searched = len(search.tried)
 
     @property
-    def predictor(self) -> Predictor:
+    def predictor(self) -> RatePredictor:
         outcome = self.outcome
-        return Predictor(outcome.model, outcome.goal, outcome.fits, outcome.spread, outcome.link_ns, outcome.message_ns)
+        return RatePredictor(
+            outcome.model, outcome.goal, outcome.fits, outcome.spread, outcome.link_ns, outcome.message_ns
+        )
 
     def _confirm(self) -> None:
         outcome, goal = self.outcome, self.outcome.goal

@@ -23,7 +23,7 @@ import numpy as np
 
 from bench.lib.child import Answer, Handler
 from bench.lib.raw_client import ConnectionClosed, Lane, Zmq
-from bench.soak.clients import Allowed, Call, Tally, permitted
+from bench.soak.clients import Allowed, SoakCall, Tally, permitted
 from bench.soak.raw_clients import PATIENCE, RawClient, RawLaneClient, RawZmqClient
 from shmserve.protocol.messages import Goodbye, Ping
 
@@ -165,7 +165,7 @@ async def _alone(
                         else:
                             y = (await awaiting.infer(model, {"x": x}))["y"]
                     except ServeError as error:
-                        tally.failed(Call(model, x, x, None), error)
+                        tally.failed(SoakCall(model, x, x, None), error)
                     else:
                         tally.right(model, y, x)
                 with suppress(ServeError):

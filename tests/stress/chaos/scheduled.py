@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from bench.lib.child import Answer, Handler
-from bench.soak.clients import PATIENCE, Allowed, Call, Tally
+from bench.soak.clients import PATIENCE, Allowed, SoakCall, Tally
 from shmserve import errors
 from tests.support.ensemble_models import ensemble, model
 from tests.support.model_files import python_model
@@ -123,7 +123,7 @@ class Caller:
         roll = self.random
         return roll.choice([0.002, 0.05]) if roll.random() < 0.1 else None
 
-    def ask(self, tally: Tally, call: Call, output: str = "y", cancel: bool = False, **options: Any) -> bool:
+    def ask(self, tally: Tally, call: SoakCall, output: str = "y", cancel: bool = False, **options: Any) -> bool:
         """Returns whether the request was answered."""
         tally.sent += 1
         try:
@@ -150,7 +150,7 @@ class Rows(Caller):
         shape = (roll.randrange(ROWS), roll.randrange(1, WIDTH))
         x = np.full(shape, roll.randrange(1000), np.float32) + np.arange(shape[0], dtype=np.float32)[:, None]
         expected = 2 * x if shape[0] else np.empty((0, 0), np.float32)
-        self.ask(tally, Call("rows", x, expected, self.timeout()), "z", cancel=roll.random() < 0.1)
+        self.ask(tally, SoakCall("rows", x, expected, self.timeout()), "z", cancel=roll.random() < 0.1)
 
 
 class Calls(Caller):
@@ -159,7 +159,7 @@ class Calls(Caller):
     def one(self, tally: Tally) -> None:
         roll = self.random
         x = np.full((roll.randrange(1, ROWS), roll.randrange(1, WIDTH)), roll.randrange(1000), np.float32)
-        self.ask(tally, Call("calls", x, 2 * x, self.timeout()), cancel=roll.random() < 0.1)
+        self.ask(tally, SoakCall("calls", x, 2 * x, self.timeout()), cancel=roll.random() < 0.1)
 
 
 class Sums(Caller):
@@ -173,7 +173,7 @@ class Sums(Caller):
             x = np.array([[roll.randrange(100) for _ in range(3)]], np.float32)
             total = total + x
             place: dict[str, Any] = {"sequence": key, "sequence_start": index == 0, "sequence_end": index == length - 1}
-            if not self.ask(tally, Call("sums", x, total, None), **place):
+            if not self.ask(tally, SoakCall("sums", x, total, None), **place):
                 return
 
 
@@ -184,7 +184,7 @@ class Repeat(Caller):
         roll = self.random
         count, size = roll.randrange(PARTS), roll.choice([1, 1, 30, 5000])
         leave = roll.randrange(count) if count and roll.random() < 0.2 else -1
-        call = Call("repeat", None, None, self.timeout())
+        call = SoakCall("repeat", None, None, self.timeout())
         tally.sent += 1
         came = 0
         x = np.array([[count, size]], np.float32)

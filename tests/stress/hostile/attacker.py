@@ -19,7 +19,7 @@ import numpy as np
 from numpy.random import default_rng
 
 from bench.lib.child import Answer, Handler
-from bench.lib.raw_client import ConnectionClosed, Lane, Segment
+from bench.lib.raw_client import ConnectionClosed, Lane, RawSegment
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
     Ask,
@@ -49,14 +49,14 @@ class Attacker:
         self._lane.hello("memfd")
         self._number = 0
         self._others: list[Lane] = []
-        self._segment: Segment | None = None
+        self._segment: RawSegment | None = None
         self._stop = threading.Event()
 
     # ------------------------------------------------------------------------------------ what all need
 
-    def _own(self) -> Segment:
+    def _own(self) -> RawSegment:
         if self._segment is None:
-            self._segment = Segment(self._lane, SIZE)
+            self._segment = RawSegment(self._lane, SIZE)
         return self._segment
 
     def _infer(self, model: str, *tensors: Tensor) -> Infer:

@@ -23,8 +23,8 @@ from bench.hostile.client import SECRETS
 from bench.hostile.run import ServerSnapshot, compare
 from bench.lib import models
 from bench.lib.child import Child
-from bench.lib.raw_client import Lane, Segment, Zmq
-from bench.lib.setting import Served
+from bench.lib.raw_client import Lane, RawSegment, Zmq
+from bench.lib.setting import BenchServer
 from bench.soak.run import SLOW
 from shmserve import Client
 from shmserve.protocol.messages import Fail, Handle, Infer, Map, Reply, Tensor
@@ -83,7 +83,7 @@ def attacker(server: Server) -> Iterator[Child]:
     with attack(server) as child:
         child.ready()
         yield child
-    _, worse = compare(Served(server.runtime_dir), before)
+    _, worse = compare(BenchServer(server.runtime_dir), before)
     assert not worse, worse
 
 
@@ -187,11 +187,11 @@ def test_r12_unexpected_descriptors_are_closed(server: Server, attacker: Child) 
         honest(client)
     with Lane(str(server.runtime_dir / "lane.sock")) as lane:
         lane.hello("memfd")
-        own = Segment(lane, 4096)  # and descriptors still arrive correctly
+        own = RawSegment(lane, 4096)  # and descriptors still arrive correctly
         lane.send(Infer(1, "identity", 0, (Tensor("x", "FP32", (1, 1024), own.put(0, bytes(4096))),)))
         assert isinstance(lane.receive_kind(Reply, Fail), Reply)
         own.close()
-    now, _ = compare(Served(server.runtime_dir), before)
+    now, _ = compare(BenchServer(server.runtime_dir), before)
     more = now.descriptors - before.descriptors
     assert sum(more.values()) <= 1, more  # the segment that the attacker still has
 

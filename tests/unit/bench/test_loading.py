@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bench.suites.loading import SPACING_NS, Found, Party, paced
+from bench.suites.loading import SPACING_NS, LoadingTimes, Party, paced
 from tests import ROOT
 
 MS = 1_000_000
@@ -70,7 +70,7 @@ def test_ratio_work_and_failures() -> None:
     )
     outside = Party([100.0] * 3, [1000.0, 800.0, 1100.0], [2.0] * 3, [1.0] * 3, calls=30, cycles=6)
     idle = Party([80.0] * 3, [100.0] * 3, [0.0] * 3, [0.2] * 3, calls=30)
-    found = Found(loads=inside, loads_outside=outside, reloads=inside, reloads_outside=outside, nothing=idle)
+    found = LoadingTimes(loads=inside, loads_outside=outside, reloads=inside, reloads_outside=outside, nothing=idle)
     assert inside.over(outside) == pytest.approx(1.2)
     assert inside.work(idle) == "2.00/s, 1.00 CPU s/s"
     assert found.failed == 2

@@ -76,7 +76,7 @@ def test_the_chart_sorts_servers_and_leaves_out_failed_ones() -> None:
 
 
 @pytest.mark.parametrize("workload", workloads.WORKLOADS, ids=lambda workload: workload.name)
-def test_every_request_format_carries_the_same_values(workload: workloads.Workload) -> None:
+def test_every_request_format_carries_the_same_values(workload: workloads.PeerWorkload) -> None:
     row = workload.row()
     kserve = workloads.kserve_post("http://x", workload, row)
     size = int(kserve.headers["Inference-Header-Content-Length"])

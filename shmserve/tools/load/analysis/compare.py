@@ -38,7 +38,7 @@ class Change(Struct, frozen=True, kw_only=True):
     verdict: str
 
 
-class Comparison(Struct, frozen=True, kw_only=True):
+class RunComparison(Struct, frozen=True, kw_only=True):
     verdict: str
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
@@ -88,7 +88,7 @@ class _Row(Struct, frozen=True):
     new_windows: Sequence[float]
 
 
-def compare(old: Run, new: Run, confidence: float = 0.95, least: float = 0.01) -> Comparison:
+def compare(old: Run, new: Run, confidence: float = 0.95, least: float = 0.01) -> RunComparison:
     """Raises InvalidRequest if the runs have no load in common. `least`: as a share of the old value."""
     after = {_key(point.load): point for point in new.points}
     pairs = [(point, after[_key(point.load)]) for point in old.points if _key(point.load) in after]
@@ -105,7 +105,7 @@ def compare(old: Run, new: Run, confidence: float = 0.95, least: float = 0.01) -
         changes += (_change(row, each, least) for row in rows)
         if fails:
             changes.append(_failures(*pair, each))
-    return Comparison(
+    return RunComparison(
         verdict=_overall(changes),
         changes=tuple(changes),
         notes=tuple(_notes(old, new, pairs)),

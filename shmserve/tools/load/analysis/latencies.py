@@ -33,7 +33,7 @@ def is_decided(percentile: float, count: int, above: int) -> bool:
     return count >= needed(percentile) or above >= FEW
 
 
-class Histogram:
+class LatencyHistogram:
     """Counts latencies in ns."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from shmserve.terminal.console import BAD, FAINT, GOOD, WARN, Column, Screen, nonzero
 from shmserve.terminal.tables import duration_text
-from shmserve.tools.load.analysis.compare import BETTER, FAILED, MIXED, SAME, UNKNOWN, WORSE, Change, Comparison
+from shmserve.tools.load.analysis.compare import BETTER, FAILED, MIXED, SAME, UNKNOWN, WORSE, Change, RunComparison
 from shmserve.tools.load.measure import Progress
 from shmserve.tools.load.plan import PERCENTILES, SECOND, Closed, Limit, Load
 from shmserve.tools.load.record import Echo, Interval, Latencies, Point, Run
@@ -189,7 +189,7 @@ def percentile_text(found: Latencies | None, name: str) -> str:
 # ---------------------------------------------------------------------------------------- comparison
 
 
-def comparison_text(found: Comparison, names: tuple[str, str], screen: Screen) -> str:
+def comparison_text(found: RunComparison, names: tuple[str, str], screen: Screen) -> str:
     columns = [Column("load"), Column("metric"), Column(names[0], right=True), Column(names[1], right=True)]
     columns += [Column("difference", right=True), Column("interval", right=True, rank=1)]
     columns.append(Column("verdict", style=lambda text: VERDICTS.get(text, "")))
@@ -201,7 +201,7 @@ def comparison_text(found: Comparison, names: tuple[str, str], screen: Screen) -
     return "\n".join([text, "", *verdict, *notes, *screen.wrapped(about, "", "    ", FAINT)])
 
 
-def _sentence(result: Comparison, old: str) -> str:
+def _sentence(result: RunComparison, old: str) -> str:
     """The conclusion in one sentence; for a mixed result it names what is worse."""
     text = {
         BETTER: f"better than {old}",

@@ -18,8 +18,8 @@ import pytest
 
 from bench.hostile.client import SECRETS
 from bench.hostile.run import ServerSnapshot, compare, run_hostile, write_repository
-from bench.lib.raw_client import Lane, Link, Segment, Zmq
-from bench.lib.setting import Served, serving
+from bench.lib.raw_client import Lane, Link, RawSegment, Zmq
+from bench.lib.setting import BenchServer, serving
 from shmserve.protocol import messages
 from shmserve.protocol.messages import Ask, Fail, Goodbye, Handle, Infer, Map, Ping, Pong, Reply, Tensor, Wanted
 
@@ -30,14 +30,14 @@ ONE = (Tensor("x", "FP32", (1, 1), b"1234"),)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BenchServer]:
     root = tmp_path_factory.mktemp("repository")
     write_repository(root)
     with serving(root) as served:
         yield served
 
 
-def connect(server: Served, kind: str, *, greet: bool = True) -> Any:
+def connect(server: BenchServer, kind: str, *, greet: bool = True) -> Any:
     make, name, outputs = LINKS[kind]
     link: Any = make(str(server.runtime_dir / name))
     if greet:
@@ -46,7 +46,7 @@ def connect(server: Served, kind: str, *, greet: bool = True) -> Any:
 
 
 @pytest.fixture(params=list(LINKS))
-def link(server: Served, request: pytest.FixtureRequest) -> Iterator[Link]:
+def link(server: BenchServer, request: pytest.FixtureRequest) -> Iterator[Link]:
     with connect(server, request.param) as made:
         yield made
         # The connection still serves.
@@ -177,7 +177,7 @@ def test_each_broken_packet_is_reported(link: Link, case: str) -> None:
     assert not SECRETS.search(got[0].text)
 
 
-def test_frames_over_the_limit_are_refused(server: Served) -> None:
+def test_frames_over_the_limit_are_refused(server: BenchServer) -> None:
     with connect(server, "zmq") as link:
         count = 300_000
         packet = msgpack.packb([[7, 5, "identity", 0, [["x", "FP32", [1, count], 0]]]])
@@ -187,7 +187,7 @@ def test_frames_over_the_limit_are_refused(server: Served) -> None:
         assert str(messages.FRAME_BYTES) in fail.text
 
 
-def test_a_frame_that_many_tensors_refer_to_is_not_copied_for_each(server: Served) -> None:
+def test_a_frame_that_many_tensors_refer_to_is_not_copied_for_each(server: BenchServer) -> None:
     """One frame of 1 MiB, named 256 times, must not become 256 MiB in the server."""
     with connect(server, "zmq") as link:
         broker = server.broker_pid()
@@ -205,19 +205,19 @@ SIZE = 1 << 16
 
 
 @pytest.fixture
-def lane(server: Served) -> Iterator[Lane]:
+def lane(server: BenchServer) -> Iterator[Lane]:
     with connect(server, "lane") as made:
         yield made
 
 
 @pytest.fixture
-def segment(lane: Lane) -> Iterator[Segment]:
-    made = Segment(lane, SIZE)
+def segment(lane: Lane) -> Iterator[RawSegment]:
+    made = RawSegment(lane, SIZE)
     yield made
     made.close()
 
 
-def test_memory_of_another_client_is_refused(server: Served, lane: Lane, segment: Segment) -> None:
+def test_memory_of_another_client_is_refused(server: BenchServer, lane: Lane, segment: RawSegment) -> None:
     """Segments and handles of the other client cannot be read, written to, returned or withdrawn."""
     x = np.arange(4096, dtype=np.float32)
     lane.send(Infer(8, "identity", 0, (tensor(shape=(1, 4096), data=segment.put(0, x.tobytes())),)))
@@ -235,7 +235,7 @@ def test_memory_of_another_client_is_refused(server: Served, lane: Lane, segment
 
 def test_an_unsealed_segment_is_refused(lane: Lane) -> None:
     """An unsealed segment could be truncated while a worker uses it."""
-    made = Segment(lane, SIZE, 1, seals=0)
+    made = RawSegment(lane, SIZE, 1, seals=0)
     try:
         assert "seal" in lane.receive_kind(Fail).text.lower()
         assert refused(lane, infer(tensor(data=(Handle(made.id, 0, 16),)))).code == "INVALID_ARG"
@@ -261,7 +261,7 @@ def test_descriptors_that_are_not_memory_are_refused(lane: Lane, tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["../x", "/shmserve-nothing"])
-def test_invalid_segment_names_are_refused(server: Served, name: str) -> None:
+def test_invalid_segment_names_are_refused(server: BenchServer, name: str) -> None:
     """Only a worker maps a named segment: the request that needs it fails, and the server continues."""
     with connect(server, "zmq", greet=False) as link:
         link.hello("posix")
@@ -278,7 +278,7 @@ def test_invalid_segment_names_are_refused(server: Served, name: str) -> None:
 # ------------------------------------------------------------------------------------------------- all together
 
 
-def test_invalid_messages_leak_no_descriptors_or_segments(server: Served) -> None:
+def test_invalid_messages_leak_no_descriptors_or_segments(server: BenchServer) -> None:
     """All cases above, three times; compares descriptors and segments before and after."""
     before = ServerSnapshot.of(server.broker_pid())
     for kind in LINKS:

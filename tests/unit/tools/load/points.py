@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shmserve.tools.load.analysis.confidence import interval
-from shmserve.tools.load.analysis.latencies import Histogram
+from shmserve.tools.load.analysis.latencies import LatencyHistogram
 from shmserve.tools.load.plan import SECOND, Closed, Load, Plan
 from shmserve.tools.load.record import Cost, Echo, Interval, Latencies, Point, Run, ServerSide, Usage, Window
 
@@ -20,7 +20,7 @@ def window(number: int, good: int, p50: float = 1e6, p99: float = 2e6, failed: i
 
 
 def latencies(values: Sequence[int]) -> Latencies:
-    histogram = Histogram()
+    histogram = LatencyHistogram()
     histogram.add(np.array(values, np.int64))
     low, high = histogram.extremes
     found = {name: Interval(value, value * 0.9, value * 1.1) for name, value in histogram.percentiles().items()}

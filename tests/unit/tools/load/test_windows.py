@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.tools.load.analysis.latencies import DIGITS, Histogram, buckets, percentile_of, window_percentiles
+from shmserve.tools.load.analysis.latencies import DIGITS, LatencyHistogram, buckets, percentile_of, window_percentiles
 from shmserve.tools.load.analysis.windows import Collector, is_long_enough, timeline, window_of
 from shmserve.tools.load.generation.messages import Samples
 from shmserve.tools.load.one_load import latencies_of
@@ -112,7 +112,7 @@ def test_windows_are_divided_and_extended() -> None:
 @settings(max_examples=examples(20))
 @given(st.lists(st.integers(1, 10**12), min_size=1, max_size=300))
 def test_percentiles_are_exact_to_the_digits_of_the_histogram(values: list[int]) -> None:
-    histogram = Histogram()
+    histogram = LatencyHistogram()
     half = len(values) // 2
     histogram.add(np.array(values[:half], np.int64))
     histogram.add(np.array(values[half:], np.int64))
@@ -128,13 +128,13 @@ def test_percentiles_are_exact_to_the_digits_of_the_histogram(values: list[int])
 
 
 def test_rare_percentiles_need_many_values() -> None:
-    histogram = Histogram()
+    histogram = LatencyHistogram()
     histogram.add(np.arange(1, 1001, dtype=np.int64))
     assert set(histogram.percentiles()) == {"p50", "p90", "p95", "p99"}
     assert set(window_percentiles(np.arange(1, 21, dtype=np.int64))) == {"p50", "p90", "p95"}
     assert window_percentiles(np.array([], np.int64)) == {}
-    assert Histogram().percentiles() == {}
-    assert Histogram().extremes == (0.0, 0.0)
+    assert LatencyHistogram().percentiles() == {}
+    assert LatencyHistogram().extremes == (0.0, 0.0)
     found = latencies_of([np.arange(1, 601, dtype=np.int64)] * 2, 0.95).percentiles
     assert found["p90"].half == 0, "both windows agree"
     assert "p99" in found

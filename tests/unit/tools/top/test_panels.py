@@ -9,7 +9,7 @@ import pytest
 
 from shmserve.tools.top import plain
 from shmserve.tools.top.columns import TABLES
-from shmserve.tools.top.panels import BLOCKS, KEPT, History, bar, detail, sparkline, summary, wrapped
+from shmserve.tools.top.panels import BLOCKS, KEPT, TrendHistory, bar, detail, sparkline, summary, wrapped
 from shmserve.tools.top.texts import Line, line_text, line_width
 from shmserve.tools.top.view import View, make_view
 from tests.support.clients.activity_documents import counters, document, gpu, instance, model
@@ -83,7 +83,7 @@ def test_bars_sparklines_and_wrapped_texts() -> None:
 
 
 def test_the_history_is_bounded_and_forgets_models_that_are_gone() -> None:
-    history, view = History(), served()
+    history, view = TrendHistory(), served()
     for _ in range(KEPT + 10):
         history.add(view)
     assert len(history.of("mlp", 1).p99) == KEPT
@@ -94,7 +94,7 @@ def test_the_history_is_bounded_and_forgets_models_that_are_gone() -> None:
 
 @pytest.mark.parametrize("width", [20, 80, 250])
 def test_one_model_in_detail(width: int) -> None:
-    view, history = served(), History()
+    view, history = served(), TrendHistory()
     history.add(view)
     lines = detail(view, history, "mlp", 1, width)
     assert all(line_width(line) <= width for line in lines)
@@ -113,12 +113,12 @@ def test_one_model_in_detail(width: int) -> None:
 def test_a_model_that_is_not_served() -> None:
     reason = "load failed: " + "word " * 30 + "\x1b[31m" + "x" * 100
     view = make_view(None, document(1, model("m", state="UNAVAILABLE", reason=reason, instances=[], counters={})))
-    lines = detail(view, History(), "m", 1, 40)
+    lines = detail(view, TrendHistory(), "m", 1, 40)
     text = texts(lines)
     assert "\x1b" not in text
     assert re.sub(r"\s", "", reason.replace("\x1b", "\\x1b")) in re.sub(r"\s", "", text)
     assert all(line_width(line) <= 40 for line in lines)
-    gone = texts(detail(view, History(), "other", 1, 80))
+    gone = texts(detail(view, TrendHistory(), "other", 1, 80))
     assert gone == "other is not listed by the server any more"
 
 

@@ -17,7 +17,7 @@ from shmserve.tools.load.generation.sending import Sender, Timer
 from shmserve.tools.load.plan import SECOND, Open
 from shmserve.tools.load.targets.base import Part
 from shmserve.tools.tune.bench import Observation
-from shmserve.tools.tune.confirm import Confirmation, Confirmed, Point
+from shmserve.tools.tune.confirm import Confirmation, Confirmed, RatePoint
 from shmserve.tools.tune.goal import Goal
 from shmserve.tools.tune.predict import Prediction
 from shmserve.tools.tune.reasons import reasons
@@ -83,11 +83,11 @@ def test_loads_end_before_and_when_the_server_refuses_requests() -> None:
     assert found.failed == 0
 
 
-def point(rate: float, p99_ms: float, holds: bool, late_ms: float = 0.0) -> Point:
-    return Point(rate, rate, p99_ms * MS / 2, p99_ms * MS, 1.0, holds, late_ms * MS)
+def point(rate: float, p99_ms: float, holds: bool, late_ms: float = 0.0) -> RatePoint:
+    return RatePoint(rate, rate, p99_ms * MS / 2, p99_ms * MS, 1.0, holds, late_ms * MS)
 
 
-def confirmed(candidate: Candidate, *points: Point) -> Confirmed:
+def confirmed(candidate: Candidate, *points: RatePoint) -> Confirmed:
     return Confirmed(candidate, Prediction(candidate, 1000.0, 1.0, 1.0, 1.0, 0.5), list(points))
 
 

@@ -143,10 +143,10 @@ def test_the_shortlist_differs_in_more_than_the_delay() -> None:
 def test_the_pool_keeps_the_order() -> None:
     # In a separate process, because multiprocessing keeps a helper process until the end.
     program = """
-from shmserve.tools.tune.search import Pool
+from shmserve.tools.tune.search import SimulationPool
 if __name__ == "__main__":
     for processes in (1, 2):
-        with Pool(processes) as pool:
+        with SimulationPool(processes) as pool:
             print(list(pool.run(abs, [-3, 2, -1])))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

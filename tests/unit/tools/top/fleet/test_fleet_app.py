@@ -11,7 +11,7 @@ from textual.pilot import Pilot
 
 from shmserve.errors import ConnectionLost
 from shmserve.tools.top.fleet_app import FleetApp
-from shmserve.tools.top.fleet_poller import Fleet
+from shmserve.tools.top.fleet_poller import Pollers
 from shmserve.tools.top.screens import HelpScreen
 from tests.support.clients.activity_documents import counters, document, model
 from tests.support.clients.app_driver import NEVER_S, SIZES, AppDriver
@@ -49,7 +49,7 @@ class Driver(AppDriver[FleetApp]):
         return self.message_of(self.app.screen_stack[0])
 
 
-class RecordingFleet(Fleet):
+class RecordingFleet(Pollers):
     interval: float | None = None
 
     def set_interval(self, seconds: float) -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from shmserve.errors import ConnectionLost
-from shmserve.tools.top.fleet_poller import Fleet, Poller, Snapshot
+from shmserve.tools.top.fleet_poller import Poller, Pollers, Snapshot
 from tests.support.clients.activity_documents import counters, document, model
 from tests.unit.tools.top.fleet.scripted import PATIENCE_S, Document, ScriptedSource
 
@@ -24,7 +24,7 @@ def failing(number: int) -> Document:
     raise ConnectionLost("no server at b (refused)")
 
 
-def by_name(fleet: Fleet) -> dict[str, Snapshot]:
+def by_name(fleet: Pollers) -> dict[str, Snapshot]:
     return {snapshot.name: snapshot for snapshot in fleet.snapshots}
 
 
@@ -64,7 +64,7 @@ def test_a_silent_server_does_not_delay_the_others() -> None:
 
     silent = ScriptedSource("b", busy, held=True)
     sources = {"a": ScriptedSource("a", third), "b": silent, "c": ScriptedSource("c", failing)}
-    with Fleet(sources, OFTEN_S) as fleet:
+    with Pollers(sources, OFTEN_S) as fleet:
         assert silent.reading.wait(PATIENCE_S)
         assert often.wait(PATIENCE_S)
         snapshot = by_name(fleet)["a"]
@@ -111,7 +111,7 @@ def test_an_invalid_response_is_reported_for_its_server(wrong: Document) -> None
 def test_closing_the_fleet_ends_its_sources_and_threads(held: bool) -> None:
     before = set(threading.enumerate())
     source = ScriptedSource("a", busy, held)
-    with Fleet({"a": source}, NEVER_S):
+    with Pollers({"a": source}, NEVER_S):
         assert source.reading.wait(PATIENCE_S)
         (own,) = set(threading.enumerate()) - before
     assert source.closed
