@@ -9,7 +9,22 @@ from typing import Any
 from shmserve.core import events
 from shmserve.core.policy import MemoryEstimate, ModelPolicy
 from shmserve.core.stats.statistics import FailureKind
-from shmserve.protocol.messages import Cancel, Handle, Infer, Map, Options, Ping, Return, Tensor, Unmap, Wanted
+from shmserve.protocol.messages import (
+    PROTOCOL,
+    Ask,
+    Bye,
+    Cancel,
+    Handle,
+    Hello,
+    Infer,
+    Map,
+    Options,
+    Ping,
+    Return,
+    Tensor,
+    Unmap,
+    Wanted,
+)
 from shmserve.protocol.roles import ALL_ROLES, FORWARD, ROLES
 from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Streamed, Withdrawn
 from tests.support.core.calling import Calling
@@ -185,6 +200,38 @@ class Scenario(Operating, Streaming, Leasing, Calling):
 
     def do_ping(self, client: str, number: str) -> list[Event]:
         return [(self.named[client].peer, Ping(int(number)))]
+
+    def do_ask(self, client: str, numbers: str, what: str, model: str = "") -> list[Event]:
+        """ask a 1-9 metrics: queries of client a."""
+        first, _, last = numbers.partition("-")
+        who, asked = self.named[client], range(int(first), int(last or first) + 1)
+        for number in asked:
+            if number not in who.open:
+                who.sends(number)
+        return [(who.peer, Ask(number, what, model)) for number in asked]
+
+    def do_answered(self, client: str, number: str) -> list[Event]:
+        """The broker has answered this query."""
+        self.named[client].open.remove(int(number))
+        return [(0, events.Answered(self.named[client].peer, int(number)))]
+
+    def do_behind(self, client: str, *flags: str) -> list[Event]:
+        """behind a: much of what was sent to the client is unread; `no more`: it has caught up."""
+        return [(0, events.Behind(self.named[client].peer, "no" not in flags))]
+
+    def do_bye(self, client: str) -> list[Event]:
+        return [(self.named[client].peer, Bye())]
+
+    def do_hello(self, client: str) -> list[Event]:
+        """A second one."""
+        return [(self.named[client].peer, Hello(PROTOCOL, 1, client, "memfd"))]
+
+    def do_turn(self) -> None:
+        """A turn that is due at once."""
+        if self.core.deadline() == self.now:
+            self._carry_out(self.core.tick(self.now))
+        else:
+            self.line("no turn is due")
 
     def do_segment(self, client: str, name: str, size: str, *flags: str) -> list[Event]:
         """segment a s 4096; `named`: shared memory that others may open by its name."""

@@ -102,7 +102,8 @@ class Transcript(World):
             self.line(f"log {effect.level}: {effect.text}")
         elif isinstance(effect, Query):
             if isinstance(effect.ask, Ask):
-                self.line(f"query {effect.ask.what}")
+                who = self.clients.get(effect.peer) or caller_of(self.workers[effect.peer])
+                self.line(f"query {who.name}{effect.ask.request} {effect.ask.what}")
         elif isinstance(effect, Compose):
             self.line(
                 "compose " + " ".join(v.model for v in self.core.state.ensembles if v.compose_number == effect.number)

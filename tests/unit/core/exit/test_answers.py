@@ -130,15 +130,6 @@ def test_frames_of_unknown_clients_are_freed() -> None:
     assert world.freed == [block, block]
 
 
-def test_a_second_hello_closes_the_connection() -> None:
-    world = Recorded()
-    client = world.connect("a")
-    assert len(world.sent(client.peer, Welcome)) == 1
-    world.turn([(client.peer, Hello(1, 1, "a", "memfd"))])
-    assert "sent twice" in world.sent(client.peer, Goodbye)[0].text
-    assert client.peer not in world.clients
-
-
 def test_welcome_contains_the_limits() -> None:
     world = Recorded(Limits(client_requests=5, client_segments=6, client_held_bytes=7))
     client = world.connect("a")

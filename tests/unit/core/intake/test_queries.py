@@ -1,4 +1,4 @@
-"""Questions are answered a few per turn, round robin, and are dropped with the client that asked."""
+"""Floods of queries, and the bodies of operations. tests/scenarios/queries.txt has the order of queries."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.core.effects import Query, Send
 from shmserve.core.intake.queries import ARGUMENTS_BYTES, QUERIES_PER_TURN
-from shmserve.core.limits import Limits
-from shmserve.protocol.messages import FIELD_BYTES, PROTOCOL, Ask, Bye, Fail, Hello
+from shmserve.protocol.messages import FIELD_BYTES, PROTOCOL, Ask, Fail, Hello
 
 EVERY = 7
 
 
-def serving(clients: int, user: str = "", **limits: Any) -> Core:
+def serving(clients: int, user: str = "") -> Core:
     """A core with this many clients, each of a user of its own, or all of one."""
-    core = Core(limits=Limits(**limits))
+    core = Core()
     for peer in range(1, clients + 1):
         opened = events.Opened(peer, user or f"uid:{peer}", "lane", EVERY)
         core.handle([(0, opened), (peer, Hello(PROTOCOL, 1, "c", "memfd"))], 0)
@@ -31,15 +30,6 @@ def failed(effects: list[Any]) -> list[Fail]:
 
 def passed(effects: list[Any]) -> list[tuple[int, int]]:
     return [(e.peer, e.ask.request) for e in effects if isinstance(e, Query) and isinstance(e.ask, Ask)]
-
-
-def turns(core: Core) -> list[list[tuple[int, int]]]:
-    """The questions that further turns pass on, until none is due at once."""
-    found = []
-    while core.deadline() is not None:
-        found.append(passed(core.tick(0)))
-        core.check()
-    return found
 
 
 def test_a_flood_of_queries_delays_other_clients_by_one_round() -> None:
@@ -72,68 +62,6 @@ def test_a_small_query_goes_before_large_ones_of_its_user() -> None:
     assert len(found) == QUERIES_PER_TURN, "large ones are not starved"
 
 
-def test_one_large_answer_is_built_in_a_turn() -> None:
-    core = serving(3)
-    asks = [(1, Ask(1, "statistics")), (2, Ask(1, "models")), (3, Ask(1, "models")), (1, Ask(2, "config", "m"))]
-    found = [passed(core.handle([*asks, (3, Ask(2, "live"))], 0)), *turns(core)]
-    assert found == [[(1, 1)], [(2, 1), (3, 1)], [(1, 2), (3, 2)]]
-
-
-def test_queries_of_a_client_that_falls_behind_wait() -> None:
-    core = serving(2)
-    core.handle([(1, Ask(n, "metrics")) for n in range(1, 10)] + [(2, Ask(1, "live"))], 0)
-    core.handle([(0, events.Behind(1, True))], 0)
-    assert core.deadline() is None
-    assert passed(core.handle([(1, Ask(20, "live")), (2, Ask(2, "live"))], 0)) == [(2, 2)]
-    core.check()
-    found = passed(core.handle([(0, events.Behind(1, False))], 0)) + [one for turn in turns(core) for one in turn]
-    assert [n for _, n in found] == [*range(found[0][1], 10), 20]
-
-
-def test_queries_of_a_client_that_disconnects_while_behind_are_dropped() -> None:
-    core = serving(1)
-    core.handle([(1, Ask(n, "metrics")) for n in range(1, 10)], 0)
-    core.handle([(0, events.Behind(1, True))], 0)
-    core.handle([(0, events.Closed(1))], 0)
-    core.handle([(0, events.Behind(1, False))], 0)
-    assert core.deadline() is None
-    core.check()
-
-
-def test_clients_are_served_round_robin() -> None:
-    core = serving(3)
-    asked = [*((1, n) for n in range(1, 7)), (2, 1), (3, 1), (3, 2)]
-    found = [passed(core.handle([(peer, Ask(n, "live")) for peer, n in asked], 0)), *turns(core)]
-    assert found == [[(1, 1), (2, 1), (3, 1), (1, 2)], [(3, 2), (1, 3), (1, 4), (1, 5)], [(1, 6)]]
-
-
-@pytest.mark.parametrize("end", [(0, events.Closed(1)), (1, Hello(PROTOCOL, 1, "again", "memfd"))])
-def test_queries_are_dropped_when_the_client_disconnects_or_is_disconnected(end: tuple[int, Any]) -> None:
-    core = serving(2)
-    core.handle([(1, Ask(n, "metrics")) for n in range(1, 101)], 0)
-    assert passed(core.handle([end, (2, Ask(1, "live"))], 0)) == [(2, 1)]
-    assert core.deadline() is None
-    core.check()
-
-
-def test_a_query_counts_against_the_limit_until_it_is_answered() -> None:
-    core = serving(2, client_questions=3)
-    effects = core.handle([(1, Ask(n, "live")) for n in range(1, 6)] + [(2, Ask(1, "live"))], 0)
-    fails = failed(effects)
-    assert [(fail.request, fail.code) for fail in fails] == [(4, "UNAVAILABLE"), (5, "UNAVAILABLE")]
-    assert all("(client_questions)" in fail.text and "3 queries" in fail.text for fail in fails)
-    assert turns(core) == []
-    assert failed(core.handle([(1, Ask(6, "live"))], 0))
-    core.handle([(0, events.Answered(1, 2))], 0)
-    assert passed(core.handle([(1, Ask(6, "live"))], 0)) == [(1, 6)]
-
-
-def test_a_query_with_a_number_in_flight_is_refused() -> None:
-    core = serving(1)
-    (fail,) = failed(core.handle([(1, Ask(1, "live")), (1, Ask(1, "live"))], 0))
-    assert (fail.request, fail.code) == (1, "INVALID_ARG")
-
-
 @pytest.mark.parametrize("what", ["load", "set_log"])
 def test_operations_and_their_bodies_do_not_wait(what: str) -> None:
     core = serving(1)
@@ -152,9 +80,3 @@ def test_the_bytes_of_a_body_do_not_wait_with_a_query() -> None:
     wait, long = Ask(201, "config", "m", 0, b'{"wait": true}'), Ask(202, "config", "m", 0, bytes(ARGUMENTS_BYTES + 1))
     (fail,) = failed(core.handle([(1, wait), (1, long)], 0))
     assert (fail.request, wait.body) == (202, b'{"wait": true}')
-
-
-def test_a_query_before_bye_is_answered() -> None:
-    core = serving(1)
-    effects = core.handle([(1, Ask(1, "live")), (1, Bye())], 0)
-    assert passed(effects) == [(1, 1)]
