@@ -50,12 +50,6 @@ def test_reading_a_part_requests_more(client: Any, broker: FakeBroker) -> None:
 
 
 @ways("lane")
-@pytest.mark.parametrize("window", [1, 2, 3, 7])
-def test_windows_of_any_size(client: Any, window: int) -> None:
-    assert [part["y"].item() for part in ask(client, 20, window=window)] == list(range(20))
-
-
-@ways("lane")
 def test_several_streams_and_requests_at_once(client: Any) -> None:
     streams = [ask(client, 10, window=2) for _ in range(5)]
     for index in range(10):
