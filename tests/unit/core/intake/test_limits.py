@@ -144,19 +144,6 @@ def garbled(client: FakeClient) -> tuple[int, Any]:
     return client.peer, events.Garbled(0, "not a message")
 
 
-def test_client_errors() -> None:
-    world = Crowded(client_errors=5)
-    client, other = world.connect("a"), world.connect("b")
-    world.turn([garbled(client)] * 5 * BURST_S)
-    assert not client.ended
-    world.turn([garbled(client)] * 3)
-    check_refused(world.goodbyes(client), "client_errors", 5)
-    assert len(world.goodbyes(client)) == 1
-    assert len(client.errors) == 5 * BURST_S + 1
-    assert not other.ended
-    assert world.connect("a again").welcomed
-
-
 def test_errors_of_one_message_beyond_the_limit_disconnect_once() -> None:
     world = Crowded(client_errors=5)
     client = world.connect("a")

@@ -97,25 +97,6 @@ def test_traces_per_second_and_the_length_of_ids_are_limited() -> None:
     assert len(world.core.state.observers.traces.active) == PER_SECOND + 1
 
 
-def test_a_sample_traces_each_third_request_until_its_count_is_used_up() -> None:
-    world = Logged()
-    samples = world.core.state.observers.traces.samples
-    samples[""] = Sample(3, 2)
-    for number in range(1, 13):
-        world.turn([infer(world.client, number)])
-        world.now += 5 * MS
-        world.finish(took=MS)
-    assert [sample.fields["request"] for sample in world.samples] == [3, 6]
-    (first, _) = world.samples
-    assert first.log is None
-    taken, ready, computed, placed = first.times
-    assert first.arrived <= taken <= ready <= computed <= placed <= first.answered
-    assert (computed - ready, first.fields["trace_id"], first.fields["code"]) == (MS, "", "OK")
-    assert samples[""].left == 0
-    assert not world.traced()
-    assert not world.core.state.observers.traces.active
-
-
 def test_a_model_has_its_own_sample_beside_the_records_of_callers() -> None:
     world = Logged()
     samples = world.core.state.observers.traces.samples
