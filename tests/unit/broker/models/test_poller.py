@@ -117,21 +117,6 @@ def test_a_model_is_read_once_its_files_have_settled(world: World) -> None:
     assert names(world.poll.check()) == ["n"], "its files are old when they are found"
 
 
-@pytest.mark.parametrize("file", ["config.pbtxt", "1/weights", "labels.txt", "2"])
-def test_a_change_is_read_once(world: World, file: str) -> None:
-    folder = world.model("m")
-    world.model("other")
-    assert names(world.settled()) == ["m", "other"]
-    if file == "2":
-        (folder / "2").mkdir()
-        world.written()
-    else:
-        world.write(folder / file, GOOD.replace("8", "16"))
-    assert names(world.poll.check()) == []
-    assert names(world.settled()) == ["m"]
-    assert quiet(world.settled())
-
-
 def test_clocks_that_differ(world: World) -> None:
     """The clock of the disk's machine differs from the local one, so the poller compares two checks."""
     folder = world.model("m")
