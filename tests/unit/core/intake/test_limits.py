@@ -244,8 +244,8 @@ def test_failed_requests_do_not_count_as_errors() -> None:
 
 
 def test_every_limit_has_its_test() -> None:
-    """The other limits are tested in test_queries.py, tests/process/server/test_broker.py, and test_turns.py."""
+    """The other limits are tested in test_overrides.py, tests/process/server/test_broker.py, and test_turns.py."""
     tests = [Path(__file__).read_text(), *(path.read_text() for path in (ROOT / "tests" / "scenarios").glob("*.txt"))]
     for row in NAMED:
-        elsewhere = row.name in ("client_questions", "client_outbox_bytes", "outbox_bytes")
+        elsewhere = row.name in ("override_bytes", "client_outbox_bytes", "outbox_bytes")
         assert elsewhere or any(f" {row.name}=" in text or f'"{row.name}"' in text for text in tests), row.name
