@@ -64,7 +64,7 @@ class _AudienceArena(Arena):
             limit_bytes=arenas.near_limit if on_gpu else arenas.limit,
             announce=lambda segment: arenas.announce(segment, self),
             withdraw=None if on_gpu else arenas.withdraw,
-            knob=NEAR_KNOB if on_gpu else KNOB,
+            setting=NEAR_KNOB if on_gpu else KNOB,
             numbers=arenas.numbers,
             what="GPU memory" if on_gpu else "shared memory",
         )

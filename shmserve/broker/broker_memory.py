@@ -37,7 +37,7 @@ class BrokerMemory:
             memfd.create,
             limit_bytes=frames_bytes,
             announce=lambda segment: announce(self._lend(self.frames, segment, INTERNAL)),
-            knob="broker-arena-bytes",
+            setting="broker-arena-bytes",
             numbers=self._numbers,
         )
 
@@ -76,7 +76,12 @@ class BrokerMemory:
             self._new_segment = self._lend(arena, segment, audience)
 
         arena = self._cache_arenas[audience] = Arena(
-            0, self._make, limit_bytes=self._cache_bytes, announce=announce, knob="cache-config", numbers=self._numbers
+            0,
+            self._make,
+            limit_bytes=self._cache_bytes,
+            announce=announce,
+            setting="cache-config",
+            numbers=self._numbers,
         )
         return arena
 

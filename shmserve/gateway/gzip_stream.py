@@ -28,35 +28,35 @@ def inflate(wbits: int, data: Buffer, limit: int, hold: Callable[[int], None]) -
     """Calls `hold` with the number of bytes produced. Raises zlib.error, Overflow, Incomplete, and what `hold`
     raises."""
     machine = zlib.decompressobj(wbits)
-    most = FAST * SLICE_BYTES
+    step = FAST * SLICE_BYTES
     inflated, at, full = bytearray(), 0, False
-    left: Buffer = b""
-    while not machine.eof and (left or full or at < len(data)):
-        if not left and not full:
-            left, at = data[at : at + SLICE_BYTES], at + SLICE_BYTES
-        piece = machine.decompress(left, most)
+    remaining: Buffer = b""
+    while not machine.eof and (remaining or full or at < len(data)):
+        if not remaining and not full:
+            remaining, at = data[at : at + SLICE_BYTES], at + SLICE_BYTES
+        piece = machine.decompress(remaining, step)
         if len(inflated) + len(piece) > limit:
             raise Overflow(len(inflated) + len(piece))
         hold(len(piece))
         inflated += piece
-        left, full = machine.unconsumed_tail, len(piece) == most
-        if left or full or at < len(data):
+        remaining, full = machine.unconsumed_tail, len(piece) == step
+        if remaining or full or at < len(data):
             yield
     if not machine.eof or machine.unused_data or at < len(data):
         raise Incomplete
     return inflated
 
 
-def deflate(encoding: str, level: int, parts: Sequence[Buffer], most: int) -> SlicedWork[bytes]:
-    """`most`: maximum bytes of input per slice."""
+def deflate(encoding: str, level: int, parts: Sequence[Buffer], slice_bytes: int) -> SlicedWork[bytes]:
+    """`slice_bytes`: maximum bytes of input per slice."""
     machine = zlib.compressobj(level, zlib.DEFLATED, WBITS[encoding])
     pieces = []
-    room = most
+    room = slice_bytes
     for part in parts:
-        for at in range(0, len(part), most):
-            piece = memoryview(part)[at : at + most]
+        for at in range(0, len(part), slice_bytes):
+            piece = memoryview(part)[at : at + slice_bytes]
             if len(piece) > room:
-                room = most
+                room = slice_bytes
                 yield
             room -= len(piece)
             pieces.append(machine.compress(piece))

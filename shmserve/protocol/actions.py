@@ -46,10 +46,10 @@ class Action(str, Enum):
 
     def __new__(cls, *row: object) -> Action:
         """Enum unpacks the row, as it does with every tuple."""
-        made = Row(*row)  # type: ignore[arg-type]
-        self = str.__new__(cls, made.name)
-        self._value_ = made.name
-        self.row = made
+        fields = Row(*row)  # type: ignore[arg-type]
+        self = str.__new__(cls, fields.name)
+        self._value_ = fields.name
+        self.row = fields
         return self
 
     __hash__ = str.__hash__

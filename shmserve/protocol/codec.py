@@ -58,15 +58,15 @@ def _encodable(value: Any) -> Any:
 
 
 class Codec:
-    """Decodes the messages of one direction, e.g. `Codec(messages.ClientMessage)`. `most`: maximum number of messages
+    """Decodes the messages of one direction, e.g. `Codec(messages.ClientMessage)`. `limit`: maximum number of messages
     per packet."""
 
-    def __init__(self, union: Any, most: int = PACKET_BYTES) -> None:
-        self._most = most
+    def __init__(self, union: Any, limit: int = PACKET_BYTES) -> None:
+        self._limit = limit
         self._decode: Callable[[bytes], list[Message]] = msgspec.msgpack.Decoder(
-            Annotated[list[union], Meta(max_length=most)]
+            Annotated[list[union], Meta(max_length=limit)]
         ).decode
-        self._raws = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], Meta(max_length=most)]).decode
+        self._raws = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], Meta(max_length=limit)]).decode
         self._decode_one = msgspec.msgpack.Decoder(union).decode
         self._by_tag = {kind.__struct_config__.tag: kind for kind in get_args(union)}
 
@@ -84,7 +84,7 @@ class Codec:
             raws = self._raws(packet)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             if "of length <=" in str(error):
-                raise ProtocolError(f"the packet has more than {self._most} messages, the limit") from None
+                raise ProtocolError(f"the packet has more than {self._limit} messages, the limit") from None
             raise ProtocolError(f"invalid packet, expected a MessagePack array of messages: {error}") from None
         decoded: list[Message] = []
         refused = 0

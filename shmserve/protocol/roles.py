@@ -46,12 +46,12 @@ def unknown(question: str) -> ServeError:
 GIVEN_BY = "--access when the server is started"
 
 
-def refusal(action: str, roles: int, given_by: str = GIVEN_BY) -> ServeError:
+def refusal(action: str, roles: int, source: str = GIVEN_BY) -> ServeError:
     """The error for a denied action."""
     enough = ACTIONS.get(action, NO_ROLES)
     return Denied(
         f"'{action}' needs the role {' or '.join(names(enough))}, but this connection has {_have(roles)}; roles are "
-        f"granted by {given_by}"
+        f"granted by {source}"
     )
 
 

@@ -32,10 +32,10 @@ def parsed(parent: object, state: object = "") -> TraceContext | None:
     """None if `parent` is not a valid traceparent."""
     if not isinstance(parent, str):
         return None
-    found = _PARENT.match(parent)
-    if found is None:
+    fields = _PARENT.match(parent)
+    if fields is None:
         return None
-    version, trace, span, flags = found.groups()
+    version, trace, span, flags = fields.groups()
     rest = parent[PARENT_LENGTH:]
     if version == "ff" or (rest and (version == "00" or rest[0] != "-")):
         return None

@@ -43,5 +43,5 @@ def send(socket: Any, parts: Sequence[Any]) -> None:
 
 def events(socket: Any) -> int:
     """The possible operations, IN and OUT. The query resets the edge-triggered signal of the socket's descriptor."""
-    found: int = socket.get(_EVENTS)
-    return found
+    flags: int = socket.get(_EVENTS)
+    return flags

@@ -17,17 +17,17 @@ from shmserve.protocol.messages import (
     TensorForm,
 )
 
-LEAST = 24
+MIN_REQUESTS = 24
 """Minimum number of requests: smaller InferBatches make no measurable difference to throughput."""
 
 
-def in_batches(messages: list[Any], most: int) -> list[Any]:
-    """Replaces LEAST or more consecutive requests of one form by InferBatches of up to `most`. Keeps the order.
+def in_batches(messages: list[Any], limit: int) -> list[Any]:
+    """Replaces LEAST or more consecutive requests of one form by InferBatches of up to `limit`. Keeps the order.
 
     Every request pays for this check, so requests with a single input are compared without a call."""
-    if len(messages) < LEAST:
+    if len(messages) < MIN_REQUESTS:
         return messages
-    found: list[Any] = []
+    result: list[Any] = []
     run: list[Infer] = []
     last: Any = None
     room = 0
@@ -53,14 +53,14 @@ def in_batches(messages: list[Any], most: int) -> list[Any]:
             run.append(message)
             continue
         if run:
-            found += _joined(run)
+            result += _joined(run)
         if key is None:
-            found.append(message)
+            result.append(message)
             run, last = [], None
         else:
             run, last = [message], key
-            room = min(most, CHUNK_BYTES // _inline_bytes(message)) if _fits(message) else 1
-    return found + _joined(run)
+            room = min(limit, CHUNK_BYTES // _inline_bytes(message)) if _fits(message) else 1
+    return result + _joined(run)
 
 
 def _key(message: Infer) -> Any:
@@ -87,7 +87,7 @@ def _inline_bytes(message: Infer) -> int:
 
 
 def _joined(run: list[Infer]) -> list[Any]:
-    if len(run) < LEAST:
+    if len(run) < MIN_REQUESTS:
         return run
     first = run[0]
     if len(first.inputs) == 1:

@@ -140,15 +140,15 @@ def _tensor(memory: SessionMemory, name: str, value: Any, kept: KeptInputs, inde
 def interface_of(value: Any) -> Any:
     """The CUDA array interface of `value`, or None if it is not on a device."""
     try:
-        found = getattr(value, "__cuda_array_interface__", None)
-        if found is None and callable(getattr(value, "__dlpack_device__", None)):
+        interface = getattr(value, "__cuda_array_interface__", None)
+        if interface is None and callable(getattr(value, "__dlpack_device__", None)):
             if int(value.__dlpack_device__()[0]) in _DLPACK_GPU:
                 from shmserve.session.gpu.tensors import interface_from_dlpack  # without a GPU it is not imported
 
-                found = interface_from_dlpack(value)
+                interface = interface_from_dlpack(value)
     except Exception as error:  # a library may raise any exception here
         raise InvalidRequest(f"an array on a GPU cannot be used: {error}") from error
-    return found
+    return interface
 
 
 def _on_device(
@@ -169,9 +169,9 @@ def _on_device(
 def _handle(memory: SessionMemory, array: Array, kept: KeptInputs, index: int) -> Handle:
     """A handle to the array's bytes; they are copied into the arena unless the server can map them already."""
     if array.flags.c_contiguous:
-        found = memory.locate(array)
-        if found is not None:
-            handle, received = found
+        location = memory.locate(array)
+        if location is not None:
+            handle, received = location
             kept.arrays.append(array)
             if received:
                 kept.received[index] = array
@@ -193,8 +193,8 @@ def _place(name: str, array: Any, kept: KeptInputs, memory: SessionMemory) -> Ha
     kept.places[name] = array
     if not memory.shared or not array.flags.c_contiguous:
         return None
-    found = memory.locate(array)
-    return found[0] if found is not None and not found[1] else None
+    location = memory.locate(array)
+    return location[0] if location is not None and not location[1] else None
 
 
 def _as_array(name: str, value: Any) -> tuple[Array, str]:

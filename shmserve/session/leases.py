@@ -31,7 +31,7 @@ class _Leased(Struct):
 
 
 class SessionLeases:
-    __slots__ = ("_by_number", "_left", "_memory", "_tickets", "by_model", "sockets")
+    __slots__ = ("_by_number", "_memory", "_tickets", "_unanswered", "by_model", "sockets")
 
     def __init__(self, tickets: Tickets, memory: SessionMemory, sockets: LeaseSockets | None) -> None:
         self._tickets = tickets
@@ -42,7 +42,7 @@ class SessionLeases:
         """Leases by model and version as in a request; version 0: the default version."""
         self._by_number: dict[int, _Leased] = {}
         """Leases by number, until LeaseEnd, which may arrive after the next Lease of the same model."""
-        self._left = 0
+        self._unanswered = 0
         """The last request that a lease left unanswered. The broker decides where it is run again."""
 
     def add(self, message: Lease, fd: int) -> None:
@@ -62,7 +62,7 @@ class SessionLeases:
             return None
         message: Infer = messages[0]
         leased = self.by_model.get((message.model, message.version))
-        if leased is None or message.request == self._left or not leased.message.allows(message):
+        if leased is None or message.request == self._unanswered or not leased.message.allows(message):
             return None
         for tensor in message.inputs:
             if type(tensor.data) is tuple and not self._memory.is_known(tensor.data[0].segment):
@@ -90,7 +90,7 @@ class SessionLeases:
         for key, leased in list(self.by_model.items()):
             if leased is ended:
                 del self.by_model[key]
-        self._left = ended.sent
+        self._unanswered = ended.sent
         return ended.sent
 
     def clear(self) -> None:

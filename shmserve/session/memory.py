@@ -69,7 +69,7 @@ class SessionMemory:
             limit_bytes=limit_bytes,
             announce=announcements.maps.append,
             withdraw=announcements.unmaps.append,
-            knob="memory_bytes of the client",
+            setting="memory_bytes of the client",
             numbers=announcements.numbers,
         )
 
@@ -133,9 +133,9 @@ class SessionMemory:
 
     def warm(self, array: Array, begin: int, end: int) -> None:
         """Warm a byte range of a cold array. Raises Unavailable if the machine has no memory for it."""
-        found = self._arena.locate(array.__array_interface__["data"][0] + begin, end - begin)
-        if found is not None:
-            self._arena.warm(found[0], found[1], found[1] + end - begin)
+        location = self._arena.locate(array.__array_interface__["data"][0] + begin, end - begin)
+        if location is not None:
+            self._arena.warm(location[0], location[1], location[1] + end - begin)
 
     def _allocate(self, size: int, cold: bool = False) -> Block:
         if self._freed:
@@ -264,7 +264,7 @@ class Drops:
         if self._bytes >= FLUSH_BYTES and self._on_full is not None:
             self._on_full()
 
-    def take(self, most: int) -> tuple[Handle, ...]:
+    def take(self, limit: int) -> tuple[Handle, ...]:
         handles = self._handles
         self._bytes = 0
-        return tuple([handles.popleft() for _ in range(min(most, len(handles)))])
+        return tuple([handles.popleft() for _ in range(min(limit, len(handles)))])

@@ -429,17 +429,17 @@ class Session:
 
     def _take_descriptors(self, data: Any, descriptors: Sequence[int]) -> None:
         """The n-th descriptor belongs to the n-th message that has one. All others are closed, even on errors."""
-        left = list(descriptors)
+        remaining = list(descriptors)
         try:
             for message in self._decode_packet(data):
-                if not left:
+                if not remaining:
                     return
                 if type(message) is Map and message.name is None:
-                    self.memory.mapped.add(message.segment, message.size, fd=left.pop(0))
+                    self.memory.mapped.add(message.segment, message.size, fd=remaining.pop(0))
                 elif type(message) is Lease:
-                    self._leases.add(message, left.pop(0))
+                    self._leases.add(message, remaining.pop(0))
         finally:
-            for descriptor in left:
+            for descriptor in remaining:
                 os.close(descriptor)
 
     def _on_reply_batch(self, message: ReplyBatch) -> int:

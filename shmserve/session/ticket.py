@@ -32,14 +32,14 @@ class KeptInputs:
         self.places: dict[str, Array | DeviceRef] = {}
         """Output name -> the array that the caller supplied for it."""
 
-    def add_frame(self, name: str, array: Array, most: int) -> int:
-        """Append the bytes of an input as a frame; a message may carry `most` bytes of frames. Returns the frame's
+    def add_frame(self, name: str, array: Array, limit: int) -> int:
+        """Append the bytes of an input as a frame; a message may carry `limit` bytes of frames. Returns the frame's
         number.
         """
         total = array.nbytes + sum(map(len, self.frames))
-        if total > most:
+        if total > limit:
             raise InvalidRequest(
-                f"the inputs up to '{name}' have {total} bytes, over the limit of {most} for one message; on the same "
+                f"the inputs up to '{name}' have {total} bytes, over the limit of {limit} for one message; on the same "
                 "machine use a client with shared memory, Client() or memory='posix'"
             )
         self.frames.append(array.tobytes())

@@ -177,7 +177,8 @@ def of_traffic(
 ) -> Body:
     """The body of `set_traffic`. JSON keys are always text."""
     numbers = [
-        None if given is None else {str(key): value for key, value in given.items()} for given in (shares, shadow)
+        None if fractions is None else {str(key): value for key, value in fractions.items()}
+        for fractions in (shares, shadow)
     ]
     return of_json({"shares": numbers[0], "aliases": dict(aliases or {}), "shadow": numbers[1]})
 

@@ -97,7 +97,7 @@ class Block:
 
 class Arena:
     """`make(size)` creates an extent. `announce(segment)` is called before the first handle in a segment is returned,
-    `withdraw(id)` after the arena gave up a segment to make room. `knob` names the setting of the limit in errors.
+    `withdraw(id)` after the arena gave up a segment to make room. `setting` names the setting of the limit in errors.
     `numbers` is the segment counter that several arenas of an owner share. `what` names the memory in errors.
     """
 
@@ -110,7 +110,7 @@ class Arena:
         segment_bytes: int = SEGMENT_BYTES,
         announce: Callable[[Segment], object] | None = None,
         withdraw: Callable[[int], object] | None = None,
-        knob: str = "limit_bytes",
+        setting: str = "limit_bytes",
         numbers: Iterator[int] | None = None,
         what: str = "shared memory",
     ) -> None:
@@ -120,7 +120,7 @@ class Arena:
         self._segment_bytes = segment_bytes
         self._announce = announce
         self._withdraw = withdraw
-        self._knob = knob
+        self._setting = setting
         self._what = what
         self._numbers = numbers if numbers is not None else count(1)
         self._segments: dict[int, Segment] = {}
@@ -215,8 +215,8 @@ class Arena:
             else:
                 self.free(block.home.id, block.offset)
         except BaseException:
-            for made in empty:
-                self.free(made.home.id, made.offset)
+            for unused in empty:
+                self.free(unused.home.id, unused.offset)
             raise
         pieces, blanks = iter(filled), iter(empty)
         return [next(pieces) if size else next(blanks) for size in sizes]
@@ -253,14 +253,14 @@ class Arena:
         if self.committed + needed > self._limit and self._withdraw is not None:
             for number in self.trim():
                 self._withdraw(number)
-        left = self._limit - self.committed
-        if needed > left:
+        available = self._limit - self.committed
+        if needed > available:
             raise Unavailable(
                 f"no room for {size} bytes of {self._what}: {self.used} bytes are in use and {self.committed} of "
-                f"{self._limit} committed; raise {self._knob}, or drop results that are no longer needed"
+                f"{self._limit} committed; raise {self._setting}, or drop results that are no longer needed"
             )
         step = min(self._segment_bytes, max(FIRST_BYTES, self.committed))
-        size = min(max(step, needed), left // page * page)
+        size = min(max(step, needed), available // page * page)
         try:
             extent = self._make(size)
         except Unavailable:

@@ -61,10 +61,10 @@ class Blocks:
             offset = stack.pop()
             self._recent_count -= 1
         else:
-            found = self._carve(size)
-            if found is None:
+            place = self._carve(size)
+            if place is None:
                 return None
-            offset = found
+            offset = place
         self._live[offset] = size
         self.used += size
         return offset

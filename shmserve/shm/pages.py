@@ -80,8 +80,8 @@ class Pages:
         address = _mremap(self.address, 0, self.size, _MREMAP_MAYMOVE)
         if address == _FAILED:
             raise Unavailable(f"cannot map {self.size} bytes again: {os.strerror(ctypes.get_errno())}")
-        twin = Pages(address, self.size, True)
-        return twin if _mprotect(address, self.size, _READ_WRITE) == 0 else None
+        pages = Pages(address, self.size, True)
+        return pages if _mprotect(address, self.size, _READ_WRITE) == 0 else None
 
 
 def map_shared(fd: int, size: int, writable: bool) -> Pages:

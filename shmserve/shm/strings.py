@@ -87,11 +87,11 @@ def decode_bytes(buffer: Any, shape: tuple[int, ...], what: str = "") -> Objects
     return array
 
 
-def _wrong_count(what: str, found: int, expected: int) -> InvalidRequest:
+def _wrong_count(what: str, actual: int, expected: int) -> InvalidRequest:
     name = f" for {what}" if what else ""
-    if found < expected:
-        return InvalidRequest(f"expected {expected} string elements{name}, got {found}")
-    return InvalidRequest(f"unexpected number of string elements {found}{name}, expecting {expected}")
+    if actual < expected:
+        return InvalidRequest(f"expected {expected} string elements{name}, got {actual}")
+    return InvalidRequest(f"unexpected number of string elements {actual}{name}, expecting {expected}")
 
 
 def _truncated(what: str, index: int, expected: int, there: str) -> InvalidRequest:

@@ -28,10 +28,10 @@ def current_context() -> dict[str, str] | None:
     context = api.get_current_span().get_span_context()
     if not context.is_valid or not context.trace_flags & _SAMPLED:
         return None
-    found = {TRACE_PARENT: f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"}
+    parameters = {TRACE_PARENT: f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"}
     if context.trace_state:
-        found[TRACE_STATE] = context.trace_state.to_header()
-    return found
+        parameters[TRACE_STATE] = context.trace_state.to_header()
+    return parameters
 
 
 CLOSED = "the client was closed before the response arrived"

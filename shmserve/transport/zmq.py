@@ -123,12 +123,12 @@ class ZmqLink:
                     if events & zmq_frames.IN:
                         continue  # querying the events has consumed the signal for this one
                 self._waiting = True
-            left = None if end is None else end - time.monotonic()
+            remaining = None if end is None else end - time.monotonic()
             woken = False
             try:
-                if left is not None and left <= 0:
+                if remaining is not None and remaining <= 0:
                     return None
-                for descriptor, _ in self._poll.poll(None if left is None else left * 1000 + 1):
+                for descriptor, _ in self._poll.poll(None if remaining is None else remaining * 1000 + 1):
                     woken |= descriptor == self._wakeup
                     self._monitor_ready |= descriptor == self._monitor_fd
             finally:

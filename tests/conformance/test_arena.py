@@ -110,7 +110,7 @@ def test_a_split_that_fails_changes_nothing() -> None:
 
 
 def test_the_error_at_the_limit_names_the_numbers_and_the_setting(make: Callable[[int], Extent]) -> None:
-    arena = Arena(1, make, limit_bytes=3 * MIB + 100, knob="--arena-bytes")
+    arena = Arena(1, make, limit_bytes=3 * MIB + 100, setting="--arena-bytes")
     first = arena.allocate(MIB)
     arena.allocate(2 * MIB - 4096)
     with pytest.raises(Unavailable, match=rf"no room for 8192 bytes.*of {3 * MIB + 100}.*--arena-bytes"):

@@ -297,14 +297,14 @@ FAULTS = (
     Fault(
         "a reader has no share of a turn",
         "shmserve/gateway/limits/turns.py",
-        "if reader.read_bytes >= self._share or self._left <= 0:",
+        "if reader.read_bytes >= self._share or self._remaining <= 0:",
         "if self._left <= 0:",
     ),
     Fault(
         "a list of stop words is one longer",
         "shmserve/gateway/openai/bodies.py",
-        "if len(given) > most:",
-        "if len(given) > most + 1:",
+        "if len(items) > limit:",
+        "if len(items) > limit + 1:",
     ),
     Fault(
         "a token for streams is not passed on", "shmserve/gateway/openai/generation.py", "self.on_part(stream)", "pass"

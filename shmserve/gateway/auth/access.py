@@ -37,14 +37,14 @@ class EndpointAccess:
         roles: Iterable[str],
         tokens: Tokens | None = None,
         restrictions: Restrictions = _NO_RESTRICTIONS,
-        knob: str = "--http-roles",
+        option: str = "--http-roles",
         browsers: BrowserRules = _NO_BROWSER_RULES,
     ) -> None:
         self._roles = frozenset(roles)
         self.tokens = tokens
         """Replaced when the file is reloaded."""
         self._restrictions = restrictions
-        self._knob = knob
+        self._option = option
         self.browsers = browsers
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class EndpointAccess:
             elif not roles.intersection(needs):
                 raise Unauthenticated("this request needs a token: Authorization: Bearer TOKEN")
         if not roles.intersection(needs) and not (tokens is not None and action in OPEN):
-            whose = f"this endpoint does not grant; {self._knob} of the gateway sets its roles"
+            whose = f"this endpoint does not grant; {self._option} of the gateway sets its roles"
             if roles is not self._roles:
                 whose = "neither this token nor this endpoint grants"
             raise Denied(f"this request needs the role {' or '.join(needs)}, which {whose}")

@@ -43,13 +43,13 @@ def read_servers(text: str) -> tuple[str, ...]:
     source in a content security policy, nor a port that browsers leave out."""
     origins: dict[str, None] = {}
     for url in filter(None, map(str.strip, text.split(","))):
-        found = _SERVER.fullmatch(url.lower())
-        if found is None:
+        match = _SERVER.fullmatch(url.lower())
+        if match is None:
             raise ValueError(
                 f"{url[:_SHOWN]!r} is not http://NAME:PORT or https://NAME:PORT; a content security policy cannot name "
                 "IPv6 addresses, nor names with '_'"
             )
-        scheme, name, port = found.groups()
+        scheme, name, port = match.groups()
         number = int(port or _DEFAULT_PORTS[scheme])
         if not 0 < number < 65536:
             raise ValueError(f"{url[:_SHOWN]!r} has the port {number}, which is not one from 1 to 65535")
@@ -116,5 +116,5 @@ class BrowserRules:
 def _name(host: str) -> str:
     """The name or address in HOST:PORT; "" if `host` has another form. One dot may end the name, which marks it as
     absolute. For "localhost..", a browser would ask a resolver."""
-    found = _HOST.fullmatch(host.strip().lower())
-    return "" if found is None else found[1] or found[2]
+    match = _HOST.fullmatch(host.strip().lower())
+    return "" if match is None else match[1] or match[2]

@@ -131,8 +131,8 @@ def _http_roles(args: argparse.Namespace, holders: tokens.Tokens | None) -> list
 
 def _common(args: argparse.Namespace) -> Files | None:
     if args.tls_cert is None:
-        for flag, given in (("--tls-key", args.tls_key), ("--tls-client-ca", args.tls_client_ca)):
-            if given is not None:
+        for flag, file in (("--tls-key", args.tls_key), ("--tls-client-ca", args.tls_client_ca)):
+            if file is not None:
                 raise Misuse(f"{flag} requires --tls-cert")
         return None
     return Files(

@@ -109,14 +109,14 @@ class HeaderParameters:
 
 def _context(headers: Iterable[tuple[str, str]]) -> dict[str, str] | None:
     """Contexts that are not sampled are left out: the broker ignores them, and requests with parameters cost more."""
-    found: dict[str, list[str]] = {TRACE_PARENT: [], TRACE_STATE: []}
+    values: dict[str, list[str]] = {TRACE_PARENT: [], TRACE_STATE: []}
     for name, value in headers:
         low = name.lower()
-        if low in found:
-            found[low].append(value)
-    if len(found[TRACE_PARENT]) != 1:
+        if low in values:
+            values[low].append(value)
+    if len(values[TRACE_PARENT]) != 1:
         return None
-    (parent,), state = found[TRACE_PARENT], ",".join(found[TRACE_STATE])
+    (parent,), state = values[TRACE_PARENT], ",".join(values[TRACE_STATE])
     context = parsed(parent, state)
     if context is None or not context.sampled:
         return None

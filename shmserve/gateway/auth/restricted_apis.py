@@ -54,12 +54,12 @@ def read(text: str, prefix: str = "") -> Restriction:
 class Restrictions:
     """The restrictions of one endpoint. `what`: "API" or "protocol", so that error messages match Triton's."""
 
-    def __init__(self, given: Iterable[Restriction] = (), what: str = "API") -> None:
+    def __init__(self, restrictions: Iterable[Restriction] = (), what: str = "API") -> None:
         self._what = what
         self._by_group: dict[str, tuple[str, Restriction]] = {}
         self.headers: set[str] = set()
         """Names, in lower case, of the headers with secrets. They are never forwarded to models."""
-        for one in given:
+        for one in restrictions:
             name = one.header.lower()
             self.headers.add(name)
             for group in one.groups:

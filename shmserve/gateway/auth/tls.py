@@ -66,11 +66,11 @@ def exposed(files: Files) -> str | None:
     return None
 
 
-def _load_authorities(context: ssl.SSLContext, given: FlagFile) -> None:
+def _load_authorities(context: ssl.SSLContext, source: FlagFile) -> None:
     try:
-        context.load_verify_locations(given.path)
+        context.load_verify_locations(source.path)
     except (ssl.SSLError, ValueError) as error:
-        raise BadCertificate(f"{given}: {_reason(error, 'no certificate in it')}") from None
+        raise BadCertificate(f"{source}: {_reason(error, 'no certificate in it')}") from None
 
 
 class _Encrypted(Exception):
@@ -81,12 +81,12 @@ def _no_password() -> str:
     raise _Encrypted
 
 
-def _readable(given: FlagFile) -> None:
+def _readable(source: FlagFile) -> None:
     try:
-        with open(given.path, "rb"):
+        with open(source.path, "rb"):
             pass
     except OSError as error:
-        raise BadCertificate(f"{given}: {error.strerror or error}") from error
+        raise BadCertificate(f"{source}: {error.strerror or error}") from error
 
 
 _REASONS = {

@@ -49,15 +49,15 @@ def answer_of(
         reply, buffers = answer, None
     if targets is not None:
         places = plan.plan.places
-        left: list[list[Buffer]] = []
+        following: list[list[Buffer]] = []
         for index, tensor in enumerate(reply.outputs):
             parts: Any = [tensor.data] if buffers is None else buffers[index]
             if tensor.name in targets:
                 check_room(plan.plan, tensor.name, sum([len(part) for part in parts]))
                 targets[tensor.name].write(places[tensor.name], parts)
                 parts = []
-            left.append(parts)
-        buffers = left
+            following.append(parts)
+        buffers = following
     if reply.parameters:
         more = parameters_of(reply.parameters) + more
     return answers.infer(plan.model, reply.version, request_id, more, reply.outputs, buffers)

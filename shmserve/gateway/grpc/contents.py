@@ -79,9 +79,9 @@ def _without_contents(head: bytes, start: int, end: int) -> tuple[bytes, memoryv
     return b"\x2a" + varint(len(body)) + body, contents
 
 
-def _fields(data: Buffer, at: int, end: int, most: int) -> Iterator[tuple[int, int, int, int]]:
+def _fields(data: Buffer, at: int, end: int, limit: int) -> Iterator[tuple[int, int, int, int]]:
     """For each field: its tag, its start, and the start and end of its value."""
-    for _ in range(most):
+    for _ in range(limit):
         if at == end:
             return
         tag, value, after = field_at(data, at)
@@ -89,15 +89,15 @@ def _fields(data: Buffer, at: int, end: int, most: int) -> Iterator[tuple[int, i
             raise unreadable(_REQUEST)
         yield tag, at, value, after
         at = after
-    raise InvalidRequest(f"a request has more than {most} fields")
+    raise InvalidRequest(f"a request has more than {limit} fields")
 
 
 # ---------------------------------------------------------------------------------------- elements
 
 
-def to_bytes(name: str, dtype: str, contents: memoryview, most: int) -> SlicedWork[bytearray]:
-    """Converts the elements to the bytes of the tensor: up to `most` bytes of numbers. Strings take at most twice their
-    size in the message."""
+def to_bytes(name: str, dtype: str, contents: memoryview, limit: int) -> SlicedWork[bytearray]:
+    """Converts the elements to the bytes of the tensor: up to `limit` bytes of numbers. Strings take at most twice
+    their size in the message."""
     field = contents_field(name, dtype)
     converted = bytearray()
     at = due = 0
@@ -120,9 +120,9 @@ def to_bytes(name: str, dtype: str, contents: memoryview, most: int) -> SlicedWo
                     yield
             else:
                 for _ in _packed(name, dtype, field, contents[value:at], converted):
-                    if len(converted) > most:
+                    if len(converted) > limit:
                         raise InvalidRequest(
-                            f"input '{name}' exceeds {most} bytes of {dtype}; raise --grpc-max-input-size"
+                            f"input '{name}' exceeds {limit} bytes of {dtype}; raise --grpc-max-input-size"
                         )
                     yield
     except IndexError:

@@ -67,8 +67,8 @@ def plan_of(head: bytes) -> RpcPlan:
     return _plan(request, [_spec(one) for one in request.inputs])
 
 
-def plan_in_slices(head: bytes, most: int = MESSAGE_BYTES) -> SlicedWork[RpcPlan]:
-    """Does the same in slices, without decoding the contents by protobuf. `most`: maximum size of a numeric tensor,
+def plan_in_slices(head: bytes, limit: int = MESSAGE_BYTES) -> SlicedWork[RpcPlan]:
+    """Does the same in slices, without decoding the contents by protobuf. `limit`: maximum size of a numeric tensor,
     which may be eight times its size in the message."""
     split = contents.cut(head)
     request = _request_of(split.around)
@@ -79,7 +79,7 @@ def plan_in_slices(head: bytes, most: int = MESSAGE_BYTES) -> SlicedWork[RpcPlan
         else:
             name, dtype, shape = _described(tensor)
             _place(tensor)
-            converted = yield from contents.to_bytes(name, dtype, data, most)
+            converted = yield from contents.to_bytes(name, dtype, data, limit)
             specs.append(InputPlan(name, dtype, shape, len(converted), converted))
     return _plan(request, specs)
 

@@ -82,9 +82,9 @@ def _unload(action: Action, message: Any) -> RpcQuery:
 
 
 def _value(name: str, parameter: Any, kind: str) -> Any:
-    given = parameter.WhichOneof("parameter_choice")
-    if given != kind:
-        raise InvalidRequest(f"parameter '{name[:80]}' is given as {given or 'nothing'}; expected a {kind}")
+    which = parameter.WhichOneof("parameter_choice")
+    if which != kind:
+        raise InvalidRequest(f"parameter '{name[:80]}' is given as {which or 'nothing'}; expected a {kind}")
     return getattr(parameter, kind)
 
 

@@ -108,8 +108,8 @@ class Services:
                 )
             if plan.raw == len(specs):
                 return raw
-        left = iter(raw)
-        return [next(left, b"") if spec.follows else self.sender.local_input(spec) for spec in specs]
+        remaining = iter(raw)
+        return [next(remaining, b"") if spec.follows else self.sender.local_input(spec) for spec in specs]
 
     # ------------------------------------------------------------------------------------ shutdown
 

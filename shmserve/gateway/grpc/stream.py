@@ -28,7 +28,7 @@ from shmserve.protocol.grpc.codes import Code
 from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW
 
-MOST = 256
+LIVE_REQUESTS = 256
 """Maximum number of unanswered requests of one stream. Flow control holds back further ones."""
 STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _MODELS = 1024
@@ -101,7 +101,7 @@ class StreamCall:
         except ServeError as error:
             self._refuse(ticket, error)
         self._room = None
-        if len(self._live) >= MOST and not self._paused:
+        if len(self._live) >= LIVE_REQUESTS and not self._paused:
             self._paused = True
             self._stream.pause()
 
@@ -110,7 +110,7 @@ class StreamCall:
         self._stream.pause()
 
         def go_on() -> None:
-            self._paused = not self._over and len(self._live) >= MOST
+            self._paused = not self._over and len(self._live) >= LIVE_REQUESTS
             if not self._paused:
                 self._stream.unpause()
 
@@ -274,7 +274,7 @@ class StreamCall:
                     self._services.answers.infer(plan.model, ticket.version, ticket.request_id, IS_FINAL, (), None)
                 )
             )
-        if self._paused and len(self._live) <= MOST // 2:
+        if self._paused and len(self._live) <= LIVE_REQUESTS // 2:
             self._paused = False
             stream.unpause()
         if not self._live and not self._over:

@@ -34,7 +34,7 @@ class Chunks:
         self.done = False
         self._limit = limit
         self._count = 0
-        self._left = 0
+        self._remaining = 0
         """Bytes of the current chunk that have not arrived, including its CRLF."""
         self._crlf = b""
         """The part of the CRLF after the current chunk that has arrived."""
@@ -51,11 +51,11 @@ class Chunks:
         encoding or an exceeded limit. The connection is then unusable, because the end of the body is unknown."""
         at, until = 0, self.lines + lines
         while not self.done:
-            if self._left:
-                taken = min(self._left, len(data) - at)
+            if self._remaining:
+                taken = min(self._remaining, len(data) - at)
                 self._chunk(data[at : at + taken])
                 at += taken
-                if self._left:
+                if self._remaining:
                     break
                 continue
             if self.lines >= until:
@@ -72,14 +72,14 @@ class Chunks:
         return data[at:]
 
     def _chunk(self, piece: bytes) -> None:
-        """Adds a piece of the current chunk. The last two of its `_left` bytes are CRLF."""
-        body = max(0, min(len(piece), self._left - 2))
+        """Adds a piece of the current chunk. The last two of its `_remaining` bytes are CRLF."""
+        body = max(0, min(len(piece), self._remaining - 2))
         self.body += piece[:body]
         self._crlf += piece[body:]
         if not b"\r\n".startswith(self._crlf):
             raise InvalidRequest("a chunk of the body does not match its size")
-        self._left -= len(piece)
-        if not self._left:
+        self._remaining -= len(piece)
+        if not self._remaining:
             self._crlf = b""
 
     def _line(self, line: bytes) -> None:
@@ -100,7 +100,7 @@ class Chunks:
         if len(self.body) + size > self._limit:
             raise _body_size_error(len(self.body) + size, self._limit)
         if size:
-            self._left = size + 2
+            self._remaining = size + 2
         else:
             self._ending = True
 

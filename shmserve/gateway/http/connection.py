@@ -507,16 +507,16 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         assert chunks is not None
         before, lines = len(chunks.body), chunks.lines
         try:
-            left = chunks.feed(data[at:] if at else data, self._work)
+            unparsed = chunks.feed(data[at:] if at else data, self._work)
             self.account.take(len(chunks.body) - before)
         except ServeError as error:
             self._refuse_for(error)
             return None
         self._work -= chunks.lines - lines
-        at = size - len(left)
+        at = size - len(unparsed)
         if not chunks.done:
             if self._work > 0:
-                self._rest = left  # an incomplete line
+                self._rest = unparsed  # an incomplete line
                 return None
             return at
         self._chunks = None
@@ -595,7 +595,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
             limit, flag = limits.json_bytes, "--limit http_json_bytes"
         exchange.work(
             bodies.inflate_body(head.encoding, body, limit, flag, self.account.take),
-            lambda found: begin(exchange, found),
+            lambda inflated: begin(exchange, inflated),
             failed,
         )
 

@@ -128,8 +128,8 @@ def _object(required: tuple[str, ...] = (), /, **properties: _Schema) -> _Schema
     return schema
 
 
-def _list(of: _Schema, most: int | None = None) -> _Schema:
-    return {"type": "array", "items": of} | ({} if most is None else {"maxItems": most})
+def _list(of: _Schema, max_items: int | None = None) -> _Schema:
+    return {"type": "array", "items": of} | ({} if max_items is None else {"maxItems": max_items})
 
 
 _STRING: _Schema = {"type": "string"}

@@ -310,11 +310,11 @@ class Requests:
                 self._tensors(exchange, bytes(first[:size]), first[size:])
                 return
             text = ReceiveBuffer(size)
-            exchange.fill([text], first, lambda left: self._tensors(exchange, bytes(text.memory), left))
+            exchange.fill([text], first, lambda rest: self._tensors(exchange, bytes(text.memory), rest))
         else:
             tensor = self._sink(exchange.head.length, exchange.is_trusted)
 
-            def whole(left: Buffer) -> None:
+            def whole(rest: Buffer) -> None:
                 exchange.complete()
                 self._infer_raw(exchange, _piece(tensor))
 
@@ -323,7 +323,7 @@ class Requests:
     def _gather(self, exchange: HttpExchange, first: Buffer) -> None:
         body = ReceiveBuffer(exchange.head.length, trusted=exchange.is_trusted)
 
-        def whole(left: Buffer) -> None:
+        def whole(rest: Buffer) -> None:
             exchange.complete()
             exchange.whole(body.memory)
 
@@ -346,7 +346,7 @@ class Requests:
         trusted = exchange.is_trusted
         sinks = [self._sink(spec.size, trusted) for spec in plan.inputs if spec.follows]
 
-        def whole(left: Buffer) -> None:
+        def whole(rest: Buffer) -> None:
             exchange.complete()
             received = map(_piece, sinks)
             pieces = [next(received) if spec.follows else self._sender.local_input(spec) for spec in plan.inputs]
@@ -529,8 +529,8 @@ class Requests:
         if len(body) > self._limits.json_bytes:
             raise self._limits.json_size_error(len(body))
 
-        def send(config: Any, made: tuple[RequestPlan, list[Piece]]) -> None:
-            plan, pieces = made
+        def send(config: Any, planned: tuple[RequestPlan, list[Piece]]) -> None:
+            plan, pieces = planned
             ticket = _Generation(exchange, link, route.model, plan, config, as_events)
             self._sender.infer(
                 exchange.payer(),

@@ -69,8 +69,8 @@ def _by_length(paths: list[Path]) -> RouteTable:
     for path in paths:
         words = path.template.strip("/").split("/")
         table[len(words)].append((words, path))
-    for found in table.values():  # a literal segment goes before one that matches any text
-        found.sort(key=lambda entry: [word.startswith("{") for word in entry[0]])
+    for paths_of_length in table.values():  # a literal segment goes before one that matches any text
+        paths_of_length.sort(key=lambda entry: [word.startswith("{") for word in entry[0]])
     return dict(table)
 
 
@@ -86,9 +86,9 @@ def resolve(method: str, target: str, routes: RouteTable = API_ROUTES) -> Route 
         words = [unquote(word, errors="strict") for word in path.strip("/").split("/")]
     except UnicodeDecodeError:
         return NoRoute(400, "the path is not UTF-8")
-    for template, found in routes.get(len(words), ()):
+    for template, candidate in routes.get(len(words), ()):
         if all(wanted == word or wanted.startswith("{") for wanted, word in zip(template, words, strict=True)):
-            return _route(method, found, dict(zip(template, words, strict=True)))
+            return _route(method, candidate, dict(zip(template, words, strict=True)))
     return UNKNOWN
 
 

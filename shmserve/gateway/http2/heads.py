@@ -291,12 +291,12 @@ def _sized(text: bytes) -> bytes:
     if size < 127:
         return bytes([size]) + text
     size -= 127
-    found = bytearray([127])
+    encoded = bytearray([127])
     while size >= 128:
-        found.append(size & 0x7F | 0x80)
+        encoded.append(size & 0x7F | 0x80)
         size >>= 7
-    found.append(size)
-    return bytes(found) + text
+    encoded.append(size)
+    return bytes(encoded) + text
 
 
 ANSWER = b"\x88\x0f\x10\x10application/grpc"
@@ -312,8 +312,8 @@ def answer(encoding: str) -> bytes:
 def trailers(code: int, text: str) -> bytes:
     if not code and not text:
         return TRAILERS_OK
-    found = _literal(b"grpc-status", str(int(code)).encode())
-    return found + _literal(b"grpc-message", percent(text)) if text else found
+    encoded = _literal(b"grpc-status", str(int(code)).encode())
+    return encoded + _literal(b"grpc-message", percent(text)) if text else encoded
 
 
 ACCEPTED = _literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
@@ -322,8 +322,8 @@ ACCEPTED = _literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
 def refused(number: int, status: int, ended: bool) -> bytes:
     """The frames that refuse a request that is not gRPC. `ended`: the client has ended the stream."""
     block = b"\x08\x03%d" % status  # :status, by its name in the static table
-    found = frame(HEADERS_FRAME, END_HEADERS | END_STREAM, number, block)
-    return found if ended else found + reset(number, ErrorCode.NO_ERROR)
+    encoded = frame(HEADERS_FRAME, END_HEADERS | END_STREAM, number, block)
+    return encoded if ended else encoded + reset(number, ErrorCode.NO_ERROR)
 
 
 def percent(text: str) -> bytes:

@@ -47,9 +47,9 @@ class Http2:
         self._rest = b""
         self._set = False
         self._stream: Http2Stream | None = None
-        """Stream of the DATA frame being read. `_left`: bytes of its body that have not arrived; `_skip`: bytes of
+        """Stream of the DATA frame being read. `_remaining`: bytes of its body that have not arrived; `_skip`: bytes of
         padding after them, or of an ignored frame; `_ends`: the frame ends the stream."""
-        self._left = self._skip = 0
+        self._remaining = self._skip = 0
         self._ends = False
         self._taken = 0
         self.large = False
@@ -85,18 +85,18 @@ class Http2:
     def space(self) -> memoryview | None:
         """Memory for the next bytes if they belong to a large message. If so, the caller calls `fill` instead of
         `feed`."""
-        if self._left < limits.DIRECT_BYTES or self._stream is None or self.streams.over:
+        if self._remaining < limits.DIRECT_BYTES or self._stream is None or self.streams.over:
             return None
-        return self._stream.space(self._left)
+        return self._stream.space(self._remaining)
 
     def fill(self, size: int) -> None:
         stream = self._stream
         if stream is None:
             return
         self.life.received = True
-        self._left -= size
+        self._remaining -= size
         stream.fill(size)
-        if not self._left:
+        if not self._remaining:
             self._data_done()
 
     def _parse(self, data: bytes) -> None:
@@ -110,7 +110,7 @@ class Http2:
             self.streams.greeted, at = True, _PREFACE_SIZE
         streams, unpack = self.streams, frames.FRAME.unpack_from
         while at < size:
-            if self._left or self._skip:
+            if self._remaining or self._skip:
                 at = self._go_on(data, at, size)
                 continue
             if size - at < 9:
@@ -172,7 +172,7 @@ class Http2:
         stream = self.streams.open.get(number)
         if stream is None or stream.state is HALF_CLOSED_REMOTE:
             self._closed_data(number, stream, bool(flags & frames.END_STREAM))
-            self._left, self._skip = 0, body + padding
+            self._remaining, self._skip = 0, body + padding
             return start
         stream.taken += length
         if stream.taken > limits.STREAM_WINDOW // 2:
@@ -180,7 +180,7 @@ class Http2:
         if not body and not flags & frames.END_STREAM:
             self.streams.abuse.idle()
         if stream.head.length is not None and not self.streams.fits(stream, body, bool(flags & frames.END_STREAM)):
-            self._left, self._skip = 0, body + padding
+            self._remaining, self._skip = 0, body + padding
             return start
         end = start + body
         self.large = body >= limits.LARGE_FRAME
@@ -190,7 +190,7 @@ class Http2:
             if flags & frames.END_STREAM:
                 stream.end_received()
             return end
-        self._stream, self._left, self._skip = stream, body, padding
+        self._stream, self._remaining, self._skip = stream, body, padding
         self._ends = bool(flags & frames.END_STREAM)
         return start
 
@@ -205,16 +205,16 @@ class Http2:
             self.streams.refuse(number, ErrorCode.STREAM_CLOSED)
 
     def _go_on(self, data: bytes, at: int, size: int) -> int:
-        if not self._left:
+        if not self._remaining:
             count = min(self._skip, size - at)
             self._skip -= count
             return at + count
-        count = min(self._left, size - at)
-        self._left -= count
+        count = min(self._remaining, size - at)
+        self._remaining -= count
         stream = self._stream
         assert stream is not None
         stream.receive(data, at, at + count)
-        if not self._left:
+        if not self._remaining:
             self._data_done()
         return at + count
 

@@ -229,9 +229,9 @@ class Http2Stream:
         """Measures the client's progress from now on."""
         self._moved_at, self._moved, self._sender.moved = turn, 0, 0
 
-    def has_stalled(self, turn: int, waited: int, least: int) -> bool:
-        """Whether less than `least` bytes have moved for longer than `waited` turns."""
-        if self._moved + self._sender.moved >= least:
+    def has_stalled(self, turn: int, waited: int, least_bytes: int) -> bool:
+        """Whether less than `least_bytes` bytes have moved for longer than `waited` turns."""
+        if self._moved + self._sender.moved >= least_bytes:
             self.watch_from(turn)
         return turn - self._moved_at > waited
 
@@ -338,7 +338,7 @@ class Http2Stream:
         """Processes bytes of messages."""
         while at < end and self.state is not CLOSED:
             if self._streams.work < 0 and self._waiting is None:
-                self._run(self._next_turn(), lambda found: None)
+                self._run(self._next_turn(), lambda result: None)
             if self._waiting is not None:
                 self._wait(data[at:end])
                 return
@@ -449,9 +449,9 @@ class Http2Stream:
                 yield from self._next_turn()
             return (yield from inflate_message(self.head.encoding, data, streams.listener.limits.message_bytes, hold))
 
-        def then(found: Buffer) -> None:
-            self._pass_on(found)
-            self._free_held(len(data) + len(found))
+        def then(result: Buffer) -> None:
+            self._pass_on(result)
+            self._free_held(len(data) + len(result))
 
         self._run(work(), then)
 
@@ -463,9 +463,9 @@ class Http2Stream:
     def _run(self, work: SlicedWork[T], then: Callable[[T], None]) -> None:
         """Runs `work`; the stream is paused until it is done."""
 
-        def done(found: T) -> None:
+        def done(result: T) -> None:
             waited, self._job = self._job is not None, None
-            then(found)
+            then(result)
             if waited:
                 self._receive_on()
 
@@ -671,11 +671,11 @@ def message_size_error(size: int, limit: int) -> RpcError:
 def inflate_message(encoding: str, data: Buffer, limit: int, hold: Callable[[int], None]) -> SlicedWork[Buffer]:
     """Inflates a message. Calls `hold` with the number of bytes produced."""
     try:
-        found = yield from gzip_stream.inflate(gzip_stream.WBITS[encoding], data, limit, hold)
+        result = yield from gzip_stream.inflate(gzip_stream.WBITS[encoding], data, limit, hold)
     except zlib.error:
         raise RpcError(Code.INTERNAL, f"the message is not valid {encoding}") from None
     except gzip_stream.Overflow as error:
         raise message_size_error(error.args[0], limit) from None
     except gzip_stream.Incomplete:
         raise RpcError(Code.INTERNAL, f"the message is not one complete {encoding} stream") from None
-    return bytes(found) if len(found) < SLICE_BYTES else memoryview(found)
+    return bytes(result) if len(result) < SLICE_BYTES else memoryview(result)

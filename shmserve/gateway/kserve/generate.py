@@ -78,12 +78,12 @@ def _plan_of(document: dict[str, Any], inputs: Mapping[str, Any], lead: tuple[in
 
 def _read(text: bytes, inputs: Mapping[str, Any]) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, value in pairs:
-            if name in found:
+            if name in values:
                 raise InvalidRequest(f"{'input' if name in inputs else 'key'} '{name[:80]}' already exists in request")
-            found[name] = value
-        return found
+            values[name] = value
+        return values
 
     check_depth(text)
     try:
@@ -98,8 +98,8 @@ def _read(text: bytes, inputs: Mapping[str, Any]) -> dict[str, Any]:
 def advice(plan: RequestPlan, config: Mapping[str, Any]) -> str:
     """What to change in a request that lacks required inputs; "" if it has them all."""
     inputs = {one["name"]: one for one in config.get("input", [])}
-    given = {spec.name for spec in plan.inputs}
-    if not any(name not in given and not one.get("optional") for name, one in inputs.items()):
+    named = {spec.name for spec in plan.inputs}
+    if not any(name not in named and not one.get("optional") for name, one in inputs.items()):
         return ""
     names = [f"'{name[:80]}'" for name in plan.options.parameters or ()]
     if len(names) > _SHOWN:
@@ -133,18 +133,18 @@ def _scalar(name: str, value: Any, inputs: Mapping[str, Any]) -> Value:
     return scalar
 
 
-def _split(given: Any, inputs: Mapping[str, Any], parameters: dict[str, Value]) -> dict[str, Any]:
+def _split(document: Any, inputs: Mapping[str, Any], parameters: dict[str, Value]) -> dict[str, Any]:
     """Returns those entries of the keyword `parameters` that are inputs, and adds the others to the parameters."""
-    if type(given) is not dict:
+    if type(document) is not dict:
         raise InvalidRequest("Expected JSON object for keyword: 'parameters'")
-    for name, value in given.items():
+    for name, value in document.items():
         if name in inputs:
             continue
         try:
             _add(parameters, name, value, inputs)
         except InvalidRequest as error:
             raise InvalidRequest(f"Converting keyword: 'parameters': {error}") from None
-    return {name: value for name, value in given.items() if name in inputs}
+    return {name: value for name, value in document.items() if name in inputs}
 
 
 def _add(parameters: dict[str, Value], name: str, value: Any, inputs: Mapping[str, Any]) -> None:

@@ -70,11 +70,11 @@ def _around(text: Text, cuts: list[CutList]) -> SlicedWork[bytes]:
     """The text with marks in place of the cuts. Raises InvalidRequest if it exceeds a limit."""
     size = len(text) - sum([cut.end - cut.begin for cut in cuts])
     parts: list[Text] = []
-    at, left = 0, AROUND_BYTES
+    at, remaining = 0, AROUND_BYTES
     for number, end in enumerate([*(cut.begin for cut in cuts), len(text)]):
-        piece = text[at:end] if size <= AROUND_BYTES else (yield from _trimmed(text, at, end, left))
-        left -= len(piece)
-        if left < 0:
+        piece = text[at:end] if size <= AROUND_BYTES else (yield from _trimmed(text, at, end, remaining))
+        remaining -= len(piece)
+        if remaining < 0:
             raise InvalidRequest(
                 f"the request JSON has {size} bytes besides the 'data' of its inputs; the limit is {AROUND_BYTES}"
             )

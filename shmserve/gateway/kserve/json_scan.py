@@ -96,11 +96,11 @@ class JsonScan:
             # backslash that escapes.
             places = np.arange(len(data))
             others = np.maximum.accumulate(np.where(backslashes, -1 - self._escapes, places))
-            odd = (places - others) % 2 == 1
-            quotes[1:] &= ~odd[:-1]
+            escaped = (places - others) % 2 == 1
+            quotes[1:] &= ~escaped[:-1]
             if self._escapes:
                 quotes[0] = False
-            self._escapes = bool(odd[-1])
+            self._escapes = bool(escaped[-1])
         # The 8-bit count wraps around, which preserves its parity.
         inside: Mask = (np.cumsum(quotes, dtype=np.uint8) & 1).astype(bool) ^ self._inside
         self._inside = bool(inside[-1])

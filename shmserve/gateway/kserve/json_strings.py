@@ -38,17 +38,17 @@ class CutStrings:
         self._mark = f"cut {secrets.token_hex(8)} "
         self._strings: list[str] = []
 
-    def cut(self, text: bytes, most: int, advice: str = "") -> SlicedWork[None]:
-        """Raises InvalidRequest for more than `most` values; `advice` is added to the error."""
+    def cut(self, text: bytes, limit: int, advice: str = "") -> SlicedWork[None]:
+        """Raises InvalidRequest for more than `limit` values; `advice` is added to the error."""
         parts: list[bytes] = []
         at = commas = size = 0
         begun = -1
         scan = JsonScan(text, 0, len(text))
         for chunk in scan.slices():
             commas += int(np.count_nonzero((chunk.data == COMMA) & ~chunk.inside))
-            if commas >= most:
+            if commas >= limit:
                 raise InvalidRequest(
-                    f"the request has {commas + 1} values or more; the limit of this endpoint is {most}{advice}"
+                    f"the request has {commas + 1} values or more; the limit of this endpoint is {limit}{advice}"
                 )
             edges = np.flatnonzero(np.diff(chunk.inside, prepend=begun >= 0)) + chunk.at
             places = ([begun] if begun >= 0 else []) + edges.tolist()
@@ -74,30 +74,30 @@ class CutStrings:
                 "more, which is the limit"
             )
 
-    def encoded(self, document: Any, made: bytearray) -> SlicedWork[None]:
+    def encoded(self, document: Any, output: bytearray) -> SlicedWork[None]:
         """Appends the JSON of a document, which still has the marks, with the strings in their places."""
         text = _encode(document)
         at = size = 0
-        for found in re.finditer(b'"%b([0-9]+)"' % self._mark.encode(), text):
-            made += text[at : found.start() + 1]
-            at = found.end() - 1
-            string = self._strings[int(found[1])]
+        for mark in re.finditer(b'"%b([0-9]+)"' % self._mark.encode(), text):
+            output += text[at : mark.start() + 1]
+            at = mark.end() - 1
+            string = self._strings[int(mark[1])]
             for begin in range(0, len(string), SLICE_BYTES):
-                made += _encode(string[begin : begin + SLICE_BYTES])[1:-1]
+                output += _encode(string[begin : begin + SLICE_BYTES])[1:-1]
                 size += min(SLICE_BYTES, len(string) - begin)
                 if size >= SLICE_BYTES:
                     size = 0
                     yield
-        made += text[at:]
+        output += text[at:]
 
     def restore(self, document: Any) -> SlicedWork[None]:
         """Replaces the marks in a dict, or in a Struct, by their strings."""
         if not self._strings:
             return
         seen = 0
-        left: list[Any] = [document]
-        while left:
-            one = left.pop()
+        remaining: list[Any] = [document]
+        while remaining:
+            one = remaining.pop()
             for key, value in _items(one):
                 kind = type(value)
                 if kind is str:
@@ -108,7 +108,7 @@ class CutStrings:
                         else:
                             one[key] = text
                 elif kind is list or kind is dict:
-                    left.append(value)
+                    remaining.append(value)
                 seen += 1
             if seen > _STEP_VALUES:
                 seen = 0

@@ -54,13 +54,13 @@ def to_bytes(name: str, dtype: str, shape: tuple[int, ...], data: Any) -> bytes:
 
 
 def cut_to_bytes(
-    name: str, dtype: str, shape: tuple[int, ...], text: Text, cut: CutList, most: int
+    name: str, dtype: str, shape: tuple[int, ...], text: Text, cut: CutList, max_bytes: int
 ) -> SlicedWork[bytearray]:
-    """The same for a list that was cut out of `text`. More than `most` bytes are refused."""
+    """The same for a list that was cut out of `text`. More than `max_bytes` bytes are refused."""
     _check_dtype(name, dtype)
     count, size = math.prod(shape), ITEM_BYTES[dtype] or 0
-    if count * size > most:
-        why = json_size_text(count * size, most, "--http-max-input-size")
+    if count * size > max_bytes:
+        why = json_size_text(count * size, max_bytes, "--http-max-input-size")
         raise InvalidRequest(f"{why} Input '{name}' has the shape {list(shape)} and the data-type {dtype}.")
     decoded, data = 0, bytearray()
     string_at = -1
@@ -103,10 +103,10 @@ def _check_dtype(name: str, dtype: str) -> None:
         raise InvalidRequest(f"input '{name}' has the unknown data-type '{dtype}'")
 
 
-def _other_count(name: str, shape: tuple[int, ...], found: str) -> InvalidRequest:
+def _other_count(name: str, shape: tuple[int, ...], actual: str) -> InvalidRequest:
     return InvalidRequest(
         f"Unable to parse 'data': Shape does not match true shape of 'data' field: input '{name}' of shape "
-        f"{list(shape)} has {math.prod(shape)} elements, and {found} are given"
+        f"{list(shape)} has {math.prod(shape)} elements, and {actual} are given"
     )
 
 

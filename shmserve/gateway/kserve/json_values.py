@@ -108,10 +108,10 @@ def _whole(data: bytes) -> int:
         if byte < 0x80:
             break
     if BACKSLASH in data:
-        found = _ESCAPED.match(data, 0, end)
-        assert found is not None
-        if end - found.end() < _TAIL_BYTES:  # otherwise the escape is invalid, which the decoder reports
-            return found.end()
+        valid = _ESCAPED.match(data, 0, end)
+        assert valid is not None
+        if end - valid.end() < _TAIL_BYTES:  # otherwise the escape is invalid, which the decoder reports
+            return valid.end()
     return end
 
 

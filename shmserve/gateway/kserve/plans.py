@@ -151,18 +151,18 @@ class RequestPlans:
 def plan_of(text: bytes) -> RequestPlan:
     check_depth(text)
     request = _request_of(text)
-    return _plan(request, [_spec(given) for given in request.inputs])
+    return _plan(request, [_spec(one) for one in request.inputs])
 
 
-def plan_in_slices(text: Text, most: int) -> SlicedWork[RequestPlan]:
-    """Like `plan_of`, but parses a large text in slices. `most`: maximum size of an input in bytes."""
+def plan_in_slices(text: Text, limit: int) -> SlicedWork[RequestPlan]:
+    """Like `plan_of`, but parses a large text in slices. `limit`: maximum size of an input in bytes."""
     outline = yield from json_outline.outline(text)
     request = _request_of(outline.around)
     yield
     specs = []
     for tensor in request.inputs:
         cut = json_outline.cut_of(tensor.data, outline)
-        specs.append(_spec(tensor) if cut is None else (yield from _cut_spec(tensor, text, cut, most)))
+        specs.append(_spec(tensor) if cut is None else (yield from _cut_spec(tensor, text, cut, limit)))
     return _plan(request, specs)
 
 
@@ -245,11 +245,11 @@ def _spec(tensor: _Input) -> InputPlan:
     return InputPlan(name, tensor.datatype, shape, _count(f"'binary_data_size' of input '{name}'", size))
 
 
-def _cut_spec(tensor: _Input, text: Text, cut: CutList, most: int) -> SlicedWork[InputPlan]:
+def _cut_spec(tensor: _Input, text: Text, cut: CutList, limit: int) -> SlicedWork[InputPlan]:
     if "binary_data_size" in tensor.parameters or "shared_memory_region" in tensor.parameters:
         return _spec(tensor)  # raises
     shape = _shape_of(tensor)
-    data = yield from json_tensors.cut_to_bytes(tensor.name, tensor.datatype, shape, text, cut, most)
+    data = yield from json_tensors.cut_to_bytes(tensor.name, tensor.datatype, shape, text, cut, limit)
     return InputPlan(tensor.name, tensor.datatype, shape, len(data), data)
 
 

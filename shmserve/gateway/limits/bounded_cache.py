@@ -12,11 +12,11 @@ class BoundedCache(dict[K, V]):
     """A dict that `put` empties when it is full. Lookups cost no more than in a dict, and the few keys that clients
     repeat are soon cached again."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self._most = most
+        self._size = size
 
     def put(self, key: K, value: V) -> None:
-        if len(self) >= self._most:
+        if len(self) >= self._size:
             self.clear()
         self[key] = value

@@ -223,8 +223,8 @@ class ConnectionShares:
 
     def address(self, named: str) -> str:
         """The address of the caller. `named`: what a header says about it, which counts if a proxy has sent it."""
-        found = self._shares.bounds.proxies.caller(named) if named and self.is_of_proxy else ""
-        return found if network_of(found) else self._peer
+        named_address = self._shares.bounds.proxies.caller(named) if named and self.is_of_proxy else ""
+        return named_address if network_of(named_address) else self._peer
 
     def payer(self, token: str, named: str = "") -> Payer:
         """`token`: the name of the token; "" for a call without one. `named`: what a header says about the caller."""
@@ -300,21 +300,21 @@ class Shares:
         )
 
 
-def share_of_rest(share: float, most: int, total: int, used: int) -> float:
+def share_of_rest(share: float, capacity: int, total: int, used: int) -> float:
     """The total that a party may use if it uses `used` now: a fraction of what all others leave."""
-    return share * (most - total + used)
+    return share * (capacity - total + used)
 
 
-def _is_over(account: ShareAccount, used: int, part: int, total: int, most: int, more: int) -> bool:
+def _is_over(account: ShareAccount, used: int, part: int, total: int, capacity: int, more: int) -> bool:
     """Whether `more` would be too much for an account that uses `used`, `part` of it by this payer, while `total` of
-    `most` is in flight."""
-    limit = share_of_rest(account.share, most, total, used)
+    `capacity` is in flight."""
+    limit = share_of_rest(account.share, capacity, total, used)
     if not used or used + more <= limit:
         return False
     if account.kind == "connection":
         return True
     if not part:
-        return total + more > (1 - account.share) * most
+        return total + more > (1 - account.share) * capacity
     return part + more > account.share * (2 * limit - used + part)
 
 

@@ -33,8 +33,8 @@ class TrustedProxies:
         return bool(self._networks)
 
     def trusts(self, address: str) -> bool:
-        found = parsed_address(address)
-        return found is not None and self._contains(found)
+        parsed = parsed_address(address)
+        return parsed is not None and self._contains(parsed)
 
     def caller(self, named: str) -> str:
         """The address of the caller, from the value of a header; "" if it names none."""
@@ -76,8 +76,8 @@ def is_local(host: str) -> bool:
 def parsed_address(text: str) -> Address | None:
     """An IPv4 address for an IPv6 one that maps it; None if it is no address."""
     try:
-        found = ipaddress.ip_address(text.partition("%")[0])
+        address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return None
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return mapped or found
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address

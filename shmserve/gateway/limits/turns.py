@@ -134,17 +134,17 @@ class ReadTurns:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._turn = 0
-        self._left = READ_BYTES
+        self._remaining = READ_BYTES
         self._share = READ_BYTES
         self._paused: deque[FairReader] = deque()
         self._scheduled = False
 
     def bounded(self, reader: FairReader, space: memoryview) -> memoryview:
         """The part of `space` that the next read may use in this iteration."""
-        left = 0
-        if self._left > 0:
-            left = self._share - reader.read_bytes if reader.read_turn == self._turn else self._share
-        return space[: left if left > BUSY_READ_BYTES else BUSY_READ_BYTES]
+        allowed = 0
+        if self._remaining > 0:
+            allowed = self._share - reader.read_bytes if reader.read_turn == self._turn else self._share
+        return space[: allowed if allowed > BUSY_READ_BYTES else BUSY_READ_BYTES]
 
     def count(self, reader: FairReader, size: int) -> None:
         """Counts bytes that were read, and pauses the connection when its share is used up."""
@@ -152,8 +152,8 @@ class ReadTurns:
             reader.read_turn = self._turn
             reader.read_bytes = 0
         reader.read_bytes += size
-        self._left -= size
-        if reader.read_bytes >= self._share or self._left <= 0:
+        self._remaining -= size
+        if reader.read_bytes >= self._share or self._remaining <= 0:
             reader.pause()
             self._paused.append(reader)
         if not self._scheduled:
@@ -163,7 +163,7 @@ class ReadTurns:
     def _next(self) -> None:
         paused = self._paused
         self._turn += 1
-        self._left = READ_BYTES
+        self._remaining = READ_BYTES
         self._share = max(MIN_BYTES, READ_BYTES // max(1, len(paused)))
         self._scheduled = False
         for _ in range(min(len(paused), READ_BYTES // MIN_BYTES)):

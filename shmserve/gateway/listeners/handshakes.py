@@ -79,14 +79,14 @@ class AddressHandshakes:
 
 
 class Handshakes:
-    """`made` makes the asyncio protocol of a connection, from the address that a PROXY header names. `tls`: None for a
-    listener without TLS. `room`: maximum number of connections in the handshake. `proxies`: those that may send PROXY
+    """`connect` makes the asyncio protocol of a connection, from the address that a PROXY header names. `tls`: None for
+    a listener without TLS. `room`: maximum number of connections in the handshake. `proxies`: those that may send PROXY
     headers; if there are none, no header is expected."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        made: Callable[[str], asyncio.BaseProtocol],
+        connect: Callable[[str], asyncio.BaseProtocol],
         tls: ssl.SSLContext | None,
         patience_s: float,
         goodbye_s: float,
@@ -96,7 +96,7 @@ class Handshakes:
         self.tls = tls
         """The context for handshakes that start from now on."""
         self._loop = loop
-        self._made = made
+        self._connect = connect
         self._patience_s = patience_s
         self._goodbye_s = goodbye_s
         self._room = room
@@ -281,7 +281,7 @@ class Handshakes:
         limits = {"ssl_handshake_timeout": self._patience_s, "ssl_shutdown_timeout": self._goodbye_s}
         try:
             await self._loop.connect_accepted_socket(
-                partial(self._made, arrival.client), arrival.sock, ssl=self.tls, **(limits if self.tls else {})
+                partial(self._connect, arrival.client), arrival.sock, ssl=self.tls, **(limits if self.tls else {})
             )
         except OSError as error:  # caused by the client: no TLS, no valid certificate, too slow, or disconnected
             log.debug("TLS handshake with %s failed: %s", arrival.address, error)

@@ -28,7 +28,7 @@ _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Stops = Annotated[list[str], Meta(max_length=64)]
-_Given = str | list[Any]
+_TextOrList = str | list[Any]
 _FIELD = re.compile(r" - at `\$\.?(.*?)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
 _T = TypeVar("_T")
@@ -96,7 +96,7 @@ _OWN = frozenset((*Sampling.__struct_fields__, "logprobs", "max_completion_token
 
 
 class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
-    prompt: _Given
+    prompt: _TextOrList
     echo: bool | None = None
     best_of: int | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -122,7 +122,7 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
 
 class EmbeddingRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
-    input: _Given
+    input: _TextOrList
     encoding_format: str | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     priority: _Count | None = None
@@ -189,13 +189,13 @@ def max_tokens(request: Sampling) -> int | None:
 
 def sampling(request: Sampling) -> dict[str, Any]:
     """The sampling parameters, without those that are not set."""
-    found: dict[str, Any] = {name: value for name in _SAMPLED if (value := getattr(request, name)) is not None}
+    sampled: dict[str, Any] = {name: value for name in _SAMPLED if (value := getattr(request, name)) is not None}
     for name in request.sampling_parameters or {}:
         if name in _OWN:
             raise BadParameter("sampling_parameters", f"'{name}' must be a field of the request itself")
     if request.structured_outputs is not None:  # a string: request parameters cannot be objects
-        found["structured_outputs"] = msgspec.json.encode(request.structured_outputs).decode()
-    return found | (request.sampling_parameters or {})
+        sampled["structured_outputs"] = msgspec.json.encode(request.structured_outputs).decode()
+    return sampled | (request.sampling_parameters or {})
 
 
 def demanded_calls(request: ChatRequest) -> ForcedCalls | None:
@@ -208,30 +208,30 @@ def demanded_calls(request: ChatRequest) -> ForcedCalls | None:
 
 def request_options(request_id: str, request: Sampling | EmbeddingRequest) -> RequestOptions:
     """The options that the server itself interprets: priority in the queue, and queue timeout in microseconds."""
-    given = {"priority": request.priority, "timeout": request.timeout}
-    return options_of(request_id, {name: value for name, value in given.items() if value is not None})
+    extra = {"priority": request.priority, "timeout": request.timeout}
+    return options_of(request_id, {name: value for name, value in extra.items() if value is not None})
 
 
-def texts_or_tokens(param: str, given: str | list[Any], most: int) -> tuple[list[str], list[list[int]]]:
+def texts_or_tokens(param: str, items: str | list[Any], limit: int) -> tuple[list[str], list[list[int]]]:
     """A prompt or input: texts, or lists of token ids. One of the two lists is empty."""
-    if isinstance(given, str):
-        return [given], []
-    if not given:
+    if isinstance(items, str):
+        return [items], []
+    if not items:
         raise BadParameter(param, f"'{param}' is an empty list")
-    if _is_tokens(given):
-        return [], [given]
-    if len(given) > most:
-        raise BadParameter(param, f"'{param}' has {len(given)} elements; the limit is {most}")
-    if all(type(one) is str for one in given):
-        return given, []
-    if all(type(one) is list and one and _is_tokens(one) for one in given):
-        return [], given
+    if _is_tokens(items):
+        return [], [items]
+    if len(items) > limit:
+        raise BadParameter(param, f"'{param}' has {len(items)} elements; the limit is {limit}")
+    if all(type(one) is str for one in items):
+        return items, []
+    if all(type(one) is list and one and _is_tokens(one) for one in items):
+        return [], items
     text = f"'{param}' is neither a string, a list of strings, a list of token ids, nor a list of such lists"
     raise BadParameter(param, text)
 
 
-def _is_tokens(given: list[Any]) -> bool:
-    return all(type(one) is int and 0 <= one < 2**31 for one in given)
+def _is_tokens(items: list[Any]) -> bool:
+    return all(type(one) is int and 0 <= one < 2**31 for one in items)
 
 
 def _check(request: Sampling) -> None:

@@ -69,13 +69,13 @@ class Embeddings:
 
     def _plans(self) -> Planned[_Text]:
         options = request_options("", self._request)
-        made = 0
+        copied = 0
         for index, text in enumerate(self._texts):
             encoded = text.encode()
             spec = self._model.input.plan(len(encoded).to_bytes(4, "little") + encoded)
-            made += spec.size
-            if made > COPY_BYTES:
-                made = 0
+            copied += spec.size
+            if copied > COPY_BYTES:
+                copied = 0
                 yield None
             yield _Text(self, index), RequestPlan((spec,), 0, options)
 

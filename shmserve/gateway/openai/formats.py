@@ -36,10 +36,14 @@ class TokenLogprobs:
 def logprobs_of(delta: Delta, alternatives: int) -> list[TokenLogprobs]:
     """The model returns an object for each token: token id -> `logprob`, `rank` and `decoded_token`. It contains the
     chosen token and the most probable ones."""
-    given = delta.logprobs or []
-    ids = delta.token_ids if delta.token_ids is not None and len(delta.token_ids) == len(given) else [None] * len(given)
+    model_logprobs = delta.logprobs or []
+    ids = (
+        delta.token_ids
+        if delta.token_ids is not None and len(delta.token_ids) == len(model_logprobs)
+        else [None] * len(model_logprobs)
+    )
     try:
-        return [_token(entries, chosen, alternatives) for entries, chosen in zip(given, ids, strict=True)]
+        return [_token(entries, chosen, alternatives) for entries, chosen in zip(model_logprobs, ids, strict=True)]
     except (AttributeError, KeyError, TypeError, ValueError, StopIteration):
         raise ModelFailed("the output 'logprobs' of the model is not a list of objects, one for each token") from None
 
@@ -105,11 +109,11 @@ class ToolCalls:
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def add(self, given: list[Any]) -> list[dict[str, Any]]:
+    def add(self, pieces: list[Any]) -> list[dict[str, Any]]:
         """Adds complete calls or pieces. Returns them with an index, and the first piece of a call also with an id and
         a type, as streaming clients expect."""
         deltas = []
-        for one in given:
+        for one in pieces:
             if type(one) is not dict or type(one.get("function")) is not dict:
                 raise ModelFailed("the output 'tool_calls' of the model is not a list of tool calls")
             index = one.get("index")
@@ -264,17 +268,17 @@ class CompletionFormat(ResponseFormat):
     object = chunk_object = "text_completion"
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
-        text, found = delta.text, b"null"
+        text, logprobs_json = delta.text, b"null"
         if self.top is not None:
             tokens = logprobs_of(delta, self.top)
-            found = _encode(self._lists(choice, tokens)) if tokens else found
-        if not text and delta.finish is None and found == b"null":
+            logprobs_json = _encode(self._lists(choice, tokens)) if tokens else logprobs_json
+        if not text and delta.finish is None and logprobs_json == b"null":
             return b""
         return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b' % (
             self._start,
             index,
             _encode(text),
-            found,
+            logprobs_json,
             self._finish(choice, delta),
             self._end,
         )
@@ -305,7 +309,7 @@ class CompletionFormat(ResponseFormat):
 
 
 class ChatFormat(ResponseFormat):
-    """`forced`: the tool calls that each choice must consist of. `reads_calls`: they are found in the text."""
+    """`forced`: the tool calls that each choice must consist of. `reads_calls`: they are logprobs_json in the text."""
 
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
@@ -328,20 +332,20 @@ class ChatFormat(ResponseFormat):
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
         delta = self._with_calls(choice, delta)
-        first, found = b"", b"null"
+        first, logprobs_json = b"", b"null"
         if not choice.begun:
             choice.begun = True
-            first = self._chunk(index, b'{"role":"assistant","content":""}', found, found)
+            first = self._chunk(index, b'{"role":"assistant","content":""}', logprobs_json, logprobs_json)
         if self.top is not None:
             tokens = logprobs_of(delta, self.top)
-            found = _encode(chat_logprobs(tokens)) if tokens else found
-        if not delta.text and delta.finish is None and not delta.tool_calls and found == b"null":
+            logprobs_json = _encode(chat_logprobs(tokens)) if tokens else logprobs_json
+        if not delta.text and delta.finish is None and not delta.tool_calls and logprobs_json == b"null":
             return first
         added = b'{"content":%b}' % _encode(delta.text) if delta.text else b"{}"
         if delta.tool_calls:
             calls = choice.tool_calls.add(delta.tool_calls)
             added = _encode({"content": delta.text, "tool_calls": calls} if delta.text else {"tool_calls": calls})
-        return first + self._chunk(index, added, found, self._finish(choice, delta))
+        return first + self._chunk(index, added, logprobs_json, self._finish(choice, delta))
 
     def _with_calls(self, choice: Choice, delta: Delta) -> Delta:
         if self._forced is None or not self._reads_calls or not delta.text:
@@ -357,12 +361,12 @@ class ChatFormat(ResponseFormat):
             raise ModelFailed("the model has called no tool, although 'tool_choice' demands it")
         return "tool_calls" if choice.tool_calls else reason
 
-    def _chunk(self, index: int, delta: bytes, found: bytes, finish: bytes) -> bytes:
+    def _chunk(self, index: int, delta: bytes, logprobs_json: bytes, finish: bytes) -> bytes:
         return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (
             self._start,
             index,
             delta,
-            found,
+            logprobs_json,
             finish,
             self._end,
         )

@@ -67,7 +67,7 @@ class Generation:
         """A part is being taken in slices."""
         self._waiting: dict[_Stream, None] = {}
         """The streams with parts that have arrived meanwhile."""
-        self._made = 0
+        self._uncounted = 0
         """Bytes of the response that are not counted by `hold` yet."""
 
     def begin(self, plans: Iterator[RequestPlan | None], before: list[Echo | None], count: int, apart: int = 1) -> None:
@@ -158,10 +158,10 @@ class Generation:
             self._ended(stream, events)
 
     def _add(self, choice: Choice, delta: Delta) -> None:
-        self._made += self._response.add(choice, delta)
-        if self._made > SLICE_BYTES:
-            self._exchange.hold(self._made)
-            self._made = 0
+        self._uncounted += self._response.add(choice, delta)
+        if self._uncounted > SLICE_BYTES:
+            self._exchange.hold(self._uncounted)
+            self._uncounted = 0
 
     def _echoes(self, stream: _Stream) -> Iterator[None]:
         """Sends the prompt as the first event of each choice, as far as the client reads them."""
@@ -198,9 +198,9 @@ class Generation:
 
     def _reasons(self, first: int) -> list[bytes]:
         """Events for the choices whose finish reason the model has not given: clients expect one."""
-        found = [(index, self._choices[index]) for index in range(first, first + self._count)]
+        choices = [(index, self._choices[index]) for index in range(first, first + self._count)]
         return [
-            self._response.chunk(index, choice, Delta("", "stop")) for index, choice in found if choice.finish is None
+            self._response.chunk(index, choice, Delta("", "stop")) for index, choice in choices if choice.finish is None
         ]
 
     def _send(self, events: list[bytes]) -> None:

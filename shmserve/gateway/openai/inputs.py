@@ -115,17 +115,17 @@ def sampling_of(
 ) -> dict[str, Any]:
     """`logprobs`: number of alternatives for each token; None: no log probabilities. `forced`: the tool calls that the
     text must consist of."""
-    found = bodies.sampling(request)
+    chosen = bodies.sampling(request)
     limit = bodies.max_tokens(request)
-    if limit is None and DEFAULT_MAX_TOKENS in model.parameters and "max_tokens" not in found:
+    if limit is None and DEFAULT_MAX_TOKENS in model.parameters and "max_tokens" not in chosen:
         limit = _default_max_tokens(model)
     if limit is not None:
-        found["max_tokens"] = limit
+        chosen["max_tokens"] = limit
     if logprobs is not None:
-        found["logprobs"] = logprobs
+        chosen["logprobs"] = logprobs
     if isinstance(request, ChatRequest) and MESSAGES not in model.inputs:
-        found |= _structured(request.response_format) if forced is None else _enforced({"json": forced.schema})
-    return found
+        chosen |= _structured(request.response_format) if forced is None else _enforced({"json": forced.schema})
+    return chosen
 
 
 class SamplingInputs:
@@ -142,8 +142,8 @@ class SamplingInputs:
         self._seed: int | None = None
         if apart > 1:
             self._seed = sampling["seed"] if type(sampling.get("seed")) is int else None
-            left_out = ("n",) if self._seed is None else ("n", "seed")
-            self._sampling = {name: value for name, value in sampling.items() if name not in left_out}
+            excluded = ("n",) if self._seed is None else ("n", "seed")
+            self._sampling = {name: value for name, value in sampling.items() if name not in excluded}
         self._text = _encode(self._sampling)
         if len(self._text) > SAMPLING_BYTES:
             raise InvalidRequest(
@@ -178,8 +178,10 @@ class SamplingInputs:
         if self._spec is not None or not (self._sampling or self.differ):
             return self._options
         seed = {} if self._seed is None else {"seed": self._seed + number}
-        given = options_of(self._options.id, {**self._sampling, **seed})
-        return replace(self._options, parameters={**(self._options.parameters or {}), **(given.parameters or {})})
+        request_options = options_of(self._options.id, {**self._sampling, **seed})
+        return replace(
+            self._options, parameters={**(self._options.parameters or {}), **(request_options.parameters or {})}
+        )
 
 
 def _with_seed(text: bytes, seed: int) -> bytes:

@@ -27,10 +27,10 @@ class InputSpec(Struct, frozen=True):
 
     def plan(self, data: bytes | bytearray, count: int = 1) -> InputPlan:
         """The tensor of `count` elements. If several dimensions are variable, the last one gets that size."""
-        shape, left = [], count
+        shape, remaining = [], count
         for dim in reversed(self.shape):
-            shape.append(left if dim < 0 else dim)
-            left = 1 if dim < 0 else left
+            shape.append(remaining if dim < 0 else dim)
+            remaining = 1 if dim < 0 else remaining
         return InputPlan(self.name, self.dtype, tuple(reversed(shape)), len(data), data)
 
 
@@ -100,8 +100,8 @@ def check_name(name: str) -> str:
 def _one(names: Iterable[str], preferred: Iterable[str]) -> str:
     """The only name, or the only preferred one; "" if there is no such name."""
     names = list(names)
-    found = names if len(names) == 1 else [name for name in preferred if name in names]
-    return found[0] if len(found) == 1 else ""
+    candidates = names if len(names) == 1 else [name for name in preferred if name in names]
+    return candidates[0] if len(candidates) == 1 else ""
 
 
 def _inputs(config: Mapping[str, Any]) -> dict[str, InputSpec]:

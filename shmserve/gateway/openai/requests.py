@@ -112,13 +112,13 @@ class OpenAiRequests:
         name = exchange.head.route.model
 
         def show(answer: Any) -> None:
-            found = _listed(answer)
-            if not found:
+            listed = _listed(answer)
+            if not listed:
                 raise NotFound(
                     f"The model '{name[:80]}' does not exist, is not READY, or is declared neither as a language model "
                     "nor as one for embeddings"
                 )
-            exchange.answer(200, [_encode(found[0])])
+            exchange.answer(200, [_encode(listed[0])])
 
         self._query(exchange, BrokerQuery("text_models", model=name), show)
 
@@ -132,7 +132,9 @@ class OpenAiRequests:
                 "n", f"{len(prompts)} prompts with {request.n} choices each; the limit is {bodies.CHOICES} choices"
             )
         response_id = f"cmpl-{_PROCESS}{next(self._ids):08x}"
-        found = CompletionFormat(response_id, int(time.time()), request.model, request.logprobs, _shows_usage(request))
+        response = CompletionFormat(
+            response_id, int(time.time()), request.model, request.logprobs, _shows_usage(request)
+        )
         before = [Echo(text) if request.echo else None for text in prompts.texts] or [None] * len(prompts)
         self._generate(
             exchange,
@@ -141,7 +143,7 @@ class OpenAiRequests:
             prompts.tensors(),
             prompts.bytes,
             before,
-            found,
+            response,
             request.logprobs,
             response_id,
         )
@@ -158,11 +160,13 @@ class OpenAiRequests:
         forced = bodies.demanded_calls(request)
         inputs.check_tools(model, request, forced)
         number = f"{_PROCESS}{next(self._ids):08x}"
-        found = make_format(request, number, forced, TOOL_CALLS not in model.outputs)
+        response = make_format(request, number, forced, TOOL_CALLS not in model.outputs)
 
         def generate(tensors: list[Any]) -> None:
             size = sum([spec.size for spec in tensors])
-            self._generate(exchange, model, request, iter([tensors]), size, [None], found, found.top, found.id, forced)
+            self._generate(
+                exchange, model, request, iter([tensors]), size, [None], response, response.top, response.id, forced
+            )
 
         if MESSAGES not in model.inputs:
             render = partial(self._render, exchange, model, request, generate)
@@ -228,13 +232,13 @@ class OpenAiRequests:
         prompts: Iterator[list[InputPlan]],
         prompt_bytes: int,
         before: list[Echo | None],
-        found: ResponseFormat,
+        response: ResponseFormat,
         logprobs: int | None,
         response_id: str,
         forced: ForcedCalls | None = None,
     ) -> None:
         """`prompts`: the tensors of each prompt, `prompt_bytes` in total."""
-        stream, shows_usage, n = bool(request.stream), found.shows_usage, request.n or 1
+        stream, shows_usage, n = bool(request.stream), response.shows_usage, request.n or 1
         options = bodies.request_options(response_id, request)
         together, apart = (n, 1) if MESSAGES in model.inputs else (1, n)
         sampling = inputs.SamplingInputs(model, inputs.sampling_of(model, request, logprobs, forced), options, apart)
@@ -242,7 +246,7 @@ class OpenAiRequests:
         echoed = n * prompt_bytes if any(before) else 0
         _hold(exchange, len(before) * apart, apart * prompt_bytes + len(before) * apart * sampling.bytes, echoed)
         plans = self._plans(prompts, sampling, inputs.flag_tensors(model, names), apart)
-        generation = Generation(exchange, self._sender, model.name, found, stream)
+        generation = Generation(exchange, self._sender, model.name, response, stream)
         generation.begin(plans, [echo for echo in before for _ in range(apart)], together, apart)
 
     def _plans(
@@ -252,15 +256,15 @@ class OpenAiRequests:
         `Planned`."""
         placed = self._sender.placed_tensors
         shared = None if sampling.differ else (yield from placed(sampling.tensors(0)))
-        made = 0
+        copied = 0
         for prompt in prompts:
             tensors = yield from placed(prompt)
-            made += sum([spec.size for spec in tensors])
+            copied += sum([spec.size for spec in tensors])
             for number in range(apart):
                 own = (yield from placed(sampling.tensors(number))) if shared is None else shared
-                made += sampling.bytes if sampling.is_copied else 0
-                if made > COPY_BYTES:
-                    made = 0
+                copied += sampling.bytes if sampling.is_copied else 0
+                if copied > COPY_BYTES:
+                    copied = 0
                     yield None
                 yield RequestPlan((*tensors, *own, *flags), 0, sampling.options(number))
 

@@ -117,9 +117,9 @@ class PartReader:
             for chunk in JsonScan(memoryview(raw), 0, len(raw)).slices():
                 ends = chunk.brackets[(chunk.depths == 1) & (chunk.steps < 0)]
                 end = chunk.at + int(ends[-1]) + 1 if len(ends) else begin
-                found = _json.decode(b"[%b]" % bytes(raw[begin:end]).lstrip(b", \t\r\n"))
+                values = _json.decode(b"[%b]" % bytes(raw[begin:end]).lstrip(b", \t\r\n"))
                 begin = end
-                yield found
+                yield values
             if bytes(raw[:1]) == b"[" and bytes(raw[begin:]).strip() == b"]":
                 return
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InvalidRequest):
@@ -128,28 +128,28 @@ class PartReader:
 
     def _more(self, tensors: dict[str, tuple[str, Buffer]]) -> list[_More]:
         """What the other outputs have for each choice; adds the numbers of tokens."""
-        found = [_More() for _ in range(self._count)]
+        choices = [_More() for _ in range(self._count)]
         for name, tensor in tensors.items():
             match name:
                 case "finish_reason":
-                    for one, raw in zip(found, self._strings(name, tensor), strict=True):
+                    for one, raw in zip(choices, self._strings(name, tensor), strict=True):
                         one.finish = raw
                 case "logprobs":
-                    for one, raw in zip(found, self._strings(name, tensor), strict=True):
+                    for one, raw in zip(choices, self._strings(name, tensor), strict=True):
                         one.logprobs = raw
                 case "tool_calls":
-                    for one, raw in zip(found, self._strings(name, tensor), strict=True):
+                    for one, raw in zip(choices, self._strings(name, tensor), strict=True):
                         one.tool_calls = raw
                 case "token_ids" if tensor[0] == "BYTES":
-                    for one, raw in zip(found, self._strings(name, tensor), strict=True):
+                    for one, raw in zip(choices, self._strings(name, tensor), strict=True):
                         one.ids = raw
                 case "token_ids" if self._count == 1:
-                    found[0].ids = self._numbers(name, tensor)
+                    choices[0].ids = self._numbers(name, tensor)
                 case models.INPUT_TOKENS:
                     self.usage.prompt = sum(self._numbers(name, tensor))
                 case "num_output_tokens":
                     self.usage.completion = (self.usage.completion or 0) + sum(self._numbers(name, tensor))
-        return found
+        return choices
 
     def _add(self, delta: Delta, more: _More) -> None:
         if more.finish not in _NOT_FINISHED:
@@ -177,29 +177,29 @@ class PartReader:
         dtype, raw = tensor
         if len(raw) > SLICE_BYTES:
             raw = memoryview(raw)  # slicing a view does not copy
-        found: list[Buffer] = []
+        pieces: list[Buffer] = []
         at = 0
         while dtype == "BYTES" and at < len(raw):
             begin = at + 4
             at = begin + int.from_bytes(raw[at:begin], "little")
-            found.append(raw[begin:at])
-        if len(found) != self._count or at > len(raw):
+            pieces.append(raw[begin:at])
+        if len(pieces) != self._count or at > len(raw):
             raise ModelFailed(
-                f"output '{name}' of model '{self._model}' has {len(found)} strings; expected {self._count}, one for "
+                f"output '{name}' of model '{self._model}' has {len(pieces)} strings; expected {self._count}, one for "
                 "each choice"
             )
-        return found
+        return pieces
 
     def _list(self, name: str, raw: Buffer) -> list[Any] | None:
         if raw in _NOT_FINISHED:
             return None
         try:
-            found = _json.decode(raw)
+            text = _json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            found = ""
-        if not (found is None or type(found) is list):
+            text = ""
+        if not (text is None or type(text) is list):
             raise ModelFailed(f"output '{name}' of model '{self._model}' is not a JSON list")
-        return found
+        return text
 
     def _numbers(self, name: str, tensor: tuple[str, Buffer]) -> list[int]:
         dtype, raw = tensor

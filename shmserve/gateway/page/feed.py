@@ -171,13 +171,13 @@ class PageFeed:
     def make_room(self, caller: str) -> None:
         """Raises Unavailable if the caller has too many streams. If there are too many, but the caller has few of them,
         the oldest one of the caller with the most ends."""
-        mine = self._callers[caller]
-        if caller and mine >= CALLER_VIEWERS:
-            raise Unavailable(f"{mine} pages of this caller are open, the limit; close one of them")
+        count_of_caller = self._callers[caller]
+        if caller and count_of_caller >= CALLER_VIEWERS:
+            raise Unavailable(f"{count_of_caller} pages of this caller are open, the limit; close one of them")
         if len(self._viewers) < VIEWERS:
             return
         name, count = max(self._callers.items(), key=itemgetter(1))
-        if mine + 1 >= count:
+        if count_of_caller + 1 >= count:
             raise Unavailable(f"{VIEWERS} pages are open at this gateway, the limit; close one of them")
         next(viewer for viewer in self._viewers if viewer.caller == name).stop()
 

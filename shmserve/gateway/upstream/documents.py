@@ -104,7 +104,7 @@ class Arguments(Struct):
     settings: dict[str, Any] | None = None
 
 
-def query_of(route: Route, given: Arguments, regions: Regions, caller: Caller) -> BrokerQuery | FixedDocument:
+def query_of(route: Route, arguments: Arguments, regions: Regions, caller: Caller) -> BrokerQuery | FixedDocument:
     """The query, or the document if no query is needed. Raises the errors that the client receives."""
     model, version = route.model, route.version
     match route.action:
@@ -118,19 +118,19 @@ def query_of(route: Route, given: Arguments, regions: Regions, caller: Caller) -
         case Action.MODEL_METADATA | Action.CONFIG | Action.STATISTICS | Action.TRACE | Action.LOG:
             return BrokerQuery(route.action.row.query, _same, model, version)
         case Action.MODELS:
-            return BrokerQuery("models", _index(given.only_ready))
+            return BrokerQuery("models", _index(arguments.only_ready))
         case Action.LOAD:
-            operation, body = _loading(model, given)
+            operation, body = _loading(model, arguments)
             return BrokerQuery(operation, _nothing, model, body=body, failed=_not_loaded(model))
         case Action.UNLOAD:
-            body = of_unload(given.unload_dependents, False, given.force, None)
+            body = of_unload(arguments.unload_dependents, False, arguments.force, None)
             return BrokerQuery("unload", _nothing, model, body=body, failed=_was_not_there)
         case Action.SET_TRACE | Action.SET_LOG:
-            return BrokerQuery(route.action.row.query, _same, model, body=of_json(given.settings or {}))
+            return BrokerQuery(route.action.row.query, _same, model, body=of_json(arguments.settings or {}))
         case Action.MEMORY_STATUS:
             return FixedDocument(regions.status(route.kind, model))
         case Action.MEMORY_REGISTER:
-            regions.register(model, given.order or Registration("", 0), caller)
+            regions.register(model, arguments.order or Registration("", 0), caller)
             return FixedDocument(None)
         case Action.MEMORY_UNREGISTER:
             regions.unregister(route.kind, model, caller)
@@ -206,15 +206,15 @@ def _not_loaded(model: str) -> Callable[[ServeError], Any]:
 
 def _index(only_ready: bool) -> Callable[[Any], Any]:
     def show(answer: Any) -> Any:
-        found = []
+        matching = []
         for model in answer:
             if only_ready and model["state"] != "READY":
                 continue
             if model["state"]:
-                found.append({name: model[name] for name in ("name", "version", "state", "reason")})
+                matching.append({name: model[name] for name in ("name", "version", "state", "reason")})
             else:
-                found.append({"name": model["name"]})
-        return found
+                matching.append({"name": model["name"]})
+        return matching
 
     return show
 
@@ -257,13 +257,13 @@ def arguments_of(route: Route, body: bytes) -> Arguments:
         case Action.LOAD:
             return _of_load(_read(_Load, body).parameters)
         case Action.UNLOAD:
-            given = _read(_Unload, body).parameters
-            return Arguments(unload_dependents=given.unload_dependents, force=given.force)
+            values = _read(_Unload, body).parameters
+            return Arguments(unload_dependents=values.unload_dependents, force=values.force)
         case Action.MEMORY_REGISTER if route.kind == "system":
             return Arguments(order=_read(Registration, body or b"{}"))
         case Action.MEMORY_REGISTER:
-            found = _read(_DeviceOrder, body or b"{}")
-            return Arguments(order=DeviceOrder(handle_of(found.raw_handle.b64), found.device_id, found.byte_size))
+            query = _read(_DeviceOrder, body or b"{}")
+            return Arguments(order=DeviceOrder(handle_of(query.raw_handle.b64), query.device_id, query.byte_size))
         case Action.SET_TRACE | Action.SET_LOG:
             if len(body) > _SETTINGS_BYTES:
                 raise InvalidRequest(f"the settings have {len(body)} bytes; the limit is {_SETTINGS_BYTES}")
@@ -337,12 +337,12 @@ def versions_of_load(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def _loading(model: str, given: Arguments) -> tuple[str, Body]:
+def _loading(model: str, arguments: Arguments) -> tuple[str, Body]:
     try:
-        if given.files and given.config is None:
+        if arguments.files and arguments.config is None:
             raise InvalidRequest(
                 "files require the parameter 'config', as the repository is not read for a model that is sent"
             )
-        return loading(given.config, given.files, given.previous, given.versions)
+        return loading(arguments.config, arguments.files, arguments.previous, arguments.versions)
     except InvalidRequest as error:
         raise BadLoad(model, error) from error

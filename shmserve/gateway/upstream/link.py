@@ -85,14 +85,14 @@ def _buffers(tensor: Tensor, memory: SessionMemory) -> list[Buffer]:
         return []  # the output is in the client's region
     dropped = memory.drops.dropped
     buffers: list[Buffer] = []
-    left = list(data)
+    remaining = list(data)
     try:
-        while left:
-            handle = left[0]
+        while remaining:
+            handle = remaining[0]
             buffers.append(memory.mapped.view(handle, _BYTE, (handle.size,), on_drop=dropped).data)
-            del left[0]
+            del remaining[0]
     except BaseException:
-        for handle in left:
+        for handle in remaining:
             dropped(handle)
         raise
     return buffers

@@ -85,12 +85,12 @@ class Region:
         place.check(self.name, self.order.byte_size)
 
     def read_into(self, place: RegionSlice, target: Any) -> None:
-        at, left = self.order.offset + place.offset, memoryview(target)
-        while len(left):
-            count = os.preadv(self._descriptor, [left], at)
+        at, remaining = self.order.offset + place.offset, memoryview(target)
+        while len(remaining):
+            count = os.preadv(self._descriptor, [remaining], at)
             if not count:
                 raise self._shorter()
-            at, left = at + count, left[count:]
+            at, remaining = at + count, remaining[count:]
 
     def write(self, place: RegionSlice, parts: Sequence[Buffer]) -> None:
         at = self.order.offset + place.offset
@@ -98,10 +98,10 @@ class Region:
         if os.fstat(self._descriptor).st_size < end:  # writing past the end would extend the file
             raise self._shorter()
         for part in parts:
-            left = memoryview(part)
-            while len(left):
-                count = os.pwrite(self._descriptor, left, at)
-                at, left = at + count, left[count:]
+            remaining = memoryview(part)
+            while len(remaining):
+                count = os.pwrite(self._descriptor, remaining, at)
+                at, remaining = at + count, remaining[count:]
 
     def _shorter(self) -> InvalidRequest:
         return InvalidRequest(f"region '{self.name}' is smaller than when it was registered")

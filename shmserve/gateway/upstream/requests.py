@@ -156,33 +156,33 @@ def ask(link: GatewayLink, payer: Payer, ticket: Charge, query: BrokerQuery) -> 
 class _Learning(Ticket):
     """Finds out whether workers can write the outputs of a model into regions: for an ensemble they cannot."""
 
-    __slots__ = ("_found", "_key")
+    __slots__ = ("_key", "_known")
 
-    def __init__(self, found: dict[tuple[str, str], bool], key: tuple[str, str]) -> None:
-        self._found = found
+    def __init__(self, known: dict[tuple[str, str], bool], key: tuple[str, str]) -> None:
+        self._known = known
         self._key = key
 
     def settle(self, answer: Any) -> None:
-        self._found[self._key] = "ensemble_scheduling" not in answer
+        self._known[self._key] = "ensemble_scheduling" not in answer
 
     def fail(self, error: ServeError) -> None:
-        self._found.pop(self._key, None)
+        self._known.pop(self._key, None)
 
 
 class _LearningOutputs(Ticket):
     """Finds out which outputs a model has."""
 
-    __slots__ = ("_found", "_key")
+    __slots__ = ("_key", "_known")
 
-    def __init__(self, found: BoundedCache[tuple[str, str], list[str]], key: tuple[str, str]) -> None:
-        self._found = found
+    def __init__(self, known: BoundedCache[tuple[str, str], list[str]], key: tuple[str, str]) -> None:
+        self._known = known
         self._key = key
 
     def settle(self, answer: Any) -> None:
-        self._found.put(self._key, [output["name"] for output in answer.get("output", ())])
+        self._known.put(self._key, [output["name"] for output in answer.get("output", ())])
 
     def fail(self, error: ServeError) -> None:
-        self._found.pop(self._key, None)
+        self._known.pop(self._key, None)
 
 
 class RequestSender:

@@ -78,7 +78,7 @@ class ZmqTcpListener:
         self._of_keys: Counter[str] = Counter()
         self._connections: set[int] = set()
         """Descriptors of connections, including those in the handshake."""
-        self._most = min(2 * limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._max_connections = min(2 * limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._port = 0
         self._dropped: dict[bytes, int] = {}
         """Identities of disconnected clients whose connection still exists -> its descriptor."""
@@ -101,8 +101,8 @@ class ZmqTcpListener:
         router.setsockopt(zmq.ZAP_DOMAIN, b"shmserve")
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # For a frame above this size, libzmq can only close the connection; a smaller one can be refused with a text.
-        most = max(TCP_FRAME_BYTES, self.limits.input_bytes) + PACKET_BYTES
-        router.setsockopt(zmq.MAXMSGSIZE, most)
+        message_bytes = max(TCP_FRAME_BYTES, self.limits.input_bytes) + PACKET_BYTES
+        router.setsockopt(zmq.MAXMSGSIZE, message_bytes)
         router.setsockopt(zmq.SNDHWM, QUEUE)
         router.setsockopt(zmq.RCVHWM, QUEUE)
         router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -181,7 +181,7 @@ class ZmqTcpListener:
             event, value = _EVENT.unpack(zmq_frames.receive(self._monitor)[0])
             if event == zmq.EVENT_ACCEPTED:
                 self._connections.add(value)
-                if len(self._connections) > self._most:
+                if len(self._connections) > self._max_connections:
                     self._cut(value)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._disconnected(value)
@@ -193,9 +193,9 @@ class ZmqTcpListener:
         directly, and libzmq notices. The descriptor may have been reused: then its port differs, or it is itself an
         excess connection."""
         try:
-            with socket.socket(fileno=os.dup(connection)) as found:
-                if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] == self._port:
-                    found.shutdown(socket.SHUT_RDWR)
+            with socket.socket(fileno=os.dup(connection)) as excess:
+                if excess.family in (socket.AF_INET, socket.AF_INET6) and excess.getsockname()[1] == self._port:
+                    excess.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # it has already ended
         self.refused += 1
@@ -236,7 +236,7 @@ class ZmqTcpListener:
         self._dropped.pop(identity, None)
         entry = self._allowed.entries.get(key)
         peer = Peer(self, identity, connection, key, entry or NO_ENTRY, address)
-        limits, mine = self.limits, self._of_keys[key]
+        limits, of_key = self.limits, self._of_keys[key]
         count = len(self._peers)
         self._peers[identity] = self._by_connection[connection] = peer
         self._of_keys[key] += 1
@@ -244,9 +244,9 @@ class ZmqTcpListener:
             peer.revoked()
         elif count >= limits.connections:
             peer.goodbye(Unavailable(f"{count} clients are connected, the limit (connections); retry later"))
-        elif mine >= limits.key_connections:
+        elif of_key >= limits.key_connections:
             peer.goodbye(
-                Unavailable(f"{mine} clients are connected with this key, the limit (key_connections); close some")
+                Unavailable(f"{of_key} clients are connected with this key, the limit (key_connections); close some")
             )
         return None if peer.gone else peer
 

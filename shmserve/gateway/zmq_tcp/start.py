@@ -25,14 +25,14 @@ _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
 def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqTcpListener] | None:
     """Returns the function that builds the listener, or None if the endpoint is disabled. Raises Misuse and
     Unsupported."""
-    given = [f"--{name}" for name in ("zmq-server-key", "zmq-keys") if getattr(args, name.replace("-", "_"))]
+    options = [f"--{name}" for name in ("zmq-server-key", "zmq-keys") if getattr(args, name.replace("-", "_"))]
     if args.zmq_address is None:
-        if given:
+        if options:
             raise Misuse(
-                f"{' and '.join(given)} without --zmq-address: set the listen address, e.g. tcp://127.0.0.1:8790"
+                f"{' and '.join(options)} without --zmq-address: set the listen address, e.g. tcp://127.0.0.1:8790"
             )
         return None
-    if len(given) < 2:
+    if len(options) < 2:
         raise Misuse(
             "--zmq-address needs --zmq-server-key and --zmq-keys: every client needs a key; "
             "`shmserve keygen` creates keys"

@@ -49,10 +49,10 @@ class ClientCuda:
     def device_of(self, address: int) -> int:
         """The device on which an address lies."""
         try:
-            found: int = self._runtime.pointerGetAttributes(address).device
+            number: int = self._runtime.pointerGetAttributes(address).device
         except self._error as error:
             raise _failure(error) from error
-        return found
+        return number
 
     def extent(self, device: int, size: int) -> CudaExtent:
         """Allocate at least `size` bytes, in whole allocation units of the driver: a unit is exported as a whole."""
@@ -70,8 +70,8 @@ class ClientCuda:
     def stream(self, device: int) -> int:
         """A new stream that does not synchronise with the caller's streams."""
         with self.on(device) as runtime:
-            made: int = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
-        return made
+            handle: int = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
+        return handle
 
     def end_stream(self, device: int, stream: int) -> None:
         with self.on(device) as runtime:

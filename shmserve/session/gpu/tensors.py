@@ -173,8 +173,8 @@ class Devices:
     def locate(self, source: DeviceRef) -> Handle | None:
         """A handle to an array in the session's own memory, else None."""
         arena = self._arenas.get(source.device)
-        found = arena.locate(source.address, source.nbytes) if arena is not None else None
-        return Handle(*found, source.nbytes) if found is not None else None
+        location = arena.locate(source.address, source.nbytes) if arena is not None else None
+        return Handle(*location, source.nbytes) if location is not None else None
 
     # ------------------------------------------------------------------------------------ bytes
 
@@ -187,13 +187,13 @@ class Devices:
     def export(self, source: DeviceRef) -> Handle:
         """A handle for workers: to the array in place, or to a copy of it on the device."""
         self.synchronize(source)
-        found = self.locate(source)
-        if found is None:
+        shared = self.locate(source)
+        if shared is None:
             block = source.block = self._allocate(source.device, source.nbytes)
             self._copy(source.device, block.address, source.address, source.nbytes, "within")
             source.address, source.owner = block.address, None
-            found = block.handle()
-        return found
+            shared = block.handle()
+        return shared
 
     def fetch(self, source: DeviceRef) -> Array:
         array = np.empty(source.shape, source.dtype)
@@ -239,7 +239,7 @@ class Devices:
                 partial(self._make, device),
                 limit_bytes=self._limit,
                 announce=self._announce,
-                knob="memory_bytes of the client",
+                setting="memory_bytes of the client",
                 numbers=announcements.numbers,
                 what="GPU memory",
             )

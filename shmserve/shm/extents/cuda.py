@@ -38,13 +38,13 @@ def uuid_bytes(text: str) -> bytes:
         raise InvalidRequest(f"'{text[:60]}' is not the UUID of a GPU") from None
 
 
-def slice_uuid(found: bytes, visible: str) -> bytes:
-    """Returns the UUID of a process's device. `found`: the UUID from CUDA's runtime, which may be that of the whole GPU
-    if the device is a MIG slice; then `visible`, the process's CUDA_VISIBLE_DEVICES, names the slice. Slices of one GPU
-    do not share memory."""
+def slice_uuid(device: bytes, visible: str) -> bytes:
+    """Returns the UUID of a process's device. `device`: the UUID from CUDA's runtime, which may be that of the whole
+    GPU if the device is a MIG slice; then `visible`, the process's CUDA_VISIBLE_DEVICES, names the slice. Slices of one
+    GPU do not share memory."""
     first = visible.partition(",")[0].strip()
     if not first.startswith("MIG-") or len(first) != len("MIG-") + UUID_TEXT:
-        return found
+        return device
     return uuid_bytes(first)
 
 

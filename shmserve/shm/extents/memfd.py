@@ -31,9 +31,9 @@ def create(size: int, seal_future_write: bool = False) -> MemfdExtent:
 
 def create_cold(size: int, promised: int) -> MemfdExtent:
     """Creates a sealed extent whose pages must be warmed before use. `promised`: cold bytes of other extents."""
-    made = _create(size, False, promised)
-    made.cold = True
-    return made
+    extent = _create(size, False, promised)
+    extent.cold = True
+    return extent
 
 
 def _create(size: int, seal_future_write: bool, promised: int | None) -> MemfdExtent:

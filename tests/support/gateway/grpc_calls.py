@@ -101,7 +101,7 @@ class Case:
         link: Any = self.link
         roles = {"infer", "observe", "operate"}
         forward: Any = Forward()
-        self.services = Services(link, 16 << 20, EndpointAccess(roles, knob="--grpc-roles"), Regions(False), forward)
+        self.services = Services(link, 16 << 20, EndpointAccess(roles, option="--grpc-roles"), Regions(False), forward)
         self.stream = Stream(f"/{service}/{method}", **metadata)
         stream: Any = self.stream
         self.call: Any = Methods(self.services)(stream)

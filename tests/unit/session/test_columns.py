@@ -42,7 +42,7 @@ BATCH = 64
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "LEAST", 2)
+    monkeypatch.setattr(columns, "MIN_REQUESTS", 2)
 
 
 def tensor(name: str, rows: int, width: int, fill: int = 0) -> Tensor:
@@ -346,7 +346,7 @@ def test_single_answers_and_replies_instead_of_rows() -> None:
 
 
 def test_few_requests_are_sent_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "LEAST", 24)
+    monkeypatch.setattr(columns, "MIN_REQUESTS", 24)
     messages = [Infer(number, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)) for number in range(1, 25)]
     assert in_batches(messages[:23], 64) == messages[:23]
     (batch,) = in_batches(messages, 64)

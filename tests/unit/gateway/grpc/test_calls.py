@@ -101,7 +101,7 @@ def test_a_query_over_its_share_is_refused_and_not_cancelled(method: str, servic
 
 def test_a_role_that_depends_on_the_message_is_checked() -> None:
     reads, case = Case("TraceSetting"), Case("TraceSetting")
-    reads.services.access = case.services.access = EndpointAccess({"infer", "observe"}, knob="--grpc-roles")
+    reads.services.access = case.services.access = EndpointAccess({"infer", "observe"}, option="--grpc-roles")
     reads.call.message(b"")
     assert reads.link.asked[0][1][0] == "trace"
     with pytest.raises(RpcError, match="operate") as caught:

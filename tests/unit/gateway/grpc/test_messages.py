@@ -385,7 +385,9 @@ def test_access_is_denied_before_a_message_is_read() -> None:
     actions = {name: rpc.action for name, rpc in RPCS.items()} | {"ModelInfer": INFER, "ModelStreamInfer": INFER}
     paths = {f"/{INFERENCE}/{name}": action for name, action in actions.items()} | {f"/{HEALTH}/Check": Action.READY}
     for roles in (set(some) for count in range(4) for some in itertools.combinations(ROLES, count)):
-        methods: Any = Methods(Services(nothing, 16 << 20, EndpointAccess(roles, knob="--grpc-roles"), Regions(False)))
+        methods: Any = Methods(
+            Services(nothing, 16 << 20, EndpointAccess(roles, option="--grpc-roles"), Regions(False))
+        )
         for path, action in paths.items():
             if roles & set(action.row.roles):
                 methods(Stream(path))

@@ -128,12 +128,12 @@ def test_responses_wait_until_the_client_reads() -> None:
 
 def test_the_stream_is_paused_at_many_requests() -> None:
     case = Case("ModelStreamInfer")
-    tickets = [case.ask() for _ in range(grpc_stream.MOST)]
+    tickets = [case.ask() for _ in range(grpc_stream.LIVE_REQUESTS)]
     assert case.stream.paused
     for count, ticket in enumerate(tickets, 1):
         ticket.settle(reply("a"))
-        assert case.stream.paused is (grpc_stream.MOST - count > grpc_stream.MOST // 2)
-    assert len(case.answers()) == grpc_stream.MOST
+        assert case.stream.paused is (grpc_stream.LIVE_REQUESTS - count > grpc_stream.LIVE_REQUESTS // 2)
+    assert len(case.answers()) == grpc_stream.LIVE_REQUESTS
 
 
 def test_a_cancelled_stream_cancels_its_requests() -> None:
