@@ -50,12 +50,22 @@ class Prepared:
         self.base = base
 
 
-class AgentChains:
-    """`log` is called with a line that an agent has printed, and the model's name."""
+def _now(work: Callable[[], None]) -> None:
+    work()
 
-    def __init__(self, place: Path, settings: AgentSettings, log: Callable[[str, str], None]) -> None:
-        self.discard: Callable[[Callable[[], None]], None] = lambda work: work()
-        """Runs work in the thread that reads models; may be called in any thread."""
+
+class AgentChains:
+    """`log` is called with a line that an agent has printed, and the model's name. `discard` runs work in the thread
+    that reads models; it is called in any thread."""
+
+    def __init__(
+        self,
+        place: Path,
+        settings: AgentSettings,
+        log: Callable[[str, str], None],
+        discard: Callable[[Callable[[], None]], None] = _now,
+    ) -> None:
+        self._discard = discard
         self._place = place
         self._settings = settings
         self._log = log
@@ -136,7 +146,7 @@ class AgentChains:
     # ------------------------------------------------------------------------------------ the end
 
     def _drop(self, home: Path, name: str, base: Generation | None) -> None:
-        self.discard(partial(self._unload, home, name, base))
+        self._discard(partial(self._unload, home, name, base))
 
     def _unload(self, home: Path, name: str, _base: Generation | None) -> None:
         """`_base` exists until the agents have been told."""

@@ -78,12 +78,16 @@ class Generation:
         self.pins = pins
 
 
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 class Generations:
     """Creates generations, each in its own directory below `place`."""
 
-    def __init__(self, place: Path, sizes: Sizes = DEFAULT) -> None:
-        self.discard: Callable[[Path], None] = lambda home: shutil.rmtree(home, ignore_errors=True)
-        """Removes a directory; may be called in any thread."""
+    def __init__(self, place: Path, sizes: Sizes = DEFAULT, discard: Callable[[Path], None] = _remove) -> None:
+        """`discard` removes a directory; it is called in any thread."""
+        self._discard = discard
         self.place = place
         self._sizes = sizes
         self._made: weakref.WeakValueDictionary[tuple[object, ...], Generation] = weakref.WeakValueDictionary()
@@ -125,7 +129,7 @@ class Generations:
             try:
                 _FullCopy(folder, home / folder.name, stopping).run()
             except BaseException as error:
-                self.discard(home)
+                self._discard(home)
                 if isinstance(error, FileNotFoundError):
                     raise FilesChanged(folder.name) from error
                 raise
@@ -171,7 +175,7 @@ class Generations:
             os.close(descriptor)
         with self._lock:
             self._used -= room
-        self.discard(home)
+        self._discard(home)
 
 
 class _Mirror:

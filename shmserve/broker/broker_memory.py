@@ -24,7 +24,7 @@ class BrokerMemory:
     def __init__(
         self, segments: Segments, frames_bytes: int, cache_bytes: int, announce: Callable[[Map], object]
     ) -> None:
-        self._segments = segments
+        self.segments = segments
         self._numbers = count(1)
         self._announce = announce
         self._cache_bytes = cache_bytes
@@ -43,7 +43,7 @@ class BrokerMemory:
 
     def _lend(self, arena: Arena, segment: Segment, audience: str) -> Map:
         message = segment.map(audience)
-        self._segments.lend(message, segment.fd)
+        self.segments.lend(message, segment.fd)
         self._arenas_by_segment[segment.id] = arena
         return message
 
@@ -53,7 +53,7 @@ class BrokerMemory:
         pieces = []
         for part in parts:
             arena = self._arenas_by_segment.get(part.segment) if not part.segment >> OWNER_SHIFT else None
-            data = self._segments.copy(part) if arena is None else bytes(arena.memory(part))
+            data = self.segments.copy(part) if arena is None else bytes(arena.memory(part))
             if data is None:
                 return None
             pieces.append(data)

@@ -15,7 +15,7 @@ from shmserve.broker.observability.model_metrics import ModelCounters
 from shmserve.broker.processes.cgroups import take_over_own_group
 from shmserve.broker.processes.memory_meter import MemoryMeter
 from shmserve.broker.processes.process_memory import ProcessMemory
-from shmserve.broker.processes.workers import Workers, WorkerSettings
+from shmserve.broker.processes.workers import WorkerHost, Workers, WorkerSettings
 from shmserve.core import events
 from shmserve.core.effects import Spawn
 from shmserve.core.internal_errors import INTERNAL_ERROR
@@ -25,8 +25,8 @@ from shmserve.protocol.worker_messages import Counted, LoadFailed
 
 
 class InstanceWorkers:
-    """Adds the link of each worker to `links`. `put` passes an event to the core. `deliver`, `exited`, `settings` and
-    `other_children` are passed to Workers."""
+    """Adds the link of each worker to `links`. `put` passes an event to the core. `settings` and `other_children` are
+    passed to Workers."""
 
     def __init__(
         self,
@@ -35,8 +35,6 @@ class InstanceWorkers:
         catalog: Catalog,
         links: dict[int, Any],
         put: Callable[[Any], None],
-        deliver: Callable[[int, list[Any], list[int]], None],
-        exited: Callable[[int, int, str, str, str], None],
         settings: WorkerSettings,
         other_children: Set[int],
     ) -> None:
@@ -44,7 +42,7 @@ class InstanceWorkers:
         self._catalog = catalog
         self._links = links
         self._put = put
-        self._workers = Workers(loop, deliver, exited, log_record, settings, take_over_own_group(), other_children)
+        self._workers = Workers(loop, log_record, settings, take_over_own_group(), other_children)
         self._counters = ModelCounters(lambda name: any(one.model == name for one, _ in state.instances.values()))
         self._meter: MemoryMeter | None = None
         """None without memory budgets."""
@@ -70,11 +68,11 @@ class InstanceWorkers:
 
     # ------------------------------------------------------------------------------------ effects
 
-    def spawn(self, effect: Spawn) -> None:
+    def spawn(self, effect: Spawn, host: WorkerHost) -> None:
         """Starts a worker. Any failure leads to an Exited event, because the core expects one for each Spawn."""
         reason = f"{INTERNAL_ERROR} while starting its process"
         try:
-            self._start(effect)
+            self._start(effect, host)
             reason = ""
         except OSError as error:
             reason = f"cannot start a process: {error.strerror}"
@@ -84,11 +82,11 @@ class InstanceWorkers:
             elif reason:
                 self._workers.kill(effect.peer, reason)
 
-    def _start(self, effect: Spawn) -> None:
+    def _start(self, effect: Spawn, host: WorkerHost) -> None:
         load, descriptor = self._catalog.load_order(effect)
         try:
             resources, folders = self._catalog.worker_resources(effect), self._catalog.copied_folders(effect)
-            worker = self._workers.spawn(effect, resources, folders)
+            worker = self._workers.spawn(effect, host, resources, folders)
             self._links[effect.peer] = worker.link
             worker.link.send_now([load], [descriptor])
             if self._meter is not None:

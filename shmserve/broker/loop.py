@@ -10,44 +10,35 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmserve.broker.admin.answers import QueryAnswers
-from shmserve.broker.admin.queries import Control
-from shmserve.broker.admin.readiness_probes import Probes
 from shmserve.broker.broker_memory import BrokerMemory
 from shmserve.broker.instance_workers import InstanceWorkers
 from shmserve.broker.leases import Leases
-from shmserve.broker.link import PeerLink, close_all
+from shmserve.broker.link import close_all
 from shmserve.broker.listeners.access import AccessRules, Principal
 from shmserve.broker.listeners.client_link import ClientLink
 from shmserve.broker.listeners.fair_turns import ClientTurns
 from shmserve.broker.listeners.lane import OWN_DESCRIPTORS, LaneListener, open_to_group, raise_descriptor_limit
 from shmserve.broker.listeners.output_backlog import OutputBacklog
 from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter
-from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.operations import ClientOperations
-from shmserve.broker.models.remote import RemoteModels
 from shmserve.broker.observability import logs
 from shmserve.broker.observability.logs import log_record
-from shmserve.broker.observability.metric_settings import MetricSettings
-from shmserve.broker.observability.metrics import Metrics
-from shmserve.broker.processes.workers import WorkerSettings
-from shmserve.broker.segments import Segments
+from shmserve.broker.peers import Peers
 from shmserve.core import effects, events
 from shmserve.core.core import Core
 from shmserve.core.effects import Effect, Send
-from shmserve.core.events import Event
 from shmserve.core.internal_errors import INTERNAL_ERROR
 from shmserve.core.state import WORKERS_FROM
-from shmserve.core.states import VersionState
 from shmserve.errors import ServeError
 from shmserve.paths import BROKER, LANE
 from shmserve.protocol import codec
-from shmserve.protocol.messages import PACKET_MESSAGES, Answer, ClientMessage, Fail, Hello, Map, Part, Ping, Reply
+from shmserve.protocol.messages import PACKET_MESSAGES, ClientMessage, Hello, Map, Part, Ping, Reply
 from shmserve.protocol.worker_messages import Counted, Loaded, Probed, Trim
 from shmserve.repo.storage.generation import ALL_DESCRIPTORS
 from shmserve.system.loop_polling import LoopPolling
@@ -60,81 +51,61 @@ PING_S = 10.0
 _client_codec = codec.Codec(ClientMessage, PACKET_MESSAGES)
 
 
+class BrokerSettings(NamedTuple):
+    """`traced` is called with the trace of each completed request that was sampled."""
+
+    runtime_dir: Path
+    access: AccessRules
+    busy_poll_ns: int
+    traced: Callable[[effects.Traced], None]
+
+
 class Broker:
     def __init__(
         self,
         loop: Any,
         core: Core,
-        catalog: Catalog,
-        control: Control,
-        *,
-        runtime_dir: Path,
-        arena_bytes: int,
-        access: AccessRules,
-        workers: WorkerSettings,
-        metrics: MetricSettings,
-        mode: str,
-        overrides_dir: Path,
-        other_children: Set[int],
-        busy_poll_ns: int = 0,
-        triton_compatible: bool = False,
-        remote: RemoteModels | None = None,
+        peers: Peers,
+        memory: BrokerMemory,
+        workers: InstanceWorkers,
+        operations: ClientOperations,
+        answers: QueryAnswers,
+        settings: BrokerSettings,
     ) -> None:
-        """`mode`, `overrides_dir` and `remote` apply to load calls. `other_children`: a live set of
-        the pids of child processes that other code reaps."""
-        self.core = core
-        self.operations = ClientOperations(
-            loop, core, catalog, self.put, self.send_to, overrides_dir, mode, triton_compatible, remote
-        )
-        self.traced: Callable[[effects.Traced], None] = lambda effect: None
-        """Called with the trace of each completed request that was sampled."""
-        self.on_turn: Callable[[], None] | None = None
-        """Called after each turn until the initial loading has finished."""
+        self._core = core
         self._loop = loop
-        self._polling = LoopPolling(loop, busy_poll_ns)
-        self._catalog = catalog
-        self._segments = Segments()
-        limits = core.state.limits
-        self._memory = BrokerMemory(self._segments, arena_bytes, limits.cache_bytes, self._own_segment)
-        core.copy_with(self._memory, time.monotonic_ns)
-        self.read = self._memory.read
-        self._probes = Probes(loop, self.send_to)
-        self._answers = QueryAnswers(control, self._probes, self.operations, self.send_to, core.roles_of)
-        self._links: dict[int, PeerLink | ZmqOutbox] = {}
-        hooks = self.put, self._deliver, self._worker_exited
-        self.workers = InstanceWorkers(loop, core.state, catalog, self._links, *hooks, workers, other_children)
-        server_metrics = Metrics(
-            core.state,
-            self._memory.frames,
-            arena_bytes,
-            self.workers.process_of,
-            self.workers.memory.bytes_of,
-            control.server_ready,
-            metrics,
-        )
-        control.metrics += [server_metrics.text, self.workers.metrics]
-        self._peers = count(1)
-        self._leases = Leases(self._links, self._put_from, self.workers.kill)
-        self._dirty: dict[PeerLink | ZmqOutbox, None] = {}
-        self._inbox: list[Event] = []
-        self._turn_is_due = False
-        self._turns = ClientTurns(self._schedule)
+        self._peers = peers
+        self._inbox = peers.inbox
+        self._links = peers.links
+        self._memory = memory
+        self._segments = memory.segments
+        self._workers = workers
+        self._operations = operations
+        self._answers = answers
+        self._polling = LoopPolling(loop, settings.busy_poll_ns)
+        self._numbers = count(1)
+        self._leases = Leases(self._links, self._inbox.put_from, workers.kill)
+        self._turns = ClientTurns(self._inbox.wake)
         self._backlog = OutputBacklog(core.state.limits.outbox_bytes, self._backlog_changed)
         self._executing = False
         self._timer: Any = None
         self._timer_at = 0
         self._forgotten: list[int] = []
-        raise_descriptor_limit(limits.connections + limits.segments + OWN_DESCRIPTORS + ALL_DESCRIPTORS)
-        self._outbox_bytes = limits.client_outbox_bytes
-        self._listen(runtime_dir, access)
+        self._on_turn: Callable[[], bool] | None = None
+        self._outbox_bytes = core.state.limits.client_outbox_bytes
+        self._listen(settings.runtime_dir, settings.access)
         self._pings = count(1)
         self._keepalive = loop.call_later(PING_S, self._ping_silent)
-        self._actions = self._all_actions()
+        self._actions = self._all_actions(settings.traced)
 
-    def _own_segment(self, message: Map) -> None:
-        self.put(events.OwnSegment(message))
+    def begin(self, on_turn: Callable[[], bool]) -> None:
+        """Begins the turns. `on_turn` is called after each, until it returns False."""
+        self._on_turn = on_turn
+        self._inbox.begin(self._turn)
 
     def _listen(self, runtime_dir: Path, access: AccessRules) -> None:
+        limits = self._core.state.limits
+        raise_descriptor_limit(limits.connections + limits.segments + OWN_DESCRIPTORS + ALL_DESCRIPTORS)
         self._zmq_user = os.geteuid()
         self._zmq_roles = access.roles_of(Principal(self._zmq_user))
         self._zmq_used = False
@@ -145,7 +116,7 @@ class Broker:
             self._segments,
             self._memory.frames,
             self._zmq_opened,
-            self._deliver,
+            self.deliver,
             self._ended,
             f"uid:{self._zmq_user}",
             self._outbox_bytes,
@@ -154,11 +125,11 @@ class Broker:
         )
         open_to_group(runtime_dir, access.socket_group)
 
-    def _all_actions(self) -> dict[type, Callable[[Any], None]]:
+    def _all_actions(self, traced: Callable[[effects.Traced], None]) -> dict[type, Callable[[Any], None]]:
         return {
             Send: self._send,
-            effects.Spawn: self.workers.spawn,
-            effects.Kill: lambda effect: self.workers.kill(effect.peer, effect.reason),
+            effects.Spawn: lambda effect: self._workers.spawn(effect, self),
+            effects.Kill: lambda effect: self._workers.kill(effect.peer, effect.reason),
             effects.Close: self._close,
             effects.StartLease: self._leases.start,
             effects.ReadLease: self._leases.read,
@@ -166,9 +137,9 @@ class Broker:
             effects.Free: lambda effect: self._memory.free(effect.handles),
             effects.Forget: lambda effect: self._forgotten.append(effect.segment),
             effects.Log: lambda effect: log_record(effect.level, effect.text, effect.fields),
-            effects.Traced: lambda effect: self.traced(effect),
-            effects.Compose: self._compose,
-            effects.Settled: self.operations.settled,
+            effects.Traced: traced,
+            effects.Compose: self._operations.compose,
+            effects.Settled: self._operations.settled,
             effects.Query: self._query,
             effects.Drained: lambda effect: self._loop.stop(),
         }
@@ -176,87 +147,68 @@ class Broker:
     # ------------------------------------------------------------------------------------ listeners
 
     def _lane_opened(self, sock: socket.socket, uid: int, roles: int) -> None:
-        peer = next(self._peers)
+        peer = next(self._numbers)
         user = f"uid:{uid}"
         self._links[peer] = ClientLink(
             sock,
             peer,
             user,
             _client_codec,
-            self._deliver,
+            self.deliver,
             self._ended,
             self._loop,
             self._outbox_bytes,
             self._turns,
             self._backlog,
         )
-        self.put(events.Opened(peer, user, "lane", roles))
+        self._inbox.put(events.Opened(peer, user, "lane", roles))
 
     def _zmq_opened(self, outbox: ZmqOutbox) -> int:
-        peer = next(self._peers)
+        peer = next(self._numbers)
         self._links[peer] = outbox
         self._zmq_used = True
-        self.put(events.Opened(peer, f"uid:{self._zmq_user}", "zmq", self._zmq_roles))
+        self._inbox.put(events.Opened(peer, f"uid:{self._zmq_user}", "zmq", self._zmq_roles))
         return peer
 
     def _ended(self, peer: int, reason: str) -> None:
         if reason:
             log_record("info", f"client {peer}: {reason}", {"client": peer})
-        link = self._links.pop(peer, None)
-        if link is not None:
-            self._dirty.pop(link, None)
-        self.operations.peer_disconnected(peer)
+        self._peers.remove(peer)
+        self._operations.peer_disconnected(peer)
         self._answers.peer_disconnected(peer)
-        self.put(events.Closed(peer, reason))
+        self._inbox.put(events.Closed(peer, reason))
 
     def _backlog_changed(self, peer: int, behind: bool) -> None:
         if behind:
             self._answers.fell_behind(peer)
         else:
             self._answers.caught_up(peer)
-        self.put(events.Behind(peer, behind))
+        self._inbox.put(events.Behind(peer, behind))
 
     def _ping_silent(self) -> None:
-        ask, lost = self._zmq.silent(self.core.state.clients)
+        ask, lost = self._zmq.silent(self._core.state.clients)
         for outbox in ask:
             self._send(Send(outbox.peer, Ping(next(self._pings))))
         for outbox in lost:
             outbox.close("no answer to a ping")
         for segment in self._memory.trim():
-            self.put(events.OwnSegmentGone(segment))
-        for owner in self.core.state.ledger.owners_of_unused():
+            self._inbox.put(events.OwnSegmentGone(segment))
+        for owner in self._core.state.ledger.owners_of_unused():
             if owner >= WORKERS_FROM:
                 self._send(Send(owner, Trim()))
-        if self.core.state.observers.traces.samples:
-            self.read_leases()
+        if self._core.state.observers.traces.samples:
+            for reading in self._leases.read_all():
+                self._inbox.put(reading)
         self._flush()
         logs.flush()
         self._keepalive = self._loop.call_later(PING_S, self._ping_silent)
 
-    def read_leases(self) -> None:
-        """Passes the requests that went over leases so far to the core."""
-        for reading in self._leases.read_all():
-            self.put(reading)
-
     # ------------------------------------------------------------------------------------ input
 
-    def put(self, event: Any) -> None:
-        """Adds an event that is not a message of a peer."""
-        self._put_from(0, event)
-
-    def _put_from(self, peer: int, event: Any) -> None:
-        self._inbox.append((peer, event))
-        self._schedule()
-
-    def _schedule(self) -> None:
-        if not self._turn_is_due:
-            self._turn_is_due = True
-            self._loop.call_soon(self._turn)
-
-    def _deliver(self, peer: int, messages: list[Any], descriptors: list[int]) -> None:
+    def deliver(self, peer: int, messages: list[Any], descriptors: list[int]) -> None:
         """Queues the messages of a packet. Takes their descriptors, and replaces invalid messages with Garbled
         events."""
-        inbox = self._inbox
+        inbox = self._inbox.events
         for message in messages:
             kind = type(message)
             if kind is codec.Refused:
@@ -264,20 +216,20 @@ class Broker:
             elif kind is Map or kind is Loaded or kind is Hello:
                 message = self._prepare(peer, message, descriptors)
             elif kind is Counted:
-                self.workers.add_counters(peer, message, descriptors)
+                self._workers.add_counters(peer, message, descriptors)
                 continue
             elif kind is Probed:
-                self._probes.probed(peer, message)
+                self._answers.probes.probed(peer, message)
                 continue
             inbox.append((peer, message))
         if descriptors:
             close_all(descriptors)
-        if not self._turn_is_due:
-            state = self.core.state
+        if not self._inbox.is_due:
+            state = self._core.state
             if len(inbox) == 1 and len(state.requests) - len(state.runs) <= 1 and not self._executing:
                 self._turn()  # no other request can join this turn: skip an event loop iteration
                 return
-            self._schedule()
+            self._inbox.wake()
 
     def _prepare(self, peer: int, message: Map | Loaded | Hello, descriptors: list[int]) -> Any:
         """Takes the message's descriptor out of `descriptors`; the caller closes the remaining ones."""
@@ -289,7 +241,7 @@ class Broker:
             return message
         if isinstance(message, Map) and message.name is not None:
             if peer >= WORKERS_FROM:
-                self._segments.add_named(message, self.workers.process_of(peer))
+                self._segments.add_named(message, self._workers.process_of(peer))
             return message
         if not descriptors:
             return events.Garbled(0, f"{type(message).__name__} without a file descriptor")
@@ -298,28 +250,27 @@ class Broker:
             if isinstance(message, Map):
                 self._segments.add(peer, message, descriptor)
                 return message
-            return self.workers.compiled(peer, descriptor)
+            return self._workers.compiled(peer, descriptor)
         except ServeError as error:
             return events.Garbled(0, error.message, error.code)
 
     # ------------------------------------------------------------------------------------ the turn
 
     def _turn(self) -> None:
-        self._turn_is_due = True  # messages delivered by `begin` belong to this turn: do not schedule another
+        self._inbox.hold()
         again = self._turns.begin()
-        inbox, self._inbox = self._inbox, []
-        self._turn_is_due = False
+        arrived = self._inbox.take()
         if again:
-            self._schedule()
+            self._inbox.wake()
         now = time.monotonic_ns()
         self._polling.wake(now)
-        self._execute(self.core.handle(inbox, now))
-        self._polling.wait(bool(self.core.state.requests))
+        self._execute(self._core.handle(arrived, now))
+        self._polling.wait(bool(self._core.state.requests))
 
     def _tick(self) -> None:
         self._timer = None
         # By this clock, the timer may fire slightly early. Treat the deadline as reached anyway.
-        self._execute(self.core.tick(max(time.monotonic_ns(), self._timer_at)))
+        self._execute(self._core.tick(max(time.monotonic_ns(), self._timer_at)))
 
     def _execute(self, pending: list[Effect]) -> None:
         """Executes all effects before the next turn, so that messages are sent in the order of the turns."""
@@ -334,12 +285,13 @@ class Broker:
         for segment in self._forgotten:
             self._segments.forget(segment)
         self._forgotten.clear()
-        if self.operations.untidy and not self._inbox:  # a queued Deploy may use sources that no version uses yet
-            self.operations.tidy()
+        # A queued Deploy may use sources that no version uses yet.
+        if self._operations.untidy and not self._inbox.events:
+            self._operations.tidy()
         self._arm()
         self._answers.notify()
-        if self.on_turn is not None:
-            self.on_turn()
+        if self._on_turn is not None and not self._on_turn():
+            self._on_turn = None
 
     def _run_actions(self, pending: list[Effect]) -> None:
         actions = self._actions
@@ -362,18 +314,18 @@ class Broker:
             link.maps = True
         elif (kind is Reply or kind is Part) and type(link) is ZmqOutbox and link.frames:
             self._zmq.reply(link, message)
-            self._dirty[link] = None
+            self._peers.unsent[link] = None
             return
         link.outbox.append(message)
-        self._dirty[link] = None
+        self._peers.unsent[link] = None
 
     def _flush(self) -> None:
-        dirty = self._dirty
-        if not dirty:
+        unsent = self._peers.unsent
+        if not unsent:
             return
-        self._dirty = {}
+        self._peers.unsent = {}
         descriptor_of = self._segments.descriptor
-        for link in dirty:
+        for link in unsent:
             try:
                 link.flush(descriptor_of)
             except Exception:
@@ -384,7 +336,7 @@ class Broker:
 
     def _arm(self) -> None:
         """Arms the timer for the core's deadline if it has changed."""
-        at = self.core.deadline()
+        at = self._core.deadline()
         if at is None:
             if self._timer is not None:
                 self._timer.cancel()
@@ -399,27 +351,21 @@ class Broker:
 
     # ------------------------------------------------------------------------------------ effects
 
-    def _compose(self, effect: effects.Compose) -> None:
-        models = self.core.state.models.values()
-        served = [v for model in models for v in model.versions.values() if v.state is VersionState.READY]
-        problem = self._catalog.compose(effect.source, served)
-        self.put(events.Composed(effect.source, effect.number, problem))
-
-    def _worker_exited(self, peer: int, pid: int, reason: str, loading_error: str, detail: str) -> None:
-        self._links.pop(peer, None)
+    def worker_exited(self, peer: int, pid: int, reason: str, loading_error: str, detail: str) -> None:
+        self._peers.remove(peer)
         self._segments.worker_ended(pid)
-        self.workers.keep_counters(peer)
-        self._probes.worker_exited(peer)
+        self._workers.keep_counters(peer)
+        self._answers.probes.worker_exited(peer)
         self._answers.peer_disconnected(peer)
-        self.put(events.Exited(peer, reason, loading_error, detail))
-        self.operations.untidy = True
-        self.operations.peer_disconnected(peer)  # the worker may have pending queries
+        self._inbox.put(events.Exited(peer, reason, loading_error, detail))
+        self._operations.untidy = True
+        self._operations.peer_disconnected(peer)  # the worker may have pending queries
 
     def _close(self, effect: effects.Close) -> None:
         link = self._links.get(effect.peer)
         if link is not None:
             link.closing = True
-            self._dirty[link] = None
+            self._peers.unsent[link] = None
 
     def _pause(self, effect: effects.Pause) -> None:
         link = self._links.get(effect.peer)
@@ -428,26 +374,18 @@ class Broker:
 
     def _query(self, effect: effects.Query) -> None:
         for reading in self._leases.read_all():
-            self.core.count_leased(reading)
+            self._core.count_leased(reading)
         self._answers.query(effect.peer, effect.ask)
-
-    def send_to(self, peer: int, message: Any) -> None:
-        """Sends a message other than the result of a request."""
-        kind = type(message)
-        if kind is Fail or (kind is Answer and not message.more):
-            # Queue this before flushing, which may read later messages of the peer from the ZeroMQ socket.
-            self.put(events.Answered(peer, message.request))
-        self._send(Send(peer, message))
-        self._flush()
 
     # ------------------------------------------------------------------------------------ close
 
     def close(self) -> None:
         """Closes everything. Call after the workers have exited."""
-        self.operations.close()
-        self._probes.close()
+        self._operations.close()
+        self._answers.probes.close()
+        self._flush()
         self._leases.close()
-        self.workers.close()
+        self._workers.close()
         self._keepalive.cancel()
         if self._timer is not None:
             self._timer.cancel()

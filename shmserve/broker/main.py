@@ -10,21 +10,28 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from shmserve.broker.admin.activity import ActivityReport
-from shmserve.broker.admin.queries import Control
+from shmserve.broker.admin.answers import QueryAnswers
+from shmserve.broker.admin.queries import Control, ControlSettings, MetricsPage
+from shmserve.broker.admin.readiness_probes import Probes
 from shmserve.broker.admin.service import ServiceControl
+from shmserve.broker.broker_memory import BrokerMemory
 from shmserve.broker.config import settings as setting
-from shmserve.broker.loop import Broker
+from shmserve.broker.instance_workers import InstanceWorkers
+from shmserve.broker.loop import Broker, BrokerSettings
 from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.disk_changes import DiskChanges
 from shmserve.broker.models.ensemble_members import needs
+from shmserve.broker.models.operations import ClientOperations, LoadSettings
 from shmserve.broker.models.poller import Poll
+from shmserve.broker.models.reader import ReaderThread
 from shmserve.broker.models.remote import open_remote
 from shmserve.broker.models.remote_changes import RemoteChanges
 from shmserve.broker.models.repositories import Reading, Repositories
@@ -32,16 +39,19 @@ from shmserve.broker.models.traffic import TrafficControl
 from shmserve.broker.observability import service_status
 from shmserve.broker.observability.log_settings import LogSettings
 from shmserve.broker.observability.logs import log_record, set_up
+from shmserve.broker.observability.metrics import Metrics
 from shmserve.broker.observability.progress import LoadProgress, first_steps, hints
 from shmserve.broker.observability.recent_records import RecentRecords
 from shmserve.broker.observability.recordings import Recordings
 from shmserve.broker.observability.traces import TraceFile, TraceSettings, otel_settings
 from shmserve.broker.observability.traces import merged as merged_traces
+from shmserve.broker.peers import Inbox, Peers
 from shmserve.broker.processes.cpus import survey
 from shmserve.broker.processes.gateways import Gateways
 from shmserve.broker.processes.gpus.monitor import GpuMonitor
 from shmserve.broker.processes.span_exporter import SpanExporter
 from shmserve.broker.processes.stop_deadline import Deadline
+from shmserve.broker.segments import Segments
 from shmserve.broker.startup import (
     AGENTS,
     GENERATIONS,
@@ -49,19 +59,18 @@ from shmserve.broker.startup import (
     RuntimeDir,
     find_gpus,
     gateway_settings,
-    generations,
     model_files,
     require_exporter,
     worker_settings,
 )
 from shmserve.core import events
 from shmserve.core.core import Core
+from shmserve.core.state import State
 from shmserve.errors import ServeError
 from shmserve.paths import LANE, default_runtime_dir
 from shmserve.repo.agents.chains import AgentChains
 from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.check import repository_findings
-from shmserve.repo.gpus import Gpus
 from shmserve.repo.storage.generation import Generations
 from shmserve.repo.storage.store import ScannedModel
 from shmserve.shm.extents import posix
@@ -109,173 +118,142 @@ class ServerProcess:
     """The whole server, from start to stop: broker, gateways, signal handlers and progress reports."""
 
     def __init__(self, settings: argparse.Namespace, loop: Any, manager: ServiceManager, recent: RecentRecords) -> None:
+        """Builds the parts, each from those above it. Nothing runs before `run`."""
         self._settings = settings
         self._loop = loop
         self._exit_code = 0
         self._stopping = False
         self._drain_deadline = 0.0
         """Loop time at which requests in flight fail, once the server is stopping."""
-        self._core = Core(f"shmserve {version()}", setting.limits(settings), settings.log_verbose > 1, survive=True)
-        self._mode: str = settings.model_control_mode
-        gpus = find_gpus()
-        kept = generations(settings)
-        place = settings.runtime_dir.absolute() / AGENTS
-        self._agents = AgentChains(place, setting.agent_settings(settings), _agent_printed)
-        cores = survey(setting.host_policies(settings), gpus.places())
-        busy_poll_ns = setting.busy_poll_ns(cores)
-        self._files = model_files(settings)
-        self._gateways = self._make_gateways(settings, busy_poll_ns)
-        self._remote = open_remote(loop, setting.remote_settings(settings), self._gateways.pids)
-        self._repositories = self._make_repositories(settings, kept, gpus.numbers)
-        self._catalog = Catalog(
-            self._repositories,
-            setting.backend_settings(settings),
-            cores,
-            resources=settings.rate_limit_resource if settings.rate_limit == "execution_count" else None,
-            worker_defaults=setting.worker_defaults(settings),
-        )
-        self._control = self._make_control(settings)
-        self._gpu_monitor = self._make_gpu_monitor(settings, gpus)
-        self._broker = Broker(
-            loop,
-            self._core,
-            self._catalog,
-            self._control,
-            runtime_dir=settings.runtime_dir,
-            arena_bytes=settings.broker_arena_bytes,
-            access=setting.access(settings, self._gateways.pids),
-            workers=worker_settings(settings, gpus.uuids(), self._gpu_monitor.used_by, busy_poll_ns, self._is_ready),
-            metrics=setting.metrics(settings),
-            mode=self._mode,
-            overrides_dir=settings.runtime_dir / GENERATIONS,
-            other_children=self._gateways.pids,
-            busy_poll_ns=busy_poll_ns,
-            triton_compatible=settings.triton_compatible,
-            remote=self._remote,
-        )
-        self._operations = self._broker.operations
-        kept.discard = self._operations.discard
-        self._agents.discard = self._operations.reader.submit
-        self._control.process_of = self._broker.workers.process_of
-        self._control.memory_of = self._broker.workers.memory.bytes_of
-        self._disk_changes = DiskChanges(loop, self._core.state, self._catalog, self._operations, self._broker.put)
-        self._remote_changes = self._follow_remote()
-        self._progress = LoadProgress(self._core, self._loaded, log_record, self._is_downloading)
-        self._control.metrics += [self._gpu_monitor.text, self._gateways.metrics]
-        self._add_activity_query()
-        self._span_exporter = self._make_span_exporter(settings)
-        self._trace_file = self._add_setting_queries(settings, recent)
         self._pending_phases = {"models", "gateways"}
         """Startup phases that must finish before the server is ready."""
         self._rereads = 0
         """Number of repository scans started by SIGHUP that have not finished."""
-        state = self._core.state
-        self._announcer = service_status.Announcer(
-            loop, manager, state.models.values, lambda: len(state.requests), lambda: state.out_of_service
-        )
-        self._service = self._make_service()
+        directory = settings.runtime_dir.absolute()
 
-    def _make_gateways(self, settings: argparse.Namespace, busy_poll_ns: int) -> Gateways:
-        return Gateways(
-            self._loop,
-            gateway_settings(settings, busy_poll_ns),
-            f"unix://{settings.runtime_dir.absolute() / LANE}",
+        core = Core(f"shmserve {version()}", setting.limits(settings), settings.log_verbose > 1, survive=True)
+        state = core.state
+        inbox = Inbox(loop)
+        peers = Peers(inbox)
+        gpus = find_gpus()
+        cores = survey(setting.host_policies(settings), gpus.places())
+        poll_ns = setting.busy_poll_ns(cores)
+
+        # Processes
+        gpu_monitor = GpuMonitor(
+            gpus.found,
+            settings.allow_gpu_metrics,
+            setting.metrics_interval_s(settings),
+            self._gpu_changed if settings.gpu_health else None,
+            settings.gpu_xid,
+        )
+        gateways = Gateways(
+            loop,
+            gateway_settings(settings, poll_ns),
+            f"unix://{directory / LANE}",
             settings.exit_timeout_secs,
             self._gateways_opened,
             self._gateways_failed,
             log_record,
         )
+        remote = open_remote(loop, setting.remote_settings(settings), gateways.pids)
+        exporter = self._make_span_exporter(state, gateways)
 
-    def _make_gpu_monitor(self, settings: argparse.Namespace, gpus: Gpus) -> GpuMonitor:
-        report = self._gpu_changed if settings.gpu_health else None
-        interval_s = setting.metrics_interval_s(settings)
-        return GpuMonitor(gpus.found, settings.allow_gpu_metrics, interval_s, report, settings.gpu_xid)
-
-    def _make_repositories(
-        self, settings: argparse.Namespace, kept: Generations, gpus: Collection[int]
-    ) -> Repositories:
-        return Repositories(
-            [*settings.model_repository, *(self._remote.folders if self._remote is not None else ())],
+        # Models
+        thread = ReaderThread()
+        agents = AgentChains(directory / AGENTS, setting.agent_settings(settings), _agent_printed, thread.submit)
+        files = model_files(settings)
+        repositories = Repositories(
+            [*settings.model_repository, *(remote.folders if remote is not None else ())],
             setting.backend_settings(settings).get(DIRECTORY, ""),
             settings.model_config_name,
-            kept,
-            gpus,
-            self._files,
-            self._agents,
+            Generations(directory / GENERATIONS, discard=thread.remove),
+            gpus.numbers,
+            files,
+            agents,
+        )
+        catalog = Catalog(
+            repositories,
+            setting.backend_settings(settings),
+            cores,
+            resources=settings.rate_limit_resource if settings.rate_limit == "execution_count" else None,
+            worker_defaults=setting.worker_defaults(settings),
+        )
+        loads = LoadSettings(
+            settings.runtime_dir / GENERATIONS, settings.model_control_mode, settings.triton_compatible
+        )
+        operations = ClientOperations(loop, core, catalog, thread, inbox.put, peers.send, loads, remote)
+        disk_changes = DiskChanges(loop, state, catalog, operations, inbox.put)
+        remote_changes = (
+            RemoteChanges(remote, repositories, operations, disk_changes, inbox.wake) if remote is not None else None
         )
 
-    def _follow_remote(self) -> RemoteChanges | None:
-        remote = self._remote
-        if remote is None:
-            return None
-        self._control.downloads = remote.downloads
-        self._control.is_starting = self._is_downloading
-        self._control.is_complete = lambda: not remote.unreadable
-        remote.retired = self._schedule_tidy
-        return RemoteChanges(remote, self._repositories, self._operations, self._disk_changes, self._downloaded)
-
-    def _is_downloading(self) -> bool:
-        """Whether models to serve from the start are being downloaded."""
-        return self._remote_changes is not None and self._remote_changes.starting
-
-    def _schedule_tidy(self) -> None:
-        self._operations.untidy = True
-        self._broker.put(events.Closed(0))  # a no-op event, for a turn
-
-    def _downloaded(self) -> None:
-        self._broker.put(events.Closed(0))  # a no-op event: after its turn, the server may be ready
-
-    def _make_control(self, settings: argparse.Namespace) -> Control:
-        control = Control(self._core, self._catalog, settings.id, version(), settings.strict_readiness)
-        control.failed = bool(settings.failed)
-        control.metrics_budget = settings.metrics_interval_ms > 0
-        return control
-
-    def _add_activity_query(self) -> None:
-        control, gpus = self._control, self._gpu_monitor
-        state, operations = self._core.state, self._operations
-
-        def compare() -> None:
-            operations.refresh_from_disk(lambda changed: setattr(control, "changed_on_disk", changed))
-
-        def about() -> dict[str, Any]:
-            return control.about() | {"ports": dict(self._gateways.ports)}
-
-        report = ActivityReport(state, control.index, about, gpus.document, gpus.used_by, compare)
-        control.add({"activity": lambda ask: report.document()})
-
-    def _make_service(self) -> ServiceControl:
-        service = ServiceControl(self._loop, self._core.state, self._broker.put, self._announcer.check_status)
-        self._control.add(
-            {"service": lambda ask: service.document(), "set_service": lambda ask: service.change(ask.body)}
+        # Memory and workers
+        memory = BrokerMemory(
+            Segments(),
+            settings.broker_arena_bytes,
+            state.limits.cache_bytes,
+            lambda segment: inbox.put(events.OwnSegment(segment)),
         )
-        return service
+        core.copy_with(memory, time.monotonic_ns)
+        workers = InstanceWorkers(
+            loop,
+            state,
+            catalog,
+            peers.links,
+            inbox.put,
+            worker_settings(settings, gpus.uuids(), gpu_monitor.used_by, poll_ns, self._has_loaded),
+            gateways.pids,
+        )
 
-    def _make_span_exporter(self, settings: argparse.Namespace) -> SpanExporter | None:
-        """Exports traces for OpenTelemetry, if that is the mode."""
-        otel = otel_settings(settings.trace_config)
-        if otel is None:
-            return None
-        require_exporter(otel.protocol)
-        traces = self._core.state.observers.traces
-        traces.contexts_per_second = otel.contexts_per_second
-        exporter = SpanExporter(self._loop, otel, lambda: traces.contexts_over_limit, self._gateways.pids)
-        self._control.metrics.append(exporter.metrics)
-        return exporter
-
-    def _add_setting_queries(self, settings: argparse.Namespace, recent: RecentRecords) -> TraceFile:
-        """Registers the queries about log and traces. Returns the trace file."""
-        state = self._core.state
+        # Queries
+        control = Control(
+            core,
+            catalog,
+            ControlSettings(settings.id, version(), settings.strict_readiness, bool(settings.failed)),
+            workers.process_of,
+            workers.memory.bytes_of,
+            remote_changes,
+        )
+        server_metrics = Metrics(
+            state,
+            memory.frames,
+            settings.broker_arena_bytes,
+            workers.process_of,
+            workers.memory.bytes_of,
+            control.server_ready,
+            setting.metrics(settings),
+        )
+        providers = [server_metrics.text, workers.metrics, gpu_monitor.text, gateways.metrics]
+        if exporter is not None:
+            providers.append(exporter.metrics)
+        page = MetricsPage(providers, limited=settings.metrics_interval_ms > 0)
+        announcer = service_status.Announcer(
+            loop, manager, state.models.values, lambda: len(state.requests), lambda: state.out_of_service
+        )
+        service = ServiceControl(loop, state, inbox.put, announcer.check_status)
+        activity = ActivityReport(
+            state,
+            control.index,
+            lambda: control.about() | {"ports": dict(gateways.ports)},
+            gpu_monitor.document,
+            gpu_monitor.used_by,
+            lambda: operations.refresh_from_disk(control.on_disk),
+        )
         options = merged_traces(settings.trace_config)
-        traces = TraceSettings(options, state.observers.traces.samples, state.models.keys)
-        place = Path(options["trace_file"]).absolute() if "trace_file" in options else None
-        file = TraceFile(self._loop, place, lambda model: traces.of(model).log_frequency or 0, self._broker.read)
-        self._broker.traced = file.write if self._span_exporter is None else self._span_exporter.write
-        recordings = Recordings(self._loop, state)
-        traffic = TrafficControl(state, self._broker.put)
+        samples = state.observers.traces
+        traces = TraceSettings(options, samples.samples, state.models.keys)
+        path = Path(options["trace_file"]).absolute() if "trace_file" in options else None
+        trace_file = TraceFile(loop, path, lambda model: traces.of(model).log_frequency or 0, memory.read)
+        recordings = Recordings(loop, state)
+        traffic = TrafficControl(state, inbox.put)
         logged = LogSettings(settings, lambda tracing: setattr(state, "tracing", tracing), recent)
-        self._control.add(
+        control.add(
             {
+                "metrics": page.answer,
+                "activity": lambda ask: activity.document(),
+                "service": lambda ask: service.document(),
+                "set_service": lambda ask: service.change(ask.body),
                 "log": lambda ask: logged.document(),
                 "logs": lambda ask: recent.document(ask.model, ask.version),
                 "set_log": lambda ask: logged.change(ask.body),
@@ -286,7 +264,47 @@ class ServerProcess:
                 "set_traffic": lambda ask: traffic.change(ask.model, ask.body),
             }
         )
-        return file
+        answers = QueryAnswers(control, Probes(loop, peers.send), operations, peers.send, core.roles_of)
+
+        # The loop
+        broker = BrokerSettings(
+            settings.runtime_dir,
+            setting.access(settings, gateways.pids),
+            poll_ns,
+            trace_file.write if exporter is None else exporter.write,
+        )
+        self._broker = Broker(loop, core, peers, memory, workers, operations, answers, broker)
+        self._progress = LoadProgress(core, self._loaded, log_record, self._is_downloading)
+        self._state = state
+        self._inbox = inbox
+        self._gpu_monitor = gpu_monitor
+        self._gateways = gateways
+        self._remote = remote
+        self._span_exporter = exporter
+        self._agents = agents
+        self._files = files
+        self._repositories = repositories
+        self._operations = operations
+        self._disk_changes = disk_changes
+        self._remote_changes = remote_changes
+        self._workers = workers
+        self._announcer = announcer
+        self._service = service
+        self._trace_file = trace_file
+
+    def _make_span_exporter(self, state: State, gateways: Gateways) -> SpanExporter | None:
+        """Exports traces for OpenTelemetry, if that is the mode."""
+        otel = otel_settings(self._settings.trace_config)
+        if otel is None:
+            return None
+        require_exporter(otel.protocol)
+        traces = state.observers.traces
+        traces.contexts_per_second = otel.contexts_per_second
+        return SpanExporter(self._loop, otel, lambda: traces.contexts_over_limit, gateways.pids)
+
+    def _is_downloading(self) -> bool:
+        """Whether models to serve from the start are being downloaded."""
+        return self._remote_changes is not None and self._remote_changes.starting
 
     def run(self) -> int:
         # With a terminal as stdin, SIGHUP means that the terminal was closed; otherwise it requests a reload.
@@ -295,14 +313,13 @@ class ServerProcess:
         try:
             self._gpu_monitor.start()
             for number, reason in self._gpu_monitor.out_of_service().items():  # before the first model is deployed
-                self._broker.put(events.DeviceHealth(number, reason))
+                self._inbox.put(events.DeviceHealth(number, reason))
             self._gateways.start()
             if self._span_exporter is not None:
                 self._span_exporter.start()
             self._announcer.begin()
             self._begin_or_stop()
-            self._broker.on_turn = self._on_turn
-            self._broker.put(events.Closed(0))  # a no-op event, so that one turn runs even without models
+            self._broker.begin(self._on_turn)
             gc.collect()
             gc.freeze()
             gc.set_threshold(50_000, 20, 50)  # requests create no reference cycles
@@ -352,15 +369,15 @@ class ServerProcess:
             hint = f" -> {finding.hint}" if finding.hint else ""
             log.warning("%s: %s%s", finding.where, finding.text, hint)
         needed: list[tuple[str, Reading]] = []
-        if self._mode == "poll" and settings.repository_poll_secs:
+        if settings.model_control_mode == "poll" and settings.repository_poll_secs:
             poll = Poll(self._repositories, setting.settle_s(settings))
             changes = poll.check(at_start=True)
             readings, names = changes.readings, changes.names
             self._disk_changes.poll(poll, settings.repository_poll_secs, changes.recheck_s)
         else:
             names = self._repositories.names_on_disk()
-            every = self._mode != "explicit" or settings.load_model == ["*"]
-            if self._remote is not None and self._mode == "explicit":
+            every = settings.model_control_mode != "explicit" or settings.load_model == ["*"]
+            if self._remote is not None and settings.model_control_mode == "explicit":
                 readings = []  # these models may need others that have to be downloaded
             elif every:
                 readings = self._repositories.read_all()
@@ -381,13 +398,14 @@ class ServerProcess:
         except ServeError as error:
             return Reading(ScannedModel.failed(name, Path(), error.message))
 
-    def _on_turn(self) -> None:
-        if self._progress.report():
-            self._broker.on_turn = None
+    def _on_turn(self) -> bool:
+        """Returns whether models to serve from the start are still loading."""
+        has_ended = self._progress.report()
         self._announcer.check_status()
+        return not has_ended
 
     def _reread(self) -> None:
-        if not self._core.state.draining:
+        if not self._state.draining:
             log.info("SIGHUP: rereading the repositories")
             self._rereads += 1
             self._announcer.reloading()
@@ -402,7 +420,7 @@ class ServerProcess:
         """Reports the end of the reload. Polls, so that turns that serve requests need no check."""
         if self._rereads:
             return
-        census = service_status.Census.of(self._core.state.models.values())
+        census = service_status.Census.of(self._state.models.values())
         if census.loading:
             self._loop.call_later(POLL_S, self._await_loading)
         elif self._announcer.reloaded():
@@ -432,17 +450,17 @@ class ServerProcess:
 
     def _gpu_changed(self, number: int, reason: str) -> None:
         """Called by the threads that watch the GPUs."""
-        self._loop.call_soon_threadsafe(self._broker.put, events.DeviceHealth(number, reason))
+        self._loop.call_soon_threadsafe(self._inbox.put, events.DeviceHealth(number, reason))
 
-    def _is_ready(self) -> bool:
-        """Whether the initial loading has finished."""
+    def _has_loaded(self) -> bool:
+        """Whether the models to serve from the start have been loaded."""
         return "models" not in self._pending_phases
 
     def _phase_finished(self, phase: str) -> None:
         self._pending_phases.discard(phase)
         if self._pending_phases or self._stopping:
             return
-        log.info("ready: %s", service_status.Census.of(self._core.state.models.values()).text())
+        log.info("ready: %s", service_status.Census.of(self._state.models.values()).text())
         self._announcer.ready()
         ports = self._gateways.ports
         if self._settings.ready_fd >= 0:
@@ -468,8 +486,8 @@ class ServerProcess:
         log.info("%s: finishing the requests in flight, for up to %g s%s", why, limit_s, again)
         self._announcer.stopping(limit_s)
         Deadline(
-            lambda: self._broker.workers.names() | self._gateways.names(),
-            lambda: len(self._core.state.requests),
+            lambda: self._workers.names() | self._gateways.names(),
+            lambda: len(self._state.requests),
             lambda: self._loop.call_soon_threadsafe(self._loop.stop),
         ).start(limit_s)
         self._drain_deadline = self._loop.time() + limit_s
@@ -477,7 +495,7 @@ class ServerProcess:
 
     def _stop_now(self) -> None:
         """Handles a second Ctrl-C."""
-        log.warning("SIGINT again: failing the %d request(s) in flight", len(self._core.state.requests))
+        log.warning("SIGINT again: failing the %d request(s) in flight", len(self._state.requests))
         self._drain_deadline = self._loop.time()
         if self._gateways.pids:
             self._gateways.fail_requests()  # calls `_drain` after they have answered their clients and exited
@@ -485,7 +503,7 @@ class ServerProcess:
             self._drain()
 
     def _drain(self) -> None:
-        self._broker.put(events.Drain(max(0, int((self._drain_deadline - self._loop.time()) * 1e9))))
+        self._inbox.put(events.Drain(max(0, int((self._drain_deadline - self._loop.time()) * 1e9))))
 
 
 def _agent_printed(line: str, model: str) -> None:

@@ -19,7 +19,6 @@ from shmserve.errors import InvalidRequest
 from shmserve.extras import GATEWAY, install_command, outdated
 from shmserve.paths import BROKER, LANE, SOCKET_PATH_BYTES, make_runtime_dir
 from shmserve.repo.gpus import Gpus, discover
-from shmserve.repo.storage.generation import Generations
 from shmserve.repo.storage.model_files import ModelFiles
 from shmserve.terminal import streams
 
@@ -120,10 +119,6 @@ def find_gpus() -> Gpus:
     if gpus.why:
         log.warning("the NVIDIA driver is installed, but no GPU is used: %s", gpus.why)
     return gpus
-
-
-def generations(settings: argparse.Namespace) -> Generations:
-    return Generations(settings.runtime_dir.absolute() / GENERATIONS)
 
 
 def model_files(settings: argparse.Namespace) -> ModelFiles | None:

@@ -41,7 +41,7 @@ class QueryAnswers:
         self._operations = operations
         self._roles_of = roles_of
         self._control = control
-        self._probes = probes
+        self.probes = probes
         self._send = send
         self._shared: Shared | None = None
         """Answers built in this turn, which remain valid until it ends. None between turns."""
@@ -90,7 +90,7 @@ class QueryAnswers:
             self._awaiting.setdefault(ask.model, {}).setdefault(peer, []).append(ask)
         elif ask.what == "ready" and ask.model:
             instances = self._control.serving(ask)
-            if not self._probes.probe(instances, lambda ready: self._answer_ready(peer, ask, ready)):
+            if not self.probes.probe(instances, lambda ready: self._answer_ready(peer, ask, ready)):
                 self._answer(peer, ask)
         elif not self._operations.handle(peer, ask):
             self._answer(peer, ask)
@@ -126,7 +126,7 @@ class QueryAnswers:
                     return
 
     def _models_known(self, changed: Set[int]) -> None:
-        self._control.changed_on_disk = changed
+        self._control.on_disk(changed)
         self._move(self._models)
         self.notify()
 

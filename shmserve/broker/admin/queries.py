@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import msgspec
 
 from shmserve.broker.admin import report
 from shmserve.broker.models.catalog import Catalog
+from shmserve.broker.models.remote_changes import RemoteChanges
 from shmserve.core.core import Core
 from shmserve.core.models import sizes
 from shmserve.core.models.retirement import UNLOADED
@@ -48,38 +49,69 @@ CHUNK = FIELD_BYTES // 2
 Shared = dict[tuple[str, str, int, bool], list[bytes]]
 
 
-class Control:
-    def __init__(self, core: Core, catalog: Catalog, name: str, version: str, strict: bool) -> None:
-        self.process_of: Callable[[int], int] = lambda peer: 0
-        self.memory_of: Callable[[int], int] = lambda pid: 0
-        """The proportional memory of a worker's process."""
-        """Returns the pid of a worker."""
-        self.changed_on_disk: Set[int] = frozenset()
-        """The sources of versions that differ from the repository, as of the last check."""
-        self.failed = False
-        """Initialization failed. The server is not live, and runs only so that operators can query the reason."""
-        self.downloads: Callable[[], Mapping[str, str]] = dict
-        """Model -> the progress of its download."""
-        self.is_complete: Callable[[], bool] = lambda: True
-        """Whether all repositories can be read, or were read before."""
-        self.is_starting: Callable[[], bool] = lambda: False
-        """Whether models to load at start are being downloaded."""
-        self.metrics: list[Callable[[], str]] = []
-        """Providers of metrics; the answer consists of their texts, in this order."""
-        self.metrics_budget = True
-        """Whether to limit the time for building metrics to METRICS_SHARE. Beyond it, clients get the last text."""
-        self.clock: Callable[[], float] = time.monotonic
-        self._metrics = msgspec.Raw(b'""')
-        self._metrics_spent = 0.0
+class ControlSettings(NamedTuple):
+    """`strict`: ready only when every model is. `failed`: the initialization failed; the server is not live, and runs
+    only so that operators can query the reason."""
+
+    name: str
+    version: str
+    strict: bool
+    failed: bool = False
+
+
+class MetricsPage:
+    """The metrics, as the texts of all providers in this order. Building them takes at most METRICS_SHARE of the time,
+    if that is `limited`; beyond it, clients get the last text."""
+
+    def __init__(
+        self,
+        providers: Sequence[Callable[[], str]],
+        limited: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._providers = providers
+        self._limited = limited
+        self._clock = clock
+        self._text = msgspec.Raw(b'""')
+        self._spent = 0.0
         """Seconds since the budget was renewed."""
-        self._metrics_renewal = 0.0
+        self._renewal = 0.0
+
+    def answer(self, _: Ask) -> msgspec.Raw:
+        began = self._clock()
+        if began >= self._renewal:
+            self._renewal, self._spent = began + METRICS_PERIOD_S, 0.0
+        if self._spent < METRICS_SHARE * METRICS_PERIOD_S or not self._limited:
+            self._text = msgspec.Raw(msgspec.json.encode("".join([text() for text in self._providers])))
+            took = self._clock() - began
+            self._spent += took
+            self._renewal = max(self._renewal, began + took / METRICS_SHARE)
+        return self._text
+
+
+class Control:
+    """`process_of(peer)` returns the pid of a worker, and `memory_of(pid)` its proportional memory. `remote`: what is
+    being downloaded."""
+
+    def __init__(
+        self,
+        core: Core,
+        catalog: Catalog,
+        settings: ControlSettings,
+        process_of: Callable[[int], int],
+        memory_of: Callable[[int], int],
+        remote: RemoteChanges | None = None,
+    ) -> None:
+        self._changed_on_disk: Set[int] = frozenset()
+        """The sources of versions that differ from the repository, as of the last check."""
         self._core = core
         self._catalog = catalog
-        self._name = name
-        self._version = version
-        self._strict = strict
+        self._settings = settings
+        self._process_of = process_of
+        self._memory_of = memory_of
+        self._remote = remote
         self._answers: dict[str, Callable[[Ask], Any]] = {
-            "live": lambda ask: {"live": not (self.failed or self._core.state.draining)},
+            "live": lambda ask: {"live": not (self._settings.failed or self._core.state.draining)},
             "ready": self._ready,
             "loaded": lambda ask: {"loaded": True},
             "models": self._models,
@@ -88,7 +120,6 @@ class Control:
             "origins": self._origins,
             "report": self._report,
             "statistics": self._statistics,
-            "metrics": self._kept_metrics,
             "text_models": self._text_models,
         }
 
@@ -141,35 +172,40 @@ class Control:
             and not (version.state is VersionState.LOADING and model.loads_while_served)
         ]
         stopping = self._core.state.draining or self._core.state.out_of_service
-        if self.failed or stopping or VersionState.LOADING in states or self.is_starting():
+        if self._settings.failed or stopping or VersionState.LOADING in states or self._is_starting:
             return False
         # A model that continues to be served because its replacement cannot be read does not count.
         refused = any(model.reason and model.default() is None for model in self._core.state.models.values())
-        all_ready = not refused and self.is_complete() and all(state is VersionState.READY for state in states)
-        return not self._strict or all_ready
+        all_ready = (
+            not refused
+            and (self._remote is None or self._remote.is_complete)
+            and all(state is VersionState.READY for state in states)
+        )
+        return not self._settings.strict or all_ready
+
+    @property
+    def _is_starting(self) -> bool:
+        """Whether models to load at start are being downloaded."""
+        return self._remote is not None and self._remote.starting
+
+    def _downloads(self) -> Mapping[str, str]:
+        return self._remote.downloads() if self._remote is not None else {}
+
+    def on_disk(self, changed: Set[int]) -> None:
+        """Takes the result of a comparison with the repository."""
+        self._changed_on_disk = changed
 
     def is_loading(self, name: str = "") -> bool:
         """Whether a model that was not served before is loading, so that callers that wait for loading must wait.
         `name`: only this model."""
         models = self._core.state.models
         chosen = models.values() if not name else [models[name]] if name in models else []
-        return (not name and self.is_starting()) or any(
+        return (not name and self._is_starting) or any(
             version.state is VersionState.LOADING
             for model in chosen
             if model.default() is None
             for version in model.versions.values()
         )
-
-    def _kept_metrics(self, ask: Ask) -> msgspec.Raw:
-        began = self.clock()
-        if began >= self._metrics_renewal:
-            self._metrics_renewal, self._metrics_spent = began + METRICS_PERIOD_S, 0.0
-        if self._metrics_spent < METRICS_SHARE * METRICS_PERIOD_S or not self.metrics_budget:
-            self._metrics = msgspec.Raw(msgspec.json.encode("".join([text() for text in self.metrics])))
-            took = self.clock() - began
-            self._metrics_spent += took
-            self._metrics_renewal = max(self._metrics_renewal, began + took / METRICS_SHARE)
-        return self._metrics
 
     def _versions(self) -> list[Version]:
         return [version for model in self._core.state.models.values() for version in model.versions.values()]
@@ -179,7 +215,7 @@ class Control:
             ready, out_of_service = self.server_ready(), self._core.state.out_of_service
             settled = ready or (not out_of_service and self._are_settled(self._core.state.models.values()))
             return {"ready": ready, "settled": settled, "out_of_service": out_of_service}
-        if ask.model not in self._core.state.models and ask.model in self.downloads():
+        if ask.model not in self._core.state.models and ask.model in self._downloads():
             return {"ready": False, "settled": False}
         versions = self._find(ask)
         ready = any(version.healthy for version in versions)
@@ -218,15 +254,15 @@ class Control:
 
     def about(self) -> dict[str, Any]:
         return {
-            "name": self._name,
-            "version": self._version,
+            "name": self._settings.name,
+            "version": self._settings.version,
             "ready": self.server_ready(),
             "out_of_service": self._core.state.out_of_service,
         }
 
     def index(self) -> list[dict[str, Any]]:
         """All versions of all models, by name."""
-        known, downloads, on_disk = self._core.state.models, self.downloads(), self._catalog.repositories.names
+        known, downloads, on_disk = self._core.state.models, self._downloads(), self._catalog.repositories.names
         index = [
             _without_version(name, "", "", downloads)
             for name in dict.fromkeys([*on_disk, *downloads])
@@ -251,7 +287,7 @@ class Control:
                     "share": shares.get(version.number, 0.0),
                     "loading_seconds": self._loading_seconds(version),
                     "reloading": version.number in model.coming,
-                    "changed_on_disk": version.state is VersionState.READY and version.source in self.changed_on_disk,
+                    "changed_on_disk": version.state is VersionState.READY and version.source in self._changed_on_disk,
                     "last_failed_change": _failed_change(model) if version.state is VersionState.READY else None,
                 }
                 same_number = [other for other in model.generations() if other.number == version.number]
@@ -282,7 +318,7 @@ class Control:
         return round(version.took_ns / 1e9, 3)
 
     def _instance(self, version: Version, instance: Instance) -> dict[str, Any]:
-        pid = self.process_of(instance.peer) if instance.peer else 0
+        pid = self._process_of(instance.peer) if instance.peer else 0
         used = procfs.usage(pid) if pid else procfs.NO_USAGE
         running, waiting, now = instance.running, instance.waiting, time.monotonic_ns()
         return {
@@ -292,7 +328,7 @@ class Control:
             "device": instance.spec.device,
             "passive": instance.spec.passive,
             "pid": pid,
-            "memory_bytes": self.memory_of(pid) if pid else 0,
+            "memory_bytes": self._memory_of(pid) if pid else 0,
             "cpu_seconds": used.cpu_seconds,
             "restarts": instance.restarts,
             "in_flight": activity.running(instance),
@@ -343,7 +379,7 @@ class Control:
 
     def _metadata(self, ask: Ask) -> Any:
         if not ask.model:
-            return {"name": self._name, "version": self._version, "extensions": EXTENSIONS}
+            return {"name": self._settings.name, "version": self._settings.version, "extensions": EXTENSIONS}
         version = self._find_one(ask)
         config = self._catalog.config(version.source)
         policy = version.policy
@@ -402,8 +438,8 @@ class Control:
 
     def _memory_bytes(self, version: Version) -> int:
         """The proportional memory of all processes that run this version."""
-        pids = [self.process_of(instance.peer) for instance in version.instances if instance.peer]
-        return sum(self.memory_of(pid) for pid in pids if pid)
+        pids = [self._process_of(instance.peer) for instance in version.instances if instance.peer]
+        return sum(self._memory_of(pid) for pid in pids if pid)
 
     def _version_statistics(self, version: Version) -> dict[str, Any]:
         counted = version.statistics

@@ -6,13 +6,12 @@ Invariant: the loop never waits for a disk.
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Set
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,7 +19,7 @@ from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.differences import Differences
 from shmserve.broker.models.ensemble_members import Companions, OperationDependencies, needs
 from shmserve.broker.models.overrides import RestartBody, RollbackBody, UnloadBody, Upload
-from shmserve.broker.models.reader import Job, Reader
+from shmserve.broker.models.reader import Job, Reader, ReaderThread
 from shmserve.broker.models.remote import NotDownloaded, RemoteModels
 from shmserve.broker.models.repositories import KeptConfig, Reading
 from shmserve.broker.observability.logs import log_record
@@ -51,35 +50,39 @@ POLLING = "if polling is enabled"
 """The rest of Triton's text, which Triton also uses in mode none."""
 
 
+class LoadSettings(NamedTuple):
+    """`place`: directory for the files of load calls. `mode`: of --model-control-mode. `compatible`: use Triton's
+    texts, even where they are misleading."""
+
+    place: Path
+    mode: str = "none"
+    compatible: bool = False
+
+
 class ClientOperations:
-    """`put` passes an event to the core, `send` a message to a client. `place`: directory for the files of load
-    calls."""
+    """`thread` reads the models. `put` passes an event to the core, `send` a message to a client. `remote`: the models
+    of remote repositories."""
 
     def __init__(
         self,
         loop: Any,
         core: Core,
         catalog: Catalog,
+        thread: ReaderThread,
         put: Callable[[Any], None],
         send: Callable[[int, Any], None],
-        place: Path,
-        mode: str = "none",
-        compatible: bool = False,
+        settings: LoadSettings,
         remote: RemoteModels | None = None,
     ) -> None:
-        """`compatible`: use Triton's texts, even where they are misleading. `remote`: the models of remote
-        repositories."""
         self._loop = loop
         self._core = core
         self._catalog = catalog
         self._repositories = catalog.repositories
         self._put = put
         self._send = send
-        self._place = place
-        self._mode = mode
-        self._compatible = compatible
+        self._settings = settings
         self._remote = remote
-        self.reader = Reader(loop, remote, lambda model: bool(self._served(model)), self._failed)
+        self.reader = Reader(loop, thread, remote, lambda model: bool(self._served(model)), self._failed)
         self._numbers = count(1)
         self._uploads: dict[tuple[int, int], tuple[Ask, Upload]] = {}
         self._jobs: dict[int, Job] = {}
@@ -119,13 +122,14 @@ class ClientOperations:
     def _begin(self, what: str) -> Upload:
         """Checks the operation when its first piece arrives, before receiving hundreds of megabytes."""
         if what not in ALWAYS and not self.explicit:
-            why = POLLING if self._mode == "poll" or self._compatible else f"in mode {self._mode}"
+            mode = self._settings.mode
+            why = POLLING if mode == "poll" or self._settings.compatible else f"in mode {mode}"
             raise Unavailable(f"{REFUSED} {why}; start the server with --model-control-mode explicit")
         if len(self._uploads) >= UPLOADS:
             raise Unavailable(
                 f"{UPLOADS} load calls are already being received; try again when one of them is complete"
             )
-        return Upload(self._place, self._core.state.limits.override_bytes)
+        return Upload(self._settings.place, self._core.state.limits.override_bytes)
 
     def cancelled(self, peer: int, request: int) -> None:
         """Drops the partly received body of a cancelled operation."""
@@ -252,7 +256,7 @@ class ClientOperations:
     def _read(self, model: str, upload: Upload, kept: KeptConfig | None) -> tuple[Reading, list[tuple[str, Reading]]]:
         """The model and, if it is an ensemble, the models that it needs."""
         try:
-            given = upload.unpack(self._place, model)
+            given = upload.unpack(self._settings.place, model)
             reading = self._repositories.read(model, given, kept, upload.versions)
             found = reading, list(needs(reading, self._repositories.read))
         except NotDownloaded:  # retried after the download
@@ -376,9 +380,12 @@ class ClientOperations:
         if self._remote is not None and self._remote.has_retired:
             self._remote.drop_unused(self._catalog.trees())
 
-    def discard(self, folder: Path) -> None:
-        """Removes a directory that is no longer used. May be called from any thread."""
-        self.reader.submit(lambda: shutil.rmtree(folder, ignore_errors=True))
+    def compose(self, effect: effects.Compose) -> None:
+        """Checks an ensemble with the versions that are served now."""
+        models = self._core.state.models.values()
+        served = [v for model in models for v in model.versions.values() if v.state is VersionState.READY]
+        problem = self._catalog.compose(effect.source, served)
+        self._put(events.Composed(effect.source, effect.number, problem))
 
     # ------------------------------------------------------------------------------------ deployment
 
@@ -408,7 +415,7 @@ class ClientOperations:
 
     @property
     def explicit(self) -> bool:
-        return self._mode == "explicit"
+        return self._settings.mode == "explicit"
 
     def refresh_from_disk(self, then: Callable[[Set[int]], None]) -> None:
         """Lists the models on disk (in mode explicit), then calls `then` with the sources of the loaded versions that

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
+from shutil import rmtree
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -35,6 +37,26 @@ class Job(Struct):
     """The operation ended while it waited for a download."""
 
 
+class ReaderThread:
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "reader")
+
+    def start(self, work: Callable[[], T]) -> Future[T]:
+        return self._pool.submit(work)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Runs work without a result. May be called from any thread."""
+        with suppress(RuntimeError):  # the server stops and removes everything
+            self._pool.submit(work)
+
+    def remove(self, folder: Path) -> None:
+        """Removes a directory that is no longer used. May be called from any thread."""
+        self.submit(lambda: rmtree(folder, ignore_errors=True))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
 class Reader:
     """`is_served(model)`: whether it has READY versions. `failed(job, error)` reports an error; the job is None if no
     client requested the work. `remote`: the models of remote repositories."""
@@ -42,6 +64,7 @@ class Reader:
     def __init__(
         self,
         loop: Any,
+        thread: ReaderThread,
         remote: RemoteModels | None,
         is_served: Callable[[str], bool],
         failed: Callable[[Job | None, Exception], None],
@@ -50,20 +73,15 @@ class Reader:
         self._remote = remote
         self._is_served = is_served
         self._failed = failed
-        self._thread = ThreadPoolExecutor(1, "reader")
+        self._thread = thread
         self._fetching: list[Job] = []
         """Loads that wait for a download."""
         self.closed = False
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Runs work without a result. May be called from any thread."""
-        with suppress(RuntimeError):  # the server stops and removes everything
-            self._thread.submit(work)
-
     def run(self, work: Callable[[], T], then: Callable[[T], None], job: Job | None = None) -> None:
         """Calls `then` on the loop with the result. If the work of a job needs a model that has not been downloaded, it
         is repeated after the download."""
-        self._thread.submit(work).add_done_callback(
+        self._thread.start(work).add_done_callback(
             lambda future: self._loop.call_soon_threadsafe(self._back, future, work, then, job)
         )
 
@@ -120,4 +138,4 @@ class Reader:
 
     def close(self) -> None:
         self.closed = True
-        self._thread.shutdown()
+        self._thread.close()

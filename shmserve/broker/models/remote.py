@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -72,41 +72,45 @@ def open_remote(loop: Any, settings: RemoteSettings, pids: set[int]) -> RemoteMo
     except OSError as error:
         text = f"cannot use the cache directory {settings.cache}: {error.strerror or error}"
         raise Unavailable(f"{text}; give another one with --cache-directory") from None
-    process = Settings(
-        str(slot.folder),
-        settings.cache_bytes,
-        list(addresses.values()),
-        settings.poll_s,
-        settings.settle_s,
-    )
-    return RemoteModels(slot, addresses, MirrorProcess(loop, process, pids))
+    return RemoteModels(loop, slot, addresses, settings, pids)
+
+
+class RemoteListener(Protocol):
+    def changed(self, model: str) -> None:
+        """A model of that name was published or removed."""
+
+    def failed(self, model: str, text: str) -> None:
+        """A model that is not served cannot be downloaded, with the reason."""
+
+    def retired(self) -> None:
+        """A directory was replaced, so that `drop_unused` can remove it."""
 
 
 class RemoteModels:
-    """Set the callbacks before `start`, which starts the process. `addresses`: repository key -> its address."""
+    """`addresses`: repository key -> its address."""
 
-    def __init__(self, slot: Slot, addresses: Mapping[str, str], process: MirrorProcess) -> None:
-        self.changed: Callable[[str], None] = lambda model: None
-        """Called when a model of that name was published or removed."""
-        self.failed: Callable[[str, str], None] = lambda model, text: None
-        """Called with the reason when a model that is not served cannot be downloaded."""
-        self.retired: Callable[[], None] = lambda: None
-        """Called when a directory was replaced, so that `drop_unused` can remove it."""
+    def __init__(
+        self, loop: Any, slot: Slot, addresses: Mapping[str, str], settings: RemoteSettings, pids: set[int]
+    ) -> None:
         self.unreadable: set[str] = set()
         """Repositories that cannot be read and are not in the cache."""
         self.folders = [slot.view(key).resolve() for key in addresses]
         self._slot = slot
         self._addresses = addresses
-        self._process = process
+        process = Settings(
+            str(slot.folder), settings.cache_bytes, list(addresses.values()), settings.poll_s, settings.settle_s
+        )
+        self._process = MirrorProcess(loop, process, pids, self._handle, self._started)
+        self._listener: RemoteListener | None = None
         self._numbers = count(1)
         self._requests: dict[int, _Request] = {}
         self._downloads: dict[tuple[str, str], _Download] = {}
         self._retired: set[str] = set()
         self._polling = False
-        process.handle = self._handle
-        process.started = self._started
 
-    def start(self) -> None:
+    def start(self, listener: RemoteListener) -> None:
+        """Starts the process. `listener` hears of what it downloads."""
+        self._listener = listener
         self._process.start()
 
     def close(self) -> None:
@@ -199,6 +203,7 @@ class RemoteModels:
     def _outcome(self, event: Event) -> None:
         model, state = event["model"], event["state"]
         download = self._downloads.pop((event["repository"], model), None)
+        assert self._listener is not None
         if event["old"]:
             self._retire(event["old"])
         if state == "published" and download is not None:
@@ -206,13 +211,14 @@ class RemoteModels:
             text = f"downloaded {size_text(download.total)} in {seconds:.1f} s"
             log_record("info", f"model '{model}': {text}", {"model": model})
         if state in ("published", "offline") or (state == "absent" and event["old"]):
-            self.changed(model)
+            self._listener.changed(model)
         elif state == "failed" and event["is_new"]:
-            self.failed(model, event["text"])
+            self._listener.failed(model, event["text"])
 
     def _retire(self, tree: str) -> None:
+        assert self._listener is not None
         self._retired.add(tree)
-        self.retired()
+        self._listener.retired()
 
     def downloads(self) -> dict[str, str]:
         """Model -> the progress of its download."""

@@ -6,7 +6,7 @@ loads read models; other changes are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shmserve.broker.models.disk_changes import DiskChanges
@@ -22,7 +22,7 @@ _Found = tuple[Reading, list[tuple[str, Reading]]]
 
 
 class RemoteChanges:
-    """`began()` is called when the models to serve from the start have been passed to the core."""
+    """`wake()` schedules a turn of the core."""
 
     def __init__(
         self,
@@ -30,24 +30,30 @@ class RemoteChanges:
         repositories: Repositories,
         operations: ClientOperations,
         disk_changes: DiskChanges,
-        began: Callable[[], None],
+        wake: Callable[[], None],
     ) -> None:
         self._remote = remote
         self._repositories = repositories
         self._operations = operations
         self._disk_changes = disk_changes
-        self._began = began
+        self._wake = wake
         self._models_left = 0
         """Number of models to load at startup that have not been read."""
         self.starting = True
         """The models to serve from the start are being downloaded."""
-        if not operations.explicit:
-            remote.changed = self._changed
-            remote.failed = disk_changes.refuse
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all repositories can be read, or were read before."""
+        return not self._remote.unreadable
+
+    def downloads(self) -> Mapping[str, str]:
+        """Model -> the progress of its download."""
+        return self._remote.downloads()
 
     def begin(self, models: Sequence[str]) -> None:
         """Starts the downloads. `models`: in mode explicit, the models to load at startup; * alone: all."""
-        self._remote.start()
+        self._remote.start(self)
         if not self._operations.explicit or list(models) == ["*"]:
             self._remote.fetch_all(lambda failure, notes: self._fetched_all())
             return
@@ -69,13 +75,23 @@ class RemoteChanges:
         # Queued behind this, or behind the models published so far; runs even if these cannot be read.
         reader.run(lambda: None, lambda _: self._end_of_start())
 
-    def _changed(self, model: str) -> None:
+    def changed(self, model: str) -> None:
+        if self._operations.explicit:
+            return
         if self._disk_changes.is_polling:
             self._disk_changes.check_now()
         else:
             self._operations.reader.run(
                 lambda: self._repositories.read_present(model), lambda found: self._read(model, found)
             )
+
+    def failed(self, model: str, text: str) -> None:
+        if not self._operations.explicit:
+            self._disk_changes.refuse(model, text)
+
+    def retired(self) -> None:
+        self._operations.untidy = True
+        self._wake()
 
     def _read(self, model: str, found: Reading | None) -> None:
         if found is None:
@@ -145,6 +161,6 @@ class RemoteChanges:
 
     def _end_of_start(self) -> None:
         self.starting = False
-        self._began()
+        self._wake()
         if self._operations.explicit:
             self._remote.list()

@@ -41,10 +41,19 @@ class HelperProcess:
     """Calls `started()` when a process has been started, `readable()` when its socket can be read, and `ended()` when
     it has exited, before closing the socket. Adds the pid of the process, which this class reaps, to `pids`."""
 
-    def __init__(self, loop: Any, kind: HelperKind, pids: set[int], arguments: Sequence[str] = ()) -> None:
-        self.started: Callable[[], None] = lambda: None
-        self.readable: Callable[[], None] = lambda: None
-        self.ended: Callable[[], None] = lambda: None
+    def __init__(
+        self,
+        loop: Any,
+        kind: HelperKind,
+        pids: set[int],
+        arguments: Sequence[str],
+        started: Callable[[], None],
+        readable: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._started = started
+        self._readable = readable
+        self._ended = ended
         self.link: socket.socket | None = None
         """The socket; None while no process is running."""
         self._loop = loop
@@ -86,8 +95,8 @@ class HelperProcess:
         self._pids.add(process.pid)
         self._began = self._loop.time()
         self._loop.add_reader(self._pidfd, self._on_end)
-        self._loop.add_reader(ours.fileno(), self.readable)
-        self.started()
+        self._loop.add_reader(ours.fileno(), self._readable)
+        self._started()
 
     def stop_reading(self) -> None:
         """Stops watching the socket. Call at its end of file, when the process is about to exit."""
@@ -119,7 +128,7 @@ class HelperProcess:
         assert self.link is not None
         self._output.finish()
         self._output.close()
-        self.ended()
+        self._ended()
         self.stop_reading()
         self.link.close()
         self._loop.remove_reader(self._pidfd)

@@ -25,15 +25,19 @@ class MirrorProcess:
     """Calls `handle(event)` for each event, and `started()` after each start, when the new process has no requests.
     `pids`: see `HelperProcess`."""
 
-    def __init__(self, loop: Any, settings: Settings, pids: set[int]) -> None:
-        self.handle: Callable[[Event], None] = lambda event: None
-        self.started: Callable[[], None] = lambda: None
+    def __init__(
+        self,
+        loop: Any,
+        settings: Settings,
+        pids: set[int],
+        handle: Callable[[Event], None],
+        started: Callable[[], None],
+    ) -> None:
+        self._handle = handle
+        self._has_started = started
         self._loop = loop
         self._settings = msgspec.json.encode(settings)
-        self._process = HelperProcess(loop, _KIND, pids)
-        self._process.started = self._started
-        self._process.readable = self._read
-        self._process.ended = self._ended
+        self._process = HelperProcess(loop, _KIND, pids, (), self._started, self._read, self._ended)
         self.start = self._process.start
         self.close = self._process.close  # without grace, as its state is on disk
         self._unsent = bytearray()
@@ -41,7 +45,7 @@ class MirrorProcess:
 
     def _started(self) -> None:
         self._write(self._settings)
-        self.started()
+        self._has_started()
 
     def send(self, request: Mapping[str, object]) -> None:
         """Sends a request. While no process is running, does nothing, as `started` is called for the next one."""
@@ -79,7 +83,7 @@ class MirrorProcess:
         *lines, rest = (self._received + data).split(b"\n")
         self._received = rest
         for line in lines:
-            self.handle(msgspec.json.decode(line))
+            self._handle(msgspec.json.decode(line))
 
     def _ended(self) -> None:
         assert self._process.link is not None

@@ -45,10 +45,7 @@ class SpanExporter:
         self._loop = loop
         self._over_limit = over_limit
         arguments = secrets.token_hex(32), msgspec.json.encode(settings).decode()
-        self._process = HelperProcess(loop, _KIND, pids, arguments)
-        self._process.started = self._started
-        self._process.readable = self._read
-        self._process.ended = self._ended
+        self._process = HelperProcess(loop, _KIND, pids, arguments, self._started, self._read, self._ended)
         self.start = self._process.start
         self._records: list[SpanRecord] = []
         self._flush_timer: Any = None

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -23,7 +22,7 @@ from shmserve.broker.link import PeerLink
 from shmserve.broker.processes import children
 from shmserve.broker.processes.cgroups import ControlGroups
 from shmserve.broker.processes.memory_limits import GPU_KNOBS, MemoryLimits
-from shmserve.broker.processes.resources import DEFAULTS, WorkerResources
+from shmserve.broker.processes.resources import WorkerResources
 from shmserve.broker.processes.zygote import Zygote, reap
 from shmserve.core.effects import Spawn
 from shmserve.core.policy import InstanceSpec
@@ -65,12 +64,22 @@ class WorkerSettings(Struct, frozen=True):
     """Returns whether the initial loading has finished. From then on, workers that load have a lower priority."""
 
 
+class WorkerHost(Protocol):
+    """Gets what a worker reports. `worker_exited` is called once, after the process was reaped and all its messages
+    were delivered. Pid 0: its process was never started."""
+
+    def deliver(self, peer: int, messages: list[Any], descriptors: list[int]) -> None: ...
+
+    def worker_exited(self, peer: int, pid: int, reason: str, loading_error: str, detail: str) -> None: ...
+
+
 class Worker(Struct, eq=False):
     """`pid` 0: not started yet. `child_ends`: the worker's ends of its link and output, open until it has inherited
     them. `process` is set if the worker was started as a fresh interpreter."""
 
     peer: int
     name: str
+    host: WorkerHost
     log_fields: dict[str, Any]
     """For the log: model, version, instance."""
     link: PeerLink
@@ -87,14 +96,9 @@ class Worker(Struct, eq=False):
 
 
 class Workers:
-    """`exited(peer, pid, reason, loading_error, detail)` is called once per worker, after its process was reaped and
-    all its messages were delivered. Pid 0: its process was never started."""
-
     def __init__(
         self,
         loop: Any,
-        deliver: Callable[[int, list[Any], list[int]], None],
-        exited: Callable[[int, int, str, str, str], None],
         log_record: Callable[[str, str, dict[str, Any]], None],
         settings: WorkerSettings,
         groups: ControlGroups | None = None,
@@ -105,8 +109,6 @@ class Workers:
         self._settings = settings
         self._environment = partial(worker_environment, tuple(settings.variables))
         self._loop = loop
-        self._deliver = deliver
-        self._exited = exited
         self._log_record = log_record
         self._workers: dict[int, Worker] = {}
         self._other_children = other_children
@@ -130,7 +132,7 @@ class Workers:
         return names | {self._zygote.pid: "the process that workers are forked from"}
 
     def spawn(
-        self, effect: Spawn, resources: WorkerResources = DEFAULTS, folders: Mapping[Path, Path] = MappingProxyType({})
+        self, effect: Spawn, host: WorkerHost, resources: WorkerResources, folders: Mapping[Path, Path]
     ) -> Worker:
         """Starts a worker, whose process may follow later. `folders`: see children.Output. Raises OSError if it cannot
         be started."""
@@ -144,10 +146,10 @@ class Workers:
         )
         nice = LOAD_NICE if self._settings.is_ready() and not effect.urgent else 0
         arguments += ["--busy-poll-ns", str(self._settings.busy_poll_ns), "--load-nice", str(nice)]
-        link = PeerLink(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
+        link = PeerLink(ours, peer, _codec, host.deliver, self._link_ended, self._loop)
         child_ends = (theirs.detach(), output.write_end)
         limits = resources.memory, resources.gpu_memory if spec.kind == "KIND_GPU" else 0
-        worker = Worker(peer, spec.name, log_fields, link, output, arguments, limits, child_ends)
+        worker = Worker(peer, spec.name, host, log_fields, link, output, arguments, limits, child_ends)
         self._workers[peer] = worker
         if not self._zygote.start(peer, arguments, *child_ends):
             try:
@@ -193,7 +195,7 @@ class Workers:
             reason = f"cannot start a process: {error.strerror}"
         self._forget(worker)
         self._memory.ended(peer)
-        self._exited(peer, 0, reason, "", "")
+        worker.host.worker_exited(peer, 0, reason, "", "")
 
     def _started(self, worker: Worker, pid: int, pidfd: int) -> None:
         worker.pid, worker.pidfd = pid, pidfd
@@ -237,7 +239,8 @@ class Workers:
         self._forget(worker)
         self._gpu_memory.ended(worker.peer)
         reason = _reason(code, self._memory.ended(worker.peer) or worker.killed)
-        self._exited(worker.peer, worker.pid, reason, worker.loading_error, "\n".join(worker.output.tail))
+        tail = "\n".join(worker.output.tail)
+        worker.host.worker_exited(worker.peer, worker.pid, reason, worker.loading_error, tail)
 
     def _forget(self, worker: Worker) -> None:
         worker.link.close("")

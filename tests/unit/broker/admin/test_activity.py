@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.broker.admin.activity import SHOWN_CLIENTS, ActivityReport
-from shmserve.broker.admin.queries import Control
+from shmserve.broker.admin.queries import Control, ControlSettings
 from shmserve.core.events import SetTraffic
 from shmserve.core.owners.activity import SHOWN_CALLERS
 from shmserve.core.stats import histogram
@@ -25,9 +25,8 @@ from tests.support.core.world import World
 
 def control_of(world: World, gpus: list[dict[str, Any]] | None = None) -> Control:
     catalog = cast("Any", SimpleNamespace(repositories=SimpleNamespace(names=("m", "not loaded"))))
-    control = Control(world.core, catalog, "test", "1", True)
-    control.process_of = lambda peer: os.getpid()
-    control.memory_of = lambda pid: 1 << 20
+    settings = ControlSettings("test", "1", strict=True)
+    control = Control(world.core, catalog, settings, lambda peer: os.getpid(), lambda pid: 1 << 20)
     report = ActivityReport(
         world.core.state, control.index, control.about, lambda: gpus or [], lambda pid: 5 * pid, lambda: None
     )

@@ -21,7 +21,7 @@ from shmserve.core.events import Deploy
 from shmserve.errors import InvalidRequest
 from shmserve.repo.backends import DIRECTORY, ENVIRONMENT_FILE
 from shmserve.repo.compile import CoreSet
-from shmserve.repo.storage.generation import Generations, Sizes
+from shmserve.repo.storage.generation import DEFAULT, Generations, Sizes
 from shmserve.repo.storage.snapshot import Snapshot, changed, take
 from tests.support.repo.models import GOOD, SOURCE, model
 
@@ -39,7 +39,7 @@ def backends(tmp_path: Path) -> Path:
 
 def catalog_of(tmp_path: Path, backends: Path, sizes: Sizes | None = None) -> Catalog:
     (tmp_path / "kept").mkdir()
-    generations = Generations(tmp_path / "kept", *([sizes] if sizes is not None else []))
+    generations = Generations(tmp_path / "kept", sizes or DEFAULT)
     repositories = Repositories([tmp_path / "models"], str(backends), generations=generations)
     return Catalog(repositories, {DIRECTORY: str(backends)}, CoreSet((0,)))
 

@@ -11,7 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from shmserve.broker.models.catalog import Catalog
-from shmserve.broker.models.operations import ClientOperations
+from shmserve.broker.models.operations import ClientOperations, LoadSettings
+from shmserve.broker.models.reader import ReaderThread
 from shmserve.broker.models.repositories import Repositories
 from shmserve.core import effects, events
 from shmserve.core.core import Core
@@ -34,11 +35,10 @@ class Shell:
             self.loop,
             self.core,
             self.catalog,
+            ReaderThread(),
             lambda event: self.inbox.append((0, event)),
             lambda peer, message: self.said.append(message),
-            root / "overrides",
-            mode,
-            compatible=compatible,
+            LoadSettings(root / "overrides", mode, compatible),
         )
 
     def ask(self, what: str, body: bytes = b"", name: str = "m") -> None:

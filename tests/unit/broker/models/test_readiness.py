@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from shmserve.broker.admin.queries import Control
+from shmserve.broker.admin.queries import Control, ControlSettings
 from shmserve.core import events
 from shmserve.core.policy import ModelPolicy
 from tests.support.broker.metrics import policy
@@ -26,7 +26,7 @@ def states(world: World) -> list[str]:
 def test_readiness_waits_only_for_the_first_load_of_a_model(strict: bool) -> None:
     """Otherwise a load balancer would take the server out while a model changes or finishes its requests."""
     world = World()
-    control = Control(world.core, cast("Any", None), "test", "1", strict)
+    control = Control(world.core, cast("Any", None), ControlSettings("test", "1", strict), lambda _: 0, lambda _: 0)
     world.deploy(version(1), load=False)
     assert not control.server_ready()
     world.worker("m_0").outbox.append(events.Compiled(version(1)))

@@ -13,7 +13,8 @@ import pytest
 
 from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.disk_changes import DiskChanges
-from shmserve.broker.models.operations import ClientOperations
+from shmserve.broker.models.operations import ClientOperations, LoadSettings
+from shmserve.broker.models.reader import ReaderThread
 from shmserve.broker.models.remote import Fetched, RemoteModels
 from shmserve.broker.models.remote_changes import RemoteChanges
 from shmserve.broker.models.repositories import Reading, Repositories
@@ -45,7 +46,7 @@ class Remote:
         (self._view / name).unlink(missing_ok=True)
         (self._view / name).symlink_to(f"../../trees/{tree}")
 
-    def start(self) -> None:
+    def start(self, listener: object) -> None:
         pass
 
     def list(self) -> None:
@@ -69,8 +70,10 @@ class Started:
         self.began = 0
         self.catalog = Catalog(Repositories(self.remote.folders), {}, CoreSet((0,)))
         remote, core = cast(RemoteModels, self.remote), Core()
-        places = (self.inbox.append, lambda peer, message: None, root / "overrides", "explicit")
-        self.operations = ClientOperations(self.loop, core, self.catalog, *places, remote=remote)
+        settings = LoadSettings(root / "overrides", "explicit")
+        self.operations = ClientOperations(
+            self.loop, core, self.catalog, ReaderThread(), self.inbox.append, lambda *_: None, settings, remote
+        )
         on_disk = DiskChanges(self.loop, core.state, self.catalog, self.operations, self.inbox.append)
         self.changes = RemoteChanges(remote, self.catalog.repositories, self.operations, on_disk, self._began)
 
