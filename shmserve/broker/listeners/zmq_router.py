@@ -241,8 +241,9 @@ class ZmqRouter:
             refusal = refused(messages)
             if refusal is not None:
                 messages = [refusal]
-            messages = [self._with_frames(message, frames) if isinstance(message, Infer) else message
-                        for message in messages]  # fmt: skip
+            messages = [
+                self._with_frames(message, frames) if isinstance(message, Infer) else message for message in messages
+            ]
         elif weight(messages) > share:
             messages, outbox.left_over = split(messages, share)
         self._pass_on(outbox, messages)

@@ -132,8 +132,9 @@ class Upload:
         sizes = _checked(model, header.files)
         expected = len(line) + sum(sizes.values())
         if expected != self._size:
-            raise InvalidRequest(f"expected {expected - len(line)} bytes of files in the load call; "
-                                 f"received {self._size - len(line)}")  # fmt: skip
+            raise InvalidRequest(
+                f"expected {expected - len(line)} bytes of files in the load call; received {self._size - len(line)}"
+            )
         folder = Path(tempfile.mkdtemp(prefix="model-", dir=place))
         try:
             for name, size in sizes.items():

@@ -32,9 +32,18 @@ _PLACES = sorted({os.fsencode(place) for place in (_WORKERS, _WORKERS.resolve())
 _OUR_FRAME = re.compile(rb'  File "(?:<frozen runpy>|(?:%s)/[^"]*)", line \d+ in ' % b"|".join(map(re.escape, _PLACES)))
 """Matches a faulthandler frame in the server's own code. Frames of ordinary tracebacks have another format."""
 _INHERITED = (
-    "CACHE_DIRECTORY", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV",
+    "CACHE_DIRECTORY",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "LD_LIBRARY_PATH",
+    "PATH",
+    "PYTHONPATH",
+    "TMPDIR",
+    "TZ",
+    "VIRTUAL_ENV",
     "XDG_CACHE_HOME",
-)  # fmt: skip
+)
 
 
 def environment(*prefixes: str) -> dict[str, str]:

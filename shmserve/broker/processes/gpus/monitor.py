@@ -145,11 +145,15 @@ class GpuMonitor:
         reasons = self.out_of_service()
         entries: dict[str, dict[str, Any]] = {
             gpu.uuid: {
-                "number": gpu.number, "uuid": gpu.uuid, "name": gpu.name, **dict.fromkeys(SHOWN_METRICS.values()),
-                "throttled": [], "out_of_service": reasons.get(gpu.number, ""),
+                "number": gpu.number,
+                "uuid": gpu.uuid,
+                "name": gpu.name,
+                **dict.fromkeys(SHOWN_METRICS.values()),
+                "throttled": [],
+                "out_of_service": reasons.get(gpu.number, ""),
             }
             for gpu in self._gpus
-        }  # fmt: skip
+        }
         for one in self._all_samples():
             entry = entries.get(one.uuid)
             if entry is None:  # a whole GPU, of which the server uses slices
@@ -274,8 +278,9 @@ class GpuMonitor:
         else:
             log.warning(
                 "%s on %s: it affects at most the process that caused it, which the kernel's log names",
-                xids.title(xid), watched.title,
-            )  # fmt: skip
+                xids.title(xid),
+                watched.title,
+            )
         return is_fatal or xid == xids.RECOVERY_ACTION_CHANGED
 
     def _find(self, device: Any) -> _Watched | None:
