@@ -16,7 +16,7 @@ from shmserve.protocol import codec
 from shmserve.protocol.descriptors import ANCILLARY_BYTES, DESCRIPTORS, LOST, received
 from shmserve.protocol.messages import PACKET_BYTES, Map
 from shmserve.protocol.worker_messages import Counted, Load, Loaded, WorkerOrder
-from shmserve.system.busy_poll import PollBudget, core_is_free
+from shmserve.system.polling import PollBudget, core_is_free
 
 T = TypeVar("T")
 SEND_BUFFER = 4 * 1024 * 1024

@@ -15,7 +15,7 @@ import pyrage
 from shmserve.repo.agents import Agent, AgentModel, Refused
 from shmserve.repo.agents.built_in import linked, server_file
 from shmserve.repo.storage.snapshot import take
-from shmserve.system.mounts import is_tmpfs
+from shmserve.system.files import is_tmpfs
 
 SUFFIX = ".age"
 KEY = "identity_file"

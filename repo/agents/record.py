@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from shmserve.system.new_file import new_file
+from shmserve.system.files import new_file
 
 CHAIN = "chain.json"
 DONE = "done"

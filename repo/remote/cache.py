@@ -29,7 +29,7 @@ from pathlib import Path
 
 import msgspec
 
-from shmserve.system.new_file import new_file
+from shmserve.system.files import new_file
 
 ABSENT = "absent"
 """The tree of a model that the repository has, but that has not been downloaded."""

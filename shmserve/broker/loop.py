@@ -41,7 +41,7 @@ from shmserve.protocol import codec
 from shmserve.protocol.messages import PACKET_MESSAGES, ClientMessage, Hello, Map, Part, Ping, Reply
 from shmserve.protocol.worker_messages import Counted, Loaded, Probed, Trim
 from shmserve.repo.storage.generation import ALL_DESCRIPTORS
-from shmserve.system.loop_polling import LoopPolling
+from shmserve.system.polling import LoopPolling
 
 log = logging.getLogger("shmserve")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
 from shmserve.session import Incoming, Session, Ticket
-from shmserve.system.loop_polling import LoopPolling
+from shmserve.system.polling import LoopPolling
 from shmserve.transport.address import Address, no_server
 from shmserve.transport.link import CLIENT_SESSION, CLOSED, MAX_PAUSE_S, PAUSE_S, ServerLink, SessionLink, open_link
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.cli.commands.base import StatusLine, complain, connected, next_step, print_json, print_text
 from shmserve.errors import ServeError
-from shmserve.system.new_file import new_file
+from shmserve.system.files import new_file
 from shmserve.terminal.errors import Failed
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from shmserve.broker.config.command_line import parser
 from shmserve.broker.config.values import from_environment, from_toml
 from shmserve.broker.listeners.access import AccessRules
 from shmserve.broker.models.remote import RemoteSettings
-from shmserve.broker.observability.metric_settings import MetricSettings, metric_settings
+from shmserve.broker.observability.metrics import MetricSettings, metric_settings
 from shmserve.broker.processes import cpus
 from shmserve.broker.processes.gateways import GatewaySettings, arguments_of
 from shmserve.broker.processes.gpus.monitor import INTERVAL_S
-from shmserve.broker.processes.resources import WorkerResources
+from shmserve.broker.processes.workers import WorkerResources
 from shmserve.core.limits import Limits
 from shmserve.errors import InvalidRequest
 from shmserve.paths import cache_dir, server_runtime_dir
@@ -40,7 +40,7 @@ from shmserve.settings.flag import ENVIRONMENT, Flag
 from shmserve.settings.limits import GATEWAY_LIMITS
 from shmserve.settings.table import BY_NAME, FLAGS, PASSED_ON, completions, nearest, unknown, written
 from shmserve.settings.triton_flags import notes, refusals
-from shmserve.system.busy_poll import MIN_CORES, POLL_NS
+from shmserve.system.polling import MIN_CORES, POLL_NS
 
 if sys.version_info >= (3, 11):
     import tomllib

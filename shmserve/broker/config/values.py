@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.broker.listeners import access
-from shmserve.broker.observability import metric_settings, traces
+from shmserve.broker.observability import metrics, traces
 from shmserve.broker.processes.cpus import host_policy
 from shmserve.broker.processes.gpus import xids
 from shmserve.core.limits import NAMED
@@ -155,7 +155,7 @@ _TEXTS = {
     "cache": _cache,
     "resource": _resource,
     "pool": _pool,
-    "metrics": metric_settings.config,
+    "metrics": metrics.metrics_config,
     "fraction": _device_fraction,
     "decimal": _decimal,
 }

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from shmserve.broker.models.backend_files import BackendFiles
 from shmserve.broker.models.differences import LoadedVersion
 from shmserve.broker.models.repositories import KeptConfig, Reading, Repositories
-from shmserve.broker.processes.resources import DEFAULTS, WorkerResources, resources_of
+from shmserve.broker.processes.workers import DEFAULTS, WorkerResources, resources_of
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse, Target
 from shmserve.core.owners.rate_limiter import lacking

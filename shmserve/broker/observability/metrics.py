@@ -7,15 +7,16 @@ processes, has one sample per metric.
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from heapq import nlargest
 from itertools import accumulate
+from typing import Any
 
 from msgspec import Struct
 
 from shmserve.broker.observability.metric_definitions import INSTANCE, VERSION, Page, labels
-from shmserve.broker.observability.metric_settings import DEFAULTS, MetricSettings
 from shmserve.core.models import memory, sizes
 from shmserve.core.models.retirement import UNLOADED
 from shmserve.core.owners import activity
@@ -27,6 +28,7 @@ from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats import histogram
 from shmserve.core.stats.statistics import FailureKind, Statistics
 from shmserve.protocol.messages import OWNER_SHIFT
+from shmserve.settings.flag import nearest_name
 from shmserve.shm.arena import Arena
 from shmserve.system import procfs
 from shmserve.version import version as installed
@@ -65,8 +67,58 @@ _COUNTS = {_HITS: "cache_hits", _MISSES: "cache_misses"}
 """Attributes of Statistics with the counts of these summaries; all others use success_count."""
 
 
+QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
+_SWITCHES = ("counter_latencies", "histogram_latencies", "summary_latencies")
+_NAMES = (*_SWITCHES, "summary_quantiles")
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+
 SegmentBytes = dict[tuple[int, bool], int]
 """(worker, whether on its GPU) -> bytes of its segments"""
+
+
+class MetricSettings(Struct, frozen=True):
+    counter_latencies: bool = True
+    histogram_latencies: bool = False
+    summary_latencies: bool = False
+    summary_quantiles: tuple[float, ...] = QUANTILES
+    cpu: bool = True
+    interval_s: float = 0.0
+    """Minimum interval between samples of the machine's CPU usage."""
+
+
+DEFAULTS = MetricSettings()
+
+
+def metrics_config(text: str) -> tuple[str, Any]:
+    """Parses a value of --metrics-config, NAME=VALUE. Raises ValueError."""
+    name, equals, value = text.partition("=")
+    if not equals or name not in _NAMES:
+        close = nearest_name(name, _NAMES)
+        more = f"; did you mean {close}?" if close else ""
+        raise ValueError(f"unknown metrics setting '{text}'; expected one of {', '.join(_NAMES)}{more}")
+    if name == "summary_quantiles":
+        return name, _quantiles(value)
+    if value.lower() not in ("true", "false"):
+        raise ValueError(f"{name}: '{value}' is neither true nor false")
+    return name, value.lower() == "true"
+
+
+def _quantiles(text: str) -> tuple[float, ...]:
+    """Parses QUANTILE:ERROR,... As in Triton, the error is accepted, but it is not used: values are always within
+    1.6 %."""
+    quantiles = []
+    for pair in text.split(","):
+        quantile, colon, error = pair.partition(":")
+        match = _NUMBER.fullmatch(quantile)
+        if match is None or not 0 <= float(match[1]) <= 1 or (colon and not _NUMBER.match(error)):
+            raise ValueError(f"summary_quantiles: '{pair}' is not QUANTILE:ERROR with numbers from 0 to 1")
+        quantiles.append(float(match[1]))
+    return tuple(quantiles)
+
+
+def metric_settings(given: Sequence[tuple[str, Any]], cpu: bool, interval_s: float) -> MetricSettings:
+    """Merges the values of --metrics-config. If a setting is repeated, its last value counts."""
+    return MetricSettings(**dict(given), cpu=cpu, interval_s=interval_s)
 
 
 class _InstanceSamples(Struct):

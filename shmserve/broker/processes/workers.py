@@ -22,14 +22,16 @@ from shmserve.broker.link import PeerLink
 from shmserve.broker.processes import children
 from shmserve.broker.processes.cgroups import ControlGroups
 from shmserve.broker.processes.memory_limits import GPU_KNOBS, MemoryLimits
-from shmserve.broker.processes.resources import WorkerResources
 from shmserve.broker.processes.zygote import Zygote, reap
 from shmserve.core.effects import Spawn
 from shmserve.core.policy import InstanceSpec
 from shmserve.paths import python
 from shmserve.protocol import codec
 from shmserve.protocol.worker_messages import WorkerReport
+from shmserve.repo.compile import environment
+from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.gpus import VISIBLE
+from shmserve.repo.parameters import GPU_MEMORY_LIMIT, MEMORY_LIMIT
 from shmserve.system.service_manager import VARIABLES
 
 _LEVELS = {"verbose": "debug", "info": "info", "warning": "warning", "error": "error"}
@@ -49,6 +51,32 @@ _NEVER = ("SHMSERVE_", *VARIABLES)
 """Prefixes of variables that workers never get: the server's settings, and the service manager's variables."""
 
 _codec = codec.Codec(WorkerReport)
+
+
+class WorkerResources(Struct, frozen=True):
+    """`memory` and `gpu_memory`: limits in bytes on the host and on its GPU; 0: no limit. `environment`: the
+    interpreter's environment; "": the server's own. `unpacked`: directory for unpacked environment archives."""
+
+    memory: int = 0
+    environment: str = ""
+    unpacked: str = ""
+    gpu_memory: int = 0
+
+
+DEFAULTS = WorkerResources()
+
+
+def resources_of(
+    config: ModelConfig, folder: Path, defaults: WorkerResources, backend_folder: Path | None = None
+) -> WorkerResources:
+    """The resources of a worker of this model. `backend_folder`: directory of its backend, if not built in."""
+    own, on_gpu = MEMORY_LIMIT.read(config), GPU_MEMORY_LIMIT.read(config)
+    return WorkerResources(
+        defaults.memory if own is None else own,
+        environment(config, str(folder), backend_folder),
+        defaults.unpacked,
+        defaults.gpu_memory if on_gpu is None else on_gpu,
+    )
 
 
 class WorkerSettings(Struct, frozen=True):

@@ -11,7 +11,7 @@ import stat
 from shmserve.errors import Internal, InvalidRequest, Unavailable
 from shmserve.shm.extents.base import MappedExtent, failed, reserve, resize
 from shmserve.shm.pages import map_shared
-from shmserve.system.mounts import is_tmpfs
+from shmserve.system.files import is_tmpfs
 
 SEAL_FUTURE_WRITE = 0x10
 """Existing mappings may write, new ones may not (since Linux 5.1). Python's standard library has no constant for it."""

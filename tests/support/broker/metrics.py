@@ -9,8 +9,7 @@ from collections import Counter
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from shmserve.broker.observability.metric_definitions import FAMILIES
-from shmserve.broker.observability.metric_settings import DEFAULTS, MetricSettings
-from shmserve.broker.observability.metrics import Metrics
+from shmserve.broker.observability.metrics import DEFAULTS, Metrics, MetricSettings
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.protocol.messages import Infer, Tensor
 from shmserve.shm.arena import Arena

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.system.busy_poll import FIRST_NS, PAID_OFF, SUSPEND_MAX_NS, SUSPEND_NS, PollBudget
+from shmserve.system.polling import FIRST_NS, PAID_OFF, SUSPEND_MAX_NS, SUSPEND_NS, PollBudget
 
 LONGEST = 200_000
 LONG = 5_000_000

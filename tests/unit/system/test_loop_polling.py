@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shmserve.system import loop_polling
-from shmserve.system.loop_polling import LoopPolling
+from shmserve.system import polling as system_polling
+from shmserve.system.polling import LoopPolling
 
 LONGEST = 200_000
 
@@ -20,8 +20,8 @@ class Clock:
         self.now = 0
         self.is_free = True
         self.ready: list[Callable[[], Any]] = []
-        monkeypatch.setattr(loop_polling, "monotonic_ns", lambda: self.now)
-        monkeypatch.setattr(loop_polling, "core_is_free", lambda since: self.is_free)
+        monkeypatch.setattr(system_polling, "monotonic_ns", lambda: self.now)
+        monkeypatch.setattr(system_polling, "core_is_free", lambda since: self.is_free)
 
     def call_soon(self, callback: Callable[[], Any]) -> None:
         self.ready.append(callback)

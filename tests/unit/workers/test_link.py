@@ -20,7 +20,7 @@ from shmserve.protocol import codec
 from shmserve.protocol.descriptors import DESCRIPTORS
 from shmserve.protocol.messages import CHUNK_BYTES, PACKET_BYTES, Columns, Failure, Map, Ping, Pong, Tensor, TensorForm
 from shmserve.protocol.worker_messages import Done, Row, Rows, WorkerReport
-from shmserve.system.busy_poll import PollBudget
+from shmserve.system.polling import PollBudget
 from shmserve.workers import link as workers_link
 from shmserve.workers.link import BrokerLink
 from shmserve.workers.outbox import Outbox, in_chunks, row_bytes

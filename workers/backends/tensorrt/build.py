@@ -24,7 +24,7 @@ from shmserve.gpu.interface import GpuDevice
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.gpus import discover
 from shmserve.repo.storage.store import scan_model
-from shmserve.system.new_file import new_file
+from shmserve.system.files import new_file
 from shmserve.terminal.tables import duration_text, shape_text, table
 from shmserve.workers.backends.tensorrt.build_progress import Interrupted, Progress, interrupts
 from shmserve.workers.backends.tensorrt.build_shapes import BadShapes, Ranges, from_config, from_words, with_batch

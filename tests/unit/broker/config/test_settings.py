@@ -26,7 +26,7 @@ from shmserve.repo.compile import CoreSet
 from shmserve.repo.remote import stores
 from shmserve.settings.flag import Flag
 from shmserve.settings.table import FLAGS, GROUPS, TRITON
-from shmserve.system.busy_poll import POLL_NS
+from shmserve.system.polling import POLL_NS
 from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_BYTES, near_limit
 from tests.support.docs import pages
 

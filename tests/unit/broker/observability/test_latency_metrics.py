@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shmserve.broker.observability.metric_settings import MetricSettings
+from shmserve.broker.observability.metrics import MetricSettings
 from shmserve.core.limits import Limits
 from shmserve.core.stats import latencies
 from shmserve.protocol.messages import Options

@@ -17,7 +17,7 @@ import pytest
 from shmserve.broker.processes import cgroups
 from shmserve.broker.processes.cgroups import CgroupsUnavailable, ControlGroups
 from shmserve.broker.processes.memory_limits import GPU_KNOBS, NEAR_S, POLL_S, MemoryLimits
-from shmserve.broker.processes.resources import WorkerResources, resources_of
+from shmserve.broker.processes.workers import WorkerResources, resources_of
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from tests.support.broker.fake_loop import Loop
 
