@@ -77,6 +77,8 @@ class Action(str, Enum):
     RESPONSES = Row("responses", _INFER,
         "OpenAI-compatible: responses, which are not kept; with `stream`, as server-sent events",
         http=("POST /v1/responses",), groups=("inference",), changes=True, takes="ResponseInput", gives="Response")
+    MESSAGES = Row("messages", _INFER, "Anthropic-compatible: messages; with `stream`, as server-sent events",
+        http=("POST /v1/messages",), groups=("inference",), changes=True, takes="Messages", gives="Message")
     EMBEDDINGS = Row("embeddings", _INFER, "OpenAI-compatible: embeddings",
         http=("POST /v1/embeddings",), groups=("inference",), changes=True, takes="TextsToEmbed", gives="EmbeddingList")
     LIVE = Row("live", _ANY, "Liveness", query="live",

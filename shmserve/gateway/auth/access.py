@@ -28,6 +28,14 @@ class Unauthenticated(Denied):
     code = "UNAUTHENTICATED"
 
 
+def _authorization(header: Callable[[str], str | None]) -> str | None:
+    """The credentials of a request. Anthropic's clients send the token alone, in a header of their own."""
+    given = header("authorization")
+    if given is None and (key := header("x-api-key")) is not None:
+        return f"Bearer {key}"
+    return given
+
+
 class EndpointAccess:
     """`roles`: those of clients without a token. With `tokens`, an unknown token is refused even if the endpoint grants
     the role."""
@@ -55,7 +63,7 @@ class EndpointAccess:
 
     def roles(self, header: Callable[[str], str | None]) -> frozenset[str]:
         """The roles of a request, including those that its token grants."""
-        authorization = header("authorization")
+        authorization = _authorization(header)
         if self.tokens is None or authorization is None:
             return self._roles
         holder = self.tokens.holder(authorization)
@@ -70,7 +78,7 @@ class EndpointAccess:
         if action is Action.PAGE_FILE and tokens is not None and tokens.grants(PAGE):
             return name  # browsers cannot attach a token here; the page asks its user for one
         if tokens is not None and action not in OPEN:
-            authorization = header("authorization")
+            authorization = _authorization(header)
             if authorization is not None:
                 holder = tokens.holder(authorization)
                 if holder is None:
@@ -85,7 +93,7 @@ class EndpointAccess:
                 whose = "neither this token nor this endpoint grants"
             raise Denied(f"this request needs the role {' or '.join(needs)}, which {whose}")
         if OPERATE in needs and OBSERVE not in needs and header("origin") is not None:
-            if tokens is None or header("authorization") is None:
+            if tokens is None or _authorization(header) is None:
                 raise Denied("requests from web pages (with the header Origin) may not do this without a token")
         refusal = self._restrictions.refusal(action, header)
         if refusal is not None:

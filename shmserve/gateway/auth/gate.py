@@ -66,7 +66,11 @@ class Guards:
             rpc_restricted = restricted_apis.Restrictions(args.grpc_restricted_protocol, "protocol")
         except ValueError as error:
             raise Misuse(str(error)) from error
-        withheld = restricted.headers | rpc_restricted.headers | ({"authorization"} if holders is not None else set())
+        withheld = (
+            restricted.headers
+            | rpc_restricted.headers
+            | ({"authorization", "x-api-key"} if holders is not None else set())
+        )
         forward = _forward("--http-header-forward-pattern", args.http_header_forward_pattern, withheld)
         rpc_forward = _forward("--grpc-header-forward-pattern", args.grpc_header_forward_pattern, withheld)
         roles, rpc_roles = _http_roles(args, holders), _roles(args.grpc_roles or args.http_roles, holders)

@@ -31,6 +31,7 @@ _CONTENT = {
     Action.COMPLETIONS: (JSON, EVENTS),
     Action.CHAT_COMPLETIONS: (JSON, EVENTS),
     Action.RESPONSES: (JSON, EVENTS),
+    Action.MESSAGES: (JSON, EVENTS),
 }
 """The content types of a response that is not only JSON: raw tensors may follow the JSON of INFER, and a stream
 consists of server-sent events."""
@@ -293,6 +294,30 @@ SCHEMAS: dict[str, _Schema] = {
         status=_STRING,
         output=_list({"type": "object"}),
         usage={"type": ["object", "null"]},
+    ),
+    "Messages": _object(
+        ("model", "messages", "max_tokens"),
+        model=_STRING,
+        messages=_list(_object(("role", "content"), role=_STRING, content={"type": ["string", "array"]})),
+        max_tokens=_SAMPLING["max_tokens"],
+        system={"type": ["string", "array"]},
+        stream=_BOOL,
+        temperature={"type": "number", "minimum": 0, "maximum": 1},
+        top_p=_SAMPLING["top_p"],
+        top_k={"type": "integer", "minimum": 0},
+        stop_sequences=_list(_STRING),
+        tools=_list({"type": "object"}),
+        tool_choice={"type": "object"},
+    ),
+    "Message": _object(
+        ("id", "type", "role", "model", "content", "stop_reason"),
+        id=_STRING,
+        type=_STRING,
+        role=_STRING,
+        model=_STRING,
+        content=_list({"type": "object"}),
+        stop_reason={"type": ["string", "null"]},
+        usage={"type": "object"},
     ),
     "TextsToEmbed": _object(
         ("model", "input"),

@@ -24,6 +24,14 @@ _CODES = {
     "UNSUPPORTED": "unsupported",
 }
 """Code of an error -> `code` for the client, where OpenAI defines one. For other client errors, it is null."""
+_ANTHROPIC = {
+    "invalid_api_key": "authentication_error",
+    "insufficient_permissions": "permission_error",
+    "model_not_found": "not_found_error",
+    "rate_limit_exceeded": "rate_limit_error",
+    "unavailable": "overloaded_error",
+}
+"""`code` for the client -> `type` of Anthropic."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -59,3 +67,10 @@ def response(error: ServeError) -> tuple[int, bytes]:
     if code is None and status >= 500:
         code = error.code.lower()
     return status, body(status, text_of(error), code)
+
+
+def anthropic_body(document: bytes) -> bytes:
+    """The error in Anthropic's form. `document`: in OpenAI's."""
+    error = msgspec.json.decode(document)["error"]
+    kind = _ANTHROPIC.get(error["code"], "api_error" if error["type"] == _SERVER else _INVALID)
+    return _encode({"type": "error", "error": {"type": kind, "message": error["message"]}})

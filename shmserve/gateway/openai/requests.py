@@ -19,13 +19,14 @@ from shmserve.gateway.kserve.plans import InputPlan, RequestPlan
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import ShareExceeded
 from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES
-from shmserve.gateway.openai import bodies, inputs, models, responses
+from shmserve.gateway.openai import bodies, inputs, messages, models, responses
 from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling
 from shmserve.gateway.openai.embeddings import Embeddings
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, Echo, ResponseFormat
 from shmserve.gateway.openai.generation import Generation
 from shmserve.gateway.openai.inputs import SamplingInputs
+from shmserve.gateway.openai.messages import MessagesFormat
 from shmserve.gateway.openai.models import MESSAGES, TOOL_CALLS, LanguageModel
 from shmserve.gateway.openai.responses import ResponsesFormat, ResponsesRequest
 from shmserve.gateway.openai.templates import WAITING_BYTES, ChatTemplates, continued_prompt, template_values
@@ -76,6 +77,9 @@ class OpenAiRequests:
             case Action.CHAT_COMPLETIONS:
                 request = chat = bodies.chat(text)
                 go_on = partial(self._chat, exchange, chat, strings, self._chat_format)
+            case Action.MESSAGES:
+                request = messages.request_of(text)
+                go_on = partial(self._chat, exchange, request, strings, self._messages_format)
             case Action.RESPONSES:
                 given, request = responses.request_of(text)
                 shown = given if strings is None else responses.without_long_strings(given)
@@ -186,6 +190,11 @@ class OpenAiRequests:
         shows_usage = _shows_usage(request)
         now = int(time.time())
         return ChatFormat(f"chatcmpl-{number}", now, request.model, top, shows_usage, forced, reads_calls)
+
+    def _messages_format(
+        self, request: ChatRequest, number: str, forced: ForcedCalls | None, reads_calls: bool
+    ) -> ChatFormat:
+        return MessagesFormat(f"msg_{number}", request.model, forced, reads_calls)
 
     def _responses_format(
         self,

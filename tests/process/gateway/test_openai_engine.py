@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
 ]
 
+anthropic = optional("anthropic")
 jsonschema = optional("jsonschema")
 openai = optional("openai")
 PROMPTS = ["Hello", "What is a tensor?", "abc" * 20]
@@ -203,3 +204,58 @@ def test_tool_calls_of_responses(client: Any, choice: Any) -> None:
 def test_refused_responses(client: Any, given: dict[str, Any], text: str) -> None:
     with pytest.raises(openai.BadRequestError, match=text):
         client.responses.create(**{"model": "text", "input": "a"} | given)
+
+
+# ---------------------------------------------------------------------------------------- Anthropic's client
+
+
+@pytest.fixture
+def claude(server: Server) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=f"http://{server.endpoints['http']}", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_messages(claude: Any, expected: list[str]) -> None:
+    given: dict[str, Any] = {"model": "text", "system": "Be brief.", "max_tokens": 24, "extra_body": {"temperature": 0}}
+    found = claude.messages.create(messages=[{"role": "user", "content": "Why?"}], **given)
+    assert (found.stop_reason, found.usage.output_tokens) == ("max_tokens", 24)
+    assert [(block.type, block.text) for block in found.content] == [("text", expected[-1])]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}]
+    with claude.messages.stream(messages=parts, **given) as stream:
+        assert "".join(stream.text_stream) == expected[-1]
+        streamed = stream.get_final_message()
+    assert [block.text for block in streamed.content] == [expected[-1]]
+    assert (streamed.stop_reason, streamed.usage.output_tokens) == ("max_tokens", 24)
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+def test_tool_use(claude: Any, choice: Any) -> None:
+    functions = [tool["function"] for tool in TOOLS]
+    tools = [{"name": one["name"], "input_schema": one.get("parameters", {"type": "object"})} for one in functions]
+    given: dict[str, Any] = {"model": "text", "max_tokens": 400, "extra_body": {"temperature": 0}}
+    asked = [{"role": "user", "content": "Why?"}]
+    found = claude.messages.create(messages=asked, tools=tools, tool_choice=choice, **given)
+    with claude.messages.stream(messages=asked, tools=tools, tool_choice=choice, **given) as stream:
+        streamed = stream.get_final_message()
+    described = [[(block.type, block.name, block.input) for block in one.content] for one in (found, streamed)]
+    assert described[0] == described[1]
+    assert (found.stop_reason, streamed.stop_reason) == ("tool_use", "tool_use")
+    for block in found.content:
+        jsonschema.validate(block.input, WEATHER if block.name == "weather" else {})
+    used = {name: getattr(found.content[0], name) for name in ("type", "id", "name", "input")}
+    result = {"type": "tool_result", "tool_use_id": used["id"], "content": "warm"}
+    history = [*asked, {"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+    assert claude.messages.create(messages=history, model="text", max_tokens=3).usage.output_tokens == 3
+
+
+def test_errors_of_messages(claude: Any) -> None:
+    asked: dict[str, Any] = {"model": "text", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}]}
+    with pytest.raises(anthropic.NotFoundError, match="not_found_error.*unknown model: 'nothing'"):
+        claude.messages.create(**asked | {"model": "nothing"})
+    for more, text in (
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "'thinking' is not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image' is not supported"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "must be 'user' or 'assistant'"),
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=text):
+            claude.messages.create(**asked | more)

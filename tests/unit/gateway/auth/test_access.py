@@ -52,6 +52,7 @@ def test_a_token_adds_to_the_roles_of_the_endpoint_and_an_unknown_one_is_refused
     access.check(Action.STATISTICS, nothing)
     access.check(Action.STATISTICS, {"authorization": "bearer t"}.get)
     access.check(Action.INFER, {"authorization": "BEARER  t"}.get)
+    access.check(Action.STATISTICS, {"x-api-key": "t"}.get)
     with pytest.raises(Unauthenticated):
         access.check(Action.STATISTICS, {"authorization": "Bearer u"}.get)
     with pytest.raises(Denied, match="operate"):

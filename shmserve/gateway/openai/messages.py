@@ -1,0 +1,226 @@
+"""Anthropic's Messages: a request becomes a chat, and its answer becomes blocks of content.
+
+Invariant: in a stream, one block is open at a time; it is closed before the next one begins.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.openai import bodies
+from shmserve.gateway.openai.bodies import ChatRequest
+from shmserve.gateway.openai.errors import BadParameter, anthropic_body
+from shmserve.gateway.openai.formats import ChatFormat, Choice
+from shmserve.gateway.openai.texts import Delta, Usage
+from shmserve.llm.tool_choice import ForcedCalls
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_encode = msgspec.json.Encoder().encode
+
+
+class MessagesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str
+    messages: list[dict[str, Any]]
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    system: str | list[dict[str, Any]] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+    metadata: Any = None
+    service_tier: Any = None
+
+
+_decoder = msgspec.json.Decoder(MessagesRequest)
+
+
+def request_of(text: bytes) -> ChatRequest:
+    """The chat that the request becomes."""
+    request = bodies.decoded(_decoder, text)
+    if request.thinking is not None and request.thinking.get("type") != "disabled":
+        raise BadParameter("thinking", "'thinking' is not supported")
+    choice = request.tool_choice or {}
+    messages: list[dict[str, Any]] = []
+    if request.system is not None:
+        messages.append({"role": "system", "content": _texts("system", request.system)})
+    for number, message in enumerate(request.messages):
+        messages += _messages(f"messages[{number}]", message)
+    chat = ChatRequest(
+        model=request.model,
+        messages=messages,
+        stream=request.stream,
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop=request.stop_sequences or None,
+        tools=None if request.tools is None else [_tool(number, tool) for number, tool in enumerate(request.tools)],
+        tool_choice=_tool_choice(choice),
+        parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
+    )
+    bodies.check_chat(chat)
+    return chat
+
+
+def _messages(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+    """One message may become several: each result of a tool is a message of its own."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise BadParameter(f"{where}.role", f"'{where}.role' must be 'user' or 'assistant'")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise BadParameter(f"{where}.content", f"'{where}.content' is neither a string nor a list")
+    results: list[dict[str, Any]] = []
+    texts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else block
+        if kind == "text":
+            texts += _texts(f"{where}.content", [block])
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": _encode(block.get("input", {})).decode()}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            answer = _texts(f"{where}.content", block.get("content") or "")
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": answer})
+        else:
+            raise BadParameter(f"{where}.content", f"a block of the type {str(kind)[:40]!r} is not supported there")
+    if calls:
+        return [*results, {"role": role, "content": texts or None, "tool_calls": calls}]
+    return [*results, {"role": role, "content": texts}] if texts or not results else results
+
+
+def _texts(where: str, content: str | list[Any]) -> Any:
+    if isinstance(content, str):
+        return content
+    for block in content:
+        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+            raise BadParameter(where, f"'{where}' has a block that is no text; only texts are supported there")
+    return [{"type": "text", "text": block["text"]} for block in content]
+
+
+def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type", "custom") != "custom":
+        raise BadParameter(f"tools[{number}].type", f"tools of the type {str(tool['type'])[:40]!r} are not supported")
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: dict[str, Any]) -> Any:
+    kind = choice.get("type", "auto")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind not in _CHOICES:
+        raise BadParameter("tool_choice.type", "'tool_choice.type' must be 'auto', 'any', 'tool' or 'none'")
+    return _CHOICES[kind]
+
+
+class MessagesFormat(ChatFormat):
+    """A message, or the events of its stream. It has one choice."""
+
+    def __init__(self, response_id: str, model: str, forced: ForcedCalls | None, reads_calls: bool) -> None:
+        super().__init__(response_id, 0, model, None, True, forced, reads_calls)
+        self._document = {"id": response_id, "type": "message", "role": "assistant", "model": model}
+        self._blocks = 0
+        """Blocks that have begun."""
+        self._call: int | None = None
+        """The call whose block is open; None: a block of text is, or none."""
+        self._open = False
+
+    # ------------------------------------------------------------------------------------ as a whole
+
+    def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
+        (choice,) = choices
+        reason = _REASONS.get(self._reason(choice.finish or "stop", choice), "end_turn")
+        parts: list[Buffer] = [_encode(self._document)[:-1], b',"content":[']
+        if choice.texts:
+            parts += [b'{"type":"text","text":"', *choice.texts, b'"}']
+        for number, call in enumerate(choice.tool_calls.whole()):
+            function = call["function"]
+            block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": _input(function)}
+            parts += [b"," if number or choice.texts else b"", _encode(block)]
+        ends = {"stop_reason": reason, "stop_sequence": None, "usage": _usage(usage)}
+        return [*parts, b"],", _encode(ends)[1:]]
+
+    # ------------------------------------------------------------------------------------ as events
+
+    def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
+        events: list[bytes] = []
+        if not choice.begun:
+            choice.begun = True
+            begun: dict[str, Any] = {
+                **self._document,
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": _usage(Usage()),
+            }
+            events.append(_event("message_start", message=begun))
+        delta = self._with_calls(choice, delta)
+        if delta.text:
+            if not self._open or self._call is not None:
+                events += self._begin(None, {"type": "text", "text": ""})
+            events.append(self._delta({"type": "text_delta", "text": delta.text}))
+        for piece in choice.tool_calls.add(delta.tool_calls) if delta.tool_calls else ():
+            function = piece["function"]
+            if self._call != piece["index"]:
+                block = {"type": "tool_use", "id": piece.get("id"), "name": function.get("name"), "input": {}}
+                events += self._begin(piece["index"], block)
+            events.append(self._delta({"type": "input_json_delta", "partial_json": function.get("arguments") or ""}))
+        if delta.finish is not None:
+            choice.finish = delta.finish
+            self._reason(delta.finish, choice)
+        return b"".join(events)
+
+    def end(self, choices: list[Choice], usage: Usage) -> bytes:
+        (choice,) = choices
+        reason = _REASONS.get(self._reason(choice.finish or "stop", choice), "end_turn")
+        ends = _event("message_delta", delta={"stop_reason": reason, "stop_sequence": None}, usage=_usage(usage))
+        return b"".join([*self._close(), ends, _event("message_stop")])
+
+    def error(self, body: bytes) -> bytes:
+        return _event("error", error=msgspec.json.decode(anthropic_body(body))["error"])
+
+    def _begin(self, call: int | None, block: dict[str, Any]) -> list[bytes]:
+        closed = self._close()
+        self._open, self._call = True, call
+        self._blocks += 1
+        return [*closed, _event("content_block_start", index=self._blocks - 1, content_block=block)]
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._blocks - 1, delta=delta)
+
+    def _close(self) -> list[bytes]:
+        if not self._open:
+            return []
+        self._open, self._call = False, None
+        return [_event("content_block_stop", index=self._blocks - 1)]
+
+
+def _input(function: dict[str, Any]) -> Any:
+    """The arguments of a call; {}: they are incomplete, because the text had reached its limit."""
+    try:
+        return msgspec.json.decode(function["arguments"])
+    except msgspec.DecodeError:
+        return {}
+
+
+def _event(kind: str, **more: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **more}))
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return {"input_tokens": usage.prompt or 0, "output_tokens": usage.completion or 0}
