@@ -250,7 +250,7 @@ def test_tool_use(claude: Any, choice: Any) -> None:
 
 def test_errors_of_messages(claude: Any) -> None:
     asked: dict[str, Any] = {"model": "text", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}]}
-    with pytest.raises(anthropic.NotFoundError, match="not_found_error.*unknown model: 'nothing'"):
+    with pytest.raises(anthropic.NotFoundError, match=r"not_found_error.*unknown model: 'nothing'"):
         claude.messages.create(**asked | {"model": "nothing"})
     for more, text in (
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "'thinking' is not supported"),
