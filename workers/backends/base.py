@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec import Struct
 
-from shmserve.errors import InvalidRequest, NotFound
+from shmserve.errors import NotFound
 from shmserve.repo.config.complete import DEFAULT_MAX_BATCH
-from shmserve.repo.parameters import NO, YES
+from shmserve.workers.backends.parameters import flag_in, whole_in
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Value
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from shmserve.workers.model_calls.answer import Outputs, Request, Response
     from shmserve.workers.model_calls.calls import OutgoingCalls
     from shmserve.workers.model_calls.responses import OpenResponses
+
+
+MOST_BATCH = 1 << 30
 
 
 class GpuTensor(NamedTuple):
@@ -53,18 +56,13 @@ class Context(Struct, frozen=True):
 
     def allows(self, backend: str, key: str, default: bool) -> bool:
         """Returns a --backend-config value that is true or false. Raises InvalidRequest."""
-        text = self.setting(backend, key, str(default)).lower()
-        if text not in YES | NO:
-            raise InvalidRequest(f"--backend-config {backend},{key} must be true or false, found '{text}'")
-        return text in YES
+        return flag_in(f"--backend-config {backend},{key}", self.setting(backend, key, str(default)))
 
     def default_max_batch(self, backend: str, default: int = DEFAULT_MAX_BATCH) -> int:
         """max_batch_size of models of this backend that can batch and do not set it: `default`, unless the operator has
         chosen another one. Raises InvalidRequest."""
-        text = self.setting(backend, "default-max-batch-size", str(default))
-        if not (text.isascii() and text.isdecimal()):
-            raise InvalidRequest(f"default-max-batch-size must be an integer of at least 0, found '{text}'")
-        return int(text)
+        key = "default-max-batch-size"
+        return whole_in(f"--backend-config {backend},{key}", self.setting(backend, key, str(default)), MOST_BATCH)
 
     @property
     def engine_threads(self) -> int:

@@ -1,6 +1,6 @@
-"""Typed access to the parameters of a configuration.
+"""Values of parameters and of --backend-config, which are texts.
 
-Invariant: an invalid value raises an error with the parameter, its value and the values that are allowed.
+Invariant: an invalid value raises an error with its name, its value and the values that are allowed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,25 @@ from shmserve.repo.parameters import NO, YES
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
 
+LARGEST = 999_999_999
+
+
+def flag_in(what: str, text: str) -> bool:
+    word = text.strip().lower()
+    if word not in YES | NO:
+        raise InvalidRequest(f"{what} must be true or false, not '{text}'")
+    return word in YES
+
+
+def whole_in(what: str, text: str, most: int = LARGEST, least: int = 0) -> int:
+    digits = text.strip()
+    if not (digits.isascii() and digits.isdecimal()):
+        raise InvalidRequest(f"{what} must be an integer of at least {least}, not '{text}'")
+    number = int(digits) if len(digits) < 30 else most + 1
+    if not least <= number <= most:
+        raise InvalidRequest(f"{what} is {text}; it can be {least} to {most}")
+    return number
+
 
 class Parameters:
     """The parameters of one model, for a backend."""
@@ -28,21 +47,13 @@ class Parameters:
         return self._values.get(key, "") or default
 
     def flag(self, key: str, default: bool) -> bool:
-        text = self.text(key).lower()
-        if not text:
-            return default
-        if text in YES or text in NO:
-            return text in YES
-        raise self.wrong(key, "true or false")
+        text = self.text(key)
+        return flag_in(self._what(key), text) if text else default
 
     def whole(self, key: str, default: int) -> int:
         """Returns an integer of at least 0."""
         text = self.text(key)
-        if not text:
-            return default
-        if not (text.isascii() and text.isdecimal() and len(text) < 10):
-            raise self.wrong(key, "an integer of at least 0")
-        return int(text)
+        return whole_in(self._what(key), text) if text else default
 
     def number(self, key: str, default: float) -> float:
         """Returns a finite number."""
@@ -50,10 +61,13 @@ class Parameters:
         try:
             found = float(text) if text else default
         except ValueError:
-            raise self.wrong(key, "a number") from None
+            found = math.nan
         if not math.isfinite(found):
             raise self.wrong(key, "a number")
         return found
 
     def wrong(self, key: str, expected: str) -> InvalidRequest:
-        return InvalidRequest(f"parameter {key} of model '{self._model}' must be {expected}, not '{self.text(key)}'")
+        return InvalidRequest(f"{self._what(key)} must be {expected}, not '{self.text(key)}'")
+
+    def _what(self, key: str) -> str:
+        return f"parameter {key} of model '{self._model}'"

@@ -20,7 +20,7 @@ from shmserve.workers.backends.base import Context, GpuTensor, StackedBackend
 from shmserve.workers.backends.model_facts import completed, match, none_missing
 from shmserve.workers.backends.onnx.facts import engine_text, facts_of
 from shmserve.workers.backends.onnx.graphs import OnnxGraphs
-from shmserve.workers.backends.onnx.options import SessionPlan, default_max_batch, plan
+from shmserve.workers.backends.onnx.options import SessionPlan, plan
 from shmserve.workers.backends.onnx.providers import lost
 from shmserve.workers.backends.onnx.run import Binding, OutputTarget, needs_own_binding, runner_of
 from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of
@@ -54,7 +54,7 @@ class Onnx(StackedBackend):
         session = self._open(config)
         needed = [entry.name for entry in config.output] or None
         inputs, outputs = facts_of(session.get_inputs()), facts_of(session.get_outputs(), needed)
-        return completed(config, inputs, outputs, default_max_batch(self._setting))
+        return completed(config, inputs, outputs, self.context.default_max_batch("onnxruntime"))
 
     def fitted(self, config: ModelConfig) -> ModelConfig:
         session = self._open(config)

@@ -197,10 +197,6 @@ def _setting(setting: Callable[[str], str], key: str) -> str:
     return SETTINGS[key].check(f"--backend-config onnxruntime,{key}", text) if text else ""
 
 
-def default_max_batch(setting: Callable[[str], str]) -> int:
-    return int(_setting(setting, "default-max-batch-size") or SETTINGS["default-max-batch-size"].default)
-
-
 def _graph_level(config: ModelConfig) -> str:
     graph = config.optimization.graph if config.optimization is not None else None
     level = graph.level if graph is not None else 0

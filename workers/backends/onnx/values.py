@@ -9,32 +9,18 @@ import re
 from collections.abc import Callable, Mapping
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo.parameters import NO, YES
+from shmserve.workers.backends.parameters import flag_in, whole_in
 
 Check = Callable[[str, str], str]
 """(name for errors, value) -> the value in the engine's form."""
 
 
 def whole(most: int, least: int = 0) -> Check:
-    def check(what: str, value: str) -> str:
-        digits = value.strip()
-        if not (digits.isascii() and digits.isdecimal()):
-            raise InvalidRequest(f"{what} must be an integer of at least {least}, found '{value}'")
-        number = int(digits) if len(digits) < 30 else most + 1
-        if not least <= number <= most:
-            raise InvalidRequest(f"{what} is {value}; it can be {least} to {most}")
-        return str(number)
-
-    return check
+    return lambda what, value: str(whole_in(what, value, most, least))
 
 
 def flag(what: str, value: str) -> str:
-    word = value.strip().lower()
-    if word in YES:
-        return "1"
-    if word in NO:
-        return "0"
-    raise InvalidRequest(f"{what} must be 0 or 1, not '{value}'")
+    return "1" if flag_in(what, value) else "0"
 
 
 def choice(options: Mapping[str, str]) -> Check:

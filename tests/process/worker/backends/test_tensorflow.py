@@ -371,7 +371,7 @@ def test_settings_of_the_session() -> None:
     ("settings", "text"),
     [
         ({"default_max_batch_size": "some"}, "default-max-batch-size must be an integer"),
-        ({"allow_soft_placement": "so"}, "allow-soft-placement must be true or false, found 'so'"),
+        ({"allow_soft_placement": "so"}, "allow-soft-placement must be true or false, not 'so'"),
     ],
 )
 def test_invalid_settings_are_refused(tmp_path: Path, settings: dict[str, str], text: str) -> None:
