@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shmserve.errors import InvalidRequest
+from shmserve.repo.backends import BACKENDS, library_of
 from shmserve.repo.config.complete import ENGINES, is_ensemble
 from shmserve.repo.config.outline import escaped, escaped_name
 from shmserve.repo.config.problems import nearest
 from shmserve.repo.config.schema import ModelConfig, ModelOutput
 from shmserve.repo.files.companions import WARMUP, data_bytes, read_labels
+from shmserve.repo.files.elf import read_library
+from shmserve.repo.files.native_library import library_problem
 from shmserve.repo.files.safe_paths import open_inside
 from shmserve.repo.load import CONFIG_FILE
 from shmserve.repo.onnx.differences import differences
@@ -104,6 +107,7 @@ def inspect_model(folder: Path, config: ModelConfig | None, selected: Sequence[i
         for version in selected:
             found += _model_file(folder, version, config)
             found += _operator_libraries(folder, version, config)
+            found += _native_library(folder, version, config)
         found += _labels(folder, config)
         found += _warmup(folder, config)
     return found
@@ -243,6 +247,20 @@ def _operator_libraries(folder: Path, version: int, config: ModelConfig) -> Iter
             model = escaped_name(folder.name)
             text = f"there is no file '{escaped(name)}' in {model}/{version} or {model}"
             yield Finding(ERROR, "", text, path=f"model_operations.op_library_filename[{index}]")
+
+
+def _native_library(folder: Path, version: int, config: ModelConfig) -> Iterator[Finding]:
+    """The model's own library, if it has one and its backend is not built in."""
+    path = library_of(config, folder / str(version)) if config.backend not in BACKENDS else None
+    if path is None:
+        return
+    name = f"{escaped_name(folder.name)}/{escaped_name(str(path.relative_to(folder)))}"
+    try:
+        problem = library_problem(read_library(path))
+    except InvalidRequest:
+        problem = "is not a shared library"
+    if problem:
+        yield Finding(ERROR, name, problem)
 
 
 def _onnx(path: Path, name: str, config: ModelConfig) -> Iterator[Finding]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,19 @@ def test_a_repository_without_errors(tmp_path: Path) -> None:
         ("ensemble", True, True, (1,), ()),
         ("good", True, False, (1,), ("good_0",)),
         ("python", True, False, (1,), ("python_0",)),
+    ]
+
+
+def test_the_library_of_a_model_is_read(tmp_path: Path) -> None:
+    extension = Path(str(import_module("numpy.linalg._umath_linalg").__file__))
+    config = GOOD.replace('"identity"', '"mine"')
+    assert '"mine"' in config
+    model(tmp_path, "text", config, {"1/libtriton_mine.so": "text"})
+    model(tmp_path, "other", config)
+    shutil.copy(extension, tmp_path / "other" / "libtriton_mine.so")
+    assert lines(run(tmp_path)) == [
+        "error: other/libtriton_mine.so: is not a backend: it does not define TRITONBACKEND_ModelInstanceExecute",
+        "error: text/1/libtriton_mine.so: is not a shared library",
     ]
 
 

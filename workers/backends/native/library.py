@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.errors import InvalidRequest, ServeError, Unsupported, from_wire
-from shmserve.repo.files.elf import SharedLibrary, read_library, shared_library
+from shmserve.repo.files.elf import read_library, shared_library
+from shmserve.repo.files.native_library import EXECUTE, library_problem
 from shmserve.workers.backends.native.build import shim
 from shmserve.workers.backends.native.compiler import SONAME
 from shmserve.workers.model_calls.answer import triton_code
@@ -39,8 +40,6 @@ TYPES = (
 """Data types by their number in the interface."""
 KINDS = ("AUTO", "CPU", "GPU", "MODEL")
 SERVER = "libtritonserver"
-EXECUTE = "TRITONBACKEND_ModelInstanceExecute"
-BATCHER = "TRITONBACKEND_ModelBatchIncludeRequest"
 
 _Texts = POINTER(c_char_p)
 _CALLBACKS: dict[str, Any] = {
@@ -93,7 +92,7 @@ class NativeLibrary:
     def __init__(self, path: Path) -> None:
         linked = read_library(path)
         image = shim()
-        if problem := problem_of(linked, shared_library(image, "shim").defined):
+        if problem := library_problem(linked, shared_library(image, "shim").defined):
             raise Unsupported(f"'{path.name}' {problem}")
         server = next((name for name in linked.needed if name.startswith(SERVER)), "")
         self.host = _load_shim(image, server)
@@ -138,16 +137,6 @@ class NativeLibrary:
             types = (c_int32 * len(table))(*(TYPES.index(dtype) for _, dtype in table))
             arguments += [len(table), names, types]
         self.host.host_set_tensors(*arguments)
-
-
-def problem_of(library: SharedLibrary, known: Collection[str]) -> str:
-    """The reason why a library cannot be a backend here; "" if it can. `known`: the functions of the shim."""
-    if EXECUTE not in library.defined:
-        return f"is not a backend: it does not define {EXECUTE}"
-    if BATCHER in library.defined:
-        return f"has a batching strategy of its own ({BATCHER}), which this server does not run"
-    unknown = sorted(name for name in library.undefined - frozenset(known) if name.startswith("TRITON"))
-    return f"needs functions that this server does not have: {', '.join(unknown)}" if unknown else ""
 
 
 def _load_shim(image: bytes, name: str) -> ctypes.CDLL:
