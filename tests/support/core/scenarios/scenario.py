@@ -233,12 +233,14 @@ class Scenario(Operating, Streaming, Leasing, Calling):
         else:
             self.line("no turn is due")
 
-    def do_segment(self, client: str, name: str, size: str, *flags: str) -> list[Event]:
-        """segment a s 4096; `named`: shared memory that others may open by its name."""
+    def do_segment(self, client: str, name: str, size: str, *flags: str, **options: str) -> list[Event]:
+        """segment a s 4096; `named`: shared memory that others may open by its name, or as called=."""
         owner = self.named[client]
         message = self.own_segment(owner, int(size))
         if "named" in flags:
             message.name = f"/{name}"
+        if "called" in options:
+            message.name = options["called"].encode().decode("unicode_escape")
         self.segments[name] = message
         self.segment_names[message.segment] = name
         return [(owner.peer, message)]
