@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -41,9 +40,6 @@ class Divided(Lent):
         answer = self.client.answers[message.request]
         return answer.text if isinstance(answer, Fail) else int(answer.version)
 
-    def versions(self, count: int) -> Counter[int | str]:
-        return Counter(self.version_of() for _ in range(count))
-
     @property
     def state(self) -> State:
         return self.core.state
@@ -69,17 +65,6 @@ def test_shares_do_not_depend_on_the_arrival_times(percent: int, every: int) -> 
     split = Split([(2, 100 - percent), (3, percent)])
     chosen = [split.choose() for _ in range(2000 * every)][::every]
     assert abs(chosen.count(3) / 20 - percent) < 0.5
-
-
-def test_a_shadow_gets_its_share_of_the_requests_that_name_no_version() -> None:
-    world = Divided(aliases={"prod": 1})
-    world.turn([(0, events.SetTraffic("m", {1: 100}, shadow={2: 25}))])
-    for _ in range(200):
-        assert world.version_of() == world.version_of("m@prod") == world.version_of(version=1) == 1
-    world.finish_all()
-    compared = world.state.models["m"].comparisons[1, 2]
-    assert compared.keys() == {"equal"}
-    assert 48 <= compared["equal"] <= 52
 
 
 def test_traffic_of_a_configuration() -> None:
