@@ -103,5 +103,9 @@ class Operating(World):
         """differ m_0~ y: from now on, this shadow reports the output as different."""
         self.worker(name).differs = set(outputs)
 
+    def do_service(self, *flags: str) -> list[Event]:
+        """service out: the server is taken out of service; `service`: it is put back."""
+        return [(0, events.SetService("out" in flags))]
+
     def do_refuse(self, name: str, version: str, reason: str) -> list[Event]:
         return [(0, events.Refuse(name, int(version), reason))]

@@ -124,21 +124,6 @@ def test_leases_end_if_they_would_hide_requests_from_tracing(what: str) -> None:
     assert len(world.started()) == 1
 
 
-def test_no_leases_are_granted_while_out_of_service() -> None:
-    """They show that the server is not empty. Once it is back in service, leases begin as before."""
-    world = Lent()
-    world.alone()
-    world.turn([(0, events.SetService(True))])
-    world.advance(world.now + 1)
-    world.turn([])
-    assert world.is_over()
-    world.alone(2 * ALONE)
-    assert len(world.started()) == 1
-    world.turn([(0, events.SetService(False))])
-    world.alone(ALONE + 1)
-    assert len(world.started()) == 2
-
-
 def test_leased_requests_are_included_in_trace_sampling() -> None:
     """Every third request: those that came to the broker count, as do those that it sees in the log."""
     world = Lent()
