@@ -22,17 +22,20 @@ from shmserve.protocol.messages import (
     DIMS,
     INLINE_BYTES,
     NAME_LENGTH,
+    PACKET_BYTES,
     PACKET_MESSAGES,
     TENSORS,
     ClientMessage,
     Columns,
     Fail,
     FailBatch,
+    Infer,
     InferBatch,
     Ping,
     Pong,
     Reply,
     ReplyBatch,
+    Tensor,
     TensorForm,
     tensors_of,
 )
@@ -40,6 +43,7 @@ from shmserve.protocol.worker_messages import Done, Execute, WorkerOrder, rows_o
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import one_by_one
 from tests.support.core.fakes.worker import FakeWorker
+from tests.support.core.policies import plain
 from tests.support.core.world import World
 
 X = TensorSpec("x", "FP32", (-1,))
@@ -199,6 +203,22 @@ def test_requests_of_one_form_go_to_the_worker_and_come_back_in_columns() -> Non
     assert sorted(number for batch in batches for number in batch.columns.requests) == [1, 2, 3, 4]
     assert client.answers.keys() == {1, 2, 3, 4}
     assert [message.columns.requests for message in other.messages if isinstance(message, ReplyBatch)] == [(1, 2)]
+
+
+def test_small_requests_are_split_by_encoded_size() -> None:
+    """Each has a tensor of one byte, but their names and numbers fill several packets."""
+    world = World()
+    world.deploy(plain(max_batch=8192))
+    client = world.connect("c")
+    (worker,) = world.workers.values()
+    world.slow_to.add(worker.peer)
+    count = 6000
+    tensor = Tensor("x", "FP32", (1, 1), bytes(4))
+    world.turn([(client.peer, Infer(number, "m", 0, (tensor,))) for number in range(1, count + 1)])
+    orders = [message for message in worker.inbox if isinstance(message, Execute)]
+    packets = [codec.encode([order]) for order in orders]
+    assert max(map(len, packets)) <= PACKET_BYTES
+    assert sum(len(order.works) for order in orders) == count
 
 
 @pytest.mark.parametrize("count", [PACKET_MESSAGES, PACKET_MESSAGES + 1, 3 * PACKET_MESSAGES])
