@@ -49,7 +49,7 @@ class WireClient:
         self._socket.send_multipart([msgpack.packb(list(batch)), *frames])
 
     def read(self) -> Message:
-        """The next message; Maps and Unmaps are processed on the way."""
+        """The next message; Maps, Unmaps and Pings are processed on the way."""
         while True:
             while not self._waiting:
                 assert self._socket.poll(int(SECONDS * 1000)), "the server does not answer"
@@ -62,6 +62,8 @@ class WireClient:
                 self.named[segment] = (name, size)
             elif message[0] == UNMAP:
                 del self.named[message[1]]
+            elif message[0] == PING:
+                self.send([PONG, message[1]])
             else:
                 return message
 

@@ -33,6 +33,7 @@ from shmserve.protocol.worker_messages import (
     Row,
     Rows,
     Stop,
+    Unread,
     Work,
     WorkerReport,
     rows_of,
@@ -76,6 +77,8 @@ class WorkerProcess:
         self.reports: deque[tuple[Any, int | None]] = deque()
         self.mapped = Mapped()
         self.maps: list[Map] = []
+        self.unread: list[int] = []
+        """Requests for whose callers the model has waited."""
         self.arena = Arena(CLIENT, memfd.create, limit_bytes=1 << 30, announce=self._announce)
         self._owned = ExitStack()
         self.stderr = self._owned.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (close does it)
@@ -121,7 +124,7 @@ class WorkerProcess:
         socket.send_fds(self.sock, [packet], list(descriptors))
 
     def next(self) -> tuple[Any, int | None]:
-        """The next report, with its descriptor. Maps are processed on the way."""
+        """The next report, with its descriptor. Maps and Unreads are processed on the way."""
         while not self.reports:
             self._receive()
         return self.reports.popleft()
@@ -153,6 +156,8 @@ class WorkerProcess:
                 self.mapped.add(message.segment, message.size, fd=descriptor, name=message.name)
             elif isinstance(message, Unmap):
                 self.mapped.remove(message.segment)
+            elif isinstance(message, Unread):
+                self.unread.append(message.request)
             else:
                 self.reports.append((message, descriptor))
         assert not descriptors

@@ -365,6 +365,7 @@ def test_a_sender_waiting_for_its_window_is_cancelled(worker: WorkerProcess, sen
     assert worker.expect(Withdrawn).requests == (2,)
     last(worker, 1, "CANCELLED", "cancelled while the model answered it")
     done(worker)
+    assert worker.unread.count(1) == 1
 
 
 @senders()
