@@ -13,7 +13,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -22,6 +21,8 @@ from bench.endpoints.servers import ROW, Serving, ours
 from bench.lib import models, table, wrk
 from bench.lib.clock import in_turn
 from bench.lib.table import Row, micros
+from bench.lib.wrk import Turn
+from shmserve.tools.load.analysis.latencies import percentile_of
 from shmserve.tools.load.measure import measure
 from shmserve.tools.load.plan import Closed, Endpoint, Plan, Settings
 
@@ -31,12 +32,6 @@ MODEL = "identity"
 DELAY_US = 10_000
 """Default delay of the model, so that throughput is limited by the server and not by a generator that shares its
 cores."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    per_s: float
-    p50_us: float
 
 
 Take = Callable[[], Turn]
@@ -61,21 +56,21 @@ def by_bench(url: str, concurrency: int, seconds: float) -> Turn:
         raise RuntimeError(f"bench: {point.errors}")
     windows = point.windows
     per_s = sum(window.good for window in windows) * 1e9 / sum(window.length_ns for window in windows)
-    return Turn(per_s, point.latency.percentiles["p50"].mean / 1000)
+    p50, p99 = (percentile_of(point.latency.histogram, share) / 1000 for share in (50, 99))
+    return Turn(per_s, p50, p99)
 
 
 def by_perf_analyzer(tool: Path, server: Serving, protocol: str, concurrency: int, seconds: float) -> Turn:
     options = ["--concurrency-range", str(concurrency)]
     (result,) = perf_analyzer.rows(tool, server, MODEL, protocol, options, seconds)
-    return Turn(result.per_s, result.p50_us)
+    return Turn(result.per_s, result.p50_us, result.p99_us)
 
 
 def by_wrk(tool: str, address: str, concurrency: int, seconds: float, work: Path) -> Turn:
     data = [0.5] * ROW
     body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, ROW], "data": data}]}).encode()
     post = wrk.Post(f"http://{address}/v2/models/{MODEL}/infer", {"Content-Type": "application/json"}, body)
-    result = wrk.run(tool, post, concurrency, seconds, work)
-    return Turn(result.per_s, result.p50_us)
+    return wrk.run(tool, post, concurrency, seconds, work)
 
 
 def compared(what: str, found: Mapping[str, list[Turn]]) -> Iterator[Row]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
 from bench.lib.child import Answer, Child, Handler
-from bench.lib.clock import durations, summary
+from bench.lib.clock import durations, pipelined, summary
 
 
 class OtherPythonChild(Child):
@@ -114,33 +113,19 @@ def tritonclient(http: str, grpc: str, model: str, size: int, flight: int) -> Ha
     return handle
 
 
-def _by_callbacks(client: Any, model: str, provided: Any, wanted: Any, seconds: float, flight: int) -> float:
+def _by_callbacks(client: Any, model: str, given: Any, wanted: Any, seconds: float, flight: int) -> float:
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def ask() -> None:
-        client.async_infer(model, [provided], lambda result, error: answers.put(result), outputs=[wanted])
+        client.async_infer(model, [given], lambda result, error: answers.put(result), outputs=[wanted])
 
-    for _ in range(flight):
-        ask()
-    count, start = 0, perf_counter()
-    end = start + seconds
-    while (now := perf_counter()) < end:
-        answers.get().as_numpy("y")
-        ask()
-        count += 1
-    for _ in range(flight):
-        answers.get()
-    return count / (now - start)
+    return pipelined(seconds, flight, ask, lambda _: answers.get().as_numpy("y"))
 
 
-def _by_greenlets(client: Any, model: str, provided: Any, wanted: Any, seconds: float, flight: int) -> float:
-    waiting = deque(client.async_infer(model, [provided], outputs=[wanted]) for _ in range(flight))
-    count, start = 0, perf_counter()
-    end = start + seconds
-    while (now := perf_counter()) < end:
-        waiting.popleft().get_result().as_numpy("y")
-        waiting.append(client.async_infer(model, [provided], outputs=[wanted]))
-        count += 1
-    while waiting:
-        waiting.popleft().get_result()
-    return count / (now - start)
+def _by_greenlets(client: Any, model: str, given: Any, wanted: Any, seconds: float, flight: int) -> float:
+    return pipelined(
+        seconds,
+        flight,
+        lambda: client.async_infer(model, [given], outputs=[wanted]),
+        lambda call: call.get_result().as_numpy("y"),
+    )

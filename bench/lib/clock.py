@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from statistics import median
-from time import perf_counter_ns
+from time import perf_counter, perf_counter_ns
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -35,6 +36,22 @@ def summary(taken: list[int]) -> dict[str, Any]:
         "per_s": len(taken) * 1e9 / sum(taken),
         "calls": len(taken),
     }
+
+
+def pipelined(seconds: float, flight: int, ask: Callable[[], T], take: Callable[[T], Any]) -> float:
+    """Calls per second with `flight` calls in flight: the oldest is collected by `take` before another is made."""
+    out = deque(ask() for _ in range(flight))
+    oldest, put = out.popleft, out.append
+    count, start = 0, perf_counter()
+    end = start + seconds
+    while (now := perf_counter()) < end:
+        for _ in range(8):
+            take(oldest())
+            put(ask())
+        count += 8
+    while out:
+        take(oldest())
+    return count / (now - start)
 
 
 def alternate(rounds: int, *parties: Callable[[], float]) -> list[list[float]]:

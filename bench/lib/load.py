@@ -5,13 +5,12 @@ Only the public client (`shmserve.Client`) is used, as documented.
 
 from __future__ import annotations
 
-from collections import deque
-from time import perf_counter
+from itertools import cycle
 from typing import Any
 
 from bench.lib.bare_engine import session
 from bench.lib.child import Answer, Handler
-from bench.lib.clock import durations, summary
+from bench.lib.clock import durations, pipelined, summary
 
 VARIETY = 64
 """Number of different inputs in a load, so that responses can come only from the model."""
@@ -45,24 +44,10 @@ def stream(url: str, model: str, flight: int, shape: list[int], oracle: str, sha
             inputs[number] = client.empty(values.shape, "float32")
             inputs[number][...] = values
     _checked(client, model, inputs, oracle)
-    feeds = [{"x": x} for x in inputs]
-    submit = client.submit
-
-    def handle(seconds: float) -> Answer:
-        out = deque(submit(model, feeds[number % variety]) for number in range(flight))
-        take, put = out.popleft, out.append
-        count, start = 0, perf_counter()
-        end = start + seconds
-        while (now := perf_counter()) < end:
-            for feed in feeds[:8]:
-                take().result()["y"]
-                put(submit(model, feed))
-            count += 8
-        while out:
-            take().result()
-        return {"per_s": count / (now - start), "count": count}
-
-    return handle
+    submit, feeds = client.submit, cycle([{"x": x} for x in inputs])
+    return lambda seconds: {
+        "per_s": pipelined(seconds, flight, lambda: submit(model, next(feeds)), lambda future: future.result()["y"])
+    }
 
 
 def lone(url: str, model: str, shape: list[int], oracle: str) -> Handler:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import print_json, screen_of
+from shmserve.clients.cli.commands.base import StatusLine, print_json, screen_of
 from shmserve.errors import InvalidRequest
 from shmserve.terminal.console import FAINT, HEAD, Column, Screen
 from shmserve.terminal.errors import Failed, Misuse
@@ -77,9 +76,10 @@ def plan(args: argparse.Namespace) -> int:
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
     results = []
-    for number, each in enumerate(plans, 1):
-        with _progress(args, each, f"{number}/{len(plans)} " if len(plans) > 1 else "") as progress:
-            results.append(_simulated(each, progress))
+    with StatusLine() as status:
+        for number, each in enumerate(plans, 1):
+            which = f"{number}/{len(plans)} " if len(plans) > 1 else ""
+            results.append(_simulated(each, _progress(status, each, which)))
     if args.json:
         matches = [result.as_json(args.price) for result in results]
         print_json({"service": _described(args, measured), "price_per_hour": args.price, "results": matches})
@@ -294,18 +294,10 @@ def _timeline(result: FleetResult) -> list[list[str]]:
     ]
 
 
-@contextmanager
-def _progress(args: argparse.Namespace, plan: FleetPlan, which: str) -> Iterator[Any]:
-    """Shows the progress on stderr: a live bar on a terminal, else a line per simulation."""
+def _progress(status: StatusLine, plan: FleetPlan, which: str) -> Callable[[int, float], None] | None:
+    """Shows the progress on stderr: a live line on a terminal, else a line per simulation."""
     text = f"{which}{plan.policy}, {plan.servers:,} servers, {plan.rate:,.0f} requests/s"
-    screen = Screen(getattr(args, "color", None), sys.stderr)
-    if not screen.is_terminal:
+    if not status.is_shown:
         print(f"shmserve plan: {text}", file=sys.stderr, flush=True)
-        yield None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn()
-    with Progress(*columns, console=screen.console(), transient=True) as progress:
-        task = progress.add_task(text, total=plan.duration_ns / SECOND)
-        yield lambda sent, at_s: progress.update(task, completed=at_s)
+        return None
+    return lambda sent, at_s: status.show(f"{text}, {at_s * SECOND / plan.duration_ns:.0%}")

@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from shmserve.clients.cli.commands.base import print_json, screen_of
-from shmserve.terminal.console import Screen
+from shmserve.clients.cli.commands.base import StatusLine, print_json, screen_of
 from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from shmserve.tools.tune.goal import Goal
     from shmserve.tools.tune.predict import Prediction
     from shmserve.tools.tune.space import TunedModel
-    from shmserve.tools.tune.tuner import Outcome
+    from shmserve.tools.tune.tuner import Events, Outcome
 
 CONFIG = "config.pbtxt"
 ASK_S = 30.0
@@ -160,8 +158,8 @@ def _tuned(args: argparse.Namespace, folder: Path, goal: Goal) -> Outcome:
         cores = len(os.sched_getaffinity(0))
         model = TunedModel(_read(folder / CONFIG), config, cores, args.max_batch)
         served = ServedModel(client, folder.name, _inputs(args, client, model))
-        with _progress(args) as events:
-            return Tuner(served, model, goal, events, cores).run()
+        with StatusLine() as status:
+            return Tuner(served, model, goal, _progress(status), cores).run()
 
 
 def _inputs(
@@ -202,37 +200,23 @@ def _inputs(
 # ------------------------------------------------------------------------------------------------- progress
 
 
-@contextmanager
-def _progress(args: argparse.Namespace) -> Iterator[Any]:
+def _progress(status: StatusLine) -> Events:
     """Shows the progress on stderr: a live line on a terminal, else a line per step."""
+    from shmserve.tools.tune.goal import per_s
     from shmserve.tools.tune.tuner import Events
 
-    screen = Screen(getattr(args, "color", None), sys.stderr)
-
-    class Lines(Events):
+    class Progress(Events):
         def step(self, name: str) -> None:
-            print(f"shmserve tune: {STEPS[name]}", file=sys.stderr, flush=True)
+            if status.is_shown:
+                status.show(STEPS[name])
+            else:
+                print(f"shmserve tune: {STEPS[name]}", file=sys.stderr, flush=True)
 
-    if not screen.is_terminal:
-        yield Lines()
-        return
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        def within(self, text: str) -> None:
+            status.show(text)
 
-    from shmserve.tools.tune.goal import per_s
+        def simulated(self, done: int, total: int, best: Prediction | None) -> None:
+            rate = f"; best so far {per_s(best.rate)}/s" if best is not None else ""
+            status.show(f"simulating, {done:,} of {total:,}{rate}")
 
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn()
-    with Progress(*columns, console=screen.console(), transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-
-        class Live(Events):
-            def step(self, name: str) -> None:
-                progress.update(task, description=STEPS[name], total=None)
-
-            def within(self, text: str) -> None:
-                progress.update(task, description=text)
-
-            def simulated(self, done: int, total: int, best: Prediction | None) -> None:
-                result = f"; best so far {per_s(best.rate)}/s" if best is not None else ""
-                progress.update(task, description=f"simulating{result}", completed=done, total=total)
-
-        yield Live()
+    return Progress()
