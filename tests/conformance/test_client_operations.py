@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,23 +64,6 @@ def test_each_operation_and_its_options(client: Any, operations: Operations) -> 
     with pytest.raises(shmserve.InvalidRequest, match="files= needs config="):
         client.load("m", files={"1/a": b""})
     assert len(operations.received) == 10
-
-
-def test_large_files_are_sent_in_the_body(
-    client: Any, operations: Operations, broker: FakeBroker, tmp_path: Path
-) -> None:
-    data = np.random.default_rng(1).integers(0, 256, 3_000_000, np.uint8).tobytes()
-    (tmp_path / "model.onnx").write_bytes(data)
-    files = {"1/model.onnx": tmp_path / "model.onnx", "1/empty": b"", "labels.txt": b"a\nb\n", "2/x": data[:100_000]}
-    assert client.load("m", config={"backend": "onnxruntime"}, files=files) == DONE
-    ((_, _, _, body),) = operations.received
-    line, _, rest = body.partition(b"\n")
-    header = json.loads(line)
-    assert header["config"] == {"backend": "onnxruntime"}
-    assert header["files"] == [["1/model.onnx", 3_000_000], ["1/empty", 0], ["labels.txt", 4], ["2/x", 100_000]]
-    assert rest == data + b"a\nb\n" + data[:100_000]
-    assert broker.bodies == {}
-    assert client.infer("echo", {"x": np.int64(1)})["x"] == 1
 
 
 def test_the_default_timeout_does_not_apply_to_operations(connect: Callable[..., Any], broker: FakeBroker) -> None:

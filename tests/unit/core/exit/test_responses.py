@@ -89,17 +89,6 @@ def test_time_to_the_first_of_many_responses() -> None:
     assert between.counts[(20 * MS).bit_length()] == between.counts[(1020 * MS).bit_length()] == 1
 
 
-def test_times_of_responses_that_come_with_the_batch() -> None:
-    world = Streaming()
-    world.begin({1: 5, 2: 5})
-    world.streaming.policy = plain("stream", 4)
-    world.finish("stream_0")
-    counted = world.counted().streams
-    assert counted is not None
-    assert len(world.client.answers) == 2
-    assert (counted.first.count, counted.first.sum_ns, counted.between.count) == (2, 10 * MS, 0)
-
-
 def test_statistics_of_responses_by_their_index() -> None:
     """A response counts for its index in its request; the end of a cancelled request counts for the next index."""
     world = Streaming()
