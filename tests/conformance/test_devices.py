@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from shmserve.errors import HandleLost, ModelFailed, Unavailable
-from shmserve.gpu.choice import open_client_devices, open_device
 from shmserve.gpu.interface import ALIGN, UNIT_BYTES, ClientDevices, DeviceLost, GpuDevice
+from shmserve.session.gpu import cuda
 from shmserve.shm.extents.cuda import UUID_BYTES, parts_of
+from shmserve.workers.gpu import api
 from tests.support.gpu.fake_device import FakeDevice, fake_gpu
 from tests.support.workers.gpu.device_arrays import end
 from tests.support.workers.gpu.harness import standins
@@ -47,14 +48,14 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def device(way: str) -> GpuDevice:
-    return open_device()
+    return api.open_device()
 
 
 @pytest.fixture
 def other(device: GpuDevice) -> GpuDevice:
     """The device as another process sees it, if the implementation has processes."""
     if not isinstance(device, FakeDevice):
-        return open_device()
+        return api.open_device()
     with device.gpu.process("other") as other:
         return other
 
@@ -87,7 +88,7 @@ def bytes_of(seed: int) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("kind", [GpuDevice, ClientDevices])
 def test_every_member_of_the_interface_exists(way: str, kind: Any) -> None:
-    made: Any = open_device() if kind is GpuDevice else open_client_devices()
+    made: Any = api.open_device() if kind is GpuDevice else cuda.open_devices()
     names = [name for name in (*vars(kind), *inspect.get_annotations(kind)) if not name.startswith("_")]
     assert len(names) > 5
     assert [name for name in names if not hasattr(made, name)] == []
@@ -255,7 +256,7 @@ def test_errors_are_classified(device: GpuDevice) -> None:
 
 @pytest.fixture
 def devices(way: str) -> ClientDevices:
-    return open_client_devices()
+    return cuda.open_devices()
 
 
 def test_memory_of_a_client(devices: ClientDevices) -> None:
@@ -273,6 +274,6 @@ def test_memory_of_a_client(devices: ClientDevices) -> None:
     devices.end_stream(0, stream)
     assert extent.name is not None
     exported, uuid = parts_of(extent.name)
-    assert uuid == open_device().uuid
+    assert uuid == api.open_device().uuid
     assert len(exported) == 64
     extent.close()

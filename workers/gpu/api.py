@@ -11,7 +11,7 @@ from typing import Any
 
 from shmserve.errors import HandleLost, ModelFailed, Unavailable, Unsupported
 from shmserve.gpu import runtime as libraries
-from shmserve.gpu.interface import ALIGN, DeviceLost
+from shmserve.gpu.interface import ALIGN, DeviceLost, GpuDevice
 
 _REGISTER_PORTABLE, _REGISTER_READ_ONLY = 0x1, 0x8
 _NOT_READY = 600
@@ -178,3 +178,8 @@ def tensorrt() -> Any:
 
 def major(trt: Any) -> int:
     return int(trt.__version__.partition(".")[0])
+
+
+def open_device() -> GpuDevice:
+    """Opens the device of this worker. A test that has its own replaces this function."""
+    return Cuda()

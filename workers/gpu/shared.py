@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.errors import HandleLost, InvalidRequest
-from shmserve.gpu.choice import open_device
 from shmserve.gpu.interface import whole_units
 from shmserve.shm.extents import cuda as extents
+from shmserve.workers.gpu import api
 
 if TYPE_CHECKING:
     from shmserve.gpu.interface import GpuDevice
@@ -65,7 +65,7 @@ class DeviceMemory:
     """The segments on the GPU that this process uses."""
 
     def __init__(self, mapped: Mapped) -> None:
-        self.cuda = open_device()
+        self.cuda = api.open_device()
         self._mapped = mapped
         self._stream = self.cuda.stream()
         self._own: dict[int, int] = {}

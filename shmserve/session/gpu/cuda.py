@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shmserve.errors import ModelFailed, Unavailable
-from shmserve.gpu.interface import Direction, whole_units
+from shmserve.gpu.interface import ClientDevices, Direction, whole_units
 from shmserve.gpu.runtime import NO_MEMORY, load, uuid_of
 from shmserve.shm.extents import cuda
 from shmserve.shm.extents.cuda import CudaExtent
@@ -96,3 +96,8 @@ def _failure(error: Exception) -> Exception:
     if getattr(error, "status", 0) == NO_MEMORY:
         return Unavailable(f"there is not enough memory on the GPU: {error}")
     return ModelFailed(f"the GPU failed: {error}")
+
+
+def open_devices() -> ClientDevices:
+    """Opens the devices of this process. A test that has its own replaces this function."""
+    return ClientCuda()

@@ -16,7 +16,6 @@ import numpy as np
 
 from shmserve.dtypes import elements, from_numpy
 from shmserve.errors import InvalidRequest
-from shmserve.gpu.choice import open_client_devices
 from shmserve.gpu.interface import ClientDevices, Direction
 from shmserve.gpu.runtime import arrays, load, platform_of
 from shmserve.protocol.messages import DIMS, Handle
@@ -138,7 +137,9 @@ class Devices:
     @property
     def cuda(self) -> ClientDevices:
         if self._cuda is None:
-            self._cuda = open_client_devices()
+            from shmserve.session.gpu import cuda  # imports what only GPUs need
+
+            self._cuda = cuda.open_devices()
         return self._cuda
 
     # ------------------------------------------------------------------------------------ arrays

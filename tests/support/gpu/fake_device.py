@@ -18,7 +18,6 @@ from typing import TypeVar
 import pytest
 
 from shmserve.errors import HandleLost, ModelFailed, Unavailable
-from shmserve.gpu import choice
 from shmserve.gpu.interface import ALIGN, DeviceLost, Direction, GpuDevice, whole_units
 from shmserve.shm.extents import cuda
 from shmserve.shm.extents.cuda import EXPORTED_BYTES, UUID_BYTES, CudaExtent
@@ -75,9 +74,6 @@ class FakeGpu:
 
     def client_devices(self) -> FakeClientDevices:
         return FakeClientDevices(self.device())
-
-    def implementation(self) -> choice.Implementation:
-        return choice.Implementation("fake", self.device, self.client_devices)
 
     @property
     def used(self) -> int:
@@ -460,7 +456,8 @@ def fake_gpu(size: int = 1 << 30) -> Iterator[FakeGpu]:
     """A GPU that the code under test uses."""
     gpu = FakeGpu(size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "chosen", gpu.implementation())
+        patch.setattr("shmserve.workers.gpu.api.open_device", gpu.device)
+        patch.setattr("shmserve.session.gpu.cuda.open_devices", gpu.client_devices)
         yield gpu
     gpu.close()
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ServeError
-from shmserve.gpu.choice import open_device
 from shmserve.protocol.worker_messages import Row, Work
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.shm.views import address_of
@@ -19,6 +18,7 @@ from shmserve.workers.backends.device_buffers import Feed, Pinned
 from shmserve.workers.batch.gather import GatherGroup
 from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.specs import model_inputs_of
+from shmserve.workers.gpu import api
 from shmserve.workers.gpu.shared import memory_of
 from tests.support.gpu.fake_device import FakeDevice, FakeError, FakeGpu
 from tests.support.gpu.fake_memory import ByteRange
@@ -36,7 +36,7 @@ class AddOne(StackedBackend):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        device = open_device()
+        device = api.open_device()
         assert isinstance(device, FakeDevice)
         self._device = device
         self._stream = device.stream()

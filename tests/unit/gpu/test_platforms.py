@@ -13,8 +13,8 @@ import pytest
 
 from shmserve.errors import HandleLost, Unavailable
 from shmserve.gpu import runtime as libraries
-from shmserve.gpu.choice import open_device
 from shmserve.gpu.runtime import CUDA, ROCM, AddressRanges
+from shmserve.workers.gpu import api
 from tests.support.workers.gpu.harness import standins
 
 
@@ -49,7 +49,7 @@ def hip(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_device_of_rocm(hip: Any) -> None:
-    device = open_device()
+    device = api.open_device()
     assert (device.capability, device.uuid) == ("9.4", b"0123456789abcdef")
     made = device.allocate(4096)
     assert device.room(made) == 3996
@@ -59,11 +59,11 @@ def test_a_device_of_rocm(hip: Any) -> None:
 @pytest.mark.parametrize("writable", [False, True])
 def test_mapped_memory_is_not_pinned_on_rocm(hip: Any, writable: bool) -> None:
     """CuPy's function always fails there, with an error that means a lost device."""
-    assert not open_device().register(4096, 4096, writable)
+    assert not api.open_device().register(4096, 4096, writable)
 
 
 def test_errors_of_rocm(hip: Any) -> None:
-    device = open_device()
+    device = api.open_device()
     assert device.lost(hip.CUDARuntimeError(700))
     assert not device.lost(hip.CUDARuntimeError(718)), "not a number of HIP"
     assert not device.lost(hip.CUDARuntimeError(1))
@@ -73,7 +73,7 @@ def test_a_device_without_an_id_cannot_be_used(hip: Any, monkeypatch: pytest.Mon
     for library in (None, HipLibrary(status=1)):
         monkeypatch.setattr(libraries, "library", {ROCM.driver: library}.get)
         with pytest.raises(Unavailable, match=r"libamdhip64\.so does not report the UUID of GPU 0"):
-            open_device()
+            api.open_device()
 
 
 def test_an_address_that_the_driver_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,14 +83,14 @@ class Onnx(StackedBackend):
     def _device_inputs(self, model: str) -> DeviceInputs:
         """Returns the inputs on the GPU. Large ones on the host are copied there too, if this process can do that."""
         # Without a GPU, these modules are not imported.
-        from shmserve.gpu.choice import open_device
         from shmserve.workers.backends.device_buffers import pinned_limit
         from shmserve.workers.backends.device_inputs import DeviceInputs
+        from shmserve.workers.gpu import api
 
         if self._plan.device != 0:
             return DeviceInputs()  # the process sees several GPUs, and uses another than its first one
         try:
-            cuda = open_device()
+            cuda = api.open_device()
         except (Unavailable, Unsupported) as error:  # CuPy is missing, or needs a newer driver than ONNX Runtime
             log_message(f"model '{model}': ONNX Runtime copies the tensors to the GPU: {error}")
             return DeviceInputs()

@@ -85,15 +85,15 @@ class Torch(OverlappingBackend):
 
     def _set_up(self, config: ModelConfig) -> None:
         # Without a GPU, these modules are not imported.
-        from shmserve.gpu.choice import open_device
         from shmserve.workers.backends.device_inputs import DeviceInputs
         from shmserve.workers.backends.device_pipeline import options_of
         from shmserve.workers.backends.pytorch.gpu_batches import GpuBatches
+        from shmserve.workers.gpu import api
 
         why = self._not_queued()
         if not why:
             try:
-                cuda = open_device()
+                cuda = api.open_device()
             except (Unavailable, Unsupported) as error:  # CuPy is missing, or needs a newer driver than PyTorch
                 why = str(error)
         if why:

@@ -16,7 +16,6 @@ import numpy as np
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
-from shmserve.gpu.choice import open_device
 from shmserve.workers.backends.base import Context, OverlappingBackend
 from shmserve.workers.backends.cuda_graphs import CudaGraph, CudaGraphs, requested_graphs
 from shmserve.workers.backends.device_pipeline import DeviceBatch, NoComputation, Pipeline, options_of
@@ -34,6 +33,7 @@ from shmserve.workers.backends.tensorrt.engine import (
 )
 from shmserve.workers.backends.tensorrt.profile import HostValues, Profile, allocator_of, no_profile
 from shmserve.workers.batch.specs import inputs_of, model_inputs_of, model_outputs_of
+from shmserve.workers.gpu import api
 from shmserve.workers.gpu.api import tensorrt
 from shmserve.workers.process.log import log_message
 
@@ -55,7 +55,7 @@ class TensorRT(OverlappingBackend):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._cuda = open_device()
+        self._cuda = api.open_device()
         self._trt = tensorrt()
         self._logger = logger_of(self._trt, log_message)
         self._engine: LoadedEngine | None = None

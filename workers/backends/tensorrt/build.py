@@ -19,7 +19,6 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.errors import ModelFailed, ServeError, Unsupported
-from shmserve.gpu.choice import open_device
 from shmserve.gpu.interface import GpuDevice
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.gpus import discover
@@ -29,6 +28,7 @@ from shmserve.terminal.tables import duration_text, shape_text, table
 from shmserve.workers.backends.tensorrt.build_progress import Interrupted, Progress, interrupts
 from shmserve.workers.backends.tensorrt.build_shapes import BadShapes, Ranges, from_config, from_words, with_batch
 from shmserve.workers.backends.tensorrt.engine import LoadedEngine, load_plugins, logger_of
+from shmserve.workers.gpu import api
 from shmserve.workers.gpu.api import major, tensorrt
 from shmserve.workers.process.log import log_message
 
@@ -82,7 +82,7 @@ def _build(order: BuildOptions) -> None:
     out = Path(order.out)
     if out.is_dir() or not out.parent.is_dir():
         raise BadShapes(f"{out} is not the name of a file that can be written; name one in a directory that exists")
-    cuda, trt = open_device(), tensorrt()
+    cuda, trt = api.open_device(), tensorrt()
     if order.precision and major(trt) > 10:
         raise Unsupported(
             f"TensorRT {trt.__version__} computes in the types that the ONNX file has: convert that to "

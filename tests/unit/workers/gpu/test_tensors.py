@@ -181,7 +181,7 @@ def test_onnx_runtime_runs_on_a_gpu_that_cupy_cannot_use(
         raise Unavailable("no GPU can be used here: the driver is too old")
 
     backend = onnx_pair.consumer.backend
-    monkeypatch.setattr("shmserve.gpu.choice.open_device", refuse)
+    monkeypatch.setattr("shmserve.workers.gpu.api.open_device", refuse)
     monkeypatch.setattr(backend, "_plan", SimpleNamespace(device=0))
     backend._device_inputs("m").close()  # noqa: SLF001 - load() would need a session on a GPU
     assert "ONNX Runtime copies the tensors to the GPU: no GPU can be used here" in capfd.readouterr().err
