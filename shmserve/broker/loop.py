@@ -21,7 +21,7 @@ from shmserve.broker.instance_workers import InstanceWorkers
 from shmserve.broker.leases import Leases
 from shmserve.broker.link import close_all
 from shmserve.broker.listeners.access import AccessRules, Principal
-from shmserve.broker.listeners.client_link import ClientLink
+from shmserve.broker.listeners.client_link import ClientContext, ClientLink
 from shmserve.broker.listeners.fair_turns import ClientTurns
 from shmserve.broker.listeners.lane import OWN_DESCRIPTORS, LaneListener, open_to_group, raise_descriptor_limit
 from shmserve.broker.listeners.output_backlog import OutputBacklog
@@ -86,13 +86,14 @@ class Broker:
         self._numbers = count(1)
         self._leases = Leases(self._links, self._inbox.put_from, workers.kill)
         self._turns = ClientTurns(self._inbox.wake)
-        self._backlog = OutputBacklog(core.state.limits.outbox_bytes, self._backlog_changed)
+        limits = core.state.limits
+        backlog = OutputBacklog(limits.outbox_bytes, self._backlog_changed)
+        self._clients = ClientContext(loop, self.deliver, self._ended, limits.client_outbox_bytes, self._turns, backlog)
         self._executing = False
         self._timer: Any = None
         self._timer_at = 0
         self._forgotten: list[int] = []
         self._on_turn: Callable[[], bool] | None = None
-        self._outbox_bytes = core.state.limits.client_outbox_bytes
         self._listen(settings.runtime_dir, settings.access)
         self._pings = count(1)
         self._keepalive = loop.call_later(PING_S, self._ping_silent)
@@ -112,16 +113,11 @@ class Broker:
         self._lane = LaneListener(runtime_dir / LANE, self._loop, access, self._lane_opened)
         self._zmq = ZmqRouter(
             runtime_dir / BROKER,
-            self._loop,
             self._segments,
             self._memory.frames,
             self._zmq_opened,
-            self.deliver,
-            self._ended,
             f"uid:{self._zmq_user}",
-            self._outbox_bytes,
-            self._turns,
-            self._backlog,
+            self._clients,
         )
         open_to_group(runtime_dir, access.socket_group)
 
@@ -149,26 +145,15 @@ class Broker:
     def _lane_opened(self, sock: socket.socket, uid: int, roles: int) -> None:
         peer = next(self._numbers)
         user = f"uid:{uid}"
-        self._links[peer] = ClientLink(
-            sock,
-            peer,
-            user,
-            _client_codec,
-            self.deliver,
-            self._ended,
-            self._loop,
-            self._outbox_bytes,
-            self._turns,
-            self._backlog,
-        )
+        self._links[peer] = ClientLink(sock, peer, user, _client_codec, self._clients)
         self._inbox.put(events.Opened(peer, user, "lane", roles))
 
-    def _zmq_opened(self, outbox: ZmqOutbox) -> int:
+    def _zmq_opened(self, make: Callable[[int], ZmqOutbox]) -> ZmqOutbox:
         peer = next(self._numbers)
-        self._links[peer] = outbox
+        outbox = self._links[peer] = make(peer)
         self._zmq_used = True
         self._inbox.put(events.Opened(peer, f"uid:{self._zmq_user}", "zmq", self._zmq_roles))
-        return peer
+        return outbox
 
     def _ended(self, peer: int, reason: str) -> None:
         if reason:

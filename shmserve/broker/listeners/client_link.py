@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmserve.broker.link import BUSY_MESSAGES, PeerLink, close_all
 from shmserve.broker.listeners.fair_turns import (
@@ -32,6 +32,18 @@ _PEEK = int(socket.MSG_PEEK | socket.MSG_TRUNC | socket.MSG_DONTWAIT)
 _one_byte = bytearray(1)
 
 
+class ClientContext(NamedTuple):
+    """What the links of all clients share. `deliver(peer, messages, descriptors)` and `ended(peer, reason)` are called
+    by the links; `outbox_bytes` limits what a client has not read."""
+
+    loop: Any
+    deliver: Callable[[int, list[Any], list[int]], None]
+    ended: Callable[[int, str], None]
+    outbox_bytes: int
+    turns: ClientTurns
+    backlog: OutputBacklog
+
+
 class ClientLink(PeerLink):
     """Invariant: while messages are left over, the link is queued in `turns`, paused or behind, and not read."""
 
@@ -41,17 +53,11 @@ class ClientLink(PeerLink):
         peer: int,
         user: str,
         codec: wire.Codec,
-        deliver: Callable[[int, list[Any], list[int]], None],
-        ended: Callable[[int, str], None],
-        loop: Any,
-        outbox_bytes: int,
-        turns: ClientTurns,
-        backlog: OutputBacklog,
+        context: ClientContext,
     ) -> None:
+        loop, deliver, ended, outbox_bytes, self._turns, self._backlog = context
         super().__init__(sock, peer, codec, deliver, ended, loop, outbox_bytes)
         self.user = user
-        self._turns = turns
-        self._backlog = backlog
         self._pause = InputPause(loop)
         self._behind = False
         """The client does not read its responses. Its socket is not read until it has caught up."""

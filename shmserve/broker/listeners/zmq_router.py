@@ -19,8 +19,9 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, ClientTurns, InputPause, refused, split, weight
-from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, OutputBacklog
+from shmserve.broker.listeners.client_link import ClientContext
+from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, InputPause, refused, split, weight
+from shmserve.broker.listeners.output_backlog import BEHIND_BYTES
 from shmserve.broker.segments import Segments
 from shmserve.core.events import Framed, Garbled
 from shmserve.core.records import ClientState
@@ -68,9 +69,8 @@ DISCONNECTED = 4096
 class ZmqOutbox:
     """One ZeroMQ client. Implements the part of PeerLink's interface that the loop uses."""
 
-    def __init__(self, router: ZmqRouter, loop: Any, identity: bytes, user: str) -> None:
-        self.peer = 0
-        """Set right after construction, when `opened` has assigned it."""
+    def __init__(self, router: ZmqRouter, loop: Any, identity: bytes, user: str, peer: int) -> None:
+        self.peer = peer
         self.identity = identity
         self.user = user
         self.outbox: list[Any] = []
@@ -127,25 +127,19 @@ class ZmqOutbox:
 
 
 class ZmqRouter:
-    """`opened(outbox) -> peer`, `deliver(peer, messages, [])` and `ended(peer, reason)` are callbacks of the loop."""
+    """`opened(make)` gives a new client its number; `make(peer)` returns its outbox."""
 
     def __init__(
         self,
         path: Path,
-        loop: Any,
         segments: Segments,
         arena: Arena,
-        opened: Callable[[ZmqOutbox], int],
-        deliver: Callable[[int, list[Any], list[int]], None],
-        ended: Callable[[int, str], None],
+        opened: Callable[[Callable[[int], ZmqOutbox]], ZmqOutbox],
         user: str,
-        outbox_bytes: int,
-        turns: ClientTurns,
-        backlog: OutputBacklog,
+        context: ClientContext,
     ) -> None:
         self._user = user
-        self._turns = turns
-        self._backlog = backlog
+        self._loop, self._deliver, self._ended, self._outbox_bytes, self._turns, self._backlog = context
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -158,20 +152,16 @@ class ZmqRouter:
             self._socket.bind(f"ipc://{path}")
         finally:
             os.umask(before)
-        self._outbox_bytes = outbox_bytes
-        self._loop = loop
         self._segments = segments
         self._arena = arena
         self._opened = opened
-        self._deliver = deliver
-        self._ended = ended
         self._decode = codec.Codec(ClientMessage, PACKET_MESSAGES).decode
         self._outboxes: dict[bytes, ZmqOutbox] = {}
         self._blocked: set[ZmqOutbox] = set()
         self._to_sweep: set[int] = set()
         self._disconnected: dict[bytes, None] = {}
         self._fd = self._socket.getsockopt(zmq.FD)
-        loop.add_reader(self._fd, self._readable)
+        self._loop.add_reader(self._fd, self._readable)
 
     # ------------------------------------------------------------------------------------ input
 
@@ -209,8 +199,8 @@ class ZmqRouter:
         if outbox is None:
             if identity in self._disconnected and not self._reconnects(parts):
                 return
-            outbox = self._outboxes[identity] = ZmqOutbox(self, self._loop, identity, self._user)
-            outbox.peer = self._opened(outbox)
+            make = partial(ZmqOutbox, self, self._loop, identity, self._user)
+            outbox = self._outboxes[identity] = self._opened(make)
         outbox.active = True
         if outbox.paused.active or outbox.queued or outbox.behind:
             outbox.pending.append(parts)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shmserve.broker.listeners import fair_turns
-from shmserve.broker.listeners.client_link import ClientLink
+from shmserve.broker.listeners.client_link import ClientContext, ClientLink
 from shmserve.broker.listeners.fair_turns import MESSAGES, SHARE, ClientTurns
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, USERS, OutputBacklog
 from shmserve.protocol import codec
@@ -66,21 +66,13 @@ class World:
         self.ours: dict[int, socket.socket] = {}
         self.theirs: dict[int, socket.socket] = {}
         self.links: dict[int, ClientLink] = {}
+        context = ClientContext(
+            self.loop, self._deliver, lambda peer, _: self.ended.append(peer), 64 << 20, self.turns, self.backlog
+        )
         for peer in range(1, links + 1):
             ours, self.theirs[peer] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self.ours[peer] = ours
-            self.links[peer] = ClientLink(
-                ours,
-                peer,
-                (users or {}).get(peer, "uid:1"),
-                CODEC,
-                self._deliver,
-                lambda peer, _: self.ended.append(peer),
-                self.loop,
-                64 << 20,
-                self.turns,
-                self.backlog,
-            )
+            self.links[peer] = ClientLink(ours, peer, (users or {}).get(peer, "uid:1"), CODEC, context)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET_BYTES)  # two packets, then it is full
 
     def _due(self) -> None:

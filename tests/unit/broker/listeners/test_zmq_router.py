@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
+from shmserve.broker.listeners.client_link import ClientContext
 from shmserve.broker.listeners.fair_turns import ClientTurns
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, USERS, OutputBacklog
 from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter
@@ -38,16 +39,18 @@ class World:
         unused: Any = SimpleNamespace()
         self.door = ZmqRouter(
             folder / "sock",
-            self.loop,
             unused,
             unused,
             self._opened,
-            lambda peer, messages, descriptors: self.delivered.extend(messages),
-            lambda peer, reason: self.told.append(reason),
             "uid:1",
-            client_outbox_bytes,
-            self.turns,
-            OutputBacklog(outbox_bytes, lambda peer, behind: self.told.append(behind)),
+            ClientContext(
+                self.loop,
+                lambda peer, messages, descriptors: self.delivered.extend(messages),
+                lambda peer, reason: self.told.append(reason),
+                client_outbox_bytes,
+                self.turns,
+                OutputBacklog(outbox_bytes, lambda peer, behind: self.told.append(behind)),
+            ),
         )
         self.context = zmq.Context()
         self.dealer = self.context.socket(zmq.DEALER)
@@ -57,9 +60,9 @@ class World:
         self.receive()
         assert [type(message) for message in self.delivered] == [Hello]
 
-    def _opened(self, outbox: ZmqOutbox) -> int:
-        self.outboxes.append(outbox)
-        return PEER
+    def _opened(self, make: Callable[[int], ZmqOutbox]) -> ZmqOutbox:
+        self.outboxes.append(make(PEER))
+        return self.outboxes[-1]
 
     def receive(self) -> None:
         """Reads until messages have been delivered."""
