@@ -79,7 +79,7 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("processes")
     (folder / "models").mkdir()
-    options = ("--model-control-mode", "explicit", "--cache-directory", str(folder / "unpacked"))
+    options = ("--model-control-mode", "explicit", "--cache-directory", str(folder / "cache"))
     with Server(folder / "models", *options) as server, shmserve.Client(server.url) as client:
         client.wait_ready(timeout=60)
         yield Place(folder, server, client)
@@ -145,7 +145,7 @@ def test_an_archive_is_unpacked_once_for_all_instances_and_shmserve_run(place: P
     folder = place.write("packed", count=3, EXECUTION_ENV_PATH="$$TRITON_MODEL_DIRECTORY/env.tar.gz")
     packed(folder / "env.tar.gz", environment)
     place.client.load("packed")
-    (made,) = [path for path in (place.folder / "unpacked").iterdir() if path.is_dir()]
+    (made,) = [path for path in (place.folder / "cache" / "environments").iterdir() if path.is_dir()]
     assert place.ask("packed", "variable CONDA_PREFIX") == str(made / "root")
     assert place.ask("packed", "only") == "only here"
     until(place.client, lambda: "unpacking the archive" in place.server.log)  # it may be logged after the answers
