@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from shmserve.clients.cli.arguments import local, measure, observe, operate, requests
+from shmserve.clients.cli.arguments import infer, local, measure, observe, operate
 from shmserve.clients.cli.arguments.common import add_color
 from shmserve.clients.cli.arguments.plan import add_plan
 from shmserve.clients.cli.arguments.tune import add_tune
@@ -91,8 +91,8 @@ def parser() -> CommandParser:
         operate.add_restart,
         operate.add_traffic,
         operate.add_drain,
-        requests.add_infer,
-        requests.add_run,
+        infer.add_infer,
+        infer.add_run,
         measure.add_bench,
         observe.add_stats,
         observe.add_top,
@@ -109,7 +109,7 @@ def parser() -> CommandParser:
         add_tune,
         add_plan,
         observe.add_version_command,
-        requests.add_demo,
+        infer.add_demo,
         local.add_completion,
     ):
         add(commands)

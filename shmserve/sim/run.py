@@ -17,7 +17,7 @@ from shmserve.protocol.worker_messages import LeaseOver
 from shmserve.sim.load import Replay
 from shmserve.sim.plan import Plan, SimModel
 from shmserve.sim.processes.clients import LoadSource, SimClient, Source
-from shmserve.sim.processes.leases import SimLease
+from shmserve.sim.processes.sim_lease import SimLease
 from shmserve.sim.processes.worker import SimWorker
 from shmserve.sim.results import SECOND, ModelResult, Result
 from shmserve.sim.world import START, World

@@ -22,7 +22,7 @@ from shmserve.sim import (
     SimModel,
     simulate,
 )
-from shmserve.sim.processes import leases
+from shmserve.sim.processes import sim_lease
 from shmserve.sim.processes.clients import LoadSource
 from shmserve.sim.results import ModelResult
 from shmserve.sim.run import Simulation
@@ -41,7 +41,7 @@ def both(model: SimModel, *loads: Load, **more: Any) -> tuple[Result, Result]:
 
 
 def test_lease_logs_have_the_length_of_real_ones() -> None:
-    assert leases.RECORDS == lease_log.RECORDS
+    assert sim_lease.RECORDS == lease_log.RECORDS
 
 
 def test_a_lease_saves_a_single_client_two_messages_and_two_turns() -> None:

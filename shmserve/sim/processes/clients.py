@@ -39,7 +39,7 @@ from shmserve.protocol.roles import ALL_ROLES
 from shmserve.sim.faults import POISON
 from shmserve.sim.load import Arrival, Closed, Load
 from shmserve.sim.plan import SimModel, may_stream
-from shmserve.sim.processes.leases import SimLease
+from shmserve.sim.processes.sim_lease import SimLease
 from shmserve.sim.processes.tensors import SEGMENT_BYTES, SimInputs
 from shmserve.sim.results import ModelResult
 from shmserve.sim.world import World

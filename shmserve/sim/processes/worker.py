@@ -48,7 +48,7 @@ from shmserve.protocol.worker_messages import (
 )
 from shmserve.sim.faults import POISON, FaultDraws
 from shmserve.sim.plan import SimModel, may_stream
-from shmserve.sim.processes.leases import RECORDS, SimLease
+from shmserve.sim.processes.sim_lease import RECORDS, SimLease
 from shmserve.sim.processes.tensors import SEGMENT_BYTES, SimInputs, SimOutputs, length_of
 from shmserve.sim.results import ModelResult
 from shmserve.sim.service import BY_LENGTH
