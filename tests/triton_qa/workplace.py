@@ -6,6 +6,7 @@ failure: the original scripts end at the first failure, which would hide the res
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -37,6 +38,8 @@ mkdir() { command mkdir -p "$@"; }
 """A server that has not started has the process id 0, and `kill 0` would end the script itself. Version directories
 already exist (`UNVERSIONED`), and scripts stop a chain of commands if they cannot create one.
 """
+NATIVE_BACKENDS = "TRITON_QA_NATIVE_BACKENDS"
+"""Environment variable: a directory with Triton's test backends as libraries, NAME/libtriton_NAME.so."""
 _LIBRARY = re.compile(r'^default_model_filename: "libtriton_\w+\.so"\n', re.MULTILINE)
 """A C++ backend, which a Python one replaces."""
 _OTHER_SUITES = "(cd ${TEST} && bash -ex test.sh)"
@@ -115,6 +118,10 @@ def _install(place: Workplace, python: Path) -> None:
     server = place.folder / INSTALLED[1:]
     (server / "bin").mkdir(parents=True)
     shutil.copytree(HERE / "backends", server / "backends", ignore=shutil.ignore_patterns("__pycache__"))
+    built = os.environ.get(NATIVE_BACKENDS, "")
+    for folder in Path(built).iterdir() if built else ():  # Triton's own libraries instead of their stand-ins
+        shutil.rmtree(server / "backends" / folder.name, ignore_errors=True)
+        shutil.copytree(folder, server / "backends" / folder.name)
     run = f"exec {shlex.quote(sys.executable)}"
     _command(server / "bin" / "tritonserver", f'{run} {shlex.quote(str(HERE / "tritonserver.py"))} "$@"')
     place.shims.mkdir()
