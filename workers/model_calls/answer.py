@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
-from shmserve.errors import ModelFailed, ServeError
+from shmserve.errors import InvalidRequest, ModelFailed, ServeError
 from shmserve.protocol.messages import Failure
 from shmserve.workers.process.log import public, text_of
 
@@ -44,6 +44,13 @@ _NEAREST = {
     "HANDLE_LOST": "UNAVAILABLE",
 }
 """Wire codes that Triton does not have -> those that it has."""
+
+
+NOT_ITERATIVE = Failure(
+    InvalidRequest.code,
+    "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to handle "
+    "such a flag.",
+)
 
 
 def triton_code(number: int) -> str:

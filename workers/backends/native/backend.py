@@ -38,7 +38,7 @@ from shmserve.workers.backends.native.records import (
 )
 from shmserve.workers.backends.native.server_calls import ServerCalls
 from shmserve.workers.batch.specs import model_outputs_of, request_inputs_of
-from shmserve.workers.model_calls.answer import Request, Response, failure_of, failure_text, triton_code
+from shmserve.workers.model_calls.answer import NOT_ITERATIVE, Request, Response, failure_of, failure_text, triton_code
 from shmserve.workers.model_calls.responses import OpenResponses
 from shmserve.workers.model_calls.stream import SENT_TWICE
 from shmserve.workers.process.device import device_of
@@ -88,12 +88,12 @@ class _AlikeRequests:
     ) -> None:
         self.first = first
         self.tokens = range(first, first + len(works))
-        self._works = works
+        self.works = works
         self._outputs_of = outputs_of
         self._kept = kept
 
     def answer(self, token: int) -> _Answer:
-        answer = _Answer(Request(self._works[token - self.first], [], self._outputs_of))
+        answer = _Answer(Request(self.works[token - self.first], [], self._outputs_of))
         answer.kept = list(self._kept)
         return answer
 
@@ -134,6 +134,8 @@ class Native(SeparateBackend):
             [(spec.name, spec.dtype) for spec in inputs],
             [(spec.name, spec.dtype) for spec in outputs],
         )
+        sequences = config.sequence_batching
+        self._iterative = sequences is not None and sequences.iterative_sequence
         self.takes_alike = not self.streams.decoupled
         self._inputs = len(inputs)
         self._declared = len(config.output)
@@ -222,7 +224,7 @@ class Native(SeparateBackend):
         if not streams.decoupled:
             return self._responses_of(answers)
         if streams.connected:
-            return [None] * len(requests)
+            return [self._run_again(token, answer) for token, answer in answers.items()]
         last = [streams.collect(answer.stream) for answer in answers.values() if answer.stream is not None]
         return [one if one is not None and one.error is not None else None for one in last]  # a warm-up sample
 
@@ -249,6 +251,8 @@ class Native(SeparateBackend):
             if found is not None:
                 response = WordReader(found, described.value).response()
                 if self._collect(response, inputs, outputs):
+                    for token in alike.tokens if self._answers else ():
+                        self._answers.pop(token, None)
                     return AlikeResults(None, response.parameters or None)
             return AlikeResults(self._responses_alike(alike, error))
         finally:
@@ -310,7 +314,7 @@ class Native(SeparateBackend):
         if answer.failure is not None:
             return self._unsent(answer.response, answer.failure)
         if answer.reschedule:
-            response = Response(again=True)
+            response = Response(again=True) if self._iterative else Response(error=NOT_ITERATIVE)
         else:
             assert answer.response is not None
             response = answer.response
@@ -320,6 +324,15 @@ class Native(SeparateBackend):
             except ServeError as error:
                 return self._unsent(response, self._failure_of(error))
         return response
+
+    def _run_again(self, token: int, answer: _Answer) -> Response | None:
+        """Returns the response of a request of a decoupled model that is to run again; None for any other."""
+        if not answer.reschedule:
+            return None
+        del self._answers[token]
+        if answer.stream is None or not self.streams.take_over(answer.request.work.request):
+            return None
+        return self._response_of(answer)
 
     def _unsent(self, response: Response | None, failure: Failure) -> Response:
         return Response(error=failure, placed=response.placed if response is not None else None)
@@ -357,7 +370,7 @@ class Native(SeparateBackend):
                     self._drop(flags)
                 elif answer is not None:
                     self._note(answer, kind, flags)
-                if answer is not None and answer.stream is not None and answer.ended:
+                if answer is not None and answer.stream is not None and answer.ended and not answer.reschedule:
                     del self._answers[token]
                     self._end_stream(answer.stream, answer.response)
             host.host_taken()
@@ -463,7 +476,11 @@ class Native(SeparateBackend):
         return answer is not None and self.streams.is_cancelled(answer.request.work.request, answer.stream)
 
     def _works(self) -> list[Work]:
-        return [answer.request.work for answer in list(self._answers.values())] if self.streams.connected else []
+        """The requests that the backend has. Empty during warm-up, whose requests the server does not know."""
+        if not self.streams.connected:
+            return []
+        alike = self._alike
+        return [*(answer.request.work for answer in list(self._answers.values())), *(alike.works if alike else ())]
 
     # ------------------------------------------------------------------------------------ errors
 

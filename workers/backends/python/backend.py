@@ -23,7 +23,7 @@ from shmserve.workers.backends.python.model_file import has_generator
 from shmserve.workers.backends.python.pb_requests import mark_device_inputs, request_from
 from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.batch.specs import request_inputs_of
-from shmserve.workers.model_calls.answer import Request, Response, failure_of, failure_text, triton_code
+from shmserve.workers.model_calls.answer import NOT_ITERATIVE, Request, Response, failure_of, failure_text, triton_code
 from shmserve.workers.model_calls.responses import CANCELLED
 from shmserve.workers.model_calls.stream import NO_RESPONSE, SENT_TWICE, ResponseSender, StreamClosed
 from shmserve.workers.process.device import device_of
@@ -35,11 +35,6 @@ if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-_NOT_ITERATIVE = Failure(
-    InvalidRequest.code,
-    "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to handle "
-    "such a flag.",
-)
 
 
 class Python(PythonModel, SeparateBackend):
@@ -66,7 +61,7 @@ class Python(PythonModel, SeparateBackend):
         sequences = config.sequence_batching
         self._again = Response(again=True)
         if sequences is None or not sequences.iterative_sequence:
-            self._again = Response(error=_NOT_ITERATIVE)
+            self._again = Response(error=NOT_ITERATIVE)
         self.on_device = not HOST_INPUTS.read(config) and device_of(config, self.context.instance).kind == "GPU"
 
     # ------------------------------------------------------------------------------------ batches

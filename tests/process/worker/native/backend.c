@@ -8,7 +8,7 @@
 
 enum { FP32 = 11, BYTES = 13 };
 enum { INTERNAL = 1, INVALID = 3 };
-enum { FINAL = 1, ALL = 1 };
+enum { FINAL = 1, ALL = 1, RESCHEDULE = 2 };
 
 static Object *error(int code, const char *text) { return TRITONSERVER_ErrorNew(code, text); }
 
@@ -157,8 +157,9 @@ static void number(Object *response, float value)
     memcpy(target, &value, sizeof value);
 }
 
-/* Counts in the state of the sequence. */
-static void count(Object *request)
+/* Adds IN to the state of the sequence. `iterates`: the request runs until that is 10, and each time is a response if the
+ * model is decoupled. */
+static void count(Object *request, bool iterates, bool streams)
 {
     Object *input, *state, *response;
     const void *before;
@@ -176,10 +177,13 @@ static void count(Object *request)
     TRITONBACKEND_StateBuffer(state, &target, sizeof sum, &memory, &memory_id);
     memcpy(target, &sum, sizeof sum);
     TRITONBACKEND_StateUpdate(state);
-    TRITONBACKEND_ResponseNew(&response, request);
-    number(response, sum);
-    TRITONBACKEND_ResponseSend(response, FINAL, NULL);
-    TRITONBACKEND_RequestRelease(request, ALL);
+    bool again = iterates && sum < 10;
+    if (!again || streams) {
+        TRITONBACKEND_ResponseNew(&response, request);
+        number(response, sum);
+        TRITONBACKEND_ResponseSend(response, again ? 0 : FINAL, NULL);
+    }
+    TRITONBACKEND_RequestRelease(request, again ? RESCHEDULE : ALL);
 }
 
 /* In a thread of the backend: a response to a request that it still has. */
@@ -322,7 +326,11 @@ static Object *answer(Object *request)
     if (IS("call"))
         return call(request);
     if (IS("count")) {
-        count(request);
+        count(request, false, false);
+        return NULL;
+    }
+    if (IS("iterate") || IS("iterate and stream")) {
+        count(request, true, !IS("iterate"));
         return NULL;
     }
     if (IS("three") || IS("endless")) {

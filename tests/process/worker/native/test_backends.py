@@ -40,6 +40,24 @@ sequence_batching {
           initial_state { data_type: TYPE_FP32 dims: [ 1 ] zero_data: true name: "zero" } }
 }
 """
+WARM = """
+model_warmup {
+  name: "w" batch_size: 1
+  inputs { key: "IN" value { data_type: TYPE_FP32 dims: [ 1 ] zero_data: true } }
+}
+"""
+TWICE = """
+platform: "ensemble"
+max_batch_size: 8
+input { name: "X" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] }
+ensemble_scheduling {
+  step { model_name: "echo" model_version: -1
+         input_map { key: "IN" value: "X" } output_map { key: "OUT" value: "between" } }
+  step { model_name: "echo" model_version: -1
+         input_map { key: "IN" value: "between" } output_map { key: "OUT" value: "Y" } }
+}
+"""
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 BIG = np.arange(8000, dtype=np.float32).reshape(1, 8000)
 
@@ -62,6 +80,13 @@ def server(
         model(root, what, library, f'{plain} parameters {{ key: "do" value {{ string_value: "always {what}" }} }}')
     model(root, "stream", library, NUMBERS + "model_transaction_policy { decoupled: true }")
     model(root, "sum", library, NUMBERS + SUM)
+    iterated = NUMBERS + SUM.replace("{", "{ iterative_sequence: true", 1)
+    model(root, "iterated", library, iterated)
+    model(root, "iterated_stream", library, f"{iterated} model_transaction_policy {{ decoupled: true }}")
+    model(root, "warm", library, NUMBERS + WARM)
+    model(root, "warm_stream", library, f"{NUMBERS} {WARM} model_transaction_policy {{ decoupled: true }}")
+    (root / "twice" / "1").mkdir(parents=True)
+    (root / "twice" / "config.pbtxt").write_text(TWICE)
     model(root, "completed", library, 'backend: "probe"')
     with shared_server.serving(root) as running:
         with running.client() as client:
@@ -186,6 +211,16 @@ def test_the_state_of_a_sequence_is_kept_by_the_server(client: shmserve.Client) 
     assert sums == [1, 3, 6, 10]
 
 
+def test_a_request_runs_again_until_it_is_answered(client: shmserve.Client) -> None:
+    two = {"IN": np.full((1, 1), 2, np.float32)}
+    once = client.infer("iterated", two, parameters={"do": "iterate"})
+    assert once["OUT"][0, 0] == 10
+    parts = client.stream("iterated_stream", two, parameters={"do": "iterate and stream"})
+    assert [part["OUT"][0, 0] for part in parts] == [2, 4, 6, 8, 10]
+    with pytest.raises(InvalidRequest, match="TRITONSERVER_REQUEST_RELEASE_RESCHEDULE"):
+        client.infer("sum", two, parameters={"do": "iterate"}, sequence=8, sequence_start=True, sequence_end=True)
+
+
 def test_a_backend_completes_its_configuration(client: shmserve.Client) -> None:
     found = client.config("completed")
     assert (found["max_batch_size"], found["input"][0]["dims"]) == (4, [2])
@@ -215,6 +250,17 @@ def test_metrics_of_a_backend_are_those_of_the_server(server: Server, client: sh
     before = counted()
     client.infer("echo", {"IN": X})
     assert counted() == before + 1
+
+
+@pytest.mark.parametrize("x", [X, BIG], ids=["inline", "shared"])
+def test_two_steps_of_an_ensemble(client: shmserve.Client, x: Any) -> None:
+    np.testing.assert_array_equal(client.infer("twice", {"X": x})["Y"], x)
+
+
+def test_a_model_runs_its_warm_up(client: shmserve.Client) -> None:
+    one = {"IN": np.ones((1, 1), np.float32)}
+    assert client.infer("warm", one)["OUT"] == 1
+    assert [part["OUT"] for part in client.stream("warm_stream", one)] == [1]
 
 
 def test_many_callers(client: shmserve.Client) -> None:
