@@ -16,7 +16,6 @@ from bench.lib.child import Answer, Handler
 from bench.lib.clock import durations, summary
 
 PORTABLE = 1
-BLOCKING = 2
 
 
 # ------------------------------------------------------------------------------------------------ bare CUDA

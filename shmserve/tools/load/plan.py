@@ -15,7 +15,6 @@ NATIVE, HTTP, GRPC = "native", "http", "grpc"
 _KINDS = {"http": HTTP, "https": HTTP, "grpc": GRPC, "grpcs": GRPC}
 _SECURE = ("https", "grpcs")
 SCHEMES = ("unix", "ipc", "tcp", *_KINDS)
-ARRIVALS = ("poisson", "constant")
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9, 99.99)
 
 
