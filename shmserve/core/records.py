@@ -663,23 +663,6 @@ class SleepState(Struct):
 class Service:
     """How the requests of a version are checked, queued, batched and answered in order. Built from its policy."""
 
-    __slots__ = (
-        "batch_rules",
-        "cached",
-        "checker",
-        "decoupled",
-        "graph",
-        "lending",
-        "most_works",
-        "order",
-        "order_swept",
-        "padding",
-        "plain",
-        "prefetch",
-        "queue",
-        "sequence_slots",
-    )
-
     def __init__(self, policy: ModelPolicy = UNKNOWN, caches: bool = False, decoupled: bool = False) -> None:
         """`caches`: the server has a response cache. `decoupled`: a step of this ensemble is."""
         batching, sequence = policy.batching, policy.sequence
@@ -765,44 +748,6 @@ class Version:
 
     `policy` and `service` are set when the first worker has reported the model's configuration.
     """
-
-    __slots__ = (
-        "asleep",
-        "began",
-        "calls_others",
-        "compose_number",
-        "crash_limit",
-        "deleted",
-        "idle",
-        "instances",
-        "limit_ns",
-        "logged_traceback",
-        "member_recovering",
-        "members",
-        "model",
-        "number",
-        "policy",
-        "reason",
-        "reserved",
-        "retries",
-        "scaler",
-        "service",
-        "service_ns",
-        "sleep_state",
-        "source",
-        "spread_ns",
-        "state",
-        "statistics",
-        "successor",
-        "suspects",
-        "took_ns",
-        "traceback",
-        "trial",
-        "unchecked",
-        "users",
-        "wake",
-        "yielding",
-    )
 
     def __init__(self, model: str, number: int, instances: list[Instance], source: int = 0, began: int = 0) -> None:
         self.model = model

@@ -18,7 +18,6 @@ from shmserve.core.intake import waiting
 from shmserve.core.intake.intake import Intake, Memory
 from shmserve.core.intake.queries import QueryQueue
 from shmserve.core.intake.quotas import Quotas
-from shmserve.core.intake.refusals import count_refused
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.models import loading
 from shmserve.core.records import CallingWorker, Instance, Payer, Request, Version
@@ -59,7 +58,7 @@ class ModelCalls:
         try:
             request = self._intake.ask(caller, message.call, message, now, calling=_Call(self, caller, message))
         except ServeError as error:
-            count_refused(self.state, message.model, error)
+            self.state.observers.refused(self.state.ready.get(message.model), error)
             self.state.send(peer, Fail(message.call, error.code, _failed(message, error)))
             return
         if instance.state is InstanceState.STARTING:  # the called model may have to load first
@@ -117,7 +116,7 @@ class ModelCalls:
             calling = _Call(self, caller, again, request)
             self._intake.ask(caller, again.call, again, now, waited=request, calling=calling)
         except ServeError as error:
-            count_refused(self.state, message.model, error)
+            self.state.observers.refused(self.state.ready.get(message.model), error)
             raise type(error)(_failed(message, error)) from None
         self.state.deadlock_possible = True
 

@@ -15,7 +15,7 @@ from shmserve.core.intake.connections import Connections
 from shmserve.core.intake.intake import Intake
 from shmserve.core.intake.queries import QueryQueue
 from shmserve.core.intake.quotas import Quotas
-from shmserve.core.intake.refusals import count_refused, refuse
+from shmserve.core.intake.refusals import refuse
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import ClientState, Request
 from shmserve.core.state import WORKERS_FROM, State
@@ -94,7 +94,7 @@ class Admission:
             again = waiting.message_of(request, message, now)
             self._intake.ask(request.client, request.client_number, again, now, request.blocks, request)
         except ServeError as error:
-            count_refused(self._state, message.model, error)
+            self._state.observers.refused(self._state.ready.get(message.model), error)
             raise
 
     def cancel(self, peer: int, message: Cancel, now: int) -> None:

@@ -8,12 +8,8 @@ from shmserve.errors import ServeError, Unavailable
 from shmserve.protocol.messages import Fail, FailBatch, InferBatch
 
 
-def count_refused(state: State, model: str, error: ServeError, count: int = 1) -> None:
-    state.observers.refused(state.ready.get(model), error, count)
-
-
 def refuse(state: State, client: ClientState, model: str, number: int, error: ServeError) -> None:
-    count_refused(state, model, error)
+    state.observers.refused(state.ready.get(model), error)
     if number in client.requests:  # that request gets its own response instead of this error
         number = 0
     state.send(client.number, Fail(number, error.code, error.message))
@@ -61,7 +57,7 @@ class BatchRefusals:
         if error is None:
             return
         self._error, self._numbers = None, []
-        count_refused(self._state, message.model, error, len(numbers))
+        self._state.observers.refused(self._state.ready.get(message.model), error, len(numbers))
         if len(numbers) == 1:
             self._state.send(client.number, Fail(numbers[0], error.code, error.message))
         else:

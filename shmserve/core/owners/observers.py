@@ -72,7 +72,7 @@ class Observers:
         if record is not None:
             self._turn.effects.append(record)
 
-    def refused(self, version: Version | None, error: ServeError, count: int) -> None:
+    def refused(self, version: Version | None, error: ServeError, count: int = 1) -> None:
         """This many requests were refused for the same reason. `version`: the one that would have served them."""
         why = limit_in(error.message) or error.code
         self.refusals[why] = self.refusals.get(why, 0) + count

@@ -65,10 +65,6 @@ class StepPlan(Struct, eq=False):
 class EnsembleGraph:
     """Which steps produce and read which tensor. Consistency was checked when the ensemble was loaded."""
 
-    __slots__ = (
-        "_levels", "_needed", "batches", "maker", "outputs", "plans", "readers", "reshapes", "specs", "steps", "waits",
-    )  # fmt: skip
-
     def __init__(self, policy: ModelPolicy) -> None:
         assert policy.steps is not None
         self.steps: tuple[StepPolicy, ...] = policy.steps

@@ -25,8 +25,6 @@ _lock = threading.Lock()
 class _Shared:
     """The shared part of all objects of one metric: its memory and the number of objects."""
 
-    __slots__ = ("numbers", "users")
-
     def __init__(self, numbers: memoryview[float]) -> None:
         self.numbers = numbers
         self.users = 0
