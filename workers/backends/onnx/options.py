@@ -24,7 +24,7 @@ from shmserve.workers.backends.onnx.providers import (
     cpu_providers,
     gpu_providers,
 )
-from shmserve.workers.backends.onnx.values import Check, choice, flag, text_of, whole
+from shmserve.workers.backends.parameters import Check, choice, flag, text_of, whole
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig

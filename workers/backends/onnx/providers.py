@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.rules.optimization import ONNX_ON_CPU, ONNX_ON_GPU, accelerator_problem
-from shmserve.workers.backends.onnx.values import Check, as_it_is, choice, flag, text_of, whole
+from shmserve.workers.backends.parameters import Check, as_it_is, choice, flag, text_of, whole
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelOptimizationPolicyExecutionAcceleratorsAccelerator as Accelerator

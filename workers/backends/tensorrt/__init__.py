@@ -1,6 +1,6 @@
 """Models run by TensorRT, and the command that builds their plans.
 
 `backend` opens the plan (`engine`), creates an execution context for each of the instance's profiles (`profile`) and
-runs batches, as CUDA graphs if configured (`graphs`). `build` is the process of `shmserve build`, with the shapes of
-the plan in `build_shapes` and its progress display and interruption in `build_progress`.
+runs batches, as CUDA graphs if configured. `build` is the process of `shmserve build`, with the shapes of the plan in
+`build_shapes`.
 """
