@@ -219,6 +219,12 @@ class Scenario(Operating, Streaming, Leasing, Calling):
         """behind a: much of what was sent to the client is unread; `no more`: it has caught up."""
         return [(0, events.Behind(self.named[client].peer, "no" not in flags))]
 
+    def do_garbled(self, client: str, number: str = "0", count: str = "1") -> list[Event]:
+        """Messages that cannot be read, with the number of a request if that can be read."""
+        if int(number):
+            self.named[client].open.add(int(number))
+        return [(self.named[client].peer, events.Garbled(int(number), "no message"))] * int(count)
+
     def do_bye(self, client: str) -> list[Event]:
         return [(self.named[client].peer, Bye())]
 

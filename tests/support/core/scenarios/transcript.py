@@ -12,6 +12,7 @@ from shmserve.core.effects import (
     Free,
     Kill,
     Log,
+    Pause,
     Query,
     ReadLease,
     Send,
@@ -94,6 +95,8 @@ class Transcript(World):
             self.line(f"kill {self.workers[effect.peer].name}: {effect.reason}")
         elif isinstance(effect, Close):
             self.line(f"close {self.clients[effect.peer].name}")
+        elif isinstance(effect, Pause):
+            self.line(f"pause {self.clients[effect.peer].name} until {clock(effect.until - START)}")
         elif isinstance(effect, Free):
             self.line(f"free {plural(len(effect.handles), 'block')}")
         elif isinstance(effect, Forget):

@@ -14,7 +14,6 @@ from shmserve.protocol.messages import (
     Ask,
     Bye,
     Cancel,
-    Fail,
     Goodbye,
     Handle,
     Hello,
@@ -158,19 +157,6 @@ def test_pings_queries_and_bye() -> None:
     assert [effect for effect in world.effects if isinstance(effect, Query)] == [Query(client.peer, Ask(5, "live"))]
     world.turn([(client.peer, Bye())])
     assert client.peer not in world.clients
-
-
-def test_a_garbled_message_fails_its_request() -> None:
-    world = Recorded()
-    client = world.connect("a")
-    world.deploy(POLICY)
-    world.turn([client.infer(1)])
-    client.open.add(9)
-    world.turn([(client.peer, events.Garbled(9, "no")), (client.peer, events.Garbled(1, "no"))])
-    assert client.answers[9] == Fail(9, "PROTOCOL", "no")
-    assert client.errors == [Fail(0, "PROTOCOL", "no")], "request 1 is in flight, and is answered by what becomes of it"
-    world.finish()
-    assert isinstance(client.answers[1], Reply)
 
 
 @pytest.mark.parametrize("segment", [(2 << 32) + 1, 7])
