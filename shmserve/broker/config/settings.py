@@ -252,14 +252,14 @@ def gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> Gat
     """The gateways to start."""
     if settings.no_gateway:
         return GatewaySettings(0, ())
-    given = {flag.name: getattr(settings, flag.dest) for flag in PASSED_ON if _is_passed_on(flag, settings)}
+    options = {flag.name: getattr(settings, flag.dest) for flag in PASSED_ON if _is_passed_on(flag, settings)}
     limits = {name: value for name, value in settings.limit if name in _OF_GATEWAYS}
     if settings.triton_compatible:
         limits.setdefault("http_json_bytes", 0)
-    given["limit"] = [f"{name}={value}" for name, value in limits.items()]
+    options["limit"] = [f"{name}={value}" for name, value in limits.items()]
     if busy_poll_ns:
-        given["busy-poll-ns"] = busy_poll_ns
-    return GatewaySettings(settings.gateways, arguments_of(given))
+        options["busy-poll-ns"] = busy_poll_ns
+    return GatewaySettings(settings.gateways, arguments_of(options))
 
 
 def _is_passed_on(flag: Flag, settings: argparse.Namespace) -> bool:

@@ -17,7 +17,7 @@ from msgspec import Struct
 from shmserve.protocol.roles import ALL_ROLES, FORWARD, INFER, NO_ROLES, OBSERVE, roles_of
 
 FORM = "WHO=ROLE,ROLE with WHO one of uid:N, gid:N, user:NAME, group:NAME, *"
-_MOST_ID = 2**32 - 2
+_MAX_ID = 2**32 - 2
 
 
 class Principal(Struct, frozen=True):
@@ -108,6 +108,6 @@ def group_id(name: str) -> int:
 
 
 def _id(text: str, shown: str) -> int:
-    if not re.fullmatch("[0-9]{1,10}", text) or int(text) > _MOST_ID:
+    if not re.fullmatch("[0-9]{1,10}", text) or int(text) > _MAX_ID:
         raise ValueError(f"'{shown}' has no valid user or group ID")
     return int(text)

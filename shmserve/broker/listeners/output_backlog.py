@@ -38,9 +38,9 @@ class OutputBacklog:
         self._count(reader, size)
         self._bytes[reader] = self._bytes.get(reader, 0) + size
         limit = self._limit // USERS
-        while (mine := self._of_users.get(reader.user, 0)) > limit:
+        while (unsent := self._of_users.get(reader.user, 0)) > limit:
             slowest = next(other for other in self._bytes if other.user == reader.user)
-            slowest.cut_off(f"{mine} unsent bytes for clients of this user, over the limit of {limit} (outbox_bytes)")
+            slowest.cut_off(f"{unsent} unsent bytes for clients of this user, over the limit of {limit} (outbox_bytes)")
         while self._total > self._limit:
             slowest = next(iter(self._bytes))
             slowest.cut_off(
@@ -59,8 +59,8 @@ class OutputBacklog:
 
     def _count(self, reader: OutputReader, size: int) -> None:
         self._total += size
-        mine = self._of_users.get(reader.user, 0) + size
-        if mine:
-            self._of_users[reader.user] = mine
+        unsent = self._of_users.get(reader.user, 0) + size
+        if unsent:
+            self._of_users[reader.user] = unsent
         else:
             self._of_users.pop(reader.user, None)

@@ -16,7 +16,7 @@ from shmserve.broker.observability.logs import FORMATS, log_record, set_up
 from shmserve.broker.observability.recent_records import RecentRecords
 from shmserve.errors import InvalidRequest, Unsupported
 
-MOST_VERBOSE = 2**31 - 1
+MAX_VERBOSE = 2**31 - 1
 _NAMES = ("log_file", "log_info", "log_warning", "log_error", "log_verbose_level", "log_format")
 
 
@@ -80,7 +80,7 @@ def _checked(name: str, value: Any) -> Any:
         case "log_file":
             raise Unsupported("log file location can not be updated through network protocol; --log-file names it")
         case "log_verbose_level":
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_VERBOSE:
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_VERBOSE:
                 raise InvalidRequest(f"expect int32 for '{name}', from 0 on")
         case "log_format":
             if not isinstance(value, str):

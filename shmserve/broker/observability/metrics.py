@@ -432,9 +432,9 @@ def _memory(page: Page, version: Version, held: Container[Instance], named: str)
 
 
 def _scaling(page: Page, version: Version, scaler: Scaler, named: str) -> None:
-    least, most = sizes.bounds(version, scaler.policy)
-    page.add("shmserve_model_instances_min", least, named)
-    page.add("shmserve_model_instances_max", most, named)
+    minimum, maximum = sizes.bounds(version, scaler.policy)
+    page.add("shmserve_model_instances_min", minimum, named)
+    page.add("shmserve_model_instances_max", maximum, named)
     page.add("shmserve_model_scale_total", version.statistics.scaled_up, f'{named},direction="up"')
     page.add("shmserve_model_scale_total", version.statistics.scaled_down, f'{named},direction="down"')
 

@@ -35,10 +35,10 @@ class RecentRecord(Struct, frozen=True, gc=False):
     size: int
 
     def document(self) -> dict[str, Any]:
-        found = {"number": self.number, "time": self.time, "level": self.level, "text": self.text}
+        document = {"number": self.number, "time": self.time, "level": self.level, "text": self.text}
         if self.traceback:
-            found["traceback"] = self.traceback
-        return {**self.fields, **found}
+            document["traceback"] = self.traceback
+        return {**self.fields, **document}
 
 
 class RecentRecords:

@@ -31,12 +31,12 @@ def activities(number: int, activity: str, tensors: Iterable[Tensor], read: Read
 def _data(tensor: Tensor, read: Read) -> str:
     """The first elements as text; "" if they cannot be read."""
     code = _CODES.get(tensor.dtype)
-    most = struct.calcsize(f"<{ELEMENTS}{code}") if code else STRING_BYTES
+    maximum = struct.calcsize(f"<{ELEMENTS}{code}") if code else STRING_BYTES
     if isinstance(tensor.data, bytes):
-        data: bytes | None = tensor.data[:most]
+        data: bytes | None = tensor.data[:maximum]
     else:
         assert not isinstance(tensor.data, int)
-        data = read(_first(tensor.data, most))
+        data = read(_first(tensor.data, maximum))
     if not data:
         return ""
     if code is None:

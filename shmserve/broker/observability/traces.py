@@ -29,10 +29,10 @@ LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _OLD_LEVELS = {"MIN": "TIMESTAMPS", "MAX": "TIMESTAMPS"}
 """Deprecated values that Triton's flags still accept -> current value."""
 OFF = ("OFF",)
-MOST = 2**31 - 1
+MAXIMUM = 2**31 - 1
 FLUSH_S = 0.2
 """How long traces are buffered before they are written."""
-_LEAST = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
+_MINIMUM = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
 _KEYS = {"rate": "trace_rate", "count": "trace_count", "level": "trace_level", "mode": "trace_mode"}
 _FILE_KEYS = {"file": "trace_file", "log-frequency": "log_frequency"}
 _TIMES = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
@@ -312,9 +312,9 @@ def otel_settings(values: Sequence[tuple[str, Any]]) -> OtelSettings | None:
     """The settings for OpenTelemetry; None in another mode."""
     if dict(values).get("trace_mode") != OPENTELEMETRY:
         return None
-    given = {name.removeprefix(otel.PREFIX): value for name, value in values if name.startswith(otel.PREFIX)}
-    given["resource"] = dict(value for name, value in values if name == otel.PREFIX + "resource")
-    return OtelSettings(**given)
+    options = {name.removeprefix(otel.PREFIX): value for name, value in values if name.startswith(otel.PREFIX)}
+    options["resource"] = dict(value for name, value in values if name == otel.PREFIX + "resource")
+    return OtelSettings(**options)
 
 
 def _level(values: Any) -> tuple[str, ...]:
@@ -329,15 +329,15 @@ def _level(values: Any) -> tuple[str, ...]:
 
 
 def _number(name: str, value: Any) -> int:
-    least = _LEAST[name]
+    minimum = _MINIMUM[name]
     try:
         number = int(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else None
     except ValueError:
         number = None
     if number is None:
         raise InvalidRequest(f"Unable to parse '{name}', got: {str(value)[:80]}")
-    if not least <= number <= MOST:
+    if not minimum <= number <= MAXIMUM:
         raise InvalidRequest(
-            f"Unable to parse '{name}', value is out of range [ {least}, {MOST} ], got: {str(value)[:80]}"
+            f"Unable to parse '{name}', value is out of range [ {minimum}, {MAXIMUM} ], got: {str(value)[:80]}"
         )
     return number

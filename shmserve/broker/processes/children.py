@@ -70,13 +70,13 @@ class LineSplitter:
         *lines, self._partial = (self._partial + data).split(b"\n")
         return lines + self._overlong()
 
-    def feed_tail(self, data: bytes, most: int) -> tuple[list[bytes], int, int]:
-        """Like `feed`, but returns only about the last `most` lines, and the number and size of the lines before them.
+    def feed_tail(self, data: bytes, count: int) -> tuple[list[bytes], int, int]:
+        """Like `feed`, but returns only about the last `count` lines, and the number and size of the lines before them.
         Splitting those too would take as long as a thousand requests."""
-        skipped = data.count(b"\n") - most
+        skipped = data.count(b"\n") - count
         if skipped <= 0:
             return self.feed(data), 0, 0
-        head, *lines, partial = data.rsplit(b"\n", most + 1)
+        head, *lines, partial = data.rsplit(b"\n", count + 1)
         size = len(self._partial) + len(head) + 1
         self._partial = partial
         return lines + self._overlong(), skipped, size

@@ -17,8 +17,8 @@ POLL_S = 1.0
 NEAR_S = 0.1
 """Polling interval while a worker uses more than NEAR of its limit."""
 NEAR = 0.75
-KNOBS = "--instance-memory-limit, memory_limit_mb"
-GPU_KNOBS = "--instance-gpu-memory-limit, gpu_memory_limit_mb"
+SETTINGS = "--instance-memory-limit, memory_limit_mb"
+GPU_SETTINGS = "--instance-gpu-memory-limit, gpu_memory_limit_mb"
 
 
 class Watched(Struct):
@@ -37,14 +37,14 @@ class MemoryLimits:
         used: Callable[[int], int] = procfs.own_bytes,
         groups: ControlGroups | None = None,
         what: str = "private memory",
-        knobs: str = KNOBS,
+        settings: str = SETTINGS,
     ) -> None:
         """`kill(peer, reason)` kills a worker that exceeds its limit. `used(pid)` returns its memory in bytes.
 
-        `groups` None: always poll. `what` and `knobs` name the kind of memory and its settings in error texts.
+        `groups` None: always poll. `what` and `settings` name the kind of memory and its settings in error texts.
         """
         self._what = what
-        self._knobs = knobs
+        self._settings = settings
         self._loop = loop
         self._kill = kill
         self._used = used
@@ -75,7 +75,7 @@ class MemoryLimits:
         used_up = group.used_up()
         self._removing.append(group)
         self._tidy()
-        return f"it exceeded its memory limit of {_mib(group.limit)} ({self._knobs})" if used_up else ""
+        return f"it exceeded its memory limit of {_mib(group.limit)} ({self._settings})" if used_up else ""
 
     def check(self) -> None:
         """Checks all polled workers, and retries the removal of old control groups."""
@@ -84,7 +84,7 @@ class MemoryLimits:
             used = self._used(worker.pid)
             if used > worker.limit:
                 del self._watched[worker.peer]
-                text = f"it uses {_mib(used)} of {self._what}, limit {_mib(worker.limit)} ({self._knobs})"
+                text = f"it uses {_mib(used)} of {self._what}, limit {_mib(worker.limit)} ({self._settings})"
                 self._kill(worker.peer, text)
             near |= used > worker.limit * NEAR
         self._tidy()

@@ -77,12 +77,12 @@ class MemoryMeter:
 
     def _shared(self) -> dict[int, int]:
         """Worker -> size of its segments in host memory."""
-        found: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         for segment in self._state.ledger.segments.values():
             name = segment.announcement.name
             if not segment.orphan and not (name is not None and name.startswith(DEVICE)):
-                found[segment.owner] = found.get(segment.owner, 0) + segment.size
-        return found
+                sizes[segment.owner] = sizes.get(segment.owner, 0) + segment.size
+        return sizes
 
     def _report_change(self, event: Measured, is_ready: bool) -> None:
         last, was_ready = self._reported.get(event.peer, (None, False))

@@ -60,11 +60,11 @@ class ProcessMemory:
 
 
 def _read(pids: list[int]) -> dict[int, _Measured]:
-    found: dict[int, _Measured] = {}
+    measured: dict[int, _Measured] = {}
     for pid in pids:
         began = time.monotonic()
         size = procfs.proportional_bytes(pid)
         ended = time.monotonic()
         if size:
-            found[pid] = _Measured(size, ended - began, ended)
-    return found
+            measured[pid] = _Measured(size, ended - began, ended)
+    return measured

@@ -53,13 +53,13 @@ class Deadline:
             os._exit(1)
 
     def _report(self, limit_s: float) -> str:
-        left = children()
+        running = children()
         names = self._names()
-        shown = ", ".join(f"{names.get(pid) or _command(pid)} (pid {pid})" for pid in left[:NAMES])
-        more = f" and {len(left) - NAMES} more" if len(left) > NAMES else ""
+        shown = ", ".join(f"{names.get(pid) or _command(pid)} (pid {pid})" for pid in running[:NAMES])
+        more = f" and {len(running) - NAMES} more" if len(running) > NAMES else ""
         return (
             f"the server did not stop within {limit_s:g} s (--exit-timeout-secs) plus {KILL_S:g} s; killing what "
-            f"is left: {self._requests()} request(s), {len(left)} process(es){': ' if left else ''}{shown}{more}"
+            f"is left: {self._requests()} request(s), {len(running)} process(es){': ' if running else ''}{shown}{more}"
         )
 
 

@@ -21,7 +21,7 @@ from msgspec import Struct
 from shmserve.broker.link import PeerLink
 from shmserve.broker.processes import children
 from shmserve.broker.processes.cgroups import ControlGroups
-from shmserve.broker.processes.memory_limits import GPU_KNOBS, MemoryLimits
+from shmserve.broker.processes.memory_limits import GPU_SETTINGS, MemoryLimits
 from shmserve.broker.processes.zygote import Zygote, reap
 from shmserve.core.effects import Spawn
 from shmserve.core.policy import InstanceSpec
@@ -141,7 +141,7 @@ class Workers:
         self._workers: dict[int, Worker] = {}
         self._other_children = other_children
         self._memory = MemoryLimits(loop, self.kill, groups=groups)
-        self._gpu_memory = MemoryLimits(loop, self.kill, settings.used_on_gpu, what="GPU memory", knobs=GPU_KNOBS)
+        self._gpu_memory = MemoryLimits(loop, self.kill, settings.used_on_gpu, what="GPU memory", settings=GPU_SETTINGS)
         self._zygote = Zygote(loop, self._forked, log_record, self._environment)
         self._reaping = loop.call_later(REAP_S, self._reap)
 
@@ -323,13 +323,13 @@ def arguments_of(spec: InstanceSpec, resources: WorkerResources, group: str) -> 
 
 def worker_environment(more: Sequence[str] = ()) -> dict[str, str]:
     """The environment of a worker. `more`: names or patterns, such as HF_*, of further variables."""
-    given = {
+    variables = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(_NEVER) and any(fnmatchcase(name, pattern) for pattern in more)
     }
     # Disable telemetry, which would reveal what is served, unless the environment enables it.
-    return {"ORT_DISABLE_TELEMETRY": "1"} | given | children.environment(*_INHERITED) | {"PYTHONUNBUFFERED": "1"}
+    return {"ORT_DISABLE_TELEMETRY": "1"} | variables | children.environment(*_INHERITED) | {"PYTHONUNBUFFERED": "1"}
 
 
 def _reason(code: int, killed: str) -> str:

@@ -324,8 +324,8 @@ class GpuMonitor:
             return
         with self._lock:
             why = watched.health.reason
-            found = {gpu.number: f"GPU {gpu.number} is out of service: {why}" if why else "" for gpu in watched.gpus}
-            changed = {number: text for number, text in found.items() if self._reported.get(number, "") != text}
+            reasons = {gpu.number: f"GPU {gpu.number} is out of service: {why}" if why else "" for gpu in watched.gpus}
+            changed = {number: text for number, text in reasons.items() if self._reported.get(number, "") != text}
             self._reported |= changed
         for number, text in changed.items():
             self._report(number, text)

@@ -16,7 +16,7 @@ import pytest
 
 from shmserve.broker.processes import cgroups
 from shmserve.broker.processes.cgroups import CgroupsUnavailable, ControlGroups
-from shmserve.broker.processes.memory_limits import GPU_KNOBS, NEAR_S, POLL_S, MemoryLimits
+from shmserve.broker.processes.memory_limits import GPU_SETTINGS, NEAR_S, POLL_S, MemoryLimits
 from shmserve.broker.processes.workers import WorkerResources, resources_of
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from tests.support.broker.fake_loop import Loop
@@ -41,7 +41,7 @@ class Place:
     [
         ({}, "of private memory, limit 100 MiB (--instance-memory-limit, memory_limit_mb)"),
         (
-            {"what": "GPU memory", "knobs": GPU_KNOBS},
+            {"what": "GPU memory", "settings": GPU_SETTINGS},
             "of GPU memory, limit 100 MiB (--instance-gpu-memory-limit, gpu_memory_limit_mb)",
         ),
     ],
