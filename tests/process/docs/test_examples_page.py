@@ -86,9 +86,11 @@ def test_programs(server: Server) -> None:
 
 
 def test_the_page_lists_all_sample_models() -> None:
-    named = set(re.findall(r"`(\w+)`", PAGE.partition("| set | models |")[2].partition("\n\n")[0]))
+    rows = PAGE.partition("| set | models | what they show |\n")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`(\w+)`", rows))
     assert set(samples.SETS["basic"]) <= named <= MODELS
-    assert [name for name in (*samples.SETS, *MODELS) if f"`{name}`" not in PAGE] == []
+    assert sorted(re.findall(r"^\| \[?(\w+)", rows, re.MULTILINE)) == sorted(samples.SETS)
+    assert [part for part, models in samples.SETS.items() if named.isdisjoint(models)] == []
     words = (samples.EXAMPLES / "sentiment_tokenizer" / "1" / "words.txt").read_text().split()
     assert f"The classifier knows {len(words)} words" in PAGE
 
