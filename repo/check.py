@@ -218,8 +218,8 @@ class _RepositoryCheck:
         scanned = scan_model(path, backends=self._backends, gpus=self._gpus, config_name=self._config_name)
         model = _check_files(root, scanned, self._backends, self._gpus)
         final = self._completed.get(scanned.name)
-        if final is not None and scanned.given is not None:
-            for text in completion_warnings(scanned.given, final):
+        if final is not None and scanned.written is not None:
+            for text in completion_warnings(scanned.written, final):
                 model.add_finding(Finding(WARNING, "", text, path="max_batch_size"))
         return model
 
@@ -307,12 +307,12 @@ def _check_files(
     root: Path, scanned: ScannedModel, backends: Collection[str], gpus: Collection[int], prepared: bool = False
 ) -> _ModelCheck:
     """All findings about a model on its own. `prepared`: its repository agents have run."""
-    if scanned.given is not None and scanned.given.model_repository_agents and not prepared:
-        return _check_agents(root, scanned, scanned.given.model_repository_agents)
+    if scanned.written is not None and scanned.written.model_repository_agents and not prepared:
+        return _check_agents(root, scanned, scanned.written.model_repository_agents)
     path, numbers, config = scanned.path, scanned.versions, None
     try:
         if not numbers:
-            numbers = _selected_versions(path, scanned.given)
+            numbers = _selected_versions(path, scanned.written)
         config = scanned.config or _completed_anyway(scanned, numbers, backends, gpus)
         seen = inspect_model(path, config, numbers)
     except OSError:  # already reported by the scan
@@ -344,10 +344,10 @@ def _completed_anyway(
     scanned: ScannedModel, numbers: Sequence[int], backends: Collection[str], gpus: Collection[int]
 ) -> ModelConfig | None:
     """The completed configuration despite its problems."""
-    if scanned.given is None:
+    if scanned.written is None:
         return None
     files = os.listdir(scanned.path / str(numbers[0])) if numbers else ()
-    return complete(scanned.given, scanned.name, files, backends, gpus)
+    return complete(scanned.written, scanned.name, files, backends, gpus)
 
 
 def _is_final(model: _ModelCheck) -> bool:
@@ -358,9 +358,9 @@ def _is_final(model: _ModelCheck) -> bool:
     return True
 
 
-def _selected_versions(path: Path, given: ModelConfig | None) -> tuple[int, ...]:
+def _selected_versions(path: Path, written: ModelConfig | None) -> tuple[int, ...]:
     """The version directories selected by the policy."""
-    policy = (given and given.version_policy) or ModelVersionPolicy()
+    policy = (written and written.version_policy) or ModelVersionPolicy()
     names: Iterable[str] = (entry.name for entry in os.scandir(path) if os.path.isdir(entry.path))
     numbers = [int(name) for name in names if name.isascii() and name.isdigit() and not name.startswith("0")]
     return select_versions(policy, numbers)

@@ -141,7 +141,7 @@ def compile_instances(config: ModelConfig, cores: CoreSet | None = None) -> tupl
     instances than there are NUMA nodes is not bound to nodes; `threads` become fewer. A group that is scaled begins
     with `count` instances, or as many as it has at least.
     """
-    return _compile(config, cores, [max(group.count, least) for group, least, _ in scaled_groups(config)])
+    return _compile(config, cores, [max(group.count, minimum) for group, minimum, _ in scaled_groups(config)])
 
 
 def _compile(config: ModelConfig, cores: CoreSet | None, counts: Sequence[int]) -> tuple[InstanceSpec, ...]:
@@ -170,15 +170,15 @@ def _compile(config: ModelConfig, cores: CoreSet | None, counts: Sequence[int]) 
 def compile_scaling(config: ModelConfig, cores: CoreSet | None = None) -> ScalingPolicy | None:
     """How the number of instances follows the load; None: it does not."""
     bounds = scaled_groups(config)
-    if is_ensemble(config) or not any(least < most for _, least, most in bounds):
+    if is_ensemble(config) or not any(minimum < maximum for _, minimum, maximum in bounds):
         return None
-    specs = iter(_compile(config, cores, [most for _, _, most in bounds]))
+    specs = iter(_compile(config, cores, [maximum for _, _, maximum in bounds]))
     groups = []
-    for group, least, most in bounds:
+    for group, minimum, maximum in bounds:
         for _ in group.gpus if group.kind == "KIND_GPU" else (0,):
-            of_group = tuple(islice(specs, most))
-            if least < most:
-                groups.append(ScaledGroup(group.name, least, most, of_group))
+            of_group = tuple(islice(specs, maximum))
+            if minimum < maximum:
+                groups.append(ScaledGroup(group.name, minimum, maximum, of_group))
     return ScalingPolicy(
         tuple(groups),
         parameters.SCALE_UP_QUEUE.read(config),

@@ -59,19 +59,19 @@ class Gpu(NamedTuple):
 class Gpus(NamedTuple):
     """The visible GPUs. `why`: why a machine with the driver has none; "" otherwise."""
 
-    found: tuple[Gpu, ...] = ()
+    devices: tuple[Gpu, ...] = ()
     why: str = ""
 
     @property
     def numbers(self) -> GpuNumbers:
-        return GpuNumbers.of((gpu.number for gpu in self.found), cpu_only() if self.found else ())
+        return GpuNumbers.of((gpu.number for gpu in self.devices), cpu_only() if self.devices else ())
 
     def uuids(self) -> dict[int, str]:
-        return {gpu.number: gpu.uuid for gpu in self.found}
+        return {gpu.number: gpu.uuid for gpu in self.devices}
 
     def places(self) -> dict[int, str]:
         """The PCI ids by GPU number."""
-        return {gpu.number: gpu.pci for gpu in self.found}
+        return {gpu.number: gpu.pci for gpu in self.devices}
 
 
 def discover(environment: Mapping[str, str] = os.environ, control: Path = CONTROL) -> Gpus:
@@ -90,7 +90,7 @@ def discover(environment: Mapping[str, str] = os.environ, control: Path = CONTRO
         return Gpus((), _why(f"NVML error: {error}", control))
     finally:
         nvml.nvmlShutdown()
-    every = [gpu for found in listed for gpu in found]
+    every = [gpu for group in listed for gpu in group]
     if listed and not every:
         return Gpus((), _why(f"all GPUs are in MIG mode, and none has a slice: {CREATE_SLICES}", control))
     text = environment.get(VISIBLE)
@@ -100,17 +100,17 @@ def discover(environment: Mapping[str, str] = os.environ, control: Path = CONTRO
 
 def cpu_only() -> frozenset[str]:
     """Backends that run on the CPU only, or whose installed package is the CPU build."""
-    found = {"fil", "identity", "llamacpp", "openvino", "paddle", "tflite"}
+    backends = {"fil", "identity", "llamacpp", "openvino", "paddle", "tflite"}
     if not _version("onnxruntime-gpu"):
-        found.add("onnxruntime")
+        backends.add("onnxruntime")
     if not _version("tensorflow"):
-        found.add("tensorflow")
+        backends.add("tensorflow")
     if not any(_version(f"nvidia-dali-cuda{cuda}") for cuda in (120, 130)):
-        found.add("dali")
+        backends.add("dali")
     torch = _version("torch")
     if not torch or torch.endswith("+cpu"):
-        found.add("pytorch")
-    return frozenset(found)
+        backends.add("pytorch")
+    return frozenset(backends)
 
 
 def _version(package: str) -> str:
@@ -125,16 +125,16 @@ def _version(package: str) -> str:
 def visible(every: Sequence[Gpu], text: str) -> list[Gpu]:
     """`1,0` or `GPU-8f2c,MIG-11`: the listed GPUs and slices, in this order, up to the first invalid entry. A GPU in
     MIG mode is invalid; its slices are used in its place."""
-    found: list[Gpu] = []
+    chosen: list[Gpu] = []
     for part in (part.strip() for part in text.split(",")):
         if part.isascii() and part.isdigit():
             matches = [gpu for gpu in every if gpu.ordinal == int(part) and not gpu.parent]
         else:
             matches = [gpu for gpu in every if part.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(part)]
-        if len(matches) != 1 or matches[0] in found:
+        if len(matches) != 1 or matches[0] in chosen:
             break
-        found.append(matches[0])
-    return found
+        chosen.append(matches[0])
+    return chosen
 
 
 def in_mig_mode(nvml: Any, handle: Any) -> bool:

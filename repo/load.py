@@ -49,11 +49,11 @@ class ModelContext(NamedTuple):
 class ExaminedConfig(NamedTuple):
     """The result of `examine`. `places`: field -> its position in the text.
 
-    `given` is the configuration as written, None if it cannot be parsed. `completed` has all defaults filled in, and is
-    None if that failed; it may still be invalid. Use `config`, which is None if there are problems.
+    `written` is the configuration as written, None if it cannot be parsed. `completed` has all defaults filled in, and
+    is None if that failed; it may still be invalid. Use `config`, which is None if there are problems.
     """
 
-    given: ModelConfig | None
+    written: ModelConfig | None
     completed: ModelConfig | None
     problems: tuple[Problem, ...]
     warnings: tuple[Problem, ...]
@@ -80,21 +80,21 @@ def parse(data: str | bytes, file: str = CONFIG_FILE) -> ModelConfig:
     return config
 
 
-def examine(given: str | bytes | Message, file: str, context: ModelContext) -> ExaminedConfig:
+def examine(written: str | bytes | Message, file: str, context: ModelContext) -> ExaminedConfig:
     """Load a configuration, from text or an already parsed message, and return problems instead of raising them."""
     report = Report(file)
-    message = given if isinstance(given, Message) else _message(given, report)
+    message = written if isinstance(written, Message) else _message(written, report)
     config = _config(message, report)
     completed = _checked(message, config, context, report) if message is not None and config is not None else None
     return ExaminedConfig(config, completed, report.problems, tuple(report.warnings), report.places)
 
 
-def _checked(message: Message, given: ModelConfig, context: ModelContext, report: Report) -> ModelConfig:
+def _checked(message: Message, written: ModelConfig, context: ModelContext, report: Report) -> ModelConfig:
     """Complete the configuration and check it. Problems are added to the report."""
-    config = complete(given, context.name, context.files, context.backends, context.gpus)
+    config = complete(written, context.name, context.files, context.backends, context.gpus)
     _unsupported(message, "", config.backend, report)
-    if given.name and given.name != context.name:
-        text = f'unexpected directory name "{context.name}" for model "{escaped(given.name)}": the two must be equal'
+    if written.name and written.name != context.name:
+        text = f'unexpected directory name "{context.name}" for model "{escaped(written.name)}": the two must be equal'
         report.problem("name", text)
     for path, earlier in report.repeated.items():
         if path.startswith("ensemble_scheduling."):
@@ -107,7 +107,7 @@ def _checked(message: Message, given: ModelConfig, context: ModelContext, report
     if context.folder is not None and config.backend not in backends and has_library(config, context.folder):
         backends = {*backends, config.backend}
     validate(config, HostFacts(backends, context.gpus), report.problem)
-    if context.folder is not None and (context.prepared or not given.model_repository_agents):
+    if context.folder is not None and (context.prepared or not written.model_repository_agents):
         check_files(config, context.folder, report.problem)
     return config
 
@@ -160,8 +160,8 @@ def _config(message: Message | None, report: Report) -> ModelConfig | None:
 def _unsupported(message: Message, path: str, backend: str, report: Report) -> None:
     """Report fields of the message that are refused or have no effect, recursively, but not inside such a field."""
     owner = protos.local_name(message.DESCRIPTOR)
-    given: list[tuple[protos.Field, Any]] = list(message.ListFields())
-    for field, value in given:
+    written: list[tuple[protos.Field, Any]] = list(message.ListFields())
+    for field, value in written:
         inner = f"{path}.{field.name}" if path else field.name
         support = TABLE[f"{owner}.{field.name}"]
         if backend in support.only:

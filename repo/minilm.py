@@ -22,7 +22,7 @@ WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9
 """Of the file that the authors of all-MiniLM-L6-v2 published: the package is not theirs."""
 LAYERS, HEADS, WIDTH = 6, 12, 384
 OPSET = 17
-LEAST = 1e-12
+EPSILON = 1e-12
 """Epsilon of layer normalisation, and the smallest norm of an embedding."""
 
 
@@ -34,9 +34,9 @@ def model(weights: Path) -> bytes:
 def _tensors(file: Path) -> dict[str, NDArray[Any]]:
     """Read a safetensors file: a length of 8 bytes, a table in JSON, the tensors."""
     data = file.read_bytes()
-    found = hashlib.sha256(data).hexdigest()
-    if found != WEIGHTS_SHA256:
-        raise ValueError(f"{file} has SHA-256 {found}, not that of the published weights, {WEIGHTS_SHA256}")
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != WEIGHTS_SHA256:
+        raise ValueError(f"{file} has SHA-256 {digest}, not that of the published weights, {WEIGHTS_SHA256}")
     start = 8 + int.from_bytes(data[:8], "little")
     tensors = {}
     for name, entry in json.loads(data[8:start]).items():
@@ -63,7 +63,7 @@ class _Graph:
         shares = self._node("Unsqueeze", mask, self._axes(2))
         total = self._node("ReduceSum", self._node("Mul", x, shares), self._axes(1), keepdims=0)
         mean = self._node("Div", total, self._node("ReduceSum", mask, self._axes(1), keepdims=1))
-        norm = self._node("Max", self._node("ReduceL2", mean, axes=[1], keepdims=1), self._number(LEAST))
+        norm = self._node("Max", self._node("ReduceL2", mean, axes=[1], keepdims=1), self._number(EPSILON))
         self._nodes.append(Node("Div", [mean, norm], ["EMBEDDING"]))
         return written(
             self._nodes,
@@ -89,8 +89,8 @@ class _Graph:
         half = self._node("Mul", inner, self._number(0.5))
         error = self._node("Erf", self._node("Mul", inner, self._number(0.5**0.5)))
         inner = self._node("Mul", half, self._node("Add", error, self._number(1.0)))  # GELU
-        made = self._linear(f"{name}output.dense", inner)
-        return self._normalised(f"{name}output.LayerNorm", self._node("Add", made, x))
+        output = self._linear(f"{name}output.dense", inner)
+        return self._normalised(f"{name}output.LayerNorm", self._node("Add", output, x))
 
     def _attention(self, name: str, x: str, bias: str) -> str:
         size = WIDTH // HEADS
@@ -112,7 +112,7 @@ class _Graph:
 
     def _normalised(self, name: str, x: str) -> str:
         scale, shift = self._weight(f"{name}.weight"), self._weight(f"{name}.bias")
-        return self._node("LayerNormalization", x, scale, shift, axis=-1, epsilon=LEAST)
+        return self._node("LayerNormalization", x, scale, shift, axis=-1, epsilon=EPSILON)
 
     def _node(self, op: str, *inputs: str, **attributes: Any) -> str:
         name = f"t{len(self._nodes)}"

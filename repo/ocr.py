@@ -23,7 +23,7 @@ MODEL = "ocr_rec"
 INPUT = "x"
 OUTPUT = "softmax_11.tmp_0"
 LINE_HEIGHT = 48
-LEAST_WIDTH = 320
+MIN_WIDTH = 320
 BLANK = 0
 
 
@@ -58,7 +58,7 @@ def to_input(picture: NDArray[Any]) -> NDArray[np.float32]:
     height, width = picture.shape[:2]
     scaled = -(-LINE_HEIGHT * width // height)
     line = _resize(picture[:, :, ::-1].astype(np.float32), LINE_HEIGHT, scaled)
-    padded = np.zeros((1, 3, LINE_HEIGHT, max(scaled, LEAST_WIDTH)), np.float32)
+    padded = np.zeros((1, 3, LINE_HEIGHT, max(scaled, MIN_WIDTH)), np.float32)
     padded[0, :, :, :scaled] = line.transpose(2, 0, 1) / 127.5 - 1.0
     return padded
 

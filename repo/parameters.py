@@ -61,13 +61,13 @@ class ParameterKind(Struct, Generic[T], frozen=True):
 
 
 def _number(
-    expected: str, example: str = "", zero: str = "", *, unit: int = 1, least: int = 0, most: int = 999_999
+    expected: str, example: str = "", zero: str = "", *, unit: int = 1, minimum: int = 0, maximum: int = 999_999
 ) -> ParameterKind[int]:
     """An integer, or a decimal number if the unit is a time. `zero`: what "0" means, if that is special."""
     pattern = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?" if unit in (_S, _MS) else "[0-9]{1,15}")
 
     def parse(text: str) -> int:
-        if not pattern.fullmatch(text) or not least <= float(text) < most + 1:
+        if not pattern.fullmatch(text) or not minimum <= float(text) < maximum + 1:
             raise ValueError
         return round(float(text) * unit)
 
@@ -81,11 +81,11 @@ def _seconds(example: str, zero: str = "") -> ParameterKind[int]:
 
 
 def _mebibytes(zero: str = "") -> ParameterKind[int]:
-    return _number("MiB", "2048", zero, unit=_MIB, most=999_999_999)
+    return _number("MiB", "2048", zero, unit=_MIB, maximum=999_999_999)
 
 
-def _integer(least: int, most: int) -> ParameterKind[int]:
-    return _number(f"an integer from {least} to {most}", least=least, most=most)
+def _integer(minimum: int, maximum: int) -> ParameterKind[int]:
+    return _number(f"an integer from {minimum} to {maximum}", minimum=minimum, maximum=maximum)
 
 
 def _words(true: frozenset[str], false: frozenset[str]) -> ParameterKind[bool]:
@@ -113,18 +113,18 @@ _PERCENT = re.compile(r"([0-9]{1,3})%?", re.ASCII)
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
-    found = []
+    entries = []
     for entry in text.split(",") if text.strip() else ():
         name, separator, value = entry.strip().partition("=")
         if not separator:
             raise ValueError(f'found "{escaped(name)}"')
-        found.append((name, value))
-    names = [name for name, _ in found]
-    if len(found) > ENTRIES:
-        raise ValueError(f"found {len(found)} entries")
+        entries.append((name, value))
+    names = [name for name, _ in entries]
+    if len(entries) > ENTRIES:
+        raise ValueError(f"found {len(entries)} entries")
     if len(set(names)) < len(names):
         raise ValueError(f'found "{escaped(max(names, key=names.count))}" twice')
-    return found
+    return entries
 
 
 def _shares_in(text: str) -> dict[int, int]:
@@ -149,7 +149,7 @@ def _aliases_in(text: str) -> dict[str, int]:
 _FLAG = _words(frozenset({"true"}), frozenset({"false"}))
 _SHARES = ParameterKind(_shares_in, 'VERSION=PERCENT, such as "3=10"')
 _BATCHED = "models with `dynamic_batching`"
-_INSTANCES = _number(f"a number of instances from 1 to {INSTANCES}", "4", least=1, most=INSTANCES)
+_INSTANCES = _number(f"a number of instances from 1 to {INSTANCES}", "4", minimum=1, maximum=INSTANCES)
 
 
 # ------------------------------------------------------------------------------------------------------- the table
@@ -183,30 +183,30 @@ class ServerParameter(Struct, Generic[T], frozen=True):
             return str(self.default).lower()
         return f"{self.default / self.kind.unit:g}" if isinstance(self.default, int) else "none"
 
-    def is_given(self, config: ModelConfig) -> bool:
+    def is_set(self, config: ModelConfig) -> bool:
         return self.name in config.parameters
 
     def wrong(self, config: ModelConfig) -> str:
         """Why the value is invalid; "" if it is valid, or not given."""
-        given = config.parameters.get(self.name)
-        if given is None:
+        parameter = config.parameters.get(self.name)
+        if parameter is None:
             return ""
         try:
-            self.kind.parse(given.string_value)
+            self.kind.parse(parameter.string_value)
         except ValueError as error:
-            return str(error) or f'found "{escaped(given.string_value)}"'
+            return str(error) or f'found "{escaped(parameter.string_value)}"'
         return ""
 
     def read(self, config: ModelConfig) -> T:
         """The value, in the unit that the core uses: nanoseconds, bytes. Raises InvalidRequest."""
-        given = config.parameters.get(self.name)
-        if given is None:
+        parameter = config.parameters.get(self.name)
+        if parameter is None:
             return self.default
         try:
-            value: T = self.kind.parse(given.string_value)
+            value: T = self.kind.parse(parameter.string_value)
         except ValueError:
             text = f"parameter {self.name} of model '{config.name}' must be {self.kind.expected}"
-            raise InvalidRequest(f"{text}, not '{escaped(given.string_value)}'") from None
+            raise InvalidRequest(f"{text}, not '{escaped(parameter.string_value)}'") from None
         return value
 
 
@@ -262,7 +262,7 @@ MAX_INSTANCES = _row(
     _SCALING, "max_instances", _INSTANCES, None, "The most instances of each group, on each of its GPUs.",
     unset="`count`, if `min_instances` is set")
 SCALE_UP_QUEUE = _row(
-    _SCALING, "scale_up_queue_ms", _number("milliseconds", "50", unit=_MS, most=999_999_999), 50 * _MS,
+    _SCALING, "scale_up_queue_ms", _number("milliseconds", "50", unit=_MS, maximum=999_999_999), 50 * _MS,
     "An instance is added if requests wait in the queue for longer than this, on average.")
 SCALE_DOWN = _row(
     _SCALING, "scale_down_secs", _seconds("30"), 30 * _S,

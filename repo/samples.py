@@ -62,12 +62,12 @@ def build(dest: Path, show: Say = print, sets: Iterable[str] = BASIC) -> list[st
             show(f"  {part}: skipped; {ways} install{'' if len(absent) > 1 else 's'} what it needs")
             continue
         for name in SETS[part]:
-            made = {} if name in names else _from_packages(name)
-            if made is None:
+            files = {} if name in names else _from_packages(name)
+            if files is None:
                 show(f"  {name}: skipped; `pip install --no-deps rapidocr-onnxruntime` installs its model")
                 continue
             if name not in names:
-                _write(name, made, dest)
+                _write(name, files, dest)
                 show(f"  {name}")
             names[name] = None
     return sorted(names)
@@ -122,10 +122,10 @@ def _from_packages(name: str) -> dict[str, bytes] | None:
     return {}
 
 
-def _write(name: str, made: dict[str, bytes], dest: Path) -> None:
+def _write(name: str, files: dict[str, bytes], dest: Path) -> None:
     source = EXAMPLES / name
     (dest / name / "1").mkdir(parents=True, exist_ok=True)
-    for path, data in made.items():
+    for path, data in files.items():
         _put(data, dest / name / path)
     for file in sorted(source.rglob("*")):
         if file.is_file() and "__pycache__" not in file.parts:

@@ -34,9 +34,9 @@ class GpuSetting(Setting):
 
 def gpu() -> Gpu:
     result = discover()
-    if not result.found:
+    if not result.devices:
         raise Skipped(f"no GPU{': ' + result.why if result.why else ''}")
-    return result.found[0]
+    return result.devices[0]
 
 
 def need_cupy() -> None:

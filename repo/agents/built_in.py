@@ -28,9 +28,9 @@ class Checksum(Agent):
             algorithm, _, name = key.partition(":")
             if algorithm not in ALGORITHMS or not name:
                 raise Refused(f"parameter '{key}': expected ALGORITHM:FILE, with one of {', '.join(ALGORITHMS)}")
-            found = digest_of(model.folder, name, ALGORITHMS[algorithm])
-            if not hmac.compare_digest(found.encode(), expected.strip().lower().encode()):
-                raise Refused(f"{algorithm} of '{name}' is {found}, expected {expected}")
+            digest = digest_of(model.folder, name, ALGORITHMS[algorithm])
+            if not hmac.compare_digest(digest.encode(), expected.strip().lower().encode()):
+                raise Refused(f"{algorithm} of '{name}' is {digest}, expected {expected}")
 
 
 def digest_of(folder: Path, name: str, algorithm: str) -> str:
@@ -47,14 +47,14 @@ def digest_of(folder: Path, name: str, algorithm: str) -> str:
 
 def server_file(model: AgentModel, key: str) -> Path:
     """The path that a parameter names. Not in the model's directory: who writes that must not choose the key, too."""
-    given = model.parameters.get(key, "")
-    if not given:
+    value = model.parameters.get(key, "")
+    if not value:
         raise Refused(f"parameter '{key}' is missing: the absolute path of a file (--repoagent-config)")
-    path = Path(given)
+    path = Path(value)
     if not path.is_absolute():
-        raise Refused(f"parameter '{key}': found '{given}', expected an absolute path")
+        raise Refused(f"parameter '{key}': found '{value}', expected an absolute path")
     if any(path.resolve().is_relative_to(folder.resolve()) for folder in (model.folder, model.origin)):
-        raise Refused(f"parameter '{key}': '{given}' is in the model's own directory")
+        raise Refused(f"parameter '{key}': '{value}' is in the model's own directory")
     return path
 
 

@@ -92,18 +92,18 @@ class AgentChains:
         if not specs:
             return None
         key = (folder, digest, repr(specs))
-        found = self._known.get(key) if digest else None
-        if found is None:
-            found = self._known[key] = self._prepare(name, folder, specs, base, origin or folder)
-        return found
+        prepared = self._known.get(key) if digest else None
+        if prepared is None:
+            prepared = self._known[key] = self._prepare(name, folder, specs, base, origin or folder)
+        return prepared
 
     def _specs(self, agents: ModelRepositoryAgents | None) -> tuple[AgentSpec, ...]:
-        given = agents.agents if agents is not None else ()
+        specs = agents.agents if agents is not None else ()
         for name in self._settings.required:
-            if name not in {agent.name for agent in given}:
+            if name not in {agent.name for agent in specs}:
                 text = f"its configuration does not use the repository agent '{name}', which the server requires"
                 raise InvalidRequest(f"{text} (--require-repoagent)")
-        return tuple(AgentSpec(agent.name, agent.parameters | self._config_of(agent.name)) for agent in given)
+        return tuple(AgentSpec(agent.name, agent.parameters | self._config_of(agent.name)) for agent in specs)
 
     def _config_of(self, agent: str) -> dict[str, str]:
         return {
@@ -133,13 +133,13 @@ class AgentChains:
                 self._live[home] = False  # those that were loaded know
                 raise from_wire(result.code or InvalidRequest.code, result.error)
             self._live[home] = result.unloads
-            made = Path(result.folder)
-            if made.name != name:
-                made = _named(home, made, name)
+            prepared_folder = Path(result.folder)
+            if prepared_folder.name != name:
+                prepared_folder = _named(home, prepared_folder, name)
         except BaseException:
             self._release(home, name)
             raise
-        prepared = Prepared(made, base)
+        prepared = Prepared(prepared_folder, base)
         weakref.finalize(prepared, self._drop, home, name, base).atexit = False
         return prepared
 
@@ -177,12 +177,12 @@ class AgentChains:
         """
         deadline = time.monotonic() + STOP_S
         for home, unloads in list(self._live.items()):
-            left = deadline - time.monotonic()
-            if unloads and left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if unloads and remaining_s <= 0:
                 del self._live[home]
                 continue
             with suppress(FileNotFoundError):
-                self._release(home, read_chain(home).model, left)
+                self._release(home, read_chain(home).model, remaining_s)
 
     def interrupt(self) -> None:
         """Kills the agents that are running, so that the thread that reads models ends. May be called in any thread."""

@@ -49,9 +49,9 @@ def _machine() -> str:
     except ModuleNotFoundError:
         raise Refused(f"it needs the package tensorrt: {install_command('gpu')}") from None
     gpus = discover()
-    if not gpus.found:
+    if not gpus.devices:
         raise Refused(f"there is no GPU to build a plan for{': ' if gpus.why else ''}{gpus.why}")
-    return f"TensorRT {version} on {gpus.found[0].name}"
+    return f"TensorRT {version} on {gpus.devices[0].name}"
 
 
 def _plan(model: AgentModel, version: str, source: str, machine: str) -> Path:
@@ -72,8 +72,8 @@ def _plan(model: AgentModel, version: str, source: str, machine: str) -> Path:
 
 
 def _cache(model: AgentModel) -> Path:
-    given = model.parameters.get(CACHE, "")
-    if given and not os.path.isabs(given):
-        raise Refused(f"parameter '{CACHE}': found '{given}', expected an absolute path")
+    configured = model.parameters.get(CACHE, "")
+    if configured and not os.path.isabs(configured):
+        raise Refused(f"parameter '{CACHE}': found '{configured}', expected an absolute path")
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(given) if given else base / "shmserve" / "plans"
+    return Path(configured) if configured else base / "shmserve" / "plans"

@@ -67,11 +67,11 @@ def create(name: str, directory: str = "") -> Agent:
             raise Unsupported(f"repository agent '{name}' cannot be used: {old}")
         module, _, attribute = BUILT_IN[name].partition(":")
         try:
-            made: Agent = getattr(importlib.import_module(module), attribute)()
+            agent: Agent = getattr(importlib.import_module(module), attribute)()
         except ModuleNotFoundError as error:
             text = f"repository agent '{name}' needs a package that is not installed ({error})"
             raise Unsupported(f"{text}: {install_command('agents')}") from None
-        return made
+        return agent
     if name in in_directory(directory):
         return _of_file(name, Path(directory) / name / FILE)
     for entry in entry_points(group=GROUP):
@@ -83,8 +83,8 @@ def create(name: str, directory: str = "") -> Agent:
 
 def _of_file(name: str, path: Path) -> Agent:
     module = import_file(path, f"shmserve_agent_{name}", [path.parent], f"{FILE} of repository agent '{name}'")
-    found = getattr(module, CLASS, None)
-    if found is None:
+    agent_class = getattr(module, CLASS, None)
+    if agent_class is None:
         raise Unsupported(f"repository agent '{name}': {path.name} has no class {CLASS}")
-    made: Agent = found()
-    return made
+    agent: Agent = agent_class()
+    return agent

@@ -162,8 +162,8 @@ def _cannot_batch(config: ModelConfig, inputs: Sequence[TensorFacts], outputs: S
     )
     fixed = next((tensor for tensor in (*inputs, *outputs) if not tensor.dims or tensor.dims[0] != -1), None)
     if fixed is not None:
-        found = f"is {fixed.dims[0]}" if fixed.dims else "does not exist"
-        text += f"; the first dimension of tensor '{fixed.name}' {found}, a batch needs -1"
+        dimension = f"is {fixed.dims[0]}" if fixed.dims else "does not exist"
+        text += f"; the first dimension of tensor '{fixed.name}' {dimension}, a batch needs -1"
     return f"{text}. Set max_batch_size: 0 (it is {config.max_batch_size})"
 
 
@@ -173,12 +173,12 @@ def _dims(tensor: TensorFacts, skip: int) -> tuple[tuple[int, ...], ModelTensorR
 
 
 def _data_type(config: ModelConfig, tensor: TensorFacts) -> schema.DataType:
-    found = TO_CONFIG.get(tensor.dtype)
-    if found is None:
+    known = TO_CONFIG.get(tensor.dtype)
+    if known is None:
         raise Unsupported(
             f"model '{config.name}': tensor '{tensor.name}' has the data type {tensor.dtype}, not supported"
         )
-    data_type: schema.DataType = found  # type: ignore[assignment]
+    data_type: schema.DataType = known  # type: ignore[assignment]
     return data_type
 
 
@@ -287,10 +287,10 @@ def _instance_group(
 
 def _pinned(optimization: schema.ModelOptimizationPolicy | None) -> schema.ModelOptimizationPolicy:
     """Enable pinned staging unless it was turned off."""
-    found = optimization or schema.ModelOptimizationPolicy()
+    policy = optimization or schema.ModelOptimizationPolicy()
     on = schema.ModelOptimizationPolicyPinnedMemoryBuffer(enable=True)
     return replace(
-        found,
-        input_pinned_memory=found.input_pinned_memory or on,
-        output_pinned_memory=found.output_pinned_memory or on,
+        policy,
+        input_pinned_memory=policy.input_pinned_memory or on,
+        output_pinned_memory=policy.output_pinned_memory or on,
     )

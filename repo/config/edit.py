@@ -34,16 +34,16 @@ def edited(text: str, edits: Sequence[Edit]) -> str:
 def _field(text: str, edit: Edit) -> str:
     block = outline(text)
     for depth, name in enumerate(edit.path):
-        found = [field for field in block.fields if field.name.text == name]
-        if not found:
+        fields = [field for field in block.fields if field.name.text == name]
+        if not fields:
             return text if edit.value is None else _inserted(text, block, edit.path[depth:], edit.value, not depth)
         if depth + 1 == len(edit.path):
-            return _replaced(text, found, edit.value)
-        inner = next(_blocks(found[0]), None)
+            return _replaced(text, fields, edit.value)
+        inner = next(_blocks(fields[0]), None)
         if inner is None:  # an empty list
             if edit.value is None:
                 return text
-            return _replaced(text, found, f"[ {{ {_written(edit.path[depth + 1 :], edit.value)} }} ]")
+            return _replaced(text, fields, f"[ {{ {_written(edit.path[depth + 1 :], edit.value)} }} ]")
         block = inner
     return text
 
@@ -73,9 +73,9 @@ def _parameter(text: str, edit: Edit) -> str:
     return text if edit.value is None else _appended(text, f"parameters {written}")
 
 
-def _replaced(text: str, found: Sequence[Field], value: str | None) -> str:
+def _replaced(text: str, fields: Sequence[Field], value: str | None) -> str:
     """Writes the value into the first of these fields and removes the others."""
-    first, *others = found
+    first, *others = fields
     for field in reversed(others):
         text = _without(text, field.name.start, field.end)
     if value is None:

@@ -31,41 +31,41 @@ class _Leaf(NamedTuple):
     path: str
     field: protos.Field
     value: Any
-    given: Any
+    written: Any
     completed: Any
     alone: bool
 
 
-def origins(given: ModelConfig, final: ModelConfig, completed: ModelConfig, source: str) -> dict[str, str]:
+def origins(written: ModelConfig, final: ModelConfig, completed: ModelConfig, source: str) -> dict[str, str]:
     """The path of each leaf of `final` -> `source`, "default" or "model".
 
-    The origin is `source` ("file", "override") for values in `given`, "default" for others in `completed`, and "model"
-    for the rest of `final`.
+    The origin is `source` ("file", "override") for values in `written`, "default" for others in `completed`, and
+    "model" for the rest of `final`.
     """
-    leaves = _leaves(protos.CONFIG, "", as_triton_json(final), as_triton_json(given), as_triton_json(completed))
+    leaves = _leaves(protos.CONFIG, "", as_triton_json(final), as_triton_json(written), as_triton_json(completed))
     return {leaf.path: _origin(leaf, source) for leaf in leaves}
 
 
 # -------------------------------------------------------------------------------------------------------- leaves
 
 
-def _leaves(descriptor: Any, path: str, value: Any, given: Any, completed: Any) -> Iterator[_Leaf]:
+def _leaves(descriptor: Any, path: str, value: Any, written: Any, completed: Any) -> Iterator[_Leaf]:
     """The leaves of a message."""
     for name, item in value.items():
         field = descriptor.fields_by_name[name]
         inner = f"{path}.{name}" if path else name
-        explicit, filled = _of(given, name), _of(completed, name)
+        explicit, filled = _of(written, name), _of(completed, name)
         alone = len(descriptor.fields) == 1
         for place, at, parts in _parts(field, inner, item):
             yield from _below(field, place, parts, _of(explicit, at), _of(filled, at), alone)
 
 
-def _below(field: protos.Field, path: str, value: Any, given: Any, completed: Any, alone: bool) -> Iterator[_Leaf]:
+def _below(field: protos.Field, path: str, value: Any, written: Any, completed: Any, alone: bool) -> Iterator[_Leaf]:
     message = _message(field)
     if message is not None and value and isinstance(value, dict):
-        yield from _leaves(message, path, value, given, completed)
+        yield from _leaves(message, path, value, written, completed)
     else:
-        yield _Leaf(path, field, value, given, completed, alone)
+        yield _Leaf(path, field, value, written, completed, alone)
 
 
 def _parts(field: protos.Field, path: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -101,7 +101,7 @@ def _message(field: protos.Field) -> Any:
 def _origin(leaf: _Leaf, source: str) -> str:
     # Compare by repr, as nan is not equal to itself.
     value = repr(leaf.value)
-    if repr(leaf.given) == value and (leaf.alone or not _is_default(leaf.field, leaf.value)):
+    if repr(leaf.written) == value and (leaf.alone or not _is_default(leaf.field, leaf.value)):
         return source
     return DEFAULT if repr(leaf.completed) == value else MODEL
 

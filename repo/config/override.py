@@ -106,7 +106,7 @@ def _named(value: Any) -> str:
 def _message(pairs: _Pairs, message: Message, path: str, report: Report) -> None:
     descriptor: Any = message.DESCRIPTOR
     fields = {field.camelcase_name: field for field in descriptor.fields} | dict(descriptor.fields_by_name)
-    given: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for key, value in pairs:
         field = fields.get(key)
         if field is None:
@@ -118,9 +118,9 @@ def _message(pairs: _Pairs, message: Message, path: str, report: Report) -> None
         if value is None:
             continue
         group = field.containing_oneof.name if field.containing_oneof is not None else field.name
-        earlier = given.get(group)
+        earlier = keys.get(group)
         if earlier is None:
-            given[group] = key
+            keys[group] = key
             _field(value, message, field, inner, report)
         elif fields[earlier].name == field.name:
             report.problem(inner, "given twice")
@@ -138,9 +138,9 @@ def _field(value: Any, message: Message, field: protos.Field, path: str, report:
         target.SetInParent()
         _block(value, target, path, report)
     else:
-        found = _scalar(value, field, path, report)
-        if found is not None:
-            setattr(message, field.name, found)
+        scalar = _scalar(value, field, path, report)
+        if scalar is not None:
+            setattr(message, field.name, scalar)
 
 
 def _list(value: Any, message: Message, field: protos.Field, path: str, report: Report) -> None:
@@ -152,9 +152,9 @@ def _list(value: Any, message: Message, field: protos.Field, path: str, report: 
         if field.message_type is not None:
             _block(item, target.add(), inner, report)
         else:
-            found = _scalar(item, field, inner, report)
-            if found is not None:
-                target.append(found)
+            scalar = _scalar(item, field, inner, report)
+            if scalar is not None:
+                target.append(scalar)
 
 
 def _map(value: Any, message: Message, field: protos.Field, path: str, report: Report) -> None:
@@ -175,9 +175,9 @@ def _map(value: Any, message: Message, field: protos.Field, path: str, report: R
         elif entry["value"].message_type is not None:
             _block(item, target[key], inner, report)
         else:
-            found = _scalar(item, entry["value"], inner, report)
-            if found is not None:
-                target[key] = found
+            scalar = _scalar(item, entry["value"], inner, report)
+            if scalar is not None:
+                target[key] = scalar
         seen.add(key)
 
 
@@ -201,22 +201,22 @@ def _scalar(value: Any, field: protos.Field, path: str, report: Report) -> Any:
     if field.enum_type is not None:
         return _enum(value, field.enum_type, path, report)
     kind = field.cpp_type
-    found: Any = None
+    scalar: Any = None
     if kind in INTEGERS:
-        found = _integer(value)
-        _, least, most = INTEGERS[kind]
-        found = found if found is not None and least <= found <= most else None
+        scalar = _integer(value)
+        _, low, high = INTEGERS[kind]
+        scalar = scalar if scalar is not None and low <= scalar <= high else None
     elif kind == FieldDescriptor.CPPTYPE_BOOL:
-        found = value if isinstance(value, bool) else None
+        scalar = value if isinstance(value, bool) else None
     elif kind == FieldDescriptor.CPPTYPE_STRING:
-        found = value if isinstance(value, str) and _is_text(value) else None
+        scalar = value if isinstance(value, str) and _is_text(value) else None
     else:
-        found = _float(value)
-        if kind == FieldDescriptor.CPPTYPE_FLOAT and found is not None:
-            found = found if not math.isfinite(found) or abs(found) <= _LARGEST_FP32 else None
-    if found is None:
+        scalar = _float(value)
+        if kind == FieldDescriptor.CPPTYPE_FLOAT and scalar is not None:
+            scalar = scalar if not math.isfinite(scalar) or abs(scalar) <= _LARGEST_FP32 else None
+    if scalar is None:
         report.problem(path, f"found {_named(value)}, expected {expected(field)}")
-    return found
+    return scalar
 
 
 def _enum(value: Any, enum: EnumDescriptor, path: str, report: Report) -> int | None:
@@ -255,11 +255,11 @@ def _float(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:
         return None
     # JSON has no infinity: a literal such as 1e999 overflows.
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None
 
 
 def _is_text(value: str) -> bool:

@@ -69,10 +69,10 @@ class Report:
     @property
     def problems(self) -> tuple[Problem, ...]:
         """Sorted by position; those without a position come first."""
-        found = sorted(self._problems, key=lambda problem: (problem.line, problem.column))
+        problems = sorted(self._problems, key=lambda problem: (problem.line, problem.column))
         if not self._more:
-            return tuple(found)
-        return (*found, Problem(self.file, 0, 0, "", f"and {self._more} more problems"))
+            return tuple(problems)
+        return (*problems, Problem(self.file, 0, 0, "", f"and {self._more} more problems"))
 
     def problem(self, path: str, text: str, place: Place | None = None) -> None:
         if self.full:
@@ -103,12 +103,12 @@ def place_of(path: str, places: Mapping[str, Place]) -> Place:
     return (0, 0)
 
 
-def nearest(found: str, valid: Iterable[str]) -> str | None:
+def nearest(value: str, valid: Iterable[str]) -> str | None:
     """The closest valid name, or None."""
-    if len(found) > _LONGEST_NAME:
+    if len(value) > _LONGEST_NAME:
         return None
     by_lower = {name.lower(): name for name in valid}
-    lower = found.lower()
+    lower = value.lower()
     for candidate, name in by_lower.items():
         if candidate == lower or candidate.endswith("_" + lower):
             return name
@@ -116,10 +116,10 @@ def nearest(found: str, valid: Iterable[str]) -> str | None:
     return by_lower[close[0]] if close else None
 
 
-def meant(found: str, valid: Iterable[str]) -> str:
+def meant(value: str, valid: Iterable[str]) -> str:
     """The end of an error text about an unknown name: the closest name, or all valid ones."""
     names = list(valid)
-    near = nearest(found, names)
+    near = nearest(value, names)
     if near:
         return f'did you mean "{near}"?'
     return f"expected one of {', '.join(names)}" if names else "nothing is expected here"

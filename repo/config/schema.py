@@ -384,7 +384,7 @@ def as_triton_json(config: ModelConfig) -> dict[str, Any]:
 
     64-bit integers are numbers, enums are names, and map keys are strings, as JSON requires.
     """
-    plain: dict[str, Any] = _given(msgspec.to_builtins(config, str_keys=True))
+    plain: dict[str, Any] = _without_none(msgspec.to_builtins(config, str_keys=True))
     return plain
 
 
@@ -395,9 +395,9 @@ def from_triton_json(plain: dict[str, Any]) -> ModelConfig:
     return msgspec.convert(plain, ModelConfig, strict=False)
 
 
-def _given(value: Any) -> Any:
+def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _given(item) for key, item in value.items() if item is not None}
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
-        return [_given(item) for item in value]
+        return [_without_none(item) for item in value]
     return value

@@ -24,13 +24,13 @@ LABEL_BYTES = 16 * 1024 * 1024
 
 
 class _Named(NamedTuple):
-    """A file that the configuration names in the field `path`. `least` is its minimum size in bytes."""
+    """A file that the configuration names in the field `path`. `min_bytes` is its minimum size in bytes."""
 
     path: str
     folder: str
     name: str
     what: str
-    least: int = 0
+    min_bytes: int = 0
 
 
 def check_files(config: ModelConfig, folder: Path, problem: ProblemFunction) -> None:
@@ -48,8 +48,8 @@ def check_files(config: ModelConfig, folder: Path, problem: ProblemFunction) -> 
             size = os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)
-        if size < named.least:
-            problem(named.path, f"{what} has {size} bytes, expected {named.least}")
+        if size < named.min_bytes:
+            problem(named.path, f"{what} has {size} bytes, expected {named.min_bytes}")
 
 
 def _files(config: ModelConfig) -> Iterator[_Named]:
@@ -57,10 +57,10 @@ def _files(config: ModelConfig) -> Iterator[_Named]:
         if output.label_filename:
             yield _Named(f"output[{index}].label_filename", "", output.label_filename, "label file")
     for index, sample in enumerate(config.model_warmup):
-        for key, given in sample.inputs.items():
-            if given.input_data_file:
+        for key, sample_input in sample.inputs.items():
+            if sample_input.input_data_file:
                 path = f'model_warmup[{index}].inputs["{key}"].input_data_file'
-                yield _Named(path, WARMUP, given.input_data_file, "warm-up data")
+                yield _Named(path, WARMUP, sample_input.input_data_file, "warm-up data")
     for index, state in enumerate(config.sequence_batching.state if config.sequence_batching is not None else ()):
         for place, initial in enumerate(state.initial_state):
             if initial.data_file:

@@ -76,8 +76,8 @@ class _Reader:
             return []
         count = self._count(value)
         table = self._offset(value[_SYMBOLS])
-        found = (_SYMBOL.unpack_from(self._data, table + index * _SYMBOL.size) for index in range(1, count))
-        return [(name, section) for name, _, _, section, _, _ in found]
+        symbols = (_SYMBOL.unpack_from(self._data, table + index * _SYMBOL.size) for index in range(1, count))
+        return [(name, section) for name, _, _, section, _, _ in symbols]
 
     def _count(self, value: dict[int, int]) -> int:
         """Returns the number of symbols. The newer hash table does not say it: the last chain has to be followed."""
@@ -97,8 +97,8 @@ class _Reader:
         return last + 1
 
     def _word(self, at: int) -> int:
-        found: int = struct.unpack_from("<I", self._data, at)[0]
-        return found
+        value: int = struct.unpack_from("<I", self._data, at)[0]
+        return value
 
     def _offset(self, address: int) -> int:
         """Returns where in the file an address of the loaded library is."""

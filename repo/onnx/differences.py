@@ -24,26 +24,28 @@ class Difference(NamedTuple):
 
 def differences(config: ModelConfig, header: Header) -> Iterator[Difference]:
     """The differences. `config` is completed, except for what the model itself would add."""
-    made, made_outputs = _made_by_server(config)
+    provided, provided_outputs = _provided_by_server(config)
     flat = {entry.name for entry in config.input if entry.allow_ragged_batch}
     cut = {name for entry in config.batch_output for name in entry.target_name}
     yield from _batch(config, header, flat | cut)
     if config.input:
-        yield from _tensors(config, "input", config.input, header.inputs, made, flat)
+        yield from _tensors(config, "input", config.input, header.inputs, provided, flat)
         names = [tensor.name for tensor in header.inputs]
-        free = [name for name in names if name not in made and all(entry.name != name for entry in config.input)]
-        given = {entry.name if entry.name in names else _meant(entry.name, free) for entry in config.input} | made
+        free = [name for name in names if name not in provided and all(entry.name != name for entry in config.input)]
+        configured = {
+            entry.name if entry.name in names else _meant(entry.name, free) for entry in config.input
+        } | provided
         for declared in header.inputs:
-            if declared.name not in given and declared.name not in header.initialized:
+            if declared.name not in configured and declared.name not in header.initialized:
                 text = f'the model also needs input "{escaped(declared.name)}"'
                 yield Difference("input", text, _entry(declared, config.max_batch_size > 0))
-    yield from _tensors(config, "output", config.output, header.outputs, made_outputs, cut)
+    yield from _tensors(config, "output", config.output, header.outputs, provided_outputs, cut)
     for path, name, kind, known in _named_elsewhere(config, header):
         if name not in known:
             yield Difference(path, *_unknown(name, kind, known, _meant(name, known)))
 
 
-def _made_by_server(config: ModelConfig) -> tuple[set[str], set[str]]:
+def _provided_by_server(config: ModelConfig) -> tuple[set[str], set[str]]:
     """The model's inputs and outputs that the server provides, which are not in `input` and `output`."""
     inputs = {name for entry in config.batch_input for name in entry.target_name}
     sequence = config.sequence_batching
@@ -95,12 +97,12 @@ def _tensors(
     kind: str,
     entries: Sequence[ModelInput | ModelOutput],
     tensors: Sequence[Declared],
-    made: Collection[str],
+    provided: Collection[str],
     flat: Collection[str],
 ) -> Iterator[Difference]:
     known = {tensor.name: tensor for tensor in tensors}
-    given = {entry.name for entry in entries}
-    free = [name for name in known if name not in given and name not in made]
+    configured = {entry.name for entry in entries}
+    free = [name for name in known if name not in configured and name not in provided]
     for index, entry in enumerate(entries):
         path = f"{kind}[{index}]"
         tensor = known.get(entry.name)

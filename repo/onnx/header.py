@@ -111,15 +111,15 @@ class _HeaderReader:
         return Header(tuple(inputs), tuple(outputs), frozenset(initialized))
 
     def external_files(self) -> list[str]:
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for graph in self._fields(0, self._size):
             tensors = self._inside(graph) if graph.number == _MODEL_GRAPH else ()
             for tensor in tensors:
                 entries = self._inside(tensor) if tensor.number == _GRAPH_INITIALIZER else ()
                 for entry in entries:
                     if entry.number == _TENSOR_EXTERNAL and self._text_in(entry, _ENTRY_KEY) == "location":
-                        found[self._text_in(entry, _ENTRY_VALUE)] = None
-        return list(found)
+                        names[self._text_in(entry, _ENTRY_VALUE)] = None
+        return list(names)
 
     def _declared(self, field: _Field) -> Declared:
         if field.end - field.start > MESSAGE_BYTES:
@@ -191,9 +191,9 @@ class _HeaderReader:
                 self._cut(start, at, end)
             yield _Field(number, kind, start, at, value)
 
-    def _cut(self, start: int, wanted: int, end: int) -> None:
+    def _cut(self, start: int, needed: int, end: int) -> None:
         if end == self._size:
-            text = f"truncated, or not an ONNX file: {self._size:,} bytes, expected at least {wanted:,}"
+            text = f"truncated, or not an ONNX file: {self._size:,} bytes, expected at least {needed:,}"
         else:
             text = f"not an ONNX file: the field at byte {start} exceeds its message"
         raise NotOnnx(text)

@@ -51,12 +51,12 @@ def wrapped(
     """The model with other inputs and outputs, all FP32. Tensors that its nodes read and that are no longer inputs must
     come from `before` or from a constant of the same name.
     """
-    made = bytearray()
+    encoded = bytearray()
     for number, kind, value in _fields(memoryview(model)):
         if number == _GRAPH:
             value = _around(value, before, after, inputs, outputs, constants)
-        made += _field(number, kind, value)
-    return bytes(made)
+        encoded += _field(number, kind, value)
+    return bytes(encoded)
 
 
 def written(
@@ -95,29 +95,29 @@ def _around(
     outputs: Mapping[str, Shape],
     constants: Mapping[str, NDArray[Any]],
 ) -> bytes:
-    made = bytearray()
+    encoded = bytearray()
     for node in before:
-        made += _bytes(_NODE, _node(node))
+        encoded += _bytes(_NODE, _node(node))
     for number, kind, value in _fields(graph):
         if number not in (_INPUT, _OUTPUT):
-            made += _field(number, kind, value)
+            encoded += _field(number, kind, value)
     for node in after:
-        made += _bytes(_NODE, _node(node))
+        encoded += _bytes(_NODE, _node(node))
     for name, array in constants.items():
-        made += _bytes(_INITIALIZER, _tensor(name, array))
+        encoded += _bytes(_INITIALIZER, _tensor(name, array))
     for number, tensors in ((_INPUT, inputs), (_OUTPUT, outputs)):
         for name, shape in tensors.items():
-            made += _bytes(number, _described(name, shape))
-    return bytes(made)
+            encoded += _bytes(number, _described(name, shape))
+    return bytes(encoded)
 
 
 def _node(node: Node) -> bytes:
-    made = bytearray()
+    encoded = bytearray()
     for name in node.inputs:
-        made += _bytes(1, name.encode())
+        encoded += _bytes(1, name.encode())
     for name in node.outputs:
-        made += _bytes(2, name.encode())
-    made += _bytes(3, node.outputs[0].encode()) + _bytes(4, node.op.encode())
+        encoded += _bytes(2, name.encode())
+    encoded += _bytes(3, node.outputs[0].encode()) + _bytes(4, node.op.encode())
     for name, value in node.attributes.items():
         attribute = _bytes(1, name.encode())
         if isinstance(value, int):
@@ -126,15 +126,15 @@ def _node(node: Node) -> bytes:
             attribute += _field(2, 5, struct.pack("<f", value)) + _field(20, 0, _ATTRIBUTE_FLOAT)
         else:
             attribute += b"".join(_field(8, 0, one) for one in value) + _field(20, 0, _ATTRIBUTE_INTS)
-        made += _bytes(5, attribute)
-    return bytes(made)
+        encoded += _bytes(5, attribute)
+    return bytes(encoded)
 
 
 def _tensor(name: str, array: NDArray[Any]) -> bytes:
-    made = b"".join(_field(1, 0, size) for size in array.shape)
+    encoded = b"".join(_field(1, 0, size) for size in array.shape)
     element, layout = _ELEMENTS[array.dtype.name]
     whole = np.ascontiguousarray(array, np.dtype(layout))
-    return made + _field(2, 0, element) + _bytes(8, name.encode()) + _bytes(9, whole.tobytes())
+    return encoded + _field(2, 0, element) + _bytes(8, name.encode()) + _bytes(9, whole.tobytes())
 
 
 def _described(name: str, shape: Shape, element: int = _FLOAT) -> bytes:
@@ -196,9 +196,9 @@ def _field(number: int, kind: int, value: Value) -> bytes:
 
 def _number(value: int) -> bytes:
     value &= 2**64 - 1
-    made = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        made.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    made.append(value)
-    return bytes(made)
+    encoded.append(value)
+    return bytes(encoded)

@@ -45,9 +45,9 @@ _QUERY = re.compile(r"\?[^\s'\"<>)]*")
 _PARTS = re.compile(r"(?:AccountKey|SharedAccessSignature)=([^;]+)")
 """Of a connection string."""
 _USER = re.compile(r"://[^\s/@'\"]+@")
-_LEAST = 6
+_MIN_SECRET_LENGTH = 6
 """Shorter values are not removed from texts: they would be found in ordinary words."""
-_AT_MOST = 400
+_MAX_TEXT_LENGTH = 400
 
 
 class Redactor:
@@ -60,7 +60,7 @@ class Redactor:
     def add(self, values: Iterable[object]) -> None:
         for value in filter(None, map(str, filter(None, values))):
             parts = [value, *_PARTS.findall(value)]
-            self._secrets |= {part for part in parts if len(part) >= _LEAST}
+            self._secrets |= {part for part in parts if len(part) >= _MIN_SECRET_LENGTH}
 
     def __call__(self, text: str) -> str:
         """On one line, of limited length."""
@@ -68,7 +68,7 @@ class Redactor:
             text = text.replace(secret, "***")
         text = _USER.sub("://***@", _QUERY.sub("?***", text))
         text = " ".join(text.split())
-        return text if len(text) <= _AT_MOST else text[:_AT_MOST] + "..."
+        return text if len(text) <= _MAX_TEXT_LENGTH else text[:_MAX_TEXT_LENGTH] + "..."
 
 
 def client_options(address: RemoteAddress, redact: Redactor) -> dict[str, Any]:
@@ -96,8 +96,8 @@ def _of_file(section: str, address: str) -> Any:
     try:
         document = json.loads(Path(place).read_text())
         entries = document.get(section, {})
-        found = [prefix for prefix in entries if _is_prefix(prefix, address)]
-        return entries[max(found, key=len)] if found else None
+        prefixes = [prefix for prefix in entries if _is_prefix(prefix, address)]
+        return entries[max(prefixes, key=len)] if prefixes else None
     except (OSError, ValueError, AttributeError, TypeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not a JSON file of Triton's form"
         raise InvalidRequest(f"the credential file ({FILE}) cannot be read: {why}") from None
@@ -109,24 +109,24 @@ def _is_prefix(prefix: str, address: str) -> bool:
 
 
 def _s3(entry: Any, redact: Redactor) -> dict[str, Any]:
-    given: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
-    redact.add(given.get(name) for name in ("secret_key", "key_id", "session_token"))
+    settings: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
+    redact.add(settings.get(name) for name in ("secret_key", "key_id", "session_token"))
     options: dict[str, Any] = {}
-    if given.get("secret_key") and given.get("key_id"):
-        options |= {"key": given["key_id"], "secret": given["secret_key"]}
-        options |= {"token": given["session_token"]} if given.get("session_token") else {}
-    elif given.get("profile"):
-        options["profile"] = given["profile"]
-    if given.get("region"):
-        options["client_kwargs"] = {"region_name": given["region"]}
+    if settings.get("secret_key") and settings.get("key_id"):
+        options |= {"key": settings["key_id"], "secret": settings["secret_key"]}
+        options |= {"token": settings["session_token"]} if settings.get("session_token") else {}
+    elif settings.get("profile"):
+        options["profile"] = settings["profile"]
+    if settings.get("region"):
+        options["client_kwargs"] = {"region_name": settings["region"]}
     return options
 
 
 def _azure(address: RemoteAddress, entry: Any, redact: Redactor) -> dict[str, Any]:
-    given: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
-    key = given.get("account_key") or os.environ.get("AZURE_STORAGE_KEY")
+    settings: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
+    key = settings.get("account_key") or os.environ.get("AZURE_STORAGE_KEY")
     redact.add([key])
-    options: dict[str, Any] = {"account_name": given.get("account_str") or address.path.partition("/")[0]}
+    options: dict[str, Any] = {"account_name": settings.get("account_str") or address.path.partition("/")[0]}
     if key:
         options["account_key"] = key
     elif not any(name.startswith("AZURE_") for name in os.environ):
@@ -142,11 +142,11 @@ def _netrc(address: RemoteAddress, redact: Redactor) -> dict[str, Any]:
     if not place.is_file():
         return {}
     try:
-        found = netrc.netrc(str(place)).authenticators(urlsplit(address.endpoint).hostname or "")
+        login = netrc.netrc(str(place)).authenticators(urlsplit(address.endpoint).hostname or "")
     except (OSError, netrc.NetrcParseError):
-        raise InvalidRequest(f"{place.name} cannot be read or parsed; the credentials for {address} may be there") \
-            from None  # fmt: skip
-    if found is None:
+        text = f"{place.name} cannot be read or parsed; the credentials for {address} may be there"
+        raise InvalidRequest(text) from None
+    if login is None:
         return {}
-    redact.add([found[2]])
-    return {"login": found[0], "password": found[2] or ""}
+    redact.add([login[2]])
+    return {"login": login[0], "password": login[2] or ""}

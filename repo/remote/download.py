@@ -236,16 +236,16 @@ def _verify(path: Path, file: RemoteFile, store: Store) -> str:
     """The file's SHA-256. Raises Changed if it does not have the digests that the store knows."""
     size = path.stat().st_size
     computed = {"sha256": hashlib.sha256()}
-    wanted = store.digests(file)
-    if "md5" in wanted:
+    expected = store.digests(file)
+    if "md5" in expected:
         computed["md5"] = hashlib.md5(usedforsecurity=False)
-    if "git" in wanted:
+    if "git" in expected:
         computed["git"] = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
     with path.open("rb") as source:
         while data := source.read(_BLOCK):
             for digest in computed.values():
                 digest.update(data)
-    for name, value in wanted.items():
+    for name, value in expected.items():
         if name in computed and computed[name].hexdigest() != value:
             raise Changed(f"{file.path}: the {_NAMES[name]} of what was downloaded is not the store's")
     return computed["sha256"].hexdigest()

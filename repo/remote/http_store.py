@@ -28,7 +28,7 @@ from shmserve.repo.remote.address import RemoteAddress
 from shmserve.repo.remote.credentials import Redactor
 from shmserve.repo.remote.stores import (
     CONNECT_S,
-    MOST_FILES,
+    MAX_FILES,
     READ_S,
     Changed,
     Missing,
@@ -44,7 +44,7 @@ _LEVELS = 16
 _AT_ONCE = 8
 _CHUNK = 1 << 20
 _REDIRECTS = (301, 302, 303, 307, 308)
-_MOST_REDIRECTS = 10
+_MAX_REDIRECTS = 10
 _MISSING = (404, 410)
 _FINAL = (401, 403)
 _NO_SUCH_RANGE = 416
@@ -97,7 +97,7 @@ class HttpStore(Store):
         sent = {"Accept-Encoding": "identity", **headers}
         here = URL(url)
         home = here.origin()
-        for _ in range(_MOST_REDIRECTS + 1):
+        for _ in range(_MAX_REDIRECTS + 1):
             auth = self._auth if here.origin() == home else None
             proxy, proxy_auth = _proxy_of(here)
             async with session.request(
@@ -111,7 +111,7 @@ class HttpStore(Store):
                     yield answer
                     return
                 here = redirected(here, answer.headers["Location"])
-        raise StoreError(f"the web server sent more than {_MOST_REDIRECTS} redirects", final=True)
+        raise StoreError(f"the web server sent more than {_MAX_REDIRECTS} redirects", final=True)
 
     async def _entries(self, url: str) -> list[str]:
         """The names in a directory; those of directories end with a slash."""
@@ -126,7 +126,7 @@ class HttpStore(Store):
             return []
 
     async def _walk(self, model: str) -> list[RemoteFile]:
-        found: list[tuple[str, str]] = []
+        files: list[tuple[str, str]] = []
         todo = [""]
         while todo:
             folder = todo.pop()
@@ -138,11 +138,11 @@ class HttpStore(Store):
                         raise StoreError(f"'{model}' has more than {_LEVELS} levels of directories", final=True)
                     todo.append(folder + name)
                 else:
-                    found.append((folder + name, f"{self._base}/{quote(f'{model}/{folder}{name}')}"))
-            if len(found) + len(todo) > MOST_FILES:
-                raise StoreError(f"'{model}' has more than {MOST_FILES} files; is it a model?", final=True)
+                    files.append((folder + name, f"{self._base}/{quote(f'{model}/{folder}{name}')}"))
+            if len(files) + len(todo) > MAX_FILES:
+                raise StoreError(f"'{model}' has more than {MAX_FILES} files; is it a model?", final=True)
         limit = asyncio.Semaphore(_AT_ONCE)
-        return list(await asyncio.gather(*(self._head(path, url, limit) for path, url in found)))
+        return list(await asyncio.gather(*(self._head(path, url, limit) for path, url in files)))
 
     async def _head(self, path: str, url: str, limit: asyncio.Semaphore) -> RemoteFile:
         async with limit, self._request("HEAD", url) as answer:
@@ -191,10 +191,10 @@ def redirected(here: URL, location: str) -> URL:
 
 def _proxy_of(url: URL) -> tuple[URL | None, aiohttp.BasicAuth | None]:
     """The proxy of the environment for this address, and its credentials."""
-    given = getproxies().get(url.scheme)
-    if not given or proxy_bypass(url.host or ""):
+    address = getproxies().get(url.scheme)
+    if not address or proxy_bypass(url.host or ""):
         return None, None
-    proxy = URL(given)
+    proxy = URL(address)
     auth = aiohttp.BasicAuth(proxy.user, proxy.password or "") if proxy.user else None
     return proxy.with_user(None), auth
 
@@ -203,14 +203,14 @@ async def _awaited(work: Any) -> Any:
     return await work
 
 
-async def _limited(answer: aiohttp.ClientResponse, most: int) -> bytes:
+async def _limited(answer: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     pieces: list[bytes] = []
     size = 0
     async for chunk in answer.content.iter_chunked(_CHUNK):
         pieces.append(chunk)
         size += len(chunk)
-        if size > most:
-            raise StoreError(f"the web server sent more than {most} bytes")
+        if size > max_bytes:
+            raise StoreError(f"the web server sent more than {max_bytes} bytes")
     return b"".join(pieces)
 
 

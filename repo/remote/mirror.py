@@ -145,11 +145,11 @@ class Mirror:
             if settle_s and not self._is_settled(model, files, settle_s):
                 return Outcome(model, "unsettled", tree=current)
             try:
-                with ExitStack() as wanted:
-                    found = self._fetch(store, model, files, manifest, wanted)
+                with ExitStack() as wanting:
+                    tree = self._fetch(store, model, files, manifest, wanting)
                     now = store.files(model)
                     if now == files:
-                        return self._publish(model, current, found)
+                        return self._publish(model, current, tree)
                     files = now
             except Changed as error:
                 files, why = store.files(model), str(error)
@@ -194,11 +194,11 @@ class Mirror:
     # ------------------------------------------------------------------------------------ its files
 
     def _fetch(
-        self, store: Store, model: str, files: Sequence[RemoteFile], manifest: Manifest | None, wanted: ExitStack
+        self, store: Store, model: str, files: Sequence[RemoteFile], manifest: Manifest | None, wanting: ExitStack
     ) -> dict[str, ManifestFile]:
-        """Downloads what the cache lacks. None of the files can be evicted until `wanted` is closed."""
+        """Downloads what the cache lacks. None of the files can be evicted until `wanting` is closed."""
         known = {file.path: self._known(store, file, manifest) for file in files}
-        want = wanted.enter_context(self._cache.wanting([sha256 for sha256 in known.values() if sha256]))
+        want = wanting.enter_context(self._cache.wanting([sha256 for sha256 in known.values() if sha256]))
         # Only now can nothing of it be evicted any more.
         sizes = {file.path: file.size for file in files}
         kept = {path: sha256 for path, sha256 in known.items() if sha256 and self._cache.has(sha256, sizes[path])}

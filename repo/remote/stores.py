@@ -22,7 +22,7 @@ from shmserve.repo.remote.credentials import Redactor, client_options
 CONNECT_S = 10.0
 READ_S = 30.0
 """How long to wait for a connection, and for the next bytes."""
-MOST_FILES = 200_000
+MAX_FILES = 200_000
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _PART_BYTES = 255
 
@@ -96,9 +96,9 @@ class Store:
     def files(self, model: str) -> list[RemoteFile]:
         """The model's objects, by path. Raises Missing if there is none."""
         root = f"{self._root()}/{model}"
-        found: Mapping[str, dict[str, Any]] = self._call(lambda: self._find(root), model)
-        names = [name for name, info in found.items() if info["type"] == "file" and not name.endswith("/")]
-        files = [self._file(root, name, found[name]) for name in names]
+        infos: Mapping[str, dict[str, Any]] = self._call(lambda: self._find(root), model)
+        names = [name for name, info in infos.items() if info["type"] == "file" and not name.endswith("/")]
+        files = [self._file(root, name, infos[name]) for name in names]
         # Directory markers, which some tools write, and what a local repository ignores too.
         files = [file for file in files if file.path and not _is_hidden(file.path)]
         if not files:
@@ -185,7 +185,7 @@ class S3Store(Store):
         s3fs = import_module("s3fs")
         config = {"connect_timeout": CONNECT_S, "read_timeout": READ_S, "retries": {"max_attempts": 2}}
         self._options = options
-        found = s3fs.S3FileSystem(
+        filesystem = s3fs.S3FileSystem(
             endpoint_url=self.address.endpoint or None,
             anon=anonymous,
             config_kwargs=config,
@@ -193,8 +193,8 @@ class S3Store(Store):
             use_listings_cache=False,
             **options,
         )
-        found.retries = 2  # downloads have attempts of their own
-        return found
+        filesystem.retries = 2  # downloads have attempts of their own
+        return filesystem
 
     def _list(self) -> Any:
         return self._fs.ls(self._root(), detail=True, refresh=True)
@@ -274,8 +274,8 @@ def _md5(text: str) -> dict[str, str]:
 
 def checked(model: str, files: list[RemoteFile]) -> list[RemoteFile]:
     """The files, by path. They become paths on this machine, whatever a store calls its objects. Raises StoreError."""
-    if len(files) > MOST_FILES:
-        raise StoreError(f"'{model}' has more than {MOST_FILES} files; is it a model?", final=True)
+    if len(files) > MAX_FILES:
+        raise StoreError(f"'{model}' has more than {MAX_FILES} files; is it a model?", final=True)
     folders = {file.path[:at] for file in files for at, char in enumerate(file.path) if char == "/"}
     for file in files:
         if not is_safe(file.path):

@@ -36,11 +36,11 @@ def validate_warmup(config: ModelConfig, problem: ProblemFunction) -> None:
     for index, sample in enumerate(config.model_warmup):
         path = f"model_warmup[{index}]"
         _batch_size(config, f"{path}.batch_size", sample.batch_size, problem)
-        for key, given in sample.inputs.items():
+        for key, sample_input in sample.inputs.items():
             here = f'{path}.inputs["{key}"]'
-            _input(here, given, problem)
+            _input(here, sample_input, problem)
             if key in inputs:
-                _agrees(here, given, inputs[key], problem)
+                _agrees(here, sample_input, inputs[key], problem)
             elif inputs and key not in controls:
                 problem(here, f'"{escaped(key)}" is not an input; {meant(key, [*inputs, *controls])}')
         # A sample with batch_size 0 is not run.
@@ -48,54 +48,54 @@ def validate_warmup(config: ModelConfig, problem: ProblemFunction) -> None:
             _all_there(path, sample.inputs, inputs, controls, problem)
 
 
-def _batch_size(config: ModelConfig, path: str, found: int, problem: ProblemFunction) -> None:
+def _batch_size(config: ModelConfig, path: str, size: int, problem: ProblemFunction) -> None:
     if config.max_batch_size > 0:
-        if found > config.max_batch_size:
-            problem(path, f"found {found}, expected at most max_batch_size ({config.max_batch_size})")
-    elif found > 1 and not needs_completion(config):
+        if size > config.max_batch_size:
+            problem(path, f"found {size}, expected at most max_batch_size ({config.max_batch_size})")
+    elif size > 1 and not needs_completion(config):
         # The model may still complete max_batch_size.
-        problem(path, f"found {found}, expected 1: the model does not batch, its max_batch_size is 0")
+        problem(path, f"found {size}, expected 1: the model does not batch, its max_batch_size is 0")
 
 
-def _input(path: str, given: schema.ModelWarmupInput, problem: ProblemFunction) -> None:
+def _input(path: str, sample_input: schema.ModelWarmupInput, problem: ProblemFunction) -> None:
     """Rules for the data of any input."""
-    if given.data_type == "TYPE_INVALID":
+    if sample_input.data_type == "TYPE_INVALID":
         problem(f"{path}.data_type", "not given; expected that of the input")
-    if not given.dims:
+    if not sample_input.dims:
         problem(f"{path}.dims", "not given; expected those of the data, without the batch dimension")
-    for index, dim in enumerate(given.dims):
+    for index, dim in enumerate(sample_input.dims):
         if dim < 1:
             problem(f"{path}.dims[{index}]", f"found {dim}, expected 1 or more: data needs a fixed size")
-    if all(getattr(given, source) is None for source in _SOURCES):
+    if all(getattr(sample_input, source) is None for source in _SOURCES):
         problem(path, f"no data; expected one of {', '.join(_SOURCES)}")
-    elif given.input_data_file is not None:
-        if not given.input_data_file:
+    elif sample_input.input_data_file is not None:
+        if not sample_input.input_data_file:
             problem(f"{path}.input_data_file", "empty; expected a file in the model's directory warmup")
-        file_name(f"{path}.input_data_file", given.input_data_file, problem)
+        file_name(f"{path}.input_data_file", sample_input.input_data_file, problem)
 
 
-def _agrees(path: str, given: schema.ModelWarmupInput, tensor: ModelInput, problem: ProblemFunction) -> None:
-    if given.data_type not in ("TYPE_INVALID", tensor.data_type):
-        problem(f"{path}.data_type", f"found {given.data_type}, expected {tensor.data_type}, as for the input")
-    if not given.dims or not tensor.dims:
+def _agrees(path: str, sample_input: schema.ModelWarmupInput, tensor: ModelInput, problem: ProblemFunction) -> None:
+    if sample_input.data_type not in ("TYPE_INVALID", tensor.data_type):
+        problem(f"{path}.data_type", f"found {sample_input.data_type}, expected {tensor.data_type}, as for the input")
+    if not sample_input.dims or not tensor.dims:
         return
-    if len(given.dims) != len(tensor.dims):
-        text = f"found {list(given.dims)}, expected {len(tensor.dims)} dim(s), as for the input: {list(tensor.dims)}"
-        problem(f"{path}.dims", text)
+    if len(sample_input.dims) != len(tensor.dims):
+        text = f"found {list(sample_input.dims)}, expected {len(tensor.dims)} dim(s), as for the input"
+        problem(f"{path}.dims", f"{text}: {list(tensor.dims)}")
         return
-    for index, (dim, wanted) in enumerate(zip(given.dims, tensor.dims, strict=True)):
-        if wanted != -1 and dim >= 1 and dim != wanted:
-            problem(f"{path}.dims[{index}]", f"found {dim}, expected {wanted}, as for the input")
+    for index, (dim, expected) in enumerate(zip(sample_input.dims, tensor.dims, strict=True)):
+        if expected != -1 and dim >= 1 and dim != expected:
+            problem(f"{path}.dims[{index}]", f"found {dim}, expected {expected}, as for the input")
 
 
 def _all_there(
     path: str,
-    given: Mapping[str, object],
+    present: Mapping[str, object],
     inputs: Mapping[str, ModelInput],
     controls: Sequence[str],
     problem: ProblemFunction,
 ) -> None:
     needed = [name for name, tensor in inputs.items() if not tensor.optional] + [name for name in controls if name]
     for name in needed:
-        if name not in given:
+        if name not in present:
             problem(f"{path}.inputs", f'"{name}" is missing; a sample needs every input that is not optional')

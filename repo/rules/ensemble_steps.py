@@ -47,24 +47,26 @@ def compile_steps(config: ModelConfig) -> tuple[StepPolicy, ...] | None:
 def validate_step_parameters(config: ModelConfig, problem: ProblemFunction) -> None:
     """Validate the parameters of an ensemble that begin with `step[`."""
     steps = steps_of(config)
-    made = {tensor.name for tensor in config.input} | {name for step in steps for name in step.output_map.values()}
+    produced = {tensor.name for tensor in config.input} | {name for step in steps for name in step.output_map.values()}
     for key, value in config.parameters.items():
         if not key.startswith("step["):
             continue
         path, name = f'parameters["{key}"]', value.string_value
-        found = _KEY.fullmatch(key)
-        if found is None or found[2] not in (MAP, IF):
+        match = _KEY.fullmatch(key)
+        if match is None or match[2] not in (MAP, IF):
             problem(path, f'found "{escaped(key)}", expected "step[INDEX].{MAP}" or "step[INDEX].{IF}"')
-        elif int(found[1]) >= len(steps):
-            problem(path, f"no step {found[1]}; the steps are 0 to {len(steps) - 1}")
-        elif found[2] == MAP:
-            reads = steps[int(found[1])].input_map.values()
+        elif int(match[1]) >= len(steps):
+            problem(path, f"no step {match[1]}; the steps are 0 to {len(steps) - 1}")
+        elif match[2] == MAP:
+            reads = steps[int(match[1])].input_map.values()
             if name not in reads:
-                text = f'step {found[1]} does not read ensemble tensor "{escaped(name)}"; {meant(name, reads)}'
+                text = f'step {match[1]} does not read ensemble tensor "{escaped(name)}"; {meant(name, reads)}'
                 problem(path, text)
             if config.max_batch_size > 0:
                 text = f"expected max_batch_size 0, found {config.max_batch_size}: axis 0 is not a batch axis"
                 problem(path, text)
-        elif name not in made:
-            text = f'ensemble tensor "{escaped(name)}" is neither an input nor produced by a step; {meant(name, made)}'
+        elif name not in produced:
+            text = (
+                f'ensemble tensor "{escaped(name)}" is neither an input nor produced by a step; {meant(name, produced)}'
+            )
             problem(path, text)

@@ -47,7 +47,7 @@ class _Tensor(NamedTuple):
     """An ensemble tensor and its producer. `dims` is None if the model has not declared it yet."""
 
     step: int
-    maker: str
+    producer: str
     data_type: str
     dims: tuple[int, ...] | None
     batches: bool
@@ -56,34 +56,34 @@ class _Tensor(NamedTuple):
 
 def check_graph(ensemble: ModelConfig, models: Mapping[str, StepModel]) -> list[GraphProblem]:
     """All problems between the ensemble and the models of its steps. `models` are all available models, by name."""
-    found = _Graph(ensemble, models)
-    for index in range(len(found.steps)):
-        found.check_step(index)
-    found.check_outputs()
-    found.check_flow()
-    return sorted(found.problems, key=lambda problem: problem.step if problem.step >= 0 else len(found.steps))
+    graph = _Graph(ensemble, models)
+    for index in range(len(graph.steps)):
+        graph.check_step(index)
+    graph.check_outputs()
+    graph.check_flow()
+    return sorted(graph.problems, key=lambda problem: problem.step if problem.step >= 0 else len(graph.steps))
 
 
 def decoupled_in(name: str, models: Mapping[str, StepModel]) -> set[str]:
     """The models, among this one and recursively the steps of an ensemble, that may answer a request more than once."""
     seen = {name}
     waiting = [name]
-    found = set()
+    decoupled = set()
     while waiting:
-        here = waiting.pop()
-        member = models.get(here)
+        current = waiting.pop()
+        member = models.get(current)
         if member is None or member.config is None:
             continue
         if not is_ensemble(member.config):
             policy = member.config.model_transaction_policy
             if policy is not None and policy.decoupled:
-                found.add(here)
+                decoupled.add(current)
             continue
         for step in steps_of(member.config):
             if step.model_name not in seen:
                 seen.add(step.model_name)
                 waiting.append(step.model_name)
-    return found
+    return decoupled
 
 
 def dependency_path(start: str, goal: str, models: Mapping[str, StepModel]) -> list[str]:
@@ -92,37 +92,37 @@ def dependency_path(start: str, goal: str, models: Mapping[str, StepModel]) -> l
     waiting = [start]
     while waiting and goal not in came_from:
         following = []
-        for here in waiting:
-            member = models.get(here)
+        for current in waiting:
+            member = models.get(current)
             for step in steps_of(member.config) if member is not None and member.config is not None else ():
                 if step.model_name not in came_from:
-                    came_from[step.model_name] = here
+                    came_from[step.model_name] = current
                     following.append(step.model_name)
         waiting = following
-    way = []
-    here = goal if goal in came_from else ""
-    while here:
-        way.append(here)
-        here = came_from[here]
-    return way[::-1]
+    path = []
+    current = goal if goal in came_from else ""
+    while current:
+        path.append(current)
+        current = came_from[current]
+    return path[::-1]
 
 
 class _Graph:
-    """One ensemble being checked. `made` maps each tensor to its first producer."""
+    """One ensemble being checked. `produced` maps each tensor to its first producer."""
 
     def __init__(self, ensemble: ModelConfig, models: Mapping[str, StepModel]) -> None:
         self.ensemble = ensemble
         self.models: dict[str, StepModel] = {**models, ensemble.name: StepModel(ensemble)}
         self.steps = steps_of(ensemble)
         self.problems: list[GraphProblem] = []
-        self.made: dict[str, _Tensor] = {}
+        self.produced: dict[str, _Tensor] = {}
         batches = ensemble.max_batch_size > 0
         for tensor in ensemble.input:
-            made = _Tensor(_OF_ENSEMBLE, "an input of the ensemble", tensor.data_type, _inner_dims(tensor), batches)
-            self.made.setdefault(tensor.name, made)
+            produced = _Tensor(_OF_ENSEMBLE, "an input of the ensemble", tensor.data_type, _inner_dims(tensor), batches)
+            self.produced.setdefault(tensor.name, produced)
         for index, step in enumerate(self.steps):
             for key, name in sorted(step.output_map.items()):
-                self.made.setdefault(name, self._made_by(index, key))
+                self.produced.setdefault(name, self._output_of_step(index, key))
 
     def _problem(self, index: int, path: str, text: str) -> None:
         if index == _OF_ENSEMBLE:
@@ -131,17 +131,17 @@ class _Graph:
             model = self.steps[index].model_name
             self.problems.append(GraphProblem(index, model, f"ensemble_scheduling.step[{index}].{path}", text))
 
-    def _made_by(self, index: int, key: str) -> _Tensor:
+    def _output_of_step(self, index: int, key: str) -> _Tensor:
         step = self.steps[index]
-        maker = f'output "{escaped(key)}" of step {index}, model "{escaped(step.model_name)}"'
+        producer = f'output "{escaped(key)}" of step {index}, model "{escaped(step.model_name)}"'
         member = self.models.get(step.model_name)
         if member is None or member.config is None:
-            return _Tensor(index, maker, "", None, False)
+            return _Tensor(index, producer, "", None, False)
         tensor = _named(member.config.output, key)
         if tensor is None:
-            return _Tensor(index, maker, "", None, False)
+            return _Tensor(index, producer, "", None, False)
         batches = member.config.max_batch_size > 0 or bool(added(self.ensemble, index, MAP))
-        return _Tensor(index, maker, tensor.data_type, _known_dims(member, tensor), batches)
+        return _Tensor(index, producer, tensor.data_type, _known_dims(member, tensor), batches)
 
     # ------------------------------------------------------------------------------------------- single steps
 
@@ -169,12 +169,10 @@ class _Graph:
             self._problem(index, "model_version", text)
         if member.config is None:
             return
-        least, most = self.ensemble.max_batch_size, member.config.max_batch_size
-        if 0 < most < least:
-            text = (
-                f'max_batch_size of model "{name}" is {most}, expected 0 or at least {least}, which is the ensemble\'s'
-            )
-            self._problem(index, "model_name", text)
+        own_batch, batch = self.ensemble.max_batch_size, member.config.max_batch_size
+        if 0 < batch < own_batch:
+            text = f'max_batch_size of model "{name}" is {batch}, expected 0 or at least {own_batch}'
+            self._problem(index, "model_name", f"{text}, which is the ensemble's")
         self._check_inputs(index, step, member, member.config)
         self._check_output_names(index, step, member, member.config)
 
@@ -185,15 +183,15 @@ class _Graph:
             tensor = _named(config.input, key)
             if tensor is None:
                 if member.settled:
-                    names = [given.name for given in config.input]
+                    names = [declared.name for declared in config.input]
                     self._problem(index, path, f'model "{model}" has no input "{escaped(key)}"; {meant(key, names)}')
                 continue
-            made = self.made.get(name)
-            if made is None:
+            produced = self.produced.get(name)
+            if produced is None:
                 continue
             what = f'input "{escaped(key)}" of model "{model}"'
             batches = config.max_batch_size > 0 or name == added(self.ensemble, index, MAP)
-            wrong = _unlike(what, tensor.data_type, _known_dims(member, tensor), batches, name, made)
+            wrong = _differences(what, tensor.data_type, _known_dims(member, tensor), batches, name, produced)
             for text in wrong.values():
                 self._problem(index, path, text)
         self._check_condition(index)
@@ -203,10 +201,10 @@ class _Graph:
             self._problem(index, "input_map", text)
 
     def _check_condition(self, index: int) -> None:
-        made = self.made.get(added(self.ensemble, index, IF))
-        if made is not None and made.data_type not in ("", "TYPE_BOOL"):
+        produced = self.produced.get(added(self.ensemble, index, IF))
+        if produced is not None and produced.data_type not in ("", "TYPE_BOOL"):
             path = f'parameters["step[{index}].{IF}"]'
-            text = f"expected a TYPE_BOOL of one element, but {made.maker} is {made.data_type}"
+            text = f"expected a TYPE_BOOL of one element, but {produced.producer} is {produced.data_type}"
             self.problems.append(GraphProblem(index, self.steps[index].model_name, path, text))
 
     def _check_output_names(
@@ -223,11 +221,11 @@ class _Graph:
     def check_outputs(self) -> None:
         """Compare the declared outputs of the ensemble with the tensors of the steps."""
         for index, tensor in enumerate(self.ensemble.output):
-            made = self.made.get(tensor.name)
-            if made is None or made.step == _OF_ENSEMBLE:
+            produced = self.produced.get(tensor.name)
+            if produced is None or produced.step == _OF_ENSEMBLE:
                 continue
             what, dims = f'output "{escaped(tensor.name)}" of the ensemble', _inner_dims(tensor)
-            wrong = _unlike(what, tensor.data_type, dims, self.ensemble.max_batch_size > 0, tensor.name, made)
+            wrong = _differences(what, tensor.data_type, dims, self.ensemble.max_batch_size > 0, tensor.name, produced)
             for field, text in wrong.items():
                 self._problem(_OF_ENSEMBLE, f"output[{index}].{field}", text)
 
@@ -235,23 +233,23 @@ class _Graph:
         """Check that no step depends on itself, and that repeated runs are triggered by one decoupled model only."""
         needs = {
             index: {
-                self.made[name].step
+                self.produced[name].step
                 for name in (*step.input_map.values(), added(self.ensemble, index, IF))
-                if name in self.made and self.made[name].step != _OF_ENSEMBLE
+                if name in self.produced and self.produced[name].step != _OF_ENSEMBLE
             }
             for index, step in enumerate(self.steps)
         }
-        order, circles = _ordered(needs)
-        for way in circles:
+        order, cycles = _ordered(needs)
+        for cycle in cycles:
             reads = [
-                (f'ensemble_scheduling.step[{way[0]}].input_map["{key}"]', name)
-                for key, name in sorted(self.steps[way[0]].input_map.items())
+                (f'ensemble_scheduling.step[{cycle[0]}].input_map["{key}"]', name)
+                for key, name in sorted(self.steps[cycle[0]].input_map.items())
             ]
-            reads.append((f'parameters["step[{way[0]}].{IF}"]', added(self.ensemble, way[0], IF)))
-            path, name = next((p, n) for p, n in reads if n in self.made and self.made[n].step == way[1])
-            text = f'ensemble tensor "{escaped(name)}" waits for itself: step {way[0]} needs '
-            text += ", which needs ".join(f"step {index}" for index in way[1:])
-            self.problems.append(GraphProblem(way[0], self.steps[way[0]].model_name, path, text))
+            reads.append((f'parameters["step[{cycle[0]}].{IF}"]', added(self.ensemble, cycle[0], IF)))
+            path, name = next((p, n) for p, n in reads if n in self.produced and self.produced[n].step == cycle[1])
+            text = f'ensemble tensor "{escaped(name)}" waits for itself: step {cycle[0]} needs '
+            text += ", which needs ".join(f"step {index}" for index in cycle[1:])
+            self.problems.append(GraphProblem(cycle[0], self.steps[cycle[0]].model_name, path, text))
         self._check_decoupled(order)
 
     def _check_decoupled(self, order: Iterable[int]) -> None:
@@ -339,23 +337,23 @@ def _known_dims(member: StepModel, tensor: ModelInput | ModelOutput) -> tuple[in
     return tensor.dims if member.settled or member.config.max_batch_size > 0 else None
 
 
-def _unlike(
-    what: str, data_type: str, dims: tuple[int, ...] | None, batches: bool, name: str, made: _Tensor
+def _differences(
+    what: str, data_type: str, dims: tuple[int, ...] | None, batches: bool, name: str, produced: _Tensor
 ) -> dict[str, str]:
     """How a consumed tensor differs from the produced one: field (data_type or dims) -> text."""
     wrong = {}
-    tensor = f'ensemble tensor "{escaped(name)}" ({made.maker})'
-    if made.data_type and data_type != made.data_type:
-        wrong["data_type"] = f"{what} is {data_type}, but {tensor} is {made.data_type}"
-    if dims is None or made.dims is None or _same(dims, made.dims):
+    tensor = f'ensemble tensor "{escaped(name)}" ({produced.producer})'
+    if produced.data_type and data_type != produced.data_type:
+        wrong["data_type"] = f"{what} is {data_type}, but {tensor} is {produced.data_type}"
+    if dims is None or produced.dims is None or _same(dims, produced.dims):
         return wrong
-    if batches == made.batches:
-        wrong["dims"] = f"{what} has dims {list(dims)}, but {tensor} has {list(made.dims)}"
+    if batches == produced.batches:
+        wrong["dims"] = f"{what} has dims {list(dims)}, but {tensor} has {list(produced.dims)}"
         return wrong
-    full, made_full = _full(dims, batches), _full(made.dims, made.batches)
-    if not _same(full, made_full):
-        text = f"{what} has dims {list(dims)}, but {tensor} has {list(made.dims)}; with the batch counted in, where"
-        wrong["dims"] = f"{text} there is one, {list(full)} and {list(made_full)}"
+    full, produced_full = _full(dims, batches), _full(produced.dims, produced.batches)
+    if not _same(full, produced_full):
+        text = f"{what} has dims {list(dims)}, but {tensor} has {list(produced.dims)}; with the batch counted in, where"
+        wrong["dims"] = f"{text} there is one, {list(full)} and {list(produced_full)}"
     return wrong
 
 
@@ -372,40 +370,40 @@ def _ordered(needs: Mapping[int, set[int]]) -> tuple[list[int], list[list[int]]]
 
     A cycle is [first, what it needs, .., first]. Cycles that share a step are reported as one.
     """
-    left = {index: set(wanted) for index, wanted in needs.items()}
-    order = _take_free(left)
-    circles = []
-    while left:
-        here = min(left)
+    remaining = {index: set(needed) for index, needed in needs.items()}
+    order = _take_free(remaining)
+    cycles = []
+    while remaining:
+        current = min(remaining)
         seen: dict[int, int] = {}
-        way: list[int] = []
-        while here not in seen:
-            seen[here] = len(way)
-            way.append(here)
-            here = min(left[here])
-        way = way[seen[here] :]
-        first = way.index(min(way))
-        circles.append([*way[first:], *way[:first], way[first]])
-        for index in way:
-            del left[index]
-        for wanted in left.values():
-            wanted.difference_update(way)
-        _take_free(left)
-    return order, circles
+        cycle: list[int] = []
+        while current not in seen:
+            seen[current] = len(cycle)
+            cycle.append(current)
+            current = min(remaining[current])
+        cycle = cycle[seen[current] :]
+        first = cycle.index(min(cycle))
+        cycles.append([*cycle[first:], *cycle[:first], cycle[first]])
+        for index in cycle:
+            del remaining[index]
+        for needed in remaining.values():
+            needed.difference_update(cycle)
+        _take_free(remaining)
+    return order, cycles
 
 
-def _take_free(left: dict[int, set[int]]) -> list[int]:
+def _take_free(remaining: dict[int, set[int]]) -> list[int]:
     """Repeatedly remove the steps that need no remaining step; returns them in that order."""
     users: dict[int, list[int]] = {}
-    for index, wanted in left.items():
-        for other in wanted:
+    for index, needed in remaining.items():
+        for other in needed:
             users.setdefault(other, []).append(index)
-    order = [index for index, wanted in left.items() if not wanted]
+    order = [index for index, needed in remaining.items() if not needed]
     for index in order:
         for user in users.get(index, ()):
-            left[user].discard(index)
-            if not left[user]:
+            remaining[user].discard(index)
+            if not remaining[user]:
                 order.append(user)
     for index in order:
-        del left[index]
+        del remaining[index]
     return order

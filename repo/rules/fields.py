@@ -84,12 +84,12 @@ def verify_completed(config: ModelConfig, *, backends: Collection[str], gpus: Co
     return config
 
 
-def completion_warnings(given: ModelConfig, final: ModelConfig) -> list[str]:
+def completion_warnings(written: ModelConfig, final: ModelConfig) -> list[str]:
     """Log messages about completed values that the user may not expect."""
-    if given.max_batch_size or final.max_batch_size <= 0 or is_ensemble(final) or final.backend == "python":
+    if written.max_batch_size or final.max_batch_size <= 0 or is_ensemble(final) or final.backend == "python":
         # A Python model sets its own max_batch_size.
         return []
-    dynamic = given.dynamic_batching is None and final.dynamic_batching is not None
+    dynamic = written.dynamic_batching is None and final.dynamic_batching is not None
     batched = ", and requests are batched dynamically" if dynamic else ""
     return [
         f"max_batch_size was not given, or 0; the model can batch, so it is set to {final.max_batch_size}{batched}. "
@@ -98,11 +98,11 @@ def completion_warnings(given: ModelConfig, final: ModelConfig) -> list[str]:
     ]
 
 
-def _nearest_backend(found: str, available: Collection[str]) -> str | None:
+def _nearest_backend(name: str, available: Collection[str]) -> str | None:
     """The backend that is meant by another name of its engine, by the name of a platform, or by a misspelling."""
     platforms = {engine.platform: engine.backend for engine in ENGINES if engine.platform}
-    other = (OTHER_NAMES | platforms).get(found.lower())
-    return other if other in available else nearest(found, available)
+    other = (OTHER_NAMES | platforms).get(name.lower())
+    return other if other in available else nearest(name, available)
 
 
 def _engine(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> None:
@@ -112,8 +112,8 @@ def _engine(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> N
             problem("backend", f'found "{escaped(config.backend)}", but an ensemble has no backend')
         return
     if config.platform and config.platform not in platforms:
-        found = config.platform.lower()
-        backend = found if found in host.backends else OTHER_NAMES.get(found)
+        platform = config.platform.lower()
+        backend = platform if platform in host.backends else OTHER_NAMES.get(platform)
         hint = f'did you mean backend: "{backend}"?' if backend else meant(config.platform, [*platforms, ENSEMBLE])
         problem("platform", f'found "{escaped(config.platform)}", not a platform; {hint}')
     for engine in ENGINES:
@@ -190,11 +190,11 @@ def _name(path: str, name: str, problem: ProblemFunction) -> None:
 
 
 def _dims(config: ModelConfig, path: str, tensor: ModelInput | ModelOutput, problem: ProblemFunction) -> None:
-    most = DIMS - (1 if config.max_batch_size > 0 else 0)
+    limit = DIMS - (1 if config.max_batch_size > 0 else 0)
     if not tensor.dims:
         problem(f"{path}.dims", f'"{tensor.name}" needs at least one dim')
-    elif len(tensor.dims) > most:
-        problem(f"{path}.dims", f"found {len(tensor.dims)}, expected at most {most}")
+    elif len(tensor.dims) > limit:
+        problem(f"{path}.dims", f"found {len(tensor.dims)}, expected at most {limit}")
     size = ITEM_BYTES.get(FROM_CONFIG.get(tensor.data_type, ""), 1) or 1
     for index, dim in enumerate(tensor.dims):
         if dim < 1 and dim != -1:
@@ -237,13 +237,13 @@ def _chunks(dims: Sequence[int]) -> list[int]:
 def _batch_tensors(config: ModelConfig, problem: ProblemFunction) -> None:
     inputs = [tensor.name for tensor in config.input]
     outputs = [tensor.name for tensor in config.output]
-    for index, made in enumerate(config.batch_input):
+    for index, entry in enumerate(config.batch_input):
         path = f"batch_input[{index}]"
-        if made.data_type not in ("TYPE_INT32", "TYPE_FP32"):
-            problem(f"{path}.data_type", f"found {made.data_type}, expected TYPE_INT32 or TYPE_FP32")
-        if not made.target_name:
+        if entry.data_type not in ("TYPE_INT32", "TYPE_FP32"):
+            problem(f"{path}.data_type", f"found {entry.data_type}, expected TYPE_INT32 or TYPE_FP32")
+        if not entry.target_name:
             problem(f"{path}.target_name", "not given; expected at least one")
-        _source(f"{path}.source_input", made.source_input, inputs, problem)
+        _source(f"{path}.source_input", entry.source_input, inputs, problem)
     used: dict[str, str] = {}
     for index, cut in enumerate(config.batch_output):
         path = f"batch_output[{index}]"

@@ -115,7 +115,7 @@ def graph_spec_problem(
 
 def _template_problem(config: ModelConfig) -> str:
     """What is wrong with the chat template; "" if nothing is, or jinja2 is not installed. The template is not run."""
-    if not CHAT_TEMPLATE.is_given(config):
+    if not CHAT_TEMPLATE.is_set(config):
         return ""
     try:
         from jinja2 import Environment, TemplateSyntaxError

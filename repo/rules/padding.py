@@ -49,10 +49,10 @@ class Padding(Struct, frozen=True):
 
 def padding_of(config: ModelConfig) -> Padding | None:
     """The padding of a completed and valid configuration; None if nothing is padded."""
-    if not PADDING.is_given(config):
+    if not PADDING.is_set(config):
         return None
     inputs = _tensors(PADDING.read(config), config.input, _ignore)
-    if PADDING_OUTPUTS.is_given(config):
+    if PADDING_OUTPUTS.is_set(config):
         outputs = _tensors(PADDING_OUTPUTS.read(config), config.output, _ignore)
     else:
         outputs = [Padded(entry.name, (entry.dims.index(-1),)) for entry in config.output if -1 in entry.dims]
@@ -85,11 +85,11 @@ def validate_padding(config: ModelConfig, unknown: bool, problem: ProblemFunctio
     """Report what does not fit the rest of the configuration. `unknown`: the model may still add tensors and
     max_batch_size.
     """
-    given = [row for row in _ROWS if row.is_given(config)]
-    if not given:
+    rows = [row for row in _ROWS if row.is_set(config)]
+    if not rows:
         return
-    if PADDING not in given:
-        problem(given[0].path, f'has no effect without the parameter "{PADDING.name}", which names the inputs to pad')
+    if PADDING not in rows:
+        problem(rows[0].path, f'has no effect without the parameter "{PADDING.name}", which names the inputs to pad')
         return
     path = PADDING.path
     if config.dynamic_batching is None and not unknown:
@@ -101,7 +101,7 @@ def validate_padding(config: ModelConfig, unknown: bool, problem: ProblemFunctio
     if not PADDING.read(config).split():
         problem(path, 'is empty, expected the inputs to pad, such as "input_ids attention_mask"')
     _check(path, "input", PADDING.read(config), config.input, problem)
-    if PADDING_OUTPUTS in given:
+    if PADDING_OUTPUTS in rows:
         _check(PADDING_OUTPUTS.path, "output", PADDING_OUTPUTS.read(config), config.output, problem)
         return
     for index, entry in enumerate(config.output):
@@ -116,8 +116,8 @@ def _check(
     path: str, kind: str, text: str, tensors: Sequence[ModelInput | ModelOutput], problem: ProblemFunction
 ) -> None:
     by_name = {entry.name: entry for entry in tensors}
-    found = _tensors(text, tensors, lambda what: problem(path, what))
-    for padded in found if tensors else ():
+    entries = _tensors(text, tensors, lambda what: problem(path, what))
+    for padded in entries if tensors else ():
         entry = by_name.get(padded.name)
         if entry is None:
             problem(path, f'"{escaped(padded.name)}" is not an {kind}; {meant(padded.name, by_name)}')
@@ -142,7 +142,7 @@ def _check(
 def _tensors(text: str, tensors: Sequence[ModelInput | ModelOutput], problem: Callable[[str], None]) -> list[Padded]:
     """Parse a parameter, in the order of its items. Items for the same tensor are merged into one."""
     dims = {entry.name: tuple(entry.dims) for entry in tensors}
-    found: dict[str, Padded] = {}
+    padded: dict[str, Padded] = {}
     for item in text.split():
         match = _ITEM.fullmatch(item)
         if match is None:
@@ -152,13 +152,13 @@ def _tensors(text: str, tensors: Sequence[ModelInput | ModelOutput], problem: Ca
         own = dims.get(name, ())
         axis = int(match["axis"]) if match["axis"] else own.index(-1) if -1 in own else None
         axes = () if axis is None else (axis,)
-        earlier = found.get(name)
+        earlier = padded.get(name)
         if earlier is not None:
             if axis in earlier.axes or (value and earlier.value and value != earlier.value):
                 problem(f'"{escaped(name)}" is named twice')
             axes, value = tuple(sorted({*earlier.axes, *axes})), value or earlier.value
-        found[name] = Padded(name, axes, value)
-    return list(found.values())
+        padded[name] = Padded(name, axes, value)
+    return list(padded.values())
 
 
 def _ignore(text: str) -> None:

@@ -25,38 +25,38 @@ SCALING = (MIN_INSTANCES, MAX_INSTANCES, SCALE_UP_QUEUE, SCALE_DOWN)
 
 class GroupBounds(NamedTuple):
     group: ModelInstanceGroup
-    least: int
-    most: int
+    minimum: int
+    maximum: int
 
 
 def scaled_groups(config: ModelConfig) -> list[GroupBounds]:
     """The instance groups with the fewest and most instances that each may have on a device; equal if it is not scaled.
     Passive groups never are."""
-    least, most = MIN_INSTANCES.read(config), MAX_INSTANCES.read(config)
-    found = []
+    minimum, maximum = MIN_INSTANCES.read(config), MAX_INSTANCES.read(config)
+    bounds = []
     for group in config.instance_group:
-        if group.passive or not (least or most):
-            found.append(GroupBounds(group, group.count, group.count))
+        if group.passive or not (minimum or maximum):
+            bounds.append(GroupBounds(group, group.count, group.count))
         else:
-            fewest = least or 1
-            found.append(GroupBounds(group, fewest, most or max(group.count, fewest)))
-    return found
+            fewest = minimum or 1
+            bounds.append(GroupBounds(group, fewest, maximum or max(group.count, fewest)))
+    return bounds
 
 
 def validate_scaling(config: ModelConfig, problem: ProblemFunction) -> None:
-    given = [row for row in SCALING if row.is_given(config)]
-    if not given or any(row.wrong(config) for row in given):
+    rows = [row for row in SCALING if row.is_set(config)]
+    if not rows or any(row.wrong(config) for row in rows):
         return  # each wrong value has been reported
-    first = given[0].path
+    first = rows[0].path
     if is_ensemble(config):
         problem(first, "an ensemble has no instances; set it for the models of its steps")
         return
-    least, most = MIN_INSTANCES.read(config), MAX_INSTANCES.read(config)
-    if not (least or most):
+    minimum, maximum = MIN_INSTANCES.read(config), MAX_INSTANCES.read(config)
+    if not (minimum or maximum):
         problem(first, f"has no effect without {MIN_INSTANCES.name} or {MAX_INSTANCES.name}")
         return
-    if least and most and least > most:
-        problem(MIN_INSTANCES.path, f'found "{least}", which is more than {MAX_INSTANCES.name} "{most}"')
+    if minimum and maximum and minimum > maximum:
+        problem(MIN_INSTANCES.path, f'found "{minimum}", which is more than {MAX_INSTANCES.name} "{maximum}"')
         return
     bounds = scaled_groups(config)
     names: dict[str, int] = {}
@@ -69,7 +69,7 @@ def validate_scaling(config: ModelConfig, problem: ProblemFunction) -> None:
             problem(f"instance_group[{index}].count", text)
     total = sum(highest * max(1, len(group.gpus)) for group, _, highest in bounds)
     if total > INSTANCES:
-        row = MAX_INSTANCES if most else MIN_INSTANCES
+        row = MAX_INSTANCES if maximum else MIN_INSTANCES
         problem(row.path, f"{total} instances in all groups, each a process; expected at most {INSTANCES}")
 
 

@@ -116,18 +116,18 @@ def _control(path: str, control: schema.ModelSequenceBatchingControl, problem: P
         "fp32_false_true": control.fp32_false_true,
         "bool_false_true": control.bool_false_true,
     }
-    given = [name for name, pair in pairs.items() if pair]
+    present = [name for name, pair in pairs.items() if pair]
     if control.kind == "CONTROL_SEQUENCE_CORRID":
-        for name in given:
+        for name in present:
             problem(f"{path}.{name}", f"{control.kind} takes no such values; its tensor holds the id itself")
         if control.data_type not in _CORRELATION_TYPES:
             text = f"found {control.data_type}, expected one of {', '.join(_CORRELATION_TYPES)}"
             problem(f"{path}.data_type", text)
         return
-    if len(given) != 1:
-        found = " and ".join(given) or "none"
-        problem(path, f"{control.kind} needs exactly one of {', '.join(pairs)}, found {found}")
-    for name in given:
+    if len(present) != 1:
+        names = " and ".join(present) or "none"
+        problem(path, f"{control.kind} needs exactly one of {', '.join(pairs)}, found {names}")
+    for name in present:
         if len(pairs[name]) != 2:
             problem(f"{path}.{name}", f"found {len(pairs[name])} values, expected 2: for false and for true")
     if any(not math.isfinite(value) for value in control.fp32_false_true):
@@ -168,9 +168,9 @@ def _initial_state(
     if len(initial.dims) != len(state.dims):
         problem(f"{path}.dims", f"found {len(initial.dims)}, expected {len(state.dims)}, as for the state")
         return
-    for index, (dim, wanted) in enumerate(zip(initial.dims, state.dims, strict=True)):
-        if wanted != -1 and dim >= 1 and dim != wanted:
-            problem(f"{path}.dims[{index}]", f"found {dim}, expected {wanted}, as for the state")
+    for index, (dim, expected) in enumerate(zip(initial.dims, state.dims, strict=True)):
+        if expected != -1 and dim >= 1 and dim != expected:
+            problem(f"{path}.dims[{index}]", f"found {dim}, expected {expected}, as for the state")
 
 
 # ----------------------------------------------------------------------------------------------------- ensembles
@@ -179,13 +179,13 @@ def _initial_state(
 def _ensemble(config: ModelConfig, problem: ProblemFunction) -> None:
     if config.platform != ENSEMBLE:
         problem("platform", f'found "{config.platform}", but ensemble_scheduling needs "{ENSEMBLE}"')
-    given: dict[str, object] = {
+    fields: dict[str, object] = {
         "instance_group": config.instance_group,
         "optimization": config.optimization,
         "model_warmup": config.model_warmup,
     }
-    for field, value in given.items():
-        if value:
+    for field, entries in fields.items():
+        if entries:
             problem(field, "an ensemble has none; set it for the models of its steps")
     if config.ensemble_scheduling is None:
         problem("ensemble_scheduling", f'not given, but platform "{ENSEMBLE}" needs it')
@@ -213,25 +213,27 @@ def _graph(config: ModelConfig, steps: Sequence[schema.ModelEnsemblingStep], pro
     """Check that every tensor is produced once, and used."""
     inputs = {tensor.name: f"input[{index}]" for index, tensor in enumerate(config.input)}
     outputs = {tensor.name: f"output[{index}]" for index, tensor in enumerate(config.output)}
-    made: dict[str, str] = dict(inputs)
+    producers: dict[str, str] = dict(inputs)
     used: set[str] = set()
     for index, step in enumerate(steps):
         for key, tensor in step.output_map.items():
             path = f'ensemble_scheduling.step[{index}].output_map["{key}"]'
-            if made.setdefault(tensor, path) != path:
-                problem(path, f'ensemble tensor "{tensor}" is already produced by {made[tensor]}')
+            if producers.setdefault(tensor, path) != path:
+                problem(path, f'ensemble tensor "{tensor}" is already produced by {producers[tensor]}')
         used.update(step.input_map.values())
         used.add(added(config, index, IF))
     for index, step in enumerate(steps):
         for key, tensor in step.input_map.items():
-            if tensor not in made:
+            if tensor not in producers:
                 path = f'ensemble_scheduling.step[{index}].input_map["{key}"]'
-                text = f'ensemble tensor "{tensor}" is neither an input nor produced by a step; {meant(tensor, made)}'
+                text = (
+                    f'ensemble tensor "{tensor}" is neither an input nor produced by a step; {meant(tensor, producers)}'
+                )
                 problem(path, text)
-    for name, path in made.items():
+    for name, path in producers.items():
         if name not in used and (name in inputs or name not in outputs):
             what = "input" if name in inputs else "tensor"
             problem(path, f'ensemble {what} "{name}" is not used by any step')
     for name, path in outputs.items():
-        if name not in made or name in inputs:
+        if name not in producers or name in inputs:
             problem(path, f'ensemble output "{name}" is not produced by any step')

@@ -90,7 +90,7 @@ class Generations:
         self._discard = discard
         self.place = place
         self._sizes = sizes
-        self._made: weakref.WeakValueDictionary[tuple[object, ...], Generation] = weakref.WeakValueDictionary()
+        self._existing: weakref.WeakValueDictionary[tuple[object, ...], Generation] = weakref.WeakValueDictionary()
         self._used = 0
         """Number of descriptors in use."""
         self._lock = threading.Lock()
@@ -102,20 +102,20 @@ class Generations:
         is not copied. Raises FilesChanged; if not `strict`, takes the files as they are now.
         """
         key = (folder, version, snapshot.of_version(version), snapshot.of_configuration())
-        found = self._made.get(key)
-        if found is None:
+        generation = self._existing.get(key)
+        if generation is None:
             with suppress(ValueError):
                 environment = str(Path(environment).relative_to(folder))
             try:
-                found = self._make(folder, version, snapshot, environment, strict, self._sizes)
+                generation = self._make(folder, version, snapshot, environment, strict, self._sizes)
             except FileNotFoundError as error:
                 raise FilesChanged(folder.name) from error
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
-                found = self._make(folder, version, snapshot, environment, strict, Sizes(0, 0))
-            self._made[key] = found
-        return found
+                generation = self._make(folder, version, snapshot, environment, strict, Sizes(0, 0))
+            self._existing[key] = generation
+        return generation
 
     def copy(self, folder: Path, digest: str, stopping: Callable[[], bool] = lambda: False) -> Generation:
         """The existing or a new generation with copies of all files, hidden ones included. `digest` identifies the
@@ -123,8 +123,8 @@ class Generations:
         what cannot be copied, and OSError.
         """
         key = (folder, digest)
-        found = self._made.get(key) if digest else None
-        if found is None:
+        generation = self._existing.get(key) if digest else None
+        if generation is None:
             home = Path(tempfile.mkdtemp(prefix="generation-", dir=self.place))
             try:
                 _FullCopy(folder, home / folder.name, stopping).run()
@@ -133,9 +133,9 @@ class Generations:
                 if isinstance(error, FileNotFoundError):
                     raise FilesChanged(folder.name) from error
                 raise
-            found = self._made[key] = Generation(home / folder.name)
-            self._remove_with(found, home, [])
-        return found
+            generation = self._existing[key] = Generation(home / folder.name)
+            self._remove_with(generation, home, [])
+        return generation
 
     def adopt(self, folder: Path) -> Generation:
         """A generation of files that came with a load call: `folder` is the only entry of a directory that the server
@@ -150,8 +150,8 @@ class Generations:
     ) -> Generation:
         home = Path(tempfile.mkdtemp(prefix="generation-", dir=self.place))
         with self._lock:
-            most = min(ALL_DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-            room = max(min(DESCRIPTORS, most - self._used), 0)
+            limit = min(ALL_DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+            room = max(min(DESCRIPTORS, limit - self._used), 0)
             self._used += room
         mirror = _Mirror(folder, home / folder.name, snapshot, version, environment, sizes, room, strict)
         try:
@@ -236,14 +236,14 @@ class _Mirror:
 
     def _not_copied(self, members: Mapping[str, None]) -> tuple[set[str], set[str]]:
         """The files that are too large to copy, and the files that must be links."""
-        left = self._sizes.total_bytes
+        remaining = self._sizes.total_bytes
         large, linked = set(), {self._environment}
         for path in members:
             size = self._files[path][0]
-            if size > min(left, self._sizes.file_bytes):
+            if size > min(remaining, self._sizes.file_bytes):
                 large.add(path)
             else:
-                left -= size
+                remaining -= size
         # ONNX Runtime reads external data only from the model's real directory. So a model is linked if any of its data
         # is; and a link that leads out of the model's directory stays such a link.
         root = os.path.realpath(self._source)
@@ -330,16 +330,16 @@ class _FullCopy:
 
     def run(self) -> None:
         entries = list(walk(self._source, hidden=True))
-        left = sum(look[0] for _, look, _ in entries)
+        remaining = sum(look[0] for _, look, _ in entries)
         for path, look, _ in entries:
             if not path or path.endswith("/"):
                 os.mkdir(self._target / path, 0o700)
             else:
-                self._file(path, look, left)
-            left -= look[0]
+                self._file(path, look, remaining)
+            remaining -= look[0]
 
-    def _file(self, path: str, look: Look, left: int) -> None:
-        """Copy a file. `left`: bytes of this and the following files."""
+    def _file(self, path: str, look: Look, remaining: int) -> None:
+        """Copy a file. `remaining`: bytes of this and the following files."""
         source = self._source / path
         if not stat.S_ISREG(os.stat(source).st_mode):  # not opened, as in _Mirror
             raise InvalidRequest(f"'{escaped_name(path)}' is not a regular file; its repository agents cannot check it")
@@ -354,18 +354,18 @@ class _FullCopy:
             if not self._runs_programs and _is_native(descriptor, path, state):
                 text = f"'{escaped_name(path)}' is a program or library, which cannot run from the runtime directory"
                 raise InvalidRequest(f"{text}: it is mounted noexec; choose another (--runtime-dir)")
-            self._content(descriptor, _new_file(self._target / path, state), state, left)
+            self._content(descriptor, _new_file(self._target / path, state), state, remaining)
             if look_of(state) != look or look_of(os.fstat(descriptor)) != look:
                 raise FilesChanged(path)
         finally:
             os.close(descriptor)
 
-    def _content(self, source: int, target: int, state: os.stat_result, left: int) -> None:
+    def _content(self, source: int, target: int, state: os.stat_result, remaining: int) -> None:
         with os.fdopen(target, "wb") as file:
             if self._clones and not (state.st_size == 0 or _clone(source, target)):
                 self._clones = False
                 room = os.fstatvfs(target)
-                if left > room.f_bavail * room.f_frsize:
+                if remaining > room.f_bavail * room.f_frsize:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if not self._clones:
                 while piece := os.read(source, _COPY_BYTES):

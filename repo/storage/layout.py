@@ -59,18 +59,18 @@ class Finding(NamedTuple):
 
 def inspect_root(root: Path) -> list[Finding]:
     """Findings about entries of the repository that are not directories. Raises OSError if it cannot be read."""
-    found = []
+    findings = []
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
         if entry.name.startswith(".") or os.path.isdir(entry.path):  # isdir does not raise on cyclic links
             continue
         name = escaped_name(entry.name)
         if _dangles(entry):
             text = f"broken link: {_target(entry.path)}"
-            found.append(Finding(ERROR, name, text, "fix the link, or remove it"))
+            findings.append(Finding(ERROR, name, text, "fix the link, or remove it"))
         elif not name.upper().startswith(("README", "LICENSE")):
             hint = "a model is a directory: NAME/config.pbtxt and NAME/1/"
-            found.append(Finding(WARNING, name, "not a directory, ignored", hint))
-    return found
+            findings.append(Finding(WARNING, name, "not a directory, ignored", hint))
+    return findings
 
 
 def is_model(root: Path) -> bool:
@@ -99,18 +99,18 @@ def inspect_model(folder: Path, config: ModelConfig | None, selected: Sequence[i
     """All findings about one model. `config` is the completed configuration, if known; `selected` are the versions to
     be served.
     """
-    found = list(_misplaced(folder, config))
-    found += _walk(folder, selected)
+    findings = list(_misplaced(folder, config))
+    findings += _walk(folder, selected)
     if config is not None and not is_ensemble(config):
-        found += _without_effect(folder, config, selected)
-        found += (Finding(ERROR, "", problem.text, path=problem.path) for problem in setting_problems(config))
+        findings += _without_effect(folder, config, selected)
+        findings += (Finding(ERROR, "", problem.text, path=problem.path) for problem in setting_problems(config))
         for version in selected:
-            found += _model_file(folder, version, config)
-            found += _operator_libraries(folder, version, config)
-            found += _native_library(folder, version, config)
-        found += _labels(folder, config)
-        found += _warmup(folder, config)
-    return found
+            findings += _model_file(folder, version, config)
+            findings += _operator_libraries(folder, version, config)
+            findings += _native_library(folder, version, config)
+        findings += _labels(folder, config)
+        findings += _warmup(folder, config)
+    return findings
 
 
 def _misplaced(folder: Path, config: ModelConfig | None) -> Iterator[Finding]:
@@ -168,15 +168,15 @@ def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) 
 def _walk(folder: Path, selected: Collection[int]) -> Iterator[Finding]:
     """Broken links, and unreadable files and directories. Follows links to directories only at the top level."""
     needed = {CONFIG_FILE, *map(str, selected)}
-    left = ENTRIES
+    remaining = ENTRIES
     waiting = [folder]
     while waiting:
         here = waiting.pop()
         for entry in sorted(os.scandir(here), key=lambda entry: entry.name):
             if entry.name.startswith(".") or entry.name == "__pycache__":
                 continue
-            left -= 1
-            if left < 0:
+            remaining -= 1
+            if remaining < 0:
                 text = f"has more than {ENTRIES:,} files; the others were not checked"
                 yield Finding(WARNING, escaped_name(folder.name), text)
                 return
@@ -233,7 +233,7 @@ def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[Fin
     elif config.backend == "onnxruntime":
         yield from _onnx(path, name, config)
     elif config.backend == "python" and (source := read_source(path)) is not None:
-        yield from _source(name, source, FUNCTION.is_given(config))
+        yield from _source(name, source, FUNCTION.is_set(config))
         if path.stat().st_mode & stat.S_IWOTH:
             hint = "the server runs it: chmod o-w"
             yield Finding(WARNING, name, "it is writable by every user of this machine", hint)
@@ -292,19 +292,24 @@ def _source(name: str, source: bytes, is_function: bool) -> Iterator[Finding]:
         return
     if is_function:
         return
-    found: ast.stmt | None = None
+    definition: ast.stmt | None = None
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name == CLASS:
-            found = node
+            definition = node
         elif isinstance(node, ast.ImportFrom) and any(name.name == "*" for name in node.names):
             return
-    if found is None:
+    if definition is None:
         if CLASS.encode() not in source:  # otherwise it may be imported or assigned
             yield Finding(ERROR, name, f"has no class {CLASS}", f"the server needs `class {CLASS}` with `execute`")
-    elif isinstance(found, ast.ClassDef) and not found.bases and not found.decorator_list and not found.keywords:
-        if not any(_binds(statement, name) for statement in found.body for name in _ENTRY_METHODS):
+    elif (
+        isinstance(definition, ast.ClassDef)
+        and not definition.bases
+        and not definition.decorator_list
+        and not definition.keywords
+    ):
+        if not any(_binds(statement, name) for statement in definition.body for name in _ENTRY_METHODS):
             text = f"class {CLASS} has no execute method"
-            yield Finding(ERROR, name, text, "add `def execute(self, requests):`", line=found.lineno, column=1)
+            yield Finding(ERROR, name, text, "add `def execute(self, requests):`", line=definition.lineno, column=1)
 
 
 def _binds(statement: ast.stmt, name: str) -> bool:
@@ -321,7 +326,7 @@ def _binds(statement: ast.stmt, name: str) -> bool:
 
 def may_complete_itself(folder: Path, versions: Sequence[int], config: ModelConfig) -> bool:
     """Whether a Python model may complete its configuration when loaded."""
-    if FUNCTION.is_given(config):
+    if FUNCTION.is_set(config):
         return True
     for version in versions:
         path = folder / str(version) / config.default_model_filename
@@ -346,14 +351,14 @@ def _labels(folder: Path, config: ModelConfig) -> Iterator[Finding]:
         except InvalidRequest as error:
             yield Finding(ERROR, "", str(error), path=path)
             continue
-        least, most = _classes(output)
+        minimum, maximum = _classes(output)
         there = f"label file '{escaped(output.label_filename)}' has {len(labels)} labels"
-        if len(labels) < least:
-            what = f"at least {least}" if most is None else str(least)
+        if len(labels) < minimum:
+            what = f"at least {minimum}" if maximum is None else str(minimum)
             text = f'{there}, but output "{escaped(output.name)}" has {what} classes'
             yield Finding(WARNING, "", text, f"classes from {len(labels)} on have no label", path=path)
-        elif most is not None and len(labels) > most:
-            text = f'{there}, but output "{escaped(output.name)}" has {most} classes'
+        elif maximum is not None and len(labels) > maximum:
+            text = f'{there}, but output "{escaped(output.name)}" has {maximum} classes'
             yield Finding(
                 WARNING, "", text, "is it the right file? An extra label shifts all labels after it", path=path
             )
@@ -361,20 +366,20 @@ def _labels(folder: Path, config: ModelConfig) -> Iterator[Finding]:
 
 def _classes(output: ModelOutput) -> tuple[int, int | None]:
     """Minimum and maximum number of classes, i.e. elements of the output per row. Maximum None: unlimited."""
-    least = 1
+    minimum = 1
     for dim in output.dims:
-        least *= max(dim, 1)
-    return least, None if -1 in output.dims else least
+        minimum *= max(dim, 1)
+    return minimum, None if -1 in output.dims else minimum
 
 
 def _warmup(folder: Path, config: ModelConfig) -> Iterator[Finding]:
     """Data files whose size differs from that of the tensor. Strings are checked when they are read."""
     for index, sample in enumerate(config.model_warmup):
-        for key, given in sample.inputs.items():
-            size = data_bytes(given.data_type, given.dims)
-            if not given.input_data_file or not size:
+        for key, sample_input in sample.inputs.items():
+            size = data_bytes(sample_input.data_type, sample_input.dims)
+            if not sample_input.input_data_file or not size:
                 continue
-            below = f"{WARMUP}/{given.input_data_file}"
+            below = f"{WARMUP}/{sample_input.input_data_file}"
             try:
                 descriptor = open_inside(folder, below, f"warm-up data '{below}'")
             except InvalidRequest:  # already reported by the scan
@@ -385,7 +390,6 @@ def _warmup(folder: Path, config: ModelConfig) -> Iterator[Finding]:
                 os.close(descriptor)
             if there != size:
                 path = f'model_warmup[{index}].inputs["{key}"].input_data_file'
-                text = (
-                    f"warm-up data '{escaped(below)}' has {there} bytes, expected {size}: {given.data_type} and dims "
-                )
-                yield Finding(ERROR, "", f"{text}{list(given.dims)} of one row", path=path)
+                text = f"warm-up data '{escaped(below)}' has {there} bytes, expected {size}"
+                why = f"{sample_input.data_type} and dims {list(sample_input.dims)} of one row"
+                yield Finding(ERROR, "", f"{text}: {why}", path=path)

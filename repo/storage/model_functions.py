@@ -115,17 +115,17 @@ class _Finder:
         known = ", ".join(ModelOptions._fields)
         if decorator.args:
             raise self._error(decorator, f"@shmserve.model takes keywords only: {known}")
-        given = {}
+        options = {}
         for keyword in decorator.keywords:
             if keyword.arg not in ModelOptions._fields:
                 raise self._error(decorator, f"@shmserve.model has no option '{keyword.arg or '**'}'; it has {known}")
             try:
-                given[keyword.arg] = ast.literal_eval(keyword.value)
+                options[keyword.arg] = ast.literal_eval(keyword.value)
             except ValueError:
                 text = f"write {keyword.arg}=... as a literal: the server reads it without running the file"
                 raise self._error(keyword.value, text) from None
         try:
-            return ModelOptions(**given).checked()
+            return ModelOptions(**options).checked()
         except (TypeError, ValueError) as error:
             raise self._error(decorator, str(error)) from None
 

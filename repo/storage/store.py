@@ -41,7 +41,7 @@ class ScannedModel(NamedTuple):
     """A model of a repository. A model with problems cannot be served; its `config` is None.
 
     `versions` are those selected by the version policy whose file exists, ascending; `missing` are the others that it
-    selects, and why they cannot be served. `given` is the configuration as written in the file or override, without
+    selects, and why they cannot be served. `written` is the configuration as written in the file or override, without
     defaults, None if it cannot be parsed. `file` is the configuration's file, "" if there is none. `places` maps
     fields to positions. `present`: all version directories, None if they cannot be listed.
     """
@@ -52,7 +52,7 @@ class ScannedModel(NamedTuple):
     versions: tuple[int, ...]
     problems: tuple[Problem, ...]
     warnings: tuple[Problem, ...]
-    given: ModelConfig | None = None
+    written: ModelConfig | None = None
     file: str = ""
     missing: Mapping[int, str] = MappingProxyType({})
     places: Mapping[str, Place] = MappingProxyType({})
@@ -93,11 +93,11 @@ def scan_model(
 
 def model_names(roots: Sequence[Path]) -> dict[str, list[Path]]:
     """Model name -> its directories, without looking into them."""
-    found: dict[str, list[Path]] = {}
+    paths: dict[str, list[Path]] = {}
     for root in dict.fromkeys(root.resolve() for root in roots):
         for path in _models(root):
-            found.setdefault(escaped_name(path.name), []).append(path)
-    return {name: found[name] for name in sorted(found)}
+            paths.setdefault(escaped_name(path.name), []).append(path)
+    return {name: paths[name] for name in sorted(paths)}
 
 
 def resembles_model(folder: Path) -> bool:
@@ -136,8 +136,8 @@ def select_versions(policy: ModelVersionPolicy, numbers: Iterable[int]) -> tuple
     """The version numbers that the policy serves, ascending."""
     present = sorted(set(numbers))
     if policy.specific is not None:
-        wanted = set(policy.specific.versions)
-        return tuple(number for number in present if number in wanted)
+        selected = set(policy.specific.versions)
+        return tuple(number for number in present if number in selected)
     if policy.all is not None:
         return tuple(present)
     latest = policy.latest.num_versions if policy.latest is not None else 0
@@ -192,8 +192,8 @@ class _Scan:
             if not MODEL_NAME.fullmatch(self._path.name):
                 raise _BadModel(f"a model cannot have this name; expected {NAME_RULE}")
             present = numbers = self._version_directories()
-            given, file = self._given(config_name, override)
-            examined = self._examine(given, file, numbers)
+            written, file = self._written_config(config_name, override)
+            examined = self._examine(written, file, numbers)
             versions = self._select(examined, numbers)
         except _BadModel as error:
             file = error.file
@@ -207,7 +207,7 @@ class _Scan:
             versions=versions if not self._problems else (),
             problems=tuple(self._problems),
             warnings=tuple(self._warnings),
-            given=examined.given if examined is not None else None,
+            written=examined.written if examined is not None else None,
             file=file,
             missing=self._missing,
             places=examined.places if examined is not None else {},
@@ -223,7 +223,7 @@ class _Scan:
     def _located(self, text: str, below: str) -> Problem:
         return Problem(f"{self._name}/{below}" if below else self._name, 0, 0, "", text)
 
-    def _given(self, config_name: str, override: Override | None) -> tuple[bytes | Message, str]:
+    def _written_config(self, config_name: str, override: Override | None) -> tuple[bytes | Message, str]:
         """The configuration as given, and its file."""
         if override is not None:
             return override.message, OVERRIDE_FILE
@@ -234,21 +234,21 @@ class _Scan:
                 return data, file
         return b"", ""
 
-    def _examine(self, given: bytes | Message, file: str, numbers: Sequence[int]) -> ExaminedConfig:
+    def _examine(self, written: bytes | Message, file: str, numbers: Sequence[int]) -> ExaminedConfig:
         listed = (_names_if_readable(self._path / str(number)) for number in numbers)
         files = next((names for names in listed if names), ())
         named = f"{self._name}/{file}" if file else f"{self._name} (no {CONFIG_FILE})"
         context = ModelContext(self._path.name, self._backends, files, self._gpus, self._path, self._prepared)
-        examined = examine(given, OVERRIDE if file == OVERRIDE_FILE else named, context)
+        examined = examine(written, OVERRIDE if file == OVERRIDE_FILE else named, context)
         self._problems += examined.problems
         self._warnings += examined.warnings
         return examined
 
     def _select(self, examined: ExaminedConfig, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """The versions to be served. Incomplete versions fail the model only if none is left."""
-        if examined.given is None and numbers:
+        if examined.written is None and numbers:
             return ()
-        policy = (examined.given and examined.given.version_policy) or ModelVersionPolicy()
+        policy = (examined.written and examined.written.version_policy) or ModelVersionPolicy()
         for number in dict.fromkeys(policy.specific.versions if policy.specific is not None else ()):
             if number not in numbers:
                 self._add_warning(f"version {number} is in the version policy, but has no directory")
@@ -378,8 +378,8 @@ def _no_version(name: str, policy: ModelVersionPolicy, numbers: Collection[int])
     """Only `specific` selects none of several versions."""
     there = "there is no version directory, such as 1"
     if numbers:
-        wanted = ", ".join(map(str, policy.specific.versions)) if policy.specific is not None else ""
-        there = f"it selects {wanted or 'none'}, but the version directories are {', '.join(map(str, numbers))}"
+        selected = ", ".join(map(str, policy.specific.versions)) if policy.specific is not None else ""
+        there = f"it selects {selected or 'none'}, but the version directories are {', '.join(map(str, numbers))}"
     return f"at least one version must be available under the version policy of model '{name}'; {there}"
 
 

@@ -141,7 +141,7 @@ class ServerProcess:
 
         # Processes
         gpu_monitor = GpuMonitor(
-            gpus.found,
+            gpus.devices,
             settings.allow_gpu_metrics,
             setting.metrics_interval_s(settings),
             self._gpu_changed if settings.gpu_health else None,

@@ -114,7 +114,7 @@ class RuntimeDir(contextlib.AbstractContextManager[None]):
 def find_gpus() -> Gpus:
     """Finds the GPUs and logs them."""
     gpus = discover()
-    for gpu in gpus.found:
+    for gpu in gpus.devices:
         log.info("GPU %d: %s, %s", gpu.number, gpu.name, gpu.uuid)
     if gpus.why:
         log.warning("the NVIDIA driver is installed, but no GPU is used: %s", gpus.why)

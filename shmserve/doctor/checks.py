@@ -296,15 +296,15 @@ def gpus(machine: Machine) -> list[Finding]:
         return [Finding("GPUs", INFO, "no NVIDIA driver", "only for models on a GPU")]
     driver = next(iter(machine.read(DRIVER).splitlines()), "").removeprefix("NVRM version: ")
     listed = gpus_of.discover(machine.environment, machine.path(CONTROL))
-    if not listed.found:
+    if not listed.devices:
         fix = _install(machine, "gpu") if "nvidia-ml-py" in listed.why else "nvidia-smi"
         return [Finding("GPUs", WARNING, listed.why or f"none visible, driver {driver}", "1", fix)]
-    names = ", ".join(f"{gpu.number}: {gpu.name}" for gpu in listed.found)
-    sliced = sum(bool(gpu.parent) for gpu in listed.found)
+    names = ", ".join(f"{gpu.number}: {gpu.name}" for gpu in listed.devices)
+    sliced = sum(bool(gpu.parent) for gpu in listed.devices)
     notes = [driver, f"{sliced} MIG slices" if sliced else ""]
     more = ", ".join(note for note in notes if note)
     findings = [Finding("GPUs", OK, f"{names} ({more})" if more else names, "1")]
-    findings += _gpu_health(listed.found)
+    findings += _gpu_health(listed.devices)
     if not machine.version("onnxruntime-gpu"):
         result = "onnxruntime-gpu is not installed: ONNX models run on the CPU"
         fix = _install(machine, "gpu")

@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _gpu() -> None:
     found = discover()
-    if not found.found:
+    if not found.devices:
         pytest.skip(f"no GPU: {found.why or 'there is none, or nvidia-ml-py is not installed'}")
 
 

@@ -25,7 +25,7 @@ SLACK = 64 << 20
 def used() -> int:
     """On the whole GPU: in a container, NVML may not list its processes."""
     with nvml() as driver:
-        handle = driver.nvmlDeviceGetHandleByIndex(discover().found[0].ordinal)
+        handle = driver.nvmlDeviceGetHandleByIndex(discover().devices[0].ordinal)
         return int(driver.nvmlDeviceGetMemoryInfo(handle).used)
 
 

@@ -30,7 +30,7 @@ def test_metrics_of_a_server_have_plausible_values(serve: Serve, tmp_path: Any) 
     with serve(tmp_path).client() as client:
         client.infer("add", {"x": numbers()})
         text = client.metrics()
-    for gpu in discover().found:
+    for gpu in discover().devices:
         found = dict(re.findall(rf'^(\w+){{gpu_uuid="{gpu.uuid}"}} (\S+)$', text, re.MULTILINE))
         assert set(NAMES) <= set(found)
         values = {name: float(found[name]) for name in NAMES}
@@ -63,6 +63,6 @@ def test_an_instance_over_its_gpu_memory_limit_is_ended(hardware: None, serve: S
 def processes() -> dict[int, int]:
     """Memory by pid; 0 where the driver does not report it."""
     with nvml() as driver:
-        handle = driver.nvmlDeviceGetHandleByIndex(discover().found[0].ordinal)
+        handle = driver.nvmlDeviceGetHandleByIndex(discover().devices[0].ordinal)
         listed = driver.nvmlDeviceGetComputeRunningProcesses(handle)
         return {int(process.pid): int(process.usedGpuMemory or 0) for process in listed}

@@ -26,7 +26,7 @@ def cuda(cupy: Any) -> Any:
 
 def test_cupy_and_nvml_report_the_same_device_uuid(cuda: Any) -> None:
     """As far as a uuid without a zero byte can show."""
-    (first, *_) = discover().found
+    (first, *_) = discover().devices
     assert cuda.uuid == device_id(uuid_bytes(first.uuid))
 
 

@@ -457,7 +457,7 @@ FAULTS = (
     Fault(
         "credentials are shown in errors",
         "repo/remote/credentials.py",
-        'redact.add(given.get(name) for name in ("secret_key", "key_id", "session_token"))',
+        'redact.add(settings.get(name) for name in ("secret_key", "key_id", "session_token"))',
         "pass",
     ),
     Fault("an object of another size is kept", "repo/remote/download.py", "if 0 <= file.size != written:", "if False:"),

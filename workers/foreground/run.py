@@ -177,7 +177,7 @@ def _find(order: RunOrder) -> Chosen:
         str(model.path),
         version,
         encode_config(config),
-        None if model.given is None else encode_config(model.given),
+        None if model.written is None else encode_config(model.written),
         model.warning_texts,
         tuple(installed(order.backend_directory)),
         environment(config, str(model.path), folder_of(config.backend, order.backend_directory)),

@@ -234,7 +234,7 @@ class Catalog:
         """The number of the version's source: an existing one if nothing has changed, otherwise a new one."""
         scanned, given = reading.scanned, reading.override
         assert scanned.config is not None
-        assert scanned.given is not None
+        assert scanned.written is not None
         snapshot = reading.snapshot
         digest = snapshot.of_version(version) if snapshot is not None else ""
         config_digest = snapshot.of_configuration() if snapshot is not None and given is None else None
@@ -252,7 +252,7 @@ class Catalog:
                 version,
                 scanned.path,
                 generation,
-                scanned.given,
+                scanned.written,
                 scanned.config,
                 kind,
                 digest,
@@ -261,7 +261,7 @@ class Catalog:
             )
         source.config_digest, source.kind, source.kept = config_digest, kind, kept
         source.prepared, source.tree = reading.prepared, reading.tree
-        source.config, source.given = scanned.config, scanned.given
+        source.config, source.given = scanned.config, scanned.written
         source.completed = source.completed and _regrouped(source.completed, scanned.config)
         return source.number
 

@@ -205,16 +205,16 @@ class Repositories:
         The agents get a copy, from which the workers load, too: others may write to the repository meanwhile, even
         without a change of size or time.
         """
-        if scanned.given is None:
+        if scanned.written is None:
             return None
-        agents, chains = scanned.given.model_repository_agents, self._agents
+        agents, chains = scanned.written.model_repository_agents, self._agents
         if chains is not None:
             digest = snapshot.digest() if snapshot is not None else ""
             folder = scanned.path
             if base is None and self._generations is not None and agents is not None and _need_copy(agents):
                 base = self._generations.copy(scanned.path, digest, lambda: chains.closed)
                 folder = base.folder
-                copied = self._scan(folder, override, ()).given
+                copied = self._scan(folder, override, ()).written
                 if copied is None or copied.model_repository_agents != agents:
                     raise FilesChanged(scanned.name)
             return chains.prepare(scanned.name, folder, agents, digest, base, scanned.path)

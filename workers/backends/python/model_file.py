@@ -39,7 +39,7 @@ class ModelFile:
     def kind(self, config: ModelConfig) -> Any:
         if self._module is None:
             self._module = self._import(config)
-        if FUNCTION.is_given(config):
+        if FUNCTION.is_set(config):
             from shmserve.workers.backends.python.function_model import kind_of  # few models need it
 
             name = Path(self.context.settings.get(SOURCE_FILE, self._name(config))).name

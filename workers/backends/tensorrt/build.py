@@ -113,15 +113,15 @@ def _source(order: BuildOptions) -> tuple[Path, ModelConfig | None]:
     if not path.is_dir():
         raise BadShapes(f"{path} is neither an ONNX file nor the directory of a model")
     model = scan_model(Path(os.path.abspath(path)), gpus=discover().numbers)
-    if model.problems or model.given is None:
+    if model.problems or model.written is None:
         raise BadShapes("\n".join([f"the configuration of model '{model.name}' is wrong:", *model.problem_texts]))
     versions = [order.version] if order.version is not None else list(model.versions[-1:])
     for version in versions:
         file = path / str(version) / ONNX
         if (file / ONNX).is_file():
-            return file / ONNX, model.given
+            return file / ONNX, model.written
         if file.is_file():
-            return file, model.given
+            return file, model.written
     which = f"version {versions[0]}" if versions else "any version"
     raise BadShapes(f"there is no file '{ONNX}' in {which} of model '{model.name}'")
 

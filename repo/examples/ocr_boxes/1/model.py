@@ -16,12 +16,12 @@ import triton_python_backend_utils as pb_utils
 TEXT_FROM = 0.3
 LINE_FROM = 0.5
 """Thresholds: of a text pixel, and of the mean of a line's pixels."""
-MOST_LINES = 1000
+MAX_LINES = 1000
 GROW = 1.6
-LEAST_SIDE = 3
+MIN_SIDE = 3
 SAME_LINE = 10
 LINE_HEIGHT = 48
-LEAST_WIDTH = 320
+MIN_WIDTH = 320
 UPRIGHT = 1.5
 """Ratio of height to width from which a crop is rotated by 90 degrees."""
 
@@ -53,16 +53,16 @@ def find(likely: np.ndarray, height: int, width: int) -> list[np.ndarray]:
     searched = np.array(likely.shape[::-1], np.float32)
     size = np.array([width, height], np.float32)
     boxes = []
-    for outline in outlines[:MOST_LINES]:
+    for outline in outlines[:MAX_LINES]:
         area, side = smallest_box(outline)
-        if side < LEAST_SIDE or mean_inside(likely, area) < LINE_FROM:
+        if side < MIN_SIDE or mean_inside(likely, area) < LINE_FROM:
             continue
         box, side = smallest_box(grown(area))
-        if side < LEAST_SIDE + 2:
+        if side < MIN_SIDE + 2:
             continue
         box = clockwise(np.round(box / searched * size))
         box = np.clip(box, 0, size - 1).astype(np.float32)
-        if min(int(np.linalg.norm(box[0] - box[1])), int(np.linalg.norm(box[0] - box[3]))) > LEAST_SIDE:
+        if min(int(np.linalg.norm(box[0] - box[1])), int(np.linalg.norm(box[0] - box[3]))) > MIN_SIDE:
             boxes.append(box)
     return boxes
 
@@ -141,7 +141,7 @@ def cut(picture: np.ndarray, box: np.ndarray) -> np.ndarray:
 def lines(crops: list[np.ndarray]) -> np.ndarray:
     """Scale all crops to the recogniser's height, padded with grey on the right to the widest."""
     ratios = [crop.shape[1] / crop.shape[0] for crop in crops]
-    width = int(LINE_HEIGHT * max([LEAST_WIDTH / LINE_HEIGHT, *ratios]))
+    width = int(LINE_HEIGHT * max([MIN_WIDTH / LINE_HEIGHT, *ratios]))
     made = np.zeros((len(crops), 3, LINE_HEIGHT, width), np.float32)
     for target, crop, ratio in zip(made, crops, ratios, strict=True):
         scaled = min(width, math.ceil(LINE_HEIGHT * ratio))

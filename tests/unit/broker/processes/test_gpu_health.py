@@ -166,7 +166,7 @@ class Driver:
         def report(number: int, reason: str) -> None:
             self._reports.put((number, reason))
 
-        made = GpuMonitor(discover({}).found, True, interval_s, report, map(xids.rule, rules))
+        made = GpuMonitor(discover({}).devices, True, interval_s, report, map(xids.rule, rules))
         made.start()
         self._running = made
         return made

@@ -53,7 +53,7 @@ def processes(patch: pytest.MonkeyPatch, file: Path, **memory: dict[str, int | N
 
 @contextmanager
 def monitored(shown: bool = True, asked: bool = False, **environment: str) -> Iterator[GpuMonitor]:
-    made = GpuMonitor(discover(environment).found, shown, interval_s=3600)
+    made = GpuMonitor(discover(environment).devices, shown, interval_s=3600)
     if asked:
         assert made.used_by(7) == 0, "nothing has been sampled"
     made.start()
@@ -76,8 +76,8 @@ def test_gpus_are_listed_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.numbers == (0, 1)
     assert found.places() == {0: "00000000:3B:00.0", 1: "00000000:AF:00.0"}
     hidden = discover({"CUDA_VISIBLE_DEVICES": "GPU-bb"})
-    assert [(gpu.number, gpu.ordinal, gpu.uuid) for gpu in hidden.found] == [(0, 1, "GPU-bb22")]
-    assert discover({"CUDA_VISIBLE_DEVICES": ""}).found == ()
+    assert [(gpu.number, gpu.ordinal, gpu.uuid) for gpu in hidden.devices] == [(0, 1, "GPU-bb22")]
+    assert discover({"CUDA_VISIBLE_DEVICES": ""}).devices == ()
 
 
 def test_cuda_visible_devices_selects_gpus() -> None:
@@ -93,13 +93,13 @@ def test_a_gpu_in_mig_mode_is_replaced_by_its_slices(monkeypatch: pytest.MonkeyP
     first = Gpu(0, 0, "MIG-01", "00000000:3B:00.0", "Stand-in MIG 3g.40gb", "GPU-aa11")
     second = Gpu(1, 0, "MIG-02", "00000000:3B:00.0", "Stand-in MIG 1g.10gb", "GPU-aa11")
     whole = Gpu(2, 1, "GPU-bb22", "00000000:AF:00.0", "Stand-in")
-    assert discover({}).found == (first, second, whole)
+    assert discover({}).devices == (first, second, whole)
     assert discover({}).uuids() == {0: "MIG-01", 1: "MIG-02", 2: "GPU-bb22"}
-    chosen = discover({"CUDA_VISIBLE_DEVICES": "1,MIG-02"}).found
+    chosen = discover({"CUDA_VISIBLE_DEVICES": "1,MIG-02"}).devices
     assert chosen == (whole._replace(number=0), second._replace(number=1))
-    assert discover({"CUDA_VISIBLE_DEVICES": "MIG-01,0,MIG-02"}).found == (first,), "GPU 0 itself cannot be used"
-    assert discover({"CUDA_VISIBLE_DEVICES": "GPU-aa11"}).found == ()
-    assert discover({"CUDA_VISIBLE_DEVICES": "MIG-0"}).found == (), "which of them?"
+    assert discover({"CUDA_VISIBLE_DEVICES": "MIG-01,0,MIG-02"}).devices == (first,), "GPU 0 itself cannot be used"
+    assert discover({"CUDA_VISIBLE_DEVICES": "GPU-aa11"}).devices == ()
+    assert discover({"CUDA_VISIBLE_DEVICES": "MIG-0"}).devices == (), "which of them?"
 
 
 @given(st.text("0123GPU-ab, x", max_size=20))
@@ -138,7 +138,7 @@ def test_the_reason_for_missing_gpus_is_reported(tmp_path: Path, monkeypatch: py
     set_up(monkeypatch, TWO[0])
     monkeypatch.setattr(importlib.import_module("pynvml"), "nvmlDeviceGetMigMode", lambda handle: [1, 1])
     found = discover({}, control)
-    assert found.found == ()
+    assert found.devices == ()
     assert "all GPUs are in MIG mode, and none has a slice: create some (nvidia-smi mig -cgi PROFILE -C)" in found.why
 
 
@@ -219,7 +219,7 @@ def test_gpu_memory_is_measured_per_process_on_visible_gpus(monkeypatch: pytest.
 def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's exit does not wait for the driver."""
     set_up(monkeypatch, *TWO)
-    made = GpuMonitor(discover({}).found, interval_s=0.001)
+    made = GpuMonitor(discover({}).devices, interval_s=0.001)
     made.start()
     asked, answers = threading.Event(), threading.Event()
 

@@ -141,7 +141,7 @@ def test_an_override_replaces_the_file_and_rules_apply_to_it(tmp_path: Path) -> 
     assert (found.problem_texts, found.file) == ((), "override")
     assert found.config is not None
     assert found.config.instance_group[0].count == 3
-    assert found.given == parse(SMALL + "instance_group { count: 3 }")
+    assert found.written == parse(SMALL + "instance_group { count: 3 }")
     plain |= {"name": "other", "runtime": "x.so", "metric_tags": {"a": "b"}}
     plain["input"][0]["dims"] = [0]
     found = scan_model(path, backends=BACKENDS, override=parse_override(json.dumps(plain)))

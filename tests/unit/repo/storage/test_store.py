@@ -157,7 +157,7 @@ def test_a_repository_that_is_not_a_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", [SMALL, ENSEMBLE])
 def test_the_given_configuration_is_kept_beside_the_completed_one(tmp_path: Path, text: str) -> None:
     found = look(put(tmp_path / "m", text))
-    assert found.given == parse(text)
+    assert found.written == parse(text)
     assert found.config is not None
     assert found.config.version_policy is not None
     assert (found.problem_texts, found.versions) == ((), (1,))
