@@ -38,6 +38,8 @@ SETS = {
     "vad": ("vad",),
 }
 BASIC = ("basic",)
+READY_TO_SERVE = tuple(part for part in SETS if part != "native")
+"""The sets that "all" stands for. The backend of the set "native" must be compiled before it can be served."""
 _MODULES = {
     "chat": {"xllamacpp": "xllamacpp"},
     "ocr": {"cv2": "opencv-python-headless", "pyclipper": "pyclipper", "PIL": "pillow"},
@@ -186,7 +188,7 @@ def main(arguments: list[str]) -> int:
         print(f"usage: python -m shmserve.repo.samples DEST [{' | '.join(known)}] ...", file=sys.stderr)
         return 2
     sets = arguments[1:] or BASIC
-    build(Path(arguments[0]), sets=SETS if "all" in sets else sets)
+    build(Path(arguments[0]), sets=READY_TO_SERVE if "all" in sets else sets)
     return 0
 
 
