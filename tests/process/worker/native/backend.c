@@ -359,6 +359,12 @@ static Object *answer(Object *request)
             response = response_to(request);
         }
         Object *failed = IS("error") ? error(INVALID, "the backend refuses this request") : NULL;
+        if (IS("long error")) {
+            char text[3001] = "";
+            memset(text, 'x', sizeof text - 1);
+            failed = error(INVALID, text);
+            TRITONSERVER_LogMessage(3, "backend.c", 1, text); /* verbose: not logged */
+        }
         if (IS("unknown"))
             copy(request, response, "IN", "NOWHERE");
         TRITONBACKEND_ResponseSend(response, FINAL, failed);

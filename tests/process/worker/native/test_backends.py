@@ -155,6 +155,7 @@ def test_a_refused_batch_is_an_error_of_each_request(client: shmserve.Client) ->
     ("what", "kind", "text"),
     [
         ("error", InvalidRequest, "^the backend refuses this request$"),
+        ("long error", InvalidRequest, "^x{3000}$"),
         ("fail", InvalidRequest, "^the backend refuses this batch$"),
         ("never", ModelFailed, "released the request without a final response"),
         ("twice", ModelFailed, "Non-decoupled model cannot send more than one response"),

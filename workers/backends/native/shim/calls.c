@@ -114,7 +114,7 @@ EXPORT Error *TRITONSERVER_ResponseAllocatorDelete(Allocator *allocator)
 
 static _Thread_local Error *refusal; /* of the call or question of this thread */
 
-EXPORT void host_refuse(ErrorCode code, const char *text) { refusal = fail(code, "%s", text); }
+EXPORT void host_refuse(ErrorCode code, const char *text) { refusal = error_of(code, text); }
 
 EXPORT Error *TRITONSERVER_InferenceRequestNew(Call **call, Server *server, const char *model, int64_t version)
 {
@@ -450,7 +450,7 @@ EXPORT void host_reply(Call *call, const uint64_t *given, uint32_t flags)
     uint64_t code = *at++;
     const char *text = read_text(&at);
     if (code)
-        reply->error = fail(code - 1, "%s", text);
+        reply->error = error_of(code - 1, text);
     if (reply->allocator->start != NULL && reply->error == NULL)
         reply->error = reply->allocator->start(reply->allocator, reply->allocator_user);
     uint64_t count = *at++;

@@ -172,6 +172,7 @@ extern pthread_mutex_t host_lock;
 
 void *claim(size_t size);
 char *copied(const char *text);
+Error *error_of(ErrorCode code, const char *text);
 Error *fail(ErrorCode code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 _Noreturn void die(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void live(const void *object, Tag tag, const char *function);

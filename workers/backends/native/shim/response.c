@@ -131,7 +131,7 @@ EXPORT Error *TRITONBACKEND_ResponseSend(Response *response, uint32_t flags, Err
     Request *request = response->request;
     response->head.tag = DEAD;
     response->flags = flags;
-    response->error = error ? fail(error->code, "%s", error->text) : NULL;
+    response->error = error ? error_of(error->code, error->text) : NULL;
     LOCK();
     request->final |= flags & RESPONSE_FINAL;
     add_event(SENT, request->token, flags, response);

@@ -53,7 +53,7 @@ void bury(void *object)
 
 /* ---------------------------------------------------------------------------------------------------------- errors */
 
-static Error *error_of(ErrorCode code, const char *text)
+Error *error_of(ErrorCode code, const char *text)
 {
     size_t size = strlen(text) + 1;
     Error *error = claim(sizeof *error + size);
@@ -235,12 +235,14 @@ EXPORT bool TRITONSERVER_LogIsEnabled(LogLevel level) { return level != LOG_VERB
 EXPORT Error *TRITONSERVER_LogMessage(LogLevel level, const char *file, int line, const char *text)
 {
     static const char *const words[] = {"info", "warning", "error", "debug"};
+    if (!TRITONSERVER_LogIsEnabled(level))
+        return NULL;
     const char *name = strrchr(file, '/');
     char *record;
     int size = asprintf(&record, "%s: %s:%d: %s\n", words[level <= LOG_VERBOSE ? level : LOG_ERROR], name ? name + 1 : file,
                         line, text);
-    if (size < 0 || !TRITONSERVER_LogIsEnabled(level))
-        return NULL;
+    if (size < 0)
+        die("no memory for a message");
     for (int at = 0; at < size - 1; at++)
         if (record[at] == '\n')
             record[at] = ' ';
