@@ -206,8 +206,8 @@ FAULTS = (
     Fault(
         "a reader may have one byte more waiting",
         "shmserve/broker/listeners/output_backlog.py",
-        "while (mine := self._of_users.get(reader.user, 0)) > limit:",
-        "while (mine := self._of_users.get(reader.user, 0)) > 2 * limit:",
+        "while (unsent := self._of_users.get(reader.user, 0)) > limit:",
+        "while (unsent := self._of_users.get(reader.user, 0)) > 2 * limit:",
     ),
     Fault(
         "an override may leave its folder",
