@@ -184,6 +184,11 @@ class HttpExchange:
         watcher, self.watcher = self.watcher, None
         if watcher is not None:
             watcher.disconnected()
+        self.resume = None
+
+    def forget(self) -> None:
+        """The request is over: what it waited for refers to it, and such a cycle would keep its memory alive."""
+        self._ticket = self._job = self.resume = self.watcher = None
 
     @property
     def _is_openai(self) -> bool:
@@ -626,7 +631,9 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         """The response has been sent, which took this work. `unread`: the body was not read to its end."""
         self._work -= work
         self.turn = self.listener.turn
-        self.exchange = None
+        if self.exchange is not None:
+            self.exchange.forget()
+            self.exchange = None
         if self.writable:
             self.account.sent()
         self._clear_request()

@@ -98,6 +98,21 @@ class Responding(Protocol):
         """The client has the whole response."""
 
 
+class _Over:
+    """Stands in for a call that is over."""
+
+    over = True
+
+    def stall(self) -> None: ...
+    def resume(self) -> None: ...
+    def fail(self, error: RpcError) -> None: ...
+    def fail_internally(self) -> None: ...
+    def end_sent(self) -> None: ...
+
+
+_OVER = _Over()
+
+
 class Sender:
     """The responses of one call. `account` counts those that are queued."""
 
@@ -309,6 +324,11 @@ class Sender:
                 out.append(view[:size])
                 queue[0] = view[size:]
                 size = 0
+
+    def close(self) -> None:
+        """The call is over. It refers to its sender, and such a cycle would keep its memory alive."""
+        self.drop()
+        self._call = _OVER
 
     def drop(self) -> None:
         """Drops what is queued."""

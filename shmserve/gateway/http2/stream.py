@@ -165,7 +165,7 @@ class Http2Stream:
         before = self.state
         self.state = _MOVES[before, event]
         if self.state is CLOSED:
-            self._sender.drop()
+            self._sender.close()
             if self._job is not None:
                 self._job.cancel()
                 self._job = None
