@@ -168,16 +168,7 @@ class InferCall(Unary):
         services = self._services
         targets = services.sender.output_regions(plan.plan)
         ticket = _InferTicket(self._stream, services.answers, plan, request_id, targets)
-        services.sender.infer(
-            self._payer,
-            ticket,
-            plan.model,
-            plan.version,
-            plan.plan,
-            services.pieces(plan, raw),
-            request_id,
-            services.forwarded(self._stream),
-        )
+        services.sender.infer(ticket, services.request(self._stream, self._payer, plan, raw, request_id))
         self._ticket = ticket
 
     def cancelled(self) -> None:

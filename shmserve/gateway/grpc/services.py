@@ -15,12 +15,13 @@ from shmserve.gateway.grpc.wire import ResponseEncoder, tensor_at
 from shmserve.gateway.http2.interface import TransportStream
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.status import grpc_of, grpc_text_of
+from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import JobTurns, SlicedWork
 from shmserve.gateway.upstream.documents import BadLoad
 from shmserve.gateway.upstream.link import GatewayLink, Piece, partial_room
 from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.regions import Regions
-from shmserve.gateway.upstream.requests import RequestSender
+from shmserve.gateway.upstream.requests import ModelRequest, RequestSender
 from shmserve.protocol.grpc.codes import Code, RpcError
 from shmserve.protocol.grpc.messages import HEALTH, INFERENCE
 from shmserve.protocol.messages import INLINE_BYTES
@@ -70,8 +71,12 @@ class Services:
         inputs = yield from self.sender.placed_tensors(plan.plan.inputs)
         return replace(plan, plan=replace(plan.plan, inputs=tuple(inputs)))
 
-    def forwarded(self, stream: TransportStream) -> dict[str, str] | None:
-        return self._headers.of(stream.metadata.items()) if self._headers.active else None
+    def request(
+        self, stream: TransportStream, payer: Payer, plan: RpcPlan, raw: list[Piece], request_id: str
+    ) -> ModelRequest:
+        forwarded = self._headers.of(stream.metadata.items()) if self._headers.active else None
+        pieces = self._pieces(plan, raw)
+        return ModelRequest(payer, plan.model, plan.version, plan.plan, pieces, request_id, forwarded)
 
     def room(self, size: int, first: Buffer) -> Room | None:
         """Shared memory for a request of which only `first` has arrived, such that its first large tensor is aligned
@@ -92,7 +97,7 @@ class Services:
             pieces.append(piece)
         return pieces
 
-    def pieces(self, plan: RpcPlan, raw: list[Piece]) -> list[Piece]:
+    def _pieces(self, plan: RpcPlan, raw: list[Piece]) -> list[Piece]:
         """The bytes of each input."""
         specs = plan.plan.inputs
         if raw:

@@ -132,17 +132,7 @@ class StreamCall:
         else:
             self._in_order.append(ticket)
         ticket.targets = sender.output_regions(plan.plan)
-        sender.infer(
-            self._payer,
-            ticket,
-            plan.model,
-            plan.version,
-            plan.plan,
-            services.pieces(plan, raw),
-            ticket.request_id,
-            services.forwarded(self._stream),
-            WINDOW,
-        )
+        sender.infer(ticket, services.request(self._stream, self._payer, plan, raw, ticket.request_id), WINDOW)
 
     def _refuse(self, ticket: _StreamRequest, error: ServeError) -> None:
         if ticket.plan is None:

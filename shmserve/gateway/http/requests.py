@@ -55,6 +55,7 @@ from shmserve.gateway.upstream.documents import (
     http_answer,
     query_of,
 )
+from shmserve.gateway.upstream.exchange import ask_for, model_request
 from shmserve.gateway.upstream.link import GatewayLink, Piece, partial_room
 from shmserve.gateway.upstream.receive import Allocate, ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Region, Regions
@@ -399,7 +400,7 @@ class Requests:
         caller = exchange.payer().caller
         question = query_of(exchange.head.route, arguments_of(exchange.head.route, body), self._sender.regions, caller)
         if isinstance(question, BrokerQuery):
-            self._ask(exchange, question, show)
+            ask_for(exchange, self._link, question, show)
         else:
             show(question.document)
 
@@ -420,13 +421,9 @@ class Requests:
         self._scrapes += 1
         return self._scrapes <= SCRAPES
 
-    def _ask(self, exchange: HttpExchange, query: BrokerQuery, then: Callable[[Any], None]) -> None:
-        ticket = PendingQuery(query, then, exchange.fail)
-        ask(self._link, exchange.payer(), ticket, query)
-        exchange.wait_for(ticket)
-
     def _ask_config(self, exchange: HttpExchange, then: Callable[[Any], None]) -> None:
-        self._ask(exchange, config_query(exchange.head.route.model, exchange.head.route.version), then)
+        route = exchange.head.route
+        ask_for(exchange, self._link, config_query(route.model, route.version), then)
 
     # ------------------------------------------------------------------------------------ inference
 
@@ -504,16 +501,7 @@ class Requests:
         sender, route, request_id = self._sender, exchange.head.route, plan.options.id
         ticket = _Inference(exchange, route.model, plan, sender.output_regions(plan))
         try:
-            sender.infer(
-                exchange.payer(),
-                ticket,
-                route.model,
-                route.version,
-                plan,
-                pieces,
-                request_id,
-                exchange.head.forwarded,
-            )
+            sender.infer(ticket, model_request(exchange, route.model, route.version, plan, pieces))
         except ServeError as error:
             exchange.fail(error, request_id)
             return
@@ -532,17 +520,7 @@ class Requests:
         def send(config: Any, planned: tuple[RequestPlan, list[Piece]]) -> None:
             plan, pieces = planned
             ticket = _Generation(exchange, link, route.model, plan, config, as_events)
-            self._sender.infer(
-                exchange.payer(),
-                ticket,
-                route.model,
-                route.version,
-                plan,
-                pieces,
-                plan.options.id,
-                exchange.head.forwarded,
-                WINDOW,
-            )
+            self._sender.infer(ticket, model_request(exchange, route.model, route.version, plan, pieces), WINDOW)
             exchange.wait_for(ticket, ticket.on_part)
 
         def go_on(config: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from shmserve.errors import ServeError, Unavailable
 from shmserve.gateway.kserve.plans import RequestPlan
 from shmserve.gateway.limits.turns import SlicedWork
-from shmserve.gateway.upstream.exchange import Exchange
+from shmserve.gateway.upstream.exchange import Exchange, model_request
 from shmserve.gateway.upstream.requests import Charge, PendingStream, RequestSender, withdraw
 
 _Ticket = TypeVar("_Ticket", bound=Charge)
@@ -78,12 +78,8 @@ class FanOut(Generic[_Ticket]):
             assert self._next is not None
             ticket, plan = self._next
             pieces = [b"" if spec.data is None else spec.data for spec in plan.inputs]
-            exchange = self._exchange
-            payer, forwarded = exchange.payer(), exchange.head.forwarded
             try:
-                self._sender.infer(
-                    payer, ticket, self._model, "", plan, pieces, plan.options.id, forwarded, self._window
-                )
+                self._sender.infer(ticket, model_request(self._exchange, self._model, "", plan, pieces), self._window)
             except ServeError as error:
                 if self.cancelled:
                     return

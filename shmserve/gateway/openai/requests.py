@@ -31,8 +31,8 @@ from shmserve.gateway.openai.models import MESSAGES, TOOL_CALLS, LanguageModel
 from shmserve.gateway.openai.responses import ResponsesFormat, ResponsesRequest
 from shmserve.gateway.openai.templates import WAITING_BYTES, ChatTemplates, continued_prompt, template_values
 from shmserve.gateway.upstream.documents import BrokerQuery, config_query
-from shmserve.gateway.upstream.exchange import Exchange
-from shmserve.gateway.upstream.requests import PendingQuery, RequestSender, ask
+from shmserve.gateway.upstream.exchange import Exchange, ask_for
+from shmserve.gateway.upstream.requests import RequestSender
 from shmserve.llm.tool_choice import ForcedCalls
 from shmserve.protocol.actions import Action
 
@@ -100,9 +100,7 @@ class OpenAiRequests:
             exchange.work(strings.restore(request), ask_config)
 
     def _query(self, exchange: Exchange, query: BrokerQuery, then: Callable[[Any], None]) -> None:
-        ticket = PendingQuery(query, then, exchange.fail)
-        ask(self._sender.link, exchange.payer(), ticket, query)
-        exchange.wait_for(ticket)
+        ask_for(exchange, self._sender.link, query, then)
 
     # ------------------------------------------------------------------------------------ models
 

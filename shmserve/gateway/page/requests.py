@@ -13,9 +13,8 @@ from msgspec import Struct
 from shmserve.errors import Unsupported
 from shmserve.gateway.page.feed import PageFeed, Viewer
 from shmserve.gateway.upstream.documents import BrokerQuery, error_body
-from shmserve.gateway.upstream.exchange import Exchange
+from shmserve.gateway.upstream.exchange import Exchange, ask_for
 from shmserve.gateway.upstream.link import GatewayLink
-from shmserve.gateway.upstream.requests import PendingQuery, ask
 from shmserve.protocol.actions import Action
 from shmserve.protocol.roles import OPERATE, ROLES, remove_private
 
@@ -137,6 +136,4 @@ class PageRequests:
             exchange.answer(200, [_encode(report)], _JSON, more=more)
 
         query = BrokerQuery("report", model=route.model, version=route.version)
-        ticket = PendingQuery(query, show, exchange.fail)
-        ask(self._link, exchange.payer(), ticket, query)
-        exchange.wait_for(ticket)
+        ask_for(exchange, self._link, query, show)

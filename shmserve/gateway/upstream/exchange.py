@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from shmserve.errors import ServeError
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.kserve.plans import RequestPlan
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import SlicedWork
-from shmserve.gateway.upstream.documents import Route
-from shmserve.gateway.upstream.requests import Charge
+from shmserve.gateway.upstream.documents import BrokerQuery, Route
+from shmserve.gateway.upstream.link import GatewayLink, Piece
+from shmserve.gateway.upstream.requests import Charge, ModelRequest, PendingQuery, ask
 
 JSON = b"application/json"
 
@@ -82,3 +84,16 @@ class Exchange(Protocol):
     def end_events(self, last: bytes = b"") -> None: ...
 
     def abort(self) -> None: ...
+
+
+def model_request(
+    exchange: Exchange, model: str, version: str, plan: RequestPlan, pieces: Sequence[Piece]
+) -> ModelRequest:
+    return ModelRequest(exchange.payer(), model, version, plan, pieces, plan.options.id, exchange.head.forwarded)
+
+
+def ask_for(exchange: Exchange, link: GatewayLink, query: BrokerQuery, then: Callable[[Any], None]) -> None:
+    """Sends a query. `then` gets its document; an error is the response."""
+    ticket = PendingQuery(query, then, exchange.fail)
+    ask(link, exchange.payer(), ticket, query)
+    exchange.wait_for(ticket)

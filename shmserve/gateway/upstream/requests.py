@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.errors import Internal, ServeError
@@ -185,6 +186,18 @@ class _LearningOutputs(Ticket):
         self._known.pop(self._key, None)
 
 
+class ModelRequest(Struct):
+    """A request to a model. `pieces`: the bytes of the plan's inputs. `forwarded`: headers to pass on to the model."""
+
+    payer: Payer
+    model: str
+    version: str
+    plan: RequestPlan
+    pieces: Sequence[Piece]
+    id: str
+    forwarded: dict[str, str] | None = None
+
+
 class RequestSender:
     """Sends the requests of one endpoint. HTTP and gRPC share `regions`."""
 
@@ -231,14 +244,14 @@ class RequestSender:
         """The regions that outputs are written to."""
         return {name: self.regions.find(place) for name, place in plan.places.items()} if plan.places else None
 
-    def _outputs(self, plan: RequestPlan, model: str, version: str, window: int) -> Any:
+    def _outputs(self, request: ModelRequest, window: int) -> Any:
         """The requested outputs. An output with a target region gets the part that the worker writes, if possible."""
-        parts = {}
+        parts, plan = {}, request.plan
         for name, place in plan.places.items():
             region = self.regions.find(place)
             on_gpu = isinstance(region, DeviceRegion)
             part = region.part(place) if on_gpu or not window else None
-            if part is not None and (on_gpu or self._written_by_workers(model, version)):
+            if part is not None and (on_gpu or self._written_by_workers(request.model, request.version)):
                 parts[name] = part
         outputs = plan.outputs or ()
         return {**(outputs if isinstance(outputs, Mapping) else dict.fromkeys(outputs)), **parts}
@@ -253,22 +266,15 @@ class RequestSender:
             self.link.session.ask(ticket, "config", NO_TIME, model, version or None)
         return bool(known)
 
-    def _wanted(
-        self,
-        ticket: PendingInference,
-        model: str,
-        version: str,
-        outputs: list[str],
-        again: Callable[[PendingInference], None],
-    ) -> list[str] | None:
+    def _wanted(self, ticket: PendingInference, request: ModelRequest, outputs: list[str]) -> list[str] | None:
         """The outputs to request. None if they are all outputs of the model, which most clients name: such a request is
-        encoded and checked faster, and can go straight to a worker over a lease. `again` sends the request again."""
-        key = (model, version)
+        encoded and checked faster, and can go straight to a worker over a lease."""
+        key = (request.model, request.version)
         known = self._model_outputs.get(key)
         if known is None:
             ticket.check = partial(self._learn_outputs, key)
         elif known == outputs:
-            ticket.check = partial(self._check_outputs, key, outputs, again)
+            ticket.check = partial(self._check_outputs, request, outputs)
             return None
         return outputs
 
@@ -279,52 +285,21 @@ class RequestSender:
         self.link.send_soon()
         return True
 
-    def _check_outputs(
-        self,
-        key: tuple[str, str],
-        outputs: list[str],
-        again: Callable[[PendingInference], None],
-        ticket: PendingInference,
-        reply: Reply,
-    ) -> bool:
-        """If the model's outputs differ from its configuration, outputs are named again from now on."""
+    def _check_outputs(self, request: ModelRequest, outputs: list[str], ticket: PendingInference, reply: Reply) -> bool:
+        """If the model's outputs differ from its configuration, the request is sent again, and outputs are named from
+        now on. `ticket` is an argument because a partial of the ticket that holds it would keep its memory alive."""
         if [tensor.name for tensor in reply.outputs] == outputs:
             return True
-        self._model_outputs.put(key, [])
+        self._model_outputs.put((request.model, request.version), [])
         release(ticket)
-        again(ticket)
+        self.infer(ticket, request)
         return False
 
-    def _infer_again(
-        self,
-        payer: Payer,
-        model: str,
-        version: str,
-        plan: RequestPlan,
-        pieces: Sequence[Piece],
-        request_id: str,
-        forwarded: dict[str, str] | None,
-        ticket: PendingInference,
-    ) -> None:
-        """`ticket` is the last argument, so that a partial that the ticket holds need not refer to the ticket: a cycle
-        would keep its memory alive."""
-        self.infer(payer, ticket, model, version, plan, pieces, request_id, forwarded)
-
-    def infer(
-        self,
-        payer: Payer,
-        ticket: Charge,
-        model: str,
-        version: str,
-        plan: RequestPlan,
-        pieces: Sequence[Piece],
-        request_id: str,
-        forwarded: dict[str, str] | None = None,
-        window: int = 0,
-    ) -> None:
-        """Raises the errors that the client receives, such as Unavailable if a share is exceeded. `forwarded`: headers
-        to pass on to the model."""
-        link, options = self.link, plan.options
+    def infer(self, ticket: Charge, request: ModelRequest, window: int = 0) -> None:
+        """Raises the errors that the client receives, such as Unavailable if a share is exceeded. `window`: stream
+        window; 0: the request has a single reply."""
+        link, payer, plan, pieces = self.link, request.payer, request.plan, request.pieces
+        options = plan.options
         payer.charge(ticket, sum([len(piece) for piece in pieces if not isinstance(piece, RegionPart)]))
         try:
             if plan.in_regions:
@@ -332,27 +307,26 @@ class RequestSender:
             inputs = Inputs(link.session.memory)
             for spec, piece in zip(plan.inputs, pieces, strict=True):
                 inputs.add(spec.name, spec.dtype, spec.shape, piece)
-            outputs = self._outputs(plan, model, version, window) if plan.places else plan.outputs
+            outputs = self._outputs(request, window) if plan.places else plan.outputs
             if isinstance(ticket, PendingInference):
                 ticket.check = None
                 if type(outputs) is list and options.sequence is None:
-                    again = partial(self._infer_again, payer, model, version, plan, pieces, request_id, forwarded)
-                    outputs = self._wanted(ticket, model, version, outputs, again)
-            parameters = options.parameters if forwarded is None else merged(options.parameters, forwarded)
+                    outputs = self._wanted(ticket, request, outputs)
+            parameters, forwarded = options.parameters, request.forwarded
             link.session.infer(
                 ticket,
-                model,
+                request.model,
                 inputs.encoded(),
                 NO_TIME,
                 outputs,
-                version or None,
+                request.version or None,
                 None,
                 options.priority,
                 options.sequence,
                 options.sequence_start,
                 options.sequence_end,
-                parameters,
-                request_id or None,
+                parameters if forwarded is None else merged(parameters, forwarded),
+                request.id or None,
                 window,
                 payer.token,
                 payer.name,

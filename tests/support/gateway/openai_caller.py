@@ -69,7 +69,7 @@ class OpenAiCaller:
     def answer(self, status: int, parts: list[bytes]) -> None:
         self.answered = json.loads(b"".join(parts))
 
-    def infer(self, payer: None, ticket: Any, *rest: Any) -> None:
+    def infer(self, ticket: Any, *rest: Any) -> None:
         if sum(not getattr(one, "ended", False) for one in self.tickets) >= self.room:
             raise Unavailable("full")
         ticket.payer = None

@@ -13,7 +13,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.plans import plan_of
 from shmserve.gateway.upstream.link import RETURN_BYTES, GatewayLink
 from shmserve.gateway.upstream.regions import Regions
-from shmserve.gateway.upstream.requests import PendingInference, RequestSender
+from shmserve.gateway.upstream.requests import ModelRequest, PendingInference, RequestSender
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Answer, Ask, ClientMessage, Fail, Handle, Infer, Ping, Reply, Return, Tensor
 from shmserve.session.ticket import Ticket
@@ -174,7 +174,7 @@ class Gateway:
         ticket = Inference()
         self.tickets.append(ticket)
         pieces = [spec.data or b"" for spec in plan.inputs]
-        self._sender.infer(self._payer, ticket, "m", "", plan, pieces, "")
+        self._sender.infer(ticket, ModelRequest(self._payer, "m", "", plan, pieces, ""))
         message: Infer = self.sent(Infer)
         self.reply(Reply(message.request, 1, tuple([Tensor(name, "FP32", (1,), b"1234") for name in replied])))
         return None if message.outputs is None else [output.name for output in message.outputs], ticket.answer

@@ -21,7 +21,7 @@ from shmserve.gateway.kserve.plans import RegionSlice, RequestOptions, RequestPl
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.upstream.device_regions import DeviceOrder
 from shmserve.gateway.upstream.regions import Region, Regions, Registration
-from shmserve.gateway.upstream.requests import PendingCall, RequestSender
+from shmserve.gateway.upstream.requests import ModelRequest, PendingCall, RequestSender
 from shmserve.protocol.messages import INLINE_BYTES, Handle
 from shmserve.session.memory import SessionMemory
 from shmserve.shm.extents.cuda import parts_of
@@ -180,8 +180,8 @@ def test_the_configuration_is_queried_only_if_a_worker_could_write_there(
     plan = RequestPlan((), 0, RequestOptions(), ["y"], places={"y": RegionSlice("r", 0, size)})
     sender = RequestSender(link, regions)
     payer = Shares().connect("127.0.0.1").payer("")
-    sender.infer(payer, PendingCall(), "m", "", plan, [], "", window=window)
-    sender.infer(payer, PendingCall(), "m", "", plan, [], "", window=window)
+    sender.infer(PendingCall(), ModelRequest(payer, "m", "", plan, [], ""), window)
+    sender.infer(PendingCall(), ModelRequest(payer, "m", "", plan, [], ""), window)
     assert questions == asked
     mapped.close()
 

@@ -328,7 +328,7 @@ def planned(client: OpenAiCaller, size: int, **more: Any) -> list[RequestPlan]:
         return specs
 
     sender: Any = client
-    sender.infer = lambda payer, ticket, model, version, plan, *rest: plans.append(plan)
+    sender.infer = lambda ticket, request, window: plans.append(request.plan)
     client.link.shares = Shares()
     sender.placed_tensors = placed
     document = {"model": "m", "prompt": ["a", "b", "c"], "n": 2, "sampling_parameters": {"x": "y" * size}, **more}
