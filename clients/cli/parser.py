@@ -50,6 +50,7 @@ USUAL = (
     ),
     (
         ("infer", "send a request and print the outputs"),
+        ("chat", "chat with a language model"),
         ("bench", "put load on a model; throughput and latency"),
         ("tune", "find the settings that hold a latency target"),
     ),
@@ -92,6 +93,7 @@ def parser() -> CommandParser:
         operate.add_traffic,
         operate.add_drain,
         infer.add_infer,
+        infer.add_chat,
         infer.add_run,
         measure.add_bench,
         observe.add_stats,

@@ -1,4 +1,4 @@
-"""Arguments of the commands that send requests: infer, run, demo."""
+"""Arguments of the commands that send requests: infer, chat, run, demo."""
 
 from __future__ import annotations
 
@@ -41,6 +41,26 @@ def add_infer(commands: Any) -> None:
     )
     add_version(command)
     add_json(command)
+
+
+def add_chat(commands: Any) -> None:
+    examples = """  shmserve chat qwen
+  shmserve chat qwen "What is a tensor?" --max-tokens 200
+  git diff | shmserve chat qwen --system "Write a commit message for this change."
+  shmserve chat qwen --url https://models.example.com --token-file token
+"""
+    about = "chat with a language model in the terminal"
+    command = add_command(commands, "chat", "chat", about, examples)
+    add_model(command)
+    add = command.add_argument
+    add("prompt", metavar="MESSAGE", nargs="*", help="print the answer to this message, and end")
+    add("--system", metavar="TEXT", help="the system prompt")
+    add("--max-tokens", metavar="N", type=at_least_1, help="maximum length of an answer")
+    add("--temperature", metavar="T", type=float, help="0: always the most probable token (default: the model's)")
+    rare(add("--seed", metavar="N", type=at_least_0, help="seed, for reproducible answers"))
+    text = "HTTP endpoint of the server, or of any other that is OpenAI-compatible (default: http://localhost:8000)"
+    add("--url", metavar="URL", default="http://localhost:8000", help=text)
+    rare(add("--token-file", metavar="FILE", type=Path, help="a file with the token to send"))
 
 
 def _add_inputs(command: argparse.ArgumentParser) -> None:

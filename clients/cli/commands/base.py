@@ -98,6 +98,8 @@ def _near(name: str, args: argparse.Namespace) -> str:
     models."""
     from difflib import get_close_matches
 
+    if not hasattr(args, "runtime_dir"):  # the command uses HTTP
+        return ""
     try:
         with make_client(args, NAMES_S) as client:
             names = {entry["name"] for entry in client.models()}

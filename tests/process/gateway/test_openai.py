@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import pty
+import select
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +16,7 @@ from typing import Any
 import pytest
 
 from shmserve.testing import Server
+from tests.process.cli.commands import COMMAND, run
 from tests.support.gateway.language_models import LanguageModels, openai_client, write_language_models
 from tests.support.gateway.running_gateway import Gateway, model, open_gate
 from tests.support.living import until
@@ -286,3 +292,60 @@ def test_connection_shares_restrictions_and_forwarded_headers(server: Server) ->
         text = client.completions.create(model="bare", prompt="PARAMETERS").choices[0].text
         assert json.loads(text)["x-tenant"] == "me"
     gateway.stop()
+
+
+# ---------------------------------------------------------------------------------------- shmserve chat
+
+
+def test_chat_prints_one_answer(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"http://127.0.0.1:{gateway.http}"
+    assert run("chat", "talk", "one", "two", "--url", url) == (0, "one two\n", "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    assert run("chat", "talk", "--url", url) == (0, "from a pipe\n", "")
+    code, _, err = run("chat", "nothing", "a", "--url", url)
+    assert (code, err) == (
+        1,
+        "shmserve chat: Request for unknown model: 'nothing' is not found; `shmserve models` lists the models\n",
+    )
+    code, _, err = run("chat", "talk", "a", "--url", "http://127.0.0.1:1")
+    assert code == 1
+    assert "no answer from http://127.0.0.1:1" in err
+
+
+def test_chat_remembers_the_conversation_and_stops_answers(gateway: Gateway, files: LanguageModels) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(
+            sys.executable, [*COMMAND, "chat", "talk", "--system", "S", "--url", f"http://127.0.0.1:{gateway.http}"]
+        )
+    said = b""
+
+    def shown(expected: bytes) -> bytes:
+        nonlocal said
+        while expected not in said:
+            assert select.select([terminal], [], [], 60)[0], said
+            said += os.read(terminal, 4096)
+        before, said = said.split(expected, 1)
+        return before
+
+    shown(b"> ")
+    os.write(terminal, b"one two\n")
+    assert b"one two" in shown(b"the first after")
+    shown(b"> ")
+    os.write(terminal, b"FOREVER again\n")
+    shown(b"again again again")
+    os.write(terminal, b"\x03")
+    shown(b"(stopped)")
+    shown(b"> ")
+    os.write(terminal, b"DOCUMENT\n")
+    document = shown(b"the first after").replace(b"\r\n", b"")
+    for text in (b'"S"', b'"one two"', b'"FOREVER again"', b"again again again"):
+        assert text in document, document
+    shown(b"> ")
+    os.write(terminal, b"/clear\nDOCUMENT\n")
+    shown(b"DOCUMENT")
+    assert b"FOREVER" not in shown(b"the first after")
+    shown(b"> ")
+    os.write(terminal, b"\x04")
+    assert os.waitpid(child, 0) == (child, 0)
+    os.close(terminal)
