@@ -50,13 +50,25 @@ USUAL = (
     ),
     (
         ("infer", "send a request and print the outputs"),
-        ("chat", "chat with a language model"),
         ("bench", "put load on a model; throughput and latency"),
         ("tune", "find the settings that hold a latency target"),
     ),
 )
 """The commands of the short help, in groups."""
-OTHERS = ("build", "completion", "demo", "doctor", "drain", "gateway", "keygen", "plan", "trace", "traffic", "version")
+OTHERS = (
+    "build",
+    "chat",
+    "completion",
+    "demo",
+    "doctor",
+    "drain",
+    "gateway",
+    "keygen",
+    "plan",
+    "trace",
+    "traffic",
+    "version",
+)
 """The other commands, which the short help only names."""
 
 
