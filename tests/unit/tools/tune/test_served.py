@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine
-from time import monotonic_ns
 from typing import Any
 
 import pytest
@@ -13,9 +12,10 @@ from msgspec.structs import replace
 
 from shmserve.errors import ConnectionLost, ModelFailed, QueueTimeout, ServeError, Unavailable
 from shmserve.repo.config.schema import ModelConfig
-from shmserve.tools.load.generation.sending import Sender, Timer
+from shmserve.tools.load.generation.sending import Sender
 from shmserve.tools.load.plan import SECOND, Open
 from shmserve.tools.load.targets.base import Part
+from shmserve.tools.tune import served
 from shmserve.tools.tune.bench import Observation
 from shmserve.tools.tune.confirm import Confirmation, Confirmed, RatePoint
 from shmserve.tools.tune.goal import Goal
@@ -55,30 +55,49 @@ class ScriptedSlot:
         raise NotImplementedError
 
 
-def observed(slot: ScriptedSlot, load: Callable[[Sender], Coroutine[Any, Any, Observation]]) -> Observation:
+class FakeTime:
+    """A clock that a pause of this process does not advance."""
+
+    def __init__(self) -> None:
+        self.now = SECOND
+
+    def read(self) -> int:
+        self.now += 1
+        return self.now
+
+    async def until(self, at: int) -> None:
+        self.now = max(self.now, at)
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    fake = FakeTime()
+    monkeypatch.setattr(served, "monotonic_ns", fake.read)
+    return fake
+
+
+def observed(
+    slot: ScriptedSlot, load: Callable[[Sender], Coroutine[Any, Any, Observation]], clock: FakeTime
+) -> Observation:
     async def opened_slot() -> ScriptedSlot:
         return slot
 
     async def run() -> Observation:
-        timer = Timer()
-        try:
-            sender = Sender([{}], opened_slot, monotonic_ns, timer.until)
-            return await asyncio.wait_for(load(sender), 60)
-        finally:
-            timer.close()
+        return await asyncio.wait_for(load(Sender([{}], opened_slot, clock.read, clock.until)), 60)
 
     return asyncio.run(run())
 
 
-def test_loads_end_before_and_when_the_server_refuses_requests() -> None:
+def test_loads_end_before_and_when_the_server_refuses_requests(clock: FakeTime) -> None:
     """Too many requests in flight mean that the server is overloaded, not that requests fail."""
     silent = ScriptedSlot(lambda number: None, answers=False)
-    found = observed(silent, lambda sender: opened(sender, Open(1e6), 1.0, 1000.0 * SECOND))
+    found = observed(silent, lambda sender: opened(sender, Open(1e6), 1.0, 1000.0 * SECOND), clock)
     assert found.overloaded
     assert (found.failed, found.p99_ns) == (0, math.inf)
     assert silent.sent == MAX_IN_FLIGHT - 1
     full = ScriptedSlot(lambda number: Unavailable("Exceeds maximum queue size"))
-    found = observed(full, lambda sender: closed(sender, 4, 1000.0))
+    found = observed(full, lambda sender: closed(sender, 4, 1000.0), clock)
     assert found.refused >= 4
     assert found.failed == 0
 
@@ -170,11 +189,11 @@ def test_a_candidate_is_given_up_after_two_failures() -> None:
     ],
 )
 def test_refused_requests_miss_the_target(
-    error: ServeError, every: int, failed: bool, refused: bool, holds: bool | None
+    error: ServeError, every: int, failed: bool, refused: bool, holds: bool | None, clock: FakeTime
 ) -> None:
     """They do not count as failures of the model, and do not end a measurement."""
     slot = ScriptedSlot(lambda number: None if number % every else error)
-    found = observed(slot, lambda sender: opened(sender, Open(1e5), 0.01, 1000.0 * SECOND))
+    found = observed(slot, lambda sender: opened(sender, Open(1e5), 0.01, 1000.0 * SECOND), clock)
     assert (found.failed > 0, found.refused > 0) == (failed, refused)
     assert (found.error, found.refusal) == ((str(error), "") if failed else ("", str(error)))
     if holds is not None:
