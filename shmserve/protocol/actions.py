@@ -81,6 +81,10 @@ class Action(str, Enum):
         http=("POST /v1/messages",), groups=("inference",), changes=True, takes="Messages", gives="Message")
     EMBEDDINGS = Row("embeddings", _INFER, "OpenAI-compatible: embeddings",
         http=("POST /v1/embeddings",), groups=("inference",), changes=True, takes="TextsToEmbed", gives="EmbeddingList")
+    TOKENIZE = Row("tokenize", _INFER, "vLLM-compatible: the tokens of a prompt or a chat",
+        http=("POST /tokenize",), groups=("inference",), changes=True, takes="TextToTokenize", gives="Tokens")
+    DETOKENIZE = Row("detokenize", _INFER, "vLLM-compatible: the text of tokens",
+        http=("POST /detokenize",), groups=("inference",), changes=True, takes="TokensToText", gives="Prompt")
     LIVE = Row("live", _ANY, "Liveness", query="live",
         http=("GET /v2/health/live",), grpc=("ServerLive",), groups=("health",))
     READY = Row("ready", _ANY, "Readiness", query="ready",

@@ -36,7 +36,7 @@ def _paths() -> list[Path]:
 
 
 def _kind(template: str) -> str:
-    if template.startswith("/v1/"):
+    if template.startswith(("/v1/", "/tokenize", "/detokenize")):
         return OPENAI
     memory = re.match("/v2/(system|cuda)sharedmemory/", template)
     return memory[1] if memory else ""

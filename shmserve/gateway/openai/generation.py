@@ -236,8 +236,8 @@ def _total(usages: list[Usage], apart: int) -> Usage:
     prompts = [usage.prompt for usage in usages if usage.prompt is not None]
     completions = [usage.completion for usage in usages if usage.completion is not None]
     if len(prompts) < len(usages) or len(completions) < len(usages):
-        return Usage()
-    return Usage(sum(prompts) // apart, sum(completions))
+        return Usage(context=usages[0].context)
+    return Usage(sum(prompts) // apart, sum(completions), usages[0].context)
 
 
 def _nothing(_: None) -> None: ...

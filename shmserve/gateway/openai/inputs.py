@@ -16,7 +16,7 @@ from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import ChatRequest, Sampling
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.models import MESSAGES, PROMPT, SAMPLING, TOKENS, TOOL_CALLS, LanguageModel
+from shmserve.gateway.openai.models import MESSAGES, PROMPT, SAMPLING, TASK, TOKENS, TOOL_CALLS, LanguageModel
 from shmserve.llm.tool_choice import ForcedCalls
 
 DEFAULT_MAX_TOKENS = "default_max_tokens"
@@ -191,6 +191,13 @@ def _with_seed(text: bytes, seed: int) -> bytes:
 def flag_tensors(model: LanguageModel, wanted: list[str]) -> list[InputPlan]:
     """BOOL inputs to set if the model has them."""
     return [model.inputs[name].plan(_TRUE) for name in wanted if name in model.inputs]
+
+
+def task_tensor(model: LanguageModel, task: str) -> InputPlan:
+    """Has the model do something else with its prompt than to continue it."""
+    if TASK not in model.inputs:
+        raise InvalidRequest(f"model '{model.name[:80]}' cannot {task}: it has no input '{TASK}'")
+    return text_tensor(model, TASK, task.encode())
 
 
 def wanted_flags(model: LanguageModel, stream: bool, usage: bool, logprobs: bool) -> list[str]:

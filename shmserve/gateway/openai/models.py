@@ -11,6 +11,7 @@ from shmserve.errors import InvalidRequest, NotFound
 from shmserve.gateway.kserve.plans import InputPlan, tensor_type
 
 PROMPT, MESSAGES, TOKENS, SAMPLING = "text_input", "messages", "prompt_token_ids", "sampling_parameters"
+TASK = "task"
 TEXT, TOOL_CALLS, INPUT_TOKENS = "text_output", "tool_calls", "num_input_tokens"
 _FLOATS = ("FP32", "FP16", "BF16", "FP64")
 _EMBEDDING_PARAMETERS = frozenset({"embedding_input", "embedding_output"})

@@ -19,7 +19,7 @@ from shmserve.gateway.kserve.plans import InputPlan, RequestPlan
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import ShareExceeded
 from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES
-from shmserve.gateway.openai import bodies, inputs, messages, models, responses
+from shmserve.gateway.openai import bodies, inputs, messages, models, responses, tokens
 from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling
 from shmserve.gateway.openai.embeddings import Embeddings
 from shmserve.gateway.openai.errors import BadParameter
@@ -30,6 +30,7 @@ from shmserve.gateway.openai.messages import MessagesFormat
 from shmserve.gateway.openai.models import MESSAGES, TOOL_CALLS, LanguageModel
 from shmserve.gateway.openai.responses import ResponsesFormat, ResponsesRequest
 from shmserve.gateway.openai.templates import WAITING_BYTES, ChatTemplates, continued_prompt, template_values
+from shmserve.gateway.openai.tokens import PROMPT_BYTES, DetokenizeFormat, TokenizeFormat
 from shmserve.gateway.upstream.documents import BrokerQuery, config_query
 from shmserve.gateway.upstream.exchange import Exchange, ask_for
 from shmserve.gateway.upstream.requests import RequestSender
@@ -84,6 +85,14 @@ class OpenAiRequests:
                 given, request = responses.request_of(text)
                 shown = given if strings is None else responses.without_long_strings(given)
                 go_on = partial(self._chat, exchange, request, strings, partial(self._responses_format, shown))
+            case Action.TOKENIZE:
+                request = tokens.tokenize_request(text)
+                response: ResponseFormat = TokenizeFormat(request.model)
+                go_on = partial(self._convert, exchange, request, strings, "tokenize", response)
+            case Action.DETOKENIZE:
+                request = tokens.detokenize_request(text)
+                response = DetokenizeFormat(request.model)
+                go_on = partial(self._convert, exchange, request, strings, "detokenize", response)
             case _:
                 request = embedding = bodies.embedding(text)
                 go_on = partial(self._embed, exchange, embedding)
@@ -170,16 +179,27 @@ class OpenAiRequests:
                 exchange, model, request, iter([tensors]), size, [None], response, response.top, response.id, forced
             )
 
+        self._make_chat(exchange, model, request, strings, generate)
+
+    def _make_chat(
+        self,
+        exchange: Exchange,
+        model: LanguageModel,
+        request: ChatRequest,
+        strings: CutStrings | None,
+        then: Callable[[list[InputPlan]], None],
+    ) -> None:
+        """`then` gets the tensors of the prompt."""
         if MESSAGES not in model.inputs:
-            render = partial(self._render, exchange, model, request, generate)
+            render = partial(self._render, exchange, model, request, then)
             if strings is None:
                 render()
             else:
                 exchange.work(strings.restore(request), render)
         elif strings is None:
-            generate(inputs.chat_tensors(model, request))
+            then(inputs.chat_tensors(model, request))
         else:
-            exchange.work(inputs.large_chat_tensors(model, request, strings), generate)
+            exchange.work(inputs.large_chat_tensors(model, request, strings), then)
 
     def _chat_format(
         self, request: ChatRequest, number: str, forced: ForcedCalls | None, reads_calls: bool
@@ -274,6 +294,33 @@ class OpenAiRequests:
                     copied = 0
                     yield None
                 yield RequestPlan((*tensors, *own, *flags), 0, sampling.options(number))
+
+    def _convert(
+        self,
+        exchange: Exchange,
+        request: CompletionRequest | ChatRequest,
+        strings: CutStrings | None,
+        task: str,
+        response: ResponseFormat,
+        config: Any,
+    ) -> None:
+        """Has the model convert the prompt between text and tokens."""
+        model = models.language_model(request.model, config)
+        flags = [inputs.task_tensor(model, task)]
+
+        def convert(prompt: list[InputPlan]) -> None:
+            size = sum([spec.size for spec in prompt])
+            if size > PROMPT_BYTES:
+                raise InvalidRequest(f"the prompt has {size} bytes; the limit to {task} is {PROMPT_BYTES}")
+            _hold(exchange, 1, size, 0)
+            unset = SamplingInputs(model, {}, bodies.request_options("", request), 1)
+            generation = Generation(exchange, self._sender, model.name, response, False)
+            generation.begin(self._plans(iter([prompt]), unset, flags, 1), [None], 1)
+
+        if isinstance(request, ChatRequest):
+            self._make_chat(exchange, model, request, strings, convert)
+        else:
+            convert(next(inputs.Prompts(model, request).tensors()))
 
     # ------------------------------------------------------------------------------------ embeddings
 

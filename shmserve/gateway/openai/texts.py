@@ -52,6 +52,8 @@ class Usage(Struct):
 
     prompt: int | None = None
     completion: int | None = None
+    context: int | None = None
+    """Maximum number of tokens of a prompt and its continuation."""
 
 
 class PartReader:
@@ -147,6 +149,8 @@ class PartReader:
                     choices[0].ids = self._numbers(name, tensor)
                 case models.INPUT_TOKENS:
                     self.usage.prompt = sum(self._numbers(name, tensor))
+                case "max_model_len":
+                    self.usage.context = sum(self._numbers(name, tensor))
                 case "num_output_tokens":
                     self.usage.completion = (self.usage.completion or 0) + sum(self._numbers(name, tensor))
         return choices

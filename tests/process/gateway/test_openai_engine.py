@@ -148,6 +148,49 @@ def test_the_last_message_is_continued(client: Any) -> None:
     assert answer == client.completions.create(prompt=f"{RENDERED}Be", **SAMPLING).choices[0].text
 
 
+# ---------------------------------------------------------------------------------------- tokens
+
+
+def post(client: Any, path: str, **body: Any) -> Any:
+    """Calls an endpoint that OpenAI's client does not know."""
+    root = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
+    return root.post(path, cast_to=object, body={"model": "text", **body})
+
+
+def test_tokens_of_a_prompt_are_those_that_the_model_sees(client: Any, expected: list[str]) -> None:
+    for prompt, text in zip(PROMPTS, expected, strict=False):
+        found = post(client, "/tokenize", prompt=prompt)
+        assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 512)
+        given = client.completions.create(prompt=found["tokens"], **SAMPLING)
+        assert (given.choices[0].text, given.usage.prompt_tokens) == (text, found["count"])
+        assert post(client, "/detokenize", tokens=found["tokens"])["prompt"] == f"<s> {prompt}"
+    chat = post(client, "/tokenize", messages=CHAT)
+    assert chat == post(client, "/tokenize", prompt=RENDERED)
+    assert chat["count"] == client.chat.completions.create(messages=CHAT, **SAMPLING).usage.prompt_tokens
+
+
+def test_a_large_prompt_is_tokenized(client: Any) -> None:
+    text = "abc" * 100_000
+    assert post(client, "/tokenize", prompt=text)["count"] == 2 + len(text)
+    with pytest.raises(openai.BadRequestError, match="the limit to tokenize is 1048576"):
+        post(client, "/tokenize", prompt=4 * text)
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "text"),
+    [
+        ("/tokenize", {}, "either 'prompt' or 'messages' is required"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": False}, "supported as true for a prompt"),
+        ("/tokenize", {"prompt": "a", "tokens": []}, "Unrecognized request argument supplied: tokens"),
+        ("/detokenize", {"tokens": []}, "Invalid value for 'tokens'"),
+        ("/detokenize", {"tokens": [1 << 30]}, "llama.cpp: "),
+    ],
+)
+def test_refused_conversions(client: Any, path: str, given: Any, text: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=text):
+        post(client, path, **given)
+
+
 def flat(choice: Any) -> Any:
     return choice if isinstance(choice, str) else {"type": "function", "name": choice["function"]["name"]}
 

@@ -8,7 +8,9 @@ bounded by the context length, and the slot is free once the text has ended.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -18,6 +20,7 @@ from shmserve.repo.config.schema import ModelInput, ModelOutput, ModelTransactio
 from shmserve.workers.backends.base import Context, SeparateBackend
 from shmserve.workers.backends.language_metrics import LanguageMetrics
 from shmserve.workers.backends.llamacpp import requests
+from shmserve.workers.backends.llamacpp.conversions import TASK, Detokenization, Tokenization, conversion_of
 from shmserve.workers.backends.llamacpp.engine import Engine
 from shmserve.workers.backends.llamacpp.replies import Reply, piece_of
 from shmserve.workers.backends.llamacpp.requests import Generation, generation_of
@@ -38,6 +41,7 @@ INPUTS = (
     ModelInput(name=requests.TOKENS, data_type="TYPE_UINT32", dims=(-1,), optional=True),
     ModelInput(name=requests.MESSAGES, data_type="TYPE_STRING", dims=(1,), optional=True),
     ModelInput(name=requests.SAMPLING, data_type="TYPE_STRING", dims=(1,), optional=True),
+    ModelInput(name=TASK, data_type="TYPE_STRING", dims=(1,), optional=True),
     *(
         ModelInput(name=name, data_type="TYPE_BOOL", dims=(1,), optional=True)
         for name in (requests.STREAM, requests.EXCLUDE, *requests.RETURNED)
@@ -52,7 +56,11 @@ OUTPUTS = (
     ModelOutput(name="token_ids", data_type="TYPE_STRING", dims=(-1,)),
     ModelOutput(name="num_input_tokens", data_type="TYPE_UINT32", dims=(1,)),
     ModelOutput(name="num_output_tokens", data_type="TYPE_UINT32", dims=(-1,)),
+    ModelOutput(name="max_model_len", data_type="TYPE_UINT32", dims=(1,)),
 )
+
+
+_Run = Callable[["ResponseSender"], Exception | None]
 
 
 class LlamaCpp(SeparateBackend):
@@ -129,24 +137,33 @@ class LlamaCpp(SeparateBackend):
         stream = host.begin(work)
         parameters = work.options.parameters if work.options is not None else {}
         try:
-            generation = generation_of(dict(zip(self._names, request.arrays, strict=True)), parameters, self._settings)
-            self._take_slots(generation.count, stream)
+            inputs = dict(zip(self._names, request.arrays, strict=True))
+            run, count = self._plan(inputs, parameters)
+            self._take_slots(count, stream)
         except Exception as error:
             host.fail(stream, self._failure(error))
             return stream
         if stream.over or stream.cancelled:
-            self._free += generation.count
+            self._free += count
             host.fail(stream, CANCELLED)
             return stream
-        thread = threading.Thread(target=self._run, args=(generation, stream), name="sequence", daemon=True)
+        thread = threading.Thread(target=self._run, args=(run, count, stream), name="sequence", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # the thread limit was reached
-            self._free += generation.count
+            self._free += count
             host.fail(stream, self._failure(error))
             return stream
         self._threads.add(thread)
         return stream
+
+    def _plan(self, inputs: dict[str, Any], parameters: Mapping[str, Any]) -> tuple[_Run, int]:
+        """What the thread of a request runs, which returns the error, and the number of slots that this occupies."""
+        conversion = conversion_of(inputs)
+        if conversion is not None:
+            return partial(self._convert, conversion), 1
+        generation = generation_of(inputs, parameters, self._settings)
+        return partial(self._generate, generation), generation.count
 
     def _take_slots(self, count: int, stream: ResponseSender) -> None:
         if self._free < count and not stream.cancelled:
@@ -159,7 +176,20 @@ class LlamaCpp(SeparateBackend):
 
     # ------------------------------------------------------------------------------------ in the thread of a request
 
-    def _run(self, generation: Generation, stream: ResponseSender) -> None:
+    def _run(self, run: _Run, count: int, stream: ResponseSender) -> None:
+        host, error = self.streams, run(stream)
+        try:
+            if error is not None:
+                host.fail_all([stream], self._failure(error))
+            elif not stream.final and not stream.over:
+                host.send(stream, None, True)
+        finally:
+            with host.turn:
+                self._free += count
+                self._threads.discard(threading.current_thread())
+            host.wake()
+
+    def _generate(self, generation: Generation, stream: ResponseSender) -> Exception | None:
         assert self._engine is not None
         replying = _Replying(generation, stream, self.streams, self._outputs)
         if self._metrics is not None:
@@ -169,18 +199,18 @@ class LlamaCpp(SeparateBackend):
             error = replying.error
         except Exception as raised:
             error = replying.error or raised
-        host = self.streams
         replying.ended(CANCELLED.code if stream.cancelled else "" if error is None else "error")
+        return error
+
+    def _convert(self, conversion: Tokenization | Detokenization, stream: ResponseSender) -> Exception | None:
+        assert self._engine is not None
         try:
-            if error is not None:
-                host.fail_all([stream], self._failure(error))
-            elif not stream.final and not stream.over:
-                host.send(stream, None, True)
-        finally:
-            with host.turn:
-                self._free += generation.count
-                self._threads.discard(threading.current_thread())
-            host.wake()
+            outputs = conversion.outputs(self._engine, self._settings)
+            response = Response([pair for pair in outputs if pair[0] in self._outputs])
+            self.streams.send_soon(stream, response, True, None)
+        except Exception as error:
+            return error
+        return None
 
     def _failure(self, error: Exception) -> Failure:
         return failure_of(error, self.context.instance, str(self.context.folder), log_traceback)

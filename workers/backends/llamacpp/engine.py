@@ -1,18 +1,25 @@
 """llama.cpp in this process: a thread of the engine runs all sequences as one batch, which sequences can join and leave
 at every step.
 
-The package's interface also starts an HTTP server. It listens on a socket in a private directory, which is removed
-before the first request, so that nothing can reach it.
+The package's interface also starts an HTTP server, which alone can tokenize. It listens on a socket in a private
+directory, which is removed before the first request. From then on, the socket can only be reached through a descriptor
+of this process, and requests need a random key.
 """
 
 from __future__ import annotations
 
+import http.client
 import os
 import secrets
+import socket
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.workers.process.log import log_message
@@ -27,6 +34,27 @@ import xllamacpp
 
 _SILENT, _ERRORS = 0, 1
 """Log levels of the engine."""
+_Answer = TypeVar("_Answer", bound=Struct)
+
+
+class _Prompt(Struct):
+    prompt: str
+
+
+class _Tokens(Struct):
+    tokens: list[int]
+
+
+class _Text(Struct):
+    content: str
+
+
+class _Problem(Struct):
+    message: str
+
+
+class _Refusal(Struct):
+    error: _Problem
 
 
 class Engine:
@@ -34,13 +62,14 @@ class Engine:
 
     def __init__(self, settings: Settings) -> None:
         """Raises ModelFailed if the model cannot be loaded."""
+        self._key = secrets.token_hex(32)
         try:
-            self._server = _started(settings, _SILENT)
+            self._server, self._socket = _started(settings, self._key, _SILENT)
         except RuntimeError:
             # Load again with logging, because the engine only logs the reason.
             log_message(f"llama.cpp cannot load {settings.file.name}")
             try:
-                self._server = _started(settings, _ERRORS)
+                self._server, self._socket = _started(settings, self._key, _ERRORS)
             except RuntimeError as error:
                 raise ModelFailed(
                     f"llama.cpp cannot load {settings.file.name}; the log of the server has its messages"
@@ -57,17 +86,53 @@ class Engine:
         except (RuntimeError, ValueError) as error:
             raise InvalidRequest(" ".join(str(error).split())) from error
 
+    def prompt(self, chat: bytes) -> str:
+        """The prompt of a chat."""
+        return self._post("/apply-template", chat, _Prompt).prompt
+
+    def tokens(self, prompt: str) -> list[int]:
+        """The tokens that the model sees."""
+        return self._post("/tokenize", msgspec.json.encode({"content": prompt, "add_special": True}), _Tokens).tokens
+
+    def text(self, tokens: list[int]) -> str:
+        return self._post("/detokenize", msgspec.json.encode({"tokens": tokens}), _Text).content
+
+    def _post(self, path: str, body: bytes, kind: type[_Answer]) -> _Answer:
+        with closing(_Connection(self._socket)) as connection:
+            connection.request("POST", path, body, {"Authorization": f"Bearer {self._key}"})
+            response = connection.getresponse()
+            text = response.read()
+        if response.status != http.client.OK:
+            raise InvalidRequest(f"llama.cpp: {msgspec.json.decode(text, type=_Refusal).error.message}")
+        return msgspec.json.decode(text, type=kind)
+
     def close(self) -> None:
         """Ends the engine's thread and frees the model."""
         self._server = None
+        os.close(self._socket)
 
 
-def _started(settings: Settings, verbosity: int) -> Any:
+class _Connection(http.client.HTTPConnection):
+    """A connection to the engine's socket, through its descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__("localhost")
+        self._descriptor = descriptor
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(f"/proc/self/fd/{self._descriptor}")
+
+
+def _started(settings: Settings, key: str, verbosity: int) -> tuple[Any, int]:
+    """The server, and a descriptor of its socket."""
     with tempfile.TemporaryDirectory(prefix="llamacpp-") as folder:
-        return xllamacpp.Server(_parameters(settings, Path(folder) / "http.sock", verbosity))
+        path = Path(folder) / "http.sock"
+        server = xllamacpp.Server(_parameters(settings, path, key, verbosity))
+        return server, os.open(path, os.O_PATH | os.O_CLOEXEC)
 
 
-def _parameters(settings: Settings, socket: Path, verbosity: int) -> Any:
+def _parameters(settings: Settings, path: Path, key: str, verbosity: int) -> Any:
     found = xllamacpp.CommonParams()
     found.model.path = str(settings.file)
     found.n_parallel = settings.slots
@@ -86,8 +151,8 @@ def _parameters(settings: Settings, socket: Path, verbosity: int) -> Any:
     found.use_jinja = True
     if settings.chat_template:
         found.chat_template = settings.chat_template
-    found.hostnames = [str(socket)]
-    found.api_keys = [secrets.token_hex(32)]
+    found.hostnames = [str(path)]
+    found.api_keys = [key]
     found.n_threads_http = 1
     found.ui = False
     found.endpoint_slots = False

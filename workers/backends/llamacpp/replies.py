@@ -204,9 +204,9 @@ class Reply:
         """The outputs of a response, with all unsent output."""
         returned, texts = self._generation.returned, self._texts
         prefix = self._generation.prefix
-        found = [("text_output", _strings([prefix + "".join(text.parts) for text in texts]))]
+        found = [("text_output", strings([prefix + "".join(text.parts) for text in texts]))]
         if any(text.calls for text in texts):
-            found.append(("tool_calls", _strings([_encode(text.calls) for text in texts])))
+            found.append(("tool_calls", strings([_encode(text.calls) for text in texts])))
         found += [(name, self._optional(name)) for name in returned]
         for text in texts:
             text.clear()
@@ -216,20 +216,20 @@ class Reply:
         texts = self._texts
         match name:
             case "finish_reason":
-                return _strings([text.finish for text in texts])
+                return strings([text.finish for text in texts])
             case "cumulative_logprob":
                 return np.array([text.cumulative for text in texts], np.float32)
             case "logprobs":
-                return _strings([_encode(text.scores) for text in texts])
+                return strings([_encode(text.scores) for text in texts])
             case "token_ids":
-                return _strings([_encode(text.ids) for text in texts])
+                return strings([_encode(text.ids) for text in texts])
             case "num_input_tokens":
                 return np.array([self._prompt_tokens], np.uint32)
             case _:
                 return np.array([text.tokens for text in texts], np.uint32)
 
 
-def _strings(values: list[Any]) -> Array:
+def strings(values: list[Any]) -> Array:
     array = np.empty(len(values), np.object_)
     array[:] = values
     return array

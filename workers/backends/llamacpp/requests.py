@@ -82,14 +82,14 @@ def generation_of(inputs: Mapping[str, Any], parameters: Mapping[str, Any], sett
     scored = not _SCORED.isdisjoint(returned)
     prefix, forced = "", None
     if messages is not None:
-        chat_body, forced = _chat(_text(messages, MESSAGES))
+        chat_body, forced = chat_in(text_in(messages, MESSAGES))
         body |= {**chat_body, "reasoning_format": "none"}
         body |= {"logprobs": True, "top_logprobs": max(1, top)} if scored else {}
     else:
         if tokens is not None and tokens.size:
             body["prompt"] = tokens.tolist()
         else:
-            body["prompt"] = _text(inputs[PROMPT], PROMPT)
+            body["prompt"] = text_in(inputs[PROMPT], PROMPT)
             prefix = _prefix(inputs, parameters, stream, body["prompt"])
         body |= {"logprobs": max(1, top)} if scored else {}
         if not body["prompt"]:
@@ -107,7 +107,7 @@ def generation_of(inputs: Mapping[str, Any], parameters: Mapping[str, Any], sett
 
 def _sampling(given: Any, parameters: Mapping[str, Any]) -> Sampling:
     if given is not None:
-        return sampling_in(_text(given, SAMPLING))
+        return sampling_in(text_in(given, SAMPLING))
     own = {name: value for name, value in parameters.items() if name not in _OWN and not name.startswith(_RESERVED)}
     return sampling_of(own, "parameters of the request") if own else Sampling()
 
@@ -128,7 +128,7 @@ def _flag(inputs: Mapping[str, Any], parameters: Mapping[str, Any], name: str) -
     return value.lower() in ("true", "1") if isinstance(value, str) else bool(value)
 
 
-def _text(array: Any, name: str) -> str:
+def text_in(array: Any, name: str) -> str:
     raw: bytes = array.reshape(-1)[0]
     try:
         return raw.decode()
@@ -136,7 +136,7 @@ def _text(array: Any, name: str) -> str:
         raise InvalidRequest(f"input '{name}' is not UTF-8") from None
 
 
-def _chat(text: str) -> tuple[dict[str, Any], ForcedCalls | None]:
+def chat_in(text: str) -> tuple[dict[str, Any], ForcedCalls | None]:
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:

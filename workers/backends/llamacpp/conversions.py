@@ -1,0 +1,63 @@
+"""Requests to convert a prompt between text and tokens, instead of continuing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest
+from shmserve.workers.backends.llamacpp.replies import Array, strings
+from shmserve.workers.backends.llamacpp.requests import MESSAGES, PROMPT, TOKENS, chat_in, text_in
+
+if TYPE_CHECKING:
+    from shmserve.workers.backends.llamacpp.engine import Engine
+    from shmserve.workers.backends.llamacpp.settings import Settings
+
+TASK = "task"
+_encode = msgspec.json.Encoder().encode
+
+
+class Tokenization(Struct):
+    """A request for the tokens of a prompt. `chat`: the prompt is made from this body by the chat template."""
+
+    text: str
+    chat: bytes
+
+    def outputs(self, engine: Engine, settings: Settings) -> list[tuple[str, Array]]:
+        tokens = engine.tokens(engine.prompt(self.chat) if self.chat else self.text)
+        return [
+            ("text_output", strings([""])),
+            ("token_ids", strings([_encode(tokens)])),
+            ("num_input_tokens", np.array([len(tokens)], np.uint32)),
+            ("max_model_len", np.array([settings.context], np.uint32)),
+        ]
+
+
+class Detokenization(Struct):
+    """A request for the text of tokens."""
+
+    tokens: list[int]
+
+    def outputs(self, engine: Engine, settings: Settings) -> list[tuple[str, Array]]:
+        return [("text_output", strings([engine.text(self.tokens)]))]
+
+
+def conversion_of(inputs: Mapping[str, Any]) -> Tokenization | Detokenization | None:
+    """None: the request is for a generation."""
+    if inputs.get(TASK) is None:
+        return None
+    messages, tokens = inputs.get(MESSAGES), inputs.get(TOKENS)
+    match text_in(inputs[TASK], TASK):
+        case "tokenize":
+            chat = b"" if messages is None else _encode(chat_in(text_in(messages, MESSAGES))[0])
+            return Tokenization(text_in(inputs[PROMPT], PROMPT), chat)
+        case "detokenize" if tokens is not None:
+            return Detokenization(tokens.tolist())
+        case "detokenize":
+            raise InvalidRequest(f"the task 'detokenize' needs the input '{TOKENS}'")
+        case other:
+            raise InvalidRequest(f"input '{TASK}' is {other[:40]!r}; expected 'tokenize' or 'detokenize'")
