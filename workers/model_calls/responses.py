@@ -99,6 +99,10 @@ class OpenResponses:
         """Whether other threads may need the turn while the main thread waits for orders."""
         return self.decoupled or self._wakeup_fd >= 0 or threading.active_count() > 1
 
+    def share(self) -> None:
+        """Called if threads that Python does not know may need the turn."""
+        self._open_wakeup_fd()
+
     def wait(self) -> None:
         """Returns when an order may have arrived. Raises the error of a lost link."""
         if self.lost is None:

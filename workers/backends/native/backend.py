@@ -154,6 +154,8 @@ class Native(SeparateBackend):
         assert path is not None  # found before this class was chosen
         library = self._library = NativeLibrary(path)
         self.streams = OpenResponses(decoupled=False)
+        if library.may_have_threads:
+            self.streams.share()
         if self.calls is not None:
             self.calls.connect(self.streams)
         self._server = ServerCalls(library.host, self.calls, self._works)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Sequence
 from ctypes import (
     CFUNCTYPE,
@@ -40,6 +41,9 @@ TYPES = (
 """Data types by their number in the interface."""
 KINDS = ("AUTO", "CPU", "GPU", "MODEL")
 SERVER = "libtritonserver"
+_WITHOUT_THREADS = (SERVER, "ld-linux", "libc.", "libgcc_s.", "libm.", "libpthread.", "libstdc++.")
+"""Libraries that start no threads by themselves."""
+_STARTS_THREAD = re.compile(r"^(pthread_create|thrd_create|clone3?|_ZNSt6thread\w*)$")
 
 _Texts = POINTER(c_char_p)
 _CALLBACKS: dict[str, Any] = {
@@ -91,6 +95,9 @@ class NativeLibrary:
 
     def __init__(self, path: Path) -> None:
         linked = read_library(path)
+        others = [name for name in linked.needed if not name.startswith(_WITHOUT_THREADS)]
+        self.may_have_threads = bool(others) or any(map(_STARTS_THREAD.search, linked.undefined))
+        """Whether the backend may act in threads of its own."""
         image = shim()
         if problem := library_problem(linked, shared_library(image, "shim").defined):
             raise Unsupported(f"'{path.name}' {problem}")

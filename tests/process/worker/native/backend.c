@@ -2,6 +2,7 @@
 #include "backend.h"
 
 #include <pthread.h>
+#include <semaphore.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -302,6 +303,38 @@ static Object *call(Object *request)
     return TRITONSERVER_ServerInferAsync(server, made, NULL);
 }
 
+static void post(Object *reply, uint32_t flags, void *answered)
+{
+    (void)flags;
+    TRITONSERVER_InferenceResponseDelete(reply);
+    sem_post(answered);
+}
+
+/* In a thread of the backend: calls of the model with this name, one after another, most of them while the backend has no
+ * request. */
+static void *call_alone(void *name)
+{
+    static const float data[1];
+    Object *allocator, *made;
+    int64_t dims[] = {1, 1};
+    sem_t answered;
+    sem_init(&answered, 0, 0);
+    TRITONSERVER_ResponseAllocatorNew(&allocator, allocate, release, NULL);
+    for (int count = 0; count < 20; count++) {
+        TRITONSERVER_InferenceRequestNew(&made, server, name, -1);
+        TRITONSERVER_InferenceRequestAddInput(made, "IN", FP32, dims, 2);
+        TRITONSERVER_InferenceRequestAppendInputData(made, "IN", data, sizeof data, 0, 0);
+        TRITONSERVER_InferenceRequestSetReleaseCallback(made, delete_call, NULL);
+        TRITONSERVER_InferenceRequestSetResponseCallback(made, allocator, NULL, post, &answered);
+        TRITONSERVER_ServerInferAsync(server, made, NULL);
+        sem_wait(&answered);
+    }
+    TRITONSERVER_LogMessage(0, "backend.c", 1, "the calls of a thread were answered");
+    TRITONSERVER_ResponseAllocatorDelete(allocator);
+    free(name);
+    return NULL;
+}
+
 static void in_thread(void *(*run)(void *), void *subject)
 {
     pthread_t thread;
@@ -352,6 +385,8 @@ static Object *answer(Object *request)
     if (IS("child") && fork() == 0)
         while (true)
             pause();
+    if (IS("call alone"))
+        in_thread(call_alone, strdup(parameter(request, "model")));
     if (!IS("never")) {
         Object *response = response_to(request);
         if (IS("delete")) {

@@ -241,6 +241,13 @@ def test_a_backend_calls_another_model(client: shmserve.Client) -> None:
             client.infer("caller", {"IN": X}, parameters={"do": "call", "model": model_name, "then": what})
 
 
+def test_a_thread_calls_a_model_while_its_own_has_no_request(client: shmserve.Client) -> None:
+    client.infer("caller", {"IN": X}, parameters={"do": "call alone", "model": "plain"})
+    records: list[str] = []
+    while not any("the calls of a thread were answered" in text for text in records):
+        records = [record["text"] for record in client.logs("caller")["records"]]
+
+
 def test_metrics_of_a_backend_are_those_of_the_server(server: Server, client: shmserve.Client) -> None:
     def counted() -> float:
         page = urlopen(f"http://{server.endpoints['metrics']}/metrics").read().decode()

@@ -247,6 +247,8 @@ static Response **alike;
 EXPORT const uint64_t *host_alike(uint64_t token, uint32_t count, const uint64_t *rows, uint64_t *word_count)
 {
     alike = realloc(alike, count * sizeof *alike);
+    if (alike == NULL)
+        die("no memory for %u requests", count);
     memset(alike, 0, count * sizeof *alike);
     uint64_t released = 0, sent = 0;
     bool same = true;
