@@ -403,8 +403,8 @@ class Native(SeparateBackend):
             log_message(f"model instance '{self.context.instance}' answered a request that had been answered", "error")
             self._abandon(response)
         elif answer.stream is None:
-            if answer.response is not None:
-                answer.failure = answer.failure or self._named(SENT_TWICE)
+            if answer.response is not None:  # as in Triton, the first one counts
+                log_message(f"model instance '{self.context.instance}' answered a request twice: {SENT_TWICE}", "error")
                 self._abandon(response)
             answer.response = answer.response or response
             answer.final = answer.final or final
