@@ -1,4 +1,4 @@
-"""The inputs of the requests: from texts and files, which are cycled, and random for the rest.
+"""The inputs of the requests: from texts and files, which are cycled, and random for the rest, without optional ones.
 
 Invariant: dtype and shape come from the model's metadata; a value that does not fit is an error.
 """
@@ -31,7 +31,9 @@ def request_inputs(given: Inputs, model: str, facts: ModelFacts) -> list[Arrays]
         lists[name] = values
     documents = _from_data(given.data, known) if given.data is not None else []
     fixed = {name for document in documents for name in document}
-    remaining = {name: spec for name, spec in known.items() if name not in lists and name not in fixed}
+    shaped = {text.partition("=")[0] for text in given.shapes}
+    left_out = facts.optional - shaped
+    remaining = {name: known[name] for name in known if not (name in lists or name in fixed or name in left_out)}
     if given.batch is not None and given.batch > facts.max_batch:
         raise Misuse(f"--batch {given.batch}: the max_batch_size of model '{model}' is {facts.max_batch}")
     shapes = inputs.shapes_from(given.shapes, remaining)

@@ -28,10 +28,16 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
     inputs: dict[str, dict[str, Any]]
     outputs: dict[str, dict[str, Any]]
+    optional: frozenset[str] = frozenset()
+    """Names of inputs that a request need not have."""
     max_batch: int = 0
     decoupled: bool = False
     server: dict[str, str] = {}
     """Name and version."""
+
+
+def optional_inputs(config: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(spec["name"] for spec in config.get("input", ()) if spec.get("optional"))
 
 
 class RequestOptions(Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Unsupported
-from shmserve.tools.load.targets.base import ModelFacts, Part, RequestOptions, Spec
+from shmserve.tools.load.targets.base import ModelFacts, Part, RequestOptions, Spec, optional_inputs
 
 
 def raw_bytes(array: Any) -> bytes:
@@ -72,6 +72,7 @@ def facts_of(metadata: Mapping[str, Any], config: Mapping[str, Any], server: Map
     return ModelFacts(
         inputs=specs("inputs"),
         outputs=specs("outputs"),
+        optional=optional_inputs(config),
         max_batch=int(config.get("max_batch_size", 0)),
         decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
         server={name: str(server.get(name, "")) for name in ("name", "version")},

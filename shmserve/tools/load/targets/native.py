@@ -10,7 +10,16 @@ from shmserve.errors import Unsupported
 from shmserve.extras import install_command, outdated
 from shmserve.session import Raw
 from shmserve.tools.load.plan import GRPC, HTTP, SECOND, Endpoint
-from shmserve.tools.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot, Target, latest_statistics
+from shmserve.tools.load.targets.base import (
+    Arrays,
+    ModelFacts,
+    Part,
+    RequestOptions,
+    Slot,
+    Target,
+    latest_statistics,
+    optional_inputs,
+)
 
 CONNECT_S = 5.0
 
@@ -35,6 +44,7 @@ class NativeTarget:
         return ModelFacts(
             inputs={spec["name"]: dict(spec) for spec in metadata["inputs"]},
             outputs={spec["name"]: dict(spec) for spec in metadata["outputs"]},
+            optional=optional_inputs(config),
             max_batch=int(config.get("max_batch_size", 0)),
             decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
             server={"name": str(server["name"]), "version": str(server["version"])},

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 
 from shmserve.errors import Unsupported
@@ -39,6 +40,13 @@ def test_random_requests() -> None:
     assert requests(Inputs(shapes=("x=2,7",)), facts(x=("INT64", [-1, -1])))[0]["x"].shape == (2, 7)
     with pytest.raises(Misuse, match="--batch 9: the max_batch_size of model 'm' is 8"):
         requests(Inputs(batch=9), facts(x=("FP32", [-1, 4])))
+
+
+def test_optional_inputs_are_left_out_unless_they_are_given() -> None:
+    known = replace(facts(x=("FP32", [-1, 4]), y=("FP32", [-1, 2]), n=("INT32", [-1, 1])), optional=frozenset("yn"))
+    assert {name for one in requests(Inputs(), known) for name in one} == {"x"}
+    (found,) = requests(Inputs(texts=("n=7",), shapes=("y=1,2",), distinct=1), known)
+    assert found.keys() == {"x", "y", "n"}
 
 
 def test_files_of_a_directory(tmp_path: Path) -> None:
