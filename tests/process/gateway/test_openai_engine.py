@@ -31,6 +31,7 @@ openai = optional("openai")
 PROMPTS = ["Hello", "What is a tensor?", "abc" * 20]
 CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 RENDERED = "system: Be brief.\nuser: Why?\nassistant:"
+POOLINGS = ("mean", "cls", "last")
 SAMPLING: dict[str, Any] = {"model": "text", "temperature": 0, "max_tokens": 24}
 
 
@@ -41,6 +42,11 @@ def expected(repository: Path) -> list[str]:
     settings = parameters(slots="4", context_length="512", threads="1")
     (repository / "text" / "config.pbtxt").write_text(f'backend: "llamacpp"\n{settings}')
     file = gguf_models.write(repository / "text" / "1" / "model.gguf", context=1 << 17)
+    for pooling in POOLINGS:
+        (repository / pooling / "1").mkdir(parents=True)
+        settings = parameters(pooling=pooling, slots="2", context_length="512", threads="1")
+        (repository / pooling / "config.pbtxt").write_text(f'backend: "llamacpp"\n{settings}')
+        (repository / pooling / "1" / "model.gguf").symlink_to(file)
     given = [{"prompt": prompt, "max_tokens": 24, "temperature": 0} for prompt in (*PROMPTS, RENDERED)]
     return list(llm_oracle.texts(file, given))
 
@@ -189,6 +195,26 @@ def test_a_large_prompt_is_tokenized(client: Any) -> None:
 def test_refused_conversions(client: Any, path: str, given: Any, text: str) -> None:
     with pytest.raises(openai.BadRequestError, match=text):
         post(client, path, **given)
+
+
+# ---------------------------------------------------------------------------------------- embeddings
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_embeddings(client: Any, repository: Path, pooling: str) -> None:
+    file = repository / "text" / "1" / "model.gguf"
+    texts = [*PROMPTS, *[f"{number} " * number for number in range(1, 30)]]
+    expected = llm_oracle.vectors(file, pooling, [{"input": text} for text in texts])
+    found = client.embeddings.create(model=pooling, input=texts)
+    for item, vector in zip(found.data, expected, strict=True):
+        assert item.embedding == pytest.approx(vector, abs=5e-3)
+    assert found.usage.prompt_tokens == sum(post(client, "/tokenize", prompt=prompt)["count"] for prompt in texts)
+    cut = client.embeddings.create(model=pooling, input="Hello", dimensions=8, encoding_format="float").data[0]
+    assert len(cut.embedding) == 8
+    assert sum(value * value for value in cut.embedding) == pytest.approx(1, abs=1e-5)
+    with pytest.raises(openai.BadRequestError, match=r"llama.cpp: .*\(602 tokens\)"):
+        client.embeddings.create(model=pooling, input=["a", "a" * 600])
+    assert pooling in [model.id for model in client.models.list()]
 
 
 def flat(choice: Any) -> Any:

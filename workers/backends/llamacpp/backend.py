@@ -14,21 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Failure
 from shmserve.repo.config.schema import ModelInput, ModelOutput, ModelTransactionPolicy
-from shmserve.workers.backends.base import Context, SeparateBackend
+from shmserve.workers.backends.base import Backend, Context, SeparateBackend
 from shmserve.workers.backends.language_metrics import LanguageMetrics
 from shmserve.workers.backends.llamacpp import requests
 from shmserve.workers.backends.llamacpp.conversions import TASK, Detokenization, Tokenization, conversion_of
+from shmserve.workers.backends.llamacpp.encoder import Encoder
 from shmserve.workers.backends.llamacpp.engine import Engine
 from shmserve.workers.backends.llamacpp.replies import Reply, piece_of
 from shmserve.workers.backends.llamacpp.requests import Generation, generation_of
-from shmserve.workers.backends.llamacpp.settings import settings_of
+from shmserve.workers.backends.llamacpp.settings import POOLING, settings_of
+from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import request_inputs_of
 from shmserve.workers.model_calls.answer import Request, Response, failure_of
 from shmserve.workers.model_calls.responses import CANCELLED, OpenResponses
-from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_traceback
 
 if TYPE_CHECKING:
@@ -77,6 +78,10 @@ class LlamaCpp(SeparateBackend):
         self._threads: set[threading.Thread] = set()
         """Threads that run a request. Guarded by the turn."""
 
+    @classmethod
+    def chosen(cls, config: ModelConfig) -> type[Backend]:
+        return Encoder if Parameters(config).text(POOLING) else cls
+
     def complete(self, config: ModelConfig) -> ModelConfig:
         inputs, outputs = {entry.name for entry in config.input}, {entry.name for entry in config.output}
         return replace(
@@ -87,7 +92,7 @@ class LlamaCpp(SeparateBackend):
         )
 
     def load(self, config: ModelConfig) -> None:
-        _check(config, self.context)
+        _check(config)
         self._settings = settings_of(config, self.context)
         self._names = [spec.name for spec in request_inputs_of(config)]
         self._outputs = frozenset(entry.name for entry in config.output)
@@ -251,15 +256,9 @@ class _Replying:
         return stream.cancelled or stream.over
 
 
-def _check(config: ModelConfig, context: Context) -> None:
-    """Raises unless the configuration describes a language model on the CPU."""
+def _check(config: ModelConfig) -> None:
+    """Raises unless the configuration describes a language model."""
     failed = f"unable to load model '{config.name}'"
-    kind, number = device_of(config, context.instance)
-    if kind == "GPU":
-        raise Unsupported(
-            f"instance '{context.instance}' is to run on GPU {number}, and this build of llama.cpp runs on the CPU: "
-            "choose KIND_CPU"
-        )
     if config.max_batch_size:
         raise InvalidRequest(f"{failed}: max_batch_size must be 0, as the engine forms its batches itself")
     policy = config.model_transaction_policy

@@ -8,6 +8,7 @@ of this process, and requests need a random key.
 
 from __future__ import annotations
 
+import base64
 import http.client
 import os
 import secrets
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, ModelFailed
@@ -34,6 +36,7 @@ import xllamacpp
 
 _SILENT, _ERRORS = 0, 1
 """Log levels of the engine."""
+Vector = np.ndarray[Any, np.dtype[np.float32]]
 _Answer = TypeVar("_Answer", bound=Struct)
 
 
@@ -49,12 +52,34 @@ class _Text(Struct):
     content: str
 
 
+class _Usage(Struct):
+    prompt_tokens: int
+
+
+class _Vector(Struct):
+    embedding: str
+
+
+class _Vectors(Struct):
+    data: tuple[_Vector]
+    usage: _Usage
+
+
+class _Score(Struct):
+    relevance_score: float
+
+
+class _Scores(Struct):
+    results: tuple[_Score]
+    usage: _Usage
+
+
 class _Problem(Struct):
     message: str
 
 
 class _Refusal(Struct):
-    error: _Problem
+    error: _Problem | None = None
 
 
 class Engine:
@@ -62,6 +87,8 @@ class Engine:
 
     def __init__(self, settings: Settings) -> None:
         """Raises ModelFailed if the model cannot be loaded."""
+        self._norm = 2 if settings.normalize else -1
+        """Which norm of a vector is 1; -1: none."""
         self._key = secrets.token_hex(32)
         try:
             self._server, self._socket = _started(settings, self._key, _SILENT)
@@ -97,19 +124,35 @@ class Engine:
     def text(self, tokens: list[int]) -> str:
         return self._post("/detokenize", msgspec.json.encode({"tokens": tokens}), _Text).content
 
+    def embedding(self, text: str) -> tuple[Vector, int]:
+        """The vector of a text, and the number of its tokens."""
+        body = {"input": [text], "encoding_format": "base64", "embd_normalize": self._norm}
+        found = _decoded(self._server.handle_embeddings(msgspec.json.encode(body)), _Vectors)
+        return np.frombuffer(base64.b64decode(found.data[0].embedding), "<f4"), found.usage.prompt_tokens
+
+    def score(self, query: str, document: str) -> tuple[Vector, int]:
+        """How relevant a document is, and the number of tokens of both."""
+        body = {"query": query, "documents": [document]}
+        found = _decoded(self._server.handle_rerank(msgspec.json.encode(body)), _Scores)
+        return np.array([found.results[0].relevance_score], np.float32), found.usage.prompt_tokens
+
     def _post(self, path: str, body: bytes, kind: type[_Answer]) -> _Answer:
         with closing(_Connection(self._socket)) as connection:
             connection.request("POST", path, body, {"Authorization": f"Bearer {self._key}"})
             response = connection.getresponse()
-            text = response.read()
-        if response.status != http.client.OK:
-            raise InvalidRequest(f"llama.cpp: {msgspec.json.decode(text, type=_Refusal).error.message}")
-        return msgspec.json.decode(text, type=kind)
+            return _decoded(response.read(), kind)
 
     def close(self) -> None:
         """Ends the engine's thread and frees the model."""
         self._server = None
         os.close(self._socket)
+
+
+def _decoded(text: bytes, kind: type[_Answer]) -> _Answer:
+    refusal = msgspec.json.decode(text, type=_Refusal)
+    if refusal.error is not None:
+        raise InvalidRequest(f"llama.cpp: {refusal.error.message}")
+    return msgspec.json.decode(text, type=kind)
 
 
 class _Connection(http.client.HTTPConnection):
@@ -137,9 +180,15 @@ def _parameters(settings: Settings, path: Path, key: str, verbosity: int) -> Any
     found.model.path = str(settings.file)
     found.n_parallel = settings.slots
     found.n_ctx = settings.context * settings.slots
-    found.kv_unified = False  # each slot has its part of the context
+    # Otherwise each slot has its part of the context; with these poolings, llama.cpp 2026.10 would then mix up the
+    # texts of a step.
+    found.kv_unified = settings.pooling in ("mean", "cls")
     found.ctx_shift = False
     found.n_batch = max(settings.prompt_batch, settings.slots)
+    if settings.pooling:
+        found.embedding = True
+        found.pooling_type = getattr(xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{settings.pooling.upper()}")
+        found.n_batch = max(found.n_batch, settings.context)  # a text is computed in one step
     found.n_ubatch = found.n_batch
     for threads in (found.cpuparams, found.cpuparams_batch):
         threads.n_threads = settings.threads

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from shmserve.errors import Unsupported
 from shmserve.repo.parameters import CHAT_TEMPLATE
 from shmserve.workers.backends.llamacpp.files import trained_context
 from shmserve.workers.backends.llamacpp.sampling import Sampling, sampling_in
 from shmserve.workers.backends.parameters import Parameters
+from shmserve.workers.process.device import device_of
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -20,6 +22,9 @@ SLOTS, CONTEXT, THREADS = "slots", "context_length", "threads"
 PROMPT_BATCH, CACHE_TYPE, PROMPT_CACHE = "prompt_batch", "cache_type", "prompt_cache"
 MAX_TOKENS, SAMPLING = "default_max_tokens", "sampling_parameters"
 GRAMMARS = "grammars"
+POOLING, NORMALIZE = "pooling", "normalize"
+RANK = "rank"
+POOLINGS = ("mean", "cls", "last", RANK)
 DEFAULT_SLOTS = 4
 LARGEST_CONTEXT = 4096
 """Context length of models trained for a longer one, unless the configuration sets it."""
@@ -32,7 +37,8 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 class Settings(Struct, frozen=True):
     """`slots`: maximum number of sequences in the running batch. `context`: tokens of a sequence, prompt and output.
     `prompt_batch`: maximum number of prompt tokens in one step. `max_tokens`: for requests that do not set it; 0: the
-    default of the interface. `grammars`: requests may have grammars."""
+    default of the interface. `grammars`: requests may have grammars. `pooling`: how the model computes a vector, or a
+    score, from a text; "": it generates. `normalize`: vectors have length 1."""
 
     file: Path
     slots: int
@@ -45,10 +51,18 @@ class Settings(Struct, frozen=True):
     max_tokens: int
     sampling: Sampling
     grammars: bool
+    pooling: str
+    normalize: bool
 
 
 def settings_of(config: ModelConfig, context: Context) -> Settings:
-    """Raises NotFound or InvalidRequest."""
+    """Raises NotFound, InvalidRequest, or Unsupported for an instance on a GPU."""
+    kind, number = device_of(config, context.instance)
+    if kind == "GPU":
+        raise Unsupported(
+            f"instance '{context.instance}' is to run on GPU {number}, and this build of llama.cpp runs on the CPU: "
+            "choose KIND_CPU"
+        )
     parameters = Parameters(config)
     file = context.model_file(config, "model.gguf")
     trained = trained_context(file)
@@ -61,6 +75,9 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
     cache_type = parameters.text(CACHE_TYPE, "f16")
     if cache_type not in CACHE_TYPES:
         raise parameters.wrong(CACHE_TYPE, f"one of {', '.join(CACHE_TYPES)}")
+    pooling = parameters.text(POOLING)
+    if pooling and pooling not in POOLINGS:
+        raise parameters.wrong(POOLING, f"one of {', '.join(POOLINGS)}")
     return Settings(
         file,
         slots,
@@ -73,4 +90,6 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
         parameters.whole(MAX_TOKENS, 0),
         sampling_in(parameters.text(SAMPLING), f"parameter {SAMPLING} of model '{config.name}'"),
         parameters.flag(GRAMMARS, False),
+        pooling,
+        parameters.flag(NORMALIZE, True),
     )

@@ -1,6 +1,8 @@
-"""The bare engine: `python -m tests.process.models.language.llm_oracle MODEL`, with a JSON list of requests on stdin.
+"""The bare engine: `python -m tests.process.models.language.llm_oracle MODEL [POOLING]`, with a JSON list of
+requests on stdin.
 
-Prints a JSON list of the generated texts. The requests run one after the other, in one slot.
+Prints a JSON list of the generated texts, or with a pooling of the vectors or scores. The requests run one after the
+other, in one slot.
 """
 
 from __future__ import annotations
@@ -10,18 +12,29 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tests import ROOT
 
 
 def texts(model: Path, requests: list[dict[str, object]]) -> list[str]:
     """The texts that the engine generates for requests in its own format."""
-    command = [sys.executable, "-m", "tests.process.models.language.llm_oracle", str(model)]
+    found: list[str] = _answers([str(model)], requests)
+    return found
+
+
+def vectors(model: Path, pooling: str, requests: list[dict[str, object]]) -> list[Any]:
+    """The engine's vectors, or its scores with the pooling "rank"."""
+    return _answers([str(model), pooling], requests)
+
+
+def _answers(arguments: list[str], requests: list[dict[str, object]]) -> list[Any]:
+    command = [sys.executable, "-m", "tests.process.models.language.llm_oracle", *arguments]
     done = subprocess.run(
         command, input=json.dumps(requests), capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -34,12 +47,23 @@ def main() -> None:
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 1
     parameters.cache_ram_mib = 0
     parameters.verbosity = 1
+    pooling = sys.argv[2] if len(sys.argv) > 2 else ""
+    if pooling:
+        parameters.embedding = True
+        parameters.pooling_type = getattr(xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{pooling.upper()}")
     with tempfile.TemporaryDirectory() as folder:
         parameters.hostnames = [f"{folder}/http.sock"]
         server = xllamacpp.Server(parameters)
     requests = json.load(sys.stdin)
-    found = [server.handle_completions({"cache_prompt": False, **request}) for request in requests]
-    print(json.dumps([one["choices"][0]["text"] for one in found]))
+    if pooling == "rank":
+        scored = [server.handle_rerank(request)["results"] for request in requests]
+        print(json.dumps([[one["relevance_score"] for one in results] for results in scored]))
+    elif pooling:
+        embedded = [server.handle_embeddings(request)["data"] for request in requests]
+        print(json.dumps([data[0]["embedding"] for data in embedded]))
+    else:
+        found = [server.handle_completions({"cache_prompt": False, **request}) for request in requests]
+        print(json.dumps([one["choices"][0]["text"] for one in found]))
 
 
 if __name__ == "__main__":

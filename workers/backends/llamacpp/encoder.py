@@ -1,0 +1,101 @@
+"""Serves GGUF models that do not generate: each text becomes a vector, or each pair of texts a score.
+
+A batch runs in the slots of the engine, which computes their texts together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.errors import InvalidRequest
+from shmserve.repo.config.complete import TensorFacts, complete_from_model
+from shmserve.workers.backends.base import Context, SeparateBackend
+from shmserve.workers.backends.llamacpp.engine import Engine
+from shmserve.workers.backends.llamacpp.requests import PROMPT
+from shmserve.workers.backends.llamacpp.settings import POOLING, RANK, settings_of
+from shmserve.workers.backends.parameters import Parameters
+from shmserve.workers.model_calls.answer import Request, Response, failure_of
+from shmserve.workers.process.log import log_traceback
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+
+MAX_BATCH = 64
+_TOKENS = TensorFacts("num_input_tokens", "UINT32", (-1, 1))
+_VECTOR = TensorFacts("embedding", "FP32", (-1, -1))
+_SCORE = TensorFacts("score", "FP32", (-1, 1))
+
+
+class Encoder(SeparateBackend):
+    strict = False
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._engine: Engine | None = None
+        self._threads: ThreadPoolExecutor | None = None
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        names, output = _tensors(config)
+        inputs = [TensorFacts(name, "BYTES", (-1, 1)) for name in names]
+        limit = self.context.default_max_batch(config.backend, MAX_BATCH)
+        return complete_from_model(config, inputs, (output, _TOKENS), True, limit)
+
+    def load(self, config: ModelConfig) -> None:
+        names, output = _tensors(config)
+        given = [entry.name for entry in config.input]
+        others = {entry.name for entry in config.output} - {output.name, _TOKENS.name}
+        if sorted(given) != sorted(names) or others:
+            raise InvalidRequest(
+                f"unable to load model '{config.name}': with this {POOLING}, its inputs are {', '.join(names)} and its "
+                f"outputs {output.name} and {_TOKENS.name}"
+            )
+        self._order = [given.index(name) for name in names]
+        self._output = output.name
+        settings = settings_of(config, self.context)
+        self._engine = engine = Engine(settings)
+        self._compute: Callable[..., tuple[Any, int]] = engine.score if settings.pooling == RANK else engine.embedding
+        self._threads = ThreadPoolExecutor(settings.slots, "text")
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()
+        if self._engine is not None:
+            self._engine.close()
+
+    def execute(self, requests: list[Request]) -> list[Response | None]:
+        started = [self._start(request) for request in requests]
+        return [self._response(futures) for futures in started]
+
+    def _start(self, request: Request) -> list[Future[tuple[Any, int]]]:
+        """Starts each row of a request."""
+        assert self._threads is not None
+        columns = [request.arrays[index] for index in self._order]
+        rows = zip(*[column.reshape(-1).tolist() for column in columns if column is not None], strict=True)
+        return [self._threads.submit(self._row, row) for row in rows]
+
+    def _row(self, texts: tuple[bytes, ...]) -> tuple[Any, int]:
+        try:
+            decoded = [text.decode() for text in texts]
+        except UnicodeDecodeError:
+            raise InvalidRequest("a text is not UTF-8") from None
+        return self._compute(*decoded)
+
+    def _response(self, futures: list[Future[tuple[Any, int]]]) -> Response:
+        wait(futures)
+        try:
+            values, counts = zip(*[future.result() for future in futures], strict=True)
+        except Exception as error:
+            return Response(error=failure_of(error, self.context.instance, str(self.context.folder), log_traceback))
+        tokens = np.array(counts, np.uint32).reshape(-1, 1)
+        return Response([(self._output, np.stack(values)), (_TOKENS.name, tokens)])
+
+
+def _tensors(config: ModelConfig) -> tuple[tuple[str, ...], TensorFacts]:
+    """The names of the inputs, in the order of the engine's arguments, and the output."""
+    if Parameters(config).text(POOLING) == RANK:
+        return ("query", "document"), _SCORE
+    return (PROMPT,), _VECTOR
