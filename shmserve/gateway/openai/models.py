@@ -34,6 +34,10 @@ class InputSpec(Struct, frozen=True):
             remaining = 1 if dim < 0 else remaining
         return InputPlan(self.name, self.dtype, tuple(reversed(shape)), len(data), data)
 
+    def text(self, text: str) -> InputPlan:
+        encoded = text.encode()
+        return self.plan(len(encoded).to_bytes(4, "little") + encoded)
+
 
 class LanguageModel(Struct, frozen=True):
     name: str

@@ -12,7 +12,8 @@ import pytest
 from shmserve.errors import ModelFailed
 from shmserve.gateway.kserve.answers import Held
 from shmserve.gateway.openai import bodies
-from shmserve.gateway.openai.embeddings import AT_ONCE, Embeddings
+from shmserve.gateway.openai.collection import AT_ONCE
+from shmserve.gateway.openai.embeddings import Embeddings
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.models import embedding_model
 from shmserve.protocol.messages import Handle, Reply, Tensor
