@@ -81,6 +81,10 @@ class Action(str, Enum):
         http=("POST /v1/messages",), groups=("inference",), changes=True, takes="Messages", gives="Message")
     EMBEDDINGS = Row("embeddings", _INFER, "OpenAI-compatible: embeddings",
         http=("POST /v1/embeddings",), groups=("inference",), changes=True, takes="TextsToEmbed", gives="EmbeddingList")
+    RERANK = Row("rerank", _INFER, "Jina-compatible: documents, ordered by their relevance to a query",
+        http=("POST /v1/rerank",), groups=("inference",), changes=True, takes="TextsToRank", gives="Ranking")
+    SCORE = Row("score", _INFER, "vLLM-compatible: scores of pairs of texts",
+        http=("POST /v1/score",), groups=("inference",), changes=True, takes="TextsToScore", gives="Scores")
     TOKENIZE = Row("tokenize", _INFER, "vLLM-compatible: the tokens of a prompt or a chat",
         http=("POST /tokenize",), groups=("inference",), changes=True, takes="TextToTokenize", gives="Tokens")
     DETOKENIZE = Row("detokenize", _INFER, "vLLM-compatible: the text of tokens",

@@ -12,6 +12,7 @@ from shmserve.dtypes import ITEM_BYTES
 from shmserve.gateway.auth.actions import TO_MODELS
 from shmserve.gateway.http.routes import KSERVE_PATHS, PATHS, Path
 from shmserve.gateway.kserve.plans import CLASSES
+from shmserve.gateway.openai.bodies import TEXTS, VALUES
 from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.protocol.actions import Action, Row
 from shmserve.protocol.messages import DIMS, NAME_LENGTH, TENSORS
@@ -319,6 +320,27 @@ SCHEMAS: dict[str, _Schema] = {
         stop_reason={"type": ["string", "null"]},
         usage={"type": "object"},
     ),
+    "TextsToRank": _object(
+        ("model", "query", "documents"),
+        model=_STRING,
+        query=_STRING,
+        documents=_list({"type": ["string", "object"]}, TEXTS),
+        top_n=_COUNT,
+        return_documents=_BOOL,
+    ),
+    "Ranking": _object(
+        ("id", "model", "results"), id=_STRING, model=_STRING, results=_list({"type": "object"}), usage=_TOKENS_USED
+    ),
+    "TextsToScore": _object(("model", "text_1", "text_2"), model=_STRING, text_1=_TEXTS, text_2=_TEXTS),
+    "Scores": _object(
+        ("id", "object", "model", "data"),
+        id=_STRING,
+        object=_STRING,
+        created=_COUNT,
+        model=_STRING,
+        data=_list({"type": "object"}),
+        usage=_TOKENS_USED,
+    ),
     "TextToTokenize": _object(
         ("model",),
         model=_STRING,
@@ -337,7 +359,7 @@ SCHEMAS: dict[str, _Schema] = {
         tokens=_list(_COUNT),
         token_strs={"type": "null"},
     ),
-    "TokensToText": _object(("model", "tokens"), model=_STRING, tokens=_list(_COUNT, 131_072)),
+    "TokensToText": _object(("model", "tokens"), model=_STRING, tokens=_list(_COUNT, VALUES)),
     "Prompt": _object(("prompt",), prompt=_STRING),
     "TextsToEmbed": _object(
         ("model", "input"),

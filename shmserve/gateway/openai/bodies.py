@@ -120,14 +120,19 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     verbosity: Any = None
 
 
-class EmbeddingRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+class TextsRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields of all requests for values of texts."""
+
     model: str
-    input: _TextOrList
-    encoding_format: str | None = None
-    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     priority: _Count | None = None
     timeout: _Count | None = None
     user: Any = None
+
+
+class EmbeddingRequest(TextsRequest, kw_only=True, forbid_unknown_fields=True):
+    input: _TextOrList
+    encoding_format: str | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
 
 _completion = msgspec.json.Decoder(CompletionRequest)
@@ -206,7 +211,7 @@ def demanded_calls(request: ChatRequest) -> ForcedCalls | None:
         raise BadParameter("tools" if error.message.startswith("'tools") else "tool_choice", error.message) from None
 
 
-def request_options(request_id: str, request: Sampling | EmbeddingRequest) -> RequestOptions:
+def request_options(request_id: str, request: Sampling | TextsRequest) -> RequestOptions:
     """The options that the server itself interprets: priority in the queue, and queue timeout in microseconds."""
     extra = {"priority": request.priority, "timeout": request.timeout}
     return options_of(request_id, {name: value for name, value in extra.items() if value is not None})

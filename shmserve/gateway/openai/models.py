@@ -15,6 +15,7 @@ TASK = "task"
 TEXT, TOOL_CALLS, INPUT_TOKENS = "text_output", "tool_calls", "num_input_tokens"
 _FLOATS = ("FP32", "FP16", "BF16", "FP64")
 _EMBEDDING_PARAMETERS = frozenset({"embedding_input", "embedding_output"})
+_PAIR = ("query", "document")
 _EMBEDDING_INPUTS = ("text_input", "text", "input", "TEXT")
 
 
@@ -52,6 +53,14 @@ class EmbeddingModel(Struct, frozen=True):
     output: str
 
 
+class ScoreModel(Struct, frozen=True):
+    """`inputs`: those of the two texts of a pair."""
+
+    name: str
+    inputs: tuple[InputSpec, InputSpec]
+    output: str
+
+
 def language_model(name: str, config: Mapping[str, Any]) -> LanguageModel:
     """Raises NotFound if the model cannot be used this way."""
     inputs, outputs = _inputs(config), _types(config.get("output", ()))
@@ -80,6 +89,21 @@ def embedding_model(name: str, config: Mapping[str, Any]) -> EmbeddingModel:
     if _is_decoupled(config):
         raise NotFound(f"model '{name[:80]}' does not compute embeddings: it has a decoupled transaction policy")
     return EmbeddingModel(name, inputs[chosen], output)
+
+
+def score_model(name: str, config: Mapping[str, Any]) -> ScoreModel:
+    """Raises NotFound if the model cannot be used this way."""
+    inputs, outputs = _inputs(config), _types(config.get("output", ()))
+    texts = [one for one, spec in inputs.items() if spec.dtype == "BYTES"]
+    pair = list(_PAIR) if set(_PAIR) <= set(texts) else texts
+    output = _one([one for one, dtype in outputs.items() if dtype in _FLOATS], ("score",))
+    required = [one["name"] for one in config.get("input", ()) if not one.get("optional")]
+    if len(pair) != 2 or not output or not set(required) <= set(pair) or _is_decoupled(config):
+        raise NotFound(
+            f"model '{name[:80]}' does not compute scores: it needs two STRING inputs, one output of floats or "
+            "an output 'score', and no decoupled transaction policy"
+        )
+    return ScoreModel(name, (inputs[pair[0]], inputs[pair[1]]), output)
 
 
 def is_listed(name: str, config: Mapping[str, Any]) -> bool:

@@ -19,8 +19,8 @@ from shmserve.gateway.kserve.plans import InputPlan, RequestPlan
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import ShareExceeded
 from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES
-from shmserve.gateway.openai import bodies, inputs, messages, models, responses, tokens
-from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling
+from shmserve.gateway.openai import bodies, inputs, messages, models, responses, scores, tokens
+from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling, TextsRequest
 from shmserve.gateway.openai.embeddings import Embeddings
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, Echo, ResponseFormat
@@ -29,6 +29,7 @@ from shmserve.gateway.openai.inputs import SamplingInputs
 from shmserve.gateway.openai.messages import MessagesFormat
 from shmserve.gateway.openai.models import MESSAGES, TOOL_CALLS, LanguageModel
 from shmserve.gateway.openai.responses import ResponsesFormat, ResponsesRequest
+from shmserve.gateway.openai.scores import RerankRequest, ScoreRequest, Scores
 from shmserve.gateway.openai.templates import WAITING_BYTES, ChatTemplates, continued_prompt, template_values
 from shmserve.gateway.openai.tokens import PROMPT_BYTES, DetokenizeFormat, TokenizeFormat
 from shmserve.gateway.upstream.documents import BrokerQuery, config_query
@@ -69,7 +70,7 @@ class OpenAiRequests:
 
     def _begin(self, exchange: Exchange, text: bytes, strings: CutStrings | None = None) -> None:
         """`strings`: the long strings that were cut out of `text`."""
-        request: CompletionRequest | ChatRequest | EmbeddingRequest
+        request: Sampling | TextsRequest
         go_on: Callable[[Any], None]
         match exchange.head.route.action:
             case Action.COMPLETIONS:
@@ -86,13 +87,19 @@ class OpenAiRequests:
                 shown = given if strings is None else responses.without_long_strings(given)
                 go_on = partial(self._chat, exchange, request, strings, partial(self._responses_format, shown))
             case Action.TOKENIZE:
-                request = tokens.tokenize_request(text)
+                request = prompt = tokens.tokenize_request(text)
                 response: ResponseFormat = TokenizeFormat(request.model)
-                go_on = partial(self._convert, exchange, request, strings, "tokenize", response)
+                go_on = partial(self._convert, exchange, prompt, strings, "tokenize", response)
             case Action.DETOKENIZE:
-                request = tokens.detokenize_request(text)
+                request = prompt = tokens.detokenize_request(text)
                 response = DetokenizeFormat(request.model)
-                go_on = partial(self._convert, exchange, request, strings, "detokenize", response)
+                go_on = partial(self._convert, exchange, prompt, strings, "detokenize", response)
+            case Action.SCORE:
+                request = score = scores.score_request(text)
+                go_on = partial(self._score, exchange, score, "score")
+            case Action.RERANK:
+                request = rerank = scores.rerank_request(text)
+                go_on = partial(self._score, exchange, rerank, "rerank")
             case _:
                 request = embedding = bodies.embedding(text)
                 go_on = partial(self._embed, exchange, embedding)
@@ -322,7 +329,7 @@ class OpenAiRequests:
         else:
             convert(next(inputs.Prompts(model, request).tensors()))
 
-    # ------------------------------------------------------------------------------------ embeddings
+    # ------------------------------------------------------------------------------------ embeddings and scores
 
     def _embed(self, exchange: Exchange, request: EmbeddingRequest, config: Any) -> None:
         model = models.embedding_model(request.model, config)
@@ -332,6 +339,15 @@ class OpenAiRequests:
                 "input", f"model '{model.name[:80]}' takes no token ids for embeddings; send the text instead"
             )
         Embeddings(exchange, self._sender, model, request, texts).begin()
+
+    def _score(self, exchange: Exchange, request: ScoreRequest | RerankRequest, kind: str, config: Any) -> None:
+        model = models.score_model(request.model, config)
+        pairs = request.pairs()
+        _hold(exchange, len(pairs[0]), sum([len(text) for texts in pairs for text in texts]), 0)
+        common: dict[str, Any] = {"id": f"{kind}-{_PROCESS}{next(self._ids):08x}", "model": request.model}
+        if kind == "score":
+            common |= {"object": "list", "created": int(time.time())}
+        Scores(exchange, self._sender, model, request, pairs, common).begin()
 
 
 def _hold(exchange: Exchange, requests: int, size: int, echoed: int) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from shmserve.testing import Server
 from tests.process.cli.commands import COMMAND, run
-from tests.support.gateway.language_models import LanguageModels, openai_client, write_language_models
+from tests.support.gateway.language_models import LanguageModels, openai_client, post, write_language_models
 from tests.support.gateway.running_gateway import Gateway, model, open_gate
 from tests.support.living import until
 from tests.support.optional import optional
@@ -214,6 +214,44 @@ def test_embeddings(client: Any) -> None:
     ):
         with pytest.raises(error, match=text):
             client.embeddings.create(**{"model": "embed", "input": "abc", **more})
+
+
+def test_documents_are_ranked(client: Any) -> None:
+    documents = ["no", {"text": "a b"}, "a no", "a é" * 40_000]
+    asked: dict[str, Any] = {"model": "overlap", "query": "a b", "documents": documents}
+    found = post(client, "/v1/rerank", **asked)
+    assert [one["index"] for one in found["results"]] == [1, 2, 3, 0]
+    assert [one["relevance_score"] for one in found["results"]] == pytest.approx([1, 0.5, 1 / 40_001, 0])
+    assert [one["document"]["text"] for one in found["results"]] == ["a b", "a no", documents[3], "no"]
+    best = post(client, "/v1/rerank", **asked, top_n=1, return_documents=False)["results"]
+    assert best == [{"index": 1, "relevance_score": 1}]
+    many = post(client, "/v1/rerank", **asked | {"documents": ["a no"] * 1000})
+    assert [one["index"] for one in many["results"]] == list(range(1000))
+    assert many["usage"]["total_tokens"] == 4000
+
+
+def test_scores_of_pairs(client: Any) -> None:
+    for first, expected in (("a b", [1, 0.5]), (["a", "c d"], [0.5, 0.5])):
+        found = post(
+            client, "/v1/score", model="overlap", text_1=first, text_2=["a b", "a d" if first == "a b" else "d e"]
+        )
+        assert [(one["index"], one["score"]) for one in found["data"]] == list(enumerate(expected))
+        assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"]
+    for path, more, error, text in (
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": "a"}, openai.BadRequestError, "'text_1' has 2 texts"),
+        ("/v1/rerank", {"query": "a", "documents": []}, openai.BadRequestError, "'documents' has 0 texts"),
+        ("/v1/rerank", {"query": "a", "documents": [1]}, openai.BadRequestError, "is neither a string nor an object"),
+        ("/v1/score", {"model": "talk", "text_1": "a", "text_2": "b"}, openai.NotFoundError, "does not compute scores"),
+        ("/v1/score", {"text_1": "a", "text_2": ["b", ""]}, openai.InternalServerError, "division by zero"),
+        (
+            "/tokenize",
+            {"model": "talk", "prompt": "a"},
+            openai.BadRequestError,
+            "cannot tokenize: it has no input 'task'",
+        ),
+    ):
+        with pytest.raises(error, match=text):
+            post(client, path, **{"model": "overlap"} | more)
 
 
 def test_errors(client: Any, gateway: Gateway) -> None:

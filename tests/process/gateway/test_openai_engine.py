@@ -15,7 +15,7 @@ import pytest
 
 from shmserve.testing import Server
 from tests.process.models.language import llm_oracle
-from tests.support.gateway.language_models import openai_client
+from tests.support.gateway.language_models import openai_client, post
 from tests.support.model_files import parameters
 from tests.support.optional import optional
 from tests.support.workers.models import gguf_models
@@ -42,11 +42,11 @@ def expected(repository: Path) -> list[str]:
     settings = parameters(slots="4", context_length="512", threads="1")
     (repository / "text" / "config.pbtxt").write_text(f'backend: "llamacpp"\n{settings}')
     file = gguf_models.write(repository / "text" / "1" / "model.gguf", context=1 << 17)
-    for pooling in POOLINGS:
+    for pooling in (*POOLINGS, "rank"):
         (repository / pooling / "1").mkdir(parents=True)
         settings = parameters(pooling=pooling, slots="2", context_length="512", threads="1")
         (repository / pooling / "config.pbtxt").write_text(f'backend: "llamacpp"\n{settings}')
-        (repository / pooling / "1" / "model.gguf").symlink_to(file)
+        gguf_models.write(repository / pooling / "1" / "model.gguf", context=1 << 17, scores=pooling == "rank")
     given = [{"prompt": prompt, "max_tokens": 24, "temperature": 0} for prompt in (*PROMPTS, RENDERED)]
     return list(llm_oracle.texts(file, given))
 
@@ -157,29 +157,23 @@ def test_the_last_message_is_continued(client: Any) -> None:
 # ---------------------------------------------------------------------------------------- tokens
 
 
-def post(client: Any, path: str, **body: Any) -> Any:
-    """Calls an endpoint that OpenAI's client does not know."""
-    root = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
-    return root.post(path, cast_to=object, body={"model": "text", **body})
-
-
 def test_tokens_of_a_prompt_are_those_that_the_model_sees(client: Any, expected: list[str]) -> None:
     for prompt, text in zip(PROMPTS, expected, strict=False):
-        found = post(client, "/tokenize", prompt=prompt)
+        found = post(client, "/tokenize", model="text", prompt=prompt)
         assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 512)
         given = client.completions.create(prompt=found["tokens"], **SAMPLING)
         assert (given.choices[0].text, given.usage.prompt_tokens) == (text, found["count"])
-        assert post(client, "/detokenize", tokens=found["tokens"])["prompt"] == f"<s> {prompt}"
-    chat = post(client, "/tokenize", messages=CHAT)
-    assert chat == post(client, "/tokenize", prompt=RENDERED)
+        assert post(client, "/detokenize", model="text", tokens=found["tokens"])["prompt"] == f"<s> {prompt}"
+    chat = post(client, "/tokenize", model="text", messages=CHAT)
+    assert chat == post(client, "/tokenize", model="text", prompt=RENDERED)
     assert chat["count"] == client.chat.completions.create(messages=CHAT, **SAMPLING).usage.prompt_tokens
 
 
 def test_a_large_prompt_is_tokenized(client: Any) -> None:
     text = "abc" * 100_000
-    assert post(client, "/tokenize", prompt=text)["count"] == 2 + len(text)
+    assert post(client, "/tokenize", model="text", prompt=text)["count"] == 2 + len(text)
     with pytest.raises(openai.BadRequestError, match="the limit to tokenize is 1048576"):
-        post(client, "/tokenize", prompt=4 * text)
+        post(client, "/tokenize", model="text", prompt=4 * text)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +188,7 @@ def test_a_large_prompt_is_tokenized(client: Any) -> None:
 )
 def test_refused_conversions(client: Any, path: str, given: Any, text: str) -> None:
     with pytest.raises(openai.BadRequestError, match=text):
-        post(client, path, **given)
+        post(client, path, model="text", **given)
 
 
 # ---------------------------------------------------------------------------------------- embeddings
@@ -208,13 +202,28 @@ def test_embeddings(client: Any, repository: Path, pooling: str) -> None:
     found = client.embeddings.create(model=pooling, input=texts)
     for item, vector in zip(found.data, expected, strict=True):
         assert item.embedding == pytest.approx(vector, abs=5e-3)
-    assert found.usage.prompt_tokens == sum(post(client, "/tokenize", prompt=prompt)["count"] for prompt in texts)
+    assert found.usage.prompt_tokens == sum(
+        post(client, "/tokenize", model="text", prompt=prompt)["count"] for prompt in texts
+    )
     cut = client.embeddings.create(model=pooling, input="Hello", dimensions=8, encoding_format="float").data[0]
     assert len(cut.embedding) == 8
     assert sum(value * value for value in cut.embedding) == pytest.approx(1, abs=1e-5)
     with pytest.raises(openai.BadRequestError, match=r"llama.cpp: .*\(602 tokens\)"):
         client.embeddings.create(model=pooling, input=["a", "a" * 600])
     assert pooling in [model.id for model in client.models.list()]
+
+
+def test_reranking(client: Any, repository: Path) -> None:
+    documents = [f"{number} " * number for number in range(1, 30)]
+    file = repository / "rank" / "1" / "model.gguf"
+    (scores,) = llm_oracle.vectors(file, "rank", [{"query": "Why?", "documents": documents}])
+    results = post(client, "/v1/rerank", model="rank", query="Why?", documents=documents)["results"]
+    assert {one["index"]: one["relevance_score"] for one in results} == pytest.approx(dict(enumerate(scores)), abs=5e-3)
+    found = post(client, "/v1/score", model="rank", text_1="Why?", text_2=documents)
+    assert [one["score"] for one in found["data"]] == pytest.approx(scores, abs=5e-3)
+    assert found["usage"]["prompt_tokens"] > sum(map(len, documents))
+    with pytest.raises(openai.BadRequestError, match="exceeds the available context size"):
+        post(client, "/v1/rerank", model="rank", query="Why?", documents=["a" * 600])
 
 
 def flat(choice: Any) -> Any:

@@ -145,6 +145,7 @@ class TritonPythonModel:
         for thread in self.threads:
             thread.join()
 '''
+COUNT = "num_input_tokens:UINT32:[1]"
 TEMPLATE = """
 {%- for message in messages %}{{ message.role }}: {{ message.content }} {% endfor -%}
 {%- if tools %}{{ tools | tojson }} {% endif -%}
@@ -158,6 +159,24 @@ if b"FAIL" in x:
     raise ValueError("a text that fails")
 return self.respond(np.array([[len(text), text[:1] == b"a", 0.1] for (text,) in x], np.float32))
 """)
+OVERLAP = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            names = ("query", "document")
+            texts = [pb_utils.get_input_tensor_by_name(request, name).as_numpy().ravel() for name in names]
+            scores = [[len({*query.split()} & {*text.split()}) / len(text.split())] for query, text in zip(*texts)]
+            counts = [[len(b" ".join(pair).split())] for pair in zip(*texts)]
+            outputs = (("score", scores, np.float32), ("num_input_tokens", counts, np.uint32))
+            tensors = [pb_utils.Tensor(name, np.array(values, kind)) for name, values, kind in outputs]
+            responses.append(pb_utils.InferenceResponse(tensors))
+        return responses
+"""
+"""The part of a document's words that are in the query."""
 ONCE = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -168,6 +187,12 @@ class TritonPythonModel:
         upper = [np.array([[text.upper()] for (text,) in rows], object) for rows in texts]
         return [pb_utils.InferenceResponse([pb_utils.Tensor("text_output", rows)]) for rows in upper]
 """
+
+
+def post(client: Any, path: str, **body: Any) -> Any:
+    """Calls an endpoint that OpenAI's client does not know."""
+    root = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
+    return root.post(path, cast_to=object, body=body)
 
 
 def openai_client(address: str, token: str = "none", **more: Any) -> Any:
@@ -197,14 +222,14 @@ def _config(*more: str, inputs: tuple[str, ...] = (), outputs: tuple[str, ...] =
 def write_language_models(repository: Path) -> LanguageModels:
     """`talk`: with messages and tool calls. `vllm`: as Triton's backend, with a chat template in its configuration.
     `bare`: with a prompt and a text only; `once`: it answers with one response,
-    in batches. `embed`, `embedded`: embeddings, also by an ensemble."""
+    in batches. `embed`, `embedded`: embeddings, also by an ensemble. `overlap`: scores."""
     files = LanguageModels(*(repository.with_name(f"{repository.name}-{name}") for name in ("gate", "log")))
     os.mkfifo(files.gate)
     files.log.touch()
     given = parameters(gate=str(files.gate), log=str(files.log))
     flags = ("stream", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
     inputs = ("sampling_parameters:STRING:[1]", *[f"{flag}:BOOL:[1]" for flag in flags])
-    outputs = ("finish_reason:STRING", "num_input_tokens:UINT32:[1]", "num_output_tokens:UINT32")
+    outputs = ("finish_reason:STRING", COUNT, "num_output_tokens:UINT32")
     talk = _config(given, inputs=(*inputs, "messages:STRING:[1]"), outputs=(*outputs, "tool_calls:STRING"))
     write_model(repository, "talk", talk, _SOURCE)
     template = TEMPLATE.replace("\n", "").replace('"', '\\"')
@@ -213,6 +238,8 @@ def write_language_models(repository: Path) -> LanguageModels:
     write_model(repository, "bare", _config(given), _SOURCE)
     text = f"input {tensors('text_input:STRING:[1]')} output {tensors('text_output:STRING:[1]')}"
     write_model(repository, "once", f'backend: "python" {BATCHES} {text}', ONCE)
+    pair = f"input {tensors('query:STRING:[1]', 'document:STRING:[1]')} output {tensors('score:FP32:[1]', COUNT)}"
+    write_model(repository, "overlap", f'backend: "python" {BATCHES} {pair}', OVERLAP)
     vector = f"input {tensors('x:STRING:[1]')} output {tensors('y:FP32:[3]')}"
     declared = parameters(embedding_output="y")
     write_model(repository, "embed", f'backend: "python" {BATCHES} {vector} {declared}', EMBEDDING)

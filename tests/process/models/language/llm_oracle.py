@@ -57,7 +57,8 @@ def main() -> None:
     requests = json.load(sys.stdin)
     if pooling == "rank":
         scored = [server.handle_rerank(request)["results"] for request in requests]
-        print(json.dumps([[one["relevance_score"] for one in results] for results in scored]))
+        in_order = [sorted(results, key=lambda one: one["index"]) for results in scored]
+        print(json.dumps([[one["relevance_score"] for one in results] for results in in_order]))
     elif pooling:
         embedded = [server.handle_embeddings(request)["data"] for request in requests]
         print(json.dumps([data[0]["embedding"] for data in embedded]))

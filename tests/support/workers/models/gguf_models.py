@@ -16,6 +16,7 @@ CHARACTERS = [chr(code) for code in range(0x20, 0x7F)]
 SPECIAL = ["<unk>", "<s>", "</s>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 ALIGNMENT = 32
+HEADS = 4
 _UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 4, 5, 6, 8, 9
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
 TEMPLATE = (
@@ -24,19 +25,22 @@ TEMPLATE = (
 )
 
 
-def write(path: Path, *, width: int = 64, layers: int = 2, context: int = 2048, seed: int = 0) -> Path:
-    """A Llama network."""
+def write(
+    path: Path, *, width: int = 64, layers: int = 2, context: int = 2048, seed: int = 0, scores: bool = False
+) -> Path:
+    """A Llama network. `scores`: a reranker, which is a Qwen network with a classifier."""
+    kind = "qwen3" if scores else "llama"
     tokens = [*SPECIAL, *BYTES, *("▁" if one == " " else one for one in CHARACTERS)]
     kinds = [_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * len(BYTES), *[_NORMAL] * len(CHARACTERS)]
     settings: list[tuple[str, int, Any]] = [
-        ("general.architecture", _STRING, "llama"),
+        ("general.architecture", _STRING, kind),
         ("general.name", _STRING, "random"),
-        ("llama.context_length", _UINT32, context),
-        ("llama.embedding_length", _UINT32, width),
-        ("llama.block_count", _UINT32, layers),
-        ("llama.feed_forward_length", _UINT32, 2 * width),
-        ("llama.attention.head_count", _UINT32, 4),
-        ("llama.attention.layer_norm_rms_epsilon", _FLOAT32, 1e-5),
+        (f"{kind}.context_length", _UINT32, context),
+        (f"{kind}.embedding_length", _UINT32, width),
+        (f"{kind}.block_count", _UINT32, layers),
+        (f"{kind}.feed_forward_length", _UINT32, 2 * width),
+        (f"{kind}.attention.head_count", _UINT32, HEADS),
+        (f"{kind}.attention.layer_norm_rms_epsilon", _FLOAT32, 1e-5),
         ("tokenizer.ggml.model", _STRING, "llama"),
         ("tokenizer.ggml.tokens", _STRING, tokens),
         ("tokenizer.ggml.scores", _FLOAT32, [0.0] * len(tokens)),
@@ -45,7 +49,14 @@ def write(path: Path, *, width: int = 64, layers: int = 2, context: int = 2048, 
         ("tokenizer.ggml.eos_token_id", _UINT32, 2),
         ("tokenizer.chat_template", _STRING, TEMPLATE),
     ]
-    tensors = _weights(width, layers, len(tokens), np.random.default_rng(seed))
+    random = np.random.default_rng(seed)
+    tensors = _weights(width, layers, len(tokens), random)
+    if scores:
+        settings += [(f"{kind}.attention.{name}_length", _UINT32, width // HEADS) for name in ("key", "value")]
+        settings.append((f"{kind}.classifier.output_labels", _STRING, ["yes", "no"]))
+        norms = [f"blk.{layer}.attn_{name}_norm.weight" for layer in range(layers) for name in ("q", "k")]
+        tensors |= dict.fromkeys(norms, np.ones(width // HEADS, np.float32))
+        tensors["cls.output.weight"] = random.standard_normal((2, width)).astype(np.float32)
     header = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(settings))
     header += b"".join(_text(key) + _value(kind, value) for key, kind, value in settings)
     data = b""
