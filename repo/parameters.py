@@ -146,6 +146,13 @@ def _aliases_in(text: str) -> dict[str, int]:
     return aliases
 
 
+def _pooling_in(text: str) -> str:
+    if text not in ("mean", "cls", "last"):
+        raise ValueError
+    return text
+
+
+_POOLING = ParameterKind(_pooling_in, '"mean", "cls" or "last"')
 _FLAG = _words(frozenset({"true"}), frozenset({"false"}))
 _SHARES = ParameterKind(_shares_in, 'VERSION=PERCENT, such as "3=10"')
 _BATCHED = "models with `dynamic_batching`"
@@ -338,6 +345,13 @@ _row(
 _row(
     _OPENAI, "embedding_output", _text("the name of an output of floats"), "", "The output with the embeddings.",
     unset="the only output", models="embedding models")
+_row(
+    _OPENAI, "embedding_pooling", _POOLING, "",
+    "How the vectors of the tokens become the embedding: their mean, the first or the last one.",
+    unset="the output has one vector", models="embedding models")
+_row(
+    _OPENAI, "embedding_normalize", _FLAG, False, "Embeddings are scaled to length 1.",
+    unset="true with a pooling", models="embedding models")
 # fmt: on
 
 

@@ -4,23 +4,27 @@ them, and one response for all."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from shmserve.dtypes import from_bfloat16, to_numpy
+from shmserve.dtypes import to_numpy
 from shmserve.errors import ModelFailed, ServeError
-from shmserve.gateway.kserve.answers import Held, joined
+from shmserve.gateway.kserve.answers import Buffer, Held, joined, size_of
+from shmserve.gateway.kserve.json_tensors import joined_in_slices
 from shmserve.gateway.kserve.plans import RequestPlan
+from shmserve.gateway.limits.turns import COPY_BYTES, SlicedWork
 from shmserve.gateway.openai.fan_out import FanOut
-from shmserve.gateway.openai.models import INPUT_TOKENS
+from shmserve.gateway.openai.models import INPUT_TOKENS, MASK
+from shmserve.gateway.openai.pooling import Array, floats, pooled
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.requests import PendingInference, RequestSender
 from shmserve.protocol.messages import Reply
 
 AT_ONCE = 64
 """Maximum number of values of one request that are in flight at the model."""
-Array = np.ndarray[Any, np.dtype[np.float32]]
+_END = object()
 _Value = TypeVar("_Value")
 
 
@@ -42,7 +46,7 @@ class _Ticket(PendingInference):
 
 class Collection(Generic[_Value]):
     """`read` makes a value of the floats of the output and their shape. `done` is called with all values, in the order
-    of the requests."""
+    of the requests. `pooling`: the output has vectors of tokens, from which one is made in this way; "": it has not."""
 
     def __init__(
         self,
@@ -52,12 +56,14 @@ class Collection(Generic[_Value]):
         output: str,
         read: Callable[[Array, tuple[int, ...]], _Value],
         done: Callable[[list[_Value]], None],
+        pooling: str = "",
     ) -> None:
         self._exchange = exchange
         self._requests: FanOut[_Ticket] = FanOut(exchange, sender, model, AT_ONCE, exchange.fail)
         self._model = model
         self._output = output
         self._read = read
+        self._pooling = pooling
         self._done = done
         self._values: dict[int, _Value] = {}
         self.tokens = 0
@@ -79,15 +85,36 @@ class Collection(Generic[_Value]):
     def take(self, ticket: _Ticket, answer: Reply | Held) -> None:
         if self._requests.cancelled:
             return
+        work = self._taken(ticket, answer)
+        if next(work, _END) is not _END:  # large: the rest is done in further slices
+            self._exchange.work(_rest(work), _nothing, partial(self.failed, ticket))
+
+    def _taken(self, ticket: _Ticket, answer: Reply | Held) -> SlicedWork[None]:
         reply: Any = answer.reply if type(answer) is Held else answer
+        found: tuple[str, tuple[int, ...], Buffer] | None = None
+        mask: Any = None
         for number, tensor in enumerate(reply.outputs):
-            data: Any = joined(answer.buffers[number]) if type(answer) is Held else tensor.data
+            data = tensor.data
+            if type(answer) is Held:
+                parts = answer.buffers[number]
+                data = joined(parts) if size_of(parts) <= COPY_BYTES else (yield from joined_in_slices(parts))
             if tensor.name == self._output:
-                self._values[ticket.index] = self._read(_floats(tensor.dtype, data), tensor.shape)
+                found = tensor.dtype, tensor.shape, data
             elif tensor.name == INPUT_TOKENS:
                 self.tokens += int.from_bytes(data, "little")
-        if ticket.index not in self._values:
+            elif tensor.name == MASK:
+                mask = np.frombuffer(data, to_numpy(tensor.dtype))
+        if found is None:
             raise ModelFailed(f"model '{self._model}' returned no output '{self._output}'")
+        dtype, shape, data = found
+        if self._pooling:
+            values = yield from pooled(self._pooling, dtype, shape, data, mask)
+            shape = values.shape
+        else:
+            values = floats(dtype, data)
+        if self._requests.cancelled:  # meanwhile
+            return
+        self._values[ticket.index] = self._read(values, shape)
         self._requests.ended(ticket)
         if self._requests.done:
             self._done([self._values[index] for index in range(len(self._values))])
@@ -98,7 +125,9 @@ class Collection(Generic[_Value]):
             self._exchange.fail(error)
 
 
-def _floats(dtype: str, data: bytes) -> Array:
-    if dtype == "BF16":
-        return from_bfloat16(np.frombuffer(data, np.uint16))
-    return np.frombuffer(data, to_numpy(dtype)).astype(np.float32)
+def _rest(work: SlicedWork[None]) -> SlicedWork[None]:
+    yield
+    yield from work
+
+
+def _nothing(_: None) -> None: ...

@@ -13,9 +13,10 @@ from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.plans import RequestPlan
 from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, SlicedWork
 from shmserve.gateway.openai.bodies import EmbeddingRequest, request_options
-from shmserve.gateway.openai.collection import Array, Collection
+from shmserve.gateway.openai.collection import Collection
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.models import EmbeddingModel
+from shmserve.gateway.openai.pooling import Array
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.requests import RequestSender
 
@@ -34,7 +35,9 @@ class Embeddings:
         texts: list[str],
     ) -> None:
         self._exchange = exchange
-        self._collection = Collection(exchange, sender, model.name, model.output, self._vector, self._answer)
+        self._collection = Collection(
+            exchange, sender, model.name, model.output, self._vector, self._answer, model.pooling
+        )
         self._model = model
         self._request = request
         self._texts = texts
@@ -62,11 +65,11 @@ class Embeddings:
         return self._cut(values)
 
     def _cut(self, vector: Array) -> Array:
-        """The first `dimensions` values, scaled to length 1."""
+        """The first `dimensions` values, scaled to length 1 if they are fewer or the model declares it."""
         count = self._request.dimensions
-        if count is None:
+        if count is None and not self._model.normalize:
             return vector
-        if count > len(vector):
+        if count is not None and count > len(vector):
             raise BadParameter(
                 "dimensions",
                 f"'dimensions' is {count}; embeddings of model '{self._model.name}' have {len(vector)}",

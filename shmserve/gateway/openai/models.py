@@ -12,9 +12,9 @@ from shmserve.gateway.kserve.plans import InputPlan, tensor_type
 
 PROMPT, MESSAGES, TOKENS, SAMPLING = "text_input", "messages", "prompt_token_ids", "sampling_parameters"
 TASK = "task"
-TEXT, TOOL_CALLS, INPUT_TOKENS = "text_output", "tool_calls", "num_input_tokens"
+TEXT, TOOL_CALLS, INPUT_TOKENS, MASK = "text_output", "tool_calls", "num_input_tokens", "attention_mask"
 _FLOATS = ("FP32", "FP16", "BF16", "FP64")
-_EMBEDDING_PARAMETERS = frozenset({"embedding_input", "embedding_output"})
+_EMBEDDING_PARAMETERS = frozenset({"embedding_input", "embedding_output", "embedding_pooling"})
 _PAIR = ("query", "document")
 _EMBEDDING_INPUTS = ("text_input", "text", "input", "TEXT")
 
@@ -48,9 +48,13 @@ class LanguageModel(Struct, frozen=True):
 
 
 class EmbeddingModel(Struct, frozen=True):
+    """`pooling`: how the vectors of the output become one; "": it has one. `normalize`: it is scaled to length 1."""
+
     name: str
     input: InputSpec
     output: str
+    pooling: str = ""
+    normalize: bool = False
 
 
 class ScoreModel(Struct, frozen=True):
@@ -78,7 +82,7 @@ def embedding_model(name: str, config: Mapping[str, Any]) -> EmbeddingModel:
     texts = [one for one, spec in inputs.items() if spec.dtype == "BYTES"]
     floats = [one for one, dtype in outputs.items() if dtype in _FLOATS]
     chosen = parameters.get("embedding_input") or _one(texts, _EMBEDDING_INPUTS)
-    others = [one for one in outputs if one not in floats and one != INPUT_TOKENS]
+    others = [one for one in outputs if one not in (*floats, INPUT_TOKENS, MASK)]
     output = parameters.get("embedding_output") or ("" if others else _one(floats, ()))
     required = [one["name"] for one in config.get("input", ()) if not one.get("optional")]
     if chosen not in texts or output not in floats or any(one != chosen for one in required):
@@ -88,7 +92,9 @@ def embedding_model(name: str, config: Mapping[str, Any]) -> EmbeddingModel:
         )
     if _is_decoupled(config):
         raise NotFound(f"model '{name[:80]}' does not compute embeddings: it has a decoupled transaction policy")
-    return EmbeddingModel(name, inputs[chosen], output)
+    pooling = parameters.get("embedding_pooling", "")
+    normalize = parameters.get("embedding_normalize", "true" if pooling else "false").lower() == "true"
+    return EmbeddingModel(name, inputs[chosen], output, pooling, normalize)
 
 
 def score_model(name: str, config: Mapping[str, Any]) -> ScoreModel:

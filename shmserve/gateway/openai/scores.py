@@ -17,9 +17,10 @@ from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.plans import InputPlan, RequestPlan
 from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, SlicedWork
 from shmserve.gateway.openai.bodies import TEXTS, TextsRequest, decoded, request_options
-from shmserve.gateway.openai.collection import Array, Collection
+from shmserve.gateway.openai.collection import Collection
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.models import ScoreModel
+from shmserve.gateway.openai.pooling import Array
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.requests import RequestSender
 

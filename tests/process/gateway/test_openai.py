@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shmserve.testing import Server
@@ -68,7 +69,7 @@ def test_models(client: Any, server: Server) -> None:
     with server.client() as native:
         native.traffic("talk", aliases={"prod": 1, "next": 2})
         names = [found.id for found in client.models.list()]
-    assert names == ["bare", "embed", "once", "talk", "talk@prod", "vllm"]
+    assert names == ["bare", "embed", "once", "pooled-cls", "pooled-last", "pooled-mean", "talk", "talk@prod", "vllm"]
     found = client.models.retrieve("talk@prod")
     assert (found.id, found.object, found.owned_by) == ("talk@prod", "model", "shmserve")
     assert 0 <= time.time() - found.created < 3600
@@ -214,6 +215,20 @@ def test_embeddings(client: Any) -> None:
     ):
         with pytest.raises(error, match=text):
             client.embeddings.create(**{"model": "embed", "input": "abc", **more})
+
+
+def test_embeddings_are_pooled(client: Any) -> None:
+    """Without padding, which is at the beginning or the end, also for texts whose vectors are large."""
+    for text, mean, first, last in (("_ac_", 98, 97, 99), ("a", 97, 97, 97), ("_" + "b" * 150_000 + "d", 98, 98, 100)):
+        for pooling, code in (("mean", mean), ("cls", first), ("last", last)):
+            expected = np.array([code, 2, 4, code], np.float32)
+            if pooling != "mean":
+                expected /= np.linalg.norm(expected)
+            found = client.embeddings.create(model=f"pooled-{pooling}", input=[text, "_x"])
+            assert found.data[0].embedding == pytest.approx(expected.tolist(), rel=1e-3)
+            assert len(found.data[1].embedding) == 4
+    with pytest.raises(openai.InternalServerError, match="the attention mask has 0 tokens"):
+        client.embeddings.create(model="pooled-mean", input="_")
 
 
 def test_documents_are_ranked(client: Any) -> None:

@@ -159,6 +159,23 @@ if b"FAIL" in x:
     raise ValueError("a text that fails")
 return self.respond(np.array([[len(text), text[:1] == b"a", 0.1] for (text,) in x], np.float32))
 """)
+STATES = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            (text,) = pb_utils.get_input_tensor_by_name(request, "text").as_numpy().ravel()
+            codes = np.frombuffer(text, np.uint8)[:, None]
+            states = (codes * [1, 0, 0, 1] + [0, 2, 4, 0]).astype(np.float16)
+            mask = (codes[:, 0] != ord("_")).astype(np.int64)
+            tensors = [pb_utils.Tensor("states", states[None]), pb_utils.Tensor("attention_mask", mask[None])]
+            responses.append(pb_utils.InferenceResponse(tensors))
+        return responses
+"""
+"""A vector for each character. The mask excludes underlines."""
 OVERLAP = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -222,7 +239,8 @@ def _config(*more: str, inputs: tuple[str, ...] = (), outputs: tuple[str, ...] =
 def write_language_models(repository: Path) -> LanguageModels:
     """`talk`: with messages and tool calls. `vllm`: as Triton's backend, with a chat template in its configuration.
     `bare`: with a prompt and a text only; `once`: it answers with one response,
-    in batches. `embed`, `embedded`: embeddings, also by an ensemble. `overlap`: scores."""
+    in batches. `embed`, `embedded`: embeddings, also by an ensemble. `overlap`: scores.
+    `pooled-mean` and others: embeddings that the gateway pools."""
     files = LanguageModels(*(repository.with_name(f"{repository.name}-{name}") for name in ("gate", "log")))
     os.mkfifo(files.gate)
     files.log.touch()
@@ -243,6 +261,10 @@ def write_language_models(repository: Path) -> LanguageModels:
     vector = f"input {tensors('x:STRING:[1]')} output {tensors('y:FP32:[3]')}"
     declared = parameters(embedding_output="y")
     write_model(repository, "embed", f'backend: "python" {BATCHES} {vector} {declared}', EMBEDDING)
+    states = f"input {tensors('text:STRING:[1]')} output {tensors('states:FP16:[-1, 4]', 'attention_mask:INT64:[-1]')}"
+    for pooling in ("mean", "cls", "last"):
+        declared = parameters(embedding_pooling=pooling, embedding_normalize=str(pooling != "mean").lower())
+        write_model(repository, f"pooled-{pooling}", f'backend: "python" {BATCHES} {states} {declared}', STATES)
     step = "embed(x:text)->(y:vector)"
     ensemble(repository, "embedded", "text:STRING:[1]", "vector:FP32:[3]", step, more="max_batch_size: 64")
     return files

@@ -43,6 +43,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, tuple[str, ...]]] = {
     "strict_outputs": (False, {"true": True}, FLAG, ("maybe",)),
     "send_waits": (True, {"false": False}, FLAG, ("maybe",)),
     "FORCE_CPU_ONLY_INPUT_TENSORS": (True, {"no": False, "False": False, "yes": True}, '"yes" or "no"', ()),
+    "embedding_pooling": ("", {"cls": "cls"}, '"mean", "cls" or "last"', ("max", "")),
+    "embedding_normalize": (False, {"true": True}, FLAG, ("1",)),
     "overlap_batches": (True, {"Off": False, "1": True}, FLAG, ("maybe",)),
 }  # fmt: skip
 """Name -> the default, valid values and what is read, a description of them, invalid values. Other rows are texts."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from shmserve.errors import ModelFailed
 from shmserve.gateway.kserve.answers import Held
@@ -15,7 +17,7 @@ from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.collection import AT_ONCE
 from shmserve.gateway.openai.embeddings import Embeddings
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.models import embedding_model
+from shmserve.gateway.openai.models import EmbeddingModel, embedding_model
 from shmserve.protocol.messages import Handle, Reply, Tensor
 from tests.support.gateway.openai_caller import OpenAiCaller
 
@@ -27,10 +29,10 @@ MODEL = embedding_model("m", {
 })  # fmt: skip
 
 
-def begun(client: OpenAiCaller, texts: list[str], **more: Any) -> None:
+def begun(client: OpenAiCaller, texts: list[str], model: EmbeddingModel = MODEL, **more: Any) -> None:
     request = bodies.embedding(json.dumps({"model": "name", "input": texts, **more}).encode())
     connection: Any = client
-    Embeddings(connection, connection, MODEL, request, texts).begin()
+    Embeddings(connection, connection, model, request, texts).begin()
 
 
 def reply(values: Any, dtype: str = "FP32", shape: tuple[int, ...] | None = None, tokens: int | None = None) -> Reply:
@@ -95,6 +97,35 @@ def test_invalid_outputs_are_an_error_of_the_model(answer: Reply, text: str) -> 
     client.tickets[0].settle(answer)
     assert client.answered is None
     with pytest.raises(ModelFailed, match=text):
+        raise client.error or AssertionError
+
+
+POOLED = replace(MODEL, pooling="mean")
+
+
+@pytest.mark.parametrize("used", [slice(None), slice(5, 4000), slice(None, None, 1500)])
+def test_the_mean_of_many_vectors_is_computed_in_slices(used: slice) -> None:
+    """`used`: the tokens that are not padding."""
+    client = OpenAiCaller()
+    begun(client, ["a"], POOLED)
+    states = np.random.default_rng(1).standard_normal((4096, 256), np.float32)
+    mask = np.zeros(4096, np.int64)
+    mask[used] = 1
+    outputs = (
+        Tensor("y", "FP32", (1, 4096, 256), states.tobytes()),
+        Tensor("attention_mask", "INT64", (1, 4096), mask.tobytes()),
+    )
+    client.tickets[0].settle(Reply(1, 1, outputs))
+    assert client.loop.run() > 1, "other clients have a turn"
+    assert client.answered["data"][0]["embedding"] == pytest.approx(states[used].mean(axis=0), abs=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 1, 2), (0, 4)])
+def test_outputs_that_cannot_be_pooled(shape: tuple[int, ...]) -> None:
+    client = OpenAiCaller()
+    begun(client, ["a"], POOLED)
+    client.tickets[0].settle(reply([0] * prod(shape), shape=shape))
+    with pytest.raises(ModelFailed, match=r"expected \[tokens, dimensions\]"):
         raise client.error or AssertionError
 
 
