@@ -24,7 +24,7 @@ from shmserve.gateway.kserve import generate
 from shmserve.gateway.kserve import plans as kserve
 from shmserve.gateway.kserve.plans import RequestOptions
 from shmserve.gateway.openai import bodies as openai_bodies
-from shmserve.gateway.openai import inputs, models, renderer, templates
+from shmserve.gateway.openai import inputs, models, renderer, scores, templates, tokens
 from shmserve.gateway.upstream import documents
 from shmserve.protocol import codec as wire
 from shmserve.protocol import messages, worker_messages
@@ -114,7 +114,7 @@ def http(data: bytes) -> None:
                 finished(kserve.plan_in_slices(body[: head.json_length], LONGEST_BODY))
             case "generate" | "generate_stream":
                 finished(generate.GenerateRequest(body).plan(_MODEL))
-            case "completions" | "chat_completions" | "embeddings":
+            case "completions" | "chat_completions" | "embeddings" | "rerank" | "score" | "tokenize" | "detokenize":
                 _openai(head.route.action, body)
             case _:
                 documents.arguments_of(head.route, body)
@@ -136,6 +136,14 @@ def _openai(action: str, body: bytes) -> None:
         values = templates.template_values(chat.messages, chat.tools, inputs.template_arguments(chat), model.parameters)
         with suppress(InvalidRequest):
             renderer.render(_TEMPLATE, msgspec.json.decode(msgspec.json.encode(values)))
+    elif action == "rerank":
+        scores.rerank_request(body).pairs()
+    elif action == "score":
+        scores.score_request(body).pairs()
+    elif action == "tokenize":
+        tokens.tokenize_request(body)
+    elif action == "detokenize":
+        tokens.detokenize_request(body)
     else:
         request = openai_bodies.embedding(body)
         openai_bodies.texts_or_tokens("input", request.input, openai_bodies.TEXTS)
@@ -261,6 +269,10 @@ def _requests() -> Iterator[bytes]:
                 "response_format": {"type": "json_object"},
             }
         ),
+        "v1/rerank": json.dumps({"model": "m", "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
+        "v1/score": json.dumps({"model": "m", "text_1": "a", "text_2": ["b", "c"]}),
+        "tokenize": json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}]}),
+        "detokenize": json.dumps({"model": "m", "tokens": [1, 2]}),
         "v1/embeddings": json.dumps({"model": "m", "input": [[1, 2]], "encoding_format": "base64"}),
         "v2/models/m/trace/setting": '{"trace_rate": "1", "trace_level": ["TIMESTAMPS"]}',
     }

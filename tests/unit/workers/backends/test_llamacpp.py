@@ -204,6 +204,33 @@ def test_errors_of_the_engine(error: dict[str, Any], kind: type[ServeError]) -> 
         piece_of(b"[]")
 
 
+# ---------------------------------------------------------------------------------------------- encoders
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (parameters(pooling="max"), "must be one of mean, cls, last, rank, not 'max'"),
+        (
+            parameters(pooling="rank") + 'input { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }',
+            "query, document",
+        ),
+        (parameters(pooling="mean") + 'output { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }', "outputs embedding and"),
+    ],
+)
+def test_encoders_with_other_tensors_or_poolings_are_refused(tmp_path: Path, config: str, text: str) -> None:
+    pytest.importorskip("xllamacpp")
+    from shmserve.workers.backends.llamacpp.backend import LlamaCpp
+
+    (tmp_path / "1").mkdir()
+    gguf_models.write(tmp_path / "1" / "model.gguf")
+    given = parse(f'name: "m" backend: "llamacpp" {config}')
+    made = LlamaCpp.chosen(given)(Context("m", 1, "m_0", tmp_path, tmp_path / "1", {}))
+    with pytest.raises(InvalidRequest, match=text):
+        made.load(made.complete(given))
+    made.close()
+
+
 # ---------------------------------------------------------------------------------------------- slots
 
 
