@@ -32,9 +32,16 @@ log = logging.getLogger("shmserve")
 UNAVAILABLE = {"http": 503, "call": grpc.StatusCode.UNAVAILABLE.value[0]}
 """Method of a replica -> the status of a request that the server refuses, or whose gateway has lost the broker."""
 OF_ONE_SERVER = (CHANGES - frozenset(TO_MODELS)) | {Action.MEMORY_STATUS, Action.PAGE_EVENTS, Action.PAGE_MODEL}
-STREAMED = (Action.GENERATE_STREAM, Action.COMPLETIONS, Action.CHAT_COMPLETIONS)
+STREAMED = (
+    Action.GENERATE_STREAM,
+    Action.COMPLETIONS,
+    Action.CHAT_COMPLETIONS,
+    Action.RESPONSES,
+    Action.MESSAGES,
+)
 """Actions whose responses may arrive over time."""
-OPENAI = (Action.COMPLETIONS, Action.CHAT_COMPLETIONS, Action.EMBEDDINGS)
+OPENAI = (Action.COMPLETIONS, Action.CHAT_COMPLETIONS, Action.RESPONSES, Action.MESSAGES, Action.EMBEDDINGS)
+"""Actions whose request names its model in the body."""
 REFUSED = "send this to a server, not to the application"
 NOT_REPEATED = "the server failed while processing this request; do not retry it, because it may have run"
 SEQUENCE_FIELD = "x-sequence-id"
