@@ -33,7 +33,8 @@ SERVER_ONLY = ("google", "uvloop", "rich", "argcomplete", "hdrh", "hpack", "http
 CLIENT_PARTS = {
     f"shmserve.{name}"
     for name in (
-        "clients", "dtypes", "errors", "paths", "protocol", "python_values", "session", "shm", "system", "version",
+        "clients", "dtypes", "errors", "paths", "protocol", "python_values", "session", "shm", "system", "transport",
+        "version",
     )
 }  # fmt: skip
 MODULES = """

@@ -98,8 +98,8 @@ def check(status: int, body: bytes, kind: str | None) -> None:
     if status != 200:
         assert kind == "application/json"
         text = json.loads(body)["error"] if body else ""
-        if isinstance(text, dict):  # of the OpenAI-compatible endpoints
-            assert sorted(text) == ["code", "message", "param", "type"]
+        if isinstance(text, dict):  # of the OpenAI-compatible endpoints, and Anthropic's
+            assert sorted(text) in (["code", "message", "param", "type"], ["message", "type"])
             text = text["message"]
         assert not SECRETS.search(text), text
 
