@@ -40,7 +40,7 @@ STREAMED = (
     Action.MESSAGES,
 )
 """Actions whose responses may arrive over time."""
-OPENAI = (Action.COMPLETIONS, Action.CHAT_COMPLETIONS, Action.RESPONSES, Action.MESSAGES, Action.EMBEDDINGS)
+OPENAI = frozenset(action for action in TO_MODELS if not any("{model}" in path for path in action.row.http))
 """Actions whose request names its model in the body."""
 REFUSED = "send this to a server, not to the application"
 NOT_REPEATED = "the server failed while processing this request; do not retry it, because it may have run"
