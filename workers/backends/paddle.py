@@ -21,7 +21,7 @@ from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.repo.rules.optimization import PADDLE_ON_CPU, PADDLE_PARAMETERS
 from shmserve.workers.backends.base import Context, StackedBackend
-from shmserve.workers.backends.model_facts import completed, match, none_optional, unexpected
+from shmserve.workers.backends.model_facts import completed, match, none_optional
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
 from shmserve.workers.process.device import require_cpu
@@ -219,7 +219,11 @@ def _order(model: str, kind: str, specs: Sequence[Spec], facts: Sequence[TensorF
         elif len(specs) == len(names) and not any(spec.name in names for spec in specs):
             found.append(place)
         else:
-            raise unexpected(model, kind, spec, names)
+            given = ", ".join(f"'{each.name}'" for each in specs)
+            raise InvalidRequest(
+                f"unable to load model '{model}': unexpected inference {kind} '{spec.name}' of {given}, allowed "
+                f"{kind}s are: {', '.join(names)}"
+            )
     match(model, kind, specs, [facts[at]._replace(name=spec.name) for at, spec in zip(found, specs, strict=True)])
     return found
 
