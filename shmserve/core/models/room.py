@@ -277,8 +277,8 @@ def _free(
     short = _remaining_shortage(state, short, now)
     candidates = _candidates(state, None if claim is None else claim.version)
     shares: Shares | None = None
-    if claim is not None and claim.user and claim.version not in called:
-        shares = Shares(state, claim.user, need)
+    if claim is None or (claim.user and claim.version not in called):
+        shares = Shares(state, "" if claim is None else claim.user, need)
         if shares.can_make_room:
             candidates = [version for version in candidates if not shares.keeps(version, sleep.last_used(version), now)]
     sleeping = _let_sleep(state, short, _resting(state, candidates), now)

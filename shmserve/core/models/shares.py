@@ -47,34 +47,37 @@ def wakes(state: State, version: Version) -> None:
 
 
 class Shares:
-    """What users hold, if these bytes are granted to one of them."""
+    """What users hold, if these bytes are granted to one of them. `user` "": the one who holds the most makes room,
+    because models have grown."""
 
     __slots__ = ("_held", "_user", "can_make_room")
 
     def __init__(self, state: State, user: str, need: BytesByPlace) -> None:
-        self._user = user
-        self._held: dict[str, float] = {user: _part(state, need)}
+        self._held: dict[str, float] = {user: _part(state, need)} if user else {}
         """User -> the part of the budgets."""
-        self.can_make_room = False
-        """The user has other versions in memory that can make room, now or when they have loaded."""
+        movable: set[str] = set()
         for version in set(state.memory.holders.values()):
             users = version.sleep_state.users
             if users:
                 each = _part(state, memory.of_version(version, state.memory.holders)) / sum(users.values())
-                self.can_make_room = self.can_make_room or (user in users and not memory.stays_loaded(version))
                 for other, count in users.items():
                     self._held[other] = self._held.get(other, 0.0) + each * count
+                if not memory.stays_loaded(version):
+                    movable.update(users)
+        self._user = user or max(movable, key=lambda one: (self._held[one], one), default="")
+        self.can_make_room = self._user in movable
+        """The user has other versions in memory that can make room, now or when they have loaded."""
 
     def keeps(self, version: Version, last_used: int, now: int) -> bool:
         """True if this version stays awake: the user would then hold more than another of its users."""
-        sleep_state, holds = version.sleep_state, self._held[self._user]
+        sleep_state, holds = version.sleep_state, self._held.get(self._user, 0.0)
         if last_used + min(RECENT_LOADS * sleep_state.load_ns, RECENT_NS) <= now:
             return False
         return any(other != self._user and self._held.get(other, 0.0) < holds for other in sleep_state.users)
 
     def comes_before(self, version: Version) -> bool:
         """True if this busy version makes room at once for the user, who will hold less than each of its users."""
-        users, holds = version.sleep_state.users, self._held[self._user]
+        users, holds = version.sleep_state.users, self._held.get(self._user, 0.0)
         return bool(users) and all(self._held.get(other, 0.0) > holds for other in users)
 
 
