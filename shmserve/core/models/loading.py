@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import takewhile
 
 from shmserve.core.effects import Spawn
 from shmserve.core.models import shares
@@ -33,14 +34,19 @@ def _next(state: State) -> tuple[Version, Instance] | None:
     """Takes the next instance that may load from the queue. With budgets, it must have been granted its memory.
     Without, users take turns in waking versions."""
     queue = state.loading.queue
-    able = [entry for entry in queue if entry[1] in state.memory.holders or entry[1].state is not _I.WAITING]
-    if not state.memory.limited:
-        waking = [entry for entry in queue if entry[1].sleeping]
-        able = sorted(waking, key=lambda entry: shares.choose_waker(state, entry[0])) or list(queue)
-    if not able:
-        return None
-    queue.remove(able[0])
-    return able[0]
+    if state.memory.limited:
+        able = (entry for entry in queue if entry[1] in state.memory.holders or entry[1].state is not _I.WAITING)
+        chosen = next(able, None)
+    else:
+        first = queue[0] if queue else None
+        chosen = min(takewhile(_wakes, queue), key=lambda entry: shares.choose_waker(state, entry[0]), default=first)
+    if chosen is not None:
+        queue.remove(chosen)
+    return chosen
+
+
+def _wakes(entry: tuple[Version, Instance]) -> bool:
+    return entry[1].sleeping
 
 
 def free_slots(state: State) -> int:

@@ -1,10 +1,10 @@
 """Memory grants: decides which waiting instances get memory to load, and puts other versions to sleep to free it.
 
 Versions with requests come first, before versions that only load. Users take turns (`shares`); the versions of a user
-come in the order in which they were woken. The first in
-line for a place (the host, a GPU) gets its memory before all others, but not before it can load at once: memory granted
-earlier would be useless to everyone. Versions that blocked instances wait for come before all, in any order. To free
-memory for it, idle versions go to sleep, the least valuable (`value`) first. If that is not enough, after
+come in the order in which they were woken. The first in line for a place (the host, a GPU) gets its memory before all
+others, but not before it can load at once: memory granted earlier would be useless to everyone. Versions that blocked
+instances wait for come before all, in any order. To free memory for it, idle versions go to sleep, the least valuable
+(`value`) first, within the shares of users. If that is not enough, after
 `Limits.memory_wait_ns` the busy version that has been awake for the longest time yields: it starts nothing more,
 finishes what runs and sleeps. Its queued requests then wait in line.
 
@@ -412,15 +412,11 @@ def _ends(version: Version) -> bool:
 
 def _take(state: State, version: Version, short: BytesByPlace) -> bool:
     """Subtracts the memory of this version from `short`, if that helps."""
-    if not _helps(state, version, short):
-        return False
-    short.subtract(memory.of_version(version, state.memory.holders))
-    return True
-
-
-def _helps(state: State, version: Version, short: BytesByPlace) -> bool:
     charge = memory.of_version(version, state.memory.holders)
-    return any(size > 0 and charge[place] for place, size in short.items())
+    if not any(size > 0 and charge[place] for place, size in short.items()):
+        return False
+    short.subtract(charge)
+    return True
 
 
 def _yield(state: State, version: Version, now: int) -> None:
