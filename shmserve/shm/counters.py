@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from msgspec import DecodeError, Struct, json
@@ -83,6 +85,17 @@ class Writer:
         self._end = end
         _used.pack_into(self._memory, 0, end)
         return self._memory[start:end].cast("d")
+
+
+def set_gauge(numbers: memoryview[float], value: float) -> None:
+    numbers[1] = value
+    numbers[2] = time.monotonic()
+
+
+def observe(numbers: memoryview[float], edges: Sequence[float], value: float, count: int = 1) -> None:
+    """Adds a value, this many times, to a histogram with these `Subject.edges`."""
+    numbers[1] += value * count
+    numbers[2 + bisect_left(edges, value)] += count
 
 
 def read(memory: memoryview) -> Iterator[tuple[Subject, list[float]]]:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from shmserve.shm.counters import COUNTER, GAUGE, HISTOGRAM, Subject
+from shmserve.shm.counters import COUNTER, GAUGE, HISTOGRAM, Subject, observe, set_gauge
 
 if TYPE_CHECKING:
     Count: TypeAlias = Callable[[Subject], memoryview[float]]
@@ -63,8 +62,7 @@ class LanguageMetrics:
         return self._add(name, text, HISTOGRAM, self._labels, edges), edges
 
     def _set(self, name: str, value: float) -> None:
-        numbers = self._gauges[name]
-        numbers[1], numbers[2] = value, time.monotonic()
+        set_gauge(self._gauges[name], value)
 
     def _update(self, running: int, cached: int) -> None:
         self._running += running
@@ -90,9 +88,9 @@ class LanguageMetrics:
             self._generated[1] += tokens
             self._update(0, tokens)
             if first:
-                _observe(self._first, seconds, 1)
+                observe(*self._first, seconds)
             else:
-                _observe(self._between, seconds / tokens, tokens)
+                observe(*self._between, seconds / tokens, tokens)
 
     def ended(self, reason: str, seconds: float, cached: int, hits: int) -> None:
         with self._lock:
@@ -103,7 +101,7 @@ class LanguageMetrics:
                 numbers = self._reasons[reason] = self._add("llm_request_success_total", text, COUNTER, labels)
             numbers[1] += 1
             self._hits[1] += hits
-            _observe(self._whole, seconds, 1)
+            observe(*self._whole, seconds)
             self._update(-1, -cached)
 
 
@@ -135,9 +133,3 @@ class TextMetrics:
 
     def ended(self, reason: str) -> None:
         self._metrics.ended(reason, time.monotonic() - self._began, self._prompt + self._tokens, self._hits)
-
-
-def _observe(histogram: tuple[memoryview[float], tuple[float, ...]], value: float, count: int) -> None:
-    numbers, edges = histogram
-    numbers[1] += value * count
-    numbers[2 + bisect_left(edges, value)] += count

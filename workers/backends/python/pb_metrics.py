@@ -7,12 +7,10 @@ metric.
 from __future__ import annotations
 
 import threading
-import time
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from shmserve.shm.counters import COUNTER, GAUGE, HISTOGRAM, Subject
+from shmserve.shm.counters import COUNTER, GAUGE, HISTOGRAM, Subject, observe, set_gauge
 from shmserve.workers.backends.python import pb_requests
 from shmserve.workers.backends.python.pb_tensor import TritonModelException
 
@@ -68,18 +66,15 @@ class Metric:
             raise TritonModelException(f"{self._subject.kind} '{self._subject.name}' cannot be set, only a gauge can")
         numbers = self._shared.numbers
         with _lock:
-            numbers[1] = value
-            numbers[2] = time.monotonic()
+            set_gauge(numbers, value)
 
     def observe(self, value: float) -> None:
         subject = self._subject
         if subject.kind != HISTOGRAM:
             raise TritonModelException(f"{subject.kind} '{subject.name}' cannot observe, only a histogram can")
         numbers = self._shared.numbers
-        bucket = bisect_left(subject.edges, value)
         with _lock:
-            numbers[1] += value
-            numbers[2 + bucket] += 1
+            observe(numbers, subject.edges, value)
 
     def value(self) -> float:
         """Returns the value that this instance of the model has counted, or set last."""
