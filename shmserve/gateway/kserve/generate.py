@@ -209,3 +209,8 @@ def _about(model: str, plan: RequestPlan, answer: Held) -> dict[str, Any]:
 def event(text: bytes) -> bytes:
     """Frames `text` as a server-sent event."""
     return b"data: %b\n\n" % text
+
+
+def named_event(name: str, text: bytes) -> bytes:
+    """The same for an event with a name."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), text)

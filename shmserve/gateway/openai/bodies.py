@@ -4,7 +4,7 @@ silently."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -246,6 +246,19 @@ def _check(request: Sampling) -> None:
         raise BadParameter("logit_bias", "the keys of 'logit_bias' must be token ids")
     if request.stop == "" or (isinstance(request.stop, list) and "" in request.stop):
         raise BadParameter("stop", "'stop' contains an empty string")
+
+
+def text_parts(where: str, content: Any, kinds: Collection[str]) -> str | list[dict[str, Any]]:
+    """The content of a message of a chat, from a text or parts of these types."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadParameter(where, f"'{where}' is neither a string nor a list")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise BadParameter(where, f"'{where}' has a part of the type {str(kind)[:40]!r}; only texts are supported")
+    return [{"type": "text", "text": part["text"]} for part in content]
 
 
 def _check_message(param: str, message: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.kserve.generate import named_event
 from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import ChatRequest
 from shmserve.gateway.openai.errors import BadParameter, anthropic_body
@@ -18,6 +19,7 @@ from shmserve.gateway.openai.formats import ChatFormat, Choice
 from shmserve.gateway.openai.texts import Delta, Usage
 from shmserve.llm.tool_choice import ForcedCalls
 
+_TEXTS = ("text",)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _encode = msgspec.json.Encoder().encode
@@ -52,7 +54,7 @@ def request_of(text: bytes) -> ChatRequest:
     choice = request.tool_choice or {}
     messages: list[dict[str, Any]] = []
     if request.system is not None:
-        messages.append({"role": "system", "content": _texts("system", request.system)})
+        messages.append({"role": "system", "content": bodies.text_parts("system", request.system, _TEXTS)})
     for number, message in enumerate(request.messages):
         messages += _messages(f"messages[{number}]", message)
     chat = ChatRequest(
@@ -87,27 +89,19 @@ def _messages(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else block
         if kind == "text":
-            texts += _texts(f"{where}.content", [block])
+            texts.append(block)
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": _encode(block.get("input", {})).decode()}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            answer = _texts(f"{where}.content", block.get("content") or "")
+            answer = bodies.text_parts(f"{where}.content", block.get("content") or "", _TEXTS)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": answer})
         else:
             raise BadParameter(f"{where}.content", f"a block of the type {str(kind)[:40]!r} is not supported there")
+    said = bodies.text_parts(f"{where}.content", texts, _TEXTS)
     if calls:
-        return [*results, {"role": role, "content": texts or None, "tool_calls": calls}]
-    return [*results, {"role": role, "content": texts}] if texts or not results else results
-
-
-def _texts(where: str, content: str | list[Any]) -> Any:
-    if isinstance(content, str):
-        return content
-    for block in content:
-        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise BadParameter(where, f"'{where}' has a block that is no text; only texts are supported there")
-    return [{"type": "text", "text": block["text"]} for block in content]
+        return [*results, {"role": role, "content": said or None, "tool_calls": calls}]
+    return [*results, {"role": role, "content": said}] if said or not results else results
 
 
 def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
@@ -219,7 +213,7 @@ def _input(function: dict[str, Any]) -> Any:
 
 
 def _event(kind: str, **more: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **more}))
+    return named_event(kind, _encode({"type": kind, **more}))
 
 
 def _usage(usage: Usage) -> dict[str, int]:

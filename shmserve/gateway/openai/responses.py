@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.kserve.generate import named_event
 from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import ChatRequest
 from shmserve.gateway.openai.errors import BadParameter
@@ -123,7 +124,7 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 else:
                     found.append({"role": "assistant", "content": None, "tool_calls": [calls]})
             case "function_call_output":
-                content = _content(f"{where}.output", item.get("output"))
+                content = bodies.text_parts(f"{where}.output", item.get("output"), _TEXTS)
                 found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             case kind:
                 raise BadParameter(f"{where}.type", f"items of the type {str(kind)[:40]!r} are not supported")
@@ -134,19 +135,7 @@ def _message(where: str, item: dict[str, Any]) -> dict[str, Any]:
     role = _ROLES.get(str(item.get("role")))
     if role is None:
         raise BadParameter(f"{where}.role", f"'{where}.role' must be one of {', '.join(_ROLES)}")
-    return {"role": role, "content": _content(f"{where}.content", item.get("content"))}
-
-
-def _content(where: str, content: Any) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadParameter(where, f"'{where}' is neither a string nor a list")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise BadParameter(where, f"'{where}' has a part of the type {str(kind)[:40]!r}; only texts are supported")
-    return [{"type": "text", "text": part["text"]} for part in content]
+    return {"role": role, "content": bodies.text_parts(f"{where}.content", item.get("content"), _TEXTS)}
 
 
 def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
@@ -249,7 +238,7 @@ class ResponsesFormat(ChatFormat):
     def _event(self, kind: str, **more: Any) -> bytes:
         document = {"type": kind, "sequence_number": self._number, **more}
         self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(document))
+        return named_event(kind, _encode(document))
 
     def _grow(self, choice: Choice, delta: Delta) -> list[bytes]:
         """Adds to the items. Returns the events."""

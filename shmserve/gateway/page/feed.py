@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.errors import Internal, ServeError, Unavailable
+from shmserve.gateway.kserve.generate import named_event
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.session import Ticket
@@ -273,7 +274,7 @@ class PageFeed:
         if not self._facts:
             if not viewer.is_down:
                 viewer.is_down = True
-                exchange.send_event(_event("down", _encode({"error": self._error})))
+                exchange.send_event(named_event("down", _encode({"error": self._error})))
             return
         viewer.is_down = False
         viewer.number = self._rows.number
@@ -286,7 +287,7 @@ class PageFeed:
 
     def _state(self, viewer: Viewer) -> bytes:
         rows, _ = self._rows.since(0)
-        return _event(
+        return named_event(
             "state",
             b'{"seq":%d,%b,"roles":%b,"servers":%b,"models":%b}'
             % (self._rows.number, self._facts, _encode(viewer.roles), self._servers, rows),
@@ -294,9 +295,6 @@ class PageFeed:
 
     def _change(self, number: int) -> bytes:
         rows, gone = self._rows.since(number)
-        return _event("change", b'{"seq":%d,%b,"models":%b,"gone":%b}' % (self._rows.number, self._facts, rows, gone))
-
-
-def _event(name: str, data: bytes) -> bytes:
-    """JSON has no line breaks, so the data is one line."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+        return named_event(
+            "change", b'{"seq":%d,%b,"models":%b,"gone":%b}' % (self._rows.number, self._facts, rows, gone)
+        )
