@@ -51,12 +51,6 @@ FAULTS = (
         "    if error is not None:",
     ),
     Fault(
-        "an instance is not watched over a lease",
-        "shmserve/core/batching/leases.py",
-        "    watch(state, version, instance, now)\n",
-        "",
-    ),
-    Fault(
         "outputs over a lease have no limit together",
         "shmserve/core/service/lending.py",
         "min(INLINE_BYTES // max(sizes), FIELD_BYTES // sum(sizes))",

@@ -59,7 +59,10 @@ def _is_lendable(state: State, client: ClientState, segment: int) -> bool:
 
 
 def lend(state: State, version: Version, lending: Lending[ClientState], instance: Instance, now: int) -> None:
-    """Lends an instance that has become idle to the client whose requests were alone, if nothing forbids it."""
+    """Lends an instance that has become idle to the client whose requests were alone, if nothing forbids it.
+
+    The execution limit timer of its last batch still runs, so the lease needs none of its own.
+    """
     client = lending.client
     lending.alone = 0
     if client is None or client.gone or client.disconnecting or client.requests or client.steps:
@@ -102,7 +105,6 @@ def lend(state: State, version: Version, lending: Lending[ClientState], instance
             ),
         )
     )
-    watch(state, version, instance, now)
 
 
 def revoke_unfit(state: State) -> None:
