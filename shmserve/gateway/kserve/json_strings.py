@@ -90,6 +90,10 @@ class CutStrings:
                     yield
         output += text[at:]
 
+    def whole(self, text: str) -> str:
+        """The string that was cut out, if the text is its mark."""
+        return self._strings[int(text[len(self._mark) :])] if text.startswith(self._mark) else text
+
     def restore(self, document: Any) -> SlicedWork[None]:
         """Replaces the marks in a dict, or in a Struct, by their strings."""
         if not self._strings:
@@ -102,7 +106,7 @@ class CutStrings:
                 kind = type(value)
                 if kind is str:
                     if value.startswith(self._mark):
-                        text = self._strings[int(value[len(self._mark) :])]
+                        text = self.whole(value)
                         if isinstance(one, msgspec.Struct):
                             setattr(one, key, text)
                         else:

@@ -248,17 +248,25 @@ def _check(request: Sampling) -> None:
         raise BadParameter("stop", "'stop' contains an empty string")
 
 
-def text_parts(where: str, content: Any, kinds: Collection[str]) -> str | list[dict[str, Any]]:
-    """The content of a message of a chat, from a text or parts of these types."""
+def text_parts(where: str, content: Any, kinds: Collection[str], image: str = "") -> str | list[dict[str, Any]]:
+    """The content of a message of a chat, from a text or parts of these types. `image`: the type of images, if they are
+    allowed."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise BadParameter(where, f"'{where}' is neither a string nor a list")
+    parts: list[dict[str, Any]] = []
     for part in content:
-        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise BadParameter(where, f"'{where}' has a part of the type {str(kind)[:40]!r}; only texts are supported")
-    return [{"type": "text", "text": part["text"]} for part in content]
+        kind = part.get("type") if isinstance(part, dict) else part
+        if image and kind == image:
+            parts.append(part)
+        elif isinstance(part, dict) and kind in kinds and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            allowed = "texts and images" if image else "texts"
+            text = f"'{where}' has a part of the type {str(kind)[:40]!r}; only {allowed} are supported"
+            raise BadParameter(where, text)
+    return parts
 
 
 def _check_message(param: str, message: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from shmserve.gateway.openai.formats import ChatFormat, Choice
 from shmserve.gateway.openai.texts import Delta, Usage
 from shmserve.llm.tool_choice import ForcedCalls
 
-_TEXTS = ("text",)
+_TEXTS, _IMAGE = ("text",), "image"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _encode = msgspec.json.Encoder().encode
@@ -84,12 +84,12 @@ def _messages(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         raise BadParameter(f"{where}.content", f"'{where}.content' is neither a string nor a list")
     results: list[dict[str, Any]] = []
-    texts: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else block
-        if kind == "text":
-            texts.append(block)
+        if kind == "text" or (kind == _IMAGE and role == "user"):
+            parts.append(block)
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": _encode(block.get("input", {})).decode()}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
@@ -98,7 +98,7 @@ def _messages(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": answer})
         else:
             raise BadParameter(f"{where}.content", f"a block of the type {str(kind)[:40]!r} is not supported there")
-    said = bodies.text_parts(f"{where}.content", texts, _TEXTS)
+    said = bodies.text_parts(f"{where}.content", parts, _TEXTS, _IMAGE)
     if calls:
         return [*results, {"role": role, "content": said or None, "tool_calls": calls}]
     return [*results, {"role": role, "content": said}] if said or not results else results

@@ -19,7 +19,7 @@ from shmserve.gateway.kserve.plans import InputPlan, RequestPlan
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import ShareExceeded
 from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES
-from shmserve.gateway.openai import bodies, inputs, messages, models, responses, scores, tokens
+from shmserve.gateway.openai import bodies, images, inputs, messages, models, responses, scores, tokens
 from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling, TextsRequest
 from shmserve.gateway.openai.embeddings import Embeddings
 from shmserve.gateway.openai.errors import BadParameter
@@ -197,6 +197,9 @@ class OpenAiRequests:
         then: Callable[[list[InputPlan]], None],
     ) -> None:
         """`then` gets the tensors of the prompt."""
+        taken = images.take_images(request.messages, strings)
+        if taken:
+            then = partial(self._add_images, exchange, model, taken, then)
         if MESSAGES not in model.inputs:
             render = partial(self._render, exchange, model, request, then)
             if strings is None:
@@ -207,6 +210,16 @@ class OpenAiRequests:
             then(inputs.chat_tensors(model, request))
         else:
             exchange.work(inputs.large_chat_tensors(model, request, strings), then)
+
+    def _add_images(
+        self,
+        exchange: Exchange,
+        model: LanguageModel,
+        taken: list[str],
+        then: Callable[[list[InputPlan]], None],
+        prompt: list[InputPlan],
+    ) -> None:
+        exchange.work(images.image_tensor(model, taken), lambda tensor: then([*prompt, tensor]))
 
     def _chat_format(
         self, request: ChatRequest, number: str, forced: ForcedCalls | None, reads_calls: bool

@@ -135,7 +135,8 @@ def _message(where: str, item: dict[str, Any]) -> dict[str, Any]:
     role = _ROLES.get(str(item.get("role")))
     if role is None:
         raise BadParameter(f"{where}.role", f"'{where}.role' must be one of {', '.join(_ROLES)}")
-    return {"role": role, "content": bodies.text_parts(f"{where}.content", item.get("content"), _TEXTS)}
+    image = "input_image" if role == "user" else ""
+    return {"role": role, "content": bodies.text_parts(f"{where}.content", item.get("content"), _TEXTS, image)}
 
 
 def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from shmserve.errors import InvalidRequest, ServeError, Unavailable, from_wire
 from shmserve.gateway.limits.body_budget import Budget, BudgetAccount
 from shmserve.gateway.limits.caller_shares import ShareExceeded
 from shmserve.gateway.openai.errors import BadParameter
+from shmserve.gateway.openai.images import PART
 from shmserve.gateway.openai.renderer import READY, SIZE_BYTES, RenderReply, RenderRequest
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.requests import serve_error
@@ -248,7 +249,8 @@ def template_values(
     parameters: dict[str, str],
 ) -> dict[str, Any]:
     """The variables of a template. `arguments`: those that the client sets. `parameters`: those of the model's
-    configuration. The parts of a message are joined to one text, as templates expect."""
+    configuration. The parts of a message are joined to one text, as templates expect, unless there are images among
+    them."""
     special = {name: parameters[name] for name in _SPECIAL if name in parameters}
     return {
         **special,
@@ -262,6 +264,8 @@ def template_values(
 def continued_prompt(text: str, last: dict[str, Any]) -> str:
     """The prompt without what the template has put behind the content of the last message."""
     content = _message(0, last).get("content") or ""
+    if type(content) is list:
+        raise BadParameter("continue_final_message", "the last message has images; only a text can be continued")
     at = text.rfind(content.strip())
     if at < 0:
         raise BadParameter(
@@ -271,9 +275,11 @@ def continued_prompt(text: str, last: dict[str, Any]) -> str:
 
 
 def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    if type(message.get("content")) is not list:
+    parts = message.get("content")
+    if type(parts) is not list:
         return message
-    return {**message, "content": "\n".join([_part(number, part) for part in message["content"]])}
+    texts = [_part(number, part) for part in parts if part != PART]
+    return message if len(texts) < len(parts) else {**message, "content": "\n".join(texts)}
 
 
 def _part(number: int, part: Any) -> str:

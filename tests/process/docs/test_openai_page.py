@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from shmserve.clients.cli import main
-from shmserve.gateway.openai import bodies, collection, generation, renderer, templates
+from shmserve.gateway.openai import bodies, collection, generation, images, renderer, templates
 from shmserve.testing import Server
 from tests.support.docs import pages
 from tests.support.shared_server import SharedServer
@@ -73,6 +73,7 @@ def test_fields_and_limits() -> None:
         f"up to {generation.AT_ONCE} of them are in flight at a time",
         f"up to {collection.AT_ONCE} of them are in flight at a time",
         f"The limit is {bodies.TEXTS} texts",
+        f"A chat may have {images.IMAGES} images, and an image {images.IMAGE_BYTES >> 20} MiB",
         f"Messages that wait for rendering may take {templates.WAITING_BYTES >> 20} MiB together",
         f"{templates.INPUT_BYTES >> 20} MiB of JSON, a prompt to {renderer.TEXT_CHARACTERS >> 20} Mi characters",
     )

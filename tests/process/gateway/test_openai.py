@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
 import pty
+import re
 import select
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,6 +190,52 @@ def test_chats_of_a_triton_vllm_model_use_its_chat_template(client: Any) -> None
         client.chat.completions.create(model="vllm", messages=[{"role": "nobody", "content": "a"}])
     with pytest.raises(openai.BadRequestError, match="neither an input 'messages' nor the parameter chat_template"):
         client.chat.completions.create(model="bare", messages=user("a"))
+
+
+IMAGES = [b"\x89PNG" + bytes(range(256)) * size for size in (1, 300)]
+"""The second one is larger than what is decoded at once."""
+
+
+def data_url(image: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+
+
+def test_images_of_a_chat(client: Any) -> None:
+    text = {"type": "text", "text": "IMAGES DOCUMENT"}
+    checksums = json.dumps([zlib.crc32(image) for image in IMAGES])
+    images = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in IMAGES]
+    content: Any = [images[0], text, images[1]]
+    (choice,) = client.chat.completions.create(model="talk", messages=[{"role": "user", "content": content}]).choices
+    placed = json.dumps([{"type": "image"}, text, {"type": "image"}], sort_keys=True)
+    assert choice.message.content == f'{checksums} {{"messages": [{{"content": {placed}, "role": "user"}}]}}'
+    content = [{"type": "input_text", "text": "IMAGES"}]
+    content += [{"type": "input_image", "image_url": data_url(image), "detail": "auto"} for image in IMAGES]
+    assert client.responses.create(model="talk", input=[{"role": "user", "content": content}]).output_text == checksums
+    content = [{"type": "text", "text": "IMAGES"}]
+    for image in IMAGES:
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(image).decode()}
+        content.append({"type": "image", "source": source})
+    messages = [{"role": "user", "content": content}]
+    (block,) = post(client, "/v1/messages", model="talk", max_tokens=9, messages=messages)["content"]
+    assert block["text"] == checksums
+    content = [images[1], {"type": "text", "text": "IMAGES"}]
+    (choice,) = client.chat.completions.create(model="vllm", messages=[{"role": "user", "content": content}]).choices
+    assert choice.message.content == f"user: <image> [{zlib.crc32(IMAGES[1])}] </s>"
+
+
+@pytest.mark.parametrize(("model", "urls", "text"), [
+    ("talk", ["https://example.com/cat.png"], "send it as a URL that begins with 'data:image/png;base64,'"),
+    ("talk", ["file:///etc/passwd"], "has an image at another place than the request itself"),
+    ("talk", ["data:image/png;base64,"], "an image of 0 characters in base64"),
+    ("talk", ["data:image/png;base64,a b"], "not valid base64"),
+    ("talk", [data_url(b"a")] * 33, "has 33 images; the limit is 32"),
+    ("vllm", [data_url(b"a")] * 2, "has 2 images; model 'vllm' needs 1"),
+    ("bare", [data_url(b"a")], "neither an input 'messages' nor the parameter chat_template"),
+])  # fmt: skip
+def test_refused_images(client: Any, model: str, urls: list[str], text: str) -> None:
+    content: Any = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    with pytest.raises(openai.BadRequestError, match=re.escape(text)):
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": content}])
 
 
 def test_a_model_that_is_not_decoupled_streams_a_single_response(client: Any) -> None:

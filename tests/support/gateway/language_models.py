@@ -4,6 +4,7 @@ A model repeats the words of its prompt, one word per token; choice i begins wit
 
     PARAMETERS   the token is the JSON of the sampling parameters
     DOCUMENT     the token is the JSON of the messages
+    IMAGES       the token is the JSON of the checksums of the images
     FAIL         fails
     GATE         waits until the gate, a named pipe, is opened
     FOREVER      repeats a word until the request is cancelled, and then writes a line to the log
@@ -20,8 +21,10 @@ from tests.support.ensemble_models import BATCHES, ensemble, tensors
 from tests.support.model_files import parameters, python_model, write_model
 
 _SOURCE = '''
+import base64
 import json
 import threading
+import zlib
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -53,7 +56,8 @@ class Sequence:
         for document in values(request, "messages"):
             self.document = json.loads(document)
             content = self.document["messages"][-1]["content"]
-            text = content if isinstance(content, str) else " ".join(part["text"] for part in content)
+            text = content if isinstance(content, str) else " ".join(part.get("text", "") for part in content)
+        self.images = [zlib.crc32(base64.b64decode(image)) for image in values(request, "image")]
         self.words = text.split()
         self.stream = any(values(request, "stream"))
         self.flags = [name for name in FLAGS if any(values(request, "return_" + name))]
@@ -70,6 +74,8 @@ class Sequence:
             word = json.dumps(self.sampling, sort_keys=True)
         if word == "DOCUMENT":
             word = json.dumps(self.document, sort_keys=True, ensure_ascii=False)
+        if word == "IMAGES":
+            word = json.dumps(self.images)
         return word if index == 0 else " " + word
 
     def steps(self):
@@ -147,7 +153,8 @@ class TritonPythonModel:
 '''
 COUNT = "num_input_tokens:UINT32:[1]"
 TEMPLATE = """
-{%- for message in messages %}{{ message.role }}: {{ message.content }} {% endfor -%}
+{%- for message in messages %}{{ message.role }}: {% if message.content is string %}{{ message.content }}{% else -%}
+{%- for part in message.content %}{{ part.text or "<image>" }} {% endfor %}{% endif %} {% endfor -%}
 {%- if tools %}{{ tools | tojson }} {% endif -%}
 {%- if messages[0].role == "nobody" %}{{ raise_exception("nobody may not speak") }}{% endif -%}
 {{ style or "" }}{{ eos_token }}
@@ -248,11 +255,13 @@ def write_language_models(repository: Path) -> LanguageModels:
     flags = ("stream", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
     inputs = ("sampling_parameters:STRING:[1]", *[f"{flag}:BOOL:[1]" for flag in flags])
     outputs = ("finish_reason:STRING", COUNT, "num_output_tokens:UINT32")
-    talk = _config(given, inputs=(*inputs, "messages:STRING:[1]"), outputs=(*outputs, "tool_calls:STRING"))
+    chat = (*inputs, "messages:STRING:[1]", "image:STRING:[-1]")
+    talk = _config(given, inputs=chat, outputs=(*outputs, "tool_calls:STRING"))
     write_model(repository, "talk", talk, _SOURCE)
     template = TEMPLATE.replace("\n", "").replace('"', '\\"')
     vllm = parameters(chat_template=template, eos_token="</s>", default_max_tokens="20")
-    write_model(repository, "vllm", _config(vllm, given, inputs=inputs, outputs=outputs), _SOURCE)
+    seeing = (*inputs, "image:STRING:[1]")
+    write_model(repository, "vllm", _config(vllm, given, inputs=seeing, outputs=outputs), _SOURCE)
     write_model(repository, "bare", _config(given), _SOURCE)
     text = f"input {tensors('text_input:STRING:[1]')} output {tensors('text_output:STRING:[1]')}"
     write_model(repository, "once", f'backend: "python" {BATCHES} {text}', ONCE)

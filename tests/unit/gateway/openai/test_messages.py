@@ -21,7 +21,7 @@ def result(content: Any) -> list[dict[str, Any]]:
         (5, "is neither a string nor a list"),
         (result(5), "is neither a string nor a list"),
         (result([{"type": "image"}]), "a part of the type 'image'; only texts are supported"),
-        ([{"type": "text", "text": 5}], "only texts are supported"),
+        ([{"type": "text", "text": 5}], "only texts and images are supported"),
     ],
 )
 def test_contents_that_are_no_texts(content: Any, text: str) -> None:
