@@ -5,14 +5,18 @@ test_language_models.py tests the engine itself, test_openai.py the endpoints.
 
 from __future__ import annotations
 
+import base64
 import importlib.util
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from shmserve.errors import InvalidRequest
 from shmserve.testing import Server
 from tests.process.models.language import llm_oracle
 from tests.support.gateway.language_models import openai_client, post
@@ -26,6 +30,7 @@ pytestmark = [
 ]
 
 anthropic = optional("anthropic")
+image = optional("PIL.Image")
 jsonschema = optional("jsonschema")
 openai = optional("openai")
 PROMPTS = ["Hello", "What is a tensor?", "abc" * 20]
@@ -47,6 +52,11 @@ def expected(repository: Path) -> list[str]:
         settings = parameters(pooling=pooling, slots="2", context_length="512", threads="1")
         (repository / pooling / "config.pbtxt").write_text(f'backend: "llamacpp"\n{settings}')
         gguf_models.write(repository / pooling / "1" / "model.gguf", context=1 << 17, scores=pooling == "rank")
+    (repository / "eyes" / "1").mkdir(parents=True)
+    settings = parameters(mmproj="eyes.gguf", context_length="512", threads="1")
+    (repository / "eyes" / "config.pbtxt").write_text(f'backend: "llamacpp"\n{settings}')
+    gguf_models.write(repository / "eyes" / "1" / "model.gguf")
+    gguf_models.write_projector(repository / "eyes" / "1" / "eyes.gguf")
     given = [{"prompt": prompt, "max_tokens": 24, "temperature": 0} for prompt in (*PROMPTS, RENDERED)]
     return list(llm_oracle.texts(file, given))
 
@@ -275,13 +285,68 @@ def test_tool_calls_of_responses(client: Any, choice: Any) -> None:
         ({"previous_response_id": "resp_1"}, "this server keeps no responses"),
         ({"tools": [{"type": "web_search"}]}, "tools of the type 'web_search' are not supported"),
         ({"input": [{"type": "image"}]}, "items of the type 'image' are not supported"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "only texts are supported"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "an image that is not in base64"),
         ({"extra_body": {"tokens": 1}}, "Unrecognized request argument supplied: tokens"),
     ],
 )
 def test_refused_responses(client: Any, given: dict[str, Any], text: str) -> None:
     with pytest.raises(openai.BadRequestError, match=text):
         client.responses.create(**{"model": "text", "input": "a"} | given)
+
+
+# ---------------------------------------------------------------------------------------- images
+
+
+def picture(colour: str) -> str:
+    """A picture in base64."""
+    file = io.BytesIO()
+    image.new("RGB", (40, 30), colour).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_images(client: Any, claude: Any, server: Server, repository: Path) -> None:
+    """In all APIs, the engine sees the images of a chat at their places."""
+    pictures = [picture(colour) for colour in ("red", "blue")]
+    urls = [f"data:image/png;base64,{one}" for one in pictures]
+    first = {"type": "image_url", "image_url": {"url": urls[0]}}
+    given = [{"role": "user", "content": [first, {"type": "text", "text": "What?"}]}]
+    both = [{"role": "user", "content": [*given[0]["content"], {**first, "image_url": {"url": urls[1]}}]}]
+    folder = repository / "eyes" / "1"
+    asked = [{"messages": chat, "max_tokens": 24, "temperature": 0} for chat in (given, both)]
+    expected = llm_oracle.chats(folder / "model.gguf", folder / "eyes.gguf", asked)
+    sampling: Any = {**SAMPLING, "model": "eyes"}
+    for chat, text in zip((given, both), expected, strict=True):
+        assert client.chat.completions.create(messages=chat, **sampling).choices[0].message.content == text
+    parts: Any = [{"type": "input_image", "image_url": urls[0]}, {"type": "input_text", "text": "What?"}]
+    answer = client.responses.create(
+        model="eyes", input=[{"role": "user", "content": parts}], temperature=0, max_output_tokens=24
+    )
+    assert answer.output_text == expected[0]
+    source = {"type": "base64", "media_type": "image/png", "data": pictures[0]}
+    parts = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
+    message = claude.messages.create(
+        model="eyes", messages=[{"role": "user", "content": parts}], max_tokens=24, extra_body={"temperature": 0}
+    )
+    assert message.content[0].text == expected[0]
+    broken: Any = [{"role": "user", "content": [{**first, "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
+    with pytest.raises(openai.BadRequestError, match="image"):
+        client.chat.completions.create(messages=broken, **sampling)
+    with pytest.raises(openai.BadRequestError, match="model 'text' cannot see images: it has no input 'image'"):
+        client.chat.completions.create(messages=given, **SAMPLING)
+
+
+@pytest.mark.parametrize(("part", "images", "text"), [
+    ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}, [], "a part of the type 'image_url'"),
+    ({"type": "image"}, [], "has more images than the input 'image'"),
+    ({"type": "text", "text": "a"}, [b"AAAA"], "has more images than the input 'messages'"),
+    ({"type": "image"}, [b"\xff"], "is not base64"),
+])  # fmt: skip
+def test_images_and_messages_must_match(server: Server, part: Any, images: list[bytes], text: str) -> None:
+    """The engine itself would fetch URLs."""
+    given = {"text_input": "", "messages": json.dumps({"messages": [{"role": "user", "content": [part]}]})}
+    inputs = {name: np.array([value], object) for name, value in given.items()}
+    with server.client() as native, pytest.raises(InvalidRequest, match=text):
+        list(native.stream("eyes", {**inputs, "image": np.array(images, object)}))
 
 
 # ---------------------------------------------------------------------------------------- Anthropic's client
@@ -332,7 +397,7 @@ def test_errors_of_messages(claude: Any) -> None:
         claude.messages.create(**asked | {"model": "nothing"})
     for more, text in (
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "'thinking' is not supported"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image' is not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "an image that is not in base64"),
         ({"messages": [{"role": "system", "content": "a"}]}, "must be 'user' or 'assistant'"),
     ):
         with pytest.raises(anthropic.BadRequestError, match=text):

@@ -25,7 +25,7 @@ from shmserve.workers.backends.llamacpp.encoder import Encoder
 from shmserve.workers.backends.llamacpp.engine import Engine
 from shmserve.workers.backends.llamacpp.replies import Reply, piece_of
 from shmserve.workers.backends.llamacpp.requests import Generation, generation_of
-from shmserve.workers.backends.llamacpp.settings import POOLING, settings_of
+from shmserve.workers.backends.llamacpp.settings import MMPROJ, POOLING, settings_of
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import request_inputs_of
 from shmserve.workers.model_calls.answer import Request, Response, failure_of
@@ -48,6 +48,8 @@ INPUTS = (
         for name in (requests.STREAM, requests.EXCLUDE, *requests.RETURNED)
     ),
 )
+IMAGE = ModelInput(name=requests.IMAGE, data_type="TYPE_STRING", dims=(-1,), optional=True)
+"""An input of models that see images."""
 OUTPUTS = (
     ModelOutput(name="text_output", data_type="TYPE_STRING", dims=(-1,)),
     ModelOutput(name="tool_calls", data_type="TYPE_STRING", dims=(-1,)),
@@ -86,7 +88,7 @@ class LlamaCpp(SeparateBackend):
         inputs, outputs = {entry.name for entry in config.input}, {entry.name for entry in config.output}
         return replace(
             config,
-            input=config.input + tuple(entry for entry in INPUTS if entry.name not in inputs),
+            input=config.input + tuple(entry for entry in _inputs(config) if entry.name not in inputs),
             output=config.output + tuple(entry for entry in OUTPUTS if entry.name not in outputs),
             model_transaction_policy=config.model_transaction_policy or ModelTransactionPolicy(decoupled=True),
         )
@@ -256,6 +258,10 @@ class _Replying:
         return stream.cancelled or stream.over
 
 
+def _inputs(config: ModelConfig) -> tuple[ModelInput, ...]:
+    return (*INPUTS, IMAGE) if Parameters(config).text(MMPROJ) else INPUTS
+
+
 def _check(config: ModelConfig) -> None:
     """Raises unless the configuration describes a language model."""
     failed = f"unable to load model '{config.name}'"
@@ -264,7 +270,7 @@ def _check(config: ModelConfig) -> None:
     policy = config.model_transaction_policy
     if policy is None or not policy.decoupled:
         raise InvalidRequest(f"{failed}: a language model needs model_transaction_policy {{ decoupled: true }}")
-    for what, entries, known in (("input", config.input, INPUTS), ("output", config.output, OUTPUTS)):
+    for what, entries, known in (("input", config.input, _inputs(config)), ("output", config.output, OUTPUTS)):
         types = {entry.name: entry.data_type for entry in known}
         for entry in entries:
             if entry.name not in types:

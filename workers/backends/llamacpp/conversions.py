@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
 from shmserve.workers.backends.llamacpp.replies import Array, strings
-from shmserve.workers.backends.llamacpp.requests import MESSAGES, PROMPT, TOKENS, chat_in, text_in
+from shmserve.workers.backends.llamacpp.requests import IMAGE, MESSAGES, PROMPT, TOKENS, chat_in, text_in
 
 if TYPE_CHECKING:
     from shmserve.workers.backends.llamacpp.engine import Engine
@@ -52,6 +52,8 @@ def conversion_of(inputs: Mapping[str, Any]) -> Tokenization | Detokenization | 
         return None
     messages, tokens = inputs.get(MESSAGES), inputs.get(TOKENS)
     match text_in(inputs[TASK], TASK):
+        case "tokenize" if inputs.get(IMAGE) is not None:
+            raise InvalidRequest("images have no tokens; tokenize the chat without them")
         case "tokenize":
             chat = b"" if messages is None else _encode(chat_in(text_in(messages, MESSAGES))[0])
             return Tokenization(text_in(inputs[PROMPT], PROMPT), chat)

@@ -178,6 +178,9 @@ def _started(settings: Settings, key: str, verbosity: int) -> tuple[Any, int]:
 def _parameters(settings: Settings, path: Path, key: str, verbosity: int) -> Any:
     found = xllamacpp.CommonParams()
     found.model.path = str(settings.file)
+    if settings.projector is not None:
+        found.mmproj.path = str(settings.projector)
+        found.mmproj_use_gpu = False
     found.n_parallel = settings.slots
     found.n_ctx = settings.context * settings.slots
     # Otherwise each slot has its part of the context; with these poolings, llama.cpp 2026.10 would then mix up the

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 PROMPT, MESSAGES, TOKENS, SAMPLING = "text_input", "messages", "prompt_token_ids", "sampling_parameters"
 STREAM, EXCLUDE = "stream", "exclude_input_in_output"
+IMAGE = "image"
 RETURNED = {
     "return_finish_reason": "finish_reason",
     "return_cumulative_logprob": "cumulative_logprob",
@@ -82,7 +83,7 @@ def generation_of(inputs: Mapping[str, Any], parameters: Mapping[str, Any], sett
     scored = not _SCORED.isdisjoint(returned)
     prefix, forced = "", None
     if messages is not None:
-        chat_body, forced = chat_in(text_in(messages, MESSAGES))
+        chat_body, forced = chat_in(text_in(messages, MESSAGES), inputs.get(IMAGE))
         body |= {**chat_body, "reasoning_format": "none"}
         body |= {"logprobs": True, "top_logprobs": max(1, top)} if scored else {}
     else:
@@ -136,7 +137,8 @@ def text_in(array: Any, name: str) -> str:
         raise InvalidRequest(f"input '{name}' is not UTF-8") from None
 
 
-def chat_in(text: str) -> tuple[dict[str, Any], ForcedCalls | None]:
+def chat_in(text: str, images: Any = None) -> tuple[dict[str, Any], ForcedCalls | None]:
+    """`images`: the array of those in the chat, in base64."""
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -147,6 +149,7 @@ def chat_in(text: str) -> tuple[dict[str, Any], ForcedCalls | None]:
     if unknown:
         raise InvalidRequest(f"input '{MESSAGES}' has '{unknown[0][:80]}'; known are: {', '.join(_CHAT)}")
     check_chat(found)
+    _place_images(found["messages"], [] if images is None else images.reshape(-1).tolist())
     forced = forced_calls(found.get("tools"), found.get("tool_choice"), found.get("parallel_tool_calls"))
     if forced is not None:  # the engine does not enforce `tool_choice`, but a schema
         check_schema(forced.schema, "the schema of the tool calls")
@@ -156,3 +159,29 @@ def chat_in(text: str) -> tuple[dict[str, Any], ForcedCalls | None]:
     if body.get("continue_final_message"):
         body.setdefault("add_generation_prompt", False)
     return body, forced
+
+
+def _place_images(messages: list[Any], images: list[bytes]) -> None:
+    """Puts the images in the places of the parts {"type": "image"}. Parts that refer to other files are refused: the
+    engine would read them, or fetch them from other hosts."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    remaining = iter(images)
+    for content in [content for content in contents if isinstance(content, list)]:
+        for number, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, dict) else part
+            if kind == "image":
+                image = next(remaining, None)
+                if image is None:
+                    raise InvalidRequest(f"input '{MESSAGES}' has more images than the input '{IMAGE}'")
+                content[number] = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_base64(image)}"}}
+            elif kind != "text":
+                raise InvalidRequest(f"input '{MESSAGES}' has a part of the type {str(kind)[:40]!r}")
+    if next(remaining, None) is not None:
+        raise InvalidRequest(f"input '{IMAGE}' has more images than the input '{MESSAGES}'")
+
+
+def _base64(image: bytes) -> str:
+    try:
+        return image.decode("ascii")
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"input '{IMAGE}' is not base64") from None

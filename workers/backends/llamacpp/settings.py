@@ -23,6 +23,7 @@ PROMPT_BATCH, CACHE_TYPE, PROMPT_CACHE = "prompt_batch", "cache_type", "prompt_c
 MAX_TOKENS, SAMPLING = "default_max_tokens", "sampling_parameters"
 GRAMMARS = "grammars"
 POOLING, NORMALIZE = "pooling", "normalize"
+MMPROJ = "mmproj"
 RANK = "rank"
 POOLINGS = ("mean", "cls", "last", RANK)
 DEFAULT_SLOTS = 4
@@ -38,7 +39,8 @@ class Settings(Struct, frozen=True):
     """`slots`: maximum number of sequences in the running batch. `context`: tokens of a sequence, prompt and output.
     `prompt_batch`: maximum number of prompt tokens in one step. `max_tokens`: for requests that do not set it; 0: the
     default of the interface. `grammars`: requests may have grammars. `pooling`: how the model computes a vector, or a
-    score, from a text; "": it generates. `normalize`: vectors have length 1."""
+    score, from a text; "": it generates. `normalize`: vectors have length 1. `projector`: the file of the part of the
+    model that sees images."""
 
     file: Path
     slots: int
@@ -53,6 +55,7 @@ class Settings(Struct, frozen=True):
     grammars: bool
     pooling: str
     normalize: bool
+    projector: Path | None
 
 
 def settings_of(config: ModelConfig, context: Context) -> Settings:
@@ -78,6 +81,9 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
     pooling = parameters.text(POOLING)
     if pooling and pooling not in POOLINGS:
         raise parameters.wrong(POOLING, f"one of {', '.join(POOLINGS)}")
+    projector = parameters.text(MMPROJ)
+    if projector and projector != Path(projector).name:
+        raise parameters.wrong(MMPROJ, "the name of a file in the directory of the version")
     return Settings(
         file,
         slots,
@@ -92,4 +98,5 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
         parameters.flag(GRAMMARS, False),
         pooling,
         parameters.flag(NORMALIZE, True),
+        context.model_file(config, "", projector) if projector else None,
     )

@@ -17,7 +17,8 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 ALIGNMENT = 32
 HEADS = 4
-_UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 4, 5, 6, 8, 9
+VISION_WIDTH, IMAGE_SIDE, PATCH_SIDE = 32, 32, 8
+_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -57,6 +58,44 @@ def write(
         norms = [f"blk.{layer}.attn_{name}_norm.weight" for layer in range(layers) for name in ("q", "k")]
         tensors |= dict.fromkeys(norms, np.ones(width // HEADS, np.float32))
         tensors["cls.output.weight"] = random.standard_normal((2, width)).astype(np.float32)
+    return _write(path, settings, tensors)
+
+
+def write_projector(path: Path, *, width: int = 64, layers: int = 2) -> Path:
+    """The part of a model of this width that sees images, as a CLIP network."""
+    vision, random = VISION_WIDTH, np.random.default_rng(1)
+    sizes = {
+        "image_size": IMAGE_SIDE, "patch_size": PATCH_SIDE, "embedding_length": vision, "block_count": layers,
+        "feed_forward_length": 2 * vision, "attention.head_count": HEADS, "projection_dim": width,
+    }  # fmt: skip
+    settings: list[tuple[str, int, Any]] = [
+        ("general.architecture", _STRING, "clip"),
+        ("clip.has_vision_encoder", _BOOL, True),
+        ("clip.projector_type", _STRING, "mlp"),
+        ("clip.use_gelu", _BOOL, True),
+        ("clip.vision.attention.layer_norm_epsilon", _FLOAT32, 1e-5),
+        ("clip.vision.image_mean", _FLOAT32, [0.5] * 3),
+        ("clip.vision.image_std", _FLOAT32, [0.5] * 3),
+        *((f"clip.vision.{name}", _UINT32, size) for name, size in sizes.items()),
+    ]
+    places = (IMAGE_SIDE // PATCH_SIDE) ** 2 + 1
+    linear = {"mm.0": (width, vision), "mm.2": (width, width)}
+    norms = ["v.pre_ln"]
+    for block in [f"v.blk.{layer}" for layer in range(layers)]:
+        linear |= dict.fromkeys([f"{block}.attn_{name}" for name in ("q", "k", "v", "out")], (vision, vision))
+        linear |= {f"{block}.ffn_up": (2 * vision, vision), f"{block}.ffn_down": (vision, 2 * vision)}
+        norms += [f"{block}.ln1", f"{block}.ln2"]
+    weights = {name: random.standard_normal(shape) / shape[1] ** 0.5 for name, shape in linear.items()}
+    weights |= {name: np.ones(vision) for name in norms}
+    tensors = {f"{name}.weight": array for name, array in weights.items()}
+    tensors |= {f"{name}.bias": np.zeros(len(array)) for name, array in weights.items()}
+    patches = random.standard_normal((vision, 3, PATCH_SIDE, PATCH_SIDE)) / PATCH_SIDE
+    tensors |= {"v.patch_embd.weight": patches, "v.class_embd": random.standard_normal(vision)}
+    tensors["v.position_embd.weight"] = random.standard_normal((places, vision))
+    return _write(path, settings, {name: array.astype(np.float32) for name, array in tensors.items()})
+
+
+def _write(path: Path, settings: list[tuple[str, int, Any]], tensors: dict[str, Any]) -> Path:
     header = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(settings))
     header += b"".join(_text(key) + _value(kind, value) for key, kind, value in settings)
     data = b""
@@ -97,7 +136,11 @@ def _value(kind: int, value: Any) -> bytes:
 
 
 def _plain(kind: int, value: Any) -> bytes:
-    return _text(value) if kind == _STRING else struct.pack({_UINT32: "<I", _INT32: "<i", _FLOAT32: "<f"}[kind], value)
+    return (
+        _text(value)
+        if kind == _STRING
+        else struct.pack({_UINT32: "<I", _INT32: "<i", _FLOAT32: "<f", _BOOL: "?"}[kind], value)
+    )
 
 
 def _padded(data: bytes) -> bytes:
