@@ -45,6 +45,7 @@ def deploy(state: State, peer: int, event: Deploy, now: int) -> None:
         return
     model = state.models.setdefault(event.model, Model(event.model))
     model.reason = ""
+    added: list[tuple[Version, Instance]] = []
     under_way = model.operation
     if under_way is not None:
         if under_way.targets == event.targets and not event.fresh:
@@ -52,8 +53,9 @@ def deploy(state: State, peer: int, event: Deploy, now: int) -> None:
             under_way.traffic = event.traffic
             return
         _overtake(state, model, OVERTAKEN)
+        added = [(version, instance) for version, instance in under_way.added if not instance.over]
     operation = model.operation = Operation(
-        [event.operation], event.targets, model.default() is not None, traffic=event.traffic
+        [event.operation], event.targets, model.default() is not None, added=added, traffic=event.traffic
     )
     if not operation.loads_while_served:  # versions may become READY before the others
         _set_traffic(state, model, event.traffic)

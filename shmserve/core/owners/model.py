@@ -26,6 +26,7 @@ class Operation(Struct, eq=False):
     starting: dict[Instance, Version] = {}
     """Instances being added to versions that are served."""
     added: list[tuple[Version, Instance]] = []
+    """Instances that end if the operation fails, including those of operations that it has overtaken."""
     surplus: list[tuple[Version, Instance]] = []
     dropped: list[int] = []
     """Versions that are no longer wanted."""
