@@ -246,16 +246,20 @@ class Native(SeparateBackend):
         streams.turn.release()
         try:
             error = host.host_execute_alike(*batch, self._inputs, words.buffer_info()[0], len(words))
-            found = None if error else host.host_alike(*batch, byref(described))
+            self._order.acquire()  # a thread of an earlier batch may still be about to take events
         finally:
             streams.turn.acquire()
         try:
-            if found is not None:
-                response = WordReader(found, described.value).response()
-                if self._collect(response, inputs, outputs):
-                    for token in alike.tokens if self._answers else ():
-                        self._answers.pop(token, None)
-                    return AlikeResults(None, response.parameters or None)
+            found = None if error else host.host_alike(*batch, byref(described))
+            response = WordReader(found, described.value).response() if found is not None else None
+            collected = response is not None and self._collect(response, inputs, outputs)
+        finally:
+            self._order.release()
+        try:
+            if response is not None and collected:
+                for token in alike.tokens if self._answers else ():
+                    self._answers.pop(token, None)
+                return AlikeResults(None, response.parameters or None)
             return AlikeResults(self._responses_alike(alike, error))
         finally:
             self._alike = None
