@@ -30,7 +30,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.paths import cache_dir, server_runtime_dir
 from shmserve.repo.agents.chains import AgentSettings
 from shmserve.repo.agents.registry import directory_problem
-from shmserve.repo.backends import DIRECTORY, backend_directory_problem
+from shmserve.repo.backends import DIRECTORY, VERBOSE, backend_directory_problem
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.remote.address import RemoteAddress, is_remote, parse_address
 from shmserve.repo.remote.stores import missing_package
@@ -206,6 +206,8 @@ def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
         worker_settings["disable-auto-complete-config"] = "true"
     if settings.backend_directory is not None:
         worker_settings[DIRECTORY] = str(settings.backend_directory.absolute())
+    if settings.log_verbose:
+        worker_settings[VERBOSE] = str(settings.log_verbose)
     return worker_settings
 
 

@@ -21,7 +21,7 @@ from shmserve.dtypes import elements
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Failure
 from shmserve.protocol.works import shares_of
-from shmserve.repo.backends import DIRECTORY, library_of
+from shmserve.repo.backends import DIRECTORY, VERBOSE, library_of
 from shmserve.repo.config.schema import as_triton_json, from_triton_json
 from shmserve.workers.backends.base import AlikeResults, Context, SeparateBackend
 from shmserve.workers.backends.native.library import KINDS, NativeLibrary
@@ -166,6 +166,7 @@ class Native(SeparateBackend):
             **self._server.callbacks,
         )
         host, backend = library.host, config.backend
+        host.host_set_verbose(VERBOSE in context.settings)
         host.host_set_backend(backend.encode(), str(path.parent).encode(), _settings_json(context, backend))
         folder = str(context.folder).encode()
         host.host_set_model(context.model.encode(), context.version, folder, completes, _json_of(config))

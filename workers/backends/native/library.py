@@ -60,6 +60,7 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "host_set_model": (None, (c_char_p, c_uint64, c_char_p, c_bool, c_char_p)),
     "host_set_config": (None, (c_char_p,)),
     "host_set_instance": (None, (c_char_p, c_int, c_int32)),
+    "host_set_verbose": (None, (c_bool,)),
     "host_set_callbacks": (None, (c_void_p,)),
     "host_set_tensors": (
         None,

@@ -63,6 +63,7 @@ CALL(ModelInitialize, Object *model)
     stuck = config_has(model, "stuck");
     always = config_has(model, "always late") ? "late" : config_has(model, "always fail") ? "fail" : "";
     TRITONBACKEND_ModelServer(model, &server);
+    TRITONSERVER_LogMessage(3, "backend.c", 1, "a verbose message");
     Object *family, *label = TRITONSERVER_ParameterNew("place", 0, "here");
     TRITONSERVER_MetricFamilyNew(&family, 0, "probe_requests", "requests that the backend got");
     TRITONSERVER_MetricNew(&requests_counter, family, &label, 1);
@@ -398,7 +399,6 @@ static Object *answer(Object *request)
             char text[3001] = "";
             memset(text, 'x', sizeof text - 1);
             failed = error(INVALID, text);
-            TRITONSERVER_LogMessage(3, "backend.c", 1, text); /* verbose: not logged */
         }
         if (IS("unknown"))
             copy(request, response, "IN", "NOWHERE");

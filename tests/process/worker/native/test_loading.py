@@ -73,7 +73,7 @@ def server(folder: Path, library: Path, tmp_path_factory: pytest.TempPathFactory
     (root / "above" / "libtriton_above.so").write_bytes(library.read_bytes())
     (root / "above" / "config.pbtxt").write_text(f'backend: "above" {CONFIG}')
     options = ["--backend-directory", str(directory), "--backend-config=native,prefer=identity"]
-    with Server(root, *options, "--exit-on-error=false", gateway=True) as running:
+    with Server(root, *options, "--exit-on-error=false", "--log-verbose=1", gateway=True) as running:
         yield running
 
 
@@ -83,6 +83,19 @@ def test_where_a_library_is_found(server: Server, name: str) -> None:
         result = client.infer(name, {"IN": X})
         np.testing.assert_array_equal(result["OUT"], X)
         assert result.parameters["buffers"] == 1  # only the library sets it
+
+
+def test_verbose_messages_follow_the_flag(
+    server: Server, shared_server: SharedServer, library: Path, tmp_path: Path
+) -> None:
+    def texts(running: Server) -> str:
+        with running.client() as client:
+            return " ".join(record["text"] for record in client.logs("shared")["records"])
+
+    assert "a verbose message" in texts(server)
+    model(tmp_path, "shared", library, PROBE)
+    with shared_server.serving(tmp_path) as running:
+        assert "a verbose message" not in texts(running)
 
 
 def test_a_backend_that_is_not_found_is_named(server: Server) -> None:

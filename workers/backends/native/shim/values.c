@@ -229,7 +229,11 @@ ATTRIBUTE(ByteSize, size, size_t)
 
 /* ------------------------------------------------------------------------------------------------------------ logs */
 
-EXPORT bool TRITONSERVER_LogIsEnabled(LogLevel level) { return level != LOG_VERBOSE; }
+static bool verbose;
+
+EXPORT void host_set_verbose(bool enabled) { verbose = enabled; }
+
+EXPORT bool TRITONSERVER_LogIsEnabled(LogLevel level) { return level != LOG_VERBOSE || verbose; }
 
 /* One line for each message, as all workers write them. */
 EXPORT Error *TRITONSERVER_LogMessage(LogLevel level, const char *file, int line, const char *text)
