@@ -90,7 +90,7 @@ def load(
         inputs, outputs = inputs_of(config), outputs_of(config)
         labels = [read_labels(folder, entry.label_filename) if entry.label_filename else () for entry in config.output]
         backend.load(config)
-        gather = Gather(order.model, inputs, mapped, backend.text, backend.on_device)
+        gather = Gather(order.model, inputs, mapped, backend.text, backend.on_device, backend.stored)
         hidden = hidden_tensors_of(config, folder, backend)
         if config.model_warmup:
             from shmserve.workers.warmup import warm_up  # few models need it

@@ -92,6 +92,8 @@ class Backend:
     """Whether elements of BYTES inputs are str instead of bytes."""
     on_device = False
     """Whether it reads input pieces and writes `near` outputs on the GPU of its process."""
+    stored = False
+    """Whether it reads the inputs of single requests as they are stored: in parts, and strings encoded."""
     streams: OpenResponses | None = None
     """The response streams of its models, if they can send responses on their own."""
     strict = True

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -134,19 +134,34 @@ class GatherGroup:
             _copy(pieces, target)
 
 
+class StoredInput(NamedTuple):
+    """An input of a request as it is stored. `parts`: its bytes in order, in contiguous arrays or pieces on the GPU.
+    Elements of BYTES are encoded, unless they were padded."""
+
+    shape: tuple[int, ...]
+    parts: Sequence[Array]
+
+
 class Gather:
     """Reads requests. One for each model; `buffers` has the inputs of the current batch."""
 
     def __init__(
-        self, model: str, specs: Sequence[Spec], mapped: Mapped, text: bool = False, on_device: bool = False
+        self,
+        model: str,
+        specs: Sequence[Spec],
+        mapped: Mapped,
+        text: bool = False,
+        on_device: bool = False,
+        stored: bool = False,
     ) -> None:
         """`text`: elements of BYTES are str, and elements that are not UTF-8 are refused. `on_device`: the backend
-        reads GPU tensors in place; otherwise they are copied to the host."""
+        reads GPU tensors in place; otherwise they are copied to the host. `stored`: `read` returns StoredInputs."""
         self.text = text
         self.on_device = on_device
+        self._stored = stored
         self.specs = tuple(specs)
         self._model = model
-        self._pieces_of = InputReader(model, self.specs, mapped, text, on_device).pieces
+        self._pieces_of = InputReader(model, self.specs, mapped, text, on_device, stored).pieces
         self._ragged = any(spec.flat for spec in self.specs)
         self._pads: list[tuple[int, Pad]] = [
             (index, spec.pad) for index, spec in enumerate(self.specs) if spec.pad is not None
@@ -209,6 +224,9 @@ class Gather:
                 continue
             if spec.pad is not None and own < length:
                 arrays.append(self._padded(spec, spec.pad, _on_host(pieces), length))
+                continue
+            if self._stored:  # the backend asked for it, and reads nothing else
+                arrays.append(_stored(spec, pieces))  # type: ignore[arg-type]
                 continue
             if self.on_device and (len(pieces) > 1 or spec.reshaped):
                 pieces = _on_host(pieces)
@@ -394,12 +412,15 @@ class Gather:
 class InputReader:
     """Reads the inputs of single requests of one model."""
 
-    def __init__(self, model: str, specs: Sequence[Spec], mapped: Mapped, text: bool, on_device: bool) -> None:
+    def __init__(
+        self, model: str, specs: Sequence[Spec], mapped: Mapped, text: bool, on_device: bool, stored: bool
+    ) -> None:
         self._model = model
         self._specs = specs
         self._mapped = mapped
         self._text = text
         self._on_device = on_device
+        self._stored = stored
         self._index = {spec.name: index for index, spec in enumerate(specs)}
 
     def pieces(self, work: Work) -> list[list[Array]]:
@@ -478,6 +499,8 @@ class InputReader:
             data = b"".join(self._mapped.memory(part).tobytes() for part in data)
         what = f"inference input '{spec.name}' for model '{self._model}'"
         strings = decode_bytes(data, shape, what)
+        if self._stored and spec.pad is None:
+            return StoredInput(shape, [np.frombuffer(data, np.uint8)])  # type: ignore[return-value]
         if not self._text:
             return strings
         texts = np.empty(strings.size, object)
@@ -501,6 +524,13 @@ class InputReader:
         piece = memory_of(self._mapped).piece(part, dtype, shape)
         # A backend that reads GPU tensors in place checks the type of each piece; all others get arrays.
         return piece if self._on_device else piece.host()  # type: ignore[return-value]
+
+
+def _stored(spec: Spec, pieces: list[Array]) -> StoredInput:
+    first = pieces[0]
+    parts = first.parts if isinstance(first, StoredInput) else pieces
+    shape = (sum(map(len, pieces)), *first.shape[1:]) if len(pieces) > 1 else first.shape
+    return StoredInput(spec.inner(shape) if spec.reshaped else shape, parts)
 
 
 def _tail(shapes: list[tuple[int, ...]], shares: list[int]) -> tuple[int, ...] | None:

@@ -180,10 +180,17 @@ class Results:
     def place_alone(self, index: int, shape: tuple[int, ...]) -> Array | None:
         """Returns the memory that the only request gets for this output. None: the output has to be `put`."""
         spec = self._scatter.specs[index]
-        if not spec.item or not spec.fits(shape) or (spec.batched and shape[0] != self._rows):
+        if not self._fits_alone(spec, shape):
             return None
         array = self._ready[index] = self._place_one(index, spec, shape)
         return array
+
+    def near_alone(self, index: int, shape: tuple[int, ...]) -> int | None:
+        """`near` for the only request. None also if the output has to be `put`."""
+        return self.near(index, shape) if self._fits_alone(self._scatter.specs[index], shape) else None
+
+    def _fits_alone(self, spec: Spec, shape: tuple[int, ...]) -> bool:
+        return bool(spec.item) and spec.fits(shape) and not (spec.batched and shape[0] != self._rows)
 
     def near(self, index: int, shape: tuple[int, ...]) -> int | None:
         """Returns the address on this process's GPU at which to write an output of all requests, instead of `place`;

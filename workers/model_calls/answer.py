@@ -68,6 +68,10 @@ class Outputs(Protocol):
     def place_alone(self, index: int, shape: tuple[int, ...]) -> Array | None:
         """Returns the memory that the request gets for this output. None: the output has to be put."""
 
+    def near_alone(self, index: int, shape: tuple[int, ...]) -> int | None:
+        """Returns the address on this process's GPU at which to write this output, instead of `place_alone`. None: its
+        reader wants it on the host, or it has to be put."""
+
     def put_named(self, name: str, array: Any) -> None:
         """Takes an output that was computed elsewhere."""
 

@@ -24,9 +24,12 @@ from shmserve.protocol.works import shares_of
 from shmserve.repo.backends import DIRECTORY, VERBOSE, library_of
 from shmserve.repo.config.schema import as_triton_json, from_triton_json
 from shmserve.workers.backends.base import AlikeResults, Context, SeparateBackend
-from shmserve.workers.backends.native.library import KINDS, NativeLibrary
+from shmserve.workers.backends.native.library import NativeLibrary
+from shmserve.workers.backends.native.memory import MemoryManager
 from shmserve.workers.backends.native.records import (
+    CPU,
     FINAL,
+    GPU,
     RESCHEDULE,
     UNKNOWN_OUTPUT,
     Event,
@@ -41,7 +44,7 @@ from shmserve.workers.batch.specs import model_outputs_of, request_inputs_of
 from shmserve.workers.model_calls.answer import NOT_ITERATIVE, Request, Response, failure_of, failure_text, triton_code
 from shmserve.workers.model_calls.responses import OpenResponses
 from shmserve.workers.model_calls.stream import SENT_TWICE
-from shmserve.workers.process.device import device_of
+from shmserve.workers.process.device import device_of, group_of
 from shmserve.workers.process.exit_codes import Exit, exit_process
 from shmserve.workers.process.log import log_message, log_traceback, public
 
@@ -100,6 +103,7 @@ class _AlikeRequests:
 
 class Native(SeparateBackend):
     asks = True
+    stored = True
     strict = False
     streams: OpenResponses
 
@@ -142,9 +146,9 @@ class Native(SeparateBackend):
         self._outputs = outputs
         self._output_names = [spec.name for spec in outputs]
         self._writer = RequestWriter([spec.name for spec in inputs], self._output_names)
-        device = device_of(config, self.context.instance)
-        instance = self.context.instance.encode()
-        library.host.host_set_instance(instance, KINDS.index(device.kind), device.number)
+        instance = self.context.instance
+        found = group_of(config, instance)
+        library.set_instance(instance, device_of(config, instance), found[0] if found is not None else None)
         self._start(library, "ModelInstance", library.host.host_instance())
 
     def _initialize(self, config: ModelConfig, completes: bool) -> NativeLibrary:
@@ -159,10 +163,13 @@ class Native(SeparateBackend):
         if self.calls is not None:
             self.calls.connect(self.streams)
         self._server = ServerCalls(library.host, self.calls, self._works)
+        self.on_device = device_of(config, context.instance).kind == "GPU"
+        self._memory = MemoryManager(library.host, self.streams.turn, context, self.on_device)
         library.set_callbacks(
             notify=self._notified,
             place=self._place,
             cancelled=self._is_cancelled,
+            **self._memory.callbacks,
             **self._server.callbacks,
         )
         host, backend = library.host, config.backend
@@ -198,6 +205,7 @@ class Native(SeparateBackend):
                 library.call(f"{part}Finalize", subjects.get(part, library.host.host_instance)())
         finally:
             deadline.cancel()
+            self._memory.close()
             self.streams.close()
 
     def _abandon_finalization(self) -> None:
@@ -460,8 +468,10 @@ class Native(SeparateBackend):
             return Response(error=self._failure_of(error), placed=placed)
         return Response(outputs, None, sent.parameters or None, False, placed)
 
-    def _place(self, number: int, token: int, output: int, rank: int, dims: Any, size: int) -> int:
-        """Returns where the backend is to write an output; 0: anywhere."""
+    def _place(self, number: int, token: int, output: int, rank: int, dims: Any, size: int, memory: Any) -> int:
+        """Returns where the backend is to write an output; 0: anywhere. `memory`: the kind that it prefers, then that
+        of the result."""
+        preferred, memory[0] = memory[0], CPU
         answer, spec = self._found(token), self._outputs[output]
         shape = tuple(dims[:rank])
         if (
@@ -475,8 +485,11 @@ class Native(SeparateBackend):
             placed = self._placed.get(number)
             if placed is None:
                 placed = self._placed[number] = answer.request.outputs_of(answer.request.work)
-            memory = placed.place_alone(output, shape)
-            return 0 if memory is None else int(memory.__array_interface__["data"][0])
+            if preferred == GPU and (address := placed.near_alone(output, shape)) is not None:
+                memory[0] = GPU
+                return address
+            array = placed.place_alone(output, shape)
+            return 0 if array is None else int(array.__array_interface__["data"][0])
 
     def _is_cancelled(self, token: int) -> int:
         answer = self._found(token)

@@ -25,7 +25,9 @@ from ctypes import (
     c_void_p,
 )
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from shmserve.errors import InvalidRequest, ServeError, Unsupported, from_wire
 from shmserve.repo.files.elf import read_library, shared_library
@@ -33,6 +35,11 @@ from shmserve.repo.files.native_library import EXECUTE, library_problem
 from shmserve.workers.backends.native.build import shim
 from shmserve.workers.backends.native.compiler import SONAME
 from shmserve.workers.model_calls.answer import triton_code
+from shmserve.workers.process.device import visible_number
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelInstanceGroup
+    from shmserve.workers.process.device import Device
 
 TYPES = (
     "", "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64",
@@ -48,7 +55,9 @@ _STARTS_THREAD = re.compile(r"^(pthread_create|thrd_create|clone3?|_ZNSt6thread\
 _Texts = POINTER(c_char_p)
 _CALLBACKS: dict[str, Any] = {
     "notify": CFUNCTYPE(None),
-    "place": CFUNCTYPE(c_uint64, c_uint64, c_uint64, c_uint32, c_uint64, POINTER(c_int64), c_uint64),
+    "place": CFUNCTYPE(c_uint64, c_uint64, c_uint64, c_uint32, c_uint64, POINTER(c_int64), c_uint64, POINTER(c_int)),
+    "allocate": CFUNCTYPE(c_uint64, c_int, c_uint64),
+    "deallocate": CFUNCTYPE(c_bool, c_int, c_uint64),
     "cancelled": CFUNCTYPE(c_int, c_uint64),
     "metric": CFUNCTYPE(c_uint64, c_int, c_char_p, c_char_p, c_uint64, _Texts, c_uint64, POINTER(c_double)),
     "infer": CFUNCTYPE(c_int64, c_uint64, c_uint64, c_uint64),
@@ -59,7 +68,7 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "host_set_backend": (None, (c_char_p, c_char_p, c_char_p)),
     "host_set_model": (None, (c_char_p, c_uint64, c_char_p, c_bool, c_char_p)),
     "host_set_config": (None, (c_char_p,)),
-    "host_set_instance": (None, (c_char_p, c_int, c_int32)),
+    "host_set_instance": (None, (c_char_p, c_int, c_int32, c_char_p, c_bool)),
     "host_set_verbose": (None, (c_bool,)),
     "host_set_callbacks": (None, (c_void_p,)),
     "host_set_tensors": (
@@ -136,6 +145,16 @@ class NativeLibrary:
         found = from_wire(triton_code(code), text.decode(errors="backslashreplace"))
         self.host.TRITONSERVER_ErrorDelete(error)
         return found
+
+    def set_instance(self, name: str, device: Device, group: ModelInstanceGroup | None) -> None:
+        """Sets what the instance says of itself. Its process sees one GPU, so the GPU's number may be another there."""
+        number = visible_number(device.number)
+        policy = (group.host_policy if group is not None else "") or (
+            f"gpu_{number}" if device.kind == "GPU" else device.kind.lower()
+        )
+        passive = group is not None and group.passive
+        kind = KINDS.index(device.kind)
+        self.host.host_set_instance(name.encode(), kind, number, msgspec.json.encode({policy: {}}), passive)
 
     def set_tensors(self, decoupled: bool, *tables: Sequence[tuple[str, str]]) -> None:
         """Sets name and data type of the inputs and of the outputs."""

@@ -18,6 +18,7 @@ from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.protocol.messages import Options
 from shmserve.shm.strings import decode_bytes, encode_bytes
 from shmserve.workers.backends.native.library import TYPES
+from shmserve.workers.batch.gather import StoredInput
 from shmserve.workers.model_calls.answer import triton_number
 from shmserve.workers.model_calls.calls import WINDOW
 from shmserve.workers.model_calls.pending import CallResponse, GivenTensors
@@ -25,12 +26,16 @@ from shmserve.workers.model_calls.pending import CallResponse, GivenTensors
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Value
     from shmserve.workers.batch.gather import GatherGroup
+    from shmserve.workers.gpu.shared import DevicePiece
     from shmserve.workers.model_calls.answer import Request
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _NO_TEXT = (0, 0)
 _STRING, _INT, _BOOL, _DOUBLE, _BYTES = range(5)
 _WORD = (1 << 64) - 1
+_BUFFER_WORDS = 3
+CPU, PINNED, GPU = range(3)
+"""Kinds of memory by their number in the interface."""
 UNKNOWN_OUTPUT = _WORD
 FINAL = 1
 """The flag of the last response."""
@@ -74,11 +79,12 @@ class RequestWriter:
             if given is None:
                 continue
             inputs += 1
-            data = _encoded(given)
-            kept.append(data)
-            words.extend((index, given.ndim, *given.shape))
-            size = data.nbytes
-            words.extend((1, data.__array_interface__["data"][0], size) if size else (0,))
+            shape, parts = given if isinstance(given, StoredInput) else (given.shape, (_encoded(given),))
+            kept += parts
+            words.extend((index, len(shape), *shape))
+            buffers = [word for part in parts if part.nbytes for word in _buffer(part)]
+            words.append(len(buffers) // _BUFFER_WORDS)
+            words.extend(buffers)
         parameters = options.parameters if options is not None else {}
         for name, value in parameters.items():
             words.extend(parameter_words(name, value))
@@ -189,6 +195,13 @@ def reply_words(response: CallResponse, kept: list[Any]) -> array[int]:
     for name, value in parameters.items():
         words.extend(parameter_words(name, value))
     return words
+
+
+def _buffer(part: Array | DevicePiece) -> tuple[int, int, int]:
+    """Returns address, size and kind of memory."""
+    if isinstance(part, np.ndarray):
+        return part.__array_interface__["data"][0], part.nbytes, CPU
+    return part.address, part.nbytes, GPU
 
 
 def _encoded(given: Array) -> Array:

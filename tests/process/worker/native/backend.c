@@ -3,12 +3,14 @@
 
 #include <pthread.h>
 #include <semaphore.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 enum { FP32 = 11, BYTES = 13 };
 enum { INTERNAL = 1, INVALID = 3 };
+enum { CPU, PINNED, GPU };
 enum { FINAL = 1, ALL = 1, RESCHEDULE = 2 };
 
 static Object *error(int code, const char *text) { return TRITONSERVER_ErrorNew(code, text); }
@@ -44,13 +46,14 @@ static bool config_has(Object *model, const char *text)
 
 static bool stuck;
 static const char *always = ""; /* what to do to a request without the parameter */
-static Object *server, *requests_counter;
+static Object *server, *requests_counter, *manager, *described;
 
 CALL(Initialize, Object *backend)
 {
     Object *config;
     const char *json;
     uint64_t size;
+    TRITONBACKEND_BackendMemoryManager(backend, &manager);
     TRITONBACKEND_BackendConfig(backend, &config);
     TRITONSERVER_MessageSerializeToJson(config, &json, &size);
     return strstr(json, "\"refuse\"") ? error(INVALID, "the backend refuses these settings") : NULL;
@@ -92,8 +95,48 @@ CALL(ModelInitialize, Object *model)
 CALL(ModelInstanceInitialize, Object *instance)
 {
     Object *model;
+    described = instance;
     TRITONBACKEND_ModelInstanceModel(instance, &model);
     return config_has(model, "at instance") ? error(INTERNAL, "the backend refuses this instance") : NULL;
+}
+
+/* What the instance is, and whether the server gives it memory of each kind. */
+static void describe(Object *response)
+{
+    static const char *const kinds[] = {"AUTO", "CPU", "GPU", "MODEL"};
+    char text[256];
+    const char *policy;
+    uint64_t size;
+    int kind;
+    int32_t device;
+    bool passive;
+    Object *message, *again;
+    TRITONBACKEND_ModelInstanceKind(described, &kind);
+    TRITONBACKEND_ModelInstanceDeviceId(described, &device);
+    TRITONBACKEND_ModelInstanceIsPassive(described, &passive);
+    TRITONBACKEND_ModelInstanceHostPolicy(described, &message);
+    TRITONSERVER_MessageSerializeToJson(message, &policy, &size);
+    snprintf(text, sizeof text, "%s %d %.*s %d", kinds[kind], device, (int)size, policy, passive);
+    TRITONBACKEND_ResponseSetStringParameter(response, "instance", text);
+    for (int type = CPU; type <= GPU; type++) {
+        void *memory = NULL;
+        const char *outcome = "freed";
+        Object *failed = TRITONBACKEND_MemoryManagerAllocate(manager, &memory, type, 0, 1000);
+        if (failed == NULL) {
+            memset(memory, 1, 1000);
+            failed = TRITONBACKEND_MemoryManagerFree(manager, memory, type, 0);
+        }
+        if (failed == NULL && type != CPU) { /* twice */
+            again = TRITONBACKEND_MemoryManagerFree(manager, memory, type, 0);
+            outcome = again == NULL ? "freed twice" : "freed once";
+            if (again != NULL)
+                TRITONSERVER_ErrorDelete(again);
+        }
+        TRITONBACKEND_ResponseSetStringParameter(response, TRITONSERVER_MemoryTypeString(type),
+                                                 failed == NULL ? outcome : TRITONSERVER_ErrorMessage(failed));
+        if (failed != NULL)
+            TRITONSERVER_ErrorDelete(failed);
+    }
 }
 
 CALL(ModelInstanceFinalize, Object *instance)
@@ -119,20 +162,23 @@ static void copy(Object *request, Object *response, const char *from, const char
     const int64_t *dims;
     uint32_t rank, buffers;
     uint64_t size, part;
-    int type, memory = 0;
+    int type, read = CPU, written = strcmp(parameter(request, "do"), "prefer gpu") == 0 ? GPU : CPU;
     int64_t memory_id = 0;
     TRITONBACKEND_InputProperties(input, &name, &type, &dims, &rank, &size, &buffers);
     TRITONBACKEND_ResponseOutput(response, &output, to, type, dims, rank);
     char *target;
-    TRITONBACKEND_OutputBuffer(output, (void **)&target, size, &memory, &memory_id);
+    TRITONBACKEND_OutputBuffer(output, (void **)&target, size, &written, &memory_id);
     for (uint32_t index = 0; index < buffers; index++) {
         const void *source;
-        TRITONBACKEND_InputBuffer(input, index, &source, &part, &memory, &memory_id);
+        TRITONBACKEND_InputBuffer(input, index, &source, &part, &read, &memory_id);
         memcpy(target, source, part);
         target += part;
     }
-    if (strcmp(from, "IN") == 0)
+    if (strcmp(from, "IN") == 0) {
         TRITONBACKEND_ResponseSetIntParameter(response, "buffers", buffers);
+        TRITONBACKEND_ResponseSetIntParameter(response, "read", read);
+        TRITONBACKEND_ResponseSetIntParameter(response, "written", written);
+    }
 }
 
 static Object *response_to(Object *request)
@@ -141,6 +187,8 @@ static Object *response_to(Object *request)
     TRITONBACKEND_ResponseNew(&response, request);
     copy(request, response, "IN", "OUT");
     copy(request, response, "TEXT", "TEXT");
+    if (strcmp(parameter(request, "do"), "describe") == 0)
+        describe(response);
     const char *id;
     TRITONBACKEND_RequestId(request, &id);
     if (*id)

@@ -79,7 +79,15 @@ Object *TRITONSERVER_InferenceResponseOutput(Object *, uint32_t, const char **, 
 Object *TRITONSERVER_InferenceResponseDelete(Object *);
 Object *TRITONSERVER_ServerInferAsync(Object *, Object *, Object *);
 const char *TRITONSERVER_ErrorMessage(Object *);
+const char *TRITONSERVER_MemoryTypeString(int);
 CALL(ModelServer, Object *, Object **);
+CALL(BackendMemoryManager, Object *, Object **);
+CALL(MemoryManagerAllocate, Object *, void **, int, int64_t, uint64_t);
+CALL(MemoryManagerFree, Object *, void *, int, int64_t);
+CALL(ModelInstanceKind, Object *, int *);
+CALL(ModelInstanceDeviceId, Object *, int32_t *);
+CALL(ModelInstanceIsPassive, Object *, bool *);
+CALL(ModelInstanceHostPolicy, Object *, Object **);
 
 #ifdef __cplusplus
 }

@@ -96,8 +96,9 @@ class Instance(Memory):
         except BaseException:
             super().close()
             raise
-        gather = Gather("m", inputs_of(self.config), self.mapped, on_device=self.backend.on_device)
-        scatter = Scatter("m", outputs_of(self.config), self.arenas, self.mapped)
+        on_device, stored = self.backend.on_device, self.backend.stored
+        gather = Gather("m", inputs_of(self.config), self.mapped, on_device=on_device, stored=stored)
+        scatter = Scatter("m", outputs_of(self.config), self.arenas, self.mapped, strict=self.backend.strict)
         self.failures: list[BaseException] = []
         self.runner: Any = runner_of(
             name, str(folder), self.backend, gather, scatter, lambda _, error: self.failures.append(error)

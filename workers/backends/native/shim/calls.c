@@ -112,10 +112,6 @@ EXPORT Error *TRITONSERVER_ResponseAllocatorDelete(Allocator *allocator)
 
 /* ----------------------------------------------------------------------------------------------------------- calls */
 
-static _Thread_local Error *refusal; /* of the call or question of this thread */
-
-EXPORT void host_refuse(ErrorCode code, const char *text) { refusal = error_of(code, text); }
-
 EXPORT Error *TRITONSERVER_InferenceRequestNew(Call **call, Server *server, const char *model, int64_t version)
 {
     (void)server;
@@ -407,7 +403,7 @@ EXPORT Error *TRITONSERVER_ServerInferAsync(Server *server, Call *call, void *tr
     put_call(&words, call);
     int64_t answer = host.python.infer((uint64_t)call, words.words, words.count);
     free(words.words);
-    return answer < 0 ? refusal : NULL;
+    return answer < 0 ? refused() : NULL;
 }
 
 /* --------------------------------------------------------------------------------------------------------- replies */
@@ -582,7 +578,7 @@ static Error *ask(int question, const char *model, int64_t version, uint64_t cou
         put_parameter(&words, parameters[index]);
     *answer = host.python.ask(question, model, version, count, words.words, words.count);
     free(words.words);
-    return *answer < 0 ? refusal : NULL;
+    return *answer < 0 ? refused() : NULL;
 }
 
 EXPORT Error *TRITONSERVER_ServerModelIsReady(Server *server, const char *model, int64_t version, bool *ready)

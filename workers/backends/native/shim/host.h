@@ -65,12 +65,18 @@ typedef struct {
 
 typedef struct Request Request;
 
+/* A part of an input, as Python writes it in three words. */
+typedef struct {
+    const void *base;
+    uint64_t size, memory;
+} Buffer;
+
 typedef struct Input {
     Head head;
     const Tensor *tensor;
     const int64_t *dims;
     uint64_t rank;
-    const uint64_t *buffers; /* address and size of each */
+    const Buffer *buffers;
     uint64_t buffer_count;
     uint64_t size;
     BufferAttributes attributes;
@@ -102,6 +108,7 @@ typedef struct Output {
     uint32_t rank;
     void *buffer;
     uint64_t size;
+    MemoryType memory;
     bool placed; /* the memory is Python's */
     BufferAttributes attributes;
     int64_t dims[];
@@ -114,7 +121,7 @@ struct Response {
     Output *outputs, *last;
     uint32_t output_count, parameter_count;
     Parameter **parameters;
-    bool placed;
+    bool placed; /* Python was asked for places, and keeps them */
     uint32_t flags;
     Error *error;
 };
@@ -145,8 +152,13 @@ typedef struct MemoryManager MemoryManager;
 /* What Python provides. */
 typedef struct {
     void (*notify)(void);
-    /* The address where an output of this response is to be written; 0: anywhere. */
-    uint64_t (*place)(uint64_t response, uint64_t token, uint32_t output, uint64_t rank, const int64_t *dims, uint64_t size);
+    /* The address where an output of this response is to be written; 0: anywhere on the host. `memory`: the kind that the
+     * backend prefers, then that of the address. */
+    uint64_t (*place)(uint64_t response, uint64_t token, uint32_t output, uint64_t rank, const int64_t *dims, uint64_t size,
+                      int *memory);
+    /* Pinned memory or memory on the GPU. 0, or false: `host_refuse` has set the reason. */
+    uint64_t (*allocate)(int memory, uint64_t size);
+    bool (*deallocate)(int memory, uint64_t address);
     int (*cancelled)(uint64_t token);
     /* The numbers of a metric, which the server reads: see `metrics.c`. 0: they cannot be shared with it. */
     uint64_t (*metric)(int kind, const char *name, const char *help, uint64_t label_count, const char *const *labels,
@@ -165,6 +177,7 @@ typedef struct {
     uint64_t *all_outputs; /* their indexes */
     uint32_t input_count, output_count;
     bool decoupled;
+    bool on_gpu; /* the instance */
 } Host;
 
 extern Host host;
@@ -174,6 +187,7 @@ void *claim(size_t size);
 char *copied(const char *text);
 Error *error_of(ErrorCode code, const char *text);
 Error *fail(ErrorCode code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+Error *refused(void); /* the reason that Python has set in this thread */
 _Noreturn void die(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void live(const void *object, Tag tag, const char *function);
 void bury(void *object);

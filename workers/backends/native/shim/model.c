@@ -21,6 +21,8 @@ struct Instance {
     const char *name;
     InstanceKind kind;
     int32_t device;
+    Message *policy;
+    bool passive;
     void *state;
 } instance;
 struct Server {
@@ -57,11 +59,15 @@ EXPORT void host_set_model(const char *name, uint64_t version, const char *folde
     host_set_config(config);
 }
 
-EXPORT void host_set_instance(const char *name, InstanceKind kind, int32_t device)
+/* `policy`: a JSON object, which must have a member with the name of the policy. */
+EXPORT void host_set_instance(const char *name, InstanceKind kind, int32_t device, const char *policy, bool passive)
 {
     instance.name = copied(name);
     instance.kind = kind;
     instance.device = device;
+    TRITONSERVER_MessageNewFromSerializedJson(&instance.policy, policy, strlen(policy));
+    instance.passive = passive;
+    host.on_gpu = kind == KIND_GPU;
 }
 
 EXPORT void host_set_callbacks(const Callbacks *callbacks) { host.python = *callbacks; }
@@ -151,9 +157,10 @@ SET(ModelSetState, Model, Pointer, model.state)
 GET(ModelInstanceName, Instance, Text, instance.name)
 GET(ModelInstanceKind, Instance, InstanceKind, instance.kind)
 GET(ModelInstanceDeviceId, Instance, int32_t, instance.device)
-GET(ModelInstanceIsPassive, Instance, bool, false)
+GET(ModelInstanceIsPassive, Instance, bool, instance.passive)
 GET(ModelInstanceProfileCount, Instance, uint32_t, 0)
 GET(ModelInstanceSecondaryDeviceCount, Instance, uint32_t, 0)
+GET(ModelInstanceHostPolicy, Instance, MessagePointer, instance.policy) /* stays the host's */
 GET(ModelInstanceModel, Instance, ModelPointer, &model)
 GET(ModelInstanceState, Instance, Pointer, instance.state)
 SET(ModelInstanceSetState, Instance, Pointer, instance.state)
@@ -195,18 +202,6 @@ EXPORT Error *TRITONBACKEND_ModelSetConfig(Model *object, uint32_t version, Mess
     return NULL;
 }
 
-/* The message stays the host's. A policy must have a member with its name. */
-EXPORT Error *TRITONBACKEND_ModelInstanceHostPolicy(Instance *object, Message **policy)
-{
-    static Message *cpu, *gpu;
-    (void)object;
-    if (cpu == NULL) {
-        TRITONSERVER_MessageNewFromSerializedJson(&cpu, "{\"cpu\":{}}", 10);
-        TRITONSERVER_MessageNewFromSerializedJson(&gpu, "{\"gpu\":{}}", 10);
-    }
-    *policy = instance.kind == KIND_GPU ? gpu : cpu;
-    return NULL;
-}
 
 EXPORT Error *TRITONBACKEND_ModelInstanceProfileName(Instance *object, uint32_t index, const char **name)
 {
@@ -236,13 +231,15 @@ EXPORT Error *TRITONBACKEND_BackendAttributeSetParallelModelInstanceLoading(void
 
 /* ---------------------------------------------------------------------------------------------------------- memory */
 
-/* GPU and pinned memory are refused: the documented interface lets a backend go on with ordinary memory. */
+/* Without a GPU, pinned memory is refused: the documented interface lets a backend go on with ordinary memory. */
 EXPORT Error *TRITONBACKEND_MemoryManagerAllocate(MemoryManager *manager, void **buffer, MemoryType type, int64_t id,
                                                   uint64_t size)
 {
     (void)manager, (void)id;
-    if (type != MEMORY_CPU)
-        return fail(UNSUPPORTED, "the server manages only memory on the host");
+    if (type != MEMORY_CPU) {
+        *buffer = (void *)host.python.allocate(type, size);
+        return *buffer ? NULL : refused();
+    }
     *buffer = malloc(size ? size : 1);
     return *buffer ? NULL : fail(UNAVAILABLE, "no memory for %llu bytes", (unsigned long long)size);
 }
@@ -251,7 +248,7 @@ EXPORT Error *TRITONBACKEND_MemoryManagerFree(MemoryManager *manager, void *buff
 {
     (void)manager, (void)id;
     if (type != MEMORY_CPU)
-        return fail(UNSUPPORTED, "the server manages only memory on the host");
+        return host.python.deallocate(type, (uint64_t)buffer) ? NULL : refused();
     free(buffer);
     return NULL;
 }

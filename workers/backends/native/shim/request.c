@@ -91,10 +91,10 @@ static void read_input(Input *input, Cursor *at)
     input->tensor = &host.inputs[*(*at)++];
     input->dims = (const int64_t *)read_list(at, &input->rank);
     input->buffer_count = *(*at)++;
-    input->buffers = *at;
-    *at += 2 * input->buffer_count;
+    input->buffers = (const Buffer *)*at;
     for (uint64_t index = 0; index < input->buffer_count; index++)
-        input->size += input->buffers[2 * index + 1];
+        input->size += input->buffers[index].size;
+    *at = (Cursor)(input->buffers + input->buffer_count);
 }
 
 /* One block: the request, its inputs, its parameters, and a copy of its words, which the others refer to. */
@@ -213,12 +213,13 @@ static Request *alike_request(uint64_t token, uint64_t rows, uint64_t inputs, ui
         input->rank = rank;
         input->dims = memcpy(own, given + 4, rank * sizeof *own);
         own[0] = rows;
-        own[rank] = at[index];
-        own[rank + 1] = input->size = rows * row_size;
-        input->buffers = own + rank;
+        Buffer *buffer = (Buffer *)(own + rank);
+        *buffer = (Buffer){(const void *)at[index], rows * row_size, MEMORY_CPU};
+        input->buffers = buffer;
+        input->size = buffer->size;
         input->buffer_count = input->size > 0;
         at[index] += input->size;
-        own += rank + 2;
+        own = (uint64_t *)(buffer + 1);
         given += 4 + rank;
     }
     return request;
@@ -428,9 +429,9 @@ EXPORT Error *TRITONBACKEND_InputBuffer(Input *input, uint32_t index, const void
     *buffer = NULL;
     *size = 0;
     CHECK_INDEX(input, index, input->buffer_count, "buffers");
-    *buffer = (const void *)input->buffers[2 * index];
-    *size = input->buffers[2 * index + 1];
-    *memory = MEMORY_CPU;
+    *buffer = input->buffers[index].base;
+    *size = input->buffers[index].size;
+    *memory = input->buffers[index].memory;
     *memory_id = 0;
     return NULL;
 }
@@ -449,8 +450,9 @@ EXPORT Error *TRITONBACKEND_InputBufferAttributes(Input *input, uint32_t index, 
     LIVE(input, AN_INPUT);
     *buffer = NULL;
     CHECK_INDEX(input, index, input->buffer_count, "buffers");
-    *buffer = (const void *)input->buffers[2 * index];
-    input->attributes = (BufferAttributes){input->buffers[2 * index + 1], MEMORY_CPU, 0, NULL};
+    const Buffer *given = &input->buffers[index];
+    *buffer = given->base;
+    input->attributes = (BufferAttributes){given->size, given->memory, 0, NULL};
     *attributes = &input->attributes;
     return NULL;
 }

@@ -203,12 +203,12 @@ EXPORT Error *TRITONBACKEND_ResponseOutput(Response *response, Output **output, 
     return NULL;
 }
 
-static bool asks_for_place(const Output *output, uint64_t size)
+static bool asks_for_place(const Output *output, uint64_t size, MemoryType preferred)
 {
     const Request *request = output->response->request;
     if (output->index < 0 || output->type != host.outputs[output->index].type || output->type == TYPE_BYTES || size == 0)
         return false;
-    if (size > INLINE_BYTES)
+    if (size > INLINE_BYTES || (host.on_gpu && preferred == MEMORY_GPU))
         return true;
     for (uint64_t at = 0; at < request->placed_count; at++)
         if (request->placed[at] == (uint64_t)output->index)
@@ -223,11 +223,13 @@ EXPORT Error *TRITONBACKEND_OutputBuffer(Output *output, void **buffer, uint64_t
     if (output->buffer != NULL)
         return fail(ALREADY_EXISTS, "output '%s' has a buffer of %llu bytes", output->name, (unsigned long long)output->size);
     Response *response = output->response;
-    if (asks_for_place(output, size)) {
+    int kind = MEMORY_CPU;
+    if (asks_for_place(output, size, *memory)) {
+        kind = host.on_gpu ? *memory : MEMORY_CPU;
         output->buffer = (void *)host.python.place(response->number, response->request->token, output->index,
-                                                   output->rank, output->dims, size);
+                                                   output->rank, output->dims, size, &kind);
         output->placed = output->buffer != NULL;
-        response->placed |= output->placed;
+        response->placed = true;
     }
     if (output->buffer == NULL)
         output->buffer = malloc(size ? size : 1);
@@ -235,7 +237,7 @@ EXPORT Error *TRITONBACKEND_OutputBuffer(Output *output, void **buffer, uint64_t
         return fail(UNAVAILABLE, "no memory for the %llu bytes of output '%s'", (unsigned long long)size, output->name);
     output->size = size;
     *buffer = output->buffer;
-    *memory = MEMORY_CPU;
+    *memory = output->memory = kind;
     *memory_id = 0;
     return NULL;
 }
@@ -243,7 +245,7 @@ EXPORT Error *TRITONBACKEND_OutputBuffer(Output *output, void **buffer, uint64_t
 EXPORT Error *TRITONBACKEND_OutputBufferAttributes(Output *output, BufferAttributes **attributes)
 {
     LIVE(output, AN_OUTPUT);
-    output->attributes = (BufferAttributes){output->size, MEMORY_CPU, 0, NULL};
+    output->attributes = (BufferAttributes){output->size, output->memory, 0, NULL};
     *attributes = &output->attributes;
     return NULL;
 }

@@ -72,6 +72,12 @@ Error *fail(ErrorCode code, const char *format, ...)
     return error_of(code, text);
 }
 
+static _Thread_local Error *refusal;
+
+EXPORT void host_refuse(ErrorCode code, const char *text) { refusal = error_of(code, text); }
+
+Error *refused(void) { return refusal; }
+
 EXPORT Error *TRITONSERVER_ErrorNew(ErrorCode code, const char *text) { return error_of(code, text ? text : ""); }
 
 EXPORT void TRITONSERVER_ErrorDelete(Error *error) { free(error); }
