@@ -1,7 +1,8 @@
 """The entry point of the command `shmserve`.
 
 Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted. Invariant: only what `--help` needs is imported here.
-Arguments are defined in parser.py, commands are implemented in commands/.
+Arguments are defined in parser.py, commands are implemented in commands/. A link with the name `tritonserver` to this
+program is `shmserve tritonserver`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from shmserve.system import interrupts
 from shmserve.terminal import streams
 from shmserve.terminal.errors import Failed, Misuse
 
+TRITON = "tritonserver"
+
 
 def _serve(options: Sequence[str]) -> int:
     """Replace this process with the broker."""
@@ -33,14 +36,20 @@ def _serve(options: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     streams.prepare()
-    words = sys.argv[1:] if argv is None else list(argv)
+    words = _words(sys.argv) if argv is None else list(argv)
     if completion.wanted():
         completion.complete(parser())
     if words[:1] == ["serve"]:
         return _serve(words[1:])
+    if words[:1] == [TRITON]:
+        return _serve(["--triton-compatible", *words[1:]])
     command = next((word for word in words if not word.startswith("-")), "")
     with streams.errors_in_one_line(f"shmserve {command}".rstrip()):
         return _run(words)
+
+
+def _words(argv: Sequence[str]) -> list[str]:
+    return [TRITON, *argv[1:]] if os.path.basename(argv[0]) == TRITON else list(argv[1:])
 
 
 def _run(words: Sequence[str]) -> int:

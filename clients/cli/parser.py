@@ -25,6 +25,7 @@ first steps:
   shmserve stats                                  show statistics
   eval "$(shmserve completion bash)"              enable Tab completion of commands, options and models
 
+`shmserve tritonserver` takes Triton's command line, with Triton's defaults.
 `shmserve COMMAND --help` describes a command, with examples. Exit codes: 0 success, 1 failure, 2 wrong usage,
 130 interrupted.
 """

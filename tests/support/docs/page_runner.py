@@ -102,7 +102,7 @@ class PageRunner:
     def command(self, line: str) -> str:
         """Runs a line of a shell block. Returns what it prints."""
         words = shlex.split(line, comments=True)
-        if words[:1] == ["shmserve"] and words[1] == "serve":
+        if words[:1] == ["shmserve"] and words[1] in ("serve", "tritonserver"):
             self._serve([word for word in words[1:] if word != "&"])
             return ""
         if words[:2] == ["pip", "install"]:  # the suite has installed what it needs
@@ -148,7 +148,7 @@ class PageRunner:
         self._stop()
         reader, writer = os.pipe()
         try:
-            command = [sys.executable, "-m", "shmserve.broker.main", *words[1:], *ANY_PORTS, "--ready-fd", str(writer)]
+            command = [sys.executable, "-m", "shmserve.clients.cli.main", *words, *ANY_PORTS, "--ready-fd", str(writer)]
             with (self._folder / "server.log").open("wb") as log:
                 self._process = subprocess.Popen(
                     command,

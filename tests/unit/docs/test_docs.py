@@ -36,7 +36,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 def parses(words: list[str]) -> bool:
     try:
-        if words[0] == "serve":  # whose options the broker parses itself
+        if words[0] in ("serve", "tritonserver"):  # whose options the broker parses itself
             _, rest = command_line.parser().parse_known_args(words[1:])  # the rest are the files
             return not [word for word in rest if word.startswith("-")]
         parser.parser().parse_args(words)

@@ -72,6 +72,16 @@ def test_where_a_server_is_looked_for(
         assert f"unix://{tmp_path}/{expected}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("typed", ["shmserve tritonserver", "/usr/bin/tritonserver"])
+def test_tritonserver_is_serve_with_the_defaults_of_triton(typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    executed: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda program, words: executed.append(words))
+    monkeypatch.setattr("shmserve.system.interrupts.block_until_exec", lambda: None)
+    monkeypatch.setattr("sys.argv", [*typed.split(), "--model-repository=models"])
+    main.main()
+    assert executed[0][-3:] == ["shmserve.broker", "--triton-compatible", "--model-repository=models"]
+
+
 def test_options_of_random_data_need_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--batch=2", "--seed=1", "--shape=x=1", "--seed=0"):
         assert main.main(["infer", "mlp", option, "--runtime-dir", str(tmp_path)]) == 2
