@@ -37,6 +37,16 @@ OTHER_NAMES = {
     "vino": "openvino", "xgboost": "fil",
 }  # fmt: skip
 """Other names of engines, which people write for the names of backends."""
+_LANGUAGE_MODELS = (
+    'only Triton loads its engines; serve the checkpoint that they were made from with backend: "vllm", or its GGUF '
+    'file with backend: "llamacpp"'
+)
+_INSTEAD = {
+    "fastertransformer": _LANGUAGE_MODELS,
+    "tensorrtllm": _LANGUAGE_MODELS,
+    "tensorrt_llm": _LANGUAGE_MODELS,
+}
+"""What to use instead of backends that only Triton has."""
 GROUP_NAME_LENGTH = NAME_LENGTH - 8
 """Leaves room for the number that an instance's name appends."""
 _LARGEST = 2**63 - 1
@@ -129,6 +139,7 @@ def _engine(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> N
     elif config.backend not in host.backends:
         near = _nearest_backend(config.backend, host.backends)
         hint = f'did you mean "{near}"?' if near else f"it has {_listed(host.backends)}"
+        hint = _INSTEAD.get(config.backend.lower(), hint)
         problem("backend", f'found "{escaped(config.backend)}", which this server does not have; {hint}')
     elif not can_complete(config):
         text = f'not given, and backend "{config.backend}" cannot determine it'
