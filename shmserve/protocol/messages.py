@@ -83,13 +83,11 @@ class Wanted(Struct, array_like=True, gc=False):
     """A requested output. `place`: the location in the client's own memory to write it to.
 
     `classes` above 0: instead of the tensor, that many of the largest values per batch item, as BYTES
-    "value:index:label" (without ":label" if the model has no labels). `optional`: no error if the model does not
-    produce it."""
+    "value:index:label" (without ":label" if the model has no labels)."""
 
     name: Name
     place: Handle | None = None
     classes: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    optional: bool = False
 
 
 WantedOutputs = Annotated[tuple[Wanted, ...], Meta(max_length=TENSORS)]

@@ -353,18 +353,15 @@ class Results:
         return columns
 
     def _missing(self, index: int) -> None:
-        """Handles a missing output. Unless outputs are strict, only the requests that name it fail."""
+        """Handles a missing output, which is absent from the responses unless outputs are strict."""
+        if not self._scatter.checks.strict:
+            self._incomplete = True
+            return
         pairs = zip(self._ready, self._columns, strict=True)
         made = sum(ready is not None or any(done or ()) for ready, done in pairs)
         name, count = self._scatter.specs[index].name, sum(map(self.needed, range(len(self._scatter.specs))))
-        error = ModelFailed(f"the model did not produce output '{name}': expected {count} output(s), found {made}")
-        named = [any(one.name == name and not one.optional for one in work.outputs or ()) for work in self._works]
-        if self._scatter.checks.strict or all(named):
-            self.abandon()
-            raise error
-        self._incomplete = True
-        for position in np.flatnonzero(named).tolist():
-            self.fail(position, error)
+        self.abandon()
+        raise ModelFailed(f"the model did not produce output '{name}': expected {count} output(s), found {made}")
 
     def _row(self, position: int, columns: list[Sequence[Tensor | None]], parameters: dict[str, Value] | None) -> Row:
         work = self._works[position]

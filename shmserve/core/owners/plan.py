@@ -41,19 +41,7 @@ def _plan(run: Run, index: int, member: Version) -> StepPlan:
         inputs.append(StepInput(own, name, spec.dims if spec is not None else None, required))
     outputs = []
     for own, name in step.outputs:
-        readers = [reader for reader in run.graph.readers.get(name, ()) if reader in run.needed]
-        if name in run.wanted or readers:
-            needed = name in run.wanted or any(_needs(run, reader, name) for reader in readers)
-            outputs.append(Wanted(own, optional=not needed))
+        if name in run.wanted or any(reader in run.needed for reader in run.graph.readers.get(name, ())):
+            outputs.append(Wanted(own))
     final = any(name in run.wanted for _, name in step.outputs)
     return StepPlan(policy, tuple(inputs), tuple(outputs), final)
-
-
-def _needs(run: Run, index: int, name: str) -> bool:
-    """Does the step need the tensor: as a required input of the model, or for its own mapping or condition?"""
-    step, policy = run.graph.steps[index], run.members[index].policy
-    assert policy is not None
-    optional = {spec.name for spec in policy.inputs if spec.optional}
-    return name in (step.mapped, step.condition) or any(
-        tensor == name and own not in optional for own, tensor in step.inputs
-    )

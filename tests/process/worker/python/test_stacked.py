@@ -117,7 +117,7 @@ def test_outputs_that_differ_from_the_configuration(tmp_path: Path) -> None:
         for row in run(model, work(1, x_of(1, 1007)), work(2, x_of(1, 1007))):
             assert arrays(row) == {"y": [[1007] * 3], "rows": [[1 << 40]]}
         named, other = run(model, work(1, x_of(1, 1005), outputs=[Wanted("rows")]), work(2, x_of(1, 1005)))
-        assert_failed(named, "MODEL_FAILED", "did not produce output 'rows'")
+        assert arrays(named) == {}
         assert arrays(other) == {}
         (row, _) = run(model, work(1, x_of(1, 1004)), work(2, x_of(1, 1004)))
         assert_failed(row, "MODEL_FAILED", "wrong shape: expected [2, -1], found [1, 3]")  # cannot be split
