@@ -26,8 +26,8 @@ export async function call(method, url, body, headers = {}, signal = undefined) 
 	if (answer.ok) return answer
 	const {status} = answer // a stream that fails at once answers with an event, and a proxy's error is not JSON
 	const {error = `status ${status}`} = await answer.text().then(text => JSON.parse(text.replace(/^data: /, ""))).catch(() => ({}))
-	if (status === 401 && !origin) askToken(error)
-	throw Object.assign(new Error(error), {status})
+	if (status === 401 && !origin) askToken(error.message ?? error)
+	throw Object.assign(new Error(error.message ?? error), {status})
 }
 
 export function askToken(reason = "") {

@@ -36,6 +36,7 @@ export function modelView(store, {model, version}) {
 	let part = ""
 	let detail = null
 	let fetched = ""
+	let tried = "" // what the form was made from
 	let timer = 0
 	let first = null
 
@@ -81,10 +82,14 @@ export function modelView(store, {model, version}) {
 	async function fillForm() {
 		if (part !== "try" || !detail) return
 		const found = detail
-		const {tryForm} = await import("../try/form.js").catch(() => ({}))
+		const source = JSON.stringify([found.metadata, found.config, found.error])
+		if (source === tried) return
+		const {ways} = await import("../try/ways.js").catch(() => ({}))
+		const make = found.metadata && await ways?.(found, version, store.server.ports, store.versions(model).length > 1)
 		if (found !== detail) return
-		if (!tryForm) return refill(parts.try, "", () => missing({error: "The form could not be loaded; reload the page."}))
-		refill(parts.try, [found.metadata, found.config, found.error], () => (found.metadata ? tryForm(found, version, store.server.ports) : missing(found)))
+		tried = ways && source
+		const failed = ways ? found : {error: "The form could not be loaded; reload the page."}
+		parts.try.replaceChildren(...make ? make() : [missing(failed)])
 	}
 
 	async function operate(action) {
