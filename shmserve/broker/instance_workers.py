@@ -66,6 +66,10 @@ class InstanceWorkers:
         """The metrics that models define."""
         return self._counters.text()
 
+    def language(self) -> dict[tuple[str, str], dict[str, Any]]:
+        """What the engines of language models have counted, by model and version."""
+        return self._counters.language()
+
     # ------------------------------------------------------------------------------------ effects
 
     def spawn(self, effect: Spawn, host: WorkerHost) -> None:

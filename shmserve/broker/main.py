@@ -213,6 +213,7 @@ class ServerProcess:
             ControlSettings(settings.id, version(), settings.strict_readiness, bool(settings.failed)),
             workers.process_of,
             workers.memory.bytes_of,
+            workers.language,
             remote_changes,
         )
         server_metrics = Metrics(
@@ -238,6 +239,7 @@ class ServerProcess:
             lambda: control.about() | {"ports": dict(gateways.ports)},
             gpu_monitor.document,
             gpu_monitor.used_by,
+            workers.language,
             lambda: operations.refresh_from_disk(control.on_disk),
         )
         options = merged_traces(settings.trace_config)

@@ -98,8 +98,9 @@ def observe(numbers: memoryview[float], edges: Sequence[float], value: float, co
     numbers[2 + bisect_left(edges, value)] += count
 
 
-def read(memory: memoryview) -> Iterator[tuple[Subject, list[float]]]:
-    """Returns the metrics in use. Raises ValueError if the page is invalid."""
+def read(memory: memoryview, prefix: str = "") -> Iterator[tuple[Subject, list[float]]]:
+    """Returns the metrics in use whose names have this prefix. Raises ValueError if the page is invalid."""
+    begin = b'{"name":"' + prefix.encode()  # the first field of a Subject: other metrics need not be decoded
     (end,) = _used.unpack_from(memory, 0)
     if end > len(memory):
         raise ValueError(f"a page of {len(memory)} bytes uses {end}")
@@ -109,14 +110,17 @@ def read(memory: memoryview) -> Iterator[tuple[Subject, list[float]]]:
         start = at + _HEAD + (length + 7) // 8 * 8
         if size % 8 or size < _HEAD or at + size > end or start > at + size:
             raise ValueError(f"invalid record at {at} of {end}: {size} bytes, text of {length}")
+        text = bytes(memory[at + _HEAD : at + _HEAD + length])
+        at += size
+        if prefix and not text.startswith(begin):
+            continue
         try:
-            subject = _subject_of(bytes(memory[at + _HEAD : at + _HEAD + length]))
+            subject = _subject_of(text)
         except DecodeError as error:
             raise ValueError(f"a record has an invalid text: {error}") from None
         subject.check()
-        numbers = [float(number) for number in memory[start : at + size].cast("d")]
+        numbers = [float(number) for number in memory[start:at].cast("d")]
         if len(numbers) != subject.count:
             raise ValueError(f"'{subject.name}' has {len(numbers)} numbers, not {subject.count}")
         if numbers[0]:
             yield subject, numbers
-        at += size

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,6 +14,7 @@ import shmserve
 from shmserve.clients.cli.commands.base import connected, output, print_json
 from shmserve.clients.cli.commands.operate import counts, instances_of
 from shmserve.clients.waiting import failed_change
+from shmserve.llm.figures import FIGURES, figures_of
 from shmserve.terminal.console import BAD, FAINT, WARN, Column, Screen, faint, nonzero, state_style
 from shmserve.terminal.errors import Failed, Misuse
 from shmserve.terminal.tables import bytes_text, duration_text
@@ -222,7 +224,12 @@ def stats(args: argparse.Namespace) -> int:
     with connected(args) as client:
         if args.callers:
             return output(args, lambda: {"caller_stats": callers_of(client.activity())}, callers_text)
-        return output(args, lambda: client.statistics(args.model, args.version), stats_text)
+        rates = LanguageRates()
+
+        def text(statistics: dict[str, Any], screen: Screen) -> str:
+            return "\n".join([stats_text(statistics, screen), *rates.text(statistics, screen, time.monotonic())])
+
+        return output(args, lambda: client.statistics(args.model, args.version), text)
 
 
 CALLERS = (
@@ -283,6 +290,48 @@ def stats_text(statistics: Mapping[str, Any], screen: Screen) -> str:
         for name, seconds in entry.get("busy", {}).items():
             texts.append(f"{entry['name']} version {entry['version']}: {name} is {busy_text(seconds)}")
     return "\n".join(texts)
+
+
+class LanguageRates:
+    """The figures of language models: since the version was loaded, then since the previous statistics (--watch)."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[str, str], Mapping[str, Any]] = {}
+        self._at = 0.0
+
+    def text(self, statistics: Mapping[str, Any], screen: Screen, now: float) -> list[str]:
+        """A table, after an empty line; nothing without language models."""
+        counts = {(entry["name"], entry["version"]): entry.get("language") for entry in statistics["model_stats"]}
+        known = {key: one for key, one in counts.items() if one}
+        values = [
+            (*key, *map(_figure_text, figures_of(self._before.get(key), one, now - self._at).items()))
+            for key, one in known.items()
+        ]
+        self._before, self._at = known, now
+        return ["", screen.table(LANGUAGE, values)] if values else []
+
+
+def _figure_text(figure: tuple[str, Any]) -> str:
+    key, value = figure
+    return "-" if value in (None, {}) else _FIGURE_TEXTS[_UNITS[key]](value)
+
+
+_UNITS = {figure.key: figure.unit for figure in FIGURES}
+_FIGURE_TEXTS: Mapping[str, Callable[[Any], str]] = {
+    "count": lambda value: f"{value:,.0f}",
+    "rate": lambda value: f"{value:,.1f}",
+    "share": lambda value: f"{value:.0%}",
+    "duration": duration_text,
+    "counts": lambda value: ", ".join(f"{reason} {count:,.0f}" for reason, count in value.items()),
+}
+LANGUAGE = (
+    Column("model"),
+    Column("version", right=True, rank=20),
+    *(
+        Column(figure.head, right=figure.unit != "counts", free=figure.unit == "counts", rank=figure.rank)
+        for figure in FIGURES
+    ),
+)
 
 
 def streams_text(stats: Mapping[str, Any]) -> str:

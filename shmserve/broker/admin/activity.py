@@ -19,6 +19,7 @@ from shmserve.core.records import ClientState, Version
 from shmserve.core.state import State
 from shmserve.core.stats.statistics import Statistics
 from shmserve.core.traffic import UNSET
+from shmserve.llm.figures import with_queue
 from shmserve.system import procfs
 
 SHOWN_CLIENTS = 100
@@ -30,7 +31,8 @@ Document = dict[str, Any]
 
 class ActivityReport:
     """`models()`: the index of models. `about()`: facts about the server. `gpus()`: one entry per GPU.
-    `gpu_bytes(pid)`: a process's memory on all GPUs. `compare()` starts to compare the loaded versions with the files
+    `gpu_bytes(pid)`: a process's memory on all GPUs. `language()`: what engines of language models have counted, by
+    model and version. `compare()` starts to compare the loaded versions with the files
     on disk; a later document contains the result."""
 
     def __init__(
@@ -40,6 +42,7 @@ class ActivityReport:
         about: Callable[[], Document],
         gpus: Callable[[], list[Document]],
         gpu_bytes: Callable[[int], int],
+        language: Callable[[], dict[tuple[str, str], Document]],
         compare: Callable[[], None],
     ) -> None:
         self._state = state
@@ -47,6 +50,7 @@ class ActivityReport:
         self._about = about
         self._gpus = gpus
         self._gpu_bytes = gpu_bytes
+        self._language = language
         self._compare = compare
         self._compared_at = -COMPARED_S
         self._cores = procfs.Cores()
@@ -57,7 +61,7 @@ class ActivityReport:
         if began / 1e9 >= self._compared_at + COMPARED_S:
             self._compared_at = began / 1e9
             self._compare()
-        index = self._models()
+        index, language = self._models(), self._language()
         for entry in index:
             if entry["version"]:
                 version = self._state.models[entry["name"]].versions[int(entry["version"])]
@@ -65,6 +69,8 @@ class ActivityReport:
                 entry["max_batch"] = version.policy.max_batch if version.policy is not None else 0
                 entry["sequences"] = _sequences(version)
                 entry["ensemble"] = version.service.graph is not None
+                if counts := language.get((entry["name"], entry["version"])):
+                    entry["language"] = with_queue(counts, entry["queued"])
             for instance in entry.get("instances", ()):
                 del instance["last_words"]  # many lines; the query `models` returns them
                 on_gpu = instance["kind"] == "KIND_GPU" and instance["pid"]

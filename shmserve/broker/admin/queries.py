@@ -22,6 +22,7 @@ from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats import histogram
 from shmserve.core.stats.statistics import Statistics
 from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError
+from shmserve.llm.figures import with_queue
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail
 from shmserve.protocol.roles import OPERATE, OPERATIONS, remove_private
 from shmserve.repo.config.schema import as_triton_json
@@ -90,8 +91,8 @@ class MetricsPage:
 
 
 class Control:
-    """`process_of(peer)` returns the pid of a worker, and `memory_of(pid)` its proportional memory. `remote`: what is
-    being downloaded."""
+    """`process_of(peer)` returns the pid of a worker, and `memory_of(pid)` its proportional memory. `language()`: what
+    engines of language models have counted, by model and version. `remote`: what is being downloaded."""
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class Control:
         settings: ControlSettings,
         process_of: Callable[[int], int],
         memory_of: Callable[[int], int],
+        language: Callable[[], dict[tuple[str, str], dict[str, Any]]],
         remote: RemoteChanges | None = None,
     ) -> None:
         self._changed_on_disk: Set[int] = frozenset()
@@ -109,6 +111,7 @@ class Control:
         self._settings = settings
         self._process_of = process_of
         self._memory_of = memory_of
+        self._language = language
         self._remote = remote
         self._answers: dict[str, Callable[[Ask], Any]] = {
             "live": lambda ask: {"live": not (self._settings.failed or self._core.state.draining)},
@@ -434,20 +437,27 @@ class Control:
                 one for one in self._core.state.models[ask.model].versions.values() if one.state is VersionState.READY
             ]
             versions = sorted(loaded, key=lambda version: version.number) or versions
-        return {"model_stats": [self._version_statistics(version) for version in versions]}
+        language = self._language()
+        return {
+            "model_stats": [
+                self._version_statistics(version, language.get((version.model, str(version.number)), {}))
+                for version in versions
+            ]
+        }
 
     def _memory_bytes(self, version: Version) -> int:
         """The proportional memory of all processes that run this version."""
         pids = [self._process_of(instance.peer) for instance in version.instances if instance.peer]
         return sum(self._memory_of(pid) for pid in pids if pid)
 
-    def _version_statistics(self, version: Version) -> dict[str, Any]:
+    def _version_statistics(self, version: Version, language: dict[str, Any]) -> dict[str, Any]:
         counted = version.statistics
         all_generations = self._core.state.models[version.model].generations()
         generations = [other for other in all_generations if other.number == version.number]
         last_ns = 0
         if counted.last_inference_ns:  # convert from the monotonic clock to wall-clock time
             last_ns = time.time_ns() - (time.monotonic_ns() - counted.last_inference_ns)
+        queued = activity.queued(generations)
         return {
             "name": version.model,
             "version": str(version.number),
@@ -484,8 +494,9 @@ class Control:
             "padded_elements": counted.padded_elements,
             "rejected": counted.rejected,
             "cancelled": counted.cancelled,
-            "queued": activity.queued(generations),
+            "queued": queued,
             "in_flight": activity.in_flight(generations),
+            "language": with_queue(language, queued) if language else {},
             "busy": {
                 instance.spec.name: round(ns / 1e9, 3)
                 for generation in generations

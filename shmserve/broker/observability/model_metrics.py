@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from msgspec import Struct
 
 from shmserve.broker.observability.logs import printable
 from shmserve.broker.observability.metric_definitions import FAMILIES, RESERVED, labels
+from shmserve.llm import figures
 from shmserve.shm.counters import GAUGE, HISTOGRAM, Subject, read
 from shmserve.shm.extents import memfd
 
@@ -85,10 +87,28 @@ class ModelCounters:
                 family.append(sample)
         return "".join(line for family in families.values() for line in _lines(family))
 
-    def _samples(self, worker: _Worker) -> Iterator[_Sample]:
+    def language(self) -> dict[tuple[str, str], dict[str, Any]]:
+        """What the engines of language models have counted (`llm.figures`), by model and version."""
+        models: dict[str, dict[_Key, _Sample]] = {}
+        for model, ended in self._ended.items():
+            if self._served(model):
+                _merge(models.setdefault(model, {}), ended.values())
+        for worker in self._workers.values():
+            _merge(models.setdefault(worker.model, {}), self._samples(worker, figures.PREFIX))
+        versions: dict[tuple[str, str], list[figures.Sample]] = {}
+        for model, merged in models.items():
+            for subject, numbers in ((sample.subject, sample.numbers) for sample in merged.values()):
+                labels = dict(subject.labels)
+                values = numbers[1:] if subject.kind == HISTOGRAM else numbers[1:2]
+                versions.setdefault((model, labels.get("version", "")), []).append(
+                    (subject.name, labels, subject.edges, values)
+                )
+        return {key: counts for key, samples in versions.items() if (counts := figures.counts_of(samples))}
+
+    def _samples(self, worker: _Worker, prefix: str = "") -> Iterator[_Sample]:
         for page in worker.pages:
             try:
-                for subject, numbers in read(page.memory):
+                for subject, numbers in read(page.memory, prefix):
                     if subject.name in _OURS:
                         self._refuse(subject, "the server has a metric of this name")
                     else:

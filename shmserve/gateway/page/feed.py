@@ -21,6 +21,7 @@ from shmserve.errors import Internal, ServeError, Unavailable
 from shmserve.gateway.kserve.generate import named_event
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.link import GatewayLink
+from shmserve.llm.figures import FIGURES, Counts, figures_of
 from shmserve.session import Ticket
 
 _encode = msgspec.json.Encoder().encode
@@ -45,12 +46,17 @@ Key = tuple[str, str]
 Document = dict[str, Any]
 
 
+_FIGURES = _encode([{"key": one.key, "name": one.name, "unit": one.unit, "help": one.help} for one in FIGURES])
+
+
 class Row(Struct):
-    """`entry`: as received, to compare with. `changed`: number of the event."""
+    """`entry`: as received, to compare with, but with figures instead of `language`, what engines have counted.
+    `changed`: number of the event."""
 
     entry: Document
     text: bytes
     changed: int
+    language: Counts
 
 
 class Rows:
@@ -59,15 +65,17 @@ class Rows:
     def __init__(self, number: int = 0) -> None:
         self.number = number
         """Number of the last event."""
+        self._time_ns = 0
         self.complete_since = number + 1
         """A viewer that has not received this event needs everything: some removals before it are no longer known."""
         self._rows: dict[Key, Row] = {}
         self._gone: dict[Key, int] = {}
         """Removed version -> the event of its removal."""
 
-    def update(self, models: list[Document]) -> Generator[None, None, None]:
-        """Makes the new state the next event. A generator, so that other work can run in between."""
-        number = self.number + 1
+    def update(self, models: list[Document], time_ns: int = 0) -> Generator[None, None, None]:
+        """Makes the new state the next event. A generator, so that other work can run in between. `time_ns`: time of
+        the new state."""
+        number, seconds = self.number + 1, (time_ns - self._time_ns) / 1e9
         missing = set(self._rows)
         for index, entry in enumerate(models):
             if index % SLICE == SLICE - 1:
@@ -78,9 +86,14 @@ class Rows:
             for one in entry.get("instances", ()):
                 one["memory_bytes"] -= one["memory_bytes"] % MEMORY_STEP
             row = self._rows.get(key)
+            language = entry.pop("language", {})
+            if language:
+                figures = figures_of(row.language if row is not None else None, language, seconds)
+                entry["figures"] = {name: value for name, value in figures.items() if value not in (None, {})}
             if row is not None and row.entry == entry:
+                row.language = language
                 continue
-            self._rows[key] = Row(entry, _text(entry, cpu_seconds), number)
+            self._rows[key] = Row(entry, _text(entry, cpu_seconds), number, language)
             self._gone.pop(key, None)
         for key in missing:
             del self._rows[key]
@@ -88,7 +101,7 @@ class Rows:
         while len(self._gone) > KEPT_GONE:
             oldest = next(iter(self._gone))
             self.complete_since = self._gone.pop(oldest)
-        self.number = number
+        self.number, self._time_ns = number, time_ns
 
     def since(self, number: int) -> tuple[bytes, bytes]:
         """The rows that changed after an event, and the removed versions, both as JSON."""
@@ -243,7 +256,8 @@ class PageFeed:
         self._next_at = max(self._next_at, self._loop.time() + document.get("took_ns", 0) / 1e9 / BROKER_SHARE)
         facts = _encode({name: document[name] for name in ("time_ns", "server", "gpus")})[1:-1]
         rows = self._rows
-        self._link.turns.run(rows.update(document["models"]), lambda _: self._updated(rows, facts), self._not_updated)
+        work = rows.update(document["models"], document["time_ns"])
+        self._link.turns.run(work, lambda _: self._updated(rows, facts), self._not_updated)
 
     def _updated(self, rows: Rows, facts: bytes) -> None:
         """`rows` were current when the update began; all viewers may have left since then."""
@@ -289,8 +303,8 @@ class PageFeed:
         rows, _ = self._rows.since(0)
         return named_event(
             "state",
-            b'{"seq":%d,%b,"roles":%b,"servers":%b,"models":%b}'
-            % (self._rows.number, self._facts, _encode(viewer.roles), self._servers, rows),
+            b'{"seq":%d,%b,"roles":%b,"servers":%b,"figures":%b,"models":%b}'
+            % (self._rows.number, self._facts, _encode(viewer.roles), self._servers, _FIGURES, rows),
         )
 
     def _change(self, number: int) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from shmserve.llm.figures import FIGURES
 from shmserve.terminal.tables import text_width, visible
 from shmserve.tools.top.texts import (
     NOTHING,
@@ -35,18 +36,24 @@ _WIDTHS = {"count": 6, "rate": 6, "duration": 6, "bytes": 6, "share": 5}
 
 
 class Column(Struct, frozen=True):
-    """`rank`: columns with a low one are kept when space is short. `least`: minimum width of a text."""
+    """`rank`: columns with a low one are kept when space is short. `least`: minimum width of a text. `rare`: it is
+    left out if no row has a value, as from rank RARE on."""
 
     key: str
     head: str
     kind: str
-    rank: int
+    rank: float
     about: str
     least: int = 0
+    rare: bool = False
 
     @property
     def is_text(self) -> bool:
-        return self.kind in ("text", "reasons")
+        return self.kind in ("text", "counts")
+
+    @property
+    def is_rare(self) -> bool:
+        return self.rare or self.rank >= RARE
 
     @property
     def grows(self) -> bool:
@@ -108,7 +115,7 @@ MODELS = Table(
         Column("gpu_memory_bytes", "gpu mem", "bytes", 18, "memory of its processes on GPUs"),
         Column("queue_seconds", "waits", "duration", 15, "mean time in the queue"),
         Column("compute_seconds", "runs", "duration", 17, "mean time of a request's batch at its instance"),
-        Column("reasons", "batches formed because", "reasons", 14, "reasons of the batches in the interval", 28),
+        Column("reasons", "batches formed because", "counts", 14, "reasons of the batches in the interval", 28),
         Column("batches_per_s", "batch/s", "rate", 19, "batches per second"),
         Column("rows_per_s", "rows/s", "rate", 20, "rows per second"),
         Column("cache_hits", "cache", "share", 24, "share of answers from the response cache"),
@@ -117,6 +124,7 @@ MODELS = Table(
         Column("requests", "requests", "count", 21, "requests answered since the version was loaded"),
         Column("failed", "failed", "count", 23, "requests failed since the version was loaded"),
         Column("restarts", "restarts", "count", 26, "restarts of its instances"),
+        *(Column(one.key, one.head, one.unit, 8 + one.rank / 100, one.help, rare=True) for one in FIGURES),
         Column("reason", "reason", "text", 27, "why it is not, or not fully, served", 16),
     ),
 )
@@ -193,7 +201,7 @@ STATES = {
     "NO ANSWER": "bad", "CONNECTING": "dim", "PARTLY": "warn", "VERSIONS DIFFER": "warn",
 }  # fmt: skip
 """State of a version, an instance, a server, or a model on several servers -> style."""
-_NUMBERS: dict[str, Callable[[Any], str]] = {
+NUMBERS: dict[str, Callable[[Any], str]] = {
     "count": count_text,
     "id": str,
     "rate": rate_text,
@@ -207,9 +215,9 @@ def cell(column: Column, row: Mapping[str, Any], unknown: frozenset[str] = froze
     value = row.get(column.key)
     if value is None or value in ("", {}):
         return UNKNOWN if column.key in unknown else NOTHING
-    if column.kind == "reasons":
+    if column.kind == "counts":
         return reasons_text(value)
-    return visible(value) if column.kind == "text" else _NUMBERS[column.kind](value)
+    return visible(value) if column.kind == "text" else NUMBERS[column.kind](value)
 
 
 def style(column: Column, row: Mapping[str, Any]) -> str:
@@ -244,8 +252,8 @@ def choose(
     """The most important columns that fit. Columns without a value in any row give way to more important ones, and are
     left out from rank RARE on."""
     gap = 2 if width >= WIDE else 1
-    empty = {column.key for column in table.columns if column.rank > 9 and _is_empty(column, rows)}
-    candidates = [column for column in table.columns if column.rank < RARE or column.key not in empty]
+    empty = {column.key for column in table.columns if (column.rare or column.rank > 9) and _is_empty(column, rows)}
+    candidates = [column for column in table.columns if column.key not in empty or not column.is_rare]
     ranked = sorted(candidates, key=lambda column: (column.key in empty, column.rank))
     longest = {column.key: _longest(column, rows, unknown) for column in candidates if column.grows}
     widths: dict[str, int] = {}
@@ -305,7 +313,7 @@ def sort(table: Table, rows: Iterable[Row], key: str, reverse: bool = False) -> 
 
 def _sortable(column: Column, row: Row) -> Any:
     value = row.get(column.key)
-    if column.kind == "reasons":
+    if column.kind == "counts":
         return reasons_text(value) or None if value else None
     return value if value != "" else None
 

@@ -291,7 +291,9 @@ def document_of(
         )
         entry["counters"] = _counters(counted)
         memory = sum(int(used.get("byte_size", 0)) for used in counted.get("memory_usage", ()))
-        entry |= {"memory_bytes": memory} | {name: counted[name] for name in ("queued", "in_flight") if name in counted}
+        entry |= {"memory_bytes": memory} | {
+            name: counted[name] for name in ("queued", "in_flight", "language") if name in counted
+        }
     facts: Document = {"name": server.get("name"), "version": server.get("version"), "ready": ready}
     document: Document = {
         "time_ns": time.monotonic_ns(),

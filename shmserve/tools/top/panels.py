@@ -11,8 +11,9 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from shmserve.llm.figures import FIGURES
 from shmserve.terminal.tables import visible
-from shmserve.tools.top.columns import INSTANCES, STATES, choose, heading, spans
+from shmserve.tools.top.columns import INSTANCES, NUMBERS, STATES, choose, heading, spans
 from shmserve.tools.top.texts import (
     NOTHING,
     UNKNOWN,
@@ -207,6 +208,7 @@ def detail(view: View, history: TrendHistory, model: str, version: int | None, w
         lines.append([(pad(head, _LABEL), "dim"), (f"{peak}  ", "plain"), (sparkline(values, room), "bar")])
     lines += [[(" " * _LABEL + "  peak", "dim")]]
     lines += _shares("batches formed because", row["reasons"], width)
+    lines += _shares("texts ended by", row.get("ended") or {}, width)
     sizes = {f"{size} rows": count for size, count in row["batch_sizes"].items()}
     lines += _shares("batch sizes since it was loaded", sizes, width)
     ours = [one for one in view.instances if (one["model"], one["version"]) == (model, version)]
@@ -259,6 +261,9 @@ def _figures(row: Row, width: int, unknown: frozenset[str]) -> list[Line]:
             fact("loaded in", "loading_seconds", short_duration),
         ],
     ]
+    language = [fact(figure.head, figure.key, NUMBERS[figure.unit]) for figure in FIGURES if figure.unit in NUMBERS]
+    if any(row.get(figure.key) for figure in FIGURES):
+        groups += [language[first : first + 7] for first in range(0, len(language), 7)]
     together = max(1, min(len(groups), (width + 2) // _GROUP))
     lines: list[Line] = []
     for first in range(0, len(groups), together):

@@ -14,6 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.core.stats import histogram
+from shmserve.llm.figures import figures_of
 
 Document = Mapping[str, Any]
 Row = dict[str, Any]
@@ -154,6 +155,7 @@ def _model(entry: Document, before: Document | None, instances: list[Row], secon
         "reason": _reason(entry),
         "batch_sizes": counters.get("batch_rows") or {},
     }
+    row |= figures_of(before and before.get("language"), entry.get("language"), seconds)
     row |= rates(before.get("counters") if before is not None else None, counters, seconds)
     if before is not None and row["requests_per_s"] is not None and ready:
         spent = _busy_seconds(entry) - _busy_seconds(before)

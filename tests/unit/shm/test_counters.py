@@ -173,3 +173,18 @@ def test_any_bytes_in_a_page(noise: bytes, used: int, size: int, length: int) ->
             assert len(numbers) == subject.count
     except ValueError:
         pass
+
+
+def test_counts_of_language_models_by_version() -> None:
+    """Of two instances, one of which ends, without the model's other metrics and labels of another model."""
+    tallies = ModelCounters(lambda model: model == "m")
+    for peer, model in ((1, "m"), (2, "m"), (3, "unloaded")):
+        page, labels = Counting(tallies, peer, model), (("model", "another"), ("version", "2"))
+        page.count(Subject("llm_generation_tokens_total", "", COUNTER, labels), 5)
+        page.count(Subject("llm_slots", "", GAUGE, (*labels, ("model_instance", str(peer)))), 4, 1)
+        page.count(Subject("mine", "", GAUGE, labels), 1, 1)
+    assert tallies.language()["m", "2"] == {"generated_tokens": 10, "slots": 8}
+    tallies.worker_exited(2)
+    tallies.worker_exited(3)
+    assert tallies.language() == {("m", "2"): {"generated_tokens": 10, "slots": 4}}
+    tallies.close()

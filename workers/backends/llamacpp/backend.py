@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -176,7 +177,8 @@ class LlamaCpp(SeparateBackend):
         if self._free < count and not stream.cancelled:
             self.streams.turn.release()
             try:
-                self.streams.wait_for(lambda: self._free >= count or stream.cancelled or stream.over)
+                with self._metrics.waiting() if self._metrics is not None else nullcontext():
+                    self.streams.wait_for(lambda: self._free >= count or stream.cancelled or stream.over)
             finally:
                 self.streams.turn.acquire()
         self._free -= count

@@ -52,7 +52,7 @@ export function table(label, heads, rows) {
 }
 
 export function facts(node, rows) {
-	refill(node, rows, () => rows.filter(Boolean).map(([name, value]) => h("div", h("dt", name), h("dd", value))))
+	refill(node, rows, () => rows.filter(Boolean).map(([name, value, title]) => h("div", {title}, h("dt", name), h("dd", value))))
 }
 
 /** A text with a button that copies it. `name`: for data-copy and data-code. */

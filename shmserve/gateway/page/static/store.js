@@ -3,13 +3,15 @@
 import {History, add, between, quantile} from "./rates.js"
 
 const QUIET_S = 60
+/** The figures of language models whose history is kept. */
+const LANGUAGE = ["generated_tokens_per_s", "prompt_tokens_per_s", "first_token_p95", "first_token_p50", "between_tokens_p95", "between_tokens_p50"]
 
 /** A version of a model. `row`: as received. `rates`: of the last interval, or null. `failed`: when a request last did. */
 class Entry {
 	constructor(row) {
 		this.name = row.name
 		this.version = row.version ?? ""
-		this.history = new History(["requests", "p50", "p99", "queue"])
+		this.history = new History(["requests", "p50", "p99", "queue", ...LANGUAGE])
 		this.rates = null
 		this.failed = -Infinity
 		this.marks = []
@@ -53,6 +55,7 @@ export class Store {
 		this.models = new Map()
 		this.server = {}
 		this.gpus = []
+		this.figures = [] // of language models: key, name, unit and help
 		this.now = 0
 		this.history = new History(["requests", "failed", "p50", "p99", "queue", "running", "wait"])
 		this.times = {} // of the requests of the last interval, by bucket
@@ -78,14 +81,14 @@ export class Store {
 		return version ? all.find(entry => entry.version === version) : all.find(({row}) => row.default) ?? all.at(-1)
 	}
 
-	take(event, {time_ns, server, gpus = [], models, gone = []}) {
+	take(event, {time_ns, server, gpus = [], models, figures = this.figures, gone = []}) {
 		const time = time_ns / 1e9
 		const old = this.server
 		const restarted = old.pid && (server.pid !== old.pid || time < this.now)
 		if (restarted) this.news(`${server.name} was restarted`)
 		const seconds = this.now && !restarted ? time - this.now : 0
 		const cpu = seconds > 0 ? (server.cpu_seconds - old.cpu_seconds) / seconds : null
-		Object.assign(this, {server: {...server, cpu}, gpus, now: time})
+		Object.assign(this, {server: {...server, cpu}, gpus, figures, now: time})
 		const changed = new Set()
 		for (const row of models) {
 			const key = keyOf(row.name, row.version)
@@ -121,7 +124,7 @@ export class Store {
 			entry.marks = Object.hasOwn(traffic, entry.name) ? marksOf(entry, traffic[entry.name]) : []
 			if (!changed.has(key)) entry.rates = row.version ? idle : null
 			const {rates} = entry
-			entry.history.push({...rates, queue: row.queued ?? 0})
+			entry.history.push({...row.figures, ...rates, queue: row.queued ?? 0})
 			total.queue += row.queued ?? 0
 			total.running += row.in_flight ?? 0
 			total.requests += rates?.requests ?? 0

@@ -201,6 +201,7 @@ def test_metrics_count_what_the_engine_generates(text: Text) -> None:
     stream.close()
     assert_free(text)
     after = engine_metrics(text.client)
+    assert_statistics_agree(text.client, after)
 
     def grown(name: str) -> float:
         return sum(after[one] - before.get(one, 0) for one in after if one.startswith(name))
@@ -216,6 +217,15 @@ def test_metrics_count_what_the_engine_generates(text: Text) -> None:
     assert grown(f'{ended}"one",version="1",finished_reason="cancelled"') == 1
     assert {one: value for one, value in after.items() if "_running" in one and value} == {}
     assert {one: value for one, value in after.items() if "_usage_" in one and value} == {}
+
+
+def assert_statistics_agree(client: shmserve.Client, metrics: Mapping[str, float]) -> None:
+    """With the metrics, in the statistics of a model and in what live views read."""
+    (statistics,) = client.statistics("text")["model_stats"]
+    (live,) = [entry for entry in client.activity()["models"] if entry["name"] == "text"]
+    for counts in (statistics["language"], live["language"]):
+        assert counts["generated_tokens"] == metrics['llm_generation_tokens_total{model="text",version="1"}']
+        assert (counts["running"], counts["waiting"], counts["kv_cache"], counts["slots"]) == (0, 0, 0, 8)
 
 
 def engine_metrics(client: shmserve.Client) -> dict[str, float]:

@@ -26,9 +26,9 @@ from tests.support.core.world import World
 def control_of(world: World, gpus: list[dict[str, Any]] | None = None) -> Control:
     catalog = cast("Any", SimpleNamespace(repositories=SimpleNamespace(names=("m", "not loaded"))))
     settings = ControlSettings("test", "1", strict=True)
-    control = Control(world.core, catalog, settings, lambda peer: os.getpid(), lambda pid: 1 << 20)
+    control = Control(world.core, catalog, settings, lambda peer: os.getpid(), lambda pid: 1 << 20, dict)
     report = ActivityReport(
-        world.core.state, control.index, control.about, lambda: gpus or [], lambda pid: 5 * pid, lambda: None
+        world.core.state, control.index, control.about, lambda: gpus or [], lambda pid: 5 * pid, dict, lambda: None
     )
     control.add({"activity": lambda ask: report.document()})
     return control

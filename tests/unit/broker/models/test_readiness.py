@@ -26,7 +26,9 @@ def states(world: World) -> list[str]:
 def test_readiness_waits_only_for_the_first_load_of_a_model(strict: bool) -> None:
     """Otherwise a load balancer would take the server out while a model changes or finishes its requests."""
     world = World()
-    control = Control(world.core, cast("Any", None), ControlSettings("test", "1", strict), lambda _: 0, lambda _: 0)
+    control = Control(
+        world.core, cast("Any", None), ControlSettings("test", "1", strict), lambda _: 0, lambda _: 0, dict
+    )
     world.deploy(version(1), load=False)
     assert not control.server_ready()
     world.worker("m_0").outbox.append(events.Compiled(version(1)))

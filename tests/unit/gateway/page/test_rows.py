@@ -23,8 +23,8 @@ def instance(**more: Any) -> Document:
     return {"name": "m_0", "state": "ready", "pid": 7, "memory_bytes": 10 * MEMORY_STEP, "cpu_seconds": 1.5, **more}
 
 
-def update(rows: Rows, *models: Document) -> None:
-    for _ in rows.update(copy.deepcopy(list(models))):
+def update(rows: Rows, *models: Document, time_ns: int = 0) -> None:
+    for _ in rows.update(copy.deepcopy(list(models)), time_ns):
         pass
 
 
@@ -59,6 +59,18 @@ def test_an_idle_process_changes_nothing() -> None:
     update(rows, model("m", queued=1, instances=[instance(cpu_seconds=3.5)]))
     (row,), _ = since(rows, 2)
     assert row["instances"][0]["cpu_seconds"] == 3.5, "a row that is sent has the current time"
+
+
+def test_figures_of_language_models_are_of_the_last_interval() -> None:
+    """A model that has become idle is sent once more."""
+    rows = Rows()
+    for second, tokens in enumerate((0, 50, 50, 50), 1):
+        update(rows, model("m", language={"generated_tokens": tokens, "slots": 4}), time_ns=second * 10**9)
+    sent = [{row["name"]: row["figures"] for row in since(rows, number)[0]} for number in (0, 2, 3)]
+    idle = {"slots": 4, "generated_tokens": 50, "prompt_tokens_per_s": 0, "generated_tokens_per_s": 0}
+    assert sent == [{"m": idle}, {"m": idle}, {}]
+    update(rows, model("m", language={"generated_tokens": 90, "slots": 4}), time_ns=6 * 10**9)
+    assert since(rows, 4)[0][0]["figures"]["generated_tokens_per_s"] == 20
 
 
 def test_other_work_runs_between_slices() -> None:

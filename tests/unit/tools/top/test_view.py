@@ -37,6 +37,12 @@ def test_rates_between_two_documents() -> None:
     assert view.interval == pytest.approx(2)
 
 
+def test_figures_of_language_models() -> None:
+    before, after = ({**model("m"), "language": {"generated_tokens": count}} for count in (100, 300))
+    (row,) = make_view(document(10, before), document(12, after)).models
+    assert (row["generated_tokens_per_s"], row["generated_tokens"], row["slots"]) == (pytest.approx(100), 300, None)
+
+
 def test_intervals_without_requests() -> None:
     idle = model("m", counted=counters(7))
     view = make_view(None, document(10, idle))

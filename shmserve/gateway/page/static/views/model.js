@@ -20,6 +20,7 @@ const REASONS = {
 	single: "the model takes one at a time",
 }
 const PARTS = {queue: "Queue", input: "Gather", infer: "Compute", output: "Scatter"}
+const UNITS = {count, rate, share, duration, counts: found => Object.entries(found ?? {}).map(([reason, one]) => `${reason} ${count(one)}`).join(", ") || NOTHING}
 const TABS = {"": "Live", try: "Try it", config: "Configuration"}
 
 export function modelView(store, {model, version}) {
@@ -138,6 +139,10 @@ function problemsOf(entry, known) {
 function livePart(store) {
 	const charts = [chart("Requests per second", rate, ["all", "accent", "requests"]),
 		chart("Latency", duration, ["p99", "accent", "p99"], ["p50", "plain", "p50"]), chart("Queue", count, ["requests", "accent", "queue"])]
+	const tokens = [chart("Tokens per second", rate, ["generated", "accent", "generated_tokens_per_s"], ["prompts", "plain", "prompt_tokens_per_s"]),
+		chart("First token", duration, ["p95", "accent", "first_token_p95"], ["p50", "plain", "first_token_p50"]),
+		chart("Between tokens", duration, ["p95", "accent", "between_tokens_p95"], ["p50", "plain", "between_tokens_p50"])]
+	const figures = h("dl.facts")
 	const totals = h("dl.facts")
 	const panels = {graph: ["Steps", "wide"], split: ["Where the time goes"], sizes: ["Batch sizes"], reasons: ["Why batches were sent"],
 		errors: ["Last errors", "wide"], traffic: ["Versions", "wide"], instances: ["Instances", "wide"]}
@@ -153,6 +158,11 @@ function livePart(store) {
 	function update(entry, since, recent, detail) {
 		const {counters: counted, row, instances, history} = entry
 		for (const one of charts) one.update(history)
+		for (const node of [figures, ...tokens.map(one => one.node)]) show(node, row.figures)
+		if (row.figures) {
+			for (const one of tokens) one.update(history)
+			facts(figures, store.figures.map(({key, name, unit, help}) => [name, UNITS[unit](row.figures[key]), help]))
+		}
 		facts(totals, [["Requests", count((counted.success ?? 0) + (counted.failed ?? 0))], ["Failed", count(counted.failed ?? 0)],
 			["Refused", count(counted.rejected ?? 0)], ["Largest batch", count(row.max_batch || null)],
 			["Rows per batch", rate(since.batch)], ["Busy", share(entry.busy)], ["Memory", bytes(entry.memory || null)],
@@ -168,7 +178,7 @@ function livePart(store) {
 		fill("traffic", "shares of the requests that name no version", traffic && [traffic, versions], () => trafficTable(entry.name, traffic, versions))
 		fill("instances", `${entry.ready} of ${entry.expected} ready`, instances.length && instances, () => instanceTable(instances))
 	}
-	return {node: h("section", h("div.charts", charts.map(({node}) => node)), totals, h("div.panels", Object.values(panels))), update}
+	return {node: h("section", h("div.charts", [...charts, ...tokens].map(({node}) => node)), figures, totals, h("div.panels", Object.values(panels))), update}
 }
 
 function split(since) {
