@@ -157,6 +157,28 @@ ONE = Dashboard(
             graph("Reasons for batches", "Batches run, by the reason each was formed",
                   Query(rate("shmserve_batches_total", "model, reason"), "{{model}} {{reason}}")),
         )),
+        Row("Language models", 8, (
+            graph("Tokens", "Generated tokens and tokens of prompts, per second",
+                  Query(rate("llm_generation_tokens_total", "model"), "{{model}} generated"),
+                  Query(rate("llm_prompt_tokens_total", "model"), "{{model}} prompts")),
+            graph("First token", "Time from the start in the engine to the first token: median and p99",
+                  *percentiles("llm_time_to_first_token_seconds"), unit="s"),
+            graph("Between tokens", "Time between tokens of a text: median and p99",
+                  *percentiles("llm_inter_token_latency_seconds"), unit="s"),
+            graph("Texts", "Texts that are being generated, how many can be, and requests that wait for a slot",
+                  Query(total("llm_num_requests_running", "model"), "{{model}} running"),
+                  Query(total("llm_slots", "model"), "{{model}} slots"),
+                  Query(f'{total("llm_num_requests_waiting", "model")} + on (model) '
+                        + total("nv_inference_pending_request_count", "model"), "{{model}} waiting"),
+                  unit="none"),
+            graph("KV cache and prefixes", "Shares: of the KV cache that running texts use, and of the tokens of "
+                  "prompts that were found in the cache",
+                  Query(f"avg by (model) (llm_kv_cache_usage_perc{{{MODEL}}})", "{{model}} KV cache"),
+                  Query(mean("llm_prefix_cache_hits_total", "llm_prompt_tokens_total"), "{{model}} prefix hits"),
+                  unit="percentunit", most=1),
+            graph("Endings", "Texts that have ended per second, by reason",
+                  Query(rate("llm_request_success_total", "model, finished_reason"), "{{model}} {{finished_reason}}")),
+        )),
         Row("Models and instances", 8, (
             graph("Instances", "Instances by state, and configured instances of models that do not serve",
                   Query(total("shmserve_instance_state", "state"), "{{state}}"),

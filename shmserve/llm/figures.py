@@ -47,7 +47,7 @@ METRICS = (
     Metric("prefix_hits", "llm_prefix_cache_hits_total", "counter",
            "tokens of prompts that were found in the cache"),
     Metric("generated_tokens", "llm_generation_tokens_total", "counter", "generated tokens"),
-    Metric("ended", "llm_request_success_total", "counter", "texts that have ended, by reason",
+    Metric("ended", "llm_request_success_total", "counter", "texts that have ended",
            label="finished_reason"),
     Metric("first_token", "llm_time_to_first_token_seconds", "histogram",
            "from the start in the engine to the first token", _FIRST_S),

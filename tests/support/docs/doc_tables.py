@@ -18,6 +18,7 @@ from shmserve.clients.cli.help import names_of
 from shmserve.clients.cli.parser import parser
 from shmserve.core import limits, states
 from shmserve.gateway.kserve.status import BY_CODE
+from shmserve.llm.figures import FIGURES, METRICS
 from shmserve.protocol.actions import Action, Row
 from shmserve.repo import parameters
 from shmserve.repo.config.support import TABLE, Status
@@ -130,6 +131,20 @@ def _metrics(group: str) -> str:
             if family.group == group
         ],
     )
+
+
+def _language_metrics() -> str:
+    rows = []
+    for metric in METRICS:
+        more = "by instance" if metric.by_instance else f"by `{metric.label}`" if metric.label else ""
+        text = f"{metric.help} ({more})" if more else metric.help
+        rows.append((f"`{metric.name}`", f"`{metric.key}`", metric.kind, text))
+    return table(("Metric", "In statistics", "Type", "Meaning"), rows)
+
+
+def _figures() -> str:
+    rows = [(figure.name, f"`{figure.head}`", f"`{figure.key}`", figure.help) for figure in FIGURES]
+    return table(("On the page", "In `top` and `stats`", "With `top --json`", "Meaning"), rows)
 
 
 def _queries() -> str:
@@ -280,6 +295,8 @@ PARTS = (
     DocPart("settings.md", "Triton's flags", _flags_of_triton),
     DocPart("settings.md", "Triton's defaults", _defaults_of_triton),
     DocPart("metrics.md", "the metrics", lambda: sections(metric_definitions.GROUPS, _metrics)),
+    DocPart("llm.md", "the metrics", _language_metrics),
+    DocPart("llm.md", "the figures", _figures),
     DocPart("security.md", "the queries", _queries),
     DocPart("security.md", "the limits", lambda: _limits(limits.NAMED, limits.Limits())),
     DocPart("security.md", "the limits of a gateway", lambda: _limits(GATEWAY_LIMITS, GatewayLimits())),

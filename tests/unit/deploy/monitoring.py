@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from shmserve.broker.observability.metric_definitions import FAMILIES
+from shmserve.broker.observability.metric_definitions import FAMILIES, VERSION
+from shmserve.llm.figures import METRICS
 from tests import ROOT
 from tests.support.observability.promql import labels_in, metrics_in
 
@@ -36,6 +37,10 @@ def server_metrics() -> dict[str, Metric]:
         metric = Metric(family.kind, frozenset(family.labels))
         ends = ("_bucket", "_sum", "_count") if family.kind == "histogram" else ("",)
         found |= {family.name + end: metric for end in ends}
+    for one in METRICS:
+        more = ("model_instance",) if one.by_instance else (one.label,)
+        ends = ("_bucket", "_sum", "_count") if one.edges else ("",)
+        found |= {one.name + end: Metric(one.kind, frozenset((*VERSION, *more))) for end in ends}
     page = (ROOT / "docs" / "metrics.md").read_text()
     for name, kind, labels in re.findall(r"^\| `(shmserve_gateway_\w+)` \| (\w+) \| ([^|]*)\|", page, re.MULTILINE):
         found[name] = Metric(kind, frozenset(re.findall(r"`(\w+)`", labels)))

@@ -55,7 +55,7 @@ def test_a_model_without_counts_has_no_figures() -> None:
 
 
 def test_metrics_of_a_model_that_misuses_the_names_are_left_out() -> None:
-    wrong = [
+    wrong: list[Any] = [
         ("llm_slots", {}, (), [math.nan]),
         ("llm_prompt_tokens_total", {}, (1.0,), [1.0, 2.0, 3.0]),
         ("llm_time_to_first_token_seconds", {}, (), [1.0]),

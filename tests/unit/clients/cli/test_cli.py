@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from shmserve.clients.cli import main
 from shmserve.clients.cli.commands.ready import not_ready_lines
-from shmserve.clients.cli.commands.status import stats_row
+from shmserve.clients.cli.commands.status import LanguageRates, stats_row
 from shmserve.clients.waiting import degraded, summary, why_not_ready
+from shmserve.terminal.console import Screen
 from shmserve.terminal.errors import Failed
 from shmserve.terminal.output import as_json, file_name, percentile, storable, timing
 from shmserve.terminal.tables import duration_text, table, values_text
@@ -156,6 +158,21 @@ def test_a_row_of_statistics() -> None:
     assert stats_row(entry | one) == expected
     none = {"execution_count": 0, "inference_stats": unused, "batch_reasons": {}}
     assert stats_row(entry | none) == ["m", "2", "0", "3", "0", "0", "0", "-", "-", "-", "-"]
+
+
+def test_statistics_of_language_models() -> None:
+    """Rates need earlier statistics, as with --watch."""
+    rates, screen = LanguageRates(), Screen(False, io.StringIO())
+
+    def row(now: float, **language: Any) -> str:
+        entry = {"name": "m", "version": "2", "language": language}
+        _, table = rates.text({"model_stats": [entry, {**entry, "version": "3", "language": {}}]}, screen, now)
+        _, line = table.split("\n")
+        return line
+
+    assert "1,200" in row(1.0, generated_tokens=1200, slots=4)
+    assert " 150.0 " in row(3.0, generated_tokens=1500, slots=4, ended={"stop": 3})
+    assert rates.text({"model_stats": [{"name": "n", "version": "1"}]}, screen, 4.0) == []
 
 
 def test_models_that_are_not_ready_or_degraded_are_listed() -> None:
