@@ -159,7 +159,7 @@ class Loop:
         withdrawn = self._waiting.withdraw(order.requests)
         self._comparisons.forget(withdrawn)
         self._outbox.add(WithdrawnReport(withdrawn))
-        if self._streams is not None and len(withdrawn) < len(order.requests):
+        if self._streams is not None and not order.recalled and len(withdrawn) < len(order.requests):
             self._streams.cancel(request for request in order.requests if request not in withdrawn)
 
     def _stop(self, order: Stop) -> None:

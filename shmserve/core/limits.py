@@ -76,8 +76,8 @@ class Limits(Struct, frozen=True):
     """How long a version waits for memory before a busy version has to make room for it, and the minimum time that a
     version serves before it has to make room while busy."""
     unread_ns: int = 50_000_000
-    """How long a model waits for a caller who accepts no more responses, while other requests wait for the model. Twice
-    this time is the longest delay for others: a second such request may already be at the worker."""
+    """How long the callers of a batch may keep the model waiting by accepting no more responses, in total, while other
+    requests wait for the model."""
     summaries: bool = False
     """Collect latency quantiles (--metrics-config summary_latencies)."""
     first_responses: bool = False

@@ -436,8 +436,6 @@ class Instance(Struct, eq=False):
     """Open streams: requests whose batch has run, with responses still to come."""
     streaming_since: int = 0
     """While there are any: since when."""
-    unread: dict[int, int] = {}
-    """Requests of the running batch for whose callers the model waits, since when."""
     replaces: Instance | None = None
     """The instance that this one replaces once it is READY."""
     joining: bool = False

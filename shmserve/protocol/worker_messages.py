@@ -121,9 +121,11 @@ class Expect(Struct, array_like=True, tag=72, gc=False):
 
 
 class Withdraw(Struct, array_like=True, tag=66, gc=False):
-    """Remove these requests from waiting batches. Answered with Withdrawn, which lists those that were removed."""
+    """Remove these requests from waiting batches. Answered with Withdrawn, which lists those that were removed. Those
+    that have started are cancelled, unless they are `recalled` only to be queued again."""
 
     requests: tuple[Id, ...]
+    recalled: bool = False
 
 
 class EndSequences(Struct, array_like=True, tag=68, gc=False):

@@ -621,9 +621,15 @@ FAULTS = (
     ),
     Fault(
         "waiting for a caller counts as the time of a batch",
-        "shmserve/core/exit/responses.py",
-        "                batch.stall(now)\n",
-        "                pass\n",
+        "shmserve/core/service/batch.py",
+        "        return now - self.began - self.waited - self.waited_for_callers(now)\n",
+        "        return now - self.began - self.waited\n",
+    ),
+    Fault(
+        "keeping a model waiting costs a caller nothing",
+        "shmserve/core/exit/exit.py",
+        "    version.service.queue.charge(request, ",
+        "    version.service.queue.charge(request, 0 * ",
     ),
     Fault(
         "any caller may say who it is",
@@ -640,8 +646,8 @@ FAULTS = (
     Fault(
         "a stream that nobody reads holds its model although others wait",
         "shmserve/core/exit/responses.py",
-        "    elif version.waits or instance.waiting is not None:",
-        "    elif version.waits and instance.waiting is not None:",
+        "        if version.waits or instance.waiting is not None:",
+        "        if version.waits and instance.waiting is not None:",
     ),
     Fault(
         "a caller who wakes many models puts those of others to sleep",

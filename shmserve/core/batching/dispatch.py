@@ -36,9 +36,10 @@ def dispatch(state: State, version: Version, now: int) -> None:
     """Sends everything that may be sent now."""
     if version.state is not _READY:
         refuse_stranded(state, version)
-    queue = version.service.queue
+    service = version.service
+    queue = service.queue
     version.wake = 0
-    if state.blocked_instances:
+    if state.blocked_instances or service.decoupled:
         _call_back(state, version)
     if version.yielding:
         state.wakes.pop(version, None)
@@ -71,10 +72,11 @@ def _dispatch_limited(state: State, version: Version, limiter: Limiter, now: int
 
 
 def _call_back(state: State, version: Version) -> None:
-    """Recalls batches sent ahead to an instance that waits for other models: other instances can run them."""
+    """Recalls batches sent ahead to an instance that waits for other models or callers: another instance may be able to
+    run them, and requests of other callers may come first."""
     for instance in version.instances:
-        batch = instance.waiting
-        if batch is not None and instance.waits:
+        batch, running = instance.waiting, instance.running
+        if batch is not None and (instance.waits or (running is not None and running.unread)):
             recall.recall(state, instance, batch)
 
 
@@ -143,6 +145,8 @@ def _send_ahead(state: State, version: Version, instance: Instance, now: int) ->
     """Sends work to a busy instance: extends its waiting batch, or sends it one."""
     if instance.waiting is not None:
         return not instance.waiting.recalled and _extend(state, version, instance, instance.waiting, now)
+    if instance.running is not None and instance.running.unread:
+        return False
     return sends_ahead(version, state.limits.prefetch_ns) and _start_batch(state, version, instance, now)
 
 

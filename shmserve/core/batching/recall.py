@@ -14,7 +14,7 @@ def recall(state: State, instance: Instance, batch: Batch[Request]) -> None:
     """Asks the worker to return its waiting batch."""
     if not batch.recalled:
         batch.recalled = True
-        state.send(instance.peer, Withdraw(tuple(request.number for request in batch.requests())))
+        state.send(instance.peer, Withdraw(tuple(request.number for request in batch.requests()), True))
 
 
 def take_out(state: State, version: Version, instance: Instance, batch: Batch[Request], request: Request) -> None:

@@ -58,8 +58,6 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
             f"{version.label} instance '{instance.spec.name}' ran batch {message.batch}: {batch.rows} rows in "
             f"{count} requests, formed because: {batch.reason.value}",
         )
-    if instance.unread:
-        instance.unread.clear()
     if message.again and service.sequence_slots is not None:
         _again(state, version, batch, message.again)
     if batch.left and service.decoupled:
@@ -68,6 +66,7 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         for request in batch.requests():
             exit.fail(state, request, "INTERNAL", f"{version.label} sent no response to this request of its batch")
     state.observers.batch_over(version, batch, times)
+    stalled = batch.waited_for_callers(now) if batch.unread else batch.stalled
     batch.end()
     instance.running = None
     if state.limiter is not None:
@@ -76,9 +75,7 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         _recovered(state, version, instance)
     if version.trial is instance:
         version.trial = None
-    if batch.stalled_since:
-        batch.resume(now)
-    version.served(times[3] - taken, now - batch.began, batch.stalled)
+    version.served(times[3] - taken, now - batch.began, stalled)
     if message.next:
         _run_waiting(state, version, instance, message.next, message.through, now)
     elif instance.waiting is None and instance.usable:

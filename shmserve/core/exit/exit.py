@@ -12,6 +12,7 @@ from __future__ import annotations
 from shmserve.core.effects import Free
 from shmserve.core.exit import shadow
 from shmserve.core.records import ClientState, Request, Version
+from shmserve.core.service.batch import Batch
 from shmserve.core.state import State
 from shmserve.core.states import RequestState, VersionState, move_all
 from shmserve.core.stats.statistics import FailureKind
@@ -177,11 +178,21 @@ def linger(state: State, request: Request) -> None:
         request.sequence.mark_changed()
         state.to_dispatch[request.version] = None
     request.requester.detached(request)
-    instance = request.instance
+    instance, batch = request.instance, request.batch
+    if batch is not None and request in batch.unread:
+        continue_batch(state, request, batch)
     if instance is not None:  # the worker drops the request if it has not started, otherwise notifies the model
         state.send(instance.peer, Withdraw((request.number,)))
     if request.version.service.order is not None:
         respond_in_order(state, request.version)
+
+
+def continue_batch(state: State, request: Request, batch: Batch[Request]) -> None:
+    """The model does not wait for the caller of the request any more, who pays for the time in which it did."""
+    version = request.version
+    waited = batch.resume(request, state.now)
+    version.service.queue.charge(request, batch.rows * waited // (version.service_ns or waited or 1) + 1)
+    state.to_dispatch[version] = None
 
 
 def released(state: State, request: Request) -> None:

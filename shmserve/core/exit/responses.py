@@ -44,6 +44,8 @@ def _row(state: State, version: Version, instance: Instance, row: Row, now: int)
     if row.request in instance.streams:
         instance.responded = now
     wanted = request.state is not _LINGERING and row.error is None
+    if batch is not None and request in batch.unread:
+        exit.continue_batch(state, request, batch)
     taken = wanted and state.outputs.produce(instance, request, row.outputs)
     if not taken:
         state.outputs.refuse(instance, row.outputs)
@@ -51,9 +53,6 @@ def _row(state: State, version: Version, instance: Instance, row: Row, now: int)
     if row.more:
         if taken:
             exit.respond_part(state, request, row.outputs, row.parameters, False)
-            window = request.options.window if request.options is not None else MAX_WINDOW
-            if batch is not None and request.batch is batch and request.parts >= window:
-                batch.stall(now)
         return
     if instance.streams.pop(request.number, None) is not None:
         if not instance.streams:
@@ -75,32 +74,31 @@ def _row(state: State, version: Version, instance: Instance, row: Row, now: int)
 
 def unread(state: State, version: Version, instance: Instance, message: Unread, now: int) -> None:
     """The model waits in a batch until the caller of a request accepts more responses."""
-    request = state.requests.get(message.request)
-    if request is None or request.batch is None or request.batch is not instance.running:
+    request, batch = state.requests.get(message.request), instance.running
+    if request is None or batch is None or request.batch is not batch or request.state is not _SENT:
         return
-    state.set_timer(now + state.limits.unread_ns, Timer.UNREAD, request)
-    instance.unread[request.number] = now
+    batch.stall(request, now)
+    state.to_dispatch[version] = None
+    check_unread(state, request, now)
 
 
 def check_unread(state: State, request: Request, now: int) -> None:
-    """Ends a request whose caller accepts no more responses, if that delays requests of others."""
-    version, instance = request.version, request.instance
-    if instance is None or request.number not in instance.unread or request.state is not _SENT:
+    """Ends a request whose caller accepts no more responses, if its batch has delayed others by that for too long."""
+    version, instance, batch = request.version, request.instance, request.batch
+    if instance is None or batch is None or request not in batch.unread:
         return
-    left = instance.unread[request.number] + state.limits.unread_ns - now
-    if left > 0:
-        state.set_timer(now + left, Timer.UNREAD, request)
-    elif version.waits or instance.waiting is not None:
-        ms = state.limits.unread_ns // 1_000_000
-        text = (
-            f"other requests waited for {version.label}, whose instance '{instance.spec.name}' could not continue: the "
-            f"caller of this request had accepted {_count(request)} and no more for {ms} ms, and "
-            f"{BUFFER_BYTES >> 20} MiB of further ones were queued; a caller should read responses as they arrive"
-        )
-        exit.fail_early(state, request, "UNAVAILABLE", text)
-    else:
-        instance.unread[request.number] = now
-        state.set_timer(now + state.limits.unread_ns, Timer.UNREAD, request)
+    limit, waited = state.limits.unread_ns, batch.waited_for_callers(now)
+    if waited >= batch.tolerated + limit:
+        if version.waits or instance.waiting is not None:
+            text = (
+                f"other requests waited for {version.label}, whose instance '{instance.spec.name}' could not continue "
+                f"for {limit // 1_000_000} ms: the caller of this request had accepted {_count(request)}, and "
+                f"{BUFFER_BYTES >> 20} MiB of further ones were queued; a caller should read responses as they arrive"
+            )
+            exit.fail_early(state, request, "UNAVAILABLE", text)
+            return
+        batch.tolerated = waited
+    state.set_timer(now + batch.tolerated + limit - waited, Timer.UNREAD, request)
 
 
 def _count(request: Request) -> str:
@@ -141,9 +139,5 @@ def more(state: State, request: Request, count: int) -> None:
         return
     if instance is not None and request.state in (_SENT, _OPEN):
         state.send(instance.peer, More(request.number, count))
-    if request.batch is not None:
-        request.batch.resume(state.now)
-        if instance is not None:
-            instance.unread.pop(request.number, None)
     window = min(options.window + count, MAX_WINDOW)
     request.options = replace(options, window=window)  # messages already sent keep their options

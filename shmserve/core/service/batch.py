@@ -43,12 +43,16 @@ class Batch(Struct, Generic[R], eq=False):
     """Requests that the worker has not reported yet."""
     waited: int = 0
     """ns that its instance spent waiting for other models."""
+    unread: dict[R, int] = {}
+    """Requests for whose callers the model waits, because they accept no more responses; since when."""
     stalled: int = 0
-    """ns that its instance may have spent waiting for callers to accept more responses."""
+    """ns that the model has waited for callers, until `stalled_since`."""
     stalled_since: int = 0
-    """0: all callers accept more responses."""
+    """While `unread` is not empty: since when."""
+    tolerated: int = 0
+    """`waited_for_callers` when no other request waited for the instance."""
     recalled: bool = False
-    """Its requests were recalled, because the instance waits for another model or was restarted."""
+    """Its requests were recalled, because the instance waits for another model or a caller, or was restarted."""
     answered: int = 0
     """Requests answered by its Done."""
     early: list[int] = []
@@ -59,20 +63,26 @@ class Batch(Struct, Generic[R], eq=False):
     slots: int = 0
     """With sequence slots: highest occupied slot + 1, which counts as the batch size, as in Triton."""
 
-    def stall(self, now: int) -> None:
-        """A caller accepts no more responses for now."""
-        self.stalled_since = self.stalled_since or now
+    def stall(self, request: R, now: int) -> None:
+        """The model waits until the caller of this request accepts more responses."""
+        if not self.unread:
+            self.stalled_since = now
+        self.unread[request] = now
 
-    def resume(self, now: int) -> None:
-        """A caller accepts more responses, or none of them matter any more."""
-        if self.stalled_since:
-            self.stalled += now - self.stalled_since
-            self.stalled_since = 0
+    def resume(self, request: R, now: int) -> int:
+        """The model does not wait for the caller of this request any more. Returns for how long it has."""
+        since = self.unread[request]
+        self.stalled = self.waited_for_callers(now)
+        self.stalled_since = now
+        del self.unread[request]
+        return now - since
+
+    def waited_for_callers(self, now: int) -> int:
+        return self.stalled + (now - self.stalled_since if self.unread else 0)
 
     def worked(self, now: int) -> int:
         """ns since it began in which its instance has waited neither for other models nor for callers."""
-        stalled = self.stalled + (now - self.stalled_since if self.stalled_since else 0)
-        return now - self.began - self.waited - stalled
+        return now - self.began - self.waited - self.waited_for_callers(now)
 
     @property
     def count(self) -> int:
@@ -113,6 +123,7 @@ class Batch(Struct, Generic[R], eq=False):
         """Break the reference cycle between requests and batch; the GC does not track requests."""
         move(self, BatchState.ENDED)
         self.pieces = []
+        self.unread.clear()
 
     def known_as(self, number: int) -> bool:
         """Does the number identify the batch? The worker sends the number of the first Execute or, after a late

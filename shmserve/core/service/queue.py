@@ -5,8 +5,9 @@ within a user between its payers, which are clients or the callers of a client. 
 connections, and a payer gains nothing from sending more. With a single payer, requests run in order of arrival.
 Requests whose queue timeout has passed under the DELAY action come after all unexpired ones of their level.
 
-A user is charged when a request is taken: requests that are cancelled or expire cost nothing. A payer is charged when
-its request arrives, so that the user's requests have an order, and refunded if it is not run.
+A user is charged when a request is taken: requests that are cancelled or expire cost nothing. Time in which the user
+keeps an instance waiting is charged, too, as the rows that the instance could have run. A payer is charged when its
+request arrives, so that the user's requests have an order, and refunded if it is not run.
 """
 
 from __future__ import annotations
@@ -265,6 +266,10 @@ class PriorityLevel(Generic[R]):
         share.charged -= request.cost
         insort(share.ready, request, key=_by_tag)
 
+    def charge(self, user: str, rows: int) -> None:
+        share = self.share(user)
+        share.charged = max(share.charged, self.turn) + rows
+
     def delay(self, request: R) -> None:
         self._drop(request)
         request.delayed = True
@@ -313,7 +318,7 @@ class PriorityLevel(Generic[R]):
         if len(active) == 1:
             share = active[0]
             taken = share.take(count)
-            share.charged = self.turn  # a single user is neither ahead of nor behind others
+            share.charged = self.turn + 1  # a newcomer comes first, whatever a single user has taken
             if not share.ready:
                 active.clear()
             if not self.delayed:
@@ -442,6 +447,10 @@ class RequestQueue(Generic[R]):
         self.bytes += request.inline
         if request.deadline:
             self.timed += 1
+
+    def charge(self, request: R, rows: int) -> None:
+        """Charges the user of this request, which has been taken, for more rows."""
+        self.level(request.level).charge(request.payer.user, rows)
 
     def remove(self, request: R) -> None:
         self.level(request.level).remove(request)

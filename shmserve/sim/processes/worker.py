@@ -253,7 +253,7 @@ class SimWorker:
         self._send(Withdrawn(self._waiting.withdraw(order.requests)))
         for number in order.requests:
             stream = self._streams.get(number)
-            if stream is not None:  # the request was cancelled
+            if stream is not None and not order.recalled:  # the request was cancelled
                 stream.left = 0
                 if not self._is_running(number):
                     self._stream(stream)

@@ -383,6 +383,16 @@ def test_a_request_withdrawn_just_before_it_runs_is_cancelled(worker: WorkerProc
     rows_and_done(worker, 1)
 
 
+@senders()
+def test_a_request_recalled_just_before_it_runs_is_answered(worker: WorkerProcess) -> None:
+    worker.number += 1
+    worker.send(Execute(worker.number, 0, (asks(1, 0),)), Withdraw((1,), True))
+    messages = [worker.next()[0] for _ in range(3)]
+    assert [message.requests for message in messages if isinstance(message, Withdrawn)] == [()]
+    (row,) = [row for message in messages if not isinstance(message, Withdrawn) for row in message.rows]
+    assert row.error is None
+
+
 def test_a_model_with_one_response_sees_that_a_request_is_cancelled(tmp_path: Path) -> None:
     source = """\
 class TritonPythonModel:

@@ -189,7 +189,8 @@ class FakeWorker:
         self.waiting.add(order)
 
     def _withdraw(self, order: Withdraw) -> None:
-        self.cancelled |= self.streams.keys() & set(order.requests)
+        if not order.recalled:
+            self.cancelled |= self.streams.keys() & set(order.requests)
         self.outbox.append(Withdrawn(self.waiting.withdraw(order.requests)))
 
     # ------------------------------------------------------------------------------------ batches

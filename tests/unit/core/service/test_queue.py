@@ -92,6 +92,20 @@ def test_a_request_put_back_is_first_and_gives_its_user_no_further_precedence() 
     assert sum(each.payer.user == "ann" for each in waiting.take(20)) == 10
 
 
+def test_a_user_who_keeps_an_instance_waiting_comes_after_others() -> None:
+    """Although its requests were put back meanwhile."""
+    waiting = queue()
+    for name in range(12):
+        waiting.add(request(1, name=name))
+    running, ahead = waiting.take(4), waiting.take(4)
+    for each in reversed(ahead):
+        waiting.put_back(each)
+    waiting.charge(running[0], 2)
+    for name in range(100, 104):
+        waiting.add(request(5, name=name))
+    assert names(waiting.take(3)) == [100, 101, 4]
+
+
 def test_the_number_of_remembered_idle_users_is_bounded() -> None:
     level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
     for number in range(1, 2000):
