@@ -102,7 +102,8 @@ class Action(str, Enum):
     MODEL_METADATA = Row("model_metadata", _ANY, "Model metadata: inputs and outputs", query="metadata",
         http=("GET /v2/models/{model}[/versions/{version}]",), grpc=("ModelMetadata",), groups=("metadata",),
         gives="Model")
-    OPENAPI = Row("openapi", _ANY, "This document", http=("GET /v2/openapi.json",), groups=("metadata",), gives="Any")
+    OPENAPI = Row("openapi", _ANY, "This document", http=("GET /v2/openapi.json", "GET /openapi.json"),
+        groups=("metadata",), gives="Any")
     MODELS = Row("models", _READ, "All models", query="models",
         http=("POST /v2/repository/index",), grpc=("RepositoryIndex",), groups=("model-repository",), takes="Filter",
         gives="Index")
@@ -166,7 +167,7 @@ class Action(str, Enum):
               "POST /v2/cudasharedmemory[/region/{region}]/unregister"),
         grpc=("SystemSharedMemoryUnregister", "CudaSharedMemoryUnregister"), groups=("shared-memory",), changes=True)
     PAGE_FILE = Row("page_file", _PAGE, "A file of the web page: code and style sheets, which contain no data",
-        http=("GET /", "GET /page/{file}", "GET /page/{folder}/{file}"))
+        http=("GET /", "GET /docs", "GET /page/{file}", "GET /page/{folder}/{file}"))
     PAGE_EVENTS = Row("page_events", _PAGE, "The event stream of the web page", query="activity",
         http=("GET /page/events",), groups=("model-repository", "statistics"))
     PAGE_PREFLIGHT = Row("page_preflight", (),

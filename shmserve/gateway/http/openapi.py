@@ -83,6 +83,7 @@ def _operation(path: Path, method: str, action: Action) -> _Schema:
     described: _Schema = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path.template)]),
         "summary": _summary(row),
+        "tags": ["openai" if path.kind == OPENAI else row.groups[0]],
         "parameters": [{"name": name, "in": "path", "required": True, "schema": _ref(_NAMES[name])} for name in names],
         "responses": {"200": _answer(action), "default": {"$ref": f"#/components/responses/{_error(path)}"}},
     }

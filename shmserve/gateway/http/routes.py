@@ -8,6 +8,7 @@ from urllib.parse import unquote
 
 from msgspec import Struct
 
+from shmserve.gateway.auth.actions import PAGE
 from shmserve.gateway.kserve.plans import is_version
 from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.upstream.documents import Route
@@ -45,10 +46,10 @@ def _kind(template: str) -> str:
 _PATHS = _paths()
 METRICS = [path for path in _PATHS if path.template == "/metrics"]
 """The only path of the metrics endpoint."""
-KSERVE_PATHS = [path for path in _PATHS if f"{path.template}/".startswith("/v2/")]
-PATHS = KSERVE_PATHS + [path for path in _PATHS if path.kind == OPENAI]
-PAGE_PATHS = [path for path in _PATHS if path not in METRICS + PATHS]
+PAGE_PATHS = [path for path in _PATHS if not PAGE.isdisjoint(path.wants.values())]
 """Paths of the web page, which are not part of the API."""
+KSERVE_PATHS = [path for path in _PATHS if path.kind != OPENAI and path not in METRICS + PAGE_PATHS]
+PATHS = KSERVE_PATHS + [path for path in _PATHS if path.kind == OPENAI]
 
 
 class NoRoute(Struct, frozen=True):

@@ -7,6 +7,7 @@ import {duration} from "./format.js"
 import {SERVERS, place, route} from "./route.js"
 import {Store, stateOf} from "./store.js"
 import {follow} from "./stream.js"
+import {apiView} from "./views/api.js"
 import {modelView} from "./views/model.js"
 import {overview} from "./views/overview.js"
 import {serversView} from "./views/servers.js"
@@ -33,12 +34,12 @@ function notice(text, entry = null, bad = false, href = entry ? route(entry.name
 
 function render() {
 	const next = place()
-	const key = `${next.servers}/${next.model}/${next.version}`
+	const key = `${next.api}/${next.servers}/${next.model}/${next.version}`
 	if (!view || shown !== key) {
 		const first = !view
 		view?.close()
 		shown = key
-		view = next.servers ? serversView(fleet) : next.model ? modelView(store, next) : overview(store)
+		view = next.api ? apiView() : next.servers ? serversView(fleet) : next.model ? modelView(store, next) : overview(store)
 		find("main").replaceChildren(...view.nodes.flat())
 		window.scrollTo(0, 0)
 		if (!first) find("main").querySelector("h1").focus({preventScroll: true})

@@ -1,4 +1,4 @@
-/** The addresses of the views: `#/`, `#/servers`, `#/model/NAME[/versions/V][/try or /config]`. */
+/** The addresses of the views: `#/`, `#/api` (also `/docs`), `#/servers`, `#/model/NAME[/versions/V][/try or /config]`. */
 
 export function modelPath(base, model, version = "", part = "") {
 	return `${base}/${encodeURIComponent(model)}${version && `/versions/${version}`}${part && `/${part}`}`
@@ -11,5 +11,6 @@ const PATTERN = /^#\/model\/([^/]+)(?:\/versions\/(\d+))?(?:\/(try|config))?$/
 
 export function place() {
 	const [, name = "", version = "", part = ""] = location.hash.match(PATTERN) ?? []
-	return {model: decodeURIComponent(name), version, part, servers: location.hash === SERVERS}
+	const api = location.hash === "#/api" || (location.pathname === "/docs" && !location.hash)
+	return {model: decodeURIComponent(name), version, part, servers: location.hash === SERVERS, api}
 }

@@ -14,13 +14,16 @@ function python(value) {
 	return `{${Object.entries(value).map(([name, one]) => `${JSON.stringify(name)}: ${python(one)}`).join(", ")}}`
 }
 
+export const curl = (method, path, body) => [`curl${method === "GET" || body ? "" : ` -X ${method}`} ${shell(location.origin + path)}`,
+	hasToken() && "-H 'Authorization: Bearer TOKEN'", body && `-d ${shell(body)}`].filter(Boolean).join(" \\\n  ")
+
 function call(path, method, body, shown) {
 	const given = Object.fromEntries(Object.entries(body).filter(([, value]) => value !== undefined))
 	const extra = Object.fromEntries(Object.entries(given).filter(([name]) => !FIELDS.has(name)))
 	const named = Object.entries(given).filter(([name]) => FIELDS.has(name)).map(([name, value]) => `    ${name}=${python(value)},`)
 	if (Object.keys(extra).length) named.push(`    extra_body=${python(extra)},`)
 	return {
-		curl: [`curl ${shell(location.origin + path)}`, hasToken() && "-H 'Authorization: Bearer TOKEN'", `-d ${shell(JSON.stringify(given))}`].filter(Boolean).join(" \\\n  "),
+		curl: curl("POST", path, JSON.stringify(given)),
 		python: ["from openai import OpenAI", "", `client = OpenAI(base_url="${location.origin}/v1", api_key="${hasToken() ? "TOKEN" : "none"}")`,
 			`answer = client.${method}(`, ...named, ")", `print(${shown})`].join("\n"),
 	}
