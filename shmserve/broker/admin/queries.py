@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from shmserve import histogram
 from shmserve.broker.admin import report
 from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.remote_changes import RemoteChanges
@@ -19,7 +20,6 @@ from shmserve.core.owners import activity
 from shmserve.core.owners.model import Model
 from shmserve.core.records import Instance, Version
 from shmserve.core.states import InstanceState, VersionState
-from shmserve.core.stats import histogram
 from shmserve.core.stats.statistics import Statistics
 from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError
 from shmserve.llm.figures import with_queue

@@ -12,9 +12,9 @@ from enum import IntEnum
 
 from msgspec import Struct, field
 
+from shmserve import histogram
 from shmserve.core.limits import NAMED
 from shmserve.core.service.form import Reason
-from shmserve.core.stats import histogram
 from shmserve.core.stats.latencies import FirstResponses, Summaries
 
 

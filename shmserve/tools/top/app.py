@@ -11,6 +11,7 @@ from textual import on
 from textual.binding import Binding, BindingType
 
 from shmserve.errors import ServeError
+from shmserve.protocol.rates import Row
 from shmserve.terminal.tables import visible
 from shmserve.tools.top.columns import TABLES, Table
 from shmserve.tools.top.panels import TrendHistory, summary, wrapped
@@ -19,7 +20,7 @@ from shmserve.tools.top.sources import Source
 from shmserve.tools.top.table_view import TableView
 from shmserve.tools.top.tables_app import KEYS_OF_TABLES, OF_TABLES, SLOW_S, TablesApp, keys_line
 from shmserve.tools.top.texts import Line, fit
-from shmserve.tools.top.view import Row, make_view
+from shmserve.tools.top.view import make_view
 
 KEYS = (
     ("Enter", "detail"), ("/", "filter"), ("<>", "sort"), ("l", "load"), ("u", "unload"), ("r", "restart"),

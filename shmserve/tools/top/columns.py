@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.llm.figures import FIGURES
+from shmserve.protocol.rates import Row
 from shmserve.terminal.tables import text_width, visible
 from shmserve.tools.top.texts import (
     NOTHING,
@@ -26,7 +27,6 @@ from shmserve.tools.top.texts import (
     share_text,
     short_duration,
 )
-from shmserve.tools.top.view import Row
 
 WIDE = 110
 """From this width on, two spaces separate columns."""

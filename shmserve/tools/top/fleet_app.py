@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from textual import on
 
+from shmserve.protocol.rates import Row
 from shmserve.tools.top.fleet_poller import Pollers
 from shmserve.tools.top.fleet_totals import BY_SERVER, FLEET_MODELS, FLEET_TABLES, FleetView, make_fleet_view
 from shmserve.tools.top.panels import wrapped
@@ -15,7 +16,6 @@ from shmserve.tools.top.screens import Lines
 from shmserve.tools.top.table_view import TableView
 from shmserve.tools.top.tables_app import KEYS_OF_TABLES, TablesApp, keys_line
 from shmserve.tools.top.texts import Line
-from shmserve.tools.top.view import Row
 
 KEYS = {
     "servers": (("Enter", "this server"), ("/", "filter"), ("<>", "sort"), ("?", "help"), ("q", "quit")),

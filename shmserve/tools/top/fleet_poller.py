@@ -11,8 +11,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.errors import ServeError
+from shmserve.protocol.rates import request_times
 from shmserve.tools.top.sources import FIRST, Source
-from shmserve.tools.top.view import View, make_view, request_times
+from shmserve.tools.top.view import View, make_view
 
 Times = dict[tuple[str, str], dict[int, int]]
 """Model and version -> histogram of its requests in the last interval."""

@@ -11,9 +11,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from shmserve.protocol.rates import Row, percentiles
 from shmserve.tools.top.columns import MODELS, Column, Table
 from shmserve.tools.top.fleet_poller import Snapshot
-from shmserve.tools.top.view import NOT_LOADED, Row, View, percentiles
+from shmserve.tools.top.view import NOT_LOADED, View
 
 READY, NOT_READY, DRAINING = "READY", "NOT READY", "DRAINING"
 UNREACHABLE, NO_ANSWER, CONNECTING = "UNREACHABLE", "NO ANSWER", "CONNECTING"

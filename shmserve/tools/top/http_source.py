@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from shmserve.core.stats import histogram
+from shmserve import histogram
 from shmserve.errors import (
     ConnectionLost,
     Denied,

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from shmserve.llm.figures import FIGURES
+from shmserve.protocol.rates import Row
 from shmserve.terminal.tables import visible
 from shmserve.tools.top.columns import INSTANCES, NUMBERS, STATES, choose, heading, spans
 from shmserve.tools.top.texts import (
@@ -27,7 +28,7 @@ from shmserve.tools.top.texts import (
     share_text,
     short_duration,
 )
-from shmserve.tools.top.view import Row, View
+from shmserve.tools.top.view import View
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 KEPT = 240

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from shmserve.protocol.rates import Row
 from shmserve.terminal.tables import table as plain_table
 from shmserve.terminal.tables import visible
 from shmserve.tools.top.columns import STATES, TABLES, Table, cell, choose, heading, select, sort, spans
 from shmserve.tools.top.fleet_totals import FLEET_TABLES, FleetView
 from shmserve.tools.top.panels import joined, labelled, number_text, summary
 from shmserve.tools.top.texts import Line, count_text, line_text, rate_text, short_duration
-from shmserve.tools.top.view import Row, View
+from shmserve.tools.top.view import View
 
 
 def tables_of(name: str | None) -> tuple[Table, ...]:

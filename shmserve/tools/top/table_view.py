@@ -13,9 +13,9 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
+from shmserve.protocol.rates import Row
 from shmserve.tools.top.columns import Column, Layout, Table, choose, heading, spans
 from shmserve.tools.top.texts import Line, pad
-from shmserve.tools.top.view import Row
 
 STYLES = {
     "plain": Style(),

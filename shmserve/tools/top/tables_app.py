@@ -17,12 +17,12 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Input
 
+from shmserve.protocol.rates import Row
 from shmserve.tools.top.columns import Table, select, sort
 from shmserve.tools.top.screens import HelpScreen, Lines
 from shmserve.tools.top.sources import FIRST
 from shmserve.tools.top.table_view import TableView
 from shmserve.tools.top.texts import Line, fit, line_width, pad
-from shmserve.tools.top.view import Row
 
 INTERVALS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 SLOW_S = 1.0

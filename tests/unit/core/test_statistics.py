@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve import histogram
 from shmserve.core.limits import NAMED
-from shmserve.core.stats import histogram
 from shmserve.core.stats.statistics import Statistics, limit_in
 
 NS = st.integers(0, 2**40)

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from shmserve import histogram
 from shmserve.broker.admin.activity import SHOWN_CLIENTS, ActivityReport
 from shmserve.broker.admin.queries import Control, ControlSettings
 from shmserve.core.events import SetTraffic
 from shmserve.core.owners.activity import SHOWN_CALLERS
-from shmserve.core.stats import histogram
 from shmserve.protocol.messages import Ask, Fail
 from shmserve.protocol.roles import ALL_ROLES, FORWARD, INFER, OBSERVE, OPERATE
 from shmserve.system import procfs

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shmserve.protocol.rates import Row
 from shmserve.terminal.tables import text_width
 from shmserve.tools.top import texts
 from shmserve.tools.top.columns import CLIENTS, INSTANCES, MODELS, TABLES, cell, choose, heading, select, sort, spans
 from shmserve.tools.top.texts import fit, line_text, pad, reasons_text
-from shmserve.tools.top.view import Row, make_view
+from shmserve.tools.top.view import make_view
 from tests.support.clients.activity_documents import client, counters, document, instance, model
 from tests.support.hypothesis_profiles import examples
 

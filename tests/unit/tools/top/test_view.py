@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.tools.top.view import make_view, percentiles
+from shmserve.protocol.rates import percentiles
+from shmserve.tools.top.view import make_view
 from tests.support.clients.activity_documents import absent, client, counters, document, gpu, instance, model
 from tests.support.hypothesis_profiles import examples
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from shmserve.llm.figures import figures_of
+from shmserve.protocol.rates import Row
 from shmserve.tools.top.columns import select, sort
 from shmserve.tools.top.fleet_poller import Snapshot, _times
 from shmserve.tools.top.fleet_totals import BY_SERVER, FLEET_MODELS, FLEET_TABLES, SERVERS, make_fleet_view
 from shmserve.tools.top.plain import fleet_document, fleet_summary, fleet_tables_of, fleet_text
 from shmserve.tools.top.texts import line_text
-from shmserve.tools.top.view import Row, make_view
+from shmserve.tools.top.view import make_view
 from tests.support.clients.activity_documents import absent, counters, document, gpu, instance, model
 
 NOW = 1000.0
