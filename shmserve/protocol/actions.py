@@ -173,6 +173,8 @@ class Action(str, Enum):
     PAGE_PREFLIGHT = Row("page_preflight", (),
         "A browser's CORS preflight: may the page of another server read the event stream?",
         http=("OPTIONS /page/events",))
+    PAGE_HISTORY = Row("page_history", _PAGE, "The last hour of the server, or of a version",
+        http=("GET /page/history[/{model}/versions/{version}]",), groups=("model-repository", "statistics"))
     PAGE_MODEL = Row("page_model", _PAGE, "The web page's report on a model", query="report",
         http=("GET /page/model/{model}[/versions/{version}]",),
         groups=("model-repository", "metadata", "model-config", "statistics"))

@@ -16,9 +16,9 @@ SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _MONOTONIC = ("success", "failed", "batches", "rows")
 
 
-def rates(before: Document | None, after: Document, seconds: float) -> Row:
-    """Rates between two states of a version's counters. Without `before`, or if counters were reset in between (the
-    version was unloaded and loaded again), all values are None."""
+def rates(before: Document | None, after: Document, seconds: float, ready: int) -> Row:
+    """Rates between two states of a version with `ready` instances. Without `before`, or if counters were reset in
+    between (the version was unloaded and loaded again), all values are None."""
     row: Row = dict.fromkeys(
         (
             "requests_per_s",
@@ -36,10 +36,11 @@ def rates(before: Document | None, after: Document, seconds: float) -> Row:
             *SHARES,
         )
     )
-    row["reasons"] = {}
-    if not before or not after or any(after.get(name, 0) < before.get(name, 0) for name in _MONOTONIC):
+    row["reasons"], row["request_times"] = {}, {}
+    old, new = before.get("counters") if before else None, after.get("counters")
+    if not before or not old or not new or seconds <= 0 or any(new.get(one, 0) < old.get(one, 0) for one in _MONOTONIC):
         return row
-    more = {name: value - before.get(name, 0) for name, value in after.items() if isinstance(value, (int, float))}
+    more = {name: value - old.get(name, 0) for name, value in new.items() if isinstance(value, (int, float))}
     done, batches = more["success"], more.get("batches", 0)
     row["requests_per_s"] = (done + more["failed"]) / seconds
     row["failed_per_s"] = more["failed"] / seconds
@@ -54,14 +55,19 @@ def rates(before: Document | None, after: Document, seconds: float) -> Row:
     looked_up = more.get("cache_hits", 0) + more.get("cache_misses", 0)
     if looked_up:
         row["cache_hits"] = more["cache_hits"] / looked_up
-    row["reasons"] = _more(before.get("reasons"), after.get("reasons"))
-    return row | percentiles(request_times(before, after))
+    if ready:
+        row["busy"] = min(1.0, max(0.0, (_busy_seconds(after) - _busy_seconds(before)) / seconds / ready))
+    row["reasons"] = _more(old.get("reasons"), new.get("reasons"))
+    times = _more(old.get("request_times"), new.get("request_times"))
+    row["request_times"] = {int(bucket): count for bucket, count in times.items()}
+    return row | percentiles(row["request_times"])
 
 
-def request_times(before: Document, after: Document) -> dict[int, int]:
-    """The histogram of the requests between two states of a version's counters, see `percentiles`."""
-    times = _more(before.get("request_times"), after.get("request_times"))
-    return {int(bucket): count for bucket, count in times.items()}
+def _busy_seconds(entry: Document) -> float:
+    """How long the version's instances have run batches, including the current ones."""
+    done: float = entry["counters"].get("batch_ns", 0) / 1e9
+    running: float = sum(one.get("batch_seconds") or 0.0 for one in entry.get("instances", ()))
+    return done + running
 
 
 def _more(before: Mapping[Any, int] | None, after: Mapping[Any, int] | None) -> dict[Any, int]:

@@ -25,6 +25,7 @@ from shmserve.gateway.limits.turns import FairReader, Job, SlicedWork
 from shmserve.gateway.listeners.callers import TURNS, Callers, peer_address
 from shmserve.gateway.openai import errors as openai_errors
 from shmserve.gateway.openai.errors import KIND as OPENAI
+from shmserve.gateway.page.feed import PageFeed
 from shmserve.gateway.upstream.documents import error_body
 from shmserve.gateway.upstream.exchange import Watcher
 from shmserve.gateway.upstream.link import GatewayLink
@@ -34,8 +35,8 @@ from shmserve.protocol.actions import Action
 
 
 class HttpListener(Callers):
-    """The arguments of `Callers`, and `end_streams`, which ends the event streams of the page, so that access is
-    checked again."""
+    """The arguments of `Callers`, and the feed of the page, which ends its event streams when access is checked
+    again."""
 
     def __init__(
         self,
@@ -44,16 +45,28 @@ class HttpListener(Callers):
         limits: HttpLimits,
         heads: HttpHeads,
         budget: Budget,
-        end_streams: Callable[[], None] = lambda: None,
+        feed: PageFeed | None = None,
     ) -> None:
         super().__init__(link, connect, limits, limits.read_timeout_s / TURNS, budget)
         self.limits = limits
         self.heads = heads
-        self._end_streams = end_streams
+        self._feed = feed
+
+    async def open(self, address: str, port: int, share: bool, tls: ssl.SSLContext | None = None) -> int:
+        bound_port = await super().open(address, port, share, tls)
+        if self._feed is not None:
+            self._feed.start()
+        return bound_port
+
+    async def close(self) -> None:
+        if self._feed is not None:
+            self._feed.stop()
+        await super().close()
 
     async def renew(self, tls: ssl.SSLContext | None) -> None:
         self.heads.forget()
-        self._end_streams()
+        if self._feed is not None:
+            self._feed.end()
         await super().renew(tls)
 
 

@@ -570,9 +570,8 @@ def make_listener(
     requests = Requests(link, limits, extra, regions or Regions(False), page, openai)
     routes = METRICS_ROUTES if metrics else API_ROUTES if openai else KSERVE_ROUTES
     heads = HttpHeads(access, routes, HeaderParameters(forward, lambda: link.session.wants_trace_context))
-    end_streams = feed.end if feed is not None else lambda: None
 
     def connect(listener: HttpListener, client: str) -> HttpConnection:
         return HttpConnection(listener, requests, client)
 
-    return HttpListener(link, connect, limits, heads, budget or Budget(), end_streams)
+    return HttpListener(link, connect, limits, heads, budget or Budget(), feed)

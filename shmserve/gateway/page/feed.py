@@ -1,9 +1,8 @@
-"""The event stream of the web page.
+"""The state of the server, once a second: recorded, and streamed to web pages.
 
-The gateway queries the broker once a second for all viewers together, less often if the broker needs long for the
-reply, and not at all while there are no viewers. Invariant: no viewer waits for another. A viewer that does not read is
-sent nothing. When it reads again, one event has everything that has changed. After missing STALLED events it is
-disconnected.
+The gateway queries the broker once a second, whether or not a page is open, and less often if the reply costs more
+than its share of a core. Invariant: no viewer waits for another. A viewer that does not read is sent nothing. When it
+reads again, one event has everything that has changed. After missing STALLED events it is disconnected.
 """
 
 from __future__ import annotations
@@ -19,15 +18,19 @@ from msgspec import Struct
 
 from shmserve.errors import Internal, ServeError, Unavailable
 from shmserve.gateway.kserve.generate import named_event
+from shmserve.gateway.page.recorder import SERVER, Key, Recorder
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.llm.figures import FIGURES, Counts, figures_of
+from shmserve.protocol.rates import percentiles, rates
 from shmserve.session import Ticket
 
 _encode = msgspec.json.Encoder().encode
 PERIOD_S = 1.0
 BROKER_SHARE = 0.02
-"""Maximum fraction of the broker's time spent on the page."""
+"""Maximum fraction of the broker's time spent on open pages."""
+RECORDING_SHARE = 0.005
+"""Maximum fraction of the broker's time, and of the gateway's, spent on the history while no page is open."""
 VIEWERS = 64
 """Maximum number of streams of a gateway."""
 CALLER_VIEWERS = 16
@@ -42,7 +45,11 @@ MEMORY_STEP = 1 << 20
 KEPT_GONE = 1000
 """Number of removed versions remembered. A viewer that has missed earlier removals gets everything."""
 
-Key = tuple[str, str]
+RATES = {
+    "requests": "requests_per_s", "failed": "failed_per_s", "p50": "p50", "p99": "p99", "wait": "queue_seconds",
+    "batch": "mean_batch", "busy": "busy",
+}  # fmt: skip
+"""Names of the page -> names of `rates`."""
 Document = dict[str, Any]
 
 
@@ -51,12 +58,24 @@ _FIGURES = _encode([{"key": one.key, "name": one.name, "unit": one.unit, "help":
 
 class Row(Struct):
     """`entry`: as received, to compare with, but with figures instead of `language`, what engines have counted.
-    `changed`: number of the event."""
+    `changed`: number of the event. `rates`: of the interval before it."""
 
     entry: Document
-    text: bytes
     changed: int
+    cpu_seconds: list[float]
+    rates: Document
     language: Counts
+    text: bytes = b""
+    """The entry as JSON, once a viewer has needed it."""
+
+    @property
+    def key(self) -> Key:
+        return self.entry["name"], self.entry["version"]
+
+    @property
+    def now(self) -> Document:
+        """Requests that wait and that run."""
+        return {"queue": self.entry.get("queued", 0), "running": self.entry.get("in_flight", 0)}
 
 
 class Rows:
@@ -72,11 +91,12 @@ class Rows:
         self._gone: dict[Key, int] = {}
         """Removed version -> the event of its removal."""
 
-    def update(self, models: list[Document], time_ns: int = 0) -> Generator[None, None, None]:
-        """Makes the new state the next event. A generator, so that other work can run in between. `time_ns`: time of
-        the new state."""
-        number, seconds = self.number + 1, (time_ns - self._time_ns) / 1e9
+    def update(self, models: list[Document], seconds: float) -> Generator[None, None, list[Row]]:
+        """Makes the new state the next event. A generator, so that other work can run in between. Returns the rows that
+        changed. `seconds`: the time since the last state."""
+        number = self.number + 1
         missing = set(self._rows)
+        changed = []
         for index, entry in enumerate(models):
             if index % SLICE == SLICE - 1:
                 yield
@@ -93,31 +113,47 @@ class Rows:
             if row is not None and row.entry == entry:
                 row.language = language
                 continue
-            self._rows[key] = Row(entry, _text(entry, cpu_seconds), number, language)
+            ready = sum(one["state"] == "ready" for one in entry.get("instances", ()))
+            changes = rates(row.entry if row is not None else None, entry, seconds, ready)
+            self._rows[key] = row = Row(entry, number, cpu_seconds, changes, language)
             self._gone.pop(key, None)
+            changed.append(row)
         for key in missing:
             del self._rows[key]
             self._gone[key] = number
         while len(self._gone) > KEPT_GONE:
             oldest = next(iter(self._gone))
             self.complete_since = self._gone.pop(oldest)
-        self.number, self._time_ns = number, time_ns
+        self.number = number
+        return changed
+
+    def versions(self) -> list[Row]:
+        """Those of versions that have been loaded."""
+        return [row for (_, version), row in self._rows.items() if version]
 
     def since(self, number: int) -> tuple[bytes, bytes]:
         """The rows that changed after an event, and the removed versions, both as JSON."""
-        rows = [row.text for row in self._rows.values() if row.changed > number]
+        rows = [_text(row) for row in self._rows.values() if row.changed > number]
         gone = [key for key, removed in self._gone.items() if removed > number]
         return b"[" + b",".join(rows) + b"]", _encode(gone)
 
 
-def _text(entry: Document, cpu_seconds: list[float]) -> bytes:
-    entry = dict(entry)
-    if "instances" in entry:
-        pairs = zip(entry["instances"], cpu_seconds, strict=True)
-        entry["instances"] = [_filled(one) | {"cpu_seconds": cpu} for one, cpu in pairs]
-    if "counters" in entry:
-        entry["counters"] = _filled(entry["counters"])
-    return _encode(_filled(entry))
+def _text(row: Row) -> bytes:
+    if not row.text:
+        entry = dict(row.entry)
+        if "instances" in entry:
+            pairs = zip(entry["instances"], row.cpu_seconds, strict=True)
+            entry["instances"] = [_filled(one) | {"cpu_seconds": cpu} for one, cpu in pairs]
+        if "counters" in entry:
+            entry["counters"] = _filled(entry["counters"])
+        row.text = _encode(_filled(entry))
+    return row.text
+
+
+def _shown(row: Row) -> tuple[str, str, Document | None]:
+    """The rates of a version, without empty ones; None if they are unknown."""
+    known = row.rates["requests_per_s"] is not None
+    return *row.key, _filled({name: row.rates[key] for name, key in RATES.items()}) if known else None
 
 
 def _filled(document: Document) -> Document:
@@ -165,20 +201,34 @@ class PageFeed:
     """`servers`: other servers that the page shows."""
 
     def __init__(self, link: GatewayLink, servers: Sequence[str] = ()) -> None:
+        self.recorder = Recorder()
         self._link = link
         self._servers = _encode(servers)
         self._loop = link.bind()
         self._viewers: dict[Viewer, None] = {}
         self._callers: Counter[str] = Counter()
         self._rows = Rows()
+        self._time_ns = 0
+        """Time of the last document, as the broker reports it; 0: there is none."""
         self._facts = b""
         """The part of the last document that every event repeats, as JSON. Empty: there is no document."""
         self._error = ""
         """Why there is no document, if the broker has been queried."""
-        self._next_at = 0.0
-        """The broker is not queried earlier, however often viewers connect and disconnect."""
+        self._asked_at = -PERIOD_S
+        self._cost_s = 0.0
+        """Time that the broker and the gateway have spent on the last document."""
+        self._running = False
         self._asking = False
         self._timer: Any = None
+
+    def start(self) -> None:
+        """Begins to query the broker."""
+        self._running = True
+        self._schedule()
+
+    def stop(self) -> None:
+        self._running = False
+        self._schedule()
 
     # ------------------------------------------------------------------------------------ viewers
 
@@ -210,8 +260,6 @@ class PageFeed:
         self._callers[viewer.caller] -= 1
         if not self._callers[viewer.caller]:
             del self._callers[viewer.caller]
-        if not self._viewers:
-            self._forget("")
 
     def end(self) -> None:
         """Ends all streams: the viewers reconnect, and their access is checked again."""
@@ -221,15 +269,17 @@ class PageFeed:
     # ------------------------------------------------------------------------------------ the broker
 
     def _schedule(self) -> None:
-        if self._viewers and not self._asking and self._timer is None:
-            self._timer = self._loop.call_at(self._next_at, self._ask)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._running and not self._asking:
+            share = BROKER_SHARE if self._viewers else RECORDING_SHARE
+            self._timer = self._loop.call_at(self._asked_at + max(PERIOD_S, self._cost_s / share), self._ask)
 
     def _ask(self) -> None:
         self._timer = None
-        if not self._viewers:
-            return
         self._asking = True
-        self._next_at = self._loop.time() + PERIOD_S
+        self._asked_at = self._loop.time()
         try:
             self._link.session.ask(_ActivityQuery(self), "activity", _NO_TIME)
         except ServeError as error:
@@ -238,38 +288,64 @@ class PageFeed:
         self._link.send_soon()
 
     def failed(self, error: ServeError) -> None:
-        self._forget(str(error))
+        self._rows = Rows(self._rows.number)
+        self._time_ns = 0
+        self._facts = b""
+        self._error = str(error)
         for viewer in list(self._viewers):
             self._send(viewer, {})
         self._done()
-
-    def _forget(self, error: str) -> None:
-        self._rows = Rows(self._rows.number)
-        self._facts = b""
-        self._error = error
 
     def _done(self) -> None:
         self._asking = False
         self._schedule()
 
     def answered(self, document: Any) -> None:
-        self._next_at = max(self._next_at, self._loop.time() + document.get("took_ns", 0) / 1e9 / BROKER_SHARE)
-        facts = _encode({name: document[name] for name in ("time_ns", "server", "gpus")})[1:-1]
-        rows = self._rows
-        work = rows.update(document["models"], document["time_ns"])
-        self._link.turns.run(work, lambda _: self._updated(rows, facts), self._not_updated)
+        self._link.turns.run(self._take(document), lambda _: self._taken(), self._not_taken)
 
-    def _updated(self, rows: Rows, facts: bytes) -> None:
-        """`rows` were current when the update began; all viewers may have left since then."""
-        if rows is self._rows and self._viewers:
-            self._error = ""
-            self._facts = facts
-            shared: dict[int, bytes] = {}
-            for viewer in list(self._viewers):
-                self._send(viewer, shared)
+    def _take(self, document: Any) -> Generator[None, None, None]:
+        """Records the document, and makes it the next event."""
+        time_ns = document["time_ns"]
+        seconds = (time_ns - self._time_ns) / 1e9 if self._time_ns else 0.0
+        changed = yield from self._rows.update(document["models"], seconds)
+        total = self._record(time_ns // 1_000_000_000, seconds, changed)
+        self._time_ns = time_ns
+        self._cost_s = document.get("took_ns", 0) / 1e9
+        self._error = ""
+        facts = {name: document[name] for name in ("time_ns", "server", "gpus")} | {"total": total}
+        self._facts = _encode(facts | {"rates": [_shown(row) for row in changed if row.entry["version"]]})[1:-1]
+
+    def _record(self, second: int, seconds: float, changed: Iterable[Row]) -> Document:
+        """Returns the values of all versions together."""
+        times: Counter[int] = Counter()
+        answered = waited = 0.0
+        values = {}
+        for row in changed:
+            if not row.entry["version"]:
+                continue
+            one = row.rates
+            values[row.key] = {name: one[key] for name, key in RATES.items()} | row.now
+            times.update(one["request_times"])
+            if one["queue_seconds"] is not None:
+                count = one["requests_per_s"] - one["failed_per_s"]
+                answered += count
+                waited += count * one["queue_seconds"]
+        total: Document = {
+            name: sum(one[name] or 0 for one in values.values()) if seconds else None for name in ("requests", "failed")
+        }
+        rows = self._rows.versions()
+        total |= {name: sum(row.now[name] for row in rows) for name in ("queue", "running")}
+        total |= percentiles(times) | {"wait": waited / answered if answered else None}
+        self.recorder.record(second, seconds, [row.key for row in rows], values | {SERVER: total})
+        return total | {"times": times}
+
+    def _taken(self) -> None:
+        shared: dict[int, bytes] = {}
+        for viewer in list(self._viewers):
+            self._send(viewer, shared)
         self._done()
 
-    def _not_updated(self, error: Exception) -> None:
+    def _not_taken(self, error: Exception) -> None:
         log.error("cannot read the state of the server for the page", exc_info=error)
         self.failed(Internal("the gateway could not read the state of the server; see its log"))
 

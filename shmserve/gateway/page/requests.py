@@ -1,4 +1,4 @@
-"""Requests of the web page: its files, the event stream, and the details of one model."""
+"""Requests of the web page: its files, the event stream, the history, and the details of one model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from shmserve.errors import Unsupported
+from shmserve.errors import NotFound, Unsupported
 from shmserve.gateway.page.feed import PageFeed, Viewer
+from shmserve.gateway.page.recorder import SERVER
 from shmserve.gateway.upstream.documents import BrokerQuery, error_body
 from shmserve.gateway.upstream.exchange import Exchange, ask_for
 from shmserve.gateway.upstream.link import GatewayLink
@@ -102,6 +103,8 @@ class PageRequests:
             self._begin_events(exchange)
         elif exchange.head.route.action is Action.PAGE_PREFLIGHT:
             exchange.answer(200, [], _TEXT, more=_PREFLIGHT)
+        elif exchange.head.route.action is Action.PAGE_HISTORY:
+            self._send_history(exchange)
         else:
             self._ask_report(exchange)
 
@@ -126,14 +129,27 @@ class PageRequests:
         exchange.begin_events(more=self._confined)
         self._feed.add(viewer)
 
+    def _send_history(self, exchange: Exchange) -> None:
+        route, recorder = exchange.head.route, self._feed.recorder
+        key = (route.model, route.version) if route.model else SERVER
+        curves = recorder.curves(key)
+        if curves is None:
+            raise NotFound(f"there is no history of version {route.version} of model {route.model}")
+        document: dict[str, Any] = {"second": recorder.second, **curves}
+        if key == SERVER:
+            document["trends"] = recorder.trends()
+        self._send_document(exchange, document)
+
+    def _send_document(self, exchange: Exchange, document: Any) -> None:
+        exchange.answer(200, [_encode(document)], _JSON, more=b"Cache-Control: no-store\r\n" + self._confined)
+
     def _ask_report(self, exchange: Exchange) -> None:
         route = exchange.head.route
 
         def show(report: Any) -> None:
             if OPERATE not in (ROLES.get(role) for role in exchange.head.roles):
                 remove_private("report", report)
-            more = b"Cache-Control: no-store\r\n" + self._confined
-            exchange.answer(200, [_encode(report)], _JSON, more=more)
+            self._send_document(exchange, report)
 
         query = BrokerQuery("report", model=route.model, version=route.version)
         ask_for(exchange, self._link, query, show)

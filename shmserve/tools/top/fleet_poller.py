@@ -11,11 +11,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.errors import ServeError
-from shmserve.protocol.rates import request_times
 from shmserve.tools.top.sources import FIRST, Source
 from shmserve.tools.top.view import View, make_view
 
-Times = dict[tuple[str, str], dict[int, int]]
+Times = dict[tuple[str, int | None], dict[int, int]]
 """Model and version -> histogram of its requests in the last interval."""
 CLOSE_S = 1.0
 """How long `close` waits for reads in progress to end. Threads are daemons, so a later end does not delay the exit."""
@@ -88,22 +87,15 @@ class Poller:
         before, self._before = self._before, document
         try:
             view = make_view(before, document)
-            times = _times(before, document) if before is not None and view.interval is not None else {}
+            times = times_of(view)
         except (AttributeError, KeyError, TypeError, ValueError) as error:  # any program may listen at the address
             self._before = None
             return replace(self.snapshot, problem=f"its answer cannot be understood: {error!r}", times={})
         return replace(self.snapshot, view=view, times=times, problem="", answered=time.monotonic())
 
 
-def _times(before: Mapping[str, Any], after: Mapping[str, Any]) -> Times:
-    earlier = {(entry["name"], entry["version"]): entry.get("counters") for entry in before["models"]}
-    results = {}
-    for entry in after["models"]:
-        key = entry["name"], entry["version"]
-        old, new = earlier.get(key), entry.get("counters")
-        if old and new:
-            results[key] = request_times(old, new)
-    return results
+def times_of(view: View) -> Times:
+    return {(row["model"], row["version"]): row["request_times"] for row in view.models if row["request_times"]}
 
 
 class Pollers:

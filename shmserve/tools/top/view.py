@@ -151,18 +151,7 @@ def _model(entry: Document, before: Document | None, instances: list[Row], secon
         "batch_sizes": counters.get("batch_rows") or {},
     }
     row |= figures_of(before and before.get("language"), entry.get("language"), seconds)
-    row |= rates(before.get("counters") if before is not None else None, counters, seconds)
-    if before is not None and row["requests_per_s"] is not None and ready:
-        spent = _busy_seconds(entry) - _busy_seconds(before)
-        row["busy"] = min(1.0, max(0.0, spent / seconds / ready))
-    return row
-
-
-def _busy_seconds(entry: Document) -> float:
-    """How long the version's instances have run batches, including the current ones."""
-    done: float = entry["counters"].get("batch_ns", 0) / 1e9
-    running: float = sum(one.get("batch_seconds") or 0.0 for one in entry.get("instances", ()))
-    return done + running
+    return row | rates(before, entry, seconds, ready)
 
 
 def _reason(entry: Document) -> str:

@@ -2,6 +2,7 @@
  * servers for which it was entered. */
 
 import {find, h, show, write} from "./dom.js"
+import {modelPath} from "./route.js"
 
 const ALL = "*"
 const tokens = new Map() // by origin; "" is this server
@@ -28,6 +29,14 @@ export async function call(method, url, body, headers = {}, signal = undefined) 
 	const {error = `status ${status}`} = await answer.text().then(text => JSON.parse(text.replace(/^data: /, ""))).catch(() => ({}))
 	if (status === 401 && !origin) askToken(error.message ?? error)
 	throw Object.assign(new Error(error.message ?? error), {status})
+}
+
+/** What the server has recorded in the last hour, of itself or of a version, which may be too new for any. */
+export async function history(model = "", version = "") {
+	const answer = await call("GET", model ? modelPath("/page/history", model, version) : "/page/history").catch(error => {
+		if (error.status !== 404) throw error
+	})
+	return answer ? answer.json() : {second: 0, fine: {}, coarse: {}}
 }
 
 export function askToken(reason = "") {

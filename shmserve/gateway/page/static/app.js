@@ -1,6 +1,6 @@
 /** The page: connects the stream, the views, the notices and the keys. */
 
-import {askToken, call, initAccess, offerServers} from "./access.js"
+import {askToken, call, history, initAccess, offerServers} from "./access.js"
 import {find, h, set, show, write} from "./dom.js"
 import {Fleet} from "./fleet.js"
 import {duration} from "./format.js"
@@ -70,6 +70,7 @@ function take(name, document) {
 	if (name === "down") return disconnected({message: document.error})
 	connected()
 	store.take(name, document)
+	if (name === "state") history().then(recorded => store.seed(recorded), ({message}) => notice(`No history: ${message}`, null, true))
 	fleet.own.heard()
 	if (document.servers && fleet.begin(document.servers)) offerServers(fleet.others)
 	const {server} = store

@@ -4,7 +4,6 @@ import {h, s, set, write} from "./dom.js"
 
 const WIDTH = 300
 const HEIGHT = 100
-const SLOTS = 300
 const FRAME = {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none"}
 
 function path(values, top, slots, closed) {
@@ -33,14 +32,21 @@ function ceiling(value) {
 
 const highest = values => values.reduce((most, value) => (value > most ? value : most), 0)
 
-export function sparkline(slots) {
-	const line = s("path.line.accent")
-	const node = s("svg.spark", {...FRAME, "aria-hidden": "true"}, line)
-	return {node, update: values => set(line, "d", path(values, highest(values) || 1, slots))}
+/** Curves without axes, one for each class, all with the same scale. */
+export function sparkline(...kinds) {
+	const lines = kinds.map(kind => s(`path.line.${kind}`))
+	const node = s("svg.spark", {...FRAME, "aria-hidden": "true"}, lines)
+	return {node, update(...series) {
+		const top = Math.max(...series.map(highest)) || 1
+		series.forEach((values, at) => set(lines[at], "d", path(values, top, values.length)))
+	}}
 }
 
-/** A chart of the last five minutes: {node, update(history)}. `series`: [title, class, name in the history] each, of which
- * the first is filled. */
+const RECENT = {text: "5 min", about: "last 5 minutes"}
+const HOUR = {text: "1 hour", about: "last hour"}
+const STEP_S = 10
+
+/** A chart: {node, update(history, span)}. `series`: [title, class, name in the history] each, of which the first is filled. */
 export function chart(title, text, ...series) {
 	const lines = series.map(([, kind]) => s(`path.line.${kind}`))
 	const area = s("path.area")
@@ -48,20 +54,56 @@ export function chart(title, text, ...series) {
 	const scale = h("span.top")
 	const values = series.map(() => h("b"))
 	const keys = h("p.keys", series.map(([name, kind], at) => h(`span.${kind}`, h("i"), `${name} `, values[at])))
-	function update(history) {
+	const since = h("span")
+	function update(history, {text: ago, about} = RECENT) {
 		const data = series.map(([, , name]) => history.last(name))
 		const tops = data.map(highest)
 		const top = ceiling(Math.max(...tops))
 		data.forEach((one, at) => {
-			set(lines[at], "d", path(one, top, SLOTS))
+			set(lines[at], "d", path(one, top, one.length))
 			write(values[at], text(one.at(-1)))
 		})
-		set(area, "d", path(data[0], top, SLOTS, true))
+		set(area, "d", path(data[0], top, data[0].length, true))
 		write(scale, Math.max(...tops) ? text(top) : "")
 		const parts = series.map(([name], at) => ` ${name} ${values[at].textContent}, at most ${text(tops[at])}`)
-		set(picture, "aria-label", `${title}, last 5 minutes:${parts.join(";")}`)
+		set(picture, "aria-label", `${title}, ${about}:${parts.join(";")}`)
+		write(since, `${ago} ago`)
 	}
-	return {node: h("figure.panel", h("b", title), keys, h("div.plot", scale, picture), h("div.axis", h("span", "5 min ago"), h("span", "now"))), update}
+	return {node: h("figure.panel", h("b", title), keys, h("div.plot", scale, picture), h("div.axis", since, h("span", "now"))), update}
+}
+
+/** Charts, and the choice of how long a time they show. `recorded()`: a promise of what the server has recorded. */
+export function curves(charts, recorded) {
+	let [hour, loaded] = [null, -Infinity]
+	let shown = RECENT
+	let latest = null
+	const chips = [RECENT, HOUR].map(span => h("button.chip", {onclick: () => {
+		shown = span
+		draw()
+	}}, span.text))
+
+	function draw() {
+		chips.forEach((chip, at) => set(chip, "aria-pressed", `${shown === [RECENT, HOUR][at]}`))
+		if (!latest) return
+		const stale = shown === HOUR && latest.second - loaded >= STEP_S
+		if (stale) {
+			loaded = latest.second
+			recorded().then(({coarse}) => {
+				hour = {last: name => (coarse[name] ?? []).map(value => value ?? NaN)}
+				draw()
+			})
+		}
+		if (shown === HOUR && !hour) return
+		for (const one of charts) one.update(shown === HOUR ? hour : latest, shown)
+	}
+
+	return {
+		node: h("div", h("div.chips.spans", {role: "group", label: "Time shown"}, chips), h("div.charts", charts.map(({node}) => node))),
+		update(history) {
+			latest = history
+			draw()
+		},
+	}
 }
 
 export function bars(label, rows) {

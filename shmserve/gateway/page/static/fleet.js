@@ -105,6 +105,7 @@ export class Fleet {
 	}
 
 	#record() {
+		const second = Math.floor(performance.now() / SAMPLE_MS)
 		const total = Object.fromEntries(TOTALS.map(name => [name, 0]))
 		const times = {}
 		for (const server of this.servers.filter(({live}) => live)) {
@@ -112,6 +113,6 @@ export class Fleet {
 			add(times, server.store.times)
 			server.fresh = false
 		}
-		this.history.push({...total, p50: quantile(times, 0.5), p99: quantile(times, 0.99)})
+		this.history.push(second, 1, {...total, p50: quantile(times, 0.5), p99: quantile(times, 0.99)})
 	}
 }

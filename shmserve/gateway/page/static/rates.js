@@ -1,4 +1,4 @@
-/** What happened between two states of a model version's counters, as `shmserve top` computes it. */
+/** Values over time: those that the server has recorded, continued with the events, and those since the page was opened. */
 
 /** The seconds that `share` of all requests do not exceed, or null. Bucket k counts durations of 2^(k-1) to 2^k - 1 ns. */
 export function quantile(buckets, share) {
@@ -26,47 +26,57 @@ function more(before = {}, after = {}) {
 	return Object.fromEntries(grown.filter(([, count]) => count > 0))
 }
 
-/** Rates and means between two states of counters; null if they were reset meanwhile. */
-export function between(before, after, seconds) {
+/** Means and counts between two states of counters; null if they were reset meanwhile. */
+export function between(before, after) {
 	const grown = name => (after[name] ?? 0) - (before[name] ?? 0)
-	if (!(seconds > 0) || ["success", "failed", "batches", "rows"].some(name => grown(name) < 0)) return null
+	if (["success", "batches", "rows"].some(name => grown(name) < 0)) return null
 	const answered = grown("success")
 	const mean = name => (answered ? grown(name) / answered / 1e9 : null)
-	const times = more(before.request_times, after.request_times)
 	return {
 		answered,
-		times,
-		requests: (answered + grown("failed")) / seconds,
-		failed: grown("failed") / seconds,
 		batch: grown("batches") ? grown("rows") / grown("batches") : null,
-		spent: grown("batch_ns") / 1e9 / seconds,
 		reasons: more(before.reasons, after.reasons),
 		sizes: more(before.batch_rows, after.batch_rows),
 		queue: mean("queue_ns"),
 		input: mean("input_ns"),
 		infer: mean("infer_ns"),
 		output: mean("output_ns"),
-		p50: quantile(times, 0.5),
-		p99: quantile(times, 0.99),
 	}
 }
 
-/** The last values of a few series; NaN is a missing one. */
+export const SECONDS = 300
+
+/** The values of a few series in the last seconds; NaN is a missing one. `second`: that of the last value, on the clock of
+ * the server. */
 export class History {
-	constructor(names, kept = 300) {
-		this.kept = kept
-		this.written = 0
-		this.series = Object.fromEntries(names.map(name => [name, new Float32Array(kept)]))
+	constructor(names) {
+		this.second = 0
+		this.series = Object.fromEntries(names.map(name => [name, new Float32Array(SECONDS).fill(NaN)]))
 	}
 
-	push(values) {
-		for (const [name, series] of Object.entries(this.series)) series[this.written % this.kept] = values[name] ?? NaN
-		this.written += 1
+	/** Sets the values of the `seconds` up to this one. Earlier ones that are missing stay so. */
+	push(second, seconds, values) {
+		const passed = Math.min(second - this.second, SECONDS)
+		if (passed <= 0) return
+		const covered = Math.min(passed, Math.max(1, Math.round(seconds)))
+		for (const [name, series] of Object.entries(this.series)) {
+			series.copyWithin(0, passed)
+			series.fill(NaN, SECONDS - passed).fill(values[name] ?? NaN, SECONDS - covered)
+		}
+		this.second = second
 	}
 
-	last(name, most = this.kept) {
-		const length = Math.min(this.written, this.kept, most)
-		const first = this.written - length
-		return Array.from({length}, (_, at) => this.series[name][(first + at) % this.kept])
+	/** Puts recorded values up to a second before the values that it has of later ones. */
+	seed(second, recorded) {
+		const later = Math.min(Math.max(0, this.second - second), SECONDS)
+		this.second ||= second
+		for (const [name, values] of Object.entries(recorded)) {
+			const kept = values.slice(-(SECONDS - later)).map(value => value ?? NaN)
+			if (later < SECONDS) this.series[name]?.set(kept, SECONDS - later - kept.length)
+		}
+	}
+
+	last(name, count = SECONDS) {
+		return this.series[name].subarray(SECONDS - count)
 	}
 }

@@ -1,17 +1,19 @@
-/** What the server has last reported. Invariant: every history gets one value per event, so all have the same time axis. */
+/** What the server has last reported. Invariant: every history gets a value with every event, so all have the same time axis. */
 
-import {History, add, between, quantile} from "./rates.js"
+import {History} from "./rates.js"
 
 const QUIET_S = 60
 /** The figures of language models whose history is kept. */
 const LANGUAGE = ["generated_tokens_per_s", "prompt_tokens_per_s", "first_token_p95", "first_token_p50", "between_tokens_p95", "between_tokens_p50"]
+const SERIES = ["requests", "failed", "p50", "p99", "queue", "running", "wait"]
+const IDLE = {requests: 0, failed: 0, p50: null, p99: null, batch: null, busy: 0, wait: null}
 
-/** A version of a model. `row`: as received. `rates`: of the last interval, or null. `failed`: when a request last did. */
+/** A version of a model. `row`: as received. `rates`: of the last interval, or null. `failed`: when the news had a failure. */
 class Entry {
 	constructor(row) {
 		this.name = row.name
 		this.version = row.version ?? ""
-		this.history = new History(["requests", "p50", "p99", "queue", ...LANGUAGE])
+		this.history = new History([...SERIES, ...LANGUAGE])
 		this.rates = null
 		this.failed = -Infinity
 		this.marks = []
@@ -26,7 +28,7 @@ class Entry {
 		this.state = unloaded || !row.state ? "NOT LOADED" : row.state === "READY" && row.reloading ? "RELOADING"
 			: row.degraded ? "DEGRADED" : row.asleep ? "ASLEEP" : row.state
 		this.reason = [!unloaded && row.reason, failed?.reason, row.changed_on_disk && "changed on disk"].filter(Boolean).join("; ")
-		this.failing = Boolean(failed) || /UNAVAILABLE|DEGRADED/.test(this.state)
+		this.broken = Boolean(failed) || /UNAVAILABLE|DEGRADED/.test(this.state)
 		this.instances = instances.filter(({state}) => state !== "stopped")
 		this.expected = this.instances.filter(({state}) => state !== "stopping").length
 		this.ready = this.instances.filter(({state}) => state === "ready").length
@@ -34,8 +36,9 @@ class Entry {
 		this.memory = instances.reduce((sum, one) => sum + (one.memory_bytes ?? 0), 0)
 	}
 
-	get busy() {
-		return this.rates && this.ready ? Math.min(1, this.rates.spent / this.ready) : null
+	/** It does not serve as it should, or requests have failed in the time that the history covers. */
+	get failing() {
+		return this.broken || this.history.last("failed").some(value => value > 0)
 	}
 }
 
@@ -57,7 +60,7 @@ export class Store {
 		this.gpus = []
 		this.figures = [] // of language models: key, name, unit and help
 		this.now = 0
-		this.history = new History(["requests", "failed", "p50", "p99", "queue", "running", "wait"])
+		this.history = new History(SERIES)
 		this.times = {} // of the requests of the last interval, by bucket
 		this.listeners = new Set()
 	}
@@ -81,60 +84,52 @@ export class Store {
 		return version ? all.find(entry => entry.version === version) : all.find(({row}) => row.default) ?? all.at(-1)
 	}
 
-	take(event, {time_ns, server, gpus = [], models, figures = this.figures, gone = []}) {
+	/** Puts what the server has recorded before what the events have reported. */
+	seed({second, fine, trends}) {
+		this.history.seed(second, fine)
+		for (const {name, version, ...recorded} of trends) this.models.get(keyOf(name, version))?.history.seed(second, recorded)
+	}
+
+	take(event, {time_ns, server, gpus = [], total, rates, models, figures = this.figures, gone = []}) {
 		const time = time_ns / 1e9
 		const old = this.server
 		const restarted = old.pid && (server.pid !== old.pid || time < this.now)
 		if (restarted) this.news(`${server.name} was restarted`)
 		const seconds = this.now && !restarted ? time - this.now : 0
 		const cpu = seconds > 0 ? (server.cpu_seconds - old.cpu_seconds) / seconds : null
-		Object.assign(this, {server: {...server, cpu}, gpus, figures, now: time})
+		Object.assign(this, {server: {...server, cpu}, gpus, figures, now: time, times: total.times})
 		const changed = new Set()
 		for (const row of models) {
 			const key = keyOf(row.name, row.version)
 			changed.add(key)
 			const entry = this.models.get(key)
-			if (entry) this.#change(entry, row, seconds)
+			if (entry) this.#change(entry, row)
 			else this.models.set(key, new Entry(row))
 		}
 		if (event === "state") for (const key of this.models.keys()) if (!changed.has(key)) this.models.delete(key)
 		for (const [name, version] of gone) this.models.delete(keyOf(name, version))
-		this.#record(changed, seconds)
+		this.#record(Math.floor(time), seconds, total, rates)
 		for (const listener of this.listeners) listener()
 	}
 
-	#change(entry, row, seconds) {
-		const {state, counters} = entry
+	#change(entry, row) {
+		const {state} = entry
 		entry.take(row)
-		entry.rates = between(counters, entry.counters, seconds)
-		const name = `${entry.name} ${entry.version}`
-		if (entry.state !== state) this.news(`${name}: ${entry.state}${entry.reason && `, ${entry.reason}`}`, entry, entry.failing)
-		else if (entry.rates?.failed && this.now - entry.failed > QUIET_S) this.news(`${name}: requests fail`, entry, true)
-		if (entry.rates?.failed) entry.failed = this.now
+		if (entry.state !== state) this.news(`${entry.name} ${entry.version}: ${entry.state}${entry.reason && `, ${entry.reason}`}`, entry, entry.broken)
 	}
 
-	#record(changed, seconds) {
-		const total = {requests: 0, failed: 0, queue: 0, running: 0}
-		const times = {}
-		let [answered, waited] = [0, 0]
-		const idle = between({}, {}, seconds)
+	#record(second, seconds, total, rates) {
+		const measured = new Map(rates.map(([name, version, one]) => [keyOf(name, version), one && {...IDLE, ...one}]))
 		const traffic = Object.fromEntries([...this.models.values()].filter(({row}) => row.traffic).map(({name, row}) => [name, row.traffic]))
 		for (const [key, entry] of this.models) {
 			const {row} = entry
 			entry.marks = Object.hasOwn(traffic, entry.name) ? marksOf(entry, traffic[entry.name]) : []
-			if (!changed.has(key)) entry.rates = row.version ? idle : null
-			const {rates} = entry
-			entry.history.push({...row.figures, ...rates, queue: row.queued ?? 0})
-			total.queue += row.queued ?? 0
-			total.running += row.in_flight ?? 0
-			total.requests += rates?.requests ?? 0
-			total.failed += rates?.failed ?? 0
-			answered += rates?.answered ?? 0
-			waited += (rates?.queue ?? 0) * (rates?.answered ?? 0)
-			add(times, rates?.times)
+			entry.rates = !row.version ? null : measured.has(key) ? measured.get(key) : IDLE
+			entry.history.push(second, seconds, {...row.figures, ...entry.rates, queue: row.queued ?? 0, running: row.in_flight ?? 0})
+			if (!entry.rates?.failed) continue
+			if (this.now - entry.failed > QUIET_S) this.news(`${entry.name} ${entry.version}: requests fail`, entry, true)
+			entry.failed = this.now
 		}
-		if (!seconds) total.requests = total.failed = NaN
-		this.times = times
-		this.history.push({...total, wait: answered ? waited / answered : NaN, p50: quantile(times, 0.5), p99: quantile(times, 0.99)})
+		this.history.push(second, seconds, total)
 	}
 }

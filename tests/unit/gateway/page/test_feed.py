@@ -11,7 +11,18 @@ import pytest
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.limits.turns import JobTurns
-from shmserve.gateway.page.feed import BROKER_SHARE, CALLER_VIEWERS, PERIOD_S, SLICE, STALLED, VIEWERS, PageFeed, Viewer
+from shmserve.gateway.page.feed import (
+    BROKER_SHARE,
+    CALLER_VIEWERS,
+    PERIOD_S,
+    RECORDING_SHARE,
+    STALLED,
+    VIEWERS,
+    PageFeed,
+    Viewer,
+)
+from shmserve.gateway.page.recorder import SERVER
+from tests.support.clients.activity_documents import absent, counters, model
 from tests.support.gateway.manual_loop import ManualLoop
 
 Event = tuple[str, dict[str, Any]]
@@ -34,6 +45,7 @@ class Broker:
             turns=JobTurns(self.clock),  # type: ignore[arg-type]
         )  # fmt: skip
         self.feed = PageFeed(link, ["http://gpu1:8000"])
+        self.feed.start()
 
     def ask(self, ticket: Any, what: str, now: float) -> None:
         assert what == "activity"
@@ -46,7 +58,8 @@ class Broker:
 
     def answer(self) -> None:
         models = [{"reason": "", **model} for model in self.models]
-        document = {"time_ns": 5, "took_ns": self.took_ns, "server": {"pid": 7}, "gpus": [], "models": models}
+        time_ns = int(self.clock.time() * 1e9)
+        document = {"time_ns": time_ns, "took_ns": self.took_ns, "server": {"pid": 7}, "gpus": [], "models": models}
         self.tickets.pop().settle(document | {"clients": []})
 
     def set(self, **queued: int) -> None:
@@ -92,29 +105,32 @@ class Connection:
         return [(name, {row["name"]: row.get("queued", 0) for row in data["models"]}) for name, data in events]
 
 
-def test_the_broker_is_polled_only_while_a_page_is_open() -> None:
+def test_the_broker_is_polled_until_the_gateway_stops() -> None:
     broker = Broker()
-    broker.clock.advance(60)
-    first, second = broker.view(), broker.view()
-    for closed, count in ((None, 11), (first, 21), (second, 21)):
-        if closed is not None:
-            closed.viewer.disconnected()
-        broker.clock.advance(10.5 * PERIOD_S if closed is None else 10 * PERIOD_S)
-        assert len(broker.asked) == count
+    broker.clock.advance(10.5 * PERIOD_S)
+    broker.view().viewer.disconnected()
+    broker.clock.advance(10 * PERIOD_S)
+    assert len(broker.asked) == 21, "whether or not a page is open"
+    broker.feed.stop()
+    broker.clock.advance(10 * PERIOD_S)
+    assert len(broker.asked) == 21
+    assert not broker.clock.timers
 
 
 def test_the_broker_is_not_polled_more_often_than_it_can_bear() -> None:
     broker = Broker()
-    for _ in range(100):
+    broker.took_ns = 100_000_000
+    broker.clock.advance(200)
+    assert len(broker.asked) == pytest.approx(200 * RECORDING_SHARE / 0.1, abs=1)
+    broker.asked.clear()
+    for _ in range(1000):
         connection = broker.view()
-        broker.clock.advance(PERIOD_S / 10)
+        broker.clock.advance(0.1)
         connection.viewer.disconnected()
-    assert len(broker.asked) == 10, "even if a page is reopened"
-    expensive = Broker()
-    expensive.took_ns = 200_000_000
-    expensive.view()
-    expensive.clock.advance(100)
-    assert len(expensive.asked) == pytest.approx(100 * BROKER_SHARE / 0.2, abs=1)
+    assert len(broker.asked) <= 100 * BROKER_SHARE / 0.1 + 1, "however often pages are opened"
+    broker.view()
+    broker.clock.advance(100)
+    assert len(broker.asked) == pytest.approx(200 * BROKER_SHARE / 0.1, abs=2)
 
 
 def test_one_query_is_in_flight_at_a_time() -> None:
@@ -132,30 +148,13 @@ def test_one_query_is_in_flight_at_a_time() -> None:
     assert len(broker.asked) == 1
 
 
-def test_a_page_opened_while_rows_are_compared_for_a_closed_one() -> None:
-    broker = Broker()
-    broker.answers = False
-    first = broker.view()
-    broker.clock.advance(0)
-    broker.set(**{f"m{number}": 1 for number in range(3 * SLICE)})
-    broker.answer()
-    first.viewer.disconnected()
-    second = broker.view()
-    broker.clock.run()
-    assert first.events == second.events == [], "some of the rows were compared before it came"
-    broker.answers = True
-    broker.clock.advance(PERIOD_S)
-    ((name, rows),) = second.take()
-    assert (name, len(rows)) == ("state", 3 * SLICE)
-
-
 def test_the_first_event_has_the_whole_state_and_later_ones_only_changes() -> None:
     broker = Broker()
     broker.set(a=1, b=2)
     early = broker.view(roles=["page", "infer"])
     broker.clock.advance(0)
     ((name, state),) = early.events
-    assert (name, state["seq"], state["time_ns"], state["server"]) == ("state", 1, 5, {"pid": 7})
+    assert (name, state["seq"], state["time_ns"], state["server"]) == ("state", 1, 100_000_000_000, {"pid": 7})
     assert (state["roles"], state["servers"]) == (["infer", "page"], ["http://gpu1:8000"])
     broker.set(a=1, b=3)
     broker.clock.advance(PERIOD_S)
@@ -189,9 +188,38 @@ def test_a_slow_reader_gets_missed_changes_and_does_not_delay_others() -> None:
     broker.clock.advance(PERIOD_S)
     assert slow.aborted == 1
     assert len(quick.take()) == STALLED + 2
-    quick.viewer.disconnected()
-    broker.clock.advance(60)
-    assert len(broker.asked) == 2 * STALLED + 3
+
+
+def test_rates_are_sent_and_recorded() -> None:
+    broker = Broker()
+    connection = broker.view()
+    for number in range(4):
+        counted = counters(success=5 * number, failed=number)
+        broker.models = [model("m", counted=counted, queued=number), model("idle"), absent("other")]
+        broker.clock.advance(0 if number == 0 else PERIOD_S)
+    *_, (_, data) = connection.events
+    ((name, version, rates),) = data["rates"]
+    assert (name, version, rates["requests"], rates["failed"], rates["batch"]) == ("m", "1", 6, 1, 1)
+    assert 0.002 < rates["p50"] < rates["p99"] < 0.0042
+    assert (data["total"]["requests"], data["total"]["queue"]) == (6, 3)
+    recorder = broker.feed.recorder
+    server, busy, idle = (recorder.curves(key) for key in (SERVER, ("m", "1"), ("idle", "1")))
+    assert server is not None
+    assert busy is not None
+    assert idle is not None
+    assert server["fine"]["requests"][-4:] == busy["fine"]["requests"][-4:] == [None, 6, 6, 6]
+    assert server["fine"]["queue"][-4:] == busy["fine"]["queue"][-4:] == [0, 1, 2, 3]
+    assert (idle["fine"]["requests"][-3:], idle["fine"]["p99"][-1]) == ([0, 0, 0], None)
+    assert recorder.curves(("other", "")) is None
+    (trend,) = recorder.trends()
+    assert (trend["name"], trend["requests"][-3:], trend["failed"][-3:]) == ("m", [6, 6, 6], [1, 1, 1])
+    broker.error = Unavailable("no server")
+    broker.clock.advance(5 * PERIOD_S)
+    broker.error = None
+    broker.clock.advance(PERIOD_S)
+    kept = recorder.curves(SERVER)
+    assert kept is not None
+    assert kept["fine"]["requests"][-9:] == [6, 6, 6, *[None] * 6], "an outage is a gap"
 
 
 def test_a_lost_server_is_reported_until_it_returns() -> None:
@@ -255,5 +283,3 @@ def test_all_streams_end_when_access_may_have_changed() -> None:
     broker.clock.advance(0)
     broker.feed.end()
     assert all(connection.ended for connection in connections)
-    broker.clock.advance(60)
-    assert len(broker.asked) == 1

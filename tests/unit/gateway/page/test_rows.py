@@ -23,8 +23,8 @@ def instance(**more: Any) -> Document:
     return {"name": "m_0", "state": "ready", "pid": 7, "memory_bytes": 10 * MEMORY_STEP, "cpu_seconds": 1.5, **more}
 
 
-def update(rows: Rows, *models: Document, time_ns: int = 0) -> None:
-    for _ in rows.update(copy.deepcopy(list(models)), time_ns):
+def update(rows: Rows, *models: Document, seconds: float = 1.0) -> None:
+    for _ in rows.update(copy.deepcopy(list(models)), seconds):
         pass
 
 
@@ -64,18 +64,18 @@ def test_an_idle_process_changes_nothing() -> None:
 def test_figures_of_language_models_are_of_the_last_interval() -> None:
     """A model that has become idle is sent once more."""
     rows = Rows()
-    for second, tokens in enumerate((0, 50, 50, 50), 1):
-        update(rows, model("m", language={"generated_tokens": tokens, "slots": 4}), time_ns=second * 10**9)
+    for tokens in (0, 50, 50, 50):
+        update(rows, model("m", language={"generated_tokens": tokens, "slots": 4}))
     sent = [{row["name"]: row["figures"] for row in since(rows, number)[0]} for number in (0, 2, 3)]
     idle = {"slots": 4, "generated_tokens": 50, "prompt_tokens_per_s": 0, "generated_tokens_per_s": 0}
     assert sent == [{"m": idle}, {"m": idle}, {}]
-    update(rows, model("m", language={"generated_tokens": 90, "slots": 4}), time_ns=6 * 10**9)
+    update(rows, model("m", language={"generated_tokens": 90, "slots": 4}), seconds=2.0)
     assert since(rows, 4)[0][0]["figures"]["generated_tokens_per_s"] == 20
 
 
 def test_other_work_runs_between_slices() -> None:
     models = [model(f"m{number}") for number in range(4 * SLICE)]
-    assert sum(1 for _ in Rows().update(models)) == 4
+    assert sum(1 for _ in Rows().update(models, 1.0)) == 4
 
 
 def test_the_number_of_remembered_removals_is_bounded() -> None:

@@ -1,7 +1,7 @@
 /** A version of a model: what it does now, its configuration, and a form to try it. */
 
-import {askToken, call, changes} from "../access.js"
-import {bars, chart} from "../charts.js"
+import {askToken, call, changes, history as recorded} from "../access.js"
+import {bars, chart, curves} from "../charts.js"
 import {button, codePanel, facts, h, panel, refill, set, show, table, write} from "../dom.js"
 import {NOTHING, bytes, clock, count, duration, plural, rate, share} from "../format.js"
 import {between} from "../rates.js"
@@ -55,9 +55,9 @@ export function modelView(store, {model, version}) {
 		refill(problems, [entry?.reason, entry?.row.last_failed_change, entry?.row.asleep, store.now > 0], () => problemsOf(entry, store.now > 0))
 		if (!entry) return
 		state.update(entry)
-		first ??= {counters: entry.counters, now: store.now}
-		const since = between(first.counters, entry.counters, store.now - first.now)
-		live.update(entry, since?.answered ? since : between({}, entry.counters, 1), since?.answered > 0, detail)
+		first ??= entry.counters
+		const since = between(first, entry.counters)
+		live.update(entry, since?.answered ? since : between({}, entry.counters), since?.answered > 0, detail)
 		refresh(entry)
 	}
 
@@ -137,8 +137,10 @@ function problemsOf(entry, known) {
 }
 
 function livePart(store) {
-	const charts = [chart("Requests per second", rate, ["all", "accent", "requests"]),
-		chart("Latency", duration, ["p99", "accent", "p99"], ["p50", "plain", "p50"]), chart("Queue", count, ["requests", "accent", "queue"])]
+	let seeded = null
+	const time = curves([chart("Requests per second", rate, ["all", "accent", "requests"], ["failed", "bad", "failed"]),
+		chart("Latency", duration, ["p99", "accent", "p99"], ["p50", "plain", "p50"]),
+		chart("Queue", count, ["requests", "accent", "queue"])], () => recorded(seeded.name, seeded.version))
 	const tokens = [chart("Tokens per second", rate, ["generated", "accent", "generated_tokens_per_s"], ["prompts", "plain", "prompt_tokens_per_s"]),
 		chart("First token", duration, ["p95", "accent", "first_token_p95"], ["p50", "plain", "first_token_p50"]),
 		chart("Between tokens", duration, ["p95", "accent", "between_tokens_p95"], ["p50", "plain", "between_tokens_p50"])]
@@ -157,7 +159,12 @@ function livePart(store) {
 
 	function update(entry, since, recent, detail) {
 		const {counters: counted, row, instances, history} = entry
-		for (const one of charts) one.update(history)
+		if (entry !== seeded && entry.version) {
+			seeded = entry
+			recorded(entry.name, entry.version).then(({second, fine}) => history.seed(second, fine),
+				({message}) => store.news(`No history: ${message}`, entry, true))
+		}
+		time.update(history)
 		for (const node of [figures, ...tokens.map(one => one.node)]) show(node, row.figures)
 		if (row.figures) {
 			for (const one of tokens) one.update(history)
@@ -165,7 +172,7 @@ function livePart(store) {
 		}
 		facts(totals, [["Requests", count((counted.success ?? 0) + (counted.failed ?? 0))], ["Failed", count(counted.failed ?? 0)],
 			["Refused", count(counted.rejected ?? 0)], ["Largest batch", count(row.max_batch || null)],
-			["Rows per batch", rate(since.batch)], ["Busy", share(entry.busy)], ["Memory", bytes(entry.memory || null)],
+			["Rows per batch", rate(since.batch)], ["Busy", share(entry.rates?.busy)], ["Memory", bytes(entry.memory || null)],
 			row.scaled && ["Instances", `${entry.expected}, at least ${row.scaled[0]}, at most ${row.scaled[1]}`]])
 		const hint = recent ? "since you opened this page" : "since it was loaded"
 		fill("graph", "means since a page was opened", detail?.graph, () => graph(detail.graph))
@@ -178,7 +185,7 @@ function livePart(store) {
 		fill("traffic", "shares of the requests that name no version", traffic && [traffic, versions], () => trafficTable(entry.name, traffic, versions))
 		fill("instances", `${entry.ready} of ${entry.expected} ready`, instances.length && instances, () => instanceTable(instances))
 	}
-	return {node: h("section", h("div.charts", [...charts, ...tokens].map(({node}) => node)), figures, totals, h("div.panels", Object.values(panels))), update}
+	return {node: h("section", time.node, h("div.charts", tokens.map(({node}) => node)), figures, totals, h("div.panels", Object.values(panels))), update}
 }
 
 function split(since) {

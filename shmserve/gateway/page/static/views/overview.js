@@ -1,10 +1,13 @@
 /** All models: curves, totals, and a table to sort and filter. */
 
-import {chart, sparkline} from "../charts.js"
+import {history} from "../access.js"
+import {chart, curves, sparkline} from "../charts.js"
 import {facts, h, set, write} from "../dom.js"
 import {NOTHING, bytes, count, duration, plural, rate, share} from "../format.js"
 import {route} from "../route.js"
 import {Grid} from "./grid.js"
+
+const TREND_S = 60
 
 /** So that "back" returns to the same rows. */
 const kept = {words: "", group: "All", sorted: {id: "name"}, scroll: 0}
@@ -38,8 +41,8 @@ export function nameCell(node) {
 }
 
 export function trendCell() {
-	const {node, update} = sparkline(60)
-	return {node, update: ({history}) => update(history.last("requests", 60))}
+	const {node, update} = sparkline("accent", "bad")
+	return {node, update: ({history}) => update(history.last("requests", TREND_S), history.last("failed", TREND_S))}
 }
 
 export function number(id, title, text, value) {
@@ -67,15 +70,15 @@ const COLUMNS = [
 	number("queue", "Queue", count, ({version, row}) => (version ? row.queued ?? 0 : null)),
 	number("running", "Run", count, ({version, row}) => (version ? row.in_flight ?? 0 : null)),
 	number("batch", "Batch", rate),
-	number("busy", "Busy", share, ({busy}) => busy),
+	number("busy", "Busy", share),
 	number("failed", "Fail/s", rate),
 	number("memory", "Memory", bytes, ({memory}) => memory || null),
 ]
 
 export function overview(store) {
-	const charts = [chart("Requests per second", rate, ["all", "accent", "requests"], ["failed", "bad", "failed"]),
+	const time = curves([chart("Requests per second", rate, ["all", "accent", "requests"], ["failed", "bad", "failed"]),
 		chart("Latency", duration, ["p99", "accent", "p99"], ["p50", "plain", "p50"]),
-		chart("Requests in the server", count, ["queued", "accent", "queue"], ["running", "plain", "running"])]
+		chart("Requests in the server", count, ["queued", "accent", "queue"], ["running", "plain", "running"])], history)
 	const totals = h("dl.facts")
 	const grid = new Grid("model", COLUMNS, kept.sorted, ({name, version}) => route(name, version))
 	const found = h("span.hint", {role: "status"})
@@ -101,7 +104,7 @@ export function overview(store) {
 	}
 
 	function update() {
-		for (const one of charts) one.update(store.history)
+		time.update(store.history)
 		if (store.now) facts(totals, serverFacts(store))
 		list()
 	}
@@ -109,7 +112,7 @@ export function overview(store) {
 	const stop = store.watch(update)
 	update()
 	return {
-		nodes: [h("h1.unseen", {tabindex: -1}, "Overview"), h("div.charts", charts.map(({node}) => node)), totals,
+		nodes: [h("h1.unseen", {tabindex: -1}, "Overview"), time.node, totals,
 			h("div.tools", search, h("div.chips", {role: "group", label: "Show"}, chips), found), grid.node],
 		go() {
 			document.body.dataset.view = "overview"

@@ -71,7 +71,7 @@ def test_a_silent_server_does_not_delay_the_others() -> None:
         assert snapshot.settled
         assert snapshot.view is not None
         assert (snapshot.view.interval, snapshot.view.models[0]["requests_per_s"]) == (2, 100)
-        assert snapshot.times == {("m", "1"): {22: 200}}
+        assert snapshot.times == {("m", 1): {22: 200}}
         assert (snapshot.problem, snapshot.where) == ("", "a")
         found = by_name(fleet)["b"]
         assert (found.view, found.problem) == (None, "")

@@ -9,7 +9,7 @@ import pytest
 from shmserve.llm.figures import figures_of
 from shmserve.protocol.rates import Row
 from shmserve.tools.top.columns import select, sort
-from shmserve.tools.top.fleet_poller import Snapshot, _times
+from shmserve.tools.top.fleet_poller import Snapshot, times_of
 from shmserve.tools.top.fleet_totals import BY_SERVER, FLEET_MODELS, FLEET_TABLES, SERVERS, make_fleet_view
 from shmserve.tools.top.plain import fleet_document, fleet_summary, fleet_tables_of, fleet_text
 from shmserve.tools.top.texts import line_text
@@ -35,7 +35,7 @@ def snapshot(
     after = document(2, *[second for _, second in models], gpus=facts.pop("gpus", []))
     after["server"] |= facts
     view = make_view(before, after)
-    return Snapshot(name, f"http://{name}", view, _times(before, after), problem, NOW - 1, asked)
+    return Snapshot(name, f"http://{name}", view, times_of(view), problem, NOW - 1, asked)
 
 
 def view_of(*snapshots: Snapshot) -> Any:
