@@ -31,7 +31,7 @@ from shmserve.core.policy import (
 from shmserve.core.traffic import Traffic
 from shmserve.dtypes import FROM_CONFIG
 from shmserve.repo import parameters
-from shmserve.repo.backends import ENVIRONMENT_FILE
+from shmserve.repo.backends import BACKENDS, ENVIRONMENT_FILE
 from shmserve.repo.config.complete import SEQUENCE_IDLE_US, is_ensemble
 from shmserve.repo.config.schema import (
     ModelConfig,
@@ -59,6 +59,8 @@ def compile_policy(config: ModelConfig, version: int, folder: Path | None = None
     """The core's policy for one version of the model. `folder`: the directory of an ensemble's label files."""
     policy, cache = config.model_transaction_policy, config.response_cache
     is_ensemble, is_python = config.ensemble_scheduling is not None, config.backend == "python"
+    # A library may read and write on its GPU. For other backends of users, the worker copies what is there.
+    in_place = config.backend in ON_DEVICE or (config.backend not in BACKENDS and _has_gpu(config))
     return ModelPolicy(
         name=config.name,
         version=version,
@@ -75,8 +77,8 @@ def compile_policy(config: ModelConfig, version: int, folder: Path | None = None
         sequence=_sequence(config, config.sequence_batching) if config.sequence_batching is not None else None,
         decoupled=policy is not None and policy.decoupled,
         cached=cache is not None and cache.enable,
-        reads_device_memory=config.backend in ON_DEVICE or (is_python and not parameters.HOST_INPUTS.read(config)),
-        leaves_on_device=config.backend in ON_DEVICE or (is_python and _has_gpu(config)),
+        reads_device_memory=in_place or (is_python and not parameters.HOST_INPUTS.read(config)),
+        leaves_on_device=in_place or (is_python and _has_gpu(config)),
         steps=compile_steps(config),
         padding=_padding(config),
         ahead=config.ensemble_scheduling.max_inflight_requests if config.ensemble_scheduling is not None else 0,

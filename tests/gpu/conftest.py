@@ -23,7 +23,20 @@ from shmserve.testing import Server
 from tests import STANDINS
 
 REHEARSAL = bool(os.environ.get("SHMSERVE_GPU_STANDINS"))
-ORDER = ("runtime", "ipc", "nvml", "clients", "steps", "dlpack", "memory", "instances", "faults", "engines", "tensorrt")
+ORDER = (
+    "runtime",
+    "ipc",
+    "nvml",
+    "clients",
+    "steps",
+    "dlpack",
+    "memory",
+    "instances",
+    "faults",
+    "native",
+    "engines",
+    "tensorrt",
+)
 """The files from what all others depend on to what takes longest: time on a GPU is limited."""
 
 if REHEARSAL:

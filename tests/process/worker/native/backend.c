@@ -1,6 +1,7 @@
 /* A backend that does to a request what its parameter `do` says: by default it copies IN to OUT, and TEXT to TEXT. */
 #include "backend.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdio.h>
@@ -64,7 +65,10 @@ CALL(ModelInitialize, Object *model)
     if (config_has(model, "at model"))
         return error(INVALID, "the backend refuses this model");
     stuck = config_has(model, "stuck");
-    always = config_has(model, "always late") ? "late" : config_has(model, "always fail") ? "fail" : "";
+    static const char *const choices[] = {"always late", "always fail", "always prefer gpu"};
+    for (int index = 0; index < 3; index++)
+        if (config_has(model, choices[index]))
+            always = choices[index] + strlen("always ");
     TRITONBACKEND_ModelServer(model, &server);
     TRITONSERVER_LogMessage(3, "backend.c", 1, "a verbose message");
     Object *family, *label = TRITONSERVER_ParameterNew("place", 0, "here");
@@ -150,6 +154,25 @@ CALL(ModelInstanceFinalize, Object *instance)
 
 /* --------------------------------------------------------------------------------------------------------- answers */
 
+static const char *wanted(Object *request)
+{
+    const char *what = parameter(request, "do");
+    return *what ? what : always;
+}
+
+/* Copies bytes, if one of them is on a GPU, and there is one, with its driver. */
+static void move(void *target, const void *source, uint64_t size, bool on_gpu)
+{
+    static int (*on_device)(uint64_t, uint64_t, size_t);
+    void *driver = on_gpu && on_device == NULL ? dlopen("libcuda.so.1", RTLD_NOW) : NULL;
+    if (driver != NULL)
+        on_device = (int (*)(uint64_t, uint64_t, size_t))dlsym(driver, "cuMemcpy");
+    if (!on_gpu || on_device == NULL)
+        memcpy(target, source, size);
+    else if (on_device((uint64_t)target, (uint64_t)source, size) != 0)
+        abort();
+}
+
 static void copy(Object *request, Object *response, const char *from, const char *to)
 {
     Object *input, *output;
@@ -162,7 +185,7 @@ static void copy(Object *request, Object *response, const char *from, const char
     const int64_t *dims;
     uint32_t rank, buffers;
     uint64_t size, part;
-    int type, read = CPU, written = strcmp(parameter(request, "do"), "prefer gpu") == 0 ? GPU : CPU;
+    int type, read = CPU, written = strcmp(wanted(request), "prefer gpu") == 0 ? GPU : CPU;
     int64_t memory_id = 0;
     TRITONBACKEND_InputProperties(input, &name, &type, &dims, &rank, &size, &buffers);
     TRITONBACKEND_ResponseOutput(response, &output, to, type, dims, rank);
@@ -171,7 +194,7 @@ static void copy(Object *request, Object *response, const char *from, const char
     for (uint32_t index = 0; index < buffers; index++) {
         const void *source;
         TRITONBACKEND_InputBuffer(input, index, &source, &part, &read, &memory_id);
-        memcpy(target, source, part);
+        move(target, source, part, read == GPU || written == GPU);
         target += part;
     }
     if (strcmp(from, "IN") == 0) {
@@ -401,9 +424,7 @@ static void stream(Object *request, void *(*run)(void *))
 
 static Object *answer(Object *request)
 {
-    const char *what = parameter(request, "do");
-    if (!*what)
-        what = always;
+    const char *what = wanted(request);
 #define IS(name) (strcmp(what, name) == 0)
     if (IS("call"))
         return call(request);
