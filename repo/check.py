@@ -112,12 +112,14 @@ def check(
     *,
     backends: Collection[str] | None = None,
     gpus: Collection[int] = (),
+    directory: str | Path = "",
     config_name: str = "",
     completed: Mapping[str, ModelConfig] | None = None,
 ) -> Checked:
     """All problems of the repositories. Raises InvalidRequest for a root that is not a directory, or a bad config_name.
 
-    `backends` are those of the server, by default the installed ones; `gpus` are its devices. `completed` has the final
+    `backends` are those of the server, by default the installed ones; `gpus` are its devices. `directory`: its
+    --backend-directory. `completed` has the final
     configurations of models that were loaded, so that ensembles can be checked completely.
     """
     if config_name:
@@ -126,7 +128,7 @@ def check(
         if not root.is_dir():
             raise InvalidRequest(_not_a_directory(root))
     host = frozenset(backends) if backends is not None else installed()
-    repositories = _RepositoryCheck(host, gpus, config_name, completed or {})
+    repositories = _RepositoryCheck(host, gpus, directory, config_name, completed or {})
     seen: set[Path] = set()
     for root in roots:
         if root.resolve() not in seen:
@@ -193,11 +195,13 @@ class _RepositoryCheck:
         self,
         backends: Collection[str],
         gpus: Collection[int],
+        directory: str | Path,
         config_name: str,
         completed: Mapping[str, ModelConfig],
     ) -> None:
         self._backends = backends
         self._gpus = gpus
+        self._directory = directory
         self._config_name = config_name
         self._completed = completed
         self._findings: list[CheckFinding] = []
@@ -216,7 +220,7 @@ class _RepositoryCheck:
 
     def _check_model(self, root: Path, path: Path) -> _ModelCheck:
         scanned = scan_model(path, backends=self._backends, gpus=self._gpus, config_name=self._config_name)
-        model = _check_files(root, scanned, self._backends, self._gpus)
+        model = _check_files(root, scanned, self._backends, self._gpus, self._directory)
         final = self._completed.get(scanned.name)
         if final is not None and scanned.written is not None:
             for text in completion_warnings(scanned.written, final):
@@ -296,7 +300,7 @@ def load_warnings(
     """What a server logs when it loads the model: all warnings of a check, and versions that are left out. Errors fail
     the load and are reported by that. `prepared`: its repository agents have run.
     """
-    model = _check_files(scanned.path.parent, scanned, backends, gpus, prepared)
+    model = _check_files(scanned.path.parent, scanned, backends, gpus, prepared=prepared)
     warnings = set(scanned.warning_texts)
     return tuple(
         finding for finding in model.done().findings if finding.severity == WARNING or finding.relative in warnings
@@ -304,7 +308,12 @@ def load_warnings(
 
 
 def _check_files(
-    root: Path, scanned: ScannedModel, backends: Collection[str], gpus: Collection[int], prepared: bool = False
+    root: Path,
+    scanned: ScannedModel,
+    backends: Collection[str],
+    gpus: Collection[int],
+    directory: str | Path = "",
+    prepared: bool = False,
 ) -> _ModelCheck:
     """All findings about a model on its own. `prepared`: its repository agents have run."""
     if scanned.written is not None and scanned.written.model_repository_agents and not prepared:
@@ -314,7 +323,7 @@ def _check_files(
         if not numbers:
             numbers = _selected_versions(path, scanned.written)
         config = scanned.config or _completed_anyway(scanned, numbers, backends, gpus)
-        seen = inspect_model(path, config, numbers)
+        seen = inspect_model(path, config, numbers, directory)
     except OSError:  # already reported by the scan
         seen = []
     model = _ModelCheck(root, scanned, config, numbers)

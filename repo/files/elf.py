@@ -16,15 +16,17 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 _LITTLE_64 = (b"\x7fELF", 2, 1)
 _LIBRARY = 3
 _LOAD, _DYNAMIC = 1, 2
-_NEEDED, _HASH, _STRINGS, _SYMBOLS, _SONAME, _GNU_HASH = 1, 4, 5, 6, 14, 0x6FFFFEF5
+_NEEDED, _HASH, _STRINGS, _SYMBOLS, _SONAME, _RPATH, _RUNPATH, _GNU_HASH = 1, 4, 5, 6, 14, 15, 29, 0x6FFFFEF5
 
 
 class SharedLibrary(Struct):
-    """`needed`: the names of the libraries that it is linked with. `defined` and `undefined` are symbols."""
+    """`needed`: the names of the libraries that it is linked with. `run_path`: where they are looked for first.
+    `defined` and `undefined` are symbols."""
 
     machine: int
     soname: str
     needed: tuple[str, ...]
+    run_path: tuple[str, ...]
     defined: frozenset[str]
     undefined: frozenset[str]
 
@@ -66,6 +68,12 @@ class _Reader:
             self._machine,
             self._text(strings + value[_SONAME]) if _SONAME in value else "",
             tuple(self._text(strings + place) for tag, place in entries if tag == _NEEDED),
+            tuple(
+                folder
+                for tag, place in entries
+                if tag in (_RPATH, _RUNPATH)
+                for folder in self._text(strings + place).split(":")
+            ),
             frozenset(name for name, section in symbols if section),
             frozenset(name for name, section in symbols if not section),
         )

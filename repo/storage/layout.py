@@ -20,7 +20,7 @@ from shmserve.repo.config.problems import nearest
 from shmserve.repo.config.schema import ModelConfig, ModelOutput
 from shmserve.repo.files.companions import WARMUP, data_bytes, read_labels
 from shmserve.repo.files.elf import read_library
-from shmserve.repo.files.native_library import library_problem
+from shmserve.repo.files.native_library import library_problem, missing_libraries
 from shmserve.repo.files.safe_paths import open_inside
 from shmserve.repo.load import CONFIG_FILE
 from shmserve.repo.onnx.differences import differences
@@ -95,7 +95,9 @@ def repository_of(path: Path) -> Path | None:
 # -------------------------------------------------------------------------------------------------- a model
 
 
-def inspect_model(folder: Path, config: ModelConfig | None, selected: Sequence[int]) -> list[Finding]:
+def inspect_model(
+    folder: Path, config: ModelConfig | None, selected: Sequence[int], directory: str | Path = ""
+) -> list[Finding]:
     """All findings about one model. `config` is the completed configuration, if known; `selected` are the versions to
     be served.
     """
@@ -107,7 +109,7 @@ def inspect_model(folder: Path, config: ModelConfig | None, selected: Sequence[i
         for version in selected:
             findings += _model_file(folder, version, config)
             findings += _operator_libraries(folder, version, config)
-            findings += _native_library(folder, version, config)
+            findings += _native_library(folder, version, config, directory)
         findings += _labels(folder, config)
         findings += _warmup(folder, config)
     return findings
@@ -249,18 +251,23 @@ def _operator_libraries(folder: Path, version: int, config: ModelConfig) -> Iter
             yield Finding(ERROR, "", text, path=f"model_operations.op_library_filename[{index}]")
 
 
-def _native_library(folder: Path, version: int, config: ModelConfig) -> Iterator[Finding]:
-    """The model's own library, if it has one and its backend is not built in."""
-    path = library_of(config, folder / str(version)) if config.backend not in BACKENDS else None
+def _native_library(folder: Path, version: int, config: ModelConfig, directory: str | Path) -> Iterator[Finding]:
+    """The library that runs the model, if one does and its backend is not built in."""
+    path = library_of(config, folder / str(version), directory) if config.backend not in BACKENDS else None
     if path is None:
         return
-    name = f"{escaped_name(folder.name)}/{escaped_name(str(path.relative_to(folder)))}"
+    own = path.is_relative_to(folder)
+    name = f"{escaped_name(folder.name)}/{escaped_name(str(path.relative_to(folder)))}" if own else str(path)
     try:
-        problem = library_problem(read_library(path))
+        library = read_library(path)
     except InvalidRequest:
-        problem = "is not a shared library"
-    if problem:
+        yield Finding(ERROR, name, "is not a shared library")
+        return
+    if problem := library_problem(library):
         yield Finding(ERROR, name, problem)
+    elif missing := missing_libraries(library, path.parent):
+        hint = "install it, or let LD_LIBRARY_PATH of the server name its directory"
+        yield Finding(WARNING, name, f"needs {', '.join(missing)}, which this machine does not have", hint)
 
 
 def _onnx(path: Path, name: str, config: ModelConfig) -> Iterator[Finding]:

@@ -66,7 +66,8 @@ def _checked(args: argparse.Namespace) -> Checked:
     name = args.model_config_name or ""
     try:
         gpus = discover().numbers if args.target is None else args.target
-        checked = check(roots, backends=_backends(args), gpus=gpus, config_name=name)
+        directory = args.backend_directory or ""
+        checked = check(roots, backends=_backends(args), gpus=gpus, directory=directory, config_name=name)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
     return _with_load(roots, checked, args) if args.load else checked
@@ -155,7 +156,10 @@ def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace
         completed = _completed(client, index)
         log = server.log
     gpus = discover().numbers
-    checked = check(roots, backends=_backends(args), gpus=gpus, config_name=name, completed=completed)
+    directory = args.backend_directory or ""
+    checked = check(
+        roots, backends=_backends(args), gpus=gpus, directory=directory, config_name=name, completed=completed
+    )
     return _judged(checked, index, _lines_of_workers(log), args.timeout)
 
 

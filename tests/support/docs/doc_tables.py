@@ -22,6 +22,8 @@ from shmserve.llm.figures import FIGURES, METRICS
 from shmserve.protocol.actions import Action, Row
 from shmserve.repo import parameters
 from shmserve.repo.config.support import TABLE, Status
+from shmserve.repo.files import native_interface
+from shmserve.repo.files.native_interface import Group
 from shmserve.settings.flag import Flag, bytes_text
 from shmserve.settings.limits import GATEWAY_LIMITS, GatewayLimits, Limit
 from shmserve.settings.table import BY_NAME, ENDPOINTS, FLAGS, GROUPS, SERVER
@@ -282,6 +284,14 @@ def _argument(action: argparse.Action) -> str:
     return f"- `{names_of(action)}`" + (f": {text}" if text else "")
 
 
+def _native_functions() -> str:
+    def names(group: Group) -> str:
+        return ", ".join(f"`{name}`" for name in group.functions.split())
+
+    rows = [(f"`{group.prefix}...`: {names(group)}", group.effect) for group in native_interface.GROUPS]
+    return table(("Functions", "What the server does"), rows)
+
+
 def _peers() -> str:
     """The latest result of `make compare`, without its heading."""
     newest = max((ROOT / "bench" / "results").glob("*-peers.md"))
@@ -309,6 +319,7 @@ PARTS = (
     DocPart("batching.md", "the states", _states),
     DocPart("errors.md", "the errors", _errors),
     DocPart("settings.md", "the commands", _commands),
+    DocPart("native-backends.md", "the functions", _native_functions),
     DocPart("compare.md", "the result", _peers),
 )
 

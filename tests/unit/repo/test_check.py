@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from shmserve.errors import InvalidRequest
+from shmserve.repo.backends import installed
 from shmserve.repo.check import as_json, check
 from shmserve.repo.load import parse
+from tests import ROOT
 from tests.support.repo.models import (
     BACKENDS,
     ENSEMBLE,
@@ -25,6 +27,9 @@ from tests.support.repo.models import (
     network,
     run,
 )
+from tests.support.workers.native_backends import compiled
+
+UNKNOWN = ROOT / "tests" / "process" / "worker" / "native" / "unknown.c"
 
 
 def test_a_repository_without_errors(tmp_path: Path) -> None:
@@ -52,6 +57,28 @@ def test_the_library_of_a_model_is_read(tmp_path: Path) -> None:
     assert lines(run(tmp_path)) == [
         "error: other/libtriton_mine.so: is not a backend: it does not define TRITONBACKEND_ModelInstanceExecute",
         "error: text/1/libtriton_mine.so: is not a shared library",
+    ]
+
+
+def test_what_a_library_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linked, directory = tmp_path / "linked", tmp_path / "backends"
+    for name in ("gone", "beside", "told"):
+        compiled(UNKNOWN, linked / f"lib{name}.so", f"-Wl,-soname,lib{name}.so")
+    flags = [f"-L{linked}", "-Wl,--no-as-needed,-rpath,$ORIGIN/more", "-lgone", "-lbeside", "-ltold", "-lm"]
+    library = compiled(UNKNOWN, directory / "mine" / "libtriton_mine.so", *flags)
+    for name, folder in (("beside", library.parent / "more"), ("told", tmp_path / "told")):
+        folder.mkdir()
+        shutil.move(linked / f"lib{name}.so", folder)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "told"))
+    config = GOOD.replace('"identity"', '"mine"')
+    model(tmp_path / "models", "good", config)
+    model(tmp_path / "models", "own", config)
+    compiled(UNKNOWN, tmp_path / "models" / "own" / "1" / "libtriton_mine.so", "-DUNKNOWN")
+    checked = check([tmp_path / "models"], backends=installed(directory), directory=directory)
+    function = "TRITONBACKEND_ModelInstanceImagine"
+    assert lines(checked) == [
+        f"warning: {library}: needs libgone.so, which this machine does not have",
+        f"error: own/1/libtriton_mine.so: needs functions that this server does not have: {function}",
     ]
 
 

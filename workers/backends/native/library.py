@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shmserve.errors import InvalidRequest, ServeError, Unsupported, from_wire
-from shmserve.repo.files.elf import read_library, shared_library
-from shmserve.repo.files.native_library import EXECUTE, library_problem
+from shmserve.repo.files.elf import read_library
+from shmserve.repo.files.native_library import EXECUTE, SERVER_LIBRARY, library_problem
 from shmserve.workers.backends.native.build import shim
 from shmserve.workers.backends.native.compiler import SONAME
 from shmserve.workers.model_calls.answer import triton_code
@@ -47,8 +47,7 @@ TYPES = (
 )  # fmt: skip
 """Data types by their number in the interface."""
 KINDS = ("AUTO", "CPU", "GPU", "MODEL")
-SERVER = "libtritonserver"
-_WITHOUT_THREADS = (SERVER, "ld-linux", "libc.", "libgcc_s.", "libm.", "libpthread.", "libstdc++.")
+_WITHOUT_THREADS = (SERVER_LIBRARY, "ld-linux", "libc.", "libgcc_s.", "libm.", "libpthread.", "libstdc++.")
 """Libraries that start no threads by themselves."""
 _STARTS_THREAD = re.compile(r"^(pthread_create|thrd_create|clone3?|_ZNSt6thread\w*)$")
 
@@ -108,11 +107,9 @@ class NativeLibrary:
         others = [name for name in linked.needed if not name.startswith(_WITHOUT_THREADS)]
         self.may_have_threads = bool(others) or any(map(_STARTS_THREAD.search, linked.undefined))
         """Whether the backend may act in threads of its own."""
-        image = shim()
-        if problem := library_problem(linked, shared_library(image, "shim").defined):
+        if problem := library_problem(linked):
             raise Unsupported(f"'{path.name}' {problem}")
-        server = next((name for name in linked.needed if name.startswith(SERVER)), "")
-        self.host = _load_shim(image, server)
+        self.host = _load_shim(shim(), next((name for name in linked.needed if name.startswith(SERVER_LIBRARY)), ""))
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self.host, name)
             function.restype, function.argtypes = result, arguments
