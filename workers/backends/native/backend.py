@@ -139,6 +139,7 @@ class Native(SeparateBackend):
             [(spec.name, spec.dtype) for spec in outputs],
         )
         sequences = config.sequence_batching
+        library.set_states(sequences.state if sequences is not None else ())
         self._iterative = sequences is not None and sequences.iterative_sequence
         self.takes_alike = not self.streams.decoupled
         self._inputs = len(inputs)

@@ -38,7 +38,7 @@ from shmserve.workers.model_calls.answer import triton_code
 from shmserve.workers.process.device import visible_number
 
 if TYPE_CHECKING:
-    from shmserve.repo.config.schema import ModelInstanceGroup
+    from shmserve.repo.config.schema import ModelInstanceGroup, ModelSequenceBatchingState
     from shmserve.workers.process.device import Device
 
 TYPES = (
@@ -74,6 +74,7 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
         None,
         (c_bool, c_uint32, _Texts, POINTER(c_int32), c_uint32, _Texts, POINTER(c_int32)),
     ),
+    "host_set_states": (None, (c_uint32, _Texts, _Texts, POINTER(c_bool))),
     "host_set_execute": (None, (c_void_p,)),
     "host_config": (c_char_p, ()),
     "host_backend": (c_void_p, ()),
@@ -161,6 +162,13 @@ class NativeLibrary:
             types = (c_int32 * len(table))(*(TYPES.index(dtype) for _, dtype in table))
             arguments += [len(table), names, types]
         self.host.host_set_tensors(*arguments)
+
+    def set_states(self, states: Sequence[ModelSequenceBatchingState]) -> None:
+        count = len(states)
+        inputs = (c_char_p * count)(*(state.input_name.encode() for state in states))
+        outputs = (c_char_p * count)(*(state.output_name.encode() for state in states))
+        shared = (c_bool * count)(*(state.use_same_buffer_for_input_output for state in states))
+        self.host.host_set_states(count, inputs, outputs, shared)
 
 
 def _load_shim(image: bytes, name: str) -> ctypes.CDLL:

@@ -231,8 +231,8 @@ static void number(Object *response, float value)
 }
 
 /* Adds IN to the state of the sequence. `iterates`: the request runs until that is 10, and each time is a response if the
- * model is decoupled. */
-static void count(Object *request, bool iterates, bool streams)
+ * model is decoupled. `in_place`: the memory of the new state has the old one, and needs no update. */
+static void count(Object *request, bool iterates, bool streams, bool in_place)
 {
     Object *input, *state, *response;
     const void *before;
@@ -248,8 +248,12 @@ static void count(Object *request, bool iterates, bool streams)
     sum += *(const float *)before;
     TRITONBACKEND_StateNew(&state, request, "SUM_OUT", FP32, dims, 2);
     TRITONBACKEND_StateBuffer(state, &target, sizeof sum, &memory, &memory_id);
-    memcpy(target, &sum, sizeof sum);
-    TRITONBACKEND_StateUpdate(state);
+    if (in_place) {
+        sum = *(float *)target += *(const float *)before;
+    } else {
+        memcpy(target, &sum, sizeof sum);
+        TRITONBACKEND_StateUpdate(state);
+    }
     bool again = iterates && sum < 10;
     if (!again || streams) {
         TRITONBACKEND_ResponseNew(&response, request);
@@ -428,12 +432,16 @@ static Object *answer(Object *request)
 #define IS(name) (strcmp(what, name) == 0)
     if (IS("call"))
         return call(request);
+    if (IS("count in place")) {
+        count(request, false, false, true);
+        return NULL;
+    }
     if (IS("count")) {
-        count(request, false, false);
+        count(request, false, false, false);
         return NULL;
     }
     if (IS("iterate") || IS("iterate and stream")) {
-        count(request, true, !IS("iterate"));
+        count(request, true, !IS("iterate"), false);
         return NULL;
     }
     if (IS("three") || IS("endless")) {

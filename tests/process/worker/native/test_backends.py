@@ -80,6 +80,9 @@ def server(
         model(root, what, library, f'{plain} parameters {{ key: "do" value {{ string_value: "always {what}" }} }}')
     model(root, "stream", library, NUMBERS + "model_transaction_policy { decoupled: true }")
     model(root, "sum", library, NUMBERS + SUM)
+    model(
+        root, "shared", library, NUMBERS + SUM.replace("state {", "state { use_same_buffer_for_input_output: true", 1)
+    )
     iterated = NUMBERS + SUM.replace("{", "{ iterative_sequence: true", 1)
     model(root, "iterated", library, iterated)
     model(root, "iterated_stream", library, f"{iterated} model_transaction_policy {{ decoupled: true }}")
@@ -204,12 +207,13 @@ def test_a_cancelled_stream_is_seen_by_the_thread_that_sends_it(client: shmserve
         assert len(list(client.stream("stream", one))) == 1
 
 
-def test_the_state_of_a_sequence_is_kept_by_the_server(client: shmserve.Client) -> None:
+@pytest.mark.parametrize(("name", "what"), [("sum", "count"), ("shared", "count in place")])
+def test_the_state_of_a_sequence_is_kept_by_the_server(client: shmserve.Client, name: str, what: str) -> None:
     sums = [
         client.infer(
-            "sum",
+            name,
             {"IN": np.full((1, 1), number, np.float32)},
-            parameters={"do": "count"},
+            parameters={"do": what},
             sequence=7,
             sequence_start=number == 1,
             sequence_end=number == 4,

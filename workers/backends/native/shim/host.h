@@ -63,7 +63,15 @@ typedef struct {
     DataType type;
 } Tensor;
 
+/* A state of sequences, from the configuration. */
+typedef struct {
+    const char *input, *output;
+    int index;    /* of the output */
+    bool shared; /* the new state begins as the old one, and needs no update: `use_same_buffer_for_input_output` */
+} StateSpec;
+
 typedef struct Request Request;
+typedef struct State State;
 
 /* A part of an input, as Python writes it in three words. */
 typedef struct {
@@ -95,6 +103,7 @@ struct Request {
     const uint64_t *outputs, *placed;
     Input *inputs;
     Parameter *parameters;
+    State *states; /* that were not updated; with the lock */
 };
 
 typedef struct Response Response;
@@ -131,17 +140,17 @@ typedef struct {
     Request *request;
 } Factory;
 
-typedef struct {
+struct State {
     Head head;
-    uint64_t token;
-    int index;
+    const StateSpec *spec;
+    Request *request;
     DataType type;
     uint32_t rank;
     void *buffer;
     uint64_t size;
     BufferAttributes attributes;
     int64_t dims[];
-} State;
+};
 
 typedef struct Backend Backend;
 typedef struct Model Model;
@@ -175,7 +184,8 @@ typedef struct {
     Callbacks python;
     Tensor *inputs, *outputs;
     uint64_t *all_outputs; /* their indexes */
-    uint32_t input_count, output_count;
+    StateSpec *states;
+    uint32_t input_count, output_count, state_count;
     bool decoupled;
     bool on_gpu; /* the instance */
 } Host;
@@ -225,6 +235,9 @@ bool responses_match(const Response *one, const Response *other);
 uint64_t copy_output(const Response *response, uint32_t output, char *target);
 void put_state(Words *out, State *state);
 void free_state(State *state);
+void end_states(Request *request, bool failed);
+int output_index(const char *name);
+Input *input_of(Request *request, const char *name);
 
 #define LIVE(object, tag) live(object, tag, __func__)
 #define LOCK() pthread_mutex_lock(&host_lock)

@@ -93,6 +93,15 @@ EXPORT void host_set_tensors(bool decoupled, uint32_t input_count, const char **
         host.all_outputs[index] = index;
 }
 
+EXPORT void host_set_states(uint32_t count, const char **inputs, const char **outputs, const bool *shared)
+{
+    host.states = claim(count * sizeof *host.states);
+    host.state_count = count;
+    for (uint32_t index = 0; index < count; index++)
+        host.states[index] =
+            (StateSpec){copied(inputs[index]), copied(outputs[index]), output_index(outputs[index]), shared[index]};
+}
+
 EXPORT const char *host_config(void) { return model.config->text; }
 EXPORT void *host_backend(void) { return &backend; }
 EXPORT void *host_model(void) { return &model; }

@@ -140,6 +140,7 @@ void settle(Request *request)
 static void release(Request *request, uint32_t flags)
 {
     LOCK();
+    end_states(request, false);
     request->released = true;
     request->rescheduled = flags & RELEASE_RESCHEDULE;
     request->head.tag = DEAD;
@@ -168,6 +169,7 @@ static Error *execute_all(Request **requests, uint32_t count)
         LOCK();
         if (error != NULL && !request->released) { /* the host keeps the requests */
             request->released = request->final = true;
+            end_states(request, true);
             request->head.tag = DEAD;
             request->references--;
         }
@@ -362,17 +364,19 @@ EXPORT Error *TRITONBACKEND_RequestInputByIndex(Request *request, uint32_t index
     return NULL;
 }
 
+Input *input_of(Request *request, const char *name)
+{
+    for (uint64_t index = 0; index < request->input_count; index++)
+        if (strcmp(request->inputs[index].tensor->name, name) == 0)
+            return &request->inputs[index];
+    return NULL;
+}
+
 EXPORT Error *TRITONBACKEND_RequestInput(Request *request, const char *name, Input **input)
 {
     LIVE(request, A_REQUEST);
-    for (uint64_t index = 0; index < request->input_count; index++) {
-        if (strcmp(request->inputs[index].tensor->name, name) == 0) {
-            *input = &request->inputs[index];
-            return NULL;
-        }
-    }
-    *input = NULL;
-    return fail(INVALID_ARG, "unknown request input name '%s'", name);
+    *input = input_of(request, name);
+    return *input ? NULL : fail(INVALID_ARG, "unknown request input name '%s'", name);
 }
 
 EXPORT Error *TRITONBACKEND_RequestOutputName(Request *request, uint32_t index, const char **name)

@@ -173,7 +173,7 @@ EXPORT Error *TRITONBACKEND_ResponseSetDoubleParameter(Response *response, const
 
 /* --------------------------------------------------------------------------------------------------------- outputs */
 
-static int index_of(const char *name)
+int output_index(const char *name)
 {
     for (uint32_t index = 0; index < host.output_count; index++)
         if (strcmp(host.outputs[index].name, name) == 0)
@@ -189,7 +189,7 @@ EXPORT Error *TRITONBACKEND_ResponseOutput(Response *response, Output **output, 
     made->head.tag = AN_OUTPUT;
     made->response = response;
     made->name = copied(name);
-    made->index = index_of(name);
+    made->index = output_index(name);
     made->type = type;
     made->rank = rank;
     memcpy(made->dims, dims, rank * sizeof *dims);
@@ -345,20 +345,34 @@ uint64_t copy_output(const Response *response, uint32_t index, char *target)
 
 /* ---------------------------------------------------------------------------------------------------------- states */
 
+static const StateSpec *state_spec(const char *name)
+{
+    for (uint32_t index = 0; index < host.state_count; index++)
+        if (strcmp(host.states[index].output, name) == 0)
+            return &host.states[index];
+    return NULL;
+}
+
 EXPORT Error *TRITONBACKEND_StateNew(State **state, Request *request, const char *name, DataType type,
                                      const int64_t *dims, uint32_t rank)
 {
     LIVE(request, A_REQUEST);
-    int index = index_of(name);
-    if (index < 0)
-        return fail(INVALID_ARG, "state '%s' is not in the configuration", name);
+    const StateSpec *spec = state_spec(name);
+    if (host.state_count == 0)
+        return fail(INVALID_ARG, "unable to add state '%s'. State configuration is missing for the model.", name);
+    if (spec == NULL)
+        return fail(INVALID_ARG, "state '%s' is not a valid state name.", name);
     State *made = claim(sizeof *made + rank * sizeof *dims);
     made->head.tag = A_STATE;
-    made->token = request->token;
-    made->index = index;
+    made->spec = spec;
+    made->request = request;
     made->type = type;
     made->rank = rank;
     memcpy(made->dims, dims, rank * sizeof *dims);
+    LOCK();
+    made->head.next = (Head *)request->states;
+    request->states = made;
+    UNLOCK();
     *state = made;
     return NULL;
 }
@@ -372,6 +386,9 @@ EXPORT Error *TRITONBACKEND_StateBuffer(State *state, void **buffer, uint64_t si
     if (state->buffer == NULL)
         return fail(UNAVAILABLE, "no memory for %llu bytes of a state", (unsigned long long)size);
     state->size = size;
+    const Input *before = state->spec->shared ? input_of(state->request, state->spec->input) : NULL;
+    if (before != NULL && before->buffer_count == 1) /* a state is in one part, on the host */
+        memcpy(state->buffer, before->buffers[0].base, size < before->size ? size : before->size);
     *buffer = state->buffer;
     *memory = MEMORY_CPU;
     *memory_id = 0;
@@ -390,11 +407,30 @@ EXPORT Error *TRITONBACKEND_StateBufferAttributes(State *state, BufferAttributes
 EXPORT Error *TRITONBACKEND_StateUpdate(State *state)
 {
     LIVE(state, A_STATE);
-    state->head.tag = DEAD;
     LOCK();
-    add_event(STATE, state->token, 0, state);
+    Head **at = (Head **)&state->request->states;
+    while (*at != &state->head)
+        at = &(*at)->next;
+    *at = state->head.next;
+    state->head.tag = DEAD;
+    add_event(STATE, state->request->token, 0, state);
     unlock_and_notify();
     return NULL;
+}
+
+/* With the lock: when the request is released, or has failed. States that were not updated are lost, unless they are
+ * shared and the request has not failed. */
+void end_states(Request *request, bool failed)
+{
+    for (State *state = request->states, *next; state != NULL; state = next) {
+        next = (State *)state->head.next;
+        state->head.tag = DEAD;
+        if (!failed && state->spec->shared && state->buffer != NULL)
+            add_event(STATE, request->token, 0, state);
+        else
+            free_state(state);
+    }
+    request->states = NULL;
 }
 
 void free_state(State *state)
@@ -435,5 +471,5 @@ void put_response(Words *out, Response *response)
 
 void put_state(Words *out, State *state)
 {
-    put_tensor(out, state->index, state->type, state->rank, state->dims, state->buffer, state->size);
+    put_tensor(out, state->spec->index, state->type, state->rank, state->dims, state->buffer, state->size);
 }
