@@ -83,8 +83,8 @@ class Core:
     def __init__(
         self, server: str = "shmserve", limits: Limits | None = None, tracing: bool = False, survive: bool = False
     ) -> None:
-        """`server`: name and version, for clients. `tracing`: log why each batch was formed. `survive`: log internal
-        errors and continue; otherwise they are raised."""
+        """`server`: name and version, for clients. `tracing`: log why each batch was formed, and each failed
+        request. `survive`: log internal errors and continue; otherwise they are raised."""
         self.state = State(limits or Limits())
         self.state.tracing = tracing
         state = self.state

@@ -294,7 +294,9 @@ SERVER: dict[str, tuple[Flag, ...]] = {
     ),
     "Stopping": (_EXIT_TIMEOUT,),
     "Logging": (
-        _number("log-verbose", "N", "1: log more detail; 2: also each batch, and why it was formed", 0),
+        _number(
+            "log-verbose", "N", "1: log more detail; 2: also each batch, why it was formed, and each failed request", 0
+        ),
         _switch("allow-gpu-metrics", "export metrics of the GPUs", True),
         _switch("allow-cpu-metrics", "export metrics of the machine's CPU and memory", True),
         _number(

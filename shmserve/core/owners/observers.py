@@ -7,7 +7,7 @@ that a batch costs one call, and while nothing is traced or recorded, an event c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from shmserve.core.effects import Effect
 from shmserve.core.events import LeasedRequest
@@ -30,6 +30,9 @@ class Turn(Protocol):
 
     now: int
     effects: list[Effect]
+    tracing: bool
+
+    def log(self, level: str, text: str, **fields: Any) -> None: ...
 
     def next_number(self) -> int: ...
 
@@ -76,6 +79,8 @@ class Observers:
         """This many requests were refused for the same reason. `version`: the one that would have served them."""
         why = limit_in(error.message) or error.code
         self.refusals[why] = self.refusals.get(why, 0) + count
+        if self._turn.tracing:
+            self._turn.log("debug", f"refused {count} request(s): {error.code}: {error.message}")
         if version is not None and isinstance(error, Unavailable):
             version.statistics.refused(error.code, error.message, count, self._turn.now)
 
@@ -198,6 +203,8 @@ class Observers:
         """A request that was admitted has failed. `kind` None: its code says why."""
         now = self._turn.now
         version.statistics.failed(kind, code, text, now - arrived, now)
+        if self._turn.tracing:
+            self._turn.log("debug", f"{version.label} failed a request: {code}: {text}", model=version.model)
 
     def ended(self, request: Request, code: str) -> None:
         """The final response was sent. `code` "": the request succeeded."""

@@ -112,6 +112,9 @@ def test_log_and_trace_settings_are_changed_over_http(repository: Path, tmp_path
             assert ask(port, "/v2/models/same/infer", WAITING_REQUEST | {"id": "mine"})[0] == 200
             assert json.loads(server.until("ran batch").string)["level"] == "debug"
         assert json.loads(ask(port, "/v2/models/same/trace/setting")[1])["trace_count"] == "0"
+        wrong = {"inputs": [WAITING_REQUEST["inputs"][0] | {"name": "x\nforged"}]}
+        assert ask(port, "/v2/models/same/infer", wrong)[0] == 400
+        assert "x\nforged" in json.loads(server.until("refused 1 request").string)["message"]
     found = json.loads(file.read_text())
     assert [line["request_id"] for line in found if "model_name" in line] == ["mine"] * 3
     times = {line["timestamps"][0]["name"]: line["timestamps"][0]["ns"] for line in found if "timestamps" in line}
