@@ -20,9 +20,20 @@ from urllib.parse import unquote, urlsplit
 ENVIRONMENT = ".venv"
 """The environment that `make` creates in a source directory."""
 
-EXTRAS: Mapping[str, str] = {"bench": "bench", "tune": "bench"}
+EXTRAS: Mapping[str, str] = {
+    "bench": "bench",
+    "convert": "convert",
+    "describe": "convert",
+    "quantize": "convert",
+    "tune": "bench",
+}
 """Command -> the extra that it needs; `server` for commands that are not listed."""
-MODULES = frozenset(("google", "hdrh", "hpack", "httptools", "jinja2", "re2", "rich", "tomli", "uvloop"))
+MODULES = frozenset(
+    (
+        "google", "hdrh", "hpack", "httptools", "jinja2", "onnx", "onnxruntime", "onnxscript", "re2", "rich",
+        "skl2onnx", "tf2onnx", "tomli", "uvloop",
+    )
+)  # fmt: skip
 """Top-level modules of these extras that commands import without checking for them."""
 PACKAGES: Mapping[str, str] = {"google": "protobuf", "hdrh": "hdrhistogram", "re2": "google-re2"}
 """Module -> its package, if the names differ."""

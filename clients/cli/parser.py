@@ -9,6 +9,7 @@ from itertools import islice
 
 from shmserve.clients.cli.arguments import infer, local, measure, observe, operate
 from shmserve.clients.cli.arguments.common import add_color
+from shmserve.clients.cli.arguments.convert import add_convert, add_describe, add_quantize
 from shmserve.clients.cli.arguments.plan import add_plan
 from shmserve.clients.cli.arguments.tune import add_tune
 from shmserve.clients.cli.help import CommandParser, rare
@@ -60,12 +61,15 @@ OTHERS = (
     "build",
     "chat",
     "completion",
+    "convert",
     "demo",
+    "describe",
     "doctor",
     "drain",
     "gateway",
     "keygen",
     "plan",
+    "quantize",
     "trace",
     "traffic",
     "version",
@@ -119,6 +123,9 @@ def parser() -> CommandParser:
         local.add_doctor,
         local.add_init,
         local.add_build,
+        add_convert,
+        add_quantize,
+        add_describe,
         local.add_gateway,
         local.add_keygen,
         add_tune,

@@ -32,9 +32,22 @@ class Engine(NamedTuple):
 ENGINES: tuple[Engine, ...] = (
     Engine("dali", "dali", ("nvidia.dali",), "dali", ("tests/process/worker/backends/test_dali.py",)),
     Engine(
-        "tensorflow", "tensorflow", ("tensorflow",), "tensorflow", ("tests/process/worker/backends/test_tensorflow.py",)
+        "tensorflow",
+        "tensorflow",
+        ("tensorflow",),
+        "tensorflow",
+        ("tests/process/worker/backends/test_tensorflow.py", "tests/process/cli/test_convert.py"),
+        ("tf2onnx>=1.17",),
     ),
-    Engine("paddle", "paddle", ("paddle",), "paddle", ("tests/process/worker/backends/test_paddle.py",)),
+    Engine(
+        "paddle",
+        "paddle",
+        ("paddle",),
+        "paddle",
+        ("tests/process/worker/backends/test_paddle.py", "tests/process/cli/test_convert.py"),
+        ("paddle2onnx>=2",),
+    ),
+    Engine("convert", "convert", ("onnxscript", "skl2onnx"), "", ("tests/process/cli/test_convert.py",)),
     Engine(
         "trees",
         "trees",

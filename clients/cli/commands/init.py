@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shlex
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from shmserve.clients.cli.commands.base import complain, print_json
@@ -14,7 +15,7 @@ from shmserve.errors import NotFound
 from shmserve.paths import python
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.repo.starters.config_text import Layout, example
-from shmserve.repo.starters.starter import TORCH_FILES, WRONG_FILE, Described, starter_of, write
+from shmserve.repo.starters.starter import TORCH_FILES, WRONG_FILE, Described, Starter, starter_of, write
 from shmserve.terminal.errors import Failed, Misuse
 
 DESCRIBE = "shmserve.workers.backends.pytorch.describe"
@@ -22,18 +23,15 @@ DESCRIBE_S = 300.0
 
 
 def init(args: argparse.Namespace) -> int:
-    described = _described(args) if Path(args.source).suffix in TORCH_FILES else None
+    found = described(args) if Path(args.source).suffix in TORCH_FILES else None
     try:
-        starter = starter_of(args.source, described)
+        starter = starter_of(args.source, found)
         files = write(starter, args.name, args.repository)
     except NotFound as error:
         raise Misuse(str(error)) from error
     except OSError as error:
         raise Failed(f"cannot write {error.filename or args.repository}: {error.strerror}") from error
-    commands = [
-        shlex.join(["shmserve", "serve", "--model-repository", str(args.repository)]),
-        shlex.join(["shmserve", "infer", args.name, *(starter.request or ["--random", *_shapes(starter.layout)])]),
-    ]
+    commands = next_commands(args.name, args.repository, starter)
     if args.json:
         print_json(
             {
@@ -48,9 +46,21 @@ def init(args: argparse.Namespace) -> int:
     print("\n".join(map(str, files)))
     if starter.warning:
         complain(args, f"warning: {starter.warning}")
+    print_commands(commands)
+    return 0
+
+
+def next_commands(name: str, repository: Path, starter: Starter) -> list[str]:
+    """The commands that serve the model and call it."""
+    return [
+        shlex.join(["shmserve", "serve", "--model-repository", str(repository)]),
+        shlex.join(["shmserve", "infer", name, *(starter.request or ["--random", *_shapes(starter.layout)])]),
+    ]
+
+
+def print_commands(commands: Sequence[str]) -> None:
     print("\nServe it, and from another terminal send it a request:\n")
     print("\n".join(f"  {command}" for command in commands))
-    return 0
 
 
 def _shapes(layout: Layout) -> list[str]:
@@ -63,7 +73,7 @@ def _shapes(layout: Layout) -> list[str]:
     return words
 
 
-def _described(args: argparse.Namespace) -> Described | None:
+def described(args: argparse.Namespace) -> Described | None:
     """The tensors of a PyTorch file, determined in a separate process; None if that fails."""
     if importlib.util.find_spec("torch") is None or not Path(args.source).is_file():
         return None

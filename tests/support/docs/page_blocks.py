@@ -8,6 +8,7 @@ from __future__ import annotations
 
 RUN = {
     "clients": True,
+    "converting": False,
     "errors": True,
     "guides/from-bentoml": False,
     "guides/from-ray-serve": False,
@@ -30,6 +31,7 @@ RUN = {
 served at the start."""
 
 NEEDS = {
+    "converting": ("onnx", "onnxruntime", "torch"),
     "guides/from-torchserve": ("torch",),
     "tutorials/images": ("PIL", "onnx", "onnxruntime"),
     "tutorials/onnx-model": ("onnx", "onnxruntime"),
