@@ -22,6 +22,11 @@ ONNX_ON_GPU = ("tensorrt", "cuda")
 ONNX_ON_CPU = ("openvino", "xnnpack", "dnnl")
 PADDLE_ON_CPU = ("mkldnn", "ort")
 PADDLE_PARAMETERS = frozenset({"cpu_threads", "capacity", "use_int8"})
+_NO_ACCELERATORS = {
+    "paddle": "PaddlePaddle runs on the CPU only here",
+    "tensorflow": "releases of TensorFlow since 2.18 have no TensorRT, and this backend does not set the others",
+}
+"""Backends that have accelerators for GPUs in Triton and not here, and why."""
 _CAPTURING = ("pytorch", "tensorrt")
 """Backends that use CUDA graphs."""
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
@@ -47,6 +52,10 @@ def setting_problems(config: ModelConfig) -> Iterator[SettingProblem]:
             yield from _wrong(f"{path}.gpu_execution_accelerator", listed.gpu_execution_accelerator, ONNX_ON_GPU)
         if config.backend == "onnxruntime" and "KIND_CPU" in kinds:
             yield from _wrong(f"{path}.cpu_execution_accelerator", listed.cpu_execution_accelerator, ONNX_ON_CPU)
+        if "KIND_GPU" in kinds and (reason := _NO_ACCELERATORS.get(config.backend)):
+            for index, accelerator in enumerate(listed.gpu_execution_accelerator):
+                text = f"'{accelerator.name}' is not supported: {reason}; leave it out"
+                yield SettingProblem(f"{path}.gpu_execution_accelerator[{index}].name", text)
         if config.backend == "paddle":
             yield from _wrong(f"{path}.cpu_execution_accelerator", listed.cpu_execution_accelerator, PADDLE_ON_CPU)
     if optimization is not None and optimization.graph is not None and config.backend == "onnxruntime":

@@ -131,7 +131,8 @@ def open_engine(config: ModelConfig, context: Context, trt: Any, logger: Any, ca
         raise InvalidRequest(
             f"unable to load plan of model '{config.name}': {logger.last or 'the library gives no reason'}; a plan "
             "works on the kind of GPU and the version of TensorRT that built it (here: compute capability "
-            f"{capability}, TensorRT {trt.__version__}), unless it was built to be compatible"
+            f"{capability}, TensorRT {trt.__version__}), unless it was built to be compatible; `shmserve build` "
+            "makes one for this machine from the ONNX file"
         )
     return LoadedEngine(trt, runtime, engine)
 

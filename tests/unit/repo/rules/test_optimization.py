@@ -11,6 +11,7 @@ from tests.support.model_files import parameters
 
 X = 'input { name: "x" data_type: TYPE_FP32 dims: 3 }'
 Y = 'output { name: "y" data_type: TYPE_FP32 dims: 3 }'
+GPU_GROUP = " instance_group { kind: KIND_GPU }"
 BOUND = "graph_lower_bound { batch_size: %s }"
 
 
@@ -64,6 +65,11 @@ def test_accelerators() -> None:
         f"{path}.gpu_execution_accelerator[0].name: {unknown} 'xpu' is requested; known here are tensorrt, cuda"
     ]
     assert found(text, gpus=()) == [], "they have no effect, which is a warning"
+    (problem,) = found(listed("tensorflow", "gpu", '{ name: "auto_mixed_precision" }') + GPU_GROUP)
+    assert problem.startswith(f"{path}.gpu_execution_accelerator[0].name: 'auto_mixed_precision' is not supported")
+    (problem,) = found(listed("paddle", "gpu", '{ name: "tensorrt" }') + GPU_GROUP)
+    assert problem.startswith(f"{path}.gpu_execution_accelerator[0].name: 'tensorrt' is not supported")
+    assert found(listed("paddle", "gpu", '{ name: "tensorrt" }'), gpus=()) == []
     both = '[ { name: "mkldnn" parameters { key: "speed" value: "1" } }, { name: "dnnl" } ]'
     path += ".cpu_execution_accelerator"
     assert found(listed("paddle", "cpu", both)) == [
