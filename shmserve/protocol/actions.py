@@ -89,6 +89,10 @@ class Action(str, Enum):
         http=("POST /tokenize",), groups=("inference",), changes=True, takes="TextToTokenize", gives="Tokens")
     DETOKENIZE = Row("detokenize", _INFER, "vLLM-compatible: the text of tokens",
         http=("POST /detokenize",), groups=("inference",), changes=True, takes="TokensToText", gives="Prompt")
+    TRANSCRIPTIONS = Row("transcriptions", _INFER,
+        "OpenAI-compatible: the text of recorded speech; with `stream`, as server-sent events",
+        http=("POST /v1/audio/transcriptions",), groups=("inference",), changes=True, takes="Speech",
+        gives="Transcription")
     LIVE = Row("live", _ANY, "Liveness", query="live",
         http=("GET /v2/health/live",), grpc=("ServerLive",), groups=("health",))
     READY = Row("ready", _ANY, "Readiness", query="ready",

@@ -9,6 +9,8 @@ INFER, GENERATE, GENERATE_STREAM = Action.INFER, Action.GENERATE, Action.GENERAT
 """Module-level names, because reading an attribute of an Enum takes 0.2 us."""
 TO_MODELS = tuple(action for action in Action if action.row.groups == ("inference",))
 """Requests that run a model."""
+FORMS = frozenset((Action.TRANSCRIPTIONS,))
+"""Those whose body is a form with files; the others have JSON."""
 SHARED = frozenset((Action.PAGE_EVENTS, Action.PAGE_PREFLIGHT))
 """Actions allowed to the pages of other servers."""
 PAGE = frozenset((*SHARED, *(action for action in Action if "page" in action.row.roles)))

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from shmserve.dtypes import ITEM_BYTES
-from shmserve.gateway.auth.actions import TO_MODELS
+from shmserve.gateway.auth.actions import FORMS, TO_MODELS
 from shmserve.gateway.http.routes import KSERVE_PATHS, PATHS, Path
 from shmserve.gateway.kserve.plans import CLASSES
 from shmserve.gateway.openai.bodies import TEXTS, VALUES
@@ -19,6 +19,7 @@ from shmserve.protocol.messages import DIMS, NAME_LENGTH, TENSORS
 from shmserve.version import version
 
 JSON, BYTES, EVENTS = "application/json", "application/octet-stream", "text/event-stream"
+FORM = "multipart/form-data"
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _Schema = dict[str, Any]
 _ERRORS = ("Error", "OpenAiError")
@@ -33,6 +34,7 @@ _CONTENT = {
     Action.CHAT_COMPLETIONS: (JSON, EVENTS),
     Action.RESPONSES: (JSON, EVENTS),
     Action.MESSAGES: (JSON, EVENTS),
+    Action.TRANSCRIPTIONS: (JSON, EVENTS),
 }
 """The content types of a response that is not only JSON: raw tensors may follow the JSON of INFER, and a stream
 consists of server-sent events."""
@@ -87,6 +89,9 @@ def _operation(path: Path, method: str, action: Action) -> _Schema:
         "parameters": [{"name": name, "in": "path", "required": True, "schema": _ref(_NAMES[name])} for name in names],
         "responses": {"200": _answer(action), "default": {"$ref": f"#/components/responses/{_error(path)}"}},
     }
+    if action in FORMS:
+        described["requestBody"] = {"content": {FORM: {"schema": _ref(row.takes)}}, "required": True}
+        return described
     takes = f"{path.kind.capitalize()}Region" if row.takes == "Region" else row.takes
     if takes:
         content: _Schema = {JSON: {"schema": _ref(takes)}}
@@ -361,6 +366,17 @@ SCHEMAS: dict[str, _Schema] = {
         token_strs={"type": "null"},
     ),
     "TokensToText": _object(("model", "tokens"), model=_STRING, tokens=_list(_COUNT, VALUES)),
+    "Speech": _object(
+        ("model", "file"),
+        model=_STRING,
+        file={"type": "string", "contentMediaType": "application/octet-stream"},
+        language=_STRING,
+        prompt=_STRING,
+        response_format={"type": "string", "enum": ["json", "text", "verbose_json", "srt", "vtt"]},
+        temperature=_SAMPLING["temperature"],
+        stream=_BOOL,
+    ),
+    "Transcription": _object(("text",), text=_STRING, segments=_list({"type": "object"}), usage={"type": "object"}),
     "Prompt": _object(("prompt",), prompt=_STRING),
     "TextsToEmbed": _object(
         ("model", "input"),

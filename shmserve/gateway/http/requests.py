@@ -20,7 +20,7 @@ from shmserve.errors import (
     Unsupported,
 )
 from shmserve.gateway.auth.access import EndpointAccess
-from shmserve.gateway.auth.actions import GENERATE, GENERATE_STREAM, INFER, PAGE, TO_MODELS
+from shmserve.gateway.auth.actions import FORMS, GENERATE, GENERATE_STREAM, INFER, PAGE, TO_MODELS
 from shmserve.gateway.auth.header_forwarding import Forward, HeaderParameters
 from shmserve.gateway.http import openapi
 from shmserve.gateway.http.bodies import content_length_error
@@ -295,7 +295,7 @@ class Requests:
     def prepare(self, exchange: HttpExchange, first: Buffer) -> None:
         """Chooses the buffers for the body, of which only `first` has arrived."""
         head, action = exchange.head, exchange.head.route.action
-        is_json = action in TO_MODELS and head.json_length is None and not head.encoding
+        is_json = action in TO_MODELS and action not in FORMS and head.json_length is None and not head.encoding
         if is_json and head.length > self._limits.json_bytes:
             raise content_length_error(head, self._limits)
         if action is not INFER or head.json_length is None or head.encoding:
@@ -387,7 +387,7 @@ class Requests:
             self._begin_query(exchange, bytes(body))
 
     def _begin_openai(self, exchange: HttpExchange, body: Buffer) -> None:
-        if len(body) > self._limits.json_bytes:
+        if len(body) > self._limits.json_bytes and exchange.head.route.action not in FORMS:
             raise self._limits.json_size_error(len(body), "")
         assert self._openai is not None
         self._openai.begin(exchange, body)

@@ -277,6 +277,14 @@ def _check_message(param: str, message: dict[str, Any]) -> None:
         raise BadParameter(f"{param}.content", f"'{param}.content' is neither a string nor a list")
 
 
+def converted(fields: Mapping[str, Any], kind: type[_T]) -> _T:
+    """A request from the texts of a form."""
+    try:
+        return msgspec.convert(fields, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from None
+
+
 def decoded(decoder: msgspec.json.Decoder[_T], text: bytes) -> _T:
     check_depth(text)
     try:

@@ -16,6 +16,7 @@ from shmserve.errors import ModelFailed
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.generate import event
 from shmserve.gateway.openai.texts import Delta, Usage
+from shmserve.gateway.upstream.exchange import JSON
 from shmserve.llm.tool_choice import CallReader, ForcedCalls
 
 _LOWEST_LOGPROB = -9999.0
@@ -186,6 +187,8 @@ class ResponseFormat:
     stream ends with the number of tokens."""
 
     object = chunk_object = ""
+    kind = JSON
+    """Content type of a response that is sent as a whole."""
 
     def __init__(self, response_id: str, created: int, model: str, top: int | None, shows_usage: bool) -> None:
         self.id = response_id

@@ -189,7 +189,7 @@ class Generation:
             return
         usage = _total(self._usages, self._apart)
         if not self._as_events:
-            self._exchange.answer(200, self._response.whole(self._choices, usage))
+            self._exchange.answer(200, self._response.whole(self._choices, usage), self._response.kind)
             return
         events.append(self._response.end(self._choices, usage))
         self._begin_events()

@@ -11,8 +11,9 @@ from shmserve.errors import InvalidRequest, NotFound
 from shmserve.gateway.kserve.plans import InputPlan, tensor_type
 
 PROMPT, MESSAGES, TOKENS, SAMPLING = "text_input", "messages", "prompt_token_ids", "sampling_parameters"
-TASK, IMAGE = "task", "image"
+TASK, IMAGE, AUDIO = "task", "image", "audio"
 TEXT, TOOL_CALLS, INPUT_TOKENS, MASK = "text_output", "tool_calls", "num_input_tokens", "attention_mask"
+SEGMENTS = "segments"
 _FLOATS = ("FP32", "FP16", "BF16", "FP64")
 _EMBEDDING_PARAMETERS = frozenset({"embedding_input", "embedding_output", "embedding_pooling"})
 _PAIR = ("query", "document")

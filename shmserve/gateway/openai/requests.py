@@ -13,23 +13,26 @@ from typing import Any
 import msgspec
 
 from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
+from shmserve.gateway.auth.actions import FORMS
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.json_strings import CutStrings
 from shmserve.gateway.kserve.plans import InputPlan, RequestPlan
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import ShareExceeded
 from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES
-from shmserve.gateway.openai import bodies, images, inputs, messages, models, responses, scores, tokens
+from shmserve.gateway.openai import bodies, forms, images, inputs, messages, models, responses, scores, speech, tokens
 from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling, TextsRequest
 from shmserve.gateway.openai.embeddings import Embeddings
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, Echo, ResponseFormat
+from shmserve.gateway.openai.forms import Form
 from shmserve.gateway.openai.generation import Generation
 from shmserve.gateway.openai.inputs import SamplingInputs
 from shmserve.gateway.openai.messages import MessagesFormat
 from shmserve.gateway.openai.models import MESSAGES, TOOL_CALLS, LanguageModel
 from shmserve.gateway.openai.responses import ResponsesFormat, ResponsesRequest
 from shmserve.gateway.openai.scores import RerankRequest, ScoreRequest, Scores
+from shmserve.gateway.openai.speech import TranscriptionFormat, TranscriptionRequest
 from shmserve.gateway.openai.templates import WAITING_BYTES, ChatTemplates, continued_prompt, template_values
 from shmserve.gateway.openai.tokens import PROMPT_BYTES, DetokenizeFormat, TokenizeFormat
 from shmserve.gateway.upstream.documents import BrokerQuery, config_query
@@ -59,6 +62,8 @@ class OpenAiRequests:
             self._list_models(exchange)
         elif action is Action.OPENAI_MODEL:
             self._show_model(exchange)
+        elif action in FORMS:
+            exchange.work(forms.form_of(body), partial(self._begin_speech, exchange))
         elif len(body) > SLICE_BYTES:
             strings = CutStrings()
             exchange.work(
@@ -114,6 +119,32 @@ class OpenAiRequests:
             ask_config()
         else:
             exchange.work(strings.restore(request), ask_config)
+
+    def _begin_speech(self, exchange: Exchange, form: Form) -> None:
+        request, completion = speech.request_of(form)
+        if exchange.head.old and request.stream:
+            raise Unsupported("a stream requires HTTP/1.1")
+        transcribe = partial(self._transcribe, exchange, request, completion, form.files["file"])
+        self._query(exchange, config_query(models.check_name(request.model)), transcribe)
+
+    def _transcribe(
+        self,
+        exchange: Exchange,
+        request: TranscriptionRequest,
+        completion: CompletionRequest,
+        audio: memoryview,
+        config: Any,
+    ) -> None:
+        model = models.language_model(request.model, config)
+        speech.check_model(model, request)
+        response = TranscriptionFormat(request)
+        response_id = f"trsc-{_PROCESS}{next(self._ids):08x}"
+
+        def generate(tensors: list[InputPlan]) -> None:
+            size = sum([spec.size for spec in tensors])
+            self._generate(exchange, model, completion, iter([tensors]), size, [None], response, None, response_id)
+
+        exchange.work(speech.speech_tensors(model, request.prompt, audio), generate)
 
     def _query(self, exchange: Exchange, query: BrokerQuery, then: Callable[[Any], None]) -> None:
         ask_for(exchange, self._sender.link, query, then)

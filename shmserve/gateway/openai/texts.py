@@ -36,6 +36,8 @@ class Delta(Struct):
     """One element for each token: token id -> logprob, rank and text."""
     token_ids: list[int] | None = None
     tool_calls: list[Any] | None = None
+    segments: list[Any] | None = None
+    """Parts of speech with their times."""
 
 
 class _More(Struct):
@@ -45,6 +47,7 @@ class _More(Struct):
     logprobs: Buffer = b""
     ids: Buffer | list[int] = b""
     tool_calls: Buffer = b""
+    segments: Buffer = b""
 
 
 class Usage(Struct):
@@ -142,6 +145,9 @@ class PartReader:
                 case "tool_calls":
                     for one, raw in zip(choices, self._strings(name, tensor), strict=True):
                         one.tool_calls = raw
+                case models.SEGMENTS:
+                    for one, raw in zip(choices, self._strings(name, tensor), strict=True):
+                        one.segments = raw
                 case "token_ids" if tensor[0] == "BYTES":
                     for one, raw in zip(choices, self._strings(name, tensor), strict=True):
                         one.ids = raw
@@ -161,6 +167,7 @@ class PartReader:
         delta.logprobs = self._list("logprobs", more.logprobs)
         delta.token_ids = self._ids(more)
         delta.tool_calls = self._list(TOOL_CALLS, more.tool_calls)
+        delta.segments = self._list(models.SEGMENTS, more.segments)
 
     def _ids(self, more: _More) -> list[int] | None:
         return more.ids if isinstance(more.ids, list) else self._list("token_ids", more.ids)

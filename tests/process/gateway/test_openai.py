@@ -72,7 +72,8 @@ def test_models(client: Any, server: Server) -> None:
     with server.client() as native:
         native.traffic("talk", aliases={"prod": 1, "next": 2})
         names = [found.id for found in client.models.list()]
-    assert names == ["bare", "embed", "once", "pooled-cls", "pooled-last", "pooled-mean", "talk", "talk@prod", "vllm"]
+    assert names == ["bare", "embed", "once", "pooled-cls", "pooled-last", "pooled-mean", "speech", "talk",
+                     "talk@prod", "vllm"]  # fmt: skip
     found = client.models.retrieve("talk@prod")
     assert (found.id, found.object, found.owned_by) == ("talk@prod", "model", "shmserve")
     assert 0 <= time.time() - found.created < 3600
@@ -236,6 +237,44 @@ def test_refused_images(client: Any, model: str, urls: list[str], text: str) -> 
     content: Any = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     with pytest.raises(openai.BadRequestError, match=re.escape(text)):
         client.chat.completions.create(model=model, messages=[{"role": "user", "content": content}])
+
+
+AUDIO = b"RIFF" + bytes(range(256)) * 10_000
+"""Larger than the limit of JSON, and than what is searched at once."""
+
+
+def test_transcriptions(client: Any) -> None:
+    given: dict[str, Any] = {"model": "speech", "file": ("a.wav", AUDIO), "prompt": "AUDIO one"}
+    text = f"{zlib.crc32(AUDIO)} one"
+    found = client.audio.transcriptions.create(**given)
+    assert (found.text, found.usage.type, found.usage.total_tokens) == (text, "tokens", 4)
+    parameters = client.audio.transcriptions.create(
+        **given | {"prompt": "PARAMETERS"}, language="de", temperature=0.5, response_format="text"
+    )
+    assert json.loads(parameters) == {"language": "de", "temperature": 0.5}
+    events = list(client.audio.transcriptions.create(**given, stream=True))
+    assert [event.delta for event in events[:-1]] == [text[:-4], " one"]
+    assert (events[-1].type, events[-1].text) == ("transcript.text.done", text)
+    verbose = client.audio.transcriptions.create(**given, response_format="verbose_json")
+    assert [(one.start, one.end, one.text) for one in verbose.segments] == [(0, 0.5, "AUDIO"), (1, 1.5, "one")]
+    assert (verbose.text, verbose.duration) == (text, 1.5)
+    lines = ["00:00:00,000 --> 00:00:00,500", "AUDIO", "", "2", "00:00:01,000 --> 00:00:01,500", "one", "", ""]
+    assert client.audio.transcriptions.create(**given, response_format="srt").split("\n") == ["1", *lines]
+    vtt = client.audio.transcriptions.create(**given, response_format="vtt")
+    assert vtt == "WEBVTT\n\n" + "\n".join(line for line in lines if line != "2").replace(",", ".")
+
+
+@pytest.mark.parametrize(("more", "error", "text"), [
+    ({"model": "talk"}, "NotFoundError", "is not a speech model: it has no input 'audio'"),
+    ({"file": ("a.wav", b"")}, "BadRequestError", "the form has no 'file', or an empty one"),
+    ({"temperature": 3}, "BadRequestError", "Invalid value for 'temperature'"),
+    ({"response_format": "docx"}, "BadRequestError", "Invalid value for 'response_format'"),
+    ({"include": ["logprobs"]}, "BadRequestError", "Unrecognized request argument supplied: include"),
+    ({"stream": True, "response_format": "srt"}, "BadRequestError", "'stream' is not possible with the format srt"),
+])  # fmt: skip
+def test_refused_transcriptions(client: Any, more: dict[str, Any], error: str, text: str) -> None:
+    with pytest.raises(getattr(openai, error), match=re.escape(text)):
+        client.audio.transcriptions.create(**{"model": "speech", "file": ("a.wav", b"a"), **more})
 
 
 def test_a_model_that_is_not_decoupled_streams_a_single_response(client: Any) -> None:

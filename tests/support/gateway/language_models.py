@@ -4,6 +4,7 @@ A model repeats the words of its prompt, one word per token; choice i begins wit
 
     PARAMETERS   the token is the JSON of the sampling parameters
     DOCUMENT     the token is the JSON of the messages
+    AUDIO        the token is the checksum of the audio
     IMAGES       the token is the JSON of the checksums of the images
     FAIL         fails
     GATE         waits until the gate, a named pipe, is opened
@@ -58,6 +59,7 @@ class Sequence:
             content = self.document["messages"][-1]["content"]
             text = content if isinstance(content, str) else " ".join(part.get("text", "") for part in content)
         self.images = [zlib.crc32(base64.b64decode(image)) for image in values(request, "image")]
+        self.audio = b"".join(values(request, "audio"))
         self.words = text.split()
         self.stream = any(values(request, "stream"))
         self.flags = [name for name in FLAGS if any(values(request, "return_" + name))]
@@ -74,6 +76,8 @@ class Sequence:
             word = json.dumps(self.sampling, sort_keys=True)
         if word == "DOCUMENT":
             word = json.dumps(self.document, sort_keys=True, ensure_ascii=False)
+        if word == "AUDIO":
+            word = str(zlib.crc32(self.audio))
         if word == "IMAGES":
             word = json.dumps(self.images)
         return word if index == 0 else " " + word
@@ -94,6 +98,9 @@ class Sequence:
                 tensors.append(strings(name, [reason] * len(texts)))
             else:
                 tensors.append(pb_utils.Tensor(name, np.array(counts[name], np.uint32)))
+        if self.audio:
+            spoken = [{"start": at, "end": at + 0.5, "text": word} for at, word in enumerate(self.words)]
+            tensors.append(strings("segments", [json.dumps(spoken)]))
         if calls is not None:
             tensors.append(strings("tool_calls", [json.dumps(calls)]))
         self.sender.send(pb_utils.InferenceResponse(tensors))
@@ -245,7 +252,7 @@ def _config(*more: str, inputs: tuple[str, ...] = (), outputs: tuple[str, ...] =
 
 def write_language_models(repository: Path) -> LanguageModels:
     """`talk`: with messages and tool calls. `vllm`: as Triton's backend, with a chat template in its configuration.
-    `bare`: with a prompt and a text only; `once`: it answers with one response,
+    `speech`: with audio. `bare`: with a prompt and a text only; `once`: it answers with one response,
     in batches. `embed`, `embedded`: embeddings, also by an ensemble. `overlap`: scores.
     `pooled-mean` and others: embeddings that the gateway pools."""
     files = LanguageModels(*(repository.with_name(f"{repository.name}-{name}") for name in ("gate", "log")))
@@ -263,6 +270,8 @@ def write_language_models(repository: Path) -> LanguageModels:
     seeing = (*inputs, "image:STRING:[1]")
     write_model(repository, "vllm", _config(vllm, given, inputs=seeing, outputs=outputs), _SOURCE)
     write_model(repository, "bare", _config(given), _SOURCE)
+    speech = _config(given, inputs=(*inputs, "audio:STRING:[1]"), outputs=(*outputs, "segments:STRING"))
+    write_model(repository, "speech", speech, _SOURCE)
     text = f"input {tensors('text_input:STRING:[1]')} output {tensors('text_output:STRING:[1]')}"
     write_model(repository, "once", f'backend: "python" {BATCHES} {text}', ONCE)
     pair = f"input {tensors('query:STRING:[1]', 'document:STRING:[1]')} output {tensors('score:FP32:[1]', COUNT)}"

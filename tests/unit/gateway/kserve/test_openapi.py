@@ -22,8 +22,8 @@ from shmserve.protocol.roles import QUERIES, names
 DOCUMENT = json.loads(openapi.text())
 OTHER_HANDLERS = {
     "infer", "generate", "generate_stream", "completions", "chat_completions", "responses", "messages", "embeddings",
-    "rerank", "score", "tokenize", "detokenize", "openai_models", "openai_model", "metrics", "openapi", "page_file",
-    "page_events", "page_preflight", "page_model",
+    "rerank", "score", "transcriptions", "tokenize", "detokenize", "openai_models", "openai_model", "metrics",
+    "openapi", "page_file", "page_events", "page_preflight", "page_model",
 }  # fmt: skip
 """Actions that `Requests` of the HTTP listener does not pass to `query_of`."""
 VALUES = {"{model}": "m", "{version}": "3", "{region}": "r", "{repository}": "s"}

@@ -11,7 +11,7 @@ const isText = tensors => name => tensors.some(one => one.name === name && one.d
 /** How a client of OpenAI can use the model: {title, node} or null. */
 async function textWay({name: model, metadata, config}) {
 	const inputs = isText(metadata.inputs)
-	if (!metadata.inputs.some(({datatype}) => datatype === "BYTES")) return null
+	if (inputs("audio") || !metadata.inputs.some(({datatype}) => datatype === "BYTES")) return null
 	const listed = await call("GET", `/v1/models/${encodeURIComponent(model)}`).then(() => true, () => false)
 	if (!listed) return null
 	if (!inputs("text_input") || !isText(metadata.outputs)("text_output")) return {title: "Texts", make: () => compareTexts(model)}
