@@ -111,9 +111,8 @@ class OperatedMachine(CoreMachine):
         here = [instance for instance in version.instances if not instance.over]
         chosen = here[number % len(here)]
         others = [instance for instance in here if instance is not chosen and instance.usable]
-        operation = self.world.core.state.models[version.model].operation
-        if operation is not None and (chosen in operation.starting or operation.surplus):
-            return  # the others may be those that the operation removes; scaling waits until it is over
+        if self.world.core.state.models[version.model].operation is not None:
+            return  # scaling waits until it is over: it may remove the others
         if grow and len(here) < 4:
             name = sizes.free_name(version, version.model)
             spec = replace(chosen.spec, name=name)
