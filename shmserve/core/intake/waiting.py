@@ -11,6 +11,7 @@ Invariant: a request is in `Version.unchecked` of its version if and only if `Re
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import nsmallest
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -98,12 +99,22 @@ def check(state: State, admit: Callable[[Request, int], None], now: int) -> None
     checked, or calls `wait_again`; if it raises, the request fails."""
     left = RESUMED
     for version in list(state.loaded_versions):
-        for request in version.unchecked.take(min(left, version.unchecked.count)):
+        for request in _take(version, min(left, version.unchecked.count)):
             left -= 1
             _check(state, request, admit, now)
         if version.unchecked.count:
             return
         del state.loaded_versions[version]
+
+
+def _take(version: Version, count: int) -> list[Request]:
+    """Removes the next requests from those that wait: in fair order or, with preserve_ordering, in order of arrival."""
+    queue = version.unchecked
+    if version.service.order is None:
+        return queue.take(count)
+    waiting = queue.in_order()
+    oldest = nsmallest(count, range(len(waiting)), key=lambda place: waiting[place].number)
+    return sorted(queue.pick(sorted(oldest)), key=lambda request: request.number)
 
 
 def _check(state: State, request: Request, admit: Callable[[Request, int], None], now: int) -> None:
