@@ -136,11 +136,10 @@ class OpenResponses:
                 self.withdrawn.add(request)
                 continue
             stream.cancelled = True
-            wanted = (one for one in stream.task_streams if not (one.cancelled or one.over))
-            if stream.loop is not None and stream.task is not None and not any(wanted):
-                # Cancel before the futures of kept responses resolve, or the coroutine would continue until the loop
+            if stream.abort is not None and all(one.dropped for one in stream.answered_with):
+                # Abort before the futures of kept responses resolve, or a coroutine would continue until its loop
                 # processes the cancellation.
-                stream.loop.call_soon_threadsafe(stream.task.cancel)
+                stream.abort()
             self._drop_kept(stream)
 
     def stop(self, linked: bool) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from asyncio import AbstractEventLoop, Future, Task
+from asyncio import Future
 from collections import deque
+from collections.abc import Callable
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shmserve.protocol.worker_messages import Row, Work
@@ -31,17 +32,16 @@ class ResponseSender:
     """
 
     __slots__ = (
+        "abort",
+        "answered_with",
         "cancelled",
         "final",
         "kept",
         "kept_bytes",
-        "loop",
         "over",
         "response",
         "room",
         "since",
-        "task",
-        "task_streams",
         "unread",
         "work",
     )
@@ -63,10 +63,9 @@ class ResponseSender:
         """Written by `keep` and `pop_kept` only."""
         self.unread = False
         """The broker knows that the model waits for the caller."""
-        self.loop: AbstractEventLoop | None = None
-        self.task: Task[Any] | None = None
-        """The coroutine that answers this request and those in `task_streams`."""
-        self.task_streams: tuple[ResponseSender, ...] = ()
+        self.abort: Callable[[], object] | None = None
+        """Ends what answers this request and those in `answered_with`, in any thread."""
+        self.answered_with: tuple[ResponseSender, ...] = ()
 
     @property
     def dropped(self) -> bool:

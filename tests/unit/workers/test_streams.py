@@ -63,14 +63,15 @@ def test_a_cancelled_coroutine_does_not_resume_when_the_window_opens(loop: Eager
         finally:
             seen.append(stream.cancelled)
 
-    stream.loop, stream.task, stream.task_streams = loop, loop.create_task(model()), (stream,)
+    task = loop.create_task(model())
+    stream.abort = task.cancel
     loop.turn(20)
     assert (passed, len(said), len(stream.kept)) == (WINDOW, WINDOW, 1)
     streams.turn.acquire()
     streams.cancel([1])
     streams.turn.release()
     loop.turn()
-    assert stream.task.cancelled()
+    assert task.cancelled()
     assert (passed, len(said)) == (WINDOW, WINDOW)
     assert seen == [True], "the model asks is_cancelled() when it ends"
     streams.turn.acquire()

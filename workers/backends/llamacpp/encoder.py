@@ -14,8 +14,8 @@ import numpy as np
 from shmserve.errors import InvalidRequest
 from shmserve.repo.config.complete import TensorFacts, complete_from_model
 from shmserve.workers.backends.base import Context, SeparateBackend
+from shmserve.workers.backends.language.requests import PROMPT
 from shmserve.workers.backends.llamacpp.engine import Engine
-from shmserve.workers.backends.llamacpp.requests import PROMPT
 from shmserve.workers.backends.llamacpp.settings import POOLING, RANK, settings_of
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.model_calls.answer import Request, Response, failure_of

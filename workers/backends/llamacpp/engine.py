@@ -16,6 +16,7 @@ import socket
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,9 +25,15 @@ import numpy as np
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, ModelFailed
+from shmserve.workers.backends.language.engine import Limits
+from shmserve.workers.backends.llamacpp.parameters import body_of
+from shmserve.workers.backends.llamacpp.pieces import Pieces
+from shmserve.workers.backends.llamacpp.schemas import check_chat
 from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
+    from shmserve.workers.backends.language.engine import Listener
+    from shmserve.workers.backends.language.requests import Generation
     from shmserve.workers.backends.llamacpp.settings import Settings
 
 # Read when the engine's library is loaded. A step has hundreds of barriers, and threads that spin at them lose whole
@@ -83,10 +90,16 @@ class _Refusal(Struct):
 
 
 class Engine:
-    """A loaded model. `generate` may be called in any thread; `close` when no call is in progress."""
+    """A loaded model. `close` is called when no call is in progress; all others in any thread."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises ModelFailed if the model cannot be loaded."""
+        self.limits = Limits(settings.slots, settings.context, settings.slots * settings.context)
+        self._defaults = settings.defaults
+        self._common = {
+            "cache_prompt": settings.prompt_cache,
+            "repeat_last_n": settings.context,  # penalties apply to all tokens of a sequence
+        }
         self._norm = 2 if settings.normalize else -1
         """Which norm of a vector is 1; -1: none."""
         self._key = secrets.token_hex(32)
@@ -102,24 +115,37 @@ class Engine:
                     f"llama.cpp cannot load {settings.file.name}; the log of the server has its messages"
                 ) from error
 
-    def generate(self, chat: bool, body: bytes, receive: Callable[[bytes], bool]) -> None:
-        """Runs a request. Calls `receive` with each piece of JSON, in this thread; True stops the request at the next
-        step. `receive` must not raise. Raises InvalidRequest if the engine cannot parse the request or its template
-        refuses it.
-        """
-        run = self._server.handle_chat_completions if chat else self._server.handle_completions
+    def prepared(self, generation: Generation) -> Callable[[Listener], None]:
+        body = msgspec.json.encode(self._common | body_of(generation, self._defaults))
+        return partial(self._generate, generation, body)
+
+    def _generate(self, generation: Generation, body: bytes, listener: Listener) -> None:
+        """The engine calls `receive` with each piece, in this thread; True ends the request at the next step."""
+        pieces = Pieces(generation.sampling.logprobs or 0, generation.count)
+        failed: list[Exception] = []
+
+        def receive(data: bytes) -> bool:
+            try:
+                return listener.step(pieces.steps(data))
+            except Exception as error:
+                failed.append(error)
+                return True
+
+        run = self._server.handle_completions if generation.chat is None else self._server.handle_chat_completions
         try:
             run(body, receive)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError) as error:  # the request, or the template of the model, is refused
             raise InvalidRequest(" ".join(str(error).split())) from error
-
-    def prompt(self, chat: bytes) -> str:
-        """The prompt of a chat."""
-        return self._post("/apply-template", chat, _Prompt).prompt
+        if failed:
+            raise failed[0]
 
     def tokens(self, prompt: str) -> list[int]:
         """The tokens that the model sees."""
         return self._post("/tokenize", msgspec.json.encode({"content": prompt, "add_special": True}), _Tokens).tokens
+
+    def chat_tokens(self, chat: dict[str, Any]) -> list[int]:
+        check_chat(chat)
+        return self.tokens(self._post("/apply-template", msgspec.json.encode(chat), _Prompt).prompt)
 
     def text(self, tokens: list[int]) -> str:
         return self._post("/detokenize", msgspec.json.encode({"tokens": tokens}), _Text).content

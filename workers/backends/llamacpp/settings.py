@@ -9,19 +9,19 @@ from msgspec import Struct
 
 from shmserve.errors import Unsupported
 from shmserve.repo.parameters import CHAT_TEMPLATE
+from shmserve.workers.backends.language.sampling import defaults_of
 from shmserve.workers.backends.llamacpp.files import trained_context
-from shmserve.workers.backends.llamacpp.sampling import Sampling, sampling_in
+from shmserve.workers.backends.llamacpp.parameters import UNSUPPORTED
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.process.device import device_of
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.backends.base import Context
+    from shmserve.workers.backends.language.sampling import Defaults
 
 SLOTS, CONTEXT, THREADS = "slots", "context_length", "threads"
 PROMPT_BATCH, CACHE_TYPE, PROMPT_CACHE = "prompt_batch", "cache_type", "prompt_cache"
-MAX_TOKENS, SAMPLING = "default_max_tokens", "sampling_parameters"
-GRAMMARS = "grammars"
 POOLING, NORMALIZE = "pooling", "normalize"
 MMPROJ = "mmproj"
 RANK = "rank"
@@ -37,10 +37,9 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 class Settings(Struct, frozen=True):
     """`slots`: maximum number of sequences in the running batch. `context`: tokens of a sequence, prompt and output.
-    `prompt_batch`: maximum number of prompt tokens in one step. `max_tokens`: for requests that do not set it; 0: the
-    default of the interface. `grammars`: requests may have grammars. `pooling`: how the model computes a vector, or a
-    score, from a text; "": it generates. `normalize`: vectors have length 1. `projector`: the file of the part of the
-    model that sees images."""
+    `prompt_batch`: maximum number of prompt tokens in one step. `pooling`: how the model computes a vector, or a score,
+    from a text; "": it generates. `normalize`: vectors have length 1. `projector`: the file of the part of the model
+    that sees images."""
 
     file: Path
     slots: int
@@ -50,12 +49,10 @@ class Settings(Struct, frozen=True):
     cache_type: str
     prompt_cache: bool
     chat_template: str
-    max_tokens: int
-    sampling: Sampling
-    grammars: bool
     pooling: str
     normalize: bool
     projector: Path | None
+    defaults: Defaults
 
 
 def settings_of(config: ModelConfig, context: Context) -> Settings:
@@ -93,10 +90,8 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
         cache_type,
         parameters.flag(PROMPT_CACHE, True),
         CHAT_TEMPLATE.read(config),
-        parameters.whole(MAX_TOKENS, 0),
-        sampling_in(parameters.text(SAMPLING), f"parameter {SAMPLING} of model '{config.name}'"),
-        parameters.flag(GRAMMARS, False),
         pooling,
         parameters.flag(NORMALIZE, True),
         context.model_file(config, "", projector) if projector else None,
+        defaults_of(config, UNSUPPORTED),
     )

@@ -11,6 +11,7 @@ import inspect
 import threading
 from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest, ModelFailed
@@ -189,14 +190,14 @@ class Python(PythonModel, SeparateBackend):
 
         def started(task: asyncio.Task[None]) -> None:
             for stream in task_streams:
-                stream.task_streams, stream.loop, stream.task = task_streams, loop.loop, task
+                stream.answered_with, stream.abort = task_streams, partial(loop.loop.call_soon_threadsafe, task.cancel)
             task.add_done_callback(ended)
             if all(stream.cancelled for stream in task_streams):
                 loop.loop.call_soon(task.cancel)  # only after it has started, so that it can fail its streams
 
         def ended(task: asyncio.Task[None]) -> None:
             for stream in task_streams:
-                stream.task_streams, stream.task = (), None
+                stream.answered_with, stream.abort = (), None
 
         loop.start(coroutine, started)
 

@@ -16,7 +16,7 @@ import pytest
 import shmserve
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.testing import Server
-from shmserve.workers.backends.llamacpp import requests
+from shmserve.workers.backends.language import requests
 from tests.process.models.language import llm_oracle
 from tests.support.living import pids, until
 from tests.support.model_files import parameters

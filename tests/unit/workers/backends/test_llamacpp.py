@@ -17,10 +17,13 @@ from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
 from shmserve.protocol.worker_messages import Work
 from shmserve.repo.load import parse
 from shmserve.workers.backends.base import Context
+from shmserve.workers.backends.language.engine import Limits, Listener, Step
+from shmserve.workers.backends.language.replies import Reply
+from shmserve.workers.backends.language.requests import RETURNED, Generation
+from shmserve.workers.backends.language.sampling import Defaults, Sampling, defaults_of, merged, sampling_in
 from shmserve.workers.backends.llamacpp.files import trained_context
-from shmserve.workers.backends.llamacpp.replies import Reply, piece_of
-from shmserve.workers.backends.llamacpp.requests import RETURNED, Generation
-from shmserve.workers.backends.llamacpp.sampling import engine_parameters, merged, sampling_in
+from shmserve.workers.backends.llamacpp.parameters import UNSUPPORTED, engine_parameters
+from shmserve.workers.backends.llamacpp.pieces import Pieces
 from shmserve.workers.backends.llamacpp.settings import Settings
 from shmserve.workers.model_calls.answer import Request
 from tests.support.model_files import parameters
@@ -63,26 +66,26 @@ def with_value(kind: int, value: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, {"temperature": 1.0, "top_k": 0, "max_tokens": 16}),
+        ({}, {"temperature": 1.0, "top_k": 0, "max_tokens": -1}),
         (
             {"temperature": "0.5", "top_k": -1, "ignore_eos": "true"},
             {"temperature": 0.5, "top_k": 0, "ignore_eos": True},
         ),
         ({"repetition_penalty": 1.5, "max_tokens": 7}, {"repeat_penalty": 1.5, "max_tokens": 7}),
-        ({"max_tokens": None, "stop": None, "seed": None, "logprobs": None}, {"max_tokens": 16}),
+        ({"max_tokens": None, "stop": None, "seed": None, "logprobs": None}, {"max_tokens": -1}),
         ({"stop": "a"}, {"stop": ["a"]}),
         ({"stop": ["a", "", "b"], "seed": -1}, {"stop": ["a", "b"], "seed": 0x7FFFFFFF}),
         ({"logit_bias": '{"5": -1}'}, {"logit_bias": [[5, -1.0]]}),
         ({"structured_outputs": '{"json": "{\\"type\\": \\"array\\"}"}'}, {"json_schema": {"type": "array"}}),
         ({"structured_outputs": {"json_object": True, "json": None}}, {"json_schema": {"type": "object"}}),
         ({"structured_outputs": {"choice": ["a", 'b"']}}, {"grammar": 'root ::= "a" | "b\\""'}),
-        ({"min_tokens": 0, "skip_special_tokens": True, "stop_token_ids": []}, {"max_tokens": 16}),
+        ({"min_tokens": 0, "skip_special_tokens": True, "stop_token_ids": []}, {"max_tokens": -1}),
     ],
 )
 def test_sampling_parameters_for_the_engine(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    found = engine_parameters(sampling_in(json.dumps(given)), 16)
+    found = engine_parameters(sampling_in(json.dumps(given)), Defaults())
     assert expected.items() <= found.items()
-    neutral = engine_parameters(sampling_in(""), 16)
+    neutral = engine_parameters(Sampling(), Defaults())
     assert {name: value for name, value in found.items() if name not in expected} == {
         name: value for name, value in neutral.items() if name not in expected
     }
@@ -107,7 +110,14 @@ def test_sampling_parameters_for_the_engine(given: dict[str, Any], expected: dic
 )
 def test_sampling_parameters_that_are_refused(text: str, kind: type[ServeError], words: str) -> None:
     with pytest.raises(kind, match=words):
-        engine_parameters(sampling_in(text), 16)
+        engine_parameters(sampling_of_model(text), Defaults())
+
+
+def sampling_of_model(text: str) -> Sampling:
+    """The defaults of a model with this text."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    config = parse(f'name: "m" {parameters(sampling_parameters=escaped)}')
+    return defaults_of(config, UNSUPPORTED).sampling
 
 
 def test_a_request_overrides_the_defaults_of_its_model() -> None:
@@ -126,12 +136,18 @@ def chat(**delta: Any) -> bytes:
     return json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode()
 
 
-def reply(count: int = 1, stream: bool = True, chatting: bool = False, prefix: str = "") -> Reply:
-    return Reply(Generation(chatting, b"", count, stream, prefix, 0, tuple(RETURNED.values())))
+class Replying:
+    """A reply that is made from pieces of the engine."""
 
+    def __init__(self, count: int = 1, stream: bool = True, prefix: str = "") -> None:
+        self.pieces = Pieces(0, count)
+        self.reply = Reply(Generation(Sampling(), count, stream, tuple(RETURNED.values()), prefix=prefix))
 
-def outputs(made: Reply) -> dict[str, Any]:
-    return {name: array.tolist() for name, array in made.outputs()}
+    def add(self, data: bytes) -> bool:
+        return True in [self.reply.add(step) for step in self.pieces.steps(data)]
+
+    def outputs(self) -> dict[str, Any]:
+        return {name: array.tolist() for name, array in self.reply.outputs()}
 
 
 def end(index: int, tokens: int, finish: str = "stop") -> bytes:
@@ -141,26 +157,26 @@ def end(index: int, tokens: int, finish: str = "stop") -> bytes:
 
 def test_unsent_pieces_are_joined_with_the_next_one() -> None:
     """As for a caller that reads slowly."""
-    made = reply()
-    assert not made.add(piece_of(b'{"choices": [{}], "prompt_progress": {"total": 5, "processed": 5}}'))
+    made = Replying()
+    assert not made.add(b'{"choices": [{}], "prompt_progress": {"total": 5, "processed": 5}}')
     for text in "ab":
-        assert made.add(piece_of(piece(text=text)))
-    found = outputs(made)
+        assert made.add(piece(text=text))
+    found = made.outputs()
     assert (found["text_output"], found["num_output_tokens"], found["num_input_tokens"]) == (["ab"], [2], [5])
     assert found["finish_reason"] == ["None"]
-    assert made.add(piece_of(piece(text="c")))
-    assert made.add(piece_of(end(0, 4)))
-    assert made.complete
-    found = outputs(made)
+    assert made.add(piece(text="c"))
+    assert made.add(end(0, 4))
+    assert made.reply.complete
+    found = made.outputs()
     assert (found["text_output"], found["num_output_tokens"], found["finish_reason"]) == (["c"], [2], ["stop"])
 
 
 def test_texts_of_one_request_may_end_at_different_times() -> None:
-    made = reply(count=2, stream=False, prefix="> ")
-    due = [made.add(piece_of(data)) for data in (piece(1, "a"), piece(0, "b"), end(1, 1, "length"), piece(0, "c"))]
+    made = Replying(count=2, stream=False, prefix="> ")
+    due = [made.add(data) for data in (piece(1, "a"), piece(0, "b"), end(1, 1, "length"), piece(0, "c"))]
     assert due == [False] * 4
-    assert made.add(piece_of(end(0, 2)))
-    found = outputs(made)
+    assert made.add(end(0, 2))
+    found = made.outputs()
     assert (found["text_output"], found["finish_reason"]) == (["> bc", "> a"], ["stop", "length"])
     assert (found["num_output_tokens"], found["num_input_tokens"]) == ([2, 1], [5])
 
@@ -172,19 +188,19 @@ def test_tool_calls_are_put_together() -> None:
         [{"index": 0, "function": {"arguments": '{"city":'}}],
         [{"index": 0, "function": {"arguments": '"P"}'}}],
     ]
-    made = reply(chatting=True)
-    assert not made.add(piece_of(chat(role="assistant", content=None)))
-    assert made.add(piece_of(chat(tool_calls=pieces[0])))
-    assert json.loads(outputs(made)["tool_calls"][0]) == [begin]
+    made = Replying()
+    assert not made.add(chat(role="assistant", content=None))
+    assert made.add(chat(tool_calls=pieces[0]))
+    assert json.loads(made.outputs()["tool_calls"][0]) == [begin]
     for more in pieces[1:]:
-        assert made.add(piece_of(chat(tool_calls=more)))
-    (call,) = json.loads(outputs(made)["tool_calls"][0])
+        assert made.add(chat(tool_calls=more))
+    (call,) = json.loads(made.outputs()["tool_calls"][0])
     assert call == {"index": 0, "function": {"arguments": '{"city":"P"}'}}
-    made = reply(chatting=True, stream=False)
+    made = Replying(stream=False)
     for part in pieces:
-        made.add(piece_of(chat(tool_calls=part)))
-    made.add(piece_of(end(0, 9, "tool_calls")))
-    (call,) = json.loads(outputs(made)["tool_calls"][0])
+        made.add(chat(tool_calls=part))
+    made.add(end(0, 9, "tool_calls"))
+    (call,) = json.loads(made.outputs()["tool_calls"][0])
     assert call["function"] == {"name": "weather", "arguments": '{"city":"P"}'}
 
 
@@ -199,9 +215,9 @@ def test_tool_calls_are_put_together() -> None:
 )
 def test_errors_of_the_engine(error: dict[str, Any], kind: type[ServeError]) -> None:
     with pytest.raises(kind, match="no"):
-        piece_of(json.dumps({"error": error}).encode())
+        Pieces(0, 1).steps(json.dumps({"error": error}).encode())
     with pytest.raises(ModelFailed, match="cannot be read"):
-        piece_of(b"[]")
+        Pieces(0, 1).steps(b"[]")
 
 
 # ---------------------------------------------------------------------------------------------- encoders
@@ -238,10 +254,13 @@ class InstantEngine:
     """An engine that ends each text at once."""
 
     def __init__(self, settings: Settings) -> None:
-        assert settings.slots == 1
+        self.limits = Limits(settings.slots, settings.context, settings.context)
 
-    def generate(self, chat: bool, body: bytes, receive: Callable[[bytes], bool]) -> None:
-        receive(end(0, 1))
+    def prepared(self, generation: Generation) -> Callable[[Listener], None]:
+        return self.run
+
+    def run(self, listener: Listener) -> None:
+        listener.step([Step(generated=1, finish="stop")])
 
     def close(self) -> None: ...
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidRequest, Unsupported
-from shmserve.workers.backends.llamacpp.sampling import engine_parameters, sampling_in
+from shmserve.workers.backends.language.sampling import Defaults, sampling_in
+from shmserve.workers.backends.llamacpp.parameters import engine_parameters
 from shmserve.workers.backends.llamacpp.schemas import check_chat, check_schema
 
 
@@ -105,15 +106,15 @@ def test_schemas_of_chats() -> None:
 def test_grammars_need_a_permission() -> None:
     sampling = sampling_in('{"structured_outputs": {"grammar": "root ::= \\"a\\"{5,2}"}}')
     with pytest.raises(Unsupported, match="the parameter 'grammars' of the model allows it"):
-        engine_parameters(sampling, 16)
-    assert engine_parameters(sampling, 16, grammars=True)["grammar"] == 'root ::= "a"{5,2}'
+        engine_parameters(sampling, Defaults())
+    assert engine_parameters(sampling, Defaults(grammars=True))["grammar"] == 'root ::= "a"{5,2}'
 
 
 def test_choices_are_limited() -> None:
     for count, allowed in ((1000, True), (1001, False)):
         sampling = sampling_in(json.dumps({"structured_outputs": {"choice": ["same"] * count}}))
         if allowed:
-            assert engine_parameters(sampling, 16)["grammar"].count("same") == count
+            assert engine_parameters(sampling, Defaults())["grammar"].count("same") == count
         else:
             with pytest.raises(InvalidRequest, match="has 1001 choices; the limit is 1000"):
-                engine_parameters(sampling, 16)
+                engine_parameters(sampling, Defaults())

@@ -23,13 +23,14 @@ _METRICS = {metric.key: metric for metric in METRICS}
 class LanguageMetrics:
     """The counters of one instance. Its methods may be called in any thread."""
 
-    def __init__(self, count: Count, model: str, version: int, instance: str, slots: int, context: int) -> None:
+    def __init__(self, count: Count, model: str, version: int, instance: str, slots: int, cache: int) -> None:
+        """`cache`: tokens in the KV cache."""
         self._count = count
         self._labels = (("model", model), ("version", str(version)))
         self._instance = ("model_instance", instance)
         self._lock = threading.Lock()
         self._running = self._waiting = self._cached = 0
-        self._capacity = slots * context
+        self._capacity = cache
         self._numbers = {metric.key: self._add(metric) for metric in METRICS if not metric.label}
         self._reasons: dict[str, memoryview[float]] = {}
         set_gauge(self._numbers["slots"], slots)
@@ -119,9 +120,8 @@ class TextMetrics:
             self._tokens += tokens
             self._last = now
 
-    def finished(self, tokens: int, hits: int) -> None:
-        """The totals of the engine: generated tokens, and tokens of the prompt that were in its cache."""
-        self.generated(tokens - self._tokens)
+    def finished(self, hits: int) -> None:
+        """`hits`: tokens of the prompt that were in the engine's cache."""
         self._hits = hits
 
     def ended(self, reason: str) -> None:

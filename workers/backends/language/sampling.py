@@ -1,15 +1,19 @@
-"""Converts vLLM's sampling parameters, as JSON, to those of the engine."""
+"""Reads vLLM's sampling parameters, which are JSON."""
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from shmserve.errors import InvalidRequest, Unsupported
-from shmserve.workers.backends.llamacpp.schemas import check_schema
+from shmserve.errors import InvalidRequest, NotFound, Unsupported
+from shmserve.workers.backends.parameters import Parameters
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
 
 TEXT_MAX_TOKENS = 16
 """Default token limit of requests with a plain prompt, as in vLLM. Chats have no limit by default."""
@@ -17,13 +21,15 @@ LOGPROBS = 20
 """Maximum number of alternatives for a token."""
 CHOICES = 1000
 """Maximum number of texts in `choice`: the engine tries each of them at each token."""
+MAX_TOKENS, SAMPLING, GRAMMARS = "default_max_tokens", "sampling_parameters", "grammars"
+"""Parameters of a model."""
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 
 
-class Sampling(Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """The parameters of vLLM. `structured_outputs`: an object with one of `json`, `json_object`, `choice` and
-    `grammar`. The last parameters have no effect here, or accept only one value."""
+class Sampling(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The parameters of vLLM, and `lora_name` of Triton's backend for it. `structured_outputs`: an object with one of
+    `json`, `json_object`, `choice`, `grammar` and others of the engine."""
 
     n: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
     temperature: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
@@ -50,39 +56,36 @@ class Sampling(Struct, omit_defaults=True, forbid_unknown_fields=True):
     skip_special_tokens: bool | UnsetType = UNSET
     spaces_between_special_tokens: bool | UnsetType = UNSET
     truncate_prompt_tokens: int | UnsetType | None = UNSET
+    lora_name: str | UnsetType | None = UNSET
+
+
+class Defaults(Struct, frozen=True):
+    """Settings of a model for requests. `max_tokens`: for requests that do not set it; 0: the default of the interface.
+    `grammars`: requests may have grammars. `unsupported`: sampling parameters that the engine lacks, with the values
+    that have no effect."""
+
+    sampling: Sampling = Sampling()
+    max_tokens: int = 0
+    grammars: bool = False
+    unsupported: Mapping[str, tuple[Any, ...]] = {}
+    adapters: Mapping[str, Path] = {}
+    """The adapters (LoRA) that requests may name, and their files."""
 
 
 _NAMES = frozenset(Sampling.__struct_fields__)
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "min_tokens": (0, None),
-    "stop_token_ids": (None, []),
-    "bad_words": (None, []),
-    "prompt_logprobs": (None,),
-    "include_stop_str_in_output": (False,),
-    "detokenize": (True,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (None,),
-}
-"""Parameters that the engine does not support -> values that have no effect."""
-_ENGINE_NAMES = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repeat_penalty",
-    "ignore_eos": "ignore_eos",
-}
-_NEUTRAL = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repeat_penalty": 1.0,
-}
-"""vLLM's defaults; those of the engine differ."""
+
+
+def defaults_of(config: ModelConfig, unsupported: Mapping[str, tuple[Any, ...]]) -> Defaults:
+    parameters = Parameters(config)
+    where = f"parameter {SAMPLING} of model '{config.name}'"
+    defaults = Defaults(
+        sampling_in(parameters.text(SAMPLING), where),
+        parameters.whole(MAX_TOKENS, 0),
+        parameters.flag(GRAMMARS, False),
+        unsupported,
+    )
+    check_supported(defaults.sampling, defaults, where)
+    return defaults
 
 
 def sampling_in(text: str | bytes, where: str = "input 'sampling_parameters'") -> Sampling:
@@ -113,10 +116,6 @@ def sampling_of(given: dict[str, Any], where: str) -> Sampling:
         found = msgspec.convert(given, Sampling, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{where}: {error}") from None
-    for name, values in _FIXED.items():
-        value = getattr(found, name)
-        if value is not UNSET and value not in values:
-            raise Unsupported(f"{where}: the engine of this model has no '{name}'; remove it")
     if found.best_of is not UNSET and found.best_of not in (None, 1, found.n):
         raise Unsupported(f"{where}: 'best_of' must be equal to 'n', or absent")
     return found
@@ -128,29 +127,22 @@ def merged(defaults: Sampling, given: Sampling) -> Sampling:
     return Sampling(**values)
 
 
-def engine_parameters(sampling: Sampling, default_max_tokens: int, grammars: bool = False) -> dict[str, Any]:
-    """`default_max_tokens` 0: no limit. `grammars`: whether grammars are allowed."""
-    found: dict[str, Any] = dict(_NEUTRAL)
-    for name, engine_name in _ENGINE_NAMES.items():
+def check_supported(sampling: Sampling, defaults: Defaults, where: str = "input 'sampling_parameters'") -> None:
+    """Raises Unsupported or NotFound for what the model does not have."""
+    for name, values in defaults.unsupported.items():
         value = getattr(sampling, name)
-        if value is not UNSET:
-            found[engine_name] = value
-    if sampling.top_k is not UNSET:
-        found["top_k"] = max(0, sampling.top_k)
-    limit = sampling.max_tokens or default_max_tokens
-    found["max_tokens"] = limit or -1
-    if sampling.stop:
-        found["stop"] = [sampling.stop] if isinstance(sampling.stop, str) else [text for text in sampling.stop if text]
-    if sampling.seed is not UNSET and sampling.seed is not None:
-        found["seed"] = sampling.seed & 0x7FFFFFFF
-    if sampling.logit_bias:
-        found["logit_bias"] = [[_token(name), value] for name, value in sampling.logit_bias.items()]
-    if sampling.structured_outputs:
-        found |= _structured(sampling.structured_outputs, grammars)
-    return found
+        if value is not UNSET and value not in values:
+            raise Unsupported(f"{where}: the engine of this model has no '{name}'; remove it")
+    if sampling.lora_name and sampling.lora_name not in defaults.adapters:
+        known = f"it has {', '.join(sorted(defaults.adapters))}" if defaults.adapters else "it has none"
+        raise NotFound(f"the model has no adapter '{sampling.lora_name[:80]}': {known}")
 
 
-def _structured(given: dict[str, Any] | str, grammars: bool) -> dict[str, Any]:
+def structured_in(sampling: Sampling, defaults: Defaults) -> tuple[str, Any] | None:
+    """What the text must match: the kind, and its value. A schema may still be a text."""
+    given = sampling.structured_outputs
+    if not given:
+        return None
     wanted = _json_in(given) if isinstance(given, str) else given
     if not isinstance(wanted, dict):
         raise InvalidRequest("'structured_outputs' is not a JSON object")
@@ -158,24 +150,33 @@ def _structured(given: dict[str, Any] | str, grammars: bool) -> dict[str, Any]:
     if len(wanted) != 1:
         raise InvalidRequest("'structured_outputs' must have one of json, json_object, choice and grammar")
     ((name, value),) = wanted.items()
-    if name == "json":
-        schema = _json_in(value) if isinstance(value, str) else value
-        check_schema(schema, "the schema of 'structured_outputs'")
-        return {"json_schema": schema}
-    if name == "json_object":
-        return {"json_schema": {"type": "object"}}
-    if name == "choice" and isinstance(value, list) and value and all(isinstance(one, str) for one in value):
-        if len(value) > CHOICES:
-            raise InvalidRequest(f"'structured_outputs' has {len(value)} choices; the limit is {CHOICES}")
-        return {"grammar": "root ::= " + " | ".join(json.dumps(one) for one in value)}
-    if name == "grammar" and isinstance(value, str):
-        if not grammars:
-            raise Unsupported(
-                "'structured_outputs' with 'grammar' is not allowed, as a grammar can stop the texts of all callers; "
-                "the parameter 'grammars' of the model allows it"
-            )
-        return {"grammar": value}
-    raise Unsupported(f"'structured_outputs' with '{name[:40]}' is not supported by the engine of this model")
+    if name == "json" and isinstance(value, str):
+        return name, _json_in(value)
+    if name == "choice" and not _is_choice(value):
+        raise InvalidRequest("'choice' of 'structured_outputs' must be a list of texts")
+    if name == "choice" and len(value) > CHOICES:
+        raise InvalidRequest(f"'structured_outputs' has {len(value)} choices; the limit is {CHOICES}")
+    if name == "grammar" and not defaults.grammars:
+        raise Unsupported(
+            "'structured_outputs' with 'grammar' is not allowed, as a grammar can stop the texts of all callers; "
+            "the parameter 'grammars' of the model allows it"
+        )
+    return name, value
+
+
+def stops_in(sampling: Sampling) -> list[str]:
+    if not sampling.stop:
+        return []
+    return [sampling.stop] if isinstance(sampling.stop, str) else [text for text in sampling.stop if text]
+
+
+def biases_in(sampling: Sampling) -> dict[int, float]:
+    """Token -> what is added to its logit."""
+    return {_token(name): value for name, value in (sampling.logit_bias or {}).items()}
+
+
+def _is_choice(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
 
 
 def _json_in(text: str) -> Any:

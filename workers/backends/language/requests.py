@@ -1,4 +1,4 @@
-"""Converts a request's tensors to the engine's request, and determines what its responses contain."""
+"""Reads a request's tensors, and determines what its responses contain."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import UNSET, Struct
+from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
 from shmserve.llm.tool_choice import ForcedCalls, forced_calls
-from shmserve.workers.backends.llamacpp.sampling import (
+from shmserve.workers.backends.language.sampling import (
     TEXT_MAX_TOKENS,
     Sampling,
-    engine_parameters,
+    check_supported,
     merged,
     sampling_in,
     sampling_of,
 )
-from shmserve.workers.backends.llamacpp.schemas import check_chat, check_schema
 
 if TYPE_CHECKING:
-    from shmserve.workers.backends.llamacpp.settings import Settings
+    from shmserve.workers.backends.language.sampling import Defaults
 
 PROMPT, MESSAGES, TOKENS, SAMPLING = "text_input", "messages", "prompt_token_ids", "sampling_parameters"
 STREAM, EXCLUDE = "stream", "exclude_input_in_output"
@@ -49,61 +49,58 @@ _CHAT = (
 )
 _OWN = frozenset({STREAM, EXCLUDE, *RETURNED})
 _RESERVED = "triton_"
-_encode = msgspec.json.Encoder().encode
 
 
 class Generation(Struct):
-    """A request to the engine. `chat`: it contains messages. `prefix`: the prompt, if texts begin with it. `top`:
-    number of alternatives for each token. `returned`: optional outputs."""
+    """A request to the engine, for a prompt or a chat. `prefix`: the prompt, if texts begin with it. `returned`:
+    optional outputs."""
 
-    chat: bool
-    body: bytes
+    sampling: Sampling
     count: int
     stream: bool
-    prefix: str
-    top: int
     returned: tuple[str, ...]
+    prompt: str | list[int] = ""
+    chat: dict[str, Any] | None = None
+    prefix: str = ""
     forced: ForcedCalls | None = None
-    """Tool calls that the texts must consist of."""
+    """Tool calls that the texts must consist of. The chat then has a `response_format` that demands them."""
+
+    @property
+    def scored(self) -> bool:
+        """True if the engine has to return log probabilities."""
+        return not _SCORED.isdisjoint(self.returned)
 
 
-def generation_of(inputs: Mapping[str, Any], parameters: Mapping[str, Any], settings: Settings) -> Generation:
+def generation_of(
+    inputs: Mapping[str, Any], parameters: Mapping[str, Any], defaults: Defaults, slots: int
+) -> Generation:
     """`inputs`: arrays by name, None for absent inputs. `parameters`: those of the request, which are sampling
     parameters if the input for these is absent."""
     stream = _flag(inputs, parameters, STREAM)
     returned = tuple(output for name, output in RETURNED.items() if _flag(inputs, parameters, name))
-    body: dict[str, Any] = {"stream": True, "return_progress": True, "cache_prompt": settings.prompt_cache}
-    body["repeat_last_n"] = settings.context  # penalties apply to all tokens of a sequence
     messages, tokens = inputs.get(MESSAGES), inputs.get(TOKENS)
-    chat = messages is not None
-    sampling = merged(settings.sampling, _sampling(inputs.get(SAMPLING), parameters))
-    limit = settings.max_tokens or (0 if chat else TEXT_MAX_TOKENS)
-    body |= engine_parameters(sampling, limit, settings.grammars)
-    top = sampling.logprobs or 0
-    scored = not _SCORED.isdisjoint(returned)
-    prefix, forced = "", None
-    if messages is not None:
-        chat_body, forced = chat_in(text_in(messages, MESSAGES), inputs.get(IMAGE))
-        body |= {**chat_body, "reasoning_format": "none"}
-        body |= {"logprobs": True, "top_logprobs": max(1, top)} if scored else {}
-    else:
-        if tokens is not None and tokens.size:
-            body["prompt"] = tokens.tolist()
-        else:
-            body["prompt"] = text_in(inputs[PROMPT], PROMPT)
-            prefix = _prefix(inputs, parameters, stream, body["prompt"])
-        body |= {"logprobs": max(1, top)} if scored else {}
-        if not body["prompt"]:
-            raise InvalidRequest(f"input '{PROMPT}' is empty; give a prompt, or the input '{MESSAGES}'")
+    sampling = merged(defaults.sampling, _sampling(inputs.get(SAMPLING), parameters))
+    check_supported(sampling, defaults)
+    if not sampling.max_tokens:
+        limit = defaults.max_tokens or (TEXT_MAX_TOKENS if messages is None else None)
+        sampling = replace(sampling, max_tokens=limit)
     count = 1 if sampling.n is UNSET else sampling.n
-    if count > settings.slots:
+    if count > slots:
         raise InvalidRequest(
-            f"'n' is {count}, and the model runs at most {settings.slots} sequences at once; its parameter 'slots' "
-            "sets this number"
+            f"'n' is {count}, and the model runs at most {slots} sequences at once; its parameter 'slots' sets this "
+            "number"
         )
-    if count > 1:
-        body["n"] = count
-    return Generation(chat, _encode(body), count, stream, prefix, top, returned, forced)
+    generation = Generation(sampling, count, stream, returned)
+    if messages is not None:
+        generation.chat, generation.forced = chat_in(text_in(messages, MESSAGES), inputs.get(IMAGE))
+    elif tokens is not None and tokens.size:
+        generation.prompt = tokens.tolist()
+    else:
+        generation.prompt = text = text_in(inputs[PROMPT], PROMPT)
+        generation.prefix = _prefix(inputs, parameters, stream, text)
+        if not text:
+            raise InvalidRequest(f"input '{PROMPT}' is empty; give a prompt, or the input '{MESSAGES}'")
+    return generation
 
 
 def _sampling(given: Any, parameters: Mapping[str, Any]) -> Sampling:
@@ -148,11 +145,9 @@ def chat_in(text: str, images: Any = None) -> tuple[dict[str, Any], ForcedCalls 
     unknown = sorted(found.keys() - set(_CHAT))
     if unknown:
         raise InvalidRequest(f"input '{MESSAGES}' has '{unknown[0][:80]}'; known are: {', '.join(_CHAT)}")
-    check_chat(found)
     _place_images(found["messages"], [] if images is None else images.reshape(-1).tolist())
     forced = forced_calls(found.get("tools"), found.get("tool_choice"), found.get("parallel_tool_calls"))
-    if forced is not None:  # the engine does not enforce `tool_choice`, but a schema
-        check_schema(forced.schema, "the schema of the tool calls")
+    if forced is not None:  # engines do not enforce `tool_choice`, but a schema
         del found["tool_choice"]
         found["response_format"] = {"type": "json_schema", "json_schema": {"schema": forced.schema}}
     body = {name: value for name, value in found.items() if value is not None}

@@ -10,30 +10,29 @@ import numpy as np
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
-from shmserve.workers.backends.llamacpp.replies import Array, strings
-from shmserve.workers.backends.llamacpp.requests import IMAGE, MESSAGES, PROMPT, TOKENS, chat_in, text_in
+from shmserve.workers.backends.language.replies import Array, strings
+from shmserve.workers.backends.language.requests import IMAGE, MESSAGES, PROMPT, TOKENS, chat_in, text_in
 
 if TYPE_CHECKING:
-    from shmserve.workers.backends.llamacpp.engine import Engine
-    from shmserve.workers.backends.llamacpp.settings import Settings
+    from shmserve.workers.backends.language.engine import Engine
 
 TASK = "task"
 _encode = msgspec.json.Encoder().encode
 
 
 class Tokenization(Struct):
-    """A request for the tokens of a prompt. `chat`: the prompt is made from this body by the chat template."""
+    """A request for the tokens of a prompt. `chat`: the prompt is made from it by the chat template."""
 
     text: str
-    chat: bytes
+    chat: dict[str, Any] | None
 
-    def outputs(self, engine: Engine, settings: Settings) -> list[tuple[str, Array]]:
-        tokens = engine.tokens(engine.prompt(self.chat) if self.chat else self.text)
+    def outputs(self, engine: Engine) -> list[tuple[str, Array]]:
+        tokens = engine.tokens(self.text) if self.chat is None else engine.chat_tokens(self.chat)
         return [
             ("text_output", strings([""])),
             ("token_ids", strings([_encode(tokens)])),
             ("num_input_tokens", np.array([len(tokens)], np.uint32)),
-            ("max_model_len", np.array([settings.context], np.uint32)),
+            ("max_model_len", np.array([engine.limits.context], np.uint32)),
         ]
 
 
@@ -42,7 +41,7 @@ class Detokenization(Struct):
 
     tokens: list[int]
 
-    def outputs(self, engine: Engine, settings: Settings) -> list[tuple[str, Array]]:
+    def outputs(self, engine: Engine) -> list[tuple[str, Array]]:
         return [("text_output", strings([engine.text(self.tokens)]))]
 
 
@@ -55,7 +54,7 @@ def conversion_of(inputs: Mapping[str, Any]) -> Tokenization | Detokenization | 
         case "tokenize" if inputs.get(IMAGE) is not None:
             raise InvalidRequest("images have no tokens; tokenize the chat without them")
         case "tokenize":
-            chat = b"" if messages is None else _encode(chat_in(text_in(messages, MESSAGES))[0])
+            chat = None if messages is None else chat_in(text_in(messages, MESSAGES))[0]
             return Tokenization(text_in(inputs[PROMPT], PROMPT), chat)
         case "detokenize" if tokens is not None:
             return Detokenization(tokens.tolist())

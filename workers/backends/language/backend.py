@@ -1,0 +1,293 @@
+"""Serves language models, whichever engine runs them.
+
+Invariants: each request in the engine occupies slots of its batch, one for each of its texts, so that requests beyond
+the number of slots wait in the server's queue. A slow caller delays nothing: its pending output becomes one response,
+bounded by the context length, and the slot is free once the text has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from shmserve.errors import InvalidRequest
+from shmserve.protocol.messages import Failure
+from shmserve.repo.config.schema import ModelInput, ModelOutput, ModelTransactionPolicy
+from shmserve.workers.backends.base import Context, SeparateBackend
+from shmserve.workers.backends.language import requests
+from shmserve.workers.backends.language.conversions import TASK, Detokenization, Tokenization, conversion_of
+from shmserve.workers.backends.language.metrics import LanguageMetrics
+from shmserve.workers.backends.language.replies import Reply
+from shmserve.workers.backends.language.requests import Generation, generation_of
+from shmserve.workers.batch.specs import request_inputs_of
+from shmserve.workers.model_calls.answer import Request, Response, failure_of
+from shmserve.workers.model_calls.responses import CANCELLED, OpenResponses
+from shmserve.workers.process.log import log_traceback
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.backends.language.engine import Engine, Listener, Step
+    from shmserve.workers.backends.language.metrics import Count
+    from shmserve.workers.backends.language.sampling import Defaults
+    from shmserve.workers.model_calls.stream import ResponseSender
+
+INPUTS = (
+    ModelInput(name=requests.PROMPT, data_type="TYPE_STRING", dims=(1,)),
+    ModelInput(name=requests.TOKENS, data_type="TYPE_UINT32", dims=(-1,), optional=True),
+    ModelInput(name=requests.MESSAGES, data_type="TYPE_STRING", dims=(1,), optional=True),
+    ModelInput(name=requests.SAMPLING, data_type="TYPE_STRING", dims=(1,), optional=True),
+    ModelInput(name=TASK, data_type="TYPE_STRING", dims=(1,), optional=True),
+    *(
+        ModelInput(name=name, data_type="TYPE_BOOL", dims=(1,), optional=True)
+        for name in (requests.STREAM, requests.EXCLUDE, *requests.RETURNED)
+    ),
+)
+IMAGE = ModelInput(name=requests.IMAGE, data_type="TYPE_STRING", dims=(-1,), optional=True)
+"""An input of models that see images."""
+OUTPUTS = (
+    ModelOutput(name="text_output", data_type="TYPE_STRING", dims=(-1,)),
+    ModelOutput(name="tool_calls", data_type="TYPE_STRING", dims=(-1,)),
+    ModelOutput(name="finish_reason", data_type="TYPE_STRING", dims=(-1,)),
+    ModelOutput(name="cumulative_logprob", data_type="TYPE_FP32", dims=(-1,)),
+    ModelOutput(name="logprobs", data_type="TYPE_STRING", dims=(-1,)),
+    ModelOutput(name="token_ids", data_type="TYPE_STRING", dims=(-1,)),
+    ModelOutput(name="num_input_tokens", data_type="TYPE_UINT32", dims=(1,)),
+    ModelOutput(name="num_output_tokens", data_type="TYPE_UINT32", dims=(-1,)),
+    ModelOutput(name="max_model_len", data_type="TYPE_UINT32", dims=(1,)),
+)
+
+
+_Run = Callable[["ResponseSender"], Exception | None]
+
+
+class LanguageBackend(SeparateBackend):
+    """`start` loads the model in an engine."""
+
+    asks = True  # so that orders are received while `execute` waits
+    strict = False  # outputs that are not requested are absent
+    streams: OpenResponses
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._engine: Engine | None = None
+        self._metrics: LanguageMetrics | None = None
+        self._free = 0
+        """Number of free slots. Guarded by the turn."""
+        self._threads: set[threading.Thread] = set()
+        """Threads that run a request. Guarded by the turn."""
+
+    def inputs_of(self, config: ModelConfig) -> tuple[ModelInput, ...]:
+        return INPUTS
+
+    def start(self, config: ModelConfig) -> tuple[Engine, Defaults]:
+        """Raises if the model cannot be loaded."""
+        raise NotImplementedError
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        inputs, outputs = {entry.name for entry in config.input}, {entry.name for entry in config.output}
+        return replace(
+            config,
+            input=config.input + tuple(entry for entry in self.inputs_of(config) if entry.name not in inputs),
+            output=config.output + tuple(entry for entry in OUTPUTS if entry.name not in outputs),
+            model_transaction_policy=config.model_transaction_policy or ModelTransactionPolicy(decoupled=True),
+        )
+
+    def load(self, config: ModelConfig) -> None:
+        _check(config, self.inputs_of(config))
+        self._names = [spec.name for spec in request_inputs_of(config)]
+        self._outputs = frozenset(entry.name for entry in config.output)
+        self.streams = OpenResponses(decoupled=True)
+        if self.calls is not None:
+            self.calls.connect(self.streams)
+        self._engine, self._defaults = self.start(config)
+        self._free = self._engine.limits.slots
+        if self.calls is not None:
+            self._metrics = self._metrics_of(config.name, self.calls.count)
+
+    def _metrics_of(self, model: str, count: Count) -> LanguageMetrics:
+        assert self._engine is not None
+        limits = self._engine.limits
+        self.streams.turn.release()
+        try:
+            return LanguageMetrics(
+                count, model, self.context.version, self.context.instance, limits.slots, limits.cache
+            )
+        finally:
+            self.streams.turn.acquire()
+
+    def close(self) -> None:
+        streams: OpenResponses | None = self.streams  # None: the model was not loaded
+        if streams is None:
+            return
+        streams.stop(False)
+        for thread in list(self._threads):
+            thread.join()
+        if self._engine is not None:
+            self._engine.close()
+        streams.close()
+
+    # ------------------------------------------------------------------------------------ batches
+
+    def execute(self, requests: list[Request]) -> list[Response | None]:
+        streams = [self._begin(request) for request in requests]
+        self.streams.withdrawn.clear()
+        if self.streams.connected:
+            return [None] * len(requests)
+        responses = [self.streams.collect(stream) for stream in streams]  # a warm-up sample: only its failure matters
+        return [response if response is not None and response.error is not None else None for response in responses]
+
+    def failed(self, requests: list[Request], response: Response) -> list[Response | None]:
+        return [response if self.streams.take_over(request.work.request) else None for request in requests]
+
+    def _begin(self, request: Request) -> ResponseSender:
+        """Starts a request; waits until the engine has room for it."""
+        host, work = self.streams, request.work
+        stream = host.begin(work)
+        parameters = work.options.parameters if work.options is not None else {}
+        try:
+            inputs = dict(zip(self._names, request.arrays, strict=True))
+            run, count = self._plan(inputs, parameters)
+            self._take_slots(count, stream)
+        except Exception as error:
+            host.fail(stream, self._failure(error))
+            return stream
+        if stream.over or stream.cancelled:
+            self._free += count
+            host.fail(stream, CANCELLED)
+            return stream
+        thread = threading.Thread(target=self._run, args=(run, count, stream), name="sequence", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the thread limit was reached
+            self._free += count
+            host.fail(stream, self._failure(error))
+            return stream
+        self._threads.add(thread)
+        return stream
+
+    def _plan(self, inputs: dict[str, Any], parameters: Mapping[str, Any]) -> tuple[_Run, int]:
+        """What the thread of a request runs, which returns the error, and the number of slots that this occupies."""
+        conversion = conversion_of(inputs)
+        if conversion is not None:
+            return partial(self._convert, conversion), 1
+        assert self._engine is not None
+        generation = generation_of(inputs, parameters, self._defaults, self._engine.limits.slots)
+        return partial(self._generate, generation, self._engine.prepared(generation)), generation.count
+
+    def _take_slots(self, count: int, stream: ResponseSender) -> None:
+        if self._free < count and not stream.cancelled:
+            self.streams.turn.release()
+            try:
+                with self._metrics.waiting() if self._metrics is not None else nullcontext():
+                    self.streams.wait_for(lambda: self._free >= count or stream.dropped)
+            finally:
+                self.streams.turn.acquire()
+        self._free -= count
+
+    # ------------------------------------------------------------------------------------ in the thread of a request
+
+    def _run(self, run: _Run, count: int, stream: ResponseSender) -> None:
+        host, error = self.streams, run(stream)
+        try:
+            if error is not None:
+                host.fail_all([stream], self._failure(error))
+            elif not stream.final and not stream.over:
+                host.send(stream, None, True)
+        finally:
+            with host.turn:
+                self._free += count
+                self._threads.discard(threading.current_thread())
+            host.wake()
+
+    def _generate(
+        self, generation: Generation, run: Callable[[Listener], None], stream: ResponseSender
+    ) -> Exception | None:
+        replying = _Replying(generation, stream, self.streams, self._outputs)
+        if self._metrics is not None:
+            replying.measure(self._metrics, generation.count)
+        try:
+            run(replying)
+            error = replying.error
+        except Exception as raised:
+            error = replying.error or raised
+        replying.ended(CANCELLED.code if stream.cancelled else "" if error is None else "error")
+        return error
+
+    def _convert(self, conversion: Tokenization | Detokenization, stream: ResponseSender) -> Exception | None:
+        assert self._engine is not None
+        try:
+            outputs = conversion.outputs(self._engine)
+            response = Response([pair for pair in outputs if pair[0] in self._outputs])
+            self.streams.send_soon(stream, response, True, None)
+        except Exception as error:
+            return error
+        return None
+
+    def _failure(self, error: Exception) -> Failure:
+        return failure_of(error, self.context.instance, str(self.context.folder), log_traceback)
+
+
+class _Replying:
+    """The listener of a request: sends the output of the engine. `error`: the reason why the request was stopped."""
+
+    def __init__(
+        self, generation: Generation, stream: ResponseSender, host: OpenResponses, outputs: frozenset[str]
+    ) -> None:
+        self.error: Exception | None = None
+        self._reply = Reply(generation)
+        self._stream = stream
+        self._host = host
+        self._outputs = outputs
+
+    def measure(self, metrics: LanguageMetrics, texts: int) -> None:
+        self._reply.measure([metrics.began() for _ in range(texts)])
+
+    def ended(self, reason: str) -> None:
+        """Ends the measurements. `reason`: why texts were stopped that the engine has not finished."""
+        self._reply.ended(reason.lower())
+
+    def abort_with(self, abort: Callable[[], None]) -> None:
+        self._stream.abort = abort
+        if self._stream.dropped:
+            abort()
+
+    def step(self, steps: list[Step]) -> bool:
+        """While the caller's window has no room, only the last response is sent, which is queued."""
+        stream, reply = self._stream, self._reply
+        if stream.dropped:
+            return True
+        try:
+            due = [reply.add(step) for step in steps]
+            if True in due and (stream.room > 0 or reply.complete):
+                outputs = [pair for pair in reply.outputs() if pair[0] in self._outputs]
+                self._host.send_soon(stream, Response(outputs), reply.complete, None)
+        except Exception as error:
+            self.error = error
+            return True
+        return stream.dropped
+
+
+def _check(config: ModelConfig, inputs: tuple[ModelInput, ...]) -> None:
+    """Raises unless the configuration describes a language model."""
+    failed = f"unable to load model '{config.name}'"
+    if config.max_batch_size:
+        raise InvalidRequest(f"{failed}: max_batch_size must be 0, as the engine forms its batches itself")
+    policy = config.model_transaction_policy
+    if policy is None or not policy.decoupled:
+        raise InvalidRequest(f"{failed}: a language model needs model_transaction_policy {{ decoupled: true }}")
+    for what, entries, known in (("input", config.input, inputs), ("output", config.output, OUTPUTS)):
+        types = {entry.name: entry.data_type for entry in known}
+        for entry in entries:
+            if entry.name not in types:
+                raise InvalidRequest(f"{failed}: unexpected {what} '{entry.name}', allowed are: {', '.join(types)}")
+            if entry.data_type != types[entry.name]:
+                raise InvalidRequest(
+                    f"{failed}: {what} '{entry.name}' must be {types[entry.name]}, not {entry.data_type}"
+                )
+    if all(entry.name != requests.PROMPT for entry in config.input):
+        raise InvalidRequest(f"{failed}: it has no input '{requests.PROMPT}'")

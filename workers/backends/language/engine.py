@@ -1,0 +1,78 @@
+"""The interface of an engine that runs language models in a loop of its own, which requests join and leave at any step.
+
+The engine reports the steps of a request to its `Listener`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from shmserve.workers.backends.language.requests import Generation
+
+
+class Step(Struct):
+    """What a step of the engine adds to one text of a request."""
+
+    index: int = 0
+    """The text."""
+    text: str = ""
+    calls: list[Any] | None = None
+    """Pieces of tool calls."""
+    generated: int = 0
+    """Number of generated tokens."""
+    ids: list[int] = []
+    """The generated tokens, like the next two if the request wants log probabilities."""
+    scores: list[dict[str, Any]] = []
+    """For each token, an object as in vLLM: token -> `logprob`, `rank`, `decoded_token`."""
+    logprob: float = 0.0
+    """Sum of the log probabilities of the tokens."""
+    finish: str = ""
+    """Why the text has ended; "": it has not."""
+    prompt: int = 0
+    """Number of tokens of the prompt; 0: not known yet."""
+    cached: int = 0
+    """Number of tokens of the prompt that were in the engine's cache, if the text has ended."""
+
+
+class Listener(Protocol):
+    """The caller's side of a request in the engine."""
+
+    def abort_with(self, abort: Callable[[], None]) -> None:
+        """For engines that can end a request between two steps: `abort` does so, in any thread."""
+
+    def step(self, steps: list[Step]) -> bool:
+        """Takes steps. Returns whether the engine should end the request. Does not raise."""
+
+
+class Limits(Struct, frozen=True):
+    """What the engine has room for. `slots`: texts that it generates at once. `context`: tokens of a text with its
+    prompt. `cache`: tokens in the KV cache."""
+
+    slots: int
+    context: int
+    cache: int
+
+
+class Engine(Protocol):
+    """A loaded model. `close` is called when no call is in progress; all others in any thread."""
+
+    limits: Limits
+
+    def prepared(self, generation: Generation) -> Callable[[Listener], None]:
+        """Translates a request. Returns what runs it: a function that returns when the request has ended. Both raise
+        InvalidRequest or Unsupported for requests that the engine refuses."""
+
+    def tokens(self, prompt: str) -> list[int]:
+        """The tokens that the model sees."""
+
+    def chat_tokens(self, chat: dict[str, Any]) -> list[int]:
+        """The tokens of the prompt that the chat template makes."""
+
+    def text(self, tokens: list[int]) -> str: ...
+
+    def close(self) -> None:
+        """Ends the engine and frees the model."""

@@ -1,0 +1,146 @@
+"""Turns the steps of the engine for a request into responses of the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    from shmserve.llm.tool_choice import CallReader
+    from shmserve.workers.backends.language.engine import Step
+    from shmserve.workers.backends.language.metrics import TextMetrics
+    from shmserve.workers.backends.language.requests import Generation
+
+Array = np.ndarray[Any, np.dtype[Any]]
+NOT_FINISHED = "None"
+"""The finish reason of a text that has not ended, as in vLLM's backend."""
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Text:
+    """The unsent output of one of a request's texts."""
+
+    __slots__ = ("calls", "cumulative", "finish", "forced", "ids", "parts", "scores", "tokens")
+
+    def __init__(self, forced: CallReader | None) -> None:
+        self.forced = forced
+        """Reads the tool calls that the text consists of."""
+        self.parts: list[str] = []
+        self.calls: list[Any] = []
+        self.scores: list[dict[str, Any]] = []
+        self.ids: list[int] = []
+        self.tokens = 0
+        self.cumulative = 0.0
+        self.finish = NOT_FINISHED
+
+    def clear(self) -> None:
+        """Called when the output has been sent."""
+        self.parts, self.calls, self.scores, self.ids = [], [], [], []
+        self.tokens = 0
+
+
+class Reply:
+    """Collects steps into responses: one for each step with output if the request is streamed, otherwise one at the
+    end."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        forced = generation.forced
+        self._texts = [Text(None if forced is None else forced.reader()) for _ in range(generation.count)]
+        self._open = generation.count
+        self._prompt_tokens = 0
+        self._measured: list[TextMetrics] = []
+
+    def measure(self, texts: list[TextMetrics]) -> None:
+        self._measured = texts
+
+    def ended(self, reason: str) -> None:
+        for text, measured in zip(self._texts, self._measured, strict=False):
+            measured.ended(reason or text.finish)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all texts have ended."""
+        return self._open == 0
+
+    def add(self, step: Step) -> bool:
+        """Returns whether a response is due."""
+        text = self._texts[step.index]
+        measured = self._measured[step.index] if self._measured else None
+        if step.prompt:
+            self._prompt_tokens = step.prompt
+            for one in self._measured:
+                one.prompted(step.prompt)
+        content, calls = step.text, step.calls
+        if content and text.forced is not None:
+            content, calls = "", text.forced.feed(content)
+        if content:
+            text.parts.append(content)
+        if calls:
+            text.calls = _with(text.calls, calls)
+        text.tokens += step.generated
+        text.ids += step.ids
+        text.scores += step.scores
+        text.cumulative += step.logprob
+        if measured is not None and step.generated:
+            measured.generated(step.generated)
+        if step.finish:
+            text.finish = step.finish
+            self._open -= 1
+            if measured is not None:
+                measured.finished(step.cached)
+        due = bool(content or calls or step.finish)
+        return due and (self._generation.stream or self.complete)
+
+    def outputs(self) -> list[tuple[str, Array]]:
+        """The outputs of a response, with all unsent output."""
+        returned, texts = self._generation.returned, self._texts
+        prefix = self._generation.prefix
+        found = [("text_output", strings([prefix + "".join(text.parts) for text in texts]))]
+        if any(text.calls for text in texts):
+            found.append(("tool_calls", strings([_encode(text.calls) for text in texts])))
+        found += [(name, self._optional(name)) for name in returned]
+        for text in texts:
+            text.clear()
+        return found
+
+    def _optional(self, name: str) -> Array:
+        texts = self._texts
+        match name:
+            case "finish_reason":
+                return strings([text.finish for text in texts])
+            case "cumulative_logprob":
+                return np.array([text.cumulative for text in texts], np.float32)
+            case "logprobs":
+                return strings([_encode(text.scores) for text in texts])
+            case "token_ids":
+                return strings([_encode(text.ids) for text in texts])
+            case "num_input_tokens":
+                return np.array([self._prompt_tokens], np.uint32)
+            case _:
+                return np.array([text.tokens for text in texts], np.uint32)
+
+
+def strings(values: list[Any]) -> Array:
+    array = np.empty(len(values), np.object_)
+    array[:] = values
+    return array
+
+
+def _with(calls: list[Any], more: list[Any]) -> list[Any]:
+    """Merges pieces of tool calls by the index of the call."""
+    found = list(calls)
+    for piece in more:
+        same = next((one for one in found if one.get("index") == piece.get("index")), None)
+        if same is None:
+            found.append({**piece, "function": dict(piece.get("function") or {})})
+            continue
+        function = same["function"]
+        for name, value in (piece.get("function") or {}).items():
+            function[name] = function.get(name, "") + value if name == "arguments" else value
+        same |= {name: value for name, value in piece.items() if name not in ("function", "index")}
+    return found

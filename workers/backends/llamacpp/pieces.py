@@ -1,0 +1,134 @@
+"""Reads the engine's output for a request: pieces of JSON, which become steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
+from shmserve.workers.backends.language.engine import Step
+
+
+class Alternative(Struct):
+    id: int
+    token: str
+    logprob: float
+
+
+class Token(Alternative):
+    top_logprobs: list[Alternative] = []
+
+
+class Logprobs(Struct):
+    content: list[Token] | None = None
+
+
+class Delta(Struct):
+    content: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class Choice(Struct):
+    """`text` of a prompt that was continued, `delta` of a chat."""
+
+    index: int = 0
+    text: str = ""
+    delta: Delta | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class Progress(Struct):
+    total: int
+
+
+class Timings(Struct):
+    """Token counts: prompt tokens computed and found in the cache, and output tokens."""
+
+    prompt_n: int = 0
+    cache_n: int = 0
+    predicted_n: int = 0
+
+
+class EngineError(Struct):
+    message: str = ""
+    code: int = 500
+    type: str = ""
+
+
+class Piece(Struct):
+    choices: list[Choice] = []
+    prompt_progress: Progress | None = None
+    timings: Timings | None = None
+    error: EngineError | None = None
+
+
+_decode = msgspec.json.Decoder(Piece).decode
+
+
+def _piece_of(data: bytes) -> Piece:
+    """Parses a piece. Raises the engine's error, or ModelFailed if the piece cannot be parsed."""
+    try:
+        piece = _decode(data)
+    except msgspec.DecodeError as error:
+        raise ModelFailed(f"llama.cpp sent what cannot be read: {error}") from error
+    if piece.error is not None:
+        raise _error(piece.error)
+    return piece
+
+
+def _error(error: EngineError) -> ServeError:
+    text = " ".join(error.message.split()).rstrip(".")
+    if error.type == "exceed_context_size_error":
+        return InvalidRequest(f"{text}: the parameter context_length of the model sets it")
+    if error.code == 503:
+        return Unavailable(text)
+    return InvalidRequest(text) if 400 <= error.code < 500 else ModelFailed(text)
+
+
+class Pieces:
+    """Reads the pieces of one request. `top`: number of alternatives for each token. `texts`: number of texts."""
+
+    def __init__(self, top: int, texts: int) -> None:
+        self._top = top
+        self._generated = [0] * texts
+
+    def steps(self, data: bytes) -> list[Step]:
+        """Raises the engine's error, or ModelFailed if the piece cannot be parsed."""
+        piece = _piece_of(data)
+        steps = [self._step(choice, piece) for choice in piece.choices]
+        if piece.prompt_progress is not None:
+            steps.append(Step(prompt=piece.prompt_progress.total))
+        return steps
+
+    def _step(self, choice: Choice, piece: Piece) -> Step:
+        delta = choice.delta
+        content = choice.text if delta is None else delta.content or ""
+        calls = delta.tool_calls if delta is not None else None
+        step = Step(choice.index, content, calls, finish=choice.finish_reason or "")
+        if choice.finish_reason is None:
+            step.generated = 1 if content or calls else 0
+            self._generated[choice.index] += step.generated
+        elif piece.timings is not None:  # also tokens without a piece: the end mark, a stop text
+            step.generated = piece.timings.predicted_n - self._generated[choice.index]
+            step.prompt = piece.timings.prompt_n + piece.timings.cache_n
+            step.cached = piece.timings.cache_n
+        if choice.logprobs is not None and choice.logprobs.content:
+            for token in choice.logprobs.content:
+                step.ids.append(token.id)
+                step.scores.append(self._score(token))
+                step.logprob += token.logprob
+        return step
+
+    def _score(self, token: Token) -> dict[str, Any]:
+        ranks = {other.id: rank for rank, other in enumerate(token.top_logprobs, 1)}
+        found = {str(token.id): _described(token, ranks.get(token.id, len(ranks) + 1))}
+        for rank, other in enumerate(token.top_logprobs[: self._top], 1):
+            found.setdefault(str(other.id), _described(other, rank))
+        return found
+
+
+def _described(token: Alternative, rank: int) -> dict[str, Any]:
+    return {"logprob": token.logprob, "rank": rank, "decoded_token": token.token}
