@@ -18,7 +18,7 @@ import numpy as np
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError
 from shmserve.protocol.worker_messages import Row, Work
-from shmserve.workers.backends.base import StackedBackend
+from shmserve.workers.backends.base import SeparateBackend, StackedBackend
 from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.sequence_inputs import (
     NULL,
@@ -57,6 +57,7 @@ class HiddenTensors:
         self.states.strict = backend.strict
         self.cuts = cuts_of(config)
         self.stacked = isinstance(backend, StackedBackend)
+        self.slots = self.stacked or (isinstance(backend, SeparateBackend) and backend.takes_slots)
         self.fresh = isinstance(backend, StackedBackend) and backend.fresh
         outputs = [spec.name for spec in model_outputs_of(config)]
         self.declared = len(config.output)
@@ -98,11 +99,11 @@ class HiddenTensors:
         """Yields the parts of the batch that run one after another. A part must have run before the next is requested,
         because the shapes of the next part's states may depend on it."""
         for turn in self._turns:
+            if self.slots and turn[0].slot >= 0:
+                turn.sort(key=lambda work: work.slot)
             if not self.stacked:
                 yield turn
                 continue
-            if turn[0].slot >= 0:
-                turn.sort(key=lambda work: work.slot)
             if not self.states.varies or len(turn) == 1:
                 yield turn
                 continue
@@ -129,12 +130,17 @@ class HiddenTensors:
 
     def in_slots(self, group: GatherGroup, gather: Gather) -> GatherGroup:
         """Returns the group with each row at the index of its sequence's slot, if the sequences have slots."""
-        works = group.works
-        if works[-1].slot < 0 or works[-1].slot == len(works) - 1 or not group.rows:
+        works = self.filled(group.works, gather)
+        if works is group.works or not group.rows:
             return group
-        (group,), failures = gather.groups(with_gaps_filled(works, gather.specs))
+        (group,), failures = gather.groups(works)
         assert not failures
         return group
+
+    def filled(self, works: Sequence[Work], gather: Gather) -> Sequence[Work]:
+        """Returns the requests with null requests in empty slots, if their sequences have slots."""
+        last = works[-1].slot
+        return works if last < 0 or last == len(works) - 1 else with_gaps_filled(works, gather.specs)
 
     def results(self, scatter: Scatter, group: GatherGroup) -> Results:
         return VisibleResults(scatter, group.works, group.rows, self)
@@ -173,7 +179,7 @@ class HiddenTensors:
         """Like `Gather.read`, plus the inputs that do not come from the caller."""
         arrays = gather.read(work, length)
         if self.sequences:
-            members = (self._members[work.request],)
+            members = self._members_of((work,))
             if self._controls is not None:
                 arrays += self._controls.arrays(members)
             arrays += self.states.arrays(members)

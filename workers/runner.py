@@ -22,6 +22,7 @@ from shmserve.protocol.works import ColumnWorks
 from shmserve.workers.backends.base import OverlappingBackend, SeparateBackend, StackedBackend
 from shmserve.workers.batch.padding import PaddedResults
 from shmserve.workers.batch.results import Results
+from shmserve.workers.batch.sequence_inputs import NULL
 from shmserve.workers.model_calls.answer import Request, Response, Trace, failure_of
 from shmserve.workers.process.log import log_traceback, public
 
@@ -84,7 +85,7 @@ class Runner(ABC, Generic[B]):
         for part in hidden.parts():
             results, (_, ready, computed, _), more = self._run(part)
             rows = rows_of(results)
-            if len(part) == len(works) and not (hidden.stacked and part[0].slot >= 0):
+            if len(part) == len(works) and not (hidden.slots and part[0].slot >= 0):
                 hidden.end()  # the whole batch at once, in its order
                 return results, (taken, ready, computed, clock()), more
             first = first or ready
@@ -251,10 +252,12 @@ class SeparateRunner(Runner[SeparateBackend]):
         group = self._alike(works) if self._backend.takes_alike else None
         if group is not None:
             return self._run_alike(works, group, taken)
+        gather, hidden = self._gather, self._hidden
+        if hidden is not None and hidden.slots:
+            works = hidden.filled(works, gather)
         rows: list[Row | None] = [None] * len(works)
         requests: list[Request] = []
         runnable: list[int] = []
-        gather, hidden = self._gather, self._hidden
         length = gather.longest(works)
         for index, work in enumerate(works):
             try:
@@ -273,6 +276,10 @@ class SeparateRunner(Runner[SeparateBackend]):
                 responses = self._backend.failed(requests, Response(error=self._failure(error)))
         computed = clock()
         for index, response in zip(runnable, responses, strict=True):
+            if works[index].request == NULL:
+                if response is not None and response.placed is not None:
+                    response.placed.abandon()
+                continue
             if hidden is not None:
                 rows[index] = self._row_with_states(works[index], response, hidden)
             elif response is not None and not response.again:

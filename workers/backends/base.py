@@ -183,6 +183,8 @@ class AlikeResults(NamedTuple):
 class SeparateBackend(Backend):
     """Gets the requests of a batch one by one and answers each."""
 
+    takes_slots = False
+    """Whether it gets a null request for each empty slot of the sequences in a batch, as StackedBackends do."""
     takes_alike = False
     """Whether it can also get requests that are alike together, which costs less for each of them."""
 

@@ -178,11 +178,11 @@ class States:
         return tuple(array.shape[self._batched :] for array in self._now(member).arrays)
 
     def arrays(self, members: Sequence[SequenceRequest]) -> list[Array]:
-        """Returns the states of a batch of members with equal shapes, at least one of them not null."""
+        """Returns the states of a batch of members with equal shapes."""
         if not self.specs:
             return []
         kept = [None if member.null else self._now(member) for member in members]
-        some = next(state for state in kept if state is not None)
+        some = next((state for state in kept if state is not None), self._first)
         if not self._batched:
             return list(some.arrays)
         # The same sequences in the same rows as in the last batch: pass the model's arrays back without a copy.

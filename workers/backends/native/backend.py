@@ -141,7 +141,7 @@ class Native(SeparateBackend):
         sequences = config.sequence_batching
         library.set_states(sequences.state if sequences is not None else ())
         self._iterative = sequences is not None and sequences.iterative_sequence
-        self.takes_alike = not self.streams.decoupled
+        self.takes_alike = self.takes_slots = not self.streams.decoupled
         self._inputs = len(inputs)
         self._declared = len(config.output)
         self._outputs = outputs

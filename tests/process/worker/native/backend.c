@@ -65,8 +65,8 @@ CALL(ModelInitialize, Object *model)
     if (config_has(model, "at model"))
         return error(INVALID, "the backend refuses this model");
     stuck = config_has(model, "stuck");
-    static const char *const choices[] = {"always late", "always fail", "always prefer gpu"};
-    for (int index = 0; index < 3; index++)
+    static const char *const choices[] = {"always late", "always fail", "always prefer gpu", "always count by place"};
+    for (int index = 0; index < 4; index++)
         if (config_has(model, choices[index]))
             always = choices[index] + strlen("always ");
     TRITONBACKEND_ModelServer(model, &server);
@@ -230,26 +230,31 @@ static void number(Object *response, float value)
     memcpy(target, &value, sizeof value);
 }
 
+static float first(Object *request, const char *name)
+{
+    Object *input;
+    const void *data;
+    uint64_t size;
+    int memory = CPU;
+    int64_t memory_id = 0;
+    TRITONBACKEND_RequestInput(request, name, &input);
+    TRITONBACKEND_InputBuffer(input, 0, &data, &size, &memory, &memory_id);
+    return *(const float *)data;
+}
+
 /* Adds IN to the state of the sequence. `iterates`: the request runs until that is 10, and each time is a response if the
  * model is decoupled. `in_place`: the memory of the new state has the old one, and needs no update. */
 static void count(Object *request, bool iterates, bool streams, bool in_place)
 {
-    Object *input, *state, *response;
-    const void *before;
-    uint64_t size;
-    int memory = 0;
+    Object *state, *response;
+    int memory = CPU;
     int64_t memory_id = 0, dims[] = {1, 1};
     void *target;
-    TRITONBACKEND_RequestInput(request, "SUM_IN", &input);
-    TRITONBACKEND_InputBuffer(input, 0, &before, &size, &memory, &memory_id);
-    float sum = *(const float *)before;
-    TRITONBACKEND_RequestInput(request, "IN", &input);
-    TRITONBACKEND_InputBuffer(input, 0, &before, &size, &memory, &memory_id);
-    sum += *(const float *)before;
+    float added = first(request, "IN"), sum = first(request, "SUM_IN") + added;
     TRITONBACKEND_StateNew(&state, request, "SUM_OUT", FP32, dims, 2);
     TRITONBACKEND_StateBuffer(state, &target, sizeof sum, &memory, &memory_id);
     if (in_place) {
-        sum = *(float *)target += *(const float *)before;
+        sum = *(float *)target += added;
     } else {
         memcpy(target, &sum, sizeof sum);
         TRITONBACKEND_StateUpdate(state);
@@ -261,6 +266,19 @@ static void count(Object *request, bool iterates, bool streams, bool in_place)
         TRITONBACKEND_ResponseSend(response, again ? 0 : FINAL, NULL);
     }
     TRITONBACKEND_RequestRelease(request, again ? RESCHEDULE : ALL);
+}
+
+/* Keeps the sum of a sequence itself, for its place in the batch. */
+static void count_by_place(Object *request, uint32_t place)
+{
+    static float sums[8];
+    Object *response;
+    if (first(request, "READY") != 0)
+        sums[place] = first(request, "IN") + (first(request, "START") != 0 ? 0 : sums[place]);
+    TRITONBACKEND_ResponseNew(&response, request);
+    number(response, sums[place]);
+    TRITONBACKEND_ResponseSend(response, FINAL, NULL);
+    TRITONBACKEND_RequestRelease(request, ALL);
 }
 
 /* In a thread of the backend: a response to a request that it still has. */
@@ -426,12 +444,16 @@ static void stream(Object *request, void *(*run)(void *))
     in_thread(run, factory);
 }
 
-static Object *answer(Object *request)
+static Object *answer(Object *request, uint32_t place)
 {
     const char *what = wanted(request);
 #define IS(name) (strcmp(what, name) == 0)
     if (IS("call"))
         return call(request);
+    if (IS("count by place")) {
+        count_by_place(request, place);
+        return NULL;
+    }
     if (IS("count in place")) {
         count(request, false, false, true);
         return NULL;
@@ -498,7 +520,7 @@ CALL(ModelInstanceExecute, Object *instance, Object **requests, uint32_t count)
     (void)instance;
     TRITONSERVER_MetricIncrement(requests_counter, count);
     for (uint32_t index = 0; index < count; index++) {
-        Object *failed = answer(requests[index]);
+        Object *failed = answer(requests[index], index);
         if (failed != NULL)
             return failed;
     }

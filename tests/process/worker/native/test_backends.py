@@ -40,6 +40,14 @@ sequence_batching {
           initial_state { data_type: TYPE_FP32 dims: [ 1 ] zero_data: true name: "zero" } }
 }
 """
+SLOTS = """
+sequence_batching {
+  direct { }
+  control_input { name: "START" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } }
+  control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY fp32_false_true: [ 0, 1 ] } }
+}
+parameters { key: "do" value { string_value: "always count by place" } }
+"""
 WARM = """
 model_warmup {
   name: "w" batch_size: 1
@@ -84,6 +92,7 @@ def server(
         root, "shared", library, NUMBERS + SUM.replace("state {", "state { use_same_buffer_for_input_output: true", 1)
     )
     iterated = NUMBERS + SUM.replace("{", "{ iterative_sequence: true", 1)
+    model(root, "slots", library, NUMBERS + SLOTS)
     model(root, "iterated", library, iterated)
     model(root, "iterated_stream", library, f"{iterated} model_transaction_policy {{ decoupled: true }}")
     model(root, "warm", library, NUMBERS + WARM)
@@ -221,6 +230,14 @@ def test_the_state_of_a_sequence_is_kept_by_the_server(client: shmserve.Client, 
         for number in (1, 2, 3, 4)
     ]
     assert sums == [1, 3, 6, 10]
+
+
+def test_a_sequence_keeps_its_place_in_the_batch(client: shmserve.Client) -> None:
+    sums: dict[int, float] = {}
+    for sequence, number, start in [(1, 1, True), (2, 10, True), (2, 20, False), (1, 2, False), (2, 30, False)]:
+        x = {"IN": np.full((1, 1), number, np.float32)}
+        sums[sequence] = client.infer("slots", x, sequence=sequence, sequence_start=start)["OUT"][0, 0]
+    assert sums == {1: 3, 2: 60}
 
 
 def test_a_request_runs_again_until_it_is_answered(client: shmserve.Client) -> None:
