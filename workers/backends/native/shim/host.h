@@ -185,6 +185,7 @@ typedef struct {
     Tensor *inputs, *outputs;
     uint64_t *all_outputs; /* their indexes */
     StateSpec *states;
+    const char *model; /* its name */
     uint32_t input_count, output_count, state_count;
     bool decoupled;
     bool on_gpu; /* the instance */

@@ -11,7 +11,7 @@ struct Backend {
     ExecutionPolicy policy;
 } backend;
 struct Model {
-    const char *name, *folder;
+    const char *folder;
     uint64_t version;
     Message *config;
     void *state;
@@ -52,7 +52,7 @@ EXPORT void host_set_config(const char *config)
 
 EXPORT void host_set_model(const char *name, uint64_t version, const char *folder, bool completes, const char *config)
 {
-    model.name = copied(name);
+    host.model = copied(name);
     model.version = version;
     model.folder = copied(folder);
     model.completes = completes;
@@ -156,7 +156,7 @@ SET(BackendSetExecutionPolicy, Backend, ExecutionPolicy, backend.policy)
 GET(BackendMemoryManager, Backend, ManagerPointer, &memory_manager)
 GET(BackendState, Backend, Pointer, backend.state)
 SET(BackendSetState, Backend, Pointer, backend.state)
-GET(ModelName, Model, Text, model.name)
+GET(ModelName, Model, Text, host.model)
 GET(ModelVersion, Model, uint64_t, model.version)
 GET(ModelAutoCompleteConfig, Model, bool, model.completes)
 GET(ModelServer, Model, ServerPointer, &server)

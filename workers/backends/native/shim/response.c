@@ -359,7 +359,8 @@ EXPORT Error *TRITONBACKEND_StateNew(State **state, Request *request, const char
     LIVE(request, A_REQUEST);
     const StateSpec *spec = state_spec(name);
     if (host.state_count == 0)
-        return fail(INVALID_ARG, "unable to add state '%s'. State configuration is missing for the model.", name);
+        return fail(INVALID_ARG, "unable to add state '%s'. State configuration is missing for model '%s'.", name,
+                    host.model);
     if (spec == NULL)
         return fail(INVALID_ARG, "state '%s' is not a valid state name.", name);
     State *made = claim(sizeof *made + rank * sizeof *dims);
