@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from shmserve.errors import ConnectionLost, InvalidRequest, ModelFailed, ServeError
 from shmserve.tools.load.plan import Endpoint
 from shmserve.tools.load.targets.connecting import connect
-from shmserve.tools.load.targets.http import HttpConnection, HttpTarget
+from shmserve.tools.load.targets.http import HttpTarget
+from shmserve.tools.load.targets.http_connection import HttpConnection
 from tests.support.hypothesis_profiles import examples
 
 EVENTS = [b'data: {"y":1}', b'data: {"error":"x","model_name":"m"}', b"data: last"]
