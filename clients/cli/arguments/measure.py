@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 from pathlib import Path
@@ -23,6 +24,9 @@ from shmserve.clients.cli.commands import completion
 from shmserve.clients.cli.help import CommandParser, rare
 
 MAX_LOADS = 1000
+MAX_TOKENS = 10_000_000
+OBJECTIVES = {"ttft": "ttft", "itl": "itl", "tpot": "itl", "e2e": "e2e", "e2el": "e2e"}
+"""Names of objectives, also those of other load generators -> those of `Objectives`."""
 MAX_CALLERS = 65_536
 MAX_PER_S = 10_000_000
 MAX_PROCESSES = 256
@@ -35,6 +39,10 @@ SYNONYMS = {
     "--request-rate-range": "--rate", "--request-rate": "--rate", "--request-distribution": "--arrivals",
     "--request-intervals": "--replay", "--latency-threshold": "--until", "--input-data": "--data",
     "--batch-size": "--batch", "--streaming": "--stream", "--stability-percentage": "--tolerance",
+    "--goodput": "--slo", "--dataset-path": "--prompts", "--input-file": "--prompts", "--base-url": "--openai",
+    "--random-input-len": "--prompt-tokens", "--synthetic-input-tokens-mean": "--prompt-tokens",
+    "--random-output-len": "--output-tokens", "--output-tokens-mean": "--output-tokens", "--extra-inputs": "--sampling",
+    "--max-concurrency": "--concurrency",
     "--max-trials": "--windows", "--out": "--save", "--output": "--save", "--insecure": "--ca", "--cacert": "--ca",
 }  # fmt: skip
 """Options of other load generators -> options of `bench`."""
@@ -45,6 +53,7 @@ def add_bench(commands: Any) -> None:
   shmserve bench mlp --rate 500 --deadline 20ms
   shmserve bench mlp --until p99=20ms
   shmserve bench mlp --url http://127.0.0.1:8000 --input x=@images/
+  shmserve bench chat --prompt-tokens 64:512 --concurrency 1:32 --slo ttft=200ms,itl=50ms
   shmserve bench --compare before.json after.json
 """
     about = "put load on a model and measure throughput and latency"
@@ -59,6 +68,7 @@ def add_bench(commands: Any) -> None:
     _add_endpoint(command)
     _add_load(command)
     _add_requests(command)
+    _add_prompts(command)
     _add_measurement(command)
     _add_results(command)
 
@@ -195,6 +205,57 @@ def _add_requests(command: CommandParser) -> None:
     completion.completes(rare(add("--version", metavar="N", type=at_least_1, help=text)), completion.versions)
 
 
+def _add_prompts(command: CommandParser) -> None:
+    """Arguments for language models. Any of them makes `bench` send prompts instead of tensors."""
+    add = command.add_argument
+    add(
+        "--openai",
+        metavar="URL",
+        help="measure a language model behind an OpenAI API, of any server: http://HOST:PORT/v1",
+    )
+    add(
+        "--prompts",
+        metavar="FILE",
+        help='prompts for a language model: per line, {"prompt": TEXT} or {"messages": [...]}, or a file of ShareGPT',
+    )
+    add(
+        "--prompt-tokens",
+        metavar="N",
+        type=lengths,
+        help="length of random prompts: 128, equally distributed 64:512, or normally 256+-64 (default: 128)",
+    )
+    add(
+        "--output-tokens",
+        metavar="N",
+        type=lengths,
+        help="max_tokens of the requests, as for --prompt-tokens (default: from --prompts, else 128)",
+    )
+    rare(
+        add(
+            "--api",
+            choices=("chat", "completions"),
+            default="chat",
+            help="how prompts that are texts are sent to a language model (default: %(default)s)",
+        )
+    )
+    rare(
+        add(
+            "--sampling",
+            metavar="JSON",
+            type=json_object,
+            default="{}",
+            help="other parameters of these requests, for example '{\"ignore_eos\": true}' for exact lengths",
+        )
+    )
+    add(
+        "--slo",
+        metavar="NAME=TIME,...",
+        type=objectives,
+        help="report the requests per second that meet e.g. ttft=200ms,itl=50ms,e2e=5s: time to the first token, mean "
+        "time between tokens, time to the end",
+    )
+
+
 def _add_measurement(command: CommandParser) -> None:
     add = command.add_argument
     rare(
@@ -298,6 +359,39 @@ def limit(text: str) -> tuple[float, int]:
     if not separator or not name.startswith("p"):
         raise argparse.ArgumentTypeError(f"'{text}' is not a limit such as p99=20ms")
     return percentile(name), duration(time)
+
+
+def lengths(text: str) -> tuple[int, int, float]:
+    """N, LOW:HIGH or MEAN+-DEVIATION -> the lowest, the highest, and the deviation (0: equally distributed)."""
+    match = re.fullmatch(r"(\d+)(?:(:|\+-)(\d+))?", text)
+    if match is not None:
+        first, second = int(match[1]), int(match[3] or match[1])
+        result = (first, second, 0.0) if match[2] != "+-" else (1, 2 * first - 1, float(second))
+        if 0 < result[0] <= result[1] <= MAX_TOKENS:
+            return result
+    raise argparse.ArgumentTypeError(f"'{text}' is not a length such as 128, 64:512 or 256+-64, up to {MAX_TOKENS:,}")
+
+
+def json_object(text: str) -> str:
+    try:
+        if isinstance(json.loads(text), dict):
+            return text
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"'{text}' is not a JSON object")
+
+
+def objectives(text: str) -> dict[str, int]:
+    """ttft=200ms,itl=50ms -> ns by name."""
+    result = {}
+    for part in text.split(","):
+        name, separator, time = part.strip().partition("=")
+        if not separator or name not in OBJECTIVES:
+            raise argparse.ArgumentTypeError(
+                f"'{part}' is not an objective such as ttft=200ms: {', '.join(OBJECTIVES)}"
+            )
+        result[OBJECTIVES[name]] = duration(time)
+    return result
 
 
 def percent(text: str) -> float:

@@ -17,7 +17,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
-    from shmserve.tools.load.plan import Load, Plan
+    from shmserve.tools.load.plan import Load, Plan, Prompts
     from shmserve.tools.load.record import Point, Run
 
 PREVIEW = 3
@@ -49,9 +49,11 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    from shmserve.tools.load.plan import Endpoint, Inputs, Limit, Plan, Sequences, Settings
+    from shmserve.tools.load.plan import Endpoint, Inputs, Limit, Objectives, Plan, Sequences, Settings
 
-    url = args.url
+    url = args.openai or args.url
+    if args.openai and args.url:
+        raise Misuse("--openai URL is the server: leave out --url")
     if url is None and args.runtime_dir is None:
         url = os.environ.get("SHMSERVE_URL") or None
     endpoint = Endpoint(
@@ -64,6 +66,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         ca=args.ca,
         client_cert=args.client_cert,
         client_key=args.client_key,
+        openai=args.openai is not None,
     )
     seed = args.seed if args.seed is not None else randbelow(SEEDS)
     inputs = Inputs(
@@ -83,6 +86,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         confidence=args.confidence,
         percentile=args.percentile,
     )
+    prompts = _prompts(args, seed)
     limit = None
     if args.until is not None:
         (percentile, ns), (low, high) = args.until, _bounds(args)
@@ -94,12 +98,35 @@ def plan_of(args: argparse.Namespace) -> Plan:
         loads=_loads(args, seed),
         limit=limit,
         inputs=inputs,
-        stream=args.stream,
+        prompts=prompts,
+        objectives=Objectives(**args.slo) if args.slo else None,
+        stream=args.stream or prompts is not None,
         sequences=Sequences(args.sequences, args.sequence_length) if args.sequence_length else None,
         deadline_ns=args.deadline or 0,
         settings=settings,
         processes=args.processes,
         in_flight=args.in_flight,
+    )
+
+
+def _prompts(args: argparse.Namespace, seed: int) -> Prompts | None:
+    """For a language model."""
+    from shmserve.tools.load.plan import Lengths, Prompts
+
+    given = (args.openai, args.prompts, args.prompt_tokens, args.output_tokens)
+    if not any(given):
+        return None
+    if args.prompts and args.prompt_tokens:
+        raise Misuse("--prompt-tokens is the length of random prompts: leave it out with --prompts")
+    if args.input or args.data or args.shape or args.batch:
+        raise Misuse("a language model is sent prompts: leave out --input, --data, --shape and --batch")
+    return Prompts(
+        api=args.api,
+        file=args.prompts,
+        words=Lengths(*args.prompt_tokens) if args.prompt_tokens else Lengths(128, 128),
+        output=Lengths(*args.output_tokens) if args.output_tokens else None,
+        sampling=args.sampling,
+        seed=seed,
     )
 
 
@@ -142,7 +169,7 @@ def _measured(args: argparse.Namespace, plan: Plan) -> Run:
     check(plan)
     with StatusLine() as status:
         echo = None
-        if args.echo:
+        if args.echo and plan.prompts is None:
             status.show("measuring the generator against an echo server")
             echo = calibrate(plan)
         return measure(plan, on_progress=lambda progress: status.show(progress_text(progress)), echo=echo)

@@ -19,7 +19,7 @@ from shmserve.tools.load.analysis.usage import Meter, is_local, usable_cores
 from shmserve.tools.load.generation.schedule import useful_processes
 from shmserve.tools.load.generation.team import Generators
 from shmserve.tools.load.one_load import OVERLOADED, LoadRun
-from shmserve.tools.load.plan import HTTP, NATIVE, PERCENTILES, SCHEMES, Closed, Limit, Load, Open, Plan, Replay
+from shmserve.tools.load.plan import HTTP, NATIVE, OPENAI, PERCENTILES, SCHEMES, Closed, Limit, Load, Open, Plan, Replay
 from shmserve.tools.load.record import Echo, Point, Run
 from shmserve.tools.load.targets.base import Target
 from shmserve.tools.load.targets.native import open_target
@@ -102,6 +102,12 @@ def check(plan: Plan) -> None:
     if endpoint.scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise InvalidRequest(f"invalid url {endpoint.url!r}: expected one of {known}")
+    if endpoint.openai and endpoint.scheme not in ("http", "https"):
+        raise InvalidRequest(f"invalid url {endpoint.url!r} of an OpenAI API: expected http://HOST:PORT/v1")
+    if plan.prompts is None and (plan.objectives is not None or endpoint.kind == OPENAI):
+        raise InvalidRequest("objectives and an OpenAI API are for language models, which take prompts")
+    if plan.prompts is not None and not plan.stream:
+        raise InvalidRequest("prompts are sent with streams only")
     if plan.stream and endpoint.kind == HTTP and plan.inputs.outputs:
         raise Unsupported("generate_stream sends all outputs: leave out --outputs, or measure natively or over gRPC")
     if endpoint.headers and endpoint.kind == NATIVE:

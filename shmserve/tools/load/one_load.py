@@ -28,7 +28,7 @@ from shmserve.tools.load.analysis.windows import (
 from shmserve.tools.load.generation.schedule import describe_rate
 from shmserve.tools.load.generation.team import Generators
 from shmserve.tools.load.plan import SECOND, Closed, Load, Plan, Settings
-from shmserve.tools.load.record import Cost, Interval, Latencies, Point, ServerSide, Window
+from shmserve.tools.load.record import Cost, Interval, Language, Latencies, Point, ServerSide, Window
 from shmserve.tools.load.targets.base import Target
 
 BUSY = 0.8
@@ -211,6 +211,7 @@ class LoadRun:
             else None,
             between_answers=latencies_of([part.gaps for part in responses], confidence) if streams else None,
             answers_per_s=sum(len(part.gaps) + int((part.first > 0).sum()) for part in responses) / seconds,
+            language=_language(responses, windows, self._plan) if self._plan.prompts is not None else None,
             server=between(before.statistics, after.statistics),
             usage=used([boundary.usage for boundary in self._boundaries[first:]], (after.at - before.at) / SECOND),
             cost=self._cost(before, after, responses),
@@ -229,6 +230,38 @@ class LoadRun:
             send_delay_p50_ns=float(late[0]),
             send_delay_p99_ns=float(late[1]),
         )
+
+
+def _language(responses: list[Responses], windows: list[Window], plan: Plan) -> Language:
+    """The tokens of the successful requests of each window."""
+    good = [np.flatnonzero(part.code == 0) for part in responses]
+    per_s = [
+        interval(
+            [
+                values[at].sum() * SECOND / window.length_ns
+                for values, at, window in zip(tokens, good, windows, strict=True)
+            ],
+            plan.settings.confidence,
+        )
+        for tokens in ([part.prompt for part in responses], [part.output for part in responses])
+    ]
+    count = max(1, sum(map(len, good)))
+    between_tokens = [part.between_tokens for part in responses]
+    met = None
+    if plan.objectives is not None:
+        rates = [
+            part.met(plan.objectives) * SECOND / window.length_ns
+            for part, window in zip(responses, windows, strict=True)
+        ]
+        met = interval(rates, plan.settings.confidence)
+    return Language(
+        prompt_per_s=per_s[0],
+        output_per_s=per_s[1],
+        prompt_tokens=sum(int(part.prompt[at].sum()) for part, at in zip(responses, good, strict=True)) / count,
+        output_tokens=sum(int(part.output[at].sum()) for part, at in zip(responses, good, strict=True)) / count,
+        between_tokens=latencies_of([values[values > 0] for values in between_tokens], plan.settings.confidence),
+        good=met,
+    )
 
 
 def settings_of(plan: Plan) -> Settings:

@@ -5,14 +5,17 @@ Invariant: a plan is plain data; it is sent to the generator processes and saved
 
 from __future__ import annotations
 
-from msgspec import Struct
+from random import Random
+
+from msgspec import Struct, structs
 
 from shmserve.errors import InvalidRequest
 
 SECOND = 1_000_000_000
 
-NATIVE, HTTP, GRPC = "native", "http", "grpc"
+NATIVE, HTTP, GRPC, OPENAI = "native", "http", "grpc", "openai"
 _KINDS = {"http": HTTP, "https": HTTP, "grpc": GRPC, "grpcs": GRPC}
+_PORTS = {"http": ":80", "https": ":443"}
 _SECURE = ("https", "grpcs")
 SCHEMES = ("unix", "ipc", "tcp", *_KINDS)
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9, 99.99)
@@ -20,7 +23,7 @@ PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9, 99.99)
 
 class Endpoint(Struct, frozen=True, kw_only=True):
     """A server. `url` is a url for shmserve.Client, or http, https, grpc or grpcs://HOST:PORT; None: the server of
-    `runtime_dir`, or this user's server.
+    `runtime_dir`, or this user's server. `openai`: the url is that of an OpenAI API, e.g. http://HOST:PORT/v1.
     """
 
     url: str | None = None
@@ -33,6 +36,7 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     ca: str | None = None
     """With TLS: a file with the trusted authorities; None: those of the system."""
     client_cert: str | None = None
+    openai: bool = False
     client_key: str | None = None
     """With TLS: files with the client's certificate and its key; None: no certificate, or the key is in the same file.
     """
@@ -43,7 +47,12 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        return _KINDS.get(self.scheme, NATIVE)
+        return OPENAI if self.openai else _KINDS.get(self.scheme, NATIVE)
+
+    @property
+    def has_port(self) -> bool:
+        """Whether the protocol is HTTP or gRPC, so that there is an `address`."""
+        return self.kind != NATIVE
 
     @property
     def is_secure(self) -> bool:
@@ -53,10 +62,20 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     @property
     def address(self) -> tuple[str, int]:
         """Host and port of an HTTP or gRPC endpoint."""
-        host, separator, port = (self.url or "").partition("://")[2].rstrip("/").rpartition(":")
+        place = (self.url or "").partition("://")[2].rstrip("/")
+        if self.openai:
+            place = place.partition("/")[0]
+            place += "" if place.rpartition(":")[2].isdecimal() else _PORTS.get(self.scheme, "")
+        host, separator, port = place.rpartition(":")
         if not separator or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise InvalidRequest(f"invalid url {self.url!r}: expected {self.scheme}://HOST:PORT")
         return host.strip("[]"), int(port)
+
+    @property
+    def path(self) -> str:
+        """The path of an OpenAI API, e.g. /v1."""
+        _, slash, path = (self.url or "").partition("://")[2].rstrip("/").partition("/")
+        return slash + path
 
     @property
     def authority(self) -> str:
@@ -155,6 +174,56 @@ class Inputs(Struct, frozen=True, kw_only=True):
     """Outputs to request; empty: all."""
 
 
+class Lengths(Struct, frozen=True):
+    """Lengths in tokens: equally distributed from `low` to `high`, or, with a `deviation`, normally around their middle
+    and cut off at both."""
+
+    low: int
+    high: int
+    deviation: float = 0.0
+
+    def draw(self, random: Random) -> int:
+        if not self.deviation:
+            return random.randint(self.low, self.high)
+        return min(self.high, max(self.low, round(random.gauss((self.low + self.high) / 2, self.deviation))))
+
+
+CHAT, COMPLETIONS = "chat", "completions"
+
+
+class Prompts(Struct, frozen=True, kw_only=True):
+    """What a language model is asked: the prompts of a file, or random words."""
+
+    api: str = CHAT
+    file: str | None = None
+    words: Lengths = Lengths(128, 128)
+    """Lengths of random prompts."""
+    output: Lengths | None = None
+    """`max_tokens` of the requests; None: those of the file, or DEFAULT_OUTPUT."""
+    sampling: str = "{}"
+    """A JSON object with other parameters of the requests."""
+    seed: int = 0
+    distinct: int = 1000
+    """Number of random prompts."""
+
+
+DEFAULT_OUTPUT = 128
+
+
+class Objectives(Struct, frozen=True):
+    """Maximum times of a request, in ns; 0: any."""
+
+    ttft: int = 0
+    """To the first token."""
+    itl: int = 0
+    """Mean time between the tokens after it."""
+    e2e: int = 0
+    """To the end."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} <= {ns / 1e6:g} ms" for name, ns in structs.asdict(self).items() if ns)
+
+
 class Sequences(Struct, frozen=True):
     """Requests are parts of `count` sequences at a time of `length` requests each."""
 
@@ -188,6 +257,10 @@ class Plan(Struct, frozen=True, kw_only=True):
     loads: tuple[Load, ...] = (Closed(1),)
     limit: Limit | None = None
     inputs: Inputs = Inputs()
+    prompts: Prompts | None = None
+    """For a language model, instead of `inputs`."""
+    objectives: Objectives | None = None
+    """For a language model: requests that meet all of them count as good."""
     stream: bool = False
     sequences: Sequences | None = None
     deadline_ns: int = 0

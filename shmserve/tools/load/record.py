@@ -62,6 +62,21 @@ class Latencies(Struct, frozen=True, kw_only=True):
     histogram: str
 
 
+class Language(Struct, frozen=True, kw_only=True):
+    """What a language model did in successful requests. Tokens are counted by the server."""
+
+    prompt_per_s: Interval
+    output_per_s: Interval
+    """Tokens of the requests that ended per second."""
+    prompt_tokens: float
+    output_tokens: float
+    """Mean number of tokens of a request."""
+    between_tokens: Latencies
+    """For each request, the mean time between its tokens after the first."""
+    good: Interval | None = None
+    """Successful requests per second that met all objectives."""
+
+
 class ServerSide(Struct, frozen=True, kw_only=True):
     """The server's counts during the load. Times are means per successful request, in ns."""
 
@@ -129,6 +144,7 @@ class Point(Struct, frozen=True, kw_only=True):
     first_answer: Latencies | None = None
     between_answers: Latencies | None = None
     answers_per_s: float = 0.0
+    language: Language | None = None
     server: ServerSide | None = None
     usage: Usage | None = None
     cost: Cost

@@ -18,6 +18,19 @@ import pytest
 
 from shmserve.errors import InvalidRequest
 from shmserve.testing import Server
+from shmserve.tools.load.measure import measure
+from shmserve.tools.load.plan import CHAT as CHAT_API
+from shmserve.tools.load.plan import (
+    COMPLETIONS,
+    SECOND,
+    Closed,
+    Endpoint,
+    Lengths,
+    Objectives,
+    Plan,
+    Prompts,
+    Settings,
+)
 from tests.process.models.language import llm_oracle
 from tests.support.gateway.language_models import openai_client, post
 from tests.support.model_files import parameters
@@ -104,6 +117,34 @@ def test_log_probabilities(client: Any) -> None:
     assert [token for one in streamed if one is not None for token in one.tokens] == found.tokens
     (chat,) = client.chat.completions.create(messages=CHAT, logprobs=True, top_logprobs=2, **SAMPLING).choices
     assert "".join(token.token for token in chat.logprobs.content) == chat.message.content
+
+
+@pytest.mark.parametrize(("kind", "api"), [("native", CHAT_API), ("openai", COMPLETIONS), ("openai", CHAT_API)])
+def test_a_load_generator_counts_tokens(kind: str, api: str, server: Server) -> None:
+    """As many as were asked for, and as the engine has counted."""
+    url = f"http://{server.endpoints['http']}/v1" if kind == "openai" else server.url
+    plan = Plan(
+        model="text",
+        endpoint=Endpoint(url=url, openai=kind == "openai"),
+        loads=(Closed(2),),
+        prompts=Prompts(api=api, words=Lengths(40, 80), output=Lengths(8, 8), sampling='{"ignore_eos": true}'),
+        objectives=Objectives(e2e=60 * SECOND),
+        stream=True,
+        settings=Settings(warmup_ns=SECOND // 50, window_ns=SECOND // 20, min_windows=2, max_windows=2, least=3),
+    )
+    with server.client() as client:
+        before = client.statistics("text")["model_stats"][0]["language"]
+        (point,) = measure(plan).points
+        after = client.statistics("text")["model_stats"][0]["language"]
+    found = point.language
+    assert found is not None
+    assert (point.failed, found.output_tokens, found.good) == (0, 8, point.throughput)
+    assert 40 <= found.prompt_tokens <= 80
+    assert found.output_per_s.mean == pytest.approx(8 * point.throughput.mean)
+    assert point.first_answer is not None
+    assert point.first_answer.count == found.between_tokens.count == point.latency.count
+    assert after["generated_tokens"] - before["generated_tokens"] >= 8 * point.latency.count
+    assert after["prompt_tokens"] - before["prompt_tokens"] >= found.prompt_tokens * point.latency.count
 
 
 WEATHER: Any = {

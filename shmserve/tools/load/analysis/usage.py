@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from shmserve import paths
 from shmserve.system import procfs
-from shmserve.tools.load.plan import GRPC, HTTP, Endpoint
+from shmserve.tools.load.plan import Endpoint
 from shmserve.tools.load.record import Usage
 
 _OUR_MODULES = ("shmserve.broker", "shmserve.clients.cli.main", "shmserve.workers")
@@ -44,7 +44,7 @@ def server_pid(endpoint: Endpoint) -> int:
 
 
 def _listener(endpoint: Endpoint) -> int:
-    if endpoint.kind in (HTTP, GRPC):
+    if endpoint.has_port:
         return _listening_at(endpoint.address[1]) if is_local(endpoint) else 0
     url = endpoint.url or ""
     scheme, _, rest = url.partition("://")
@@ -63,7 +63,7 @@ def _listener(endpoint: Endpoint) -> int:
 
 
 def is_local(endpoint: Endpoint) -> bool:
-    if endpoint.kind in (HTTP, GRPC):
+    if endpoint.has_port:
         return _is_local_host(endpoint.address[0])
     scheme, _, rest = (endpoint.url or "").partition("://")
     return scheme != "tcp" or _is_local_host(rest.rpartition(":")[0])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shmserve.tools.load.analysis.latencies import window_percentiles
 from shmserve.tools.load.generation.messages import Samples
-from shmserve.tools.load.plan import SECOND, Settings
+from shmserve.tools.load.plan import SECOND, Objectives, Settings
 from shmserve.tools.load.record import Window
 
 LONGEST = 10
@@ -36,6 +36,8 @@ class Responses(Struct):
     code: NDArray[np.int16]
     process: NDArray[np.int16]
     first: Array
+    prompt: Array
+    output: Array
     gaps: Array
 
     @property
@@ -43,6 +45,23 @@ class Responses(Struct):
         """Latencies of successful responses."""
         result: Array = self.latency[self.code == 0]
         return result
+
+    @property
+    def between_tokens(self) -> Array:
+        """Of each successful response of a language model: the mean time between its tokens after the first, 0 if there
+        is only one."""
+        spent = np.where(self.first > 0, self.latency - self.first, 0) // np.maximum(1, self.output - 1)
+        result: Array = np.where(self.output > 1, spent, 0)[self.code == 0]
+        return result
+
+    def met(self, objectives: Objectives) -> int:
+        """The number of successful responses of a language model that met all objectives."""
+        times = (
+            (self.first[self.code == 0], objectives.ttft),
+            (self.between_tokens, objectives.itl),
+            (self.good, objectives.e2e),
+        )
+        return int(np.logical_and.reduce([values <= (limit or np.inf) for values, limit in times]).sum())
 
 
 class Collector:
@@ -63,12 +82,23 @@ class Collector:
         self.errors[process] = samples.errors
         done = np.frombuffer(samples.done, np.int64)
         if len(done):
-            latency, delay, first = (
-                np.frombuffer(data, np.int64) for data in (samples.latency, samples.delay, samples.first)
+            latency, delay, first, prompt, output = (
+                np.frombuffer(data, np.int64)
+                for data in (samples.latency, samples.delay, samples.first, samples.prompt, samples.output)
             )
             code = np.frombuffer(samples.code, np.int16)
             self._chunks.append(
-                Responses(done, latency, delay, code, np.full(len(done), process, np.int16), first, done[:0])
+                Responses(
+                    done,
+                    latency,
+                    delay,
+                    code,
+                    np.full(len(done), process, np.int16),
+                    first,
+                    prompt,
+                    output,
+                    done[:0],
+                )
             )
         if samples.gap:
             self._gaps.append((np.frombuffer(samples.gap_at, np.int64), np.frombuffer(samples.gap, np.int64)))
@@ -107,7 +137,9 @@ class Collector:
 
 
 def _chosen(chunk: Responses, where: Any) -> Responses:
-    first = chunk.first[where] if len(chunk.first) else chunk.first
+    first, prompt, output = (
+        values[where] if len(values) else values for values in (chunk.first, chunk.prompt, chunk.output)
+    )
     return Responses(
         chunk.done[where],
         chunk.latency[where],
@@ -115,6 +147,8 @@ def _chosen(chunk: Responses, where: Any) -> Responses:
         chunk.code[where],
         chunk.process[where],
         first,
+        prompt,
+        output,
         chunk.gaps,
     )
 
@@ -131,7 +165,8 @@ def _joined(chunks: list[Responses], gaps: list[tuple[Array, Array]], start: int
     between = [gap[(at >= start) & (at < end)] for at, gap in gaps]
     if not parts:
         small = np.empty(0, np.int16)
-        return Responses(_NONE, _NONE, _NONE, small, small, _NONE, np.concatenate(between) if between else _NONE)
+        spent = np.concatenate(between) if between else _NONE
+        return Responses(_NONE, _NONE, _NONE, small, small, _NONE, _NONE, _NONE, spent)
     join = np.concatenate
     return Responses(
         join([part.done for part in parts]),
@@ -140,6 +175,8 @@ def _joined(chunks: list[Responses], gaps: list[tuple[Array, Array]], start: int
         join([part.code for part in parts]),
         join([part.process for part in parts]),
         join([part.first for part in parts]),
+        join([part.prompt for part in parts]),
+        join([part.output for part in parts]),
         join(between) if between else _NONE,
     )
 

@@ -63,6 +63,9 @@ class Samples(Struct, frozen=True, tag=True):
     """Streams: the time between two answers, and when the later one arrived."""
     errors: list[str]
     """All error texts so far."""
+    prompt: bytes = b""
+    output: bytes = b""
+    """Streams: numbers of tokens of a language model."""
 
 
 class Ended(Struct, frozen=True, tag=True):

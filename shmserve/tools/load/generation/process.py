@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import resource
 import secrets
 import signal
 import socket
 import sys
 import time
+from functools import partial
 
 import uvloop
 
-from shmserve.errors import ServeError
+from shmserve.errors import ServeError, Unsupported
 from shmserve.terminal.errors import Misuse
 from shmserve.tools.load.generation.messages import (
     Begin,
@@ -29,11 +31,12 @@ from shmserve.tools.load.generation.messages import (
     read_order,
     write,
 )
+from shmserve.tools.load.generation.prompts import make_prompts
 from shmserve.tools.load.generation.request_data import mean_rows, request_inputs
 from shmserve.tools.load.generation.schedule import send_times, share
-from shmserve.tools.load.generation.sending import Sender, SequenceIds, Timer
-from shmserve.tools.load.plan import Closed, Plan
-from shmserve.tools.load.targets.base import RequestOptions, Target
+from shmserve.tools.load.generation.sending import Answers, Recorder, Sender, SequenceIds, Timer
+from shmserve.tools.load.plan import CHAT, Closed, Plan
+from shmserve.tools.load.targets.base import ModelFacts, Prompt, PromptTarget, RequestOptions, Target
 from shmserve.tools.load.targets.native import open_target
 
 FLUSH_S = 0.1
@@ -71,15 +74,26 @@ class Generator:
         self._plan = plan
         self._target = target = open_target(plan.endpoint)
         facts = await target.facts(plan.model, plan.version)
-        feeds = request_inputs(plan.inputs, plan.model, facts)
+        prompts = plan.prompts
         options = RequestOptions(
             model=plan.model,
             version=plan.version,
             outputs=plan.inputs.outputs,
             deadline_ns=plan.deadline_ns,
             stream=plan.stream,
+            sampling=json.loads(prompts.sampling) if prompts is not None else {},
+            chat=prompts is not None and prompts.api == CHAT,
         )
-        bodies = [target.prepare(feed, facts, options) for feed in feeds]
+        rows = 1.0
+        if prompts is not None:
+            if not isinstance(target, PromptTarget):
+                raise Unsupported("prompts are sent natively or to an OpenAI API: use --openai URL, or no --url")
+            made = await make_prompts(prompts, partial(_count_tokens, target, facts, options))
+            bodies = [target.prepare_prompt(prompt, facts, options) for prompt in made]
+        else:
+            feeds = request_inputs(plan.inputs, plan.model, facts)
+            bodies = [target.prepare(feed, facts, options) for feed in feeds]
+            rows = mean_rows(feeds, facts.max_batch)
         self._sender = Sender(
             bodies,
             target.slot,
@@ -90,7 +104,7 @@ class Generator:
             ids=SequenceIds(secrets.randbits(31) << 24),
             first_body=index * 7,
         )
-        self.tell(Prepared(mean_rows(feeds, facts.max_batch)))
+        self.tell(Prepared(rows))
         gc.collect()
         gc.freeze()  # the requests live until the end; the collector must not scan them during the load
 
@@ -117,6 +131,13 @@ class Generator:
         if self._target is not None:
             await self._target.close()
         self._timer.close()
+
+
+async def _count_tokens(target: PromptTarget, facts: ModelFacts, options: RequestOptions, prompt: Prompt) -> int:
+    """The number of tokens of a prompt, from a request for one token."""
+    answers = Answers(Recorder(), 0, lambda: 0)
+    await (await target.slot()).stream(target.prepare_prompt(prompt, facts, options), None, answers)
+    return answers.prompt
 
 
 async def _report(generator: Generator) -> None:

@@ -83,11 +83,16 @@ class Recorder:
     def _clear(self) -> None:
         self.done, self.latency, self.delay, self.code = array("q"), array("q"), array("q"), array("h")
         self.first, self.gap_at, self.gap = array("q"), array("q"), array("q")
+        self.prompt, self.output = array("q"), array("q")
 
-    def add(self, intended: int, sent: int, done: int, error: ServeError | None, first: int | None = None) -> None:
-        """`first`: for a stream, the time to its first answer; 0: it had none."""
-        if first is not None:
-            self.first.append(first)
+    def add(
+        self, intended: int, sent: int, done: int, error: ServeError | None, answers: Answers | None = None
+    ) -> None:
+        """`answers`: those of a stream."""
+        if answers is not None:
+            self.first.append(answers.first)
+            self.prompt.append(answers.prompt)
+            self.output.append(answers.output)
         self.done.append(done)
         self.latency.append(done - intended)
         self.delay.append(sent - intended)
@@ -115,6 +120,8 @@ class Recorder:
             self.gap_at.tobytes(),
             self.gap.tobytes(),
             list(self.errors),
+            self.prompt.tobytes(),
+            self.output.tobytes(),
         )
         self._clear()
         return taken
@@ -126,7 +133,9 @@ class Answers:
     def __init__(self, recorder: Recorder, intended: int, clock: Callable[[], int]) -> None:
         self._recorder, self._intended, self._clock = recorder, intended, clock
         self.first = self._last = 0
-        """The time to the first answer."""
+        """The time to the first answer; 0: there was none."""
+        self.prompt = self.output = 0
+        """Numbers of tokens of a language model."""
 
     def __call__(self) -> None:
         now, recorder = self._clock(), self._recorder
@@ -136,6 +145,9 @@ class Answers:
         else:
             self.first = now - self._intended
         self._last = now
+
+    def count(self, prompt: int, output: int) -> None:
+        self.prompt, self.output = prompt, output
 
 
 class SequenceIds:
@@ -299,7 +311,7 @@ class Sender:
         except ServeError as failed:
             error = failed.with_traceback(None)
             await asyncio.sleep(0)  # a request that fails at once must not starve the event loop
-        self.recorder.add(intended, sent, self._clock(), error, None if answers is None else answers.first)
+        self.recorder.add(intended, sent, self._clock(), error, answers)
 
     async def _finish(self, slot: Slot, parts: _Parts) -> None:
         """Ends a sequence that the end of the load has interrupted. Its requests are not recorded."""

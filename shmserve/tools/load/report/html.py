@@ -34,6 +34,7 @@ def html_text(run: Run) -> str:
         f"<p>{escape(_summary(run))}</p>",
         _table(run),
         _curve(run),
+        _tokens(run),
         _split(run),
         *(part for point in run.points for part in _of_point(point)),
     ]
@@ -92,6 +93,36 @@ def _curve(run: Run) -> str:
             )
         )
     return lines("Throughput against latency", RATE, LATENCY, series)
+
+
+def _tokens(run: Run) -> str:
+    """Charts for a language model: tokens per second, and the times of tokens, by load."""
+    found = [(point, point.language) for point in run.points if point.language is not None]
+    if len(found) < 2:
+        return ""
+    rates = [
+        Series("in", [(point.value, language.prompt_per_s.mean) for point, language in found]),
+        Series("out", [(point.value, language.output_per_s.mean) for point, language in found]),
+    ]
+    times = [
+        Series(
+            f"{head} {name}",
+            [
+                (point.value, values.percentiles[name].mean)
+                for point, values in pairs
+                if values and name in values.percentiles
+            ],
+        )
+        for head, pairs in (
+            ("first token", [(point, point.first_answer) for point, _ in found]),
+            ("between tokens", [(point, language.between_tokens) for point, language in found]),
+        )
+        for name in ("p50", "p99")
+    ]
+    tokens = Axis("tokens per second", rate_text)
+    return lines("Tokens per second", Axis("load"), tokens, rates) + lines(
+        "Times of tokens", Axis("load"), LATENCY, times
+    )
 
 
 def _split(run: Run) -> str:

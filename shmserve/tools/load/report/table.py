@@ -26,7 +26,9 @@ VERDICTS = {BETTER: GOOD, WORSE: BAD, SAME: FAINT, MIXED: WARN}
 def run_text(run: Run, screen: Screen) -> str:
     """Everything about a run."""
     parts = [_loads(run.points, screen)]
-    if any(point.first_answer for point in run.points):
+    if any(point.language for point in run.points):
+        parts.append(_tokens(run.points, screen))
+    elif any(point.first_answer for point in run.points):
         parts.append(_streams(run.points, screen))
     if any(point.server for point in run.points):
         parts.append(_server(run.points, screen))
@@ -62,6 +64,34 @@ def _streams(points: Sequence[Point], screen: Screen) -> str:
         for name in ("p50", "p99"):
             columns.append(Column(f"{head} {name}", right=True))
             _extend(rows, points, lambda point, c=choose, n=name: percentile_text(c(point), n))  # type: ignore[misc]
+    return screen.table(columns, rows)
+
+
+def _tokens(points: Sequence[Point], screen: Screen) -> str:
+    """Of a language model."""
+    found = [(point, point.language) for point in points if point.language is not None]
+    columns = [Column("tokens"), *(Column(name, right=True) for name in ("in/s", "out/s"))]
+    columns += [Column(name, right=True, rank=2) for name in ("in/request", "out/request")]
+    rows = [
+        [
+            str(point.load),
+            rate_text(language.prompt_per_s.mean),
+            rate_text(language.output_per_s.mean),
+            f"{language.prompt_tokens:,.0f}",
+            f"{language.output_tokens:,.0f}",
+        ]
+        for point, language in found
+    ]
+    times = [(point.first_answer, language.between_tokens) for point, language in found]
+    for place, head in enumerate(("first token", "between tokens")):
+        for name in ("p50", "p90", "p99"):
+            columns.append(Column(f"{head} {name}" if name == "p50" else name, right=True, rank=_RANKS.get(name, 0)))
+            for row, pair in zip(rows, times, strict=True):
+                row.append(percentile_text(pair[place], name))
+    if any(language.good is not None for _, language in found):
+        columns.append(Column("good/s", right=True))
+        for row, (_, language) in zip(rows, found, strict=True):
+            row.append(rate_text(language.good.mean) if language.good is not None else "-")
     return screen.table(columns, rows)
 
 
@@ -129,6 +159,8 @@ def _notes(run: Run, screen: Screen) -> list[str]:
         if point.cost.send_delay_p99_ns > 0.1 * _p50(point) and _is_open(point.load):
             late = duration_text(point.cost.send_delay_p99_ns / SECOND)
             add(f"{point.load}: 1 % of the requests were sent {late} late or later, which counts as latency")
+    if run.plan.objectives is not None:
+        add(f"good/s: requests with {run.plan.objectives}", FAINT)
     if run.echo is not None:
         add(echo_text(run.echo), FAINT)
     add(f"seed of random inputs and arrivals: {run.plan.inputs.seed}", FAINT)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -49,6 +49,10 @@ class RequestOptions(Struct, frozen=True, kw_only=True):
     deadline_ns: int = 0
     stream: bool = False
     """Requests are sent with `Slot.stream`, else with `Slot.send`."""
+    sampling: Mapping[str, Any] = {}
+    """Of prompts: parameters beside `max_tokens`."""
+    chat: bool = False
+    """A prompt that is a text is sent as a chat."""
 
 
 class Part(Struct, frozen=True):
@@ -59,6 +63,26 @@ class Part(Struct, frozen=True):
     end: bool
 
 
+class Prompt(Struct, frozen=True):
+    """A request to a language model: `messages` (a list of objects) or a text."""
+
+    text: str = ""
+    messages: Any = None
+    max_tokens: int = 1
+
+
+class Receiver(Protocol):
+    """Learns of the responses of a stream."""
+
+    def __call__(self) -> None:
+        """A response has arrived."""
+        ...
+
+    def count(self, prompt: int, output: int) -> None:
+        """The numbers of tokens of a language model's prompt and of all its responses."""
+        ...
+
+
 class Slot(Protocol):
     """Sends one request at a time."""
 
@@ -66,7 +90,7 @@ class Slot(Protocol):
         """Returns with the response; raises ServeError."""
         ...
 
-    async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
+    async def stream(self, body: Any, part: Part | None, on_answer: Receiver) -> None:
         """Returns after the last response; calls `on_answer` at each."""
         ...
 
@@ -87,3 +111,12 @@ class Target(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class PromptTarget(Target, Protocol):
+    """A target that also takes requests to language models."""
+
+    def prepare_prompt(self, prompt: Prompt, facts: ModelFacts, options: RequestOptions) -> Any:
+        """The request in the form that `Slot.stream` takes. Raises Unsupported if the model does not take it."""
+        ...

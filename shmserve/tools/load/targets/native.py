@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from shmserve import AsyncClient
 from shmserve.errors import Unsupported
 from shmserve.extras import install_command, outdated
 from shmserve.session import Raw
-from shmserve.tools.load.plan import GRPC, HTTP, SECOND, Endpoint
+from shmserve.tools.load.plan import GRPC, HTTP, OPENAI, SECOND, Endpoint
 from shmserve.tools.load.targets.base import (
     Arrays,
     ModelFacts,
     Part,
+    Prompt,
+    Receiver,
     RequestOptions,
     Slot,
     Target,
@@ -65,6 +69,29 @@ class NativeTarget:
             options.model,
         )
 
+    def prepare_prompt(self, prompt: Prompt, facts: ModelFacts, options: RequestOptions) -> Any:
+        """The inputs of Triton's vLLM backend, as far as the model has them."""
+        messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+        is_chat = prompt.messages is not None or options.chat
+        if "text_input" not in facts.inputs or (is_chat and "messages" not in facts.inputs):
+            raise Unsupported(
+                f"model '{options.model}' takes no {'chats: give --api completions' if is_chat else 'text'}"
+            )
+        values = {
+            "text_input": "" if is_chat else prompt.text,
+            "messages": json.dumps({"messages": messages}) if is_chat else None,
+            "stream": True,
+            "sampling_parameters": json.dumps({"max_tokens": prompt.max_tokens, **options.sampling}),
+            "return_num_input_tokens": True,
+            "return_num_output_tokens": True,
+        }
+        arrays = {
+            name: np.array([value], object if isinstance(value, str) else np.bool_)
+            for name, value in values.items()
+            if value is not None and name in facts.inputs
+        }
+        return _Chat(self.prepare(arrays, facts, options))
+
     async def slot(self) -> Slot:
         return _NativeSlot(self._client)
 
@@ -73,6 +100,12 @@ class NativeTarget:
 
     async def close(self) -> None:
         await self._client.close()
+
+
+class _Chat(NamedTuple):
+    """A request to a language model, whose responses have numbers of tokens."""
+
+    request: Any
 
 
 class _NativeSlot:
@@ -84,11 +117,26 @@ class _NativeSlot:
         inputs, options, model = body
         await self._submit(model, inputs, **options, **_sequence(part))
 
-    async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
+    async def stream(self, body: Any, part: Part | None, on_answer: Receiver) -> None:
+        if isinstance(body, _Chat):
+            await self._chat(body, on_answer)
+            return
         inputs, options, model = body
         async with self._stream(model, inputs, **options, **_sequence(part)) as answers:
             async for _ in answers:
                 on_answer()
+
+    async def _chat(self, body: _Chat, on_answer: Receiver) -> None:
+        inputs, options, model = body.request
+        prompt = output = 0
+        async with self._stream(model, inputs, **options) as answers:
+            async for answer in answers:
+                tokens = int(answer["num_output_tokens"].sum()) if "num_output_tokens" in answer else 1
+                if tokens:
+                    on_answer()
+                output += tokens
+                prompt = int(answer["num_input_tokens"].item()) if "num_input_tokens" in answer else prompt
+        on_answer.count(prompt, output)
 
 
 def _sequence(part: Part | None) -> dict[str, Any]:
@@ -106,6 +154,10 @@ def open_target(endpoint: Endpoint) -> Target:
             from shmserve.tools.load.targets.http import HttpTarget
 
             return HttpTarget(endpoint)
+        if endpoint.kind == OPENAI:
+            from shmserve.tools.load.targets.openai import OpenAiTarget
+
+            return OpenAiTarget(endpoint)
         if endpoint.kind == GRPC:
             from shmserve.tools.load.targets.grpc import GrpcTarget
 

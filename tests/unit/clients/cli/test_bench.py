@@ -15,7 +15,7 @@ from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.terminal.errors import Misuse
 from shmserve.tools.load import record
 from shmserve.tools.load.measure import check
-from shmserve.tools.load.plan import Closed, Limit, Open, Replay, Sequences
+from shmserve.tools.load.plan import Closed, Lengths, Limit, Objectives, Open, Replay, Sequences
 from tests.unit.tools.load.points import run, steady
 
 
@@ -75,6 +75,9 @@ def test_recorded_times(tmp_path: Path) -> None:
         ("--url https://h:1 --client-key k", "--client-key needs --client-cert"),
         ("--header a:b", "headers are only for http, https, grpc and grpcs://"),
         ("--url https://h:1 --stream --outputs y", "generate_stream sends all outputs: leave out --outp"),
+        ("--openai h:1/v1", "invalid url 'h:1/v1'"),
+        ("--openai grpc://h:1/v1", "invalid url 'grpc://h:1/v1' of an OpenAI API: expected http://HOST:PORT/v1"),
+        ("--slo ttft=1s", "objectives and an OpenAI API are for language models"),
     ],
 )
 def test_options_that_the_endpoint_does_not_support_are_refused(words: str, text: str) -> None:
@@ -93,6 +96,23 @@ def test_the_other_options_of_a_plan() -> None:
     settings = found.settings
     assert (settings.min_windows, settings.max_windows, settings.warmup_ns) == (2, 4, 10_000_000)
     assert settings.tolerance == pytest.approx(0.025)
+
+
+def test_the_options_for_language_models() -> None:
+    url = "https://api.example/openai/v1/"
+    found = plan("--openai", url, "--prompt-tokens", "256+-64", "--output-tokens", "8:16", "--slo", "ttft=1s,tpot=50ms")
+    assert (found.endpoint.kind, found.endpoint.address, found.endpoint.path) == (
+        "openai",
+        ("api.example", 443),
+        "/openai/v1",
+    )
+    assert found.prompts is not None
+    assert (found.prompts.words, found.prompts.output) == (Lengths(1, 511, 64.0), Lengths(8, 16))
+    assert (found.objectives, found.stream) == (Objectives(ttft=10**9, itl=50_000_000), True)
+    assert plan("--stream").prompts is None
+    for words, text in (("--input x=1", "leave out --input"), ("--prompt-tokens 5", "leave it out with --prompts")):
+        with pytest.raises(Misuse, match=text):
+            plan("--prompts", "file", *words.split())
 
 
 def test_urls_of_endpoints_are_parsed() -> None:
@@ -127,6 +147,9 @@ def test_urls_of_endpoints_are_parsed() -> None:
         (["--header", "token"], "'token' is not a header such as 'Authorization: Bearer TOKEN'"),
         (["--tolerance", "0"], "'0' is not a percentage between 0 and 100"),
         (["-c", "1", "-r", "1"], "not allowed with argument"),
+        (["--prompt-tokens", "9:3"], "'9:3' is not a length such as 128, 64:512 or 256+-64"),
+        (["--sampling", "[1]"], "'[1]' is not a JSON object"),
+        (["--slo", "p99=1s"], "'p99=1s' is not an objective such as ttft=200ms: ttft, itl, tpot, e2e, e2el"),
     ],
 )
 def test_invalid_arguments_are_refused(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

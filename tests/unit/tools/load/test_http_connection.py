@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import ConnectionLost, InvalidRequest, ModelFailed, ServeError
+from shmserve.tools.load.generation.sending import Answers, Recorder
 from shmserve.tools.load.plan import Endpoint
 from shmserve.tools.load.targets.connecting import connect
 from shmserve.tools.load.targets.http import HttpTarget
 from shmserve.tools.load.targets.http_connection import HttpConnection
+from shmserve.tools.load.targets.openai import OpenAiTarget
 from tests.support.hypothesis_profiles import examples
 
 EVENTS = [b'data: {"y":1}', b'data: {"error":"x","model_name":"m"}', b"data: last"]
@@ -65,6 +69,18 @@ class _Server(asyncio.Protocol):
         self._transport.write(self._answer)
 
 
+async def streamed(answer: bytes, kind: type[HttpTarget | OpenAiTarget], body: Any, receive: Any) -> None:
+    """Sends a request to a server that answers each request with these bytes."""
+    server = await asyncio.get_running_loop().create_server(lambda: _Server(answer), "127.0.0.1", 0)
+    target = kind(Endpoint(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+    try:
+        await (await target.slot()).stream(body, None, receive)
+    finally:
+        await target.close()
+        server.close()
+        await server.wait_closed()
+
+
 @pytest.mark.parametrize(
     ("answer", "answers", "kind", "text"),
     [
@@ -77,25 +93,39 @@ class _Server(asyncio.Protocol):
 def test_a_stream_and_its_errors(answer: bytes, answers: int, kind: type[ServeError] | None, text: str) -> None:
     """A response with an output named "error" is a normal response."""
     seen: list[int] = []
-
-    async def stream() -> None:
-        server = await asyncio.get_running_loop().create_server(lambda: _Server(answer), "127.0.0.1", 0)
-        target = HttpTarget(Endpoint(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
-        try:
-            slot = await target.slot()
-            body = SimpleNamespace(request=lambda part: b"POST / HTTP/1.1\r\n\r\n")
-            await slot.stream(body, None, lambda: seen.append(1))
-        finally:
-            await target.close()
-            server.close()
-            await server.wait_closed()
-
-    if kind is None:
-        asyncio.run(stream())
-    else:
-        with pytest.raises(kind, match=text):
-            asyncio.run(stream())
+    body = SimpleNamespace(request=lambda part: b"POST / HTTP/1.1\r\n\r\n")
+    with pytest.raises(kind, match=text) if kind is not None else nullcontext():
+        asyncio.run(streamed(answer, HttpTarget, body, lambda: seen.append(1)))
     assert len(seen) == answers
+
+
+ROLE, LAST = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}', b"data: [DONE]"
+TOKEN, TEXT = b'data: {"choices":[{"delta":{"content":"a"}}]}', b'data:{"choices":[{"text":"a"}],"usage":null}'
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5}}'
+FAILED = b'data: {"error":{"message":"no memory","code":500}}'
+
+
+@pytest.mark.parametrize(
+    ("events", "answers", "tokens"),
+    [
+        ([ROLE, TOKEN, TOKEN, USAGE, LAST], 2, (9, 5)),
+        ([b": comment", TEXT, TEXT, LAST], 2, (0, 2)),
+        ([ROLE, TOKEN, FAILED], 1, "^no memory$"),
+        ([b"data: 5"], 0, "an event is not in OpenAI's format"),
+    ],
+    ids=["chat", "uncounted", "error", "foreign"],
+)
+def test_the_tokens_of_a_language_model(events: list[bytes], answers: int, tokens: Any) -> None:
+    """Chunks without text are no responses."""
+    recorder = Recorder()
+    receive = Answers(recorder, 0, itertools.count(1).__next__)
+    failing = isinstance(tokens, str)
+    with pytest.raises(ModelFailed, match=tokens) if failing else nullcontext():
+        asyncio.run(streamed(chunked(events, 7), OpenAiTarget, b"POST / HTTP/1.1\r\n\r\n", receive))
+    assert receive.first == min(1, answers)
+    assert len(recorder.gap) == max(0, answers - 1)
+    if not failing:
+        assert (receive.prompt, receive.output) == tokens
 
 
 def test_no_descriptor_for_another_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from shmserve.tools.load.analysis.latencies import DIGITS, LatencyHistogram, buc
 from shmserve.tools.load.analysis.windows import Collector, is_long_enough, timeline, window_of
 from shmserve.tools.load.generation.messages import Samples
 from shmserve.tools.load.one_load import latencies_of
-from shmserve.tools.load.plan import SECOND, Settings
+from shmserve.tools.load.plan import SECOND, Objectives, Settings
 from tests.support.hypothesis_profiles import examples
 
 
@@ -34,6 +34,8 @@ def samples(
         gap_at=more.get("gap_at", b""),
         gap=more.get("gap", b""),
         errors=["first text", "second text"],
+        prompt=more.get("prompt", b""),
+        output=more.get("output", b""),
     )
 
 
@@ -140,3 +142,15 @@ def test_rare_percentiles_need_many_values() -> None:
     assert "p99" in found
     few = latencies_of([np.arange(1, 61, dtype=np.int64)] * 20, 0.95).percentiles["p99"]
     assert (few.low, few.high) == (0, 2 * few.mean)
+
+
+def test_requests_of_a_language_model_that_meet_objectives() -> None:
+    """The last one failed; the third has a single token, and so no time between tokens."""
+    numbers = {"first": [10, 20, 30, 5], "output": [11, 6, 1, 2], "prompt": [7, 7, 7, 7]}
+    collector = Collector(1)
+    more = {name: array("q", values).tobytes() for name, values in numbers.items()}
+    collector.add(0, samples(9, [1, 2, 3, 4], [60, 120, 30, 9], [0, 0, 0, 1], **more))
+    found = collector.take(0, 9)
+    assert found.between_tokens.tolist() == [5, 20, 0]
+    for limits, count in (({"ttft": 20}, 2), ({"itl": 5}, 2), ({"e2e": 60}, 2), ({"ttft": 20, "e2e": 60}, 1), ({}, 3)):
+        assert found.met(Objectives(**limits)) == count, limits
