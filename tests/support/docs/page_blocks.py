@@ -100,6 +100,7 @@ NOT_RUN = {
     ("balancers", ""): FLEET,
     ("batching", "# 3 rows"): "a scenario of the core; tests/scenarios has these",
     ("bench", "load  "): OUTPUT,
+    ("bench", "tokens  "): OUTPUT,
     ("check", "digits"): "tests/process/cli/test_check.py compares it",
     ("check", "d  1 error"): "tests/process/cli/test_check.py compares it",
     ("cli", "model  "): OUTPUT,

@@ -38,6 +38,12 @@ class BenchServer:
             "grpc": Endpoint(url=f"grpc://{address['grpc']}"),
         }
 
+    @property
+    def has_chat(self) -> bool:
+        """Whether the engine of language models is installed."""
+        with self.server.client() as client:
+            return any(entry["name"] == "chat" for entry in client.models())
+
     def requests(self, name: str) -> int:
         """Successful requests to the model since its start."""
         with self.server.client() as client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import os
 import subprocess
 import threading
@@ -22,6 +23,7 @@ from tests.process.cli.commands import run
 from tests.process.cli.load.bench_server import SEQUENCE, SLOW, BenchServer
 from tests.support.gateway.running_gateway import Gateway, model, talker
 from tests.support.model_files import write_model
+from tests.support.workers.models import gguf_models
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BenchServer]:
     model(repository, "wide", ["FP32"], "[ -1 ]", 4)
     talker(repository)
     write_model(repository, "slow", SLOW)
+    if importlib.util.find_spec("xllamacpp") is not None:
+        write_model(repository, "chat", 'backend: "llamacpp"')
+        gguf_models.write(repository / "chat" / "1" / "model.gguf")
     for name, roles in (("server", "infer"), ("alice", "infer,observe")):
         assert run("keygen", name, "--out", str(keys), "--roles", roles)[0] == 0
     options = ["--zmq-address", "tcp://127.0.0.1:0", "--zmq-server-key", str(keys / "server.key")]
