@@ -24,7 +24,7 @@ from shmserve.workers.batch.specs import inputs_of, outputs_of
 from shmserve.workers.hidden_tensors import hidden_tensors_of
 from shmserve.workers.inbox import Inbox
 from shmserve.workers.model_calls.answer import Trace
-from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_KNOB, Arenas, near_limit
+from shmserve.workers.output_arenas import GPU_SETTING, HOST_SETTING, LIMIT_BYTES, Arenas, near_limit
 from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_traceback, missing_module, public, text_of
 from shmserve.workers.runner import Runner, runner_of
@@ -58,27 +58,28 @@ class LoadedModel(Struct):
 def load(
     order: Load,
     config_bytes: bytes,
-    outbox: Outbox,
+    outbox: Outbox | None,
     mapped: Mapped,
     trace: Trace = log_traceback,
     link: BrokerLink | None = None,
 ) -> LoadedModel:
     """Loads a model. If that fails, closes the backend and the arenas and raises the error. `trace` is called for
-    failed batches. With `link`, the model can make calls to the server, also while it is loading."""
+    failed batches. `outbox`: None without a broker. With `link`, the model can make calls to the server, also while it
+    is loading."""
     config = decode_config(config_bytes)
     device = device_of(config, order.instance)
     mapped.on_gpu = device.kind == "GPU"
     folder = Path(order.model_dir)
     versioned = folder / str(order.version)
     context = Context(order.model, order.version, order.instance, folder, versioned, order.settings, _threads())
-    limit = int(order.settings.get(KNOB, LIMIT_BYTES))
+    limit = int(order.settings.get(HOST_SETTING, LIMIT_BYTES))
     pins = _pins(order, config)
     _check_unchanged(pins)
     backend = kind_of(config, context)(context)
-    arenas = Arenas(order.owner, outbox, mapped, limit)
-    arenas.near_limit = near_limit(order.settings.get(NEAR_KNOB, ""), device.number)
-    inbox = Inbox(order.owner, link, outbox, mapped, arenas) if link is not None else None
-    if link is not None and inbox is not None and backend.asks:
+    on_gpu = near_limit(order.settings.get(GPU_SETTING, ""), device.number)
+    arenas = Arenas(order.owner, outbox, mapped, limit, on_gpu)
+    inbox = Inbox(order.owner, link, outbox, mapped, arenas) if link is not None and outbox is not None else None
+    if link is not None and outbox is not None and inbox is not None and backend.asks:
         from shmserve.workers.model_calls.calls import OutgoingCalls  # few backends need it
 
         backend.calls = OutgoingCalls(outbox, arenas, mapped, link.fileno(), inbox.read)
@@ -101,7 +102,7 @@ def load(
         backend.close()
         arenas.close()
         raise
-    if backend.probes:
+    if backend.probes and outbox is not None:
         outbox.add(Probed(0, True))
     scatter = Scatter(order.model, outputs, arenas, mapped, labels, backend.calls, backend.strict)
     runner = runner_of(order.instance, order.model_dir, backend, gather, scatter, trace, hidden)

@@ -70,19 +70,6 @@ class Outbox:
         return messages
 
 
-class NullOutbox(Outbox):
-    """Discards all messages. Used without a broker, for example by warm-up."""
-
-    def __init__(self) -> None:
-        pass
-
-    def add(self, message: Any, descriptor: int | None = None) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-
 def in_chunks(messages: list[Any]) -> list[Any]:
     """Splits each Done that has too many results for one message: Rows messages precede it."""
     chunks: list[Any] = []

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 INTERNAL = "internal"
 """The audience of memory that only workers read."""
 LIMIT_BYTES = 4 * 1024 * 1024 * 1024
-KNOB = "worker-output-bytes"
+HOST_SETTING = "worker-output-bytes"
 NEAR_BYTES = 1024 * 1024 * 1024
-NEAR_KNOB = "cuda-memory-pool-byte-size"
+GPU_SETTING = "cuda-memory-pool-byte-size"
 
 
 def near_limit(text: str, device: int) -> int:
@@ -43,50 +43,31 @@ def near_limit(text: str, device: int) -> int:
     return limit
 
 
-class _AudienceArena(Arena):
-    """An arena that shares a segment counter with the worker's other arenas."""
-
-    def __init__(
-        self,
-        owner: int,
-        make: Callable[[int], Extent],
-        arenas: Arenas,
-        audience: str,
-        on_gpu: bool = False,
-    ) -> None:
-        """`on_gpu`: in GPU memory, which must not be freed while other processes have it open, so it is kept
-        until close."""
-        self.audience = audience
-        self.on_gpu = on_gpu
-        super().__init__(
-            owner,
-            make,
-            limit_bytes=arenas.near_limit if on_gpu else arenas.limit,
-            announce=lambda segment: arenas.announce(segment, self),
-            withdraw=None if on_gpu else arenas.withdraw,
-            setting=NEAR_KNOB if on_gpu else KNOB,
-            numbers=arenas.numbers,
-            what="GPU memory" if on_gpu else "shared memory",
-        )
-
-
 class Arenas:
     """Arenas by audience, created on first use. Segments are announced to the broker and also mapped here, because
     outputs of one batch may be inputs of the next."""
 
-    def __init__(self, owner: int, outbox: Outbox, mapped: Mapped, limit: int = LIMIT_BYTES) -> None:
+    def __init__(
+        self,
+        owner: int,
+        outbox: Outbox | None,
+        mapped: Mapped,
+        limit: int = LIMIT_BYTES,
+        near_limit: int = NEAR_BYTES,
+    ) -> None:
+        """`outbox`: None without a broker. `near_limit`: the limit on this process's GPU."""
         self.limit = limit
-        self.near_limit = NEAR_BYTES
+        self.near_limit = near_limit
         self._near_full = False
-        self.numbers = count(1)
+        self._numbers = count(1)
         """Segment numbers, shared by all arenas."""
         self._owner = owner
         self._outbox = outbox
         self._mapped = mapped
-        self._arenas: dict[str, _AudienceArena] = {}
-        self._near: dict[str, _AudienceArena] = {}
+        self._arenas: dict[str, Arena] = {}
+        self._near: dict[str, Arena] = {}
         """The arenas on this process's GPU."""
-        self._by_segment: dict[int, _AudienceArena] = {}
+        self._by_segment: dict[int, Arena] = {}
         self.audiences: dict[int, str] = {}
         """The audience of each known segment: this worker's and those mapped from other processes."""
 
@@ -100,7 +81,7 @@ class Arenas:
         logged."""
         arena = self._near.get(audience)
         if arena is None:
-            arena = self._near[audience] = _AudienceArena(self._owner, self._on_gpu, self, audience, on_gpu=True)
+            arena = self._near[audience] = self._arena(audience, self._on_gpu, on_gpu=True)
         try:
             return arena.allocate(size)
         except Unavailable as error:
@@ -130,7 +111,7 @@ class Arenas:
         """Frees host memory that has not been used since the last call."""
         for arena in self._arenas.values():
             for segment in arena.trim_idle():
-                self.withdraw(segment)
+                self._withdraw(segment)
 
     def close(self, keep_names: bool = False) -> None:
         """`keep_names`: POSIX segments in use keep their names, which the broker removes when they are no longer
@@ -148,13 +129,35 @@ class Arenas:
 
     # ------------------------------------------------------------------------------------ segments
 
-    def _new(self, audience: str) -> _AudienceArena:
+    def _arena(self, audience: str, make: Callable[[int], Extent], on_gpu: bool = False) -> Arena:
+        """`on_gpu`: in GPU memory, which must not be freed while other processes have it open, so it is kept until
+        close."""
+
+        def announce(segment: Segment) -> None:
+            self._announce(segment, audience)
+            if on_gpu:
+                self._gpu.own(segment.id, segment.address)
+            self._by_segment[segment.id] = arena
+
+        arena = Arena(
+            self._owner,
+            make,
+            limit_bytes=self.near_limit if on_gpu else self.limit,
+            announce=announce,
+            withdraw=None if on_gpu else self._withdraw,
+            setting=GPU_SETTING if on_gpu else HOST_SETTING,
+            numbers=self._numbers,
+            what="GPU memory" if on_gpu else "shared memory",
+        )
+        return arena
+
+    def _new(self, audience: str) -> Arena:
         make = self._memfd
         if audience.startswith("posix"):
             # The user's own server may open it; any other user only reads it, through the service's group.
             uid = audience.rpartition(":")[2]
             make = self._posix_private if uid in ("", str(os.geteuid())) else self._posix_group
-        arena = self._arenas[audience] = _AudienceArena(self._owner, make, self, audience)
+        arena = self._arenas[audience] = self._arena(audience, make)
         return arena
 
     def _on_gpu(self, size: int) -> Extent:
@@ -166,7 +169,7 @@ class Arenas:
         if committed + size > self.near_limit:
             raise Unavailable(
                 f"no room for {size} bytes of GPU memory, which is allocated in units of {UNIT_BYTES}: {committed} of "
-                f"{self.near_limit} bytes are committed; raise {NEAR_KNOB}"
+                f"{self.near_limit} bytes are committed; raise {GPU_SETTING}"
             )
         return self._gpu.make(size)
 
@@ -196,29 +199,30 @@ class Arenas:
             return
         for arena in arenas:
             for segment in arena.trim():
-                self.withdraw(segment)
+                self._withdraw(segment)
         committed = sum(arena.committed for arena in arenas)
         if committed + size > self.limit:
             raise Unavailable(
                 f"no room for outputs: {self.used} bytes are held by callers, {committed} of {self.limit} bytes are "
-                f"committed and {size} more are needed; raise {KNOB}, or drop results that are no longer needed"
+                f"committed and {size} more are needed; raise {HOST_SETTING}, or drop results that are no longer needed"
             )
 
-    def announce(self, segment: Segment, arena: _AudienceArena) -> None:
-        message: Map = segment.map(arena.audience)
+    def _announce(self, segment: Segment, audience: str) -> None:
+        message: Map = segment.map(audience)
         if message.name is None:
             self._mapped.add(segment.id, segment.size, fd=os.dup(segment.fd))
-            self._outbox.add(message, segment.fd)
+            self._send(message, segment.fd)
         else:
             self._mapped.add(segment.id, segment.size, name=message.name)
-            self._outbox.add(message)
-        if arena.on_gpu:
-            self._gpu.own(segment.id, segment.address)
-        self._by_segment[segment.id] = arena
-        self.audiences[segment.id] = arena.audience
+            self._send(message)
+        self.audiences[segment.id] = audience
 
-    def withdraw(self, segment: int) -> None:
+    def _withdraw(self, segment: int) -> None:
         del self._by_segment[segment]
         self.audiences.pop(segment, None)
         self._mapped.remove(segment)
-        self._outbox.add(Unmap(segment))
+        self._send(Unmap(segment))
+
+    def _send(self, message: Map | Unmap, descriptor: int | None = None) -> None:
+        if self._outbox is not None:
+            self._outbox.add(message, descriptor)

@@ -24,7 +24,6 @@ from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import controls_of, inputs_of, matches, outputs_of
 from shmserve.workers.hidden_tensors import hidden_tensors_of
-from shmserve.workers.outbox import NullOutbox
 from shmserve.workers.output_arenas import INTERNAL, Arenas
 from shmserve.workers.process.log import log_message
 from shmserve.workers.runner import runner_of
@@ -49,7 +48,7 @@ def warm_up(
 ) -> None:
     """Runs all samples. Raises a ServeError that names the failed sample and the reason."""
     mapped = Mapped()
-    arenas = Arenas(0, NullOutbox(), mapped, limit)
+    arenas = Arenas(0, None, mapped, limit)
     scatter = Scatter(config.name, outputs_of(config), arenas, mapped, strict=backend.strict)
     hidden = hidden_tensors_of(config, folder, backend, controls=False)
     if hidden is not None:  # samples provide the sequence controls as inputs

@@ -25,7 +25,6 @@ from shmserve.repo.config.schema import encode_config
 from shmserve.repo.storage.store import scan_model
 from shmserve.shm.mapped import Mapped
 from shmserve.workers.loading import LoadedModel, load
-from shmserve.workers.outbox import NullOutbox
 
 IDENTITY = """
 backend: "identity"
@@ -41,7 +40,7 @@ def loaded(path: Path) -> LoadedModel:
     config = scan_model(path).config
     assert config is not None
     order = Load(1, path.name, 1, f"{path.name}_0_0", str(path), {})
-    return load(order, encode_config(config), NullOutbox(), Mapped())
+    return load(order, encode_config(config), None, Mapped())
 
 
 def small(count: int) -> list[Work]:

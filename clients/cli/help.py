@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from shmserve.terminal.help_text import LEFT, did_you_mean, rows, width
@@ -41,14 +41,22 @@ class _HelpAll(argparse.Action):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """`examples`: lines of the help. `also`: a row for options that `--help` does not list individually."""
+    """`examples`: lines of the help. `also`: a row for options that `--help` does not list individually. `overview`
+    replaces the list of arguments in `--help`."""
 
-    def __init__(self, examples: str = "", also: tuple[str, str] | None = None, **more: Any) -> None:
+    def __init__(
+        self,
+        examples: str = "",
+        also: tuple[str, str] | None = None,
+        overview: Callable[[], list[str]] | None = None,
+        **more: Any,
+    ) -> None:
         super().__init__(
             allow_abbrev=False, add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter, **more
         )
         self.examples = [line for line in examples.splitlines() if line.strip()]
         self.also = also
+        self._overview = overview
         self.synonyms: Mapping[str, str] = {}
         """Options of other programs -> the option of this command."""
         rare(self.add_argument("-h", "--help", action="help", help="show the usual options"))
@@ -57,6 +65,8 @@ class CommandParser(argparse.ArgumentParser):
     # ------------------------------------------------------------------------------------ help
 
     def format_usage(self) -> str:
+        if self._overview is not None:
+            return f"usage: {self.prog} COMMAND [OPTIONS]\n"
         words = [self.prog]
         for action in self._actions:
             if action.required and action.option_strings:
@@ -65,6 +75,8 @@ class CommandParser(argparse.ArgumentParser):
         return f"usage: {' '.join(words)} [OPTIONS]\n"
 
     def format_help(self) -> str:
+        if self._overview is not None:
+            return "\n".join([self.format_usage().rstrip(), *self._overview()]) + "\n"
         shown = [action for action in self._actions if not getattr(action, "rare", False)]
         known = [action for action in shown if action.help and action.help is not argparse.SUPPRESS]
         pairs = [(names_of(action), _first_text(action)) for action in known]

@@ -77,23 +77,17 @@ OTHERS = (
 """The other commands, which the short help only names."""
 
 
-class _Shmserve(CommandParser):
-    def format_usage(self) -> str:
-        return "usage: shmserve COMMAND [OPTIONS]\n"
-
-    def format_help(self) -> str:
-        lines = [self.format_usage().rstrip()]
-        aligned = iter(rows([*(pair for group in USUAL for pair in group), ("others", ", ".join(OTHERS))]))
-        for group in USUAL:
-            lines += ["", *islice(aligned, len(group))]
-        lines += aligned
-        lines.append("`shmserve COMMAND --help` describes a command, `shmserve --help-all` lists all")
-        return "\n".join(lines) + "\n"
+def _overview() -> list[str]:
+    lines: list[str] = []
+    aligned = iter(rows([*(pair for group in USUAL for pair in group), ("others", ", ".join(OTHERS))]))
+    for group in USUAL:
+        lines += ["", *islice(aligned, len(group))]
+    return [*lines, *aligned, "`shmserve COMMAND --help` describes a command, `shmserve --help-all` lists all"]
 
 
 def parser() -> CommandParser:
     """The parser of all commands except serve, whose arguments the broker parses."""
-    shmserve = _Shmserve(prog="shmserve", description=ABOUT, epilog=EPILOG)
+    shmserve = CommandParser(prog="shmserve", overview=_overview, description=ABOUT, epilog=EPILOG)
     rare(
         shmserve.add_argument(
             "--version", action="store_true", dest="show_version", help="the same as `shmserve version`"

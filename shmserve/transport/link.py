@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -105,7 +106,7 @@ def open_link(address: Address) -> ServerLink:
     return ZmqLink(address)
 
 
-class SessionLink:
+class SessionLink(ABC):
     """A session, and the link that carries its packets: one after another, as the server may restart. `make_session`
     gets the arguments of a Session that depend on the link."""
 
@@ -153,11 +154,11 @@ class SessionLink:
         link = self._link
         return link.close_lease(lease) if link is not None else []
 
+    @abstractmethod
     def _flusher(self) -> Callable[[], None]:
         """The session's `on_full` callback, which sends returns of dropped memory. It may run inside the garbage
         collector, in any thread, and must not keep this object alive.
         """
-        raise NotImplementedError
 
     def _say_hello(self, link: ServerLink) -> None:
         with contextlib.suppress(ConnectionLost):  # a server that refuses connections has sent the reason: read it
@@ -191,9 +192,9 @@ class SessionLink:
     def _close_link(self, link: ServerLink, linger: bool) -> None:
         link.close(linger)
 
+    @abstractmethod
     def forked(self) -> None:
         """Reset in a forked child. Threads, link and memory belong to the parent; the first call opens a new link."""
-        raise NotImplementedError
 
     def __del__(self) -> None:
         link = getattr(self, "_link", None)

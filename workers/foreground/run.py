@@ -41,7 +41,6 @@ from shmserve.terminal.tables import duration_text, shape_text, table
 from shmserve.workers.batch.specs import Spec, controls_of, inputs_of, outputs_of
 from shmserve.workers.foreground.terminal import Terminal
 from shmserve.workers.loading import LoadedModel, load
-from shmserve.workers.outbox import NullOutbox
 from shmserve.workers.process.exit_codes import exit_process
 from shmserve.workers.process.log import log_message
 
@@ -273,7 +272,7 @@ def _loaded(order: RunOrder, chosen: Chosen, mapped: Mapped, terminal: Terminal)
     _show_one_gpu(config)
     load_order = Load(OWNER, config.name, version, instance, chosen.path, _settings(order))
     try:
-        model = load(load_order, chosen.config, NullOutbox(), mapped, terminal.trace)
+        model = load(load_order, chosen.config, None, mapped, terminal.trace)
     except Exception as error:
         text = terminal.failure(error)
         raise RunFailed(f"failed to load model '{config.name}' version {version}: {text}") from None

@@ -7,7 +7,7 @@ Invariant: a segment stays open until its owner reports that no message will ref
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -24,12 +24,22 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+class PieceMemory(Protocol):
+    """The memory that a piece is part of."""
+
+    @property
+    def cuda(self) -> GpuDevice: ...
+
+    def fetch(self, piece: DevicePiece) -> Array:
+        """Copies a piece to the host."""
+
+
 class DevicePiece:
-    """Rows of an input on this process's GPU. Attributes with names of numpy's ndarray have the same meaning."""
+    """Rows of a tensor on this process's GPU. Attributes with names of numpy's ndarray have the same meaning."""
 
     __slots__ = ("_memory", "address", "dtype", "nbytes", "shape")
 
-    def __init__(self, memory: DeviceMemory, address: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    def __init__(self, memory: PieceMemory, address: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._memory = memory
         self.address = address
         self.dtype = dtype

@@ -72,6 +72,8 @@ class SimRequest(Struct):
     until: int
     sequence: SimSequence | None = None
     poison: bool = False
+    attached: object = None
+    """What its source keeps with it."""
 
 
 class SimClient:

@@ -273,10 +273,6 @@ SETTLED = 2 * SECOND
 """
 
 
-class _Request(SimRequest, kw_only=True):
-    flight: Flight
-
-
 class CoreServer:
     """`began`: fleet time at which the server starts. All servers of a fleet share the model of `plan`."""
 
@@ -312,7 +308,7 @@ class CoreServer:
         self._turn += 1
         client = self._clients[self._turn % CLIENTS]
         number = client.next_number()
-        client.open[number] = _Request(self, at, 0, flight=flight)
+        client.open[number] = SimRequest(self, at, 0, attached=flight)
         make = self._inputs
         rows = self._rows
         inputs = make.make(rows, client.segment, self._draws) if flight.key < 0 else make.of_key(rows, flight.key)
@@ -324,8 +320,9 @@ class CoreServer:
         return following - self._offset if following < FOREVER else FOREVER
 
     def answered(self, request: SimRequest, at: int, code: str) -> None:
-        assert isinstance(request, _Request)
-        self._answered(request.flight, at - self._offset, code)
+        flight = request.attached
+        assert isinstance(flight, Flight)
+        self._answered(flight, at - self._offset, code)
 
     def replace(self, dead: SimClient) -> None:
         raise AssertionError("clients of a fleet's server do not die")

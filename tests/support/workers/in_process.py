@@ -23,7 +23,6 @@ from shmserve.repo.config.schema import ModelConfig, encode_config
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import encode_bytes
 from shmserve.workers.loading import THREADS, LoadedModel, load, load_error
-from shmserve.workers.outbox import NullOutbox
 from tests.support.workers.worker_harness import WORKER, Array, array_of
 
 
@@ -35,7 +34,7 @@ def loaded(given: ModelConfig, folder: Path, settings: dict[str, str] | None = N
     path, kept, modules = list(sys.path), sys.dont_write_bytecode, set(sys.modules)
     try:
         order = Load(WORKER, given.name, 1, "m_0_0", str(folder), settings or {})
-        model = load(order, encode_config(given), NullOutbox(), mapped)
+        model = load(order, encode_config(given), None, mapped)
         try:
             yield model
         finally:

@@ -6,31 +6,31 @@ from typing import Any
 
 import numpy as np
 
+from shmserve.gpu.interface import GpuDevice
 from shmserve.gpu.runtime import arrays, load
+from shmserve.workers.gpu.api import open_device
 from shmserve.workers.gpu.shared import DevicePiece
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class OwnPiece(DevicePiece):
-    """Device memory that the model allocated. It is complete, and `array`, CuPy's view of it, keeps it alive."""
-
-    __slots__ = ("array",)
+class _ModelMemory:
+    """Device memory that the model allocated. `array`, CuPy's view of it, keeps it alive."""
 
     def __init__(self, array: Any) -> None:
-        self.array = array
-        self.address = array.__cuda_array_interface__["data"][0]
-        self.dtype = array.dtype
-        self.shape = array.shape
-        self.nbytes = array.nbytes
+        self._array = array
 
-    def host(self) -> Array:
-        found: Array = self.array.get()
-        return found
+    @property
+    def cuda(self) -> GpuDevice:
+        return open_device()
+
+    def fetch(self, piece: DevicePiece) -> Array:
+        host: Array = self._array.get()
+        return host.reshape(piece.shape)
 
 
-def own_piece(source: Any) -> OwnPiece | None:
-    """Returns the memory of a DLPack source on the process's GPU; None if it cannot be used there."""
+def device_array(source: Any) -> Any:
+    """Returns CuPy's view of a DLPack source on the process's GPU; None if it cannot be used there."""
     if source.__dlpack_device__()[1] != 0:
         return None
     try:
@@ -38,4 +38,8 @@ def own_piece(source: Any) -> OwnPiece | None:
     except (ImportError, BufferError, RuntimeError, TypeError, ValueError):  # the library may copy it to the host
         return None
     load().deviceSynchronize()  # a capsule does not name the stream that writes it
-    return OwnPiece(array)
+    return array
+
+
+def piece_of(array: Any) -> DevicePiece:
+    return DevicePiece(_ModelMemory(array), array.__cuda_array_interface__["data"][0], array.dtype, array.shape)

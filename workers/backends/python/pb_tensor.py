@@ -130,12 +130,12 @@ class Tensor:
             source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
             device = source.__dlpack_device__()
             if int(device[0]) in _ON_GPU:
-                from shmserve.workers.backends.python.pb_device import own_piece  # few models make tensors on a GPU
+                from shmserve.workers.backends.python.pb_device import device_array, piece_of  # few models need it
 
-                piece = own_piece(source)
-                if piece is not None:
-                    check_contiguous(name, piece.array)
-                    return DeviceTensor(name, piece, dtypes.from_numpy(piece.dtype))
+                on_device = device_array(source)
+                if on_device is not None:
+                    check_contiguous(name, on_device)
+                    return DeviceTensor(name, piece_of(on_device), dtypes.from_numpy(on_device.dtype))
             if int(device[0]) != _CPU:
                 source = _to_host(name, source, device)
             array = _from_capsule(_capsule_of(source))

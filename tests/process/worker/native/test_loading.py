@@ -34,11 +34,10 @@ from shmserve.repo.storage.store import scan_model
 from shmserve.shm.mapped import Mapped
 from shmserve.workers.backends.native import backend
 from shmserve.workers.loading import load
-from shmserve.workers.outbox import NullOutbox
 
 path = Path(sys.argv[1])
 order = Load(1, path.name, 1, f"{path.name}_0_0", str(path), {})
-model = load(order, encode_config(scan_model(path).config), NullOutbox(), Mapped())
+model = load(order, encode_config(scan_model(path).config), None, Mapped())
 with patch.object(backend, "FINALIZE_S", 0.1):
     model.backend.close()
 """

@@ -27,7 +27,7 @@ from shmserve.repo.remote import stores
 from shmserve.settings.flag import Flag
 from shmserve.settings.table import FLAGS, GROUPS, TRITON
 from shmserve.system.polling import POLL_NS
-from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_BYTES, near_limit
+from shmserve.workers.output_arenas import HOST_SETTING, LIMIT_BYTES, NEAR_BYTES, near_limit
 from tests.support.docs import pages
 
 PAGE = pages.page("settings")
@@ -339,7 +339,7 @@ def test_deprecated_names(base: list[str], monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_settings_for_workers(base: list[str]) -> None:
     pool = {"pinned-memory-pool-byte-size": str(256 << 20)}
-    assert settings.backend_settings(settings.parse(base)) == {KNOB: str(LIMIT_BYTES)} | pool
+    assert settings.backend_settings(settings.parse(base)) == {HOST_SETTING: str(LIMIT_BYTES)} | pool
     backends = ["--backend-config=default-max-batch-size=8", "--backend-config", "python,a=1"]
     more = ["--backend-config=python,a=2", "--disable-auto-complete-config", "--worker-output-bytes", "1MiB"]
     found = settings.parse([*base, *backends, *more])
@@ -347,7 +347,7 @@ def test_settings_for_workers(base: list[str]) -> None:
         ",default-max-batch-size": "8",
         "python,a": "2",
         "disable-auto-complete-config": "true",
-        KNOB: "1048576",
+        HOST_SETTING: "1048576",
         **pool,
     }
     # Memory for tensors that stay on a GPU.

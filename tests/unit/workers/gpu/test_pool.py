@@ -18,7 +18,7 @@ from shmserve.protocol.worker_messages import Load
 from shmserve.repo.config.schema import ModelInstanceGroup
 from shmserve.shm.mapped import Mapped
 from shmserve.workers.loading import load
-from shmserve.workers.output_arenas import NEAR_KNOB
+from shmserve.workers.output_arenas import GPU_SETTING
 from tests.support.gpu.fake_device import FakeGpu
 from tests.support.gpu.fake_processes import WIDTH
 from tests.support.workers.batch_parts import Memory
@@ -39,7 +39,7 @@ def memory(fake: FakeGpu) -> Iterator[Memory]:
 
 
 def test_the_broker_and_the_worker_use_one_name_for_the_setting() -> None:
-    assert NEAR_KNOB == "cuda-memory-pool-byte-size" == CUDA_POOL_LIMIT
+    assert GPU_SETTING == "cuda-memory-pool-byte-size" == CUDA_POOL_LIMIT
 
 
 def test_memory_is_committed_in_units_within_one_limit_for_all_audiences(fake: FakeGpu, memory: Memory) -> None:
@@ -47,7 +47,7 @@ def test_memory_is_committed_in_units_within_one_limit_for_all_audiences(fake: F
     for audience in ("internal", "uid:1"):
         memory.arenas.allocate_near(audience, UNIT_BYTES)
     assert fake.used == 2 * UNIT_BYTES
-    committed = f"{2 * UNIT_BYTES} of {limit} bytes are committed; raise {NEAR_KNOB}"
+    committed = f"{2 * UNIT_BYTES} of {limit} bytes are committed; raise {GPU_SETTING}"
     for audience in ("internal", "uid:1", "uid:2"):
         with pytest.raises(Unavailable, match=f"GPU memory.*{committed}"):
             memory.arenas.allocate_near(audience, UNIT_BYTES)
@@ -71,7 +71,7 @@ def test_outputs_beyond_the_limit_go_through_the_host_and_the_first_is_logged(
         if not near:
             np.testing.assert_array_equal(producer.read(row.outputs[0]), array + 1)
     log = capfd.readouterr()
-    assert (log.out + log.err).count(f"raise {NEAR_KNOB}") == 1
+    assert (log.out + log.err).count(f"raise {GPU_SETTING}") == 1
     pair.give_back(*rows)
     (row,) = pair.produce(given[0])
     assert producer.is_on_device(row), "there is room again"
@@ -84,7 +84,7 @@ def test_without_memory_for_tensors_on_the_gpu_nothing_is_logged(pair: Pair, cap
     (row,) = pair.produce(*arrays(1))
     assert not producer.is_on_device(row)
     log = capfd.readouterr()
-    assert NEAR_KNOB not in log.out + log.err
+    assert GPU_SETTING not in log.out + log.err
     pair.give_back(row)
 
 
@@ -96,7 +96,7 @@ def test_an_instance_has_the_limit_of_its_gpu(tmp_path: Path, given: str, expect
     found = []
     for instance in ("m_0_0", "m_0_1"):
         memory = Memory()
-        order = Load(7, "m", 1, instance, str(tmp_path), {NEAR_KNOB: given})
+        order = Load(7, "m", 1, instance, str(tmp_path), {GPU_SETTING: given})
         loaded = load(order, msgspec.json.encode(model), memory.outbox, Mapped())
         found.append(loaded.arenas.near_limit)
         loaded.backend.close()
