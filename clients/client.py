@@ -12,13 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shmserve.clients.future import Future
-from shmserve.clients.queries import Queries
+from shmserve.clients.queries import BlockingQueries
 from shmserve.clients.shared_link import SharedLink
 from shmserve.clients.streams import Flow, Stream
-from shmserve.clients.waiting import ReadyWait
-from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
+from shmserve.errors import InvalidRequest
 from shmserve.session import WINDOW, Result
-from shmserve.session.arguments import check_seconds, timeout_us_of
+from shmserve.session.arguments import timeout_us_of
 from shmserve.session.encode import TopK
 from shmserve.session.uploads import Body
 from shmserve.transport.address import address_of
@@ -32,7 +31,7 @@ BUFFERED_BYTES = 64 * 1024
 Outputs: TypeAlias = "Iterable[str] | Mapping[str, np.ndarray[Any, Any] | DeviceArray | TopK | None]"
 
 
-class Client(Queries[dict[str, Any], list[dict[str, Any]], str]):
+class Client(BlockingQueries):
     """A connection to a server. It is thread-safe; after a fork, the child opens its own connection.
 
     `url` is None for the server of this machine and user (or of `runtime_dir`), `unix:///path/lane.sock`,
@@ -271,62 +270,14 @@ class Client(Queries[dict[str, Any], list[dict[str, Any]], str]):
             future.cancel()
             raise
 
-    def live(self) -> bool:
-        """Whether a server is running and not shutting down."""
-        try:
-            return bool(self._ask("live")["live"])
-        except ConnectionLost:
-            return False
-
-    def ready(self, model: str | None = None, version: int | str | None = None) -> bool:
-        """Whether the server, or this model, accepts requests. False if there is no server; raises NotFound for an
-        unknown model.
-        """
-        try:
-            return bool(self._ask("ready", model or "", version)["ready"])
-        except ConnectionLost:
-            return False
-
-    def wait_ready(self, model: str | None = None, timeout: float | None = None) -> None:
-        """Wait until the server, or this model, accepts requests. Raises DeadlineExceeded after `timeout` seconds, or
-        Unavailable as soon as loading has failed and waiting cannot help.
-
-        Also waits for a server that is not running yet, and for a model that does not exist yet.
-        """
-        if timeout is not None:
-            check_seconds("timeout", timeout)
-        wait = ReadyWait(self.url, model, timeout)
-        while True:
-            try:
-                answer = self._ask("ready", model or "", None, wait.time_left())
-                if answer["ready"]:
-                    return
-                wait.not_yet(answer)
-            except ServeError as error:
-                wait.failed(error)
-            if wait.is_over():
-                raise wait.error(self._index())
-            self._link.pause(wait.next_pause())
-
-    def _index(self) -> list[dict[str, Any]]:
-        """The models' states for an error text; empty if the server does not answer."""
-        try:
-            answer: list[dict[str, Any]] = self._ask("models", timeout=1.0)
-        except ServeError:
-            return []
-        return answer
+    def _pause(self, seconds: float) -> None:
+        self._link.pause(seconds)
 
     # ------------------------------------------------------------------------------------ closing
 
     def close(self) -> None:
         """Close the connection. Unanswered requests are cancelled; results stay valid."""
         self._link.close()
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<shmserve.Client {self.url}{' (closed)' if self._link.closed else ''}>"

@@ -7,6 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from shmserve.clients.waiting import ReadyWait
+from shmserve.errors import ConnectionLost, ServeError
+from shmserve.session.arguments import check_seconds
 from shmserve.session.uploads import (
     UNLOAD_MARGIN_S,
     Body,
@@ -21,6 +24,7 @@ from shmserve.session.uploads import (
 Document = TypeVar("Document")
 Documents = TypeVar("Documents")
 Text = TypeVar("Text")
+Entered = TypeVar("Entered", bound="BlockingQueries")
 
 
 class Queries(ABC, Generic[Document, Documents, Text]):
@@ -171,3 +175,71 @@ class Queries(ABC, Generic[Document, Documents, Text]):
     def undrain(self) -> Document:
         """Put the server back into service after `drain`."""
         return self._operate("set_service", "", None, self._timeout, of_service(False))
+
+
+class BlockingQueries(Queries[dict[str, Any], list[dict[str, Any]], str]):
+    """Those of a client whose calls return answers."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """The address of the server."""
+
+    @abstractmethod
+    def _pause(self, seconds: float) -> None:
+        """Waits, unless the client is closed meanwhile."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connection."""
+
+    def live(self) -> bool:
+        """Whether a server is running and not shutting down."""
+        try:
+            return bool(self._ask("live")["live"])
+        except ConnectionLost:
+            return False
+
+    def ready(self, model: str | None = None, version: int | str | None = None) -> bool:
+        """Whether the server, or this model, accepts requests. False if there is no server; raises NotFound for an
+        unknown model.
+        """
+        try:
+            return bool(self._ask("ready", model or "", version)["ready"])
+        except ConnectionLost:
+            return False
+
+    def wait_ready(self, model: str | None = None, timeout: float | None = None) -> None:
+        """Wait until the server, or this model, accepts requests. Raises DeadlineExceeded after `timeout` seconds, or
+        Unavailable as soon as loading has failed and waiting cannot help.
+
+        Also waits for a server that is not running yet, and for a model that does not exist yet.
+        """
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        wait = ReadyWait(self.url, model, timeout)
+        while True:
+            try:
+                answer = self._ask("ready", model or "", None, wait.time_left())
+                if answer["ready"]:
+                    return
+                wait.not_yet(answer)
+            except ServeError as error:
+                wait.failed(error)
+            if wait.is_over():
+                raise wait.error(self._index())
+            self._pause(wait.next_pause())
+
+    def _index(self) -> list[dict[str, Any]]:
+        """The models' states for an error text; empty if the server does not answer."""
+        try:
+            answer: list[dict[str, Any]] = self._ask("models", timeout=1.0)
+        except ServeError:
+            return []
+        return answer
+
+    def __enter__(self: Entered) -> Entered:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -100,7 +100,8 @@ class Action(str, Enum):
         groups=("health",))
     MODEL_READY = Row("model_ready", _ANY, "Readiness of the model", query="ready",
         http=("GET /v2/models/{model}[/versions/{version}]/ready",), grpc=("ModelReady",), groups=("health",))
-    LOADED = Row("loaded", _ANY, "Wait until no model is being loaded for the first time", query="loaded")
+    LOADED = Row("loaded", _ANY, "Wait until no model is being loaded for the first time", query="loaded",
+        groups=("health",))
     METADATA = Row("metadata", _ANY, "Server metadata: name, version and extensions", query="metadata",
         http=("GET /v2",), grpc=("ServerMetadata",), groups=("metadata",), gives="Server")
     MODEL_METADATA = Row("model_metadata", _ANY, "Model metadata: inputs and outputs", query="metadata",
@@ -114,22 +115,27 @@ class Action(str, Enum):
     CONFIG = Row("config", _READ, "Model configuration", query="config",
         http=("GET /v2/models/{model}[/versions/{version}]/config",), grpc=("ModelConfig",), groups=("model-config",),
         gives="Any")
-    ORIGINS = Row("origins", _READ, "Model configuration, and where each value comes from", query="origins")
+    ORIGINS = Row("origins", _READ, "Model configuration, and where each value comes from", query="origins",
+        groups=("model-config",))
     STATISTICS = Row("statistics", _READ, "Statistics", query="statistics",
         http=("GET /v2/models/stats", "GET /v2/models/{model}[/versions/{version}]/stats"), grpc=("ModelStatistics",),
         groups=("statistics",), gives="Statistics")
     METRICS = Row("metrics", _READ, "Metrics, in the Prometheus format", query="metrics", http=("GET /metrics",))
-    ACTIVITY = Row("activity", _READ, "Current activity, and the counters of all models", query="activity")
-    REPORT = Row("report", _READ, "An overview of one model", query="report")
+    ACTIVITY = Row("activity", _READ, "Current activity, and the counters of all models", query="activity",
+        groups=("model-repository", "statistics"))
+    REPORT = Row("report", _READ, "An overview of one model", query="report",
+        groups=("model-repository", "metadata", "model-config", "statistics"))
     LOG = Row("log", _READ, "Log settings", query="log",
         http=("GET /v2/logging",), grpc=("LogSettings",), groups=("logging",), gives="Settings")
     TRACE = Row("trace", _READ, "Trace settings", query="trace",
         http=("GET /v2[/models/{model}]/trace/setting",), grpc=("TraceSetting",), groups=("trace",), gives="Settings")
-    TRAFFIC = Row("traffic", _READ, "Shares, aliases and shadows of the versions of a model", query="traffic")
-    TEXT_MODELS = Row("text_models", _READ, "READY models that take text", query="text_models")
+    TRAFFIC = Row("traffic", _READ, "Shares, aliases and shadows of the versions of a model", query="traffic",
+        groups=("model-repository",))
+    TEXT_MODELS = Row("text_models", _READ, "READY models that take text", query="text_models",
+        groups=("model-repository",))
     SERVICE = Row("service", _READ, "Whether the server is out of service, and what is still in flight",
-        query="service")
-    LOGS = Row("logs", _OPERATE, "The latest records of the log", query="logs")
+        query="service", groups=("health",))
+    LOGS = Row("logs", _OPERATE, "The latest records of the log", query="logs", groups=("logging",))
     LOAD = Row("load", _OPERATE, "Load or reload the model", query="load",
         http=("POST /v2/repository/models/{model}/load",), grpc=("RepositoryModelLoad",), groups=("model-repository",),
         changes=True, takes="Load")
@@ -141,17 +147,21 @@ class Action(str, Enum):
               "POST /v2/repository/{repository}/models/{model}/load",
               "POST /v2/repository/{repository}/models/{model}/unload"),
         groups=("model-repository",), changes=True)
-    RESTART = Row("restart", _OPERATE, "Restart the processes of a model", query="restart", changes=True)
-    ROLLBACK = Row("rollback", _OPERATE, "Load the previous files of a model", query="rollback", changes=True)
+    RESTART = Row("restart", _OPERATE, "Restart the processes of a model", query="restart",
+        groups=("model-repository",), changes=True)
+    ROLLBACK = Row("rollback", _OPERATE, "Load the previous files of a model", query="rollback",
+        groups=("model-repository",), changes=True)
     SET_LOG = Row("set_log", _OPERATE, "Change log settings", query="set_log",
         http=("POST /v2/logging",), groups=("logging",), changes=True, takes="Settings", gives="Settings")
     SET_TRACE = Row("set_trace", _OPERATE, "Change trace settings", query="set_trace",
         http=("POST /v2[/models/{model}]/trace/setting",), groups=("trace",), changes=True, takes="Settings",
         gives="Settings")
-    SET_TRAFFIC = Row("set_traffic", _OPERATE, "Change shares, aliases and shadows", query="set_traffic", changes=True)
+    SET_TRAFFIC = Row("set_traffic", _OPERATE, "Change shares, aliases and shadows", query="set_traffic",
+        groups=("model-repository",), changes=True)
     SET_SERVICE = Row("set_service", _OPERATE, "Take the server out of service, or back", query="set_service",
-        changes=True)
-    RECORD = Row("record", _OPERATE, "Record when each client sends requests", query="record", changes=True)
+        groups=("health",), changes=True)
+    RECORD = Row("record", _OPERATE, "Record when each client sends requests", query="record",
+        groups=("trace",), changes=True)
     OPENAI_MODELS = Row("openai_models", _ANY, "OpenAI-compatible: language models and embedding models",
         query="text_models",
         http=("GET /v1/models",), groups=("model-repository",), gives="OpenAiModels")
@@ -177,7 +187,7 @@ class Action(str, Enum):
     PAGE_PREFLIGHT = Row("page_preflight", (),
         "A browser's CORS preflight: may the page of another server read the event stream?",
         http=("OPTIONS /page/events",))
-    PAGE_HISTORY = Row("page_history", _PAGE, "The last hour of the server, or of a version",
+    PAGE_HISTORY = Row("page_history", (*_PAGE, *_READ), "The last hour of the server, or of a version",
         http=("GET /page/history[/{model}/versions/{version}]",), groups=("model-repository", "statistics"))
     PAGE_MODEL = Row("page_model", _PAGE, "The web page's report on a model", query="report",
         http=("GET /page/model/{model}[/versions/{version}]",),

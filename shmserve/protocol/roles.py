@@ -5,6 +5,7 @@ Invariant: an action that is not in a table is denied.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from shmserve.errors import Denied, InvalidRequest, ServeError
@@ -79,6 +80,11 @@ def check_caller_roles(text: str) -> None:
     for name in text.split(","):
         if name not in CALLER_ROLES:
             raise ValueError(f"{name[:40]!r} is not a role; roles are {', '.join(CALLER_ROLES)}")
+
+
+def is_operator(roles: Iterable[str]) -> bool:
+    """Whether names of roles, as in a token, include the role operate."""
+    return any(ROLES.get(role) == OPERATE for role in roles)
 
 
 def remove_private(what: str, answer: Any) -> None:

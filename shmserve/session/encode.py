@@ -125,16 +125,26 @@ def _tensor(memory: SessionMemory, name: str, value: Any, kept: KeptInputs, inde
         raise UntypedInput(f"input '{name}' is a {type(value).__name__}, expected an array")
     else:
         array, dtype = _as_array(name, value)
-    shape = array.shape
-    if len(shape) > DIMS:
-        raise InvalidRequest(f"input '{name}' has {len(shape)} dims; the limit is {DIMS}")
-    if dtype == "BYTES":
-        array = np.frombuffer(_encode_strings(name, array), np.uint8)
+    array, shape = _sendable(name, array, dtype)
     if array.nbytes <= min(INLINE_BYTES, room):
         return Tensor(name, dtype, shape, array.tobytes())
     if not memory.shared:
         return Tensor(name, dtype, shape, kept.add_frame(name, array, memory.frame_bytes))
     return Tensor(name, dtype, shape, (_handle(memory, array, kept, index),))
+
+
+def plain_input(name: str, value: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """Type, shape and bytes of an array or `Raw`."""
+    array, dtype = (value.array, value.dtype) if isinstance(value, Raw) else _as_array(name, value)
+    array, shape = _sendable(name, array, dtype)
+    return dtype, shape, array.tobytes()
+
+
+def _sendable(name: str, array: Array, dtype: str) -> tuple[Array, tuple[int, ...]]:
+    """An array with the bytes to send, and the shape of the tensor."""
+    if array.ndim > DIMS:
+        raise InvalidRequest(f"input '{name}' has {array.ndim} dims; the limit is {DIMS}")
+    return np.frombuffer(_encode_strings(name, array), np.uint8) if dtype == "BYTES" else array, array.shape
 
 
 def interface_of(value: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from shmserve.errors import (
@@ -27,7 +28,7 @@ from shmserve.gateway.http.bodies import content_length_error
 from shmserve.gateway.http.connection import BINARY, JSON, HttpConnection, HttpExchange, HttpListener
 from shmserve.gateway.http.heads import HttpHead, HttpHeads
 from shmserve.gateway.http.limits import HttpLimits
-from shmserve.gateway.http.routes import API_ROUTES, KSERVE_ROUTES, METRICS_ROUTES, NoRoute
+from shmserve.gateway.http.routes import API_ROUTES, KSERVE_ROUTES, METRICS_ROUTES, QUERY, NoRoute
 from shmserve.gateway.kserve.answers import Buffer, Held, JsonPieces, large_as_json, pieces_in_slices, response
 from shmserve.gateway.kserve.generate import (
     ONE,
@@ -71,7 +72,9 @@ from shmserve.gateway.upstream.requests import (
 )
 from shmserve.protocol.actions import Action
 from shmserve.protocol.messages import INLINE_BYTES, Reply
+from shmserve.protocol.roles import is_operator, remove_private
 from shmserve.session import WINDOW
+from shmserve.session.uploads import of_bytes
 
 SCRAPES = 20
 """Maximum number of metrics pages built per second; further requests get the last one."""
@@ -79,6 +82,7 @@ _WHILE_IT_RAN = (ModelFailed, QueueTimeout, DeadlineExceeded)
 """Errors of accepted requests. If generate_stream fails with one before any response, it is sent as an event, with its
 status."""
 TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+_encode = msgspec.json.Encoder().encode
 
 
 class _Inference(PendingInference):
@@ -376,6 +380,8 @@ class Requests:
             self._begin_generate(exchange, bytes(body))
         elif route.kind == OPENAI:
             self._begin_openai(exchange, body)
+        elif route.kind == QUERY:
+            self._begin_client_query(exchange, bytes(body))
         elif route.action is Action.METRICS:
             self._ask_metrics(exchange)
         elif route.action in PAGE:
@@ -403,6 +409,25 @@ class Requests:
             ask_for(exchange, self._link, question, show)
         else:
             show(question.document)
+
+    def _begin_client_query(self, exchange: HttpExchange, body: bytes) -> None:
+        """Passes on a query as over the lane; the client also needs the code of an error."""
+        route = exchange.head.route
+        what = route.action.row.query
+
+        def show(answer: Any) -> None:
+            if not is_operator(exchange.head.roles):
+                remove_private(what, answer)
+            exchange.answer(200, [_encode(answer)])
+
+        def fail(error: ServeError) -> None:
+            exchange.answer(http_of(error), [_encode({"error": str(error), "code": error.code})])
+
+        given = of_bytes(body) if route.action.row.changes else None
+        query = BrokerQuery(what, model=route.model, version=route.version, body=given)
+        ticket = PendingQuery(query, show, fail)
+        ask(self._link, exchange.payer(), ticket, query)
+        exchange.wait_for(ticket)
 
     def _ask_metrics(self, exchange: HttpExchange) -> None:
         """Requests that arrive while a page is built share it. Beyond SCRAPES pages per second the last page is sent

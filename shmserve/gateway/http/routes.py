@@ -13,11 +13,12 @@ from shmserve.gateway.kserve.plans import is_version
 from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.upstream.documents import Route
 from shmserve.protocol.actions import Action
+from shmserve.protocol.roles import QUERIES
 
 
 class Path(Struct, frozen=True):
     """`template`: the path, in which a segment in braces matches any text. `wants`: method -> action. `kind`: system or
-    cuda, for paths of shared memory; openai."""
+    cuda, for paths of shared memory; openai; QUERY."""
 
     template: str
     wants: dict[str, Action]
@@ -43,7 +44,23 @@ def _kind(template: str) -> str:
     return memory[1] if memory else ""
 
 
+QUERY = "query"
+"""The kind of a path for a query or operation of clients, whose answer is that of the broker."""
+
+
+def _query_paths() -> list[Path]:
+    """What clients may ask over the lane, for commands over HTTP. Metrics have an endpoint."""
+    parts = ("", "/versions/{version}", "/models/{model}", "/models/{model}/versions/{version}")
+    asked = [Action(what) for what in QUERIES if what != Action.METRICS]
+    return [
+        Path(f"/shmserve/{action.row.query}{part}", {"POST" if action.row.changes else "GET": action}, QUERY)
+        for action in asked
+        for part in parts
+    ]
+
+
 _PATHS = _paths()
+QUERY_PATHS = _query_paths()
 METRICS = [path for path in _PATHS if path.template == "/metrics"]
 """The only path of the metrics endpoint."""
 PAGE_PATHS = [path for path in _PATHS if not PAGE.isdisjoint(path.wants.values())]
@@ -75,8 +92,8 @@ def _by_length(paths: list[Path]) -> RouteTable:
     return dict(table)
 
 
-API_ROUTES, METRICS_ROUTES = _by_length(PATHS + PAGE_PATHS), _by_length(METRICS)
-KSERVE_ROUTES = _by_length(KSERVE_PATHS + PAGE_PATHS)
+API_ROUTES, METRICS_ROUTES = _by_length(PATHS + PAGE_PATHS + QUERY_PATHS), _by_length(METRICS)
+KSERVE_ROUTES = _by_length(KSERVE_PATHS + PAGE_PATHS + QUERY_PATHS)
 """Routes with the OpenAI-compatible endpoints switched off."""
 
 

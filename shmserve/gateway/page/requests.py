@@ -17,7 +17,7 @@ from shmserve.gateway.upstream.documents import BrokerQuery, error_body
 from shmserve.gateway.upstream.exchange import Exchange, ask_for
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.protocol.actions import Action
-from shmserve.protocol.roles import OPERATE, ROLES, remove_private
+from shmserve.protocol.roles import is_operator, remove_private
 
 FOLDER = Path(__file__).parent / "static"
 INDEX = "index.html"
@@ -147,7 +147,7 @@ class PageRequests:
         route = exchange.head.route
 
         def show(report: Any) -> None:
-            if OPERATE not in (ROLES.get(role) for role in exchange.head.roles):
+            if not is_operator(exchange.head.roles):
                 remove_private("report", report)
             self._send_document(exchange, report)
 

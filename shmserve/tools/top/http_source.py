@@ -6,26 +6,17 @@ left out, and `unknown` names their columns.
 
 from __future__ import annotations
 
-import http.client
-import json
 import re
-import socket
-import ssl
-import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from shmserve import histogram
+from shmserve.clients.http_client import HttpLink, parts_of
 from shmserve.errors import (
-    ConnectionLost,
-    Denied,
     Internal,
-    InvalidRequest,
-    NotFound,
     ServeError,
-    Unavailable,
     Unsupported,
 )
 from shmserve.repo.gpus import SHOWN_METRICS
@@ -59,17 +50,7 @@ def _unescape(match: re.Match[str]) -> str:
 
 Document = dict[str, Any]
 
-_ERRORS: dict[int, type[ServeError]] = {
-    400: InvalidRequest,
-    401: Denied,
-    403: Denied,
-    404: NotFound,
-    503: Unavailable,
-}
-TIMEOUT_S = 10.0
 METRICS_PORT = 8002
-MAX_RESPONSE_BYTES = 256 << 20
-"""Maximum size of a response."""
 
 _UNKNOWN = (
     "batch_rows", "busy_seconds", "waiting_rows", "running", "device", "pid", "user", "plane", "segments",
@@ -114,14 +95,14 @@ class HttpSource:
     operations = ("load", "unload")
 
     def __init__(self, url: str, metrics_url: str = "", token: str = "") -> None:
-        parts = _parts(url)
+        parts = parts_of(url)
         self._path = parts.path.rstrip("/")
-        self._api = _Connection(parts.scheme, parts.netloc, token)
+        self._api = HttpLink(parts.scheme, parts.netloc, token)
         host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else str(parts.hostname)
-        result = _parts(metrics_url) if metrics_url else urlsplit(f"{parts.scheme}://{host}:{METRICS_PORT}/metrics")
+        result = parts_of(metrics_url) if metrics_url else urlsplit(f"{parts.scheme}://{host}:{METRICS_PORT}/metrics")
         self._metrics_url = result.geturl()
         self._metrics_path = result.path if result.path not in ("", "/") else "/metrics"
-        self._metrics = _Connection(result.scheme, result.netloc, token)
+        self._metrics = HttpLink(result.scheme, result.netloc, token)
         self._operating = [self._api, self._metrics]
         self._token = token
         self.where = url
@@ -162,109 +143,10 @@ class HttpSource:
             connection.close()
 
 
-def _parts(url: str) -> Any:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
-        raise InvalidRequest(f"invalid url {url!r}: expected http://host:port or https://host:port")
-    return parts
-
-
 def _object(answer: Any) -> Document:
     if not isinstance(answer, dict):
         raise Internal("the server's answer is not a JSON object")
     return answer
-
-
-# ------------------------------------------------------------------------------------------ connections
-
-
-class _Connection:
-    """A connection that is kept open, and reopened once if the server has closed it in the meantime."""
-
-    def __init__(self, scheme: str, netloc: str, token: str, timeout: float | None = TIMEOUT_S) -> None:
-        self._address = scheme, netloc, token
-        secure = scheme == "https"
-        created: http.client.HTTPConnection
-        if secure:
-            created = http.client.HTTPSConnection(netloc, timeout=timeout, context=ssl.create_default_context())
-        else:
-            created = http.client.HTTPConnection(netloc, timeout=timeout)
-        self._made = created
-        self._url = f"{scheme}://{netloc}"
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._closed = False
-        self._lock = threading.Lock()
-
-    def another(self, timeout: float | None) -> _Connection:
-        return _Connection(*self._address, timeout=timeout)
-
-    def call(self, method: str, path: str, body: str | None = None) -> Any:
-        text = self.text(method, path, body)
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise Internal(f"the answer to {method} {path} is not JSON: {error}") from error
-
-    def text(self, method: str, path: str, body: str | None = None) -> str:
-        status, text = self._request(method, path, body)
-        if status != 200:
-            reason = http.client.responses.get(status, "no reason given")
-            raise _ERRORS.get(status, Internal)(_error_text(text) or f"{method} {path}: {reason} (status {status})")
-        return text
-
-    def status(self, method: str, path: str) -> int:
-        return self._request(method, path, None)[0]
-
-    def _request(self, method: str, path: str, body: str | None) -> tuple[int, str]:
-        with self._lock:
-            fresh = self._made.sock is None
-            try:
-                return self._once(method, path, body)
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                self._made.close()
-                if fresh or self._closed or isinstance(error, TimeoutError):
-                    raise self._lost(error) from error
-            try:
-                return self._once(method, path, body)
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                self._made.close()
-                raise self._lost(error) from error
-
-    def _once(self, method: str, path: str, body: str | None) -> tuple[int, str]:
-        if self._closed:
-            raise ConnectionLost("the connection is closed")
-        headers = self._headers | ({"Content-Type": "application/json"} if body is not None else {})
-        self._made.request(method, path, body, headers)
-        answer = self._made.getresponse()
-        data = answer.read(MAX_RESPONSE_BYTES + 1)
-        if len(data) > MAX_RESPONSE_BYTES:
-            raise http.client.HTTPException(f"its answer has more than {MAX_RESPONSE_BYTES} bytes")
-        return answer.status, data.decode(errors="replace")
-
-    def _lost(self, error: Exception) -> ConnectionLost:
-        reason = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
-        return ConnectionLost(f"no server at {self._url} ({reason})")
-
-    def close(self) -> None:
-        """Wakes up a call in progress, which fails."""
-        self._closed = True
-        sock = self._made.sock
-        if sock is not None:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                return  # the server was faster
-            if self._lock.acquire(blocking=False):
-                self._made.close()
-                self._lock.release()
-
-
-def _error_text(text: str) -> str:
-    try:
-        error = json.loads(text).get("error", "")
-    except (ValueError, AttributeError):
-        return ""
-    return str(error)
 
 
 # ------------------------------------------------------------------------------------------ documents

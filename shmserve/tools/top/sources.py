@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from shmserve import Client
+    from shmserve.clients.queries import BlockingQueries
 
 OPERATIONS = ("load", "unload", "restart")
 FIRST = 0.25
@@ -41,7 +41,7 @@ class ServerSource:
 
     operations = OPERATIONS
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: BlockingQueries) -> None:
         self._client = client
 
     @property
