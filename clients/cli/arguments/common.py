@@ -16,8 +16,8 @@ from shmserve.clients.cli.help import CommandParser, rare
 from shmserve.system import interrupts
 
 WHERE = """
-Connects to this user's server on this machine, unless --url, --runtime-dir, SHMSERVE_URL or SHMSERVE_RUNTIME_DIR
-selects another.
+Connects to this user's server on this machine, unless --url, --runtime-dir, --context, SHMSERVE_URL,
+SHMSERVE_RUNTIME_DIR or the current context selects another.
 """
 CODES = """exit codes:
   0    {}
@@ -81,7 +81,9 @@ def add_server_command(
     where = command.add_mutually_exclusive_group()
     rare(
         where.add_argument(
-            "--url", metavar="URL", help=f"{urls}unix:///path/lane.sock, ipc:///path/broker.sock or tcp://host:port"
+            "--url",
+            metavar="URL",
+            help=f"{urls}unix:///path/lane.sock, ipc:///path/broker.sock, tcp://host:port or https://host:port",
         )
     )
     rare(
@@ -94,6 +96,10 @@ def add_server_command(
         rare(command.add_argument("--server-key", metavar="KEY", help=text))
         text = "with tcp://: your own NAME.key, from `shmserve keygen NAME`"
         rare(command.add_argument("--key-file", metavar="FILE", help=text))
+        text = "with http:// and https://: a file with the token to send"
+        rare(command.add_argument("--token-file", metavar="FILE", type=Path, help=text))
+        text = "the server of this context (default: the current one, see `shmserve context`)"
+        rare(where.add_argument("--context", metavar="NAME", help=text))
     return command
 
 

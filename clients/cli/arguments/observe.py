@@ -35,11 +35,14 @@ def add_models(commands: Any) -> None:
 
 def add_stats(commands: Any) -> None:
     examples = "  shmserve stats\n  shmserve stats mlp --watch 2\n  shmserve stats mlp --json\n"
-    examples += "  shmserve stats --prometheus\n  shmserve stats --callers\n"
+    examples += "  shmserve stats mlp 'p05*' --history\n  shmserve stats --prometheus\n  shmserve stats --callers\n"
     about = "show statistics: requests, batches, queue times and compute times"
     command = add_server_command(commands, "stats", "status", about, examples)
-    add_model(command, "?")
+    add_model(command, "*")
     add_version(command)
+    command.add_argument(
+        "--history", action="store_true", help="show curves of the last hour, which the gateway has recorded"
+    )
     text = "print all metrics in the Prometheus format"
     command.add_argument("--prometheus", action="store_true", help=text)
     command.add_argument(
@@ -59,7 +62,7 @@ def add_top(commands: Any) -> None:
 """
     about = "watch a server live, and load, unload and restart models by key; or watch several servers"
     codes = ("ended by the user", "no server, or a package is missing")
-    command = add_server_command(commands, "top", "top", about, examples, codes, urls="http://host:port, ")
+    command = add_server_command(commands, "top", "top", about, examples, codes)
     add = command.add_argument
     text = "servers: HOST or HOST:PORT over HTTP (port 8000), or a URL as for --url"
     add("server", metavar="SERVER", nargs="*", help=text)
@@ -74,7 +77,6 @@ def add_top(commands: Any) -> None:
     add("--sort", metavar="COLUMN", help="sort by this column, e.g. p99, queue or 'req/s'")
     text = "with http://: the metrics endpoint (default: port 8002 of the same host); of several servers, once for each"
     rare(add("--metrics-url", metavar="URL", action="append", default=[], help=text))
-    rare(add("--token-file", metavar="FILE", type=Path, help="with http://: a file with the token to send"))
     add_color(command)
 
 
@@ -147,5 +149,5 @@ def add_trace(commands: Any) -> None:
 def add_version_command(commands: Any) -> None:
     examples = "  shmserve version\n  shmserve version --runtime-dir /run/shmserve    also the version of that server\n"
     about = "print the version of this program, and of the server if one is named"
-    command = add_server_command(commands, "version", "status", about, examples)
+    command = add_server_command(commands, "version", "version", about, examples)
     rare(command.add_argument("--json", action="store_true", help="print JSON"))

@@ -7,6 +7,7 @@ from typing import Any
 
 from shmserve.clients.cli.arguments.common import (
     add_color,
+    add_command,
     add_json,
     add_model,
     add_server_command,
@@ -14,6 +15,7 @@ from shmserve.clients.cli.arguments.common import (
     seconds,
 )
 from shmserve.clients.cli.commands import completion
+from shmserve.clients.cli.help import CommandParser
 
 
 def add_load(commands: Any) -> None:
@@ -165,3 +167,23 @@ def _add_operation(command: argparse.ArgumentParser) -> None:
     text = "maximum time to wait (default: no limit); the server continues the operation"
     command.add_argument("--timeout", metavar="SECONDS", type=seconds, help=text)
     add_json(command, "print a JSON list with an object per model")
+
+
+def add_context(commands: Any) -> None:
+    examples = """  shmserve context add prod https://models.example.com --token-file ~/.shmserve-token
+  shmserve context use prod
+  shmserve context list
+  shmserve models --context prod
+"""
+    about = "name servers, and choose the one that commands connect to"
+    command = add_command(commands, "context", "context", about, examples)
+    actions = command.add_subparsers(dest="do", metavar="ACTION", required=True, parser_class=CommandParser)
+    add = actions.add_parser("add", help="add or replace a context; the first one becomes the current one")
+    add.add_argument("name", metavar="NAME", help="the name of the context")
+    add.add_argument("address", metavar="URL", help="the server, as in --url of other commands")
+    add.add_argument("--token-file", metavar="FILE", help="with http:// and https://: a file with the token to send")
+    add.add_argument("--server-key", metavar="KEY", help="with tcp://: the server's public key, or the file NAME.pub")
+    add.add_argument("--key-file", metavar="FILE", help="with tcp://: your own NAME.key")
+    for name, text in (("use", "make a context the current one"), ("remove", "remove a context")):
+        actions.add_parser(name, help=text).add_argument("name", metavar="NAME", help="the name of the context")
+    add_json(actions.add_parser("list", help="list the contexts"))

@@ -21,8 +21,13 @@ from shmserve.errors import DeadlineExceeded, InvalidRequest, ServeError
 from shmserve.terminal.errors import Misuse
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from shmserve.clients.client import Client
+    from shmserve.clients.http_client import HttpClient
     from shmserve.terminal.console import Screen
+
+    AnyClient: TypeAlias = Client | HttpClient
 
 Found = TypeVar("Found")
 
@@ -50,28 +55,32 @@ def order_of(args: argparse.Namespace) -> str:
     return json.dumps(provided, default=os.fspath)
 
 
-def make_client(args: argparse.Namespace, timeout: float | None = ASK_S) -> Client:
-    """The client for --url or --runtime-dir, else SHMSERVE_URL, else the default runtime directory."""
-    from shmserve.clients.client import Client
+def make_client(args: argparse.Namespace, timeout: float | None = ASK_S) -> AnyClient:
+    """The client for the server that the options, the environment or the context select."""
+    from shmserve.clients.cli.contexts import place_of
 
-    url = args.url
-    if url is None and args.runtime_dir is None:
-        url = os.environ.get("SHMSERVE_URL") or None
+    place = place_of(args)
     try:
+        if place.is_http:
+            from shmserve.clients.http_client import HttpClient
+
+            return HttpClient(str(place.url), place.token, timeout)
+        from shmserve.clients.client import Client
+
         return Client(
-            url,
-            runtime_dir=args.runtime_dir,
+            place.url,
+            runtime_dir=place.runtime_dir,
             timeout=timeout,
             reconnect_timeout=CONNECT_S,
-            server_key=args.server_key,
-            key_file=args.key_file,
+            server_key=place.server_key,
+            key_file=place.key_file,
         )
     except InvalidRequest as error:
         raise Misuse(next_step(error, args)) from error
 
 
 @contextmanager
-def connected(args: argparse.Namespace) -> Iterator[Client]:
+def connected(args: argparse.Namespace) -> Iterator[AnyClient]:
     """A connected client. Raises ConnectionLost if there is no server."""
     with make_client(args) as client:
         client.metadata()

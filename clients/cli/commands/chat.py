@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shmserve.clients.cli.commands.base import screen_of
+from shmserve.clients.cli.contexts import token_of
 from shmserve.errors import ConnectionLost, Denied, InvalidRequest, ModelFailed, NotFound, ServeError, Unavailable
 from shmserve.terminal.console import BAD, FAINT, Screen
 from shmserve.terminal.errors import Misuse
@@ -24,7 +25,7 @@ Message = dict[str, Any]
 
 
 def chat(args: argparse.Namespace) -> int:
-    endpoint = Endpoint(args.url, args.token_file.read_text().strip() if args.token_file is not None else "")
+    endpoint = Endpoint(args.url, token_of(args.token_file) if args.token_file is not None else "")
     sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
     conversation = Conversation(endpoint, args.model, args.system, {k: v for k, v in sampling.items() if v is not None})
     if args.prompt or not sys.stdin.isatty():

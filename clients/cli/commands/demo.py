@@ -18,7 +18,7 @@ import numpy as np
 from shmserve.clients.cli.commands.base import connected, print_json
 from shmserve.errors import ServeError
 from shmserve.repo import ocr, samples
-from shmserve.terminal.errors import Failed
+from shmserve.terminal.errors import Failed, Misuse
 from shmserve.terminal.tables import duration_text
 
 if TYPE_CHECKING:
@@ -47,7 +47,11 @@ def demo(args: argparse.Namespace) -> int:
     results: dict[str, Found] = {}
     failed: list[str] = []
     say = _hush if args.json else _say
+    from shmserve.clients.client import Client
+
     with connected(args) as client:
+        if not isinstance(client, Client):
+            raise Misuse("the demonstration needs more than HTTP; connect over the lane, ipc or tcp instead")
         served = {entry["name"]: entry for entry in client.models()}
         port = client.activity()["server"].get("ports", {}).get("http")
         for name, show in SHOWS.items():

@@ -15,7 +15,7 @@ from shmserve.clients.cli.commands.operate import SPINNER
 from shmserve.terminal.errors import Misuse
 
 if TYPE_CHECKING:
-    from shmserve.clients.client import Client
+    from shmserve.clients.queries import BlockingQueries
 
 POLL_S = 0.25
 SPIN_S = 0.1
@@ -50,7 +50,7 @@ def _done(args: argparse.Namespace, state: State, text: str) -> int:
     return 0
 
 
-def _wait(args: argparse.Namespace, client: Client) -> int:
+def _wait(args: argparse.Namespace, client: BlockingQueries) -> int:
     quiet_s = UNTIL_QUIET_S if args.quiet is None else args.quiet
     with StatusLine(not args.json) as status:
         progress = _Progress(args.json, status, quiet_s)

@@ -15,7 +15,7 @@ from shmserve.terminal.errors import Misuse
 from shmserve.terminal.values import Spec
 
 if TYPE_CHECKING:
-    from shmserve.clients.client import Client
+    from shmserve.clients.cli.commands.base import AnyClient
     from shmserve.session import Result
 
 
@@ -43,7 +43,7 @@ def infer(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stream(args: argparse.Namespace, client: Client, arrays: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
+def _stream(args: argparse.Namespace, client: AnyClient, arrays: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
     """Print answers as they arrive, each as a table or as a JSON document on one line."""
     outputs = args.outputs.split(",") if args.outputs else None
     started = time.perf_counter()
@@ -65,7 +65,7 @@ def _stream(args: argparse.Namespace, client: Client, arrays: Mapping[str, Any],
         print(f"{args.model}, {len(seconds)} part{'s' if len(seconds) != 1 else ''} in {took}")
 
 
-def _largest(args: argparse.Namespace, client: Client) -> int:
+def _largest(args: argparse.Namespace, client: AnyClient) -> int:
     maximum: int = client.config(args.model, args.version)["max_batch_size"]
     return maximum
 
@@ -75,7 +75,7 @@ def _typed(arrays: inputs.Arrays, known: Mapping[str, Spec]) -> dict[str, Any]:
     return {name: Raw("BF16", value) if known[name]["datatype"] == "BF16" else value for name, value in arrays.items()}
 
 
-def _run(args: argparse.Namespace, client: Client, arrays: Mapping[str, Any]) -> tuple[Result, list[float]]:
+def _run(args: argparse.Namespace, client: AnyClient, arrays: Mapping[str, Any]) -> tuple[Result, list[float]]:
     outputs = args.outputs.split(",") if args.outputs else None
     seconds = []
     for _ in range(args.repeat):

@@ -20,7 +20,7 @@ from shmserve.terminal.errors import Failed
 from shmserve.terminal.tables import visible
 
 if TYPE_CHECKING:
-    from shmserve.clients.client import Client
+    from shmserve.clients.queries import BlockingQueries
 
 FOLLOW_S = 0.5
 """Polling interval of --follow."""
@@ -51,7 +51,7 @@ def logs(args: argparse.Namespace) -> int:
 class _Reader:
     """Reads records page by page."""
 
-    def __init__(self, args: argparse.Namespace, client: Client) -> None:
+    def __init__(self, args: argparse.Namespace, client: BlockingQueries) -> None:
         self._args = args
         self._client = client
         self._after = 0

@@ -35,7 +35,7 @@ from shmserve.terminal.errors import Misuse
 from shmserve.terminal.tables import duration_text, table
 
 if TYPE_CHECKING:
-    from shmserve.clients.client import Client
+    from shmserve.clients.queries import BlockingQueries
 
 TOGETHER = 32
 """Operations in flight at the same time; the server decides how many models load concurrently."""
@@ -43,7 +43,7 @@ TICK_S = 0.1
 ASK_S = 1.0
 SPINNER = "|/-\\"
 
-Operation = Callable[["Client", str], "dict[str, Any]"]
+Operation = Callable[["BlockingQueries", str], "dict[str, Any]"]
 
 
 def load(args: argparse.Namespace) -> int:
@@ -60,7 +60,7 @@ def load(args: argparse.Namespace) -> int:
     config = None if args.config_json is None else _config(args.config_json)
     files = dict(map(_file, args.file)) or None
 
-    def one(client: Client, model: str) -> dict[str, Any]:
+    def one(client: BlockingQueries, model: str) -> dict[str, Any]:
         return client.load(
             model,
             config=config,
@@ -74,7 +74,7 @@ def load(args: argparse.Namespace) -> int:
 
 
 def unload(args: argparse.Namespace) -> int:
-    def one(client: Client, model: str) -> dict[str, Any]:
+    def one(client: BlockingQueries, model: str) -> dict[str, Any]:
         result = client.unload(
             model, unload_dependents=args.dependents, wait=args.wait, force=args.force, timeout=args.timeout
         )
@@ -89,7 +89,7 @@ def restart(args: argparse.Namespace) -> int:
     if args.instance is not None and len(args.model) > 1:
         raise Misuse("--instance is for one model")
 
-    def one(client: Client, model: str) -> dict[str, Any]:
+    def one(client: BlockingQueries, model: str) -> dict[str, Any]:
         return client.restart(model, version=args.version, instance=args.instance, timeout=args.timeout)
 
     def describe(result: Mapping[str, Any]) -> str:
@@ -100,7 +100,7 @@ def restart(args: argparse.Namespace) -> int:
     return _each(args, one, "restarting", describe)
 
 
-def _check_exists(client: Client, model: str) -> None:
+def _check_exists(client: BlockingQueries, model: str) -> None:
     """Raise NotFound for a model that is in no repository. The server answers its unload as Triton does: without an
     error, as there is nothing left to unload."""
     with contextlib.suppress(Denied):  # a server that does not list its models

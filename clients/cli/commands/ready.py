@@ -23,7 +23,7 @@ from shmserve.terminal.console import BAD, GOOD, WARN, Screen
 from shmserve.terminal.errors import Misuse
 
 if TYPE_CHECKING:
-    from shmserve.clients.client import Client
+    from shmserve.clients.queries import BlockingQueries
 
 REASONS = 10
 """Maximum number of reasons to print."""
@@ -56,7 +56,7 @@ def _wait(args: argparse.Namespace) -> int:
         return _report(args, {"model": args.model, "ready": True, "reasons": [], "warnings": warnings})
 
 
-def _state(model: str | None, client: Client) -> State:
+def _state(model: str | None, client: BlockingQueries) -> State:
     result = client.ready(model)
     index = _index(client)
     return {
@@ -67,7 +67,7 @@ def _state(model: str | None, client: Client) -> State:
     }
 
 
-def _drained(model: str | None, client: Client) -> list[str]:
+def _drained(model: str | None, client: BlockingQueries) -> list[str]:
     """That the server is out of service, as a reason, if it is. The readiness of a model does not depend on this."""
     with suppress(ConnectionLost, Denied, DeadlineExceeded):  # the role infer does not include `service`
         if model is None and client.service()["out_of_service"]:
@@ -75,7 +75,7 @@ def _drained(model: str | None, client: Client) -> list[str]:
     return []
 
 
-def _index(client: Client) -> list[dict[str, Any]]:
+def _index(client: BlockingQueries) -> list[dict[str, Any]]:
     try:
         return client.models()
     except (ConnectionLost, Denied, DeadlineExceeded):  # the role infer does not include `models`

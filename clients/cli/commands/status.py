@@ -1,4 +1,4 @@
-"""The read-only commands: models, stats, config, version."""
+"""The read-only commands: models, stats, config."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import shmserve
-from shmserve.clients.cli.commands.base import connected, output, print_json
+from shmserve.clients.cli.commands import history
+from shmserve.clients.cli.commands.base import connected, output
 from shmserve.clients.cli.commands.operate import counts, instances_of
 from shmserve.clients.waiting import failed_change
 from shmserve.llm.figures import FIGURES, figures_of
 from shmserve.terminal.console import BAD, FAINT, WARN, Column, Screen, faint, nonzero, state_style
 from shmserve.terminal.errors import Failed, Misuse
 from shmserve.terminal.tables import bytes_text, duration_text
+
+if TYPE_CHECKING:
+    from shmserve.clients.queries import BlockingQueries
 
 US = 1000
 """Nanoseconds in a microsecond."""
@@ -214,22 +217,39 @@ def config_text(text: str, screen: Screen) -> str:
 
 def stats(args: argparse.Namespace) -> int:
     if args.prometheus:
-        if args.model or args.version or args.json or args.watch is not None:
-            raise Misuse("--prometheus covers the whole server and cannot be combined with a model, --json or --watch")
+        if args.model or args.version or args.json or args.history or args.watch is not None:
+            raise Misuse("--prometheus covers the whole server and cannot be combined with a model or another format")
         with connected(args) as client:
             print(client.metrics(), end="")
         return 0
-    if args.callers and (args.model or args.version):
-        raise Misuse("--callers covers the whole server and cannot be combined with a model")
+    if args.callers and (args.model or args.version or args.history):
+        raise Misuse("--callers covers the whole server and cannot be combined with a model or --history")
+    if args.version and len(args.model) != 1:
+        raise Misuse("--version needs one model")
     with connected(args) as client:
         if args.callers:
             return output(args, lambda: {"caller_stats": callers_of(client.activity())}, callers_text)
+        if args.history:
+            recorder = history.recorder_of(client)
+            return output(args, lambda: history.read(recorder, _named(args, client)), history.text)
         rates = LanguageRates()
 
         def text(statistics: dict[str, Any], screen: Screen) -> str:
             return "\n".join([stats_text(statistics, screen), *rates.text(statistics, screen, time.monotonic())])
 
-        return output(args, lambda: client.statistics(args.model, args.version), text)
+        return output(args, lambda: _statistics(args, client), text)
+
+
+def _statistics(args: argparse.Namespace, client: BlockingQueries) -> dict[str, Any]:
+    if len(args.model) == 1 and not set("*?[").intersection(args.model[0]):
+        return client.statistics(args.model[0], args.version)
+    return {"model_stats": _chosen(args.model, client.statistics()["model_stats"])}
+
+
+def _named(args: argparse.Namespace, client: BlockingQueries) -> list[tuple[str, str]]:
+    """The versions of the models that the arguments name."""
+    entries = _statistics(args, client)["model_stats"] if args.model else []
+    return [(entry["name"], entry["version"]) for entry in entries]
 
 
 CALLERS = (
@@ -373,18 +393,3 @@ def stats_row(entry: Mapping[str, Any]) -> list[str]:
         f"{compute / good / US:,.0f}" if good else "-",
         ", ".join(f"{reason} {count:,}" for reason, count in reasons) or "-",
     ]
-
-
-def version(args: argparse.Namespace) -> int:
-    """Queries the server only if one is given; otherwise the client is not imported."""
-    versions = {"shmserve": shmserve.__version__}
-    if args.url is not None or args.runtime_dir is not None:
-        with connected(args) as client:
-            versions["server"] = client.metadata()["version"]
-    if args.json:
-        print_json(versions)
-    else:
-        print(f"shmserve {versions['shmserve']}")
-        if "server" in versions:
-            print(f"the server is version {versions['server']}")
-    return 0

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from shmserve.clients.cli.commands.base import connected, make_client, print_json, print_text, screen_of
+from shmserve.clients.cli.contexts import place_of, token_of
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.extras import install_command, outdated
 from shmserve.terminal.errors import Failed, Misuse
@@ -103,34 +103,22 @@ def _top_of_one(args: argparse.Namespace, live: bool) -> int:
 
 @contextmanager
 def _source(args: argparse.Namespace) -> Iterator[Source]:
-    url = args.url or (os.environ.get("SHMSERVE_URL") if args.runtime_dir is None else None) or ""
-    if url.startswith(("http://", "https://")):
+    place = place_of(args)
+    if place.is_http:
         from shmserve.tools.top.http_source import HttpSource
 
-        source = HttpSource(url, args.metrics_url[0] if args.metrics_url else "", _token(args.token_file))
+        source = HttpSource(str(place.url), args.metrics_url[0] if args.metrics_url else "", place.token)
         try:
             yield source
         finally:
             source.close()
         return
-    if args.metrics_url or args.token_file is not None:
-        raise Misuse("--metrics-url and --token-file are for --url http://... and https://...")
+    if args.metrics_url:
+        raise Misuse("--metrics-url is for --url http://... and https://...")
     from shmserve.tools.top.sources import ServerSource
 
     with connected(args) as client:
         yield ServerSource(client)
-
-
-def _token(file: Path | None) -> str:
-    if file is None:
-        return ""
-    try:
-        text = file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise Misuse(f"cannot read a token from {file}: {getattr(error, 'strerror', None) or error}") from error
-    if not text or not text.isascii() or not text.isprintable() or " " in text:
-        raise Misuse(f"cannot read a token from {file}: expected one word of ASCII characters")
-    return text
 
 
 def _set_colors(args: argparse.Namespace) -> None:
@@ -193,7 +181,7 @@ def _openers(args: argparse.Namespace) -> dict[str, Callable[[], Source]]:
     from shmserve.tools.top.http_source import HttpSource
     from shmserve.tools.top.sources import ServerSource
 
-    token = _token(args.token_file)
+    token = token_of(args.token_file) if args.token_file is not None else ""
     metrics = iter(args.metrics_url)
     results: dict[str, Callable[[], Source]] = {}
     urls = {server: _url(server) for server in args.server}

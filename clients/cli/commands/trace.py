@@ -20,7 +20,7 @@ from shmserve.system.files import new_file
 from shmserve.terminal.errors import Failed
 
 if TYPE_CHECKING:
-    from shmserve.clients.client import Client
+    from shmserve.clients.queries import BlockingQueries
     from shmserve.tools.timeline import Collected
 
 READ_S = 0.2
@@ -72,7 +72,7 @@ def _totals(collected: Collected) -> dict[str, int]:
     return {"requests": collected.requests, "batches": len(collected.batches), "left_out": collected.missing}
 
 
-def _about(client: Client) -> dict[str, Any]:
+def _about(client: BlockingQueries) -> dict[str, Any]:
     server = client.metadata()
     return {
         "server": server["name"],
@@ -81,7 +81,7 @@ def _about(client: Client) -> dict[str, Any]:
     }
 
 
-def _record(args: argparse.Namespace, client: Client, collected: Collected) -> float:
+def _record(args: argparse.Namespace, client: BlockingQueries, collected: Collected) -> float:
     """Records until the time is over, or until Ctrl-C. Returns the duration in seconds."""
     number = client.record("start", models=args.model)["recording"]
     began = time.monotonic()
@@ -106,7 +106,7 @@ def _interruptible() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _read(client: Client, do: str, number: int, collected: Collected) -> None:
+def _read(client: BlockingQueries, do: str, number: int, collected: Collected) -> None:
     more = True
     while more:
         answer = client.record(do, number)

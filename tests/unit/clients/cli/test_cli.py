@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +60,27 @@ def test_where_a_server_is_looked_for(
     said = capsys.readouterr().err
     assert "not ready after 0.5 s: no server at" in said
     assert ("url=" in said, said.count("\n")) == (False, 1)
-    assert main.main(["models", "--url", "http://x"]) == 2
-    assert "shmserve models: invalid url 'http://x': expected unix:///path/lane.sock" in capsys.readouterr().err
+    assert main.main(["models", "--url", "ftp://x"]) == 2
+    assert "shmserve models: invalid url 'ftp://x': expected unix:///path/lane.sock" in capsys.readouterr().err
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("SHMSERVE_URL", raising=False)
+    monkeypatch.delenv("SHMSERVE_RUNTIME_DIR", raising=False)
+    for name in ("a", "b"):
+        assert main.main(["context", "add", name, f"unix://{tmp_path}/{name}.sock", "--token-file", "token"]) == 0
+    for words, expected in (
+        (["models"], "a.sock"),
+        (["models", "--context", "b"], "b.sock"),
+        (["models", "--context", "c"], "there is no context 'c'; contexts: a, b"),
+        (["context", "remove", "a"], ""),
+        (["context", "use", "a"], "there is no context 'a'; contexts: b"),
+        (["context", "use", "b"], ""),
+        (["models"], "b.sock"),
+    ):
+        assert (main.main(words) != 0) == bool(expected)
+        assert expected in capsys.readouterr().err
+    assert main.main(["context", "list", "--json"]) == 0
+    place = {"url": f"unix://{tmp_path}/b.sock", "token_file": f"{os.getcwd()}/token"}
+    assert json.loads(capsys.readouterr().out) == {"current": "b", "places": {"b": place}}
     monkeypatch.setenv("SHMSERVE_URL", "gopher://x")
     assert main.main(["models"]) == 2
     assert "gopher://x" in capsys.readouterr().err

@@ -27,7 +27,7 @@ def refused(words: str, code: int, capsys: pytest.CaptureFixture[str]) -> str:
     ("words", "code", "text"),
     [
         ("--sort p9 --url unix:///x", 2, "unknown column 'p9'; did you mean 'p99'?"),
-        ("--token-file x --url unix:///x", 2, "--metrics-url and --token-file are for --url http://"),
+        ("--token-file x --url unix:///x", 2, "--token-file is for servers at http://"),
         ("--url http://127.0.0.1:1", 1, "no server at http://127.0.0.1:1"),
         ("--url http://127.0.0.1:1 --token-file /nowhere", 2, "cannot read a token from /nowhere: No such file"),
         ("--url ftp://x", 2, "invalid url 'ftp://x'"),

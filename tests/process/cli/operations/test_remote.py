@@ -1,0 +1,90 @@
+"""The same commands over the lane, and over HTTPS with a token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+
+from shmserve.testing import Server
+from tests.process.cli.commands import run
+from tests.support.gateway.credentials import digest
+from tests.support.gateway.running_gateway import Gateway
+from tests.support.living import identity
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The contexts local, operator and observer of one server."""
+    folder = tmp_path / "models"
+    for name in ("a", "b"):
+        identity(folder, name)
+    authority = trustme.CA()
+    certificate, trusted, tokens = tmp_path / "certificate", tmp_path / "trusted", tmp_path / "tokens"
+    authority.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(str(certificate))
+    certificate.chmod(0o600)
+    authority.cert_pem.write_to_path(str(trusted))
+    users = {"operator": "infer,observe,operate", "observer": "infer,observe"}
+    tokens.write_text("".join(f"{name} {roles} {digest(name)}\n" for name, roles in users.items()))
+    monkeypatch.delenv("SHMSERVE_URL", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
+    options = ("--tokens-file", str(tokens), "--tls-cert", str(certificate), "--tls-key", str(certificate))
+    with Server(folder, "--model-control-mode", "explicit", "--load-model", "*") as server:
+        gateway = Gateway(server, *options)
+        try:
+            assert run("context", "add", "local", f"unix://{server.runtime_dir}/lane.sock")[0] == 0
+            for name in users:
+                (tmp_path / name).write_text(name)
+                url = f"https://localhost:{gateway.http}"
+                assert run("context", "add", name, url, "--token-file", str(tmp_path / name))[0] == 0
+            yield
+        finally:
+            gateway.stop()
+
+
+@pytest.mark.usefixtures("contexts")
+def test_commands_over_https_do_what_they_do_locally() -> None:
+    for words, part in (
+        ("ready", "the server is ready"),
+        ("models a b", "READY"),
+        ("infer a --random --seed 1 --json", '"model": "a"'),
+        ("config a", "max_batch_size"),
+        ("stats a b", "requests"),
+        ("load a", "a"),
+        ("traffic a 1=100", "100 %"),
+        ("unload b --no-wait", "b"),
+        ("logs a --lines 1", "INFO"),
+        ("drain --no-wait", "out of service"),
+        ("drain --undrain", "in service again"),
+        ("restart a", "a"),
+    ):
+        results = [run(*words.split(), "--context", name) for name in ("local", "operator")]
+        assert [(code, part in out, err) for code, out, err in results] == [(0, True, "")] * 2, (words, results)
+
+
+@pytest.mark.usefixtures("contexts")
+def test_roles_and_private_fields_are_those_of_the_token() -> None:
+    code, out, _ = run("models", "a", "--json", "--context", "observer")
+    assert (code, json.loads(out)[0]["state"]) == (0, "READY")
+    for words in ("unload a", "logs", "restart a", "traffic a 1=100", "drain --no-wait"):
+        code, _, err = run(*words.split(), "--context", "observer")
+        assert (code, "role operate" in err) == (1, True), words
+    assert run("ready", "--context", "local")[0] == 0
+
+
+@pytest.mark.usefixtures("contexts")
+def test_the_history_is_that_of_the_gateway() -> None:
+    assert run("infer", "a", "--random", "--context", "operator")[0] == 0
+    code, out, err = run("stats", "a", "--history", "--context", "observer")
+    assert (code, err) == (0, "")
+    assert [line.split()[:2] for line in out.splitlines()[1:]][-2:] == [["all", "models"], ["a", "1"]]
+    (whole, _) = json.loads(run("stats", "a", "--history", "--json", "--context", "operator")[1])
+    assert len(whole["fine"]["requests"]) == 300
+    code, _, err = run("stats", "--history", "--context", "local")
+    assert (code, "by --url, with --token-file" in err or "--allow-http" in err) == (1, True)
