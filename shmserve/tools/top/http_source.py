@@ -13,13 +13,13 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from shmserve import histogram
-from shmserve.clients.http_client import HttpLink, parts_of
 from shmserve.errors import (
     Internal,
     ServeError,
     Unsupported,
 )
 from shmserve.repo.gpus import SHOWN_METRICS
+from shmserve.transport.http_link import HttpLink, parts_of
 
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from shmserve.clients.queries import BlockingQueries
+from typing import Any, Protocol
 
 OPERATIONS = ("load", "unload", "restart")
 FIRST = 0.25
@@ -36,12 +33,31 @@ class Source(Protocol):
         """Ends calls in progress."""
 
 
+class Operator(Protocol):
+    """The part of a client that a source needs."""
+
+    @property
+    def url(self) -> str: ...
+
+    def activity(self) -> dict[str, Any]: ...
+
+    def load(self, model: str) -> dict[str, Any]: ...
+
+    def unload(self, model: str) -> dict[str, Any]: ...
+
+    def restart(
+        self, model: str, *, version: int | str | None = None, instance: str | None = None
+    ) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
 class ServerSource:
     """A server over the lane, ZeroMQ, or ZeroMQ over TCP."""
 
     operations = OPERATIONS
 
-    def __init__(self, client: BlockingQueries) -> None:
+    def __init__(self, client: Operator) -> None:
         self._client = client
 
     @property
