@@ -74,6 +74,10 @@ class HttpStore(Store):
             raise Missing(f"the repository has no model '{model}'")
         return checked(model, files)
 
+    def file(self, name: str) -> RemoteFile:
+        found: RemoteFile = self._run(self._head(name, f"{self._base}/{quote(name)}", asyncio.Semaphore()), name)
+        return found
+
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
         data: bytes = self._run(self._get(file, start, end))
         return data

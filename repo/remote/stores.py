@@ -105,6 +105,13 @@ class Store:
             raise Missing(f"the repository has no model '{model}'")
         return checked(model, files)
 
+    def file(self, name: str) -> RemoteFile:
+        """The object of this name in the directory of the address. Raises Missing if there is none."""
+        for entry in self._call(self._list):
+            if entry["type"] == "file" and _last(entry["name"]) == name:
+                return self._file(self._root(), entry["name"], entry)
+        raise Missing(f"it has no file '{name}'")
+
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
         """These bytes of the object. Raises Changed."""
         data: bytes = self._call(lambda: self._fs.cat_file(file.key, start=start, end=end))

@@ -100,6 +100,26 @@ file is copied. Nothing is overwritten.
     add_json(command)
 
 
+def add_pull(commands: Any) -> None:
+    examples = """  shmserve pull hf://OWNER/REPOSITORY/chat-Q4_K_M.gguf
+  shmserve pull hf://OWNER/REPOSITORY --name chat
+  shmserve pull s3://BUCKET/models/resnet --repository /srv/models
+"""
+    note = """
+URL is a model's directory as in a model repository, or one file: a GGUF, ONNX or other model file. Of a Hugging Face
+repository with one GGUF file, this file is taken. An interrupted download is resumed by the same command. Credentials
+are read from the same places as by `serve`.
+"""
+    about = "download a model into a model repository"
+    codes = ("downloaded", "not downloaded")
+    command = add_command(commands, "pull", "pull", about, examples, codes, note)
+    add = command.add_argument
+    add("url", metavar="URL", help="address of the model: s3://, gs://, as://, http(s):// or hf://")
+    add("--name", metavar="NAME", default="", help="name of the model (default: that of the file or directory)")
+    text = "model repository, created if it does not exist (default: ./models)"
+    add("--repository", metavar="DIR", type=Path, default=Path("models"), help=text)
+
+
 def add_build(commands: Any) -> None:
     examples = """  shmserve build models/resnet -o models/resnet_trt/1/model.plan
   shmserve build model.onnx -o model.plan --max-batch 32

@@ -153,6 +153,7 @@ NOT_RUN = {
     ("python", "import asyncio"): "compiled only; tests/process/models has models like it",
     ("releases", "make package"): "make test-package builds and tests the packages",
     ("ray", ""): "needs Ray and a cluster; tests/ray runs the application and the predictor",
+    ("remote", "shmserve pull"): ELSEWHERE,
     ("remote", "shmserve serve"): ELSEWHERE,
     ("repository", "repository/"): TREE,
     ("repository", "mlp/config.pbtxt"): OUTPUT,

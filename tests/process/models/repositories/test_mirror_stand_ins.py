@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import subprocess
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +14,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
+from shmserve.repo.remote.download import PIECE_BYTES
+from tests.process.cli.commands import COMMAND
 from tests.support.repo.mirrored import PIECE, data_of, mirrored
 from tests.support.repo.object_store import web_server
 
@@ -25,7 +29,16 @@ class _StandIn(BaseHTTPRequestHandler):
     damaged: ClassVar[set[str]] = set()
     """Names of `files` that are sent as zeros."""
 
+    spans: ClassVar[list[str]] = []
+    """The ranges that were asked for."""
+    remaining: ClassVar[int] = 1 << 30
+    """How many ranges are sent before the server closes connections."""
+
     def send_range(self, data: bytes, damaged: bool) -> None:
+        self.spans.append(self.headers.get("Range", ""))
+        if len(self.spans) > self.remaining:
+            self.close_connection = True
+            return
         span = self.headers.get("Range") or self.headers.get("x-ms-range")
         first, _, last = (span or f"bytes=0-{len(data) - 1}").removeprefix("bytes=").partition("-")
         piece = data[int(first) : int(last) + 1]
@@ -129,6 +142,80 @@ def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert mirror.sync().state == "unchanged"
             assert _Hub.tokens >= {"Bearer hf_secretsecret"}
             assert "hf_secretsecret" not in outcome.text
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Hub]]:
+    pytest.importorskip("huggingface_hub")
+    _Hub.files, _Hub.damaged = {}, set()
+    _Hub.spans, _Hub.remaining = [], 1 << 30
+    with web_server(_Hub) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        yield _Hub
+
+
+def pull(*words: str | Path, code: int = 0) -> tuple[str, str]:
+    """What the command prints. Its client reads the address of the hub once, so it runs in a process of its own."""
+    command = [*COMMAND, "pull", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_pull_downloads_a_model(hub: type[_Hub], tmp_path: Path) -> None:
+    data = data_of(3 * PIECE)
+    hub.files = {"tiny.Q4_0.gguf": data, "README.md": b"x", "a/served/1/model.onnx": b"y", "a/served/config.pbtxt": b""}
+    for url, name, files in (
+        ("hf://owner/models/tiny.Q4_0.gguf", "tiny.Q4_0", {"1/model.gguf": data}),
+        ("hf://owner/models", "tiny", {"1/model.gguf": data}),
+        ("hf://owner/models/a/served", "served", {"1/model.onnx": b"y", "config.pbtxt": b""}),
+    ):
+        words = ("--name", name) if name == "tiny" else ()
+        _, err = pull(url, "--repository", tmp_path / "models", *words)
+        assert f"{name}: 100 % of" in err
+        assert files_in(tmp_path / "models" / name) == files
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {"tiny.Q4_0", "tiny", "served"}
+
+
+@pytest.mark.parametrize(("url", "text"), [
+    ("hf://owner/models/b.gguf", "it has no file 'b.gguf'"),
+    ("hf://owner/models", "name one of its files: x.gguf, y.gguf"),
+    ("hf://owner/models/empty", "neither a configuration nor a version directory nor a GGUF file"),
+    ("hf://owner/models/none", "no model 'none'"),
+    ("hf://owner/models/x.gguf", "exists; remove it, or choose another --name"),
+    ("hf://owner", "expected hf://OWNER/REPOSITORY"),
+])  # fmt: skip
+def test_what_pull_refuses(hub: type[_Hub], tmp_path: Path, url: str, text: str) -> None:
+    hub.files = {"x.gguf": b"x", "y.gguf": b"y", "empty/README.md": b"z"}
+    (tmp_path / "x").mkdir()
+    _, err = pull(url, "--repository", tmp_path, code=1)
+    assert text in err
+    assert not (tmp_path / ".pull").exists()
+
+
+def test_a_killed_pull_is_resumed(hub: type[_Hub], tmp_path: Path) -> None:
+    data = data_of(2 * PIECE_BYTES + 1)
+    hub.files, hub.remaining = {"a.gguf": data}, 1
+    words = ("hf://owner/models/a.gguf", "--repository", tmp_path)
+    with subprocess.Popen([*COMMAND, "pull", *map(str, words)], stderr=subprocess.PIPE, text=True) as killed:
+        assert killed.stderr is not None
+        assert killed.stderr.readline() == "a: 0 % of 16.0 MiB\n"
+        assert killed.stderr.readline().startswith("a: 49 % of 16.0 MiB, ")
+        killed.kill()
+    assert not (tmp_path / "a").exists()
+    first = hub.spans[0]
+    hub.spans, hub.remaining = [], 1 << 30
+    out, err = pull(*words)
+    assert err.startswith("a: 49 % of 16.0 MiB\n")
+    assert "a: 100 %" in err
+    assert first not in hub.spans
+    assert files_in(tmp_path) == {"a/1/model.gguf": data}
+    assert out.split("\n")[:2] == [str(tmp_path / "a"), f"shmserve serve --model-repository {tmp_path}"]
 
 
 class _Google(_StandIn):
