@@ -81,13 +81,16 @@ WAYS: dict[str, tuple[str, str, list[str]]] = {
     "grpc, rates": ("simple", "grpc", ["--request-rate-range", "100:200:100"]),
     "grpc, shared memory": ("simple", "grpc", ["--shared-memory", "system", "--concurrency-range", "2"]),
     "grpc, sequences by streaming": (
-        "simple_sequence", "grpc", ["--async", "--streaming", "--concurrency-range", "2", "--sequence-length", "5"],
+        "simple_sequence",
+        "grpc",
+        ["--async", "--streaming", "--concurrency-range", "2", "--sequence-length", "5"],
     ),
     "grpc, sequences by rate": (
-        "simple_sequence", "grpc",
+        "simple_sequence",
+        "grpc",
         ["--async", "--streaming", "--request-rate-range", "100", "--num-of-sequences", "2", "--sequence-length", "5"],
     ),
-}  # fmt: skip
+}
 """Modes of perf_analyzer, each run once at shmserve alone: model, protocol, options."""
 
 

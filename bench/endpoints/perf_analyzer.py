@@ -18,8 +18,12 @@ WINDOWS = 3
 MEMORY = 6 << 30
 """perf_analyzer keeps all data that it sends, and would use all memory without a limit."""
 RUN_S = 180
-_PARTS = {"Server Queue": "queue", "Server Compute Input": "in", "Server Compute Infer": "model",
-          "Server Compute Output": "out"}  # fmt: skip
+_PARTS = {
+    "Server Queue": "queue",
+    "Server Compute Input": "in",
+    "Server Compute Infer": "model",
+    "Server Compute Output": "out",
+}
 
 
 @dataclass

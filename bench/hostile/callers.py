@@ -344,9 +344,11 @@ class Route(NamedTuple):
 def cell(work: Path, route: Route, name: str, way: str, seconds: float) -> str:
     """The longest wait beside an attack and, in parentheses, alone."""
     place = route.ports["honest"] | {
-        "token": route.tokens["honest"], "timeout": TIMEOUT_S if name == "held" else PATIENCE_S,
-        "server_key": str(work / "server.pub"), "key": str(work / "honest.key"),
-    }  # fmt: skip
+        "token": route.tokens["honest"],
+        "timeout": TIMEOUT_S if name == "held" else PATIENCE_S,
+        "server_key": str(work / "server.pub"),
+        "key": str(work / "honest.key"),
+    }
     target = {"port": route.ports["hostile"]["http"], "token": route.tokens["hostile"]}
     with (
         Child("bench.hostile.callers:honest", way=way, model=ATTACKS[name].model, place=place) as caller,
@@ -365,10 +367,23 @@ def run(work: Path, names: list[str], seconds: float) -> Iterator[str]:
     write_models(work / "models")
     token_of = secrets_of(work)
     options = [
-        "--tokens-file", work / "tokens", "--http-roles", "infer,observe,page", "--grpc-roles", "infer",
-        "--trusted-proxies", PROXY_ADDRESS, "--model-memory-budget", BUDGET, "--zmq-address", "tcp://127.0.0.1:0",
-        "--zmq-server-key", work / "server.key", "--zmq-keys", work / "keys",
-    ]  # fmt: skip
+        "--tokens-file",
+        work / "tokens",
+        "--http-roles",
+        "infer,observe,page",
+        "--grpc-roles",
+        "infer",
+        "--trusted-proxies",
+        PROXY_ADDRESS,
+        "--model-memory-budget",
+        BUDGET,
+        "--zmq-address",
+        "tcp://127.0.0.1:0",
+        "--zmq-server-key",
+        work / "server.key",
+        "--zmq-keys",
+        work / "keys",
+    ]
     yield f"| beside | through | {' | '.join(f'{way}, ms' for way in CALLS)} |"
     yield "| --- | --- |" + " --- |" * len(CALLS)
     with Server(work / "models", *map(str, options), gateway=True) as server:

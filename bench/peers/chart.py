@@ -12,9 +12,13 @@ from bench.peers.report import OURS, Cell
 from shmserve.tools.charts import COLORS, Ranked, rankings
 
 TITLES = {
-    "shmserve": "shmserve", "triton": "Triton", "mosec": "mosec", "litserve": "LitServe", "bentoml": "BentoML",
+    "shmserve": "shmserve",
+    "triton": "Triton",
+    "mosec": "mosec",
+    "litserve": "LitServe",
+    "bentoml": "BentoML",
     "ray": "Ray Serve",
-}  # fmt: skip
+}
 OUT = Path(__file__).parents[2] / "docs" / "figures" / "compare.svg"
 
 

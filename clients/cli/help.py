@@ -15,9 +15,19 @@ from typing import Any, NoReturn
 from shmserve.terminal.help_text import LEFT, did_you_mean, rows, width
 
 SYNONYMS = {
-    "benchmark": "bench", "list": "models", "ls": "models", "metrics": "stats", "perf": "bench", "predict": "infer",
-    "ps": "models", "reload": "load", "start": "serve", "status": "models", "tail": "logs", "validate": "check",
-}  # fmt: skip
+    "benchmark": "bench",
+    "list": "models",
+    "ls": "models",
+    "metrics": "stats",
+    "perf": "bench",
+    "predict": "infer",
+    "ps": "models",
+    "reload": "load",
+    "start": "serve",
+    "status": "models",
+    "tail": "logs",
+    "validate": "check",
+}
 """Commands of other programs -> the command of this one."""
 
 EXAMPLES = 3

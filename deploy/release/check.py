@@ -16,8 +16,11 @@ _VERSION = re.compile(r"\d+\.\d+\.\d+(rc\d+)?")
 def problems(root: Path, version: str) -> list[str]:
     if not _VERSION.fullmatch(version):
         return [f"'{version}' is not a version such as 1.2.3 or 1.2.3rc1"]
-    return [*_of_metadata((root / "setup.cfg").read_text(), version),
-            *_of_changes((root / "CHANGELOG.md").read_text(), version), *_of_git(root, version)]  # fmt: skip
+    return [
+        *_of_metadata((root / "setup.cfg").read_text(), version),
+        *_of_changes((root / "CHANGELOG.md").read_text(), version),
+        *_of_git(root, version),
+    ]
 
 
 def _of_metadata(text: str, version: str) -> list[str]:

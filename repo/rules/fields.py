@@ -31,11 +31,24 @@ PYTHON_NAME = re.compile(r"[^;|&$`<>()\[\]{}\\\"'*?~#!]*")
 """Valid names of Python models: Triton derives a process name from it."""
 BAD_STUB_NAME = "Invalid stub name: contains invalid characters"
 OTHER_NAMES = {
-    "forest": "fil", "gguf": "llamacpp", "libtorch": "pytorch", "lightgbm": "fil", "litert": "tflite",
-    "llama": "llamacpp", "onnx": "onnxruntime", "onnxrt": "onnxruntime", "ort": "onnxruntime", "py": "python",
-    "tf": "tensorflow", "torch": "pytorch", "torchscript": "pytorch", "treelite": "fil", "trt": "tensorrt",
-    "vino": "openvino", "xgboost": "fil",
-}  # fmt: skip
+    "forest": "fil",
+    "gguf": "llamacpp",
+    "libtorch": "pytorch",
+    "lightgbm": "fil",
+    "litert": "tflite",
+    "llama": "llamacpp",
+    "onnx": "onnxruntime",
+    "onnxrt": "onnxruntime",
+    "ort": "onnxruntime",
+    "py": "python",
+    "tf": "tensorflow",
+    "torch": "pytorch",
+    "torchscript": "pytorch",
+    "treelite": "fil",
+    "trt": "tensorrt",
+    "vino": "openvino",
+    "xgboost": "fil",
+}
 """Other names of engines, which people write for the names of backends."""
 _LANGUAGE_MODELS = (
     'only Triton loads its engines; serve the checkpoint that they were made from with backend: "vllm", or its GGUF '

@@ -32,9 +32,18 @@ HOME, CLEAR, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[2J", "\x1b[K", "\x1b[J"
 NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
 HEAD, FAINT, GOOD, WARN, BAD = "bold", "dim", "green", "yellow", "bold red"
 STATES: Mapping[str, str] = {
-    "READY": GOOD, "ready": GOOD, "LOADING": WARN, "starting": WARN, "UNLOADING": WARN, "stopping": WARN,
-    "backoff": BAD, "UNAVAILABLE": BAD, "failed": BAD, "not loaded": FAINT, "stopped": FAINT,
-}  # fmt: skip
+    "READY": GOOD,
+    "ready": GOOD,
+    "LOADING": WARN,
+    "starting": WARN,
+    "UNLOADING": WARN,
+    "stopping": WARN,
+    "backoff": BAD,
+    "UNAVAILABLE": BAD,
+    "failed": BAD,
+    "not loaded": FAINT,
+    "stopped": FAINT,
+}
 
 
 def is_colored(choice: bool | None, stream: TextIO) -> bool:

@@ -62,8 +62,15 @@ DTYPES = {
     "float32": "FP32",
     "float64": "FP64",
 }
-_OF_JSON = {"ui8": "uint8", "i8": "int8", "i32": "int32", "i64": "int64", "f16": "float16", "f32": "float32",
-            "f64": "float64"}  # fmt: skip
+_OF_JSON = {
+    "ui8": "uint8",
+    "i8": "int8",
+    "i32": "int32",
+    "i64": "int64",
+    "f16": "float16",
+    "f32": "float32",
+    "f64": "float64",
+}
 """Type names in model.json that differ from numpy's."""
 _Facts = tuple[list[TensorFacts], list[TensorFacts]]
 

@@ -42,8 +42,17 @@ class GatherGroup:
     """
 
     __slots__ = (
-        "_blobs", "_gather", "_pieces", "_shapes", "extras", "length", "lengths", "ready", "rows", "works",
-    )  # fmt: skip
+        "_blobs",
+        "_gather",
+        "_pieces",
+        "_shapes",
+        "extras",
+        "length",
+        "lengths",
+        "ready",
+        "rows",
+        "works",
+    )
 
     def __init__(
         self,

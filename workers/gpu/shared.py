@@ -59,9 +59,13 @@ class DevicePiece:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """The data is complete: consumers need not wait for a stream."""
         return {
-            "shape": self.shape, "typestr": self.dtype.str, "data": (self.address, False), "strides": None,
-            "version": 3, "stream": None,
-        }  # fmt: skip
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.address, False),
+            "strides": None,
+            "version": 3,
+            "stream": None,
+        }
 
     def reshape(self, *shape: int) -> DevicePiece:
         """Flattens to one dimension, for ragged inputs; other shapes are not supported."""

@@ -63,8 +63,17 @@ class Pending:
     """A pending call or query. `over`: nothing more will arrive."""
 
     __slots__ = (
-        "abandoned", "answers", "blocks", "body", "kept", "number", "over", "taken", "waiters", "window",
-    )  # fmt: skip
+        "abandoned",
+        "answers",
+        "blocks",
+        "body",
+        "kept",
+        "number",
+        "over",
+        "taken",
+        "waiters",
+        "window",
+    )
 
     def __init__(self, number: int) -> None:
         self.number = number

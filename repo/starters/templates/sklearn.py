@@ -23,8 +23,12 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 MODEL = Path(__file__).with_name("model.joblib")
-TYPES = {"f": ("TYPE_FP64", np.float64), "i": ("TYPE_INT64", np.int64), "u": ("TYPE_INT64", np.int64),
-         "b": ("TYPE_BOOL", np.bool_)}  # fmt: skip
+TYPES = {
+    "f": ("TYPE_FP64", np.float64),
+    "i": ("TYPE_INT64", np.int64),
+    "u": ("TYPE_INT64", np.int64),
+    "b": ("TYPE_BOOL", np.bool_),
+}
 """Kind of a numpy type -> the type of an output. All others are sent as strings."""
 
 

@@ -13,9 +13,20 @@ ELEMENTS = 1000
 STRING_BYTES = 65536
 """Maximum number of bytes written per string tensor."""
 _CODES = {
-    "BOOL": "?", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h", "INT32": "i",
-    "INT64": "q", "FP16": "e", "FP32": "f", "FP64": "d", "BF16": "H",
-}  # fmt: skip
+    "BOOL": "?",
+    "UINT8": "B",
+    "UINT16": "H",
+    "UINT32": "I",
+    "UINT64": "Q",
+    "INT8": "b",
+    "INT16": "h",
+    "INT32": "i",
+    "INT64": "q",
+    "FP16": "e",
+    "FP32": "f",
+    "FP64": "d",
+    "BF16": "H",
+}
 
 Read = Callable[[tuple[Handle, ...]], bytes | None]
 """Returns the bytes of a tensor's parts; None for named segments and GPU memory, which the broker cannot read."""

@@ -23,9 +23,14 @@ from shmserve.tools.top.texts import Line, fit
 from shmserve.tools.top.view import make_view
 
 KEYS = (
-    ("Enter", "detail"), ("/", "filter"), ("<>", "sort"), ("l", "load"), ("u", "unload"), ("r", "restart"),
+    ("Enter", "detail"),
+    ("/", "filter"),
+    ("<>", "sort"),
+    ("l", "load"),
+    ("u", "unload"),
+    ("r", "restart"),
     ("?", "help"),
-)  # fmt: skip
+)
 DETAIL_KEYS = (("Esc", "back"), ("l", "load"), ("u", "unload"), ("r", "restart"), ("Up Down", "scroll"))
 HELP = (
     ("1 2 3 4, Tab", "models, instances, clients, GPUs"),

@@ -195,11 +195,28 @@ BY_NAME = {table.name: table for table in TABLES}
 # ------------------------------------------------------------------------------------------ cells
 
 STATES = {
-    "READY": "good", "ready": "good", "LOADING": "warn", "RELOADING": "warn", "DEGRADED": "warn", "starting": "warn",
-    "waiting": "warn", "stopping": "warn", "backoff": "bad", "failed": "bad", "killed": "bad", "quarantined": "bad",
-    "UNAVAILABLE": "bad", "not loaded": "dim", "NOT READY": "bad", "DRAINING": "warn", "UNREACHABLE": "bad",
-    "NO ANSWER": "bad", "CONNECTING": "dim", "PARTLY": "warn", "VERSIONS DIFFER": "warn",
-}  # fmt: skip
+    "READY": "good",
+    "ready": "good",
+    "LOADING": "warn",
+    "RELOADING": "warn",
+    "DEGRADED": "warn",
+    "starting": "warn",
+    "waiting": "warn",
+    "stopping": "warn",
+    "backoff": "bad",
+    "failed": "bad",
+    "killed": "bad",
+    "quarantined": "bad",
+    "UNAVAILABLE": "bad",
+    "not loaded": "dim",
+    "NOT READY": "bad",
+    "DRAINING": "warn",
+    "UNREACHABLE": "bad",
+    "NO ANSWER": "bad",
+    "CONNECTING": "dim",
+    "PARTLY": "warn",
+    "VERSIONS DIFFER": "warn",
+}
 """State of a version, an instance, a server, or a model on several servers -> style."""
 NUMBERS: dict[str, Callable[[Any], str]] = {
     "count": count_text,

@@ -51,7 +51,7 @@ SERVERS = Table(
         Column("uptime_seconds", "up", "duration", 14, "time since the server started"),
         Column("reason", "reason", "text", 18, "why it is not READY", 24),
     ),
-)  # fmt: skip
+)
 FLEET_MODELS = Table(
     "models",
     "Models",
@@ -77,7 +77,7 @@ FLEET_MODELS = Table(
         Column("gpu_memory_bytes", "gpu mem", "bytes", 22, "memory of its processes on GPUs"),
         Column("reason", "reason", "text", 17, "why it is not, or not fully, served, and where", 24),
     ),
-)  # fmt: skip
+)
 _OWN = ("model", "version")
 BY_SERVER = Table(
     "by-server",

@@ -53,9 +53,21 @@ Document = dict[str, Any]
 METRICS_PORT = 8002
 
 _UNKNOWN = (
-    "batch_rows", "busy_seconds", "waiting_rows", "running", "device", "pid", "user", "plane", "segments",
-    "segment_bytes", "gpu_memory_bytes", "sequences", "max_batch", "loading_seconds",
-)  # fmt: skip
+    "batch_rows",
+    "busy_seconds",
+    "waiting_rows",
+    "running",
+    "device",
+    "pid",
+    "user",
+    "plane",
+    "segments",
+    "segment_bytes",
+    "gpu_memory_bytes",
+    "sequences",
+    "max_batch",
+    "loading_seconds",
+)
 """Columns without values from any HTTP endpoint."""
 _OF_INSTANCES = {
     "shmserve_instance_memory_bytes": "memory_bytes",
@@ -83,10 +95,23 @@ _OF_CLIENTS = {"shmserve_client_held_bytes": "held_bytes", "shmserve_client_requ
 _TIMES = "shmserve_request_duration_seconds_bucket"
 _STATE = "shmserve_instance_state"
 _WANTED = frozenset(
-    (*_OF_INSTANCES, *_OF_MODELS, *_OF_SERVER, *SHOWN_METRICS, *_OF_CLIENTS, _TIMES, _STATE, _THROTTLED, _GPU_OUT,
-     "shmserve_clients",
-     "shmserve_requests_refused_total", "shmserve_segment_bytes", "shmserve_segments", "process_start_time_seconds")
-)  # fmt: skip
+    (
+        *_OF_INSTANCES,
+        *_OF_MODELS,
+        *_OF_SERVER,
+        *SHOWN_METRICS,
+        *_OF_CLIENTS,
+        _TIMES,
+        _STATE,
+        _THROTTLED,
+        _GPU_OUT,
+        "shmserve_clients",
+        "shmserve_requests_refused_total",
+        "shmserve_segment_bytes",
+        "shmserve_segments",
+        "process_start_time_seconds",
+    )
+)
 
 
 class HttpSource:

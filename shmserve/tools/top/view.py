@@ -20,10 +20,24 @@ NOT_LOADED = "not loaded"
 UNLOADED = "unloaded"
 """Reason of a version that was unloaded on request."""
 _SERVER = (
-    "name", "version", "ready", "out_of_service", "pid", "uptime_seconds", "memory_bytes", "in_flight", "connections",
-    "held_bytes", "segments", "segment_bytes", "cores", "machine_utilization", "machine_memory_bytes",
-    "machine_memory_used_bytes", "refused",
-)  # fmt: skip
+    "name",
+    "version",
+    "ready",
+    "out_of_service",
+    "pid",
+    "uptime_seconds",
+    "memory_bytes",
+    "in_flight",
+    "connections",
+    "held_bytes",
+    "segments",
+    "segment_bytes",
+    "cores",
+    "machine_utilization",
+    "machine_memory_bytes",
+    "machine_memory_used_bytes",
+    "refused",
+)
 
 
 class View(Struct):

@@ -23,8 +23,12 @@ _WARM_UPS = 3
 class _Memory:
     def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
         self.__cuda_array_interface__ = {
-            "shape": shape, "typestr": typestr, "data": (address, False), "strides": None, "version": 2,
-        }  # fmt: skip
+            "shape": shape,
+            "typestr": typestr,
+            "data": (address, False),
+            "strides": None,
+            "version": 2,
+        }
 
 
 def over(address: int, shape: tuple[int, ...], spec: Spec, device: torch.device) -> torch.Tensor:

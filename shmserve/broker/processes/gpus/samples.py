@@ -24,9 +24,13 @@ SECOND_LABELS = {
 }
 """Metric -> its label besides gpu_uuid."""
 REASONS = {
-    0x04: "power_cap", 0x08: "hw_slowdown", 0x10: "sync_boost", 0x20: "sw_thermal", 0x40: "hw_thermal",
+    0x04: "power_cap",
+    0x08: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal",
+    0x40: "hw_thermal",
     0x80: "hw_power_brake",
-}  # fmt: skip
+}
 """nvmlClocksEventReason... -> the name of a reason for low clocks. Idle GPUs and configured clocks are no reasons."""
 _SM, _MEMORY, _CORRECTED, _UNCORRECTED, _VOLATILE, _GPU_SENSOR = 1, 2, 0, 1, 0, 0
 _MHZ = 1_000_000

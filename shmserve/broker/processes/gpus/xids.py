@@ -15,9 +15,20 @@ from shmserve.repo.gpu_state import REBOOT, RESET
 RECOVERY_ACTION_CHANGED = 154
 """The recovery action that the driver recommends has changed."""
 FIXES = {
-    46: RESET, 48: RESET, 62: RESET, 64: RESET, 79: REBOOT, 95: RESET, 110: RESET, 119: RESET, 120: RESET, 140: RESET,
-    143: RESET, 156: RESET, 158: RESET,
-}  # fmt: skip
+    46: RESET,
+    48: RESET,
+    62: RESET,
+    64: RESET,
+    79: REBOOT,
+    95: RESET,
+    110: RESET,
+    119: RESET,
+    120: RESET,
+    140: RESET,
+    143: RESET,
+    156: RESET,
+    158: RESET,
+}
 """Xids that take a GPU out of service, and what an operator has to do."""
 NAMES = {
     8: "GPU stopped processing",

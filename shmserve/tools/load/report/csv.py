@@ -14,8 +14,12 @@ from shmserve.tools.load.plan import Closed
 from shmserve.tools.load.record import Point, Run
 
 US = 1000.0
-_SERVER = {"Server Queue": "queue", "Server Compute Input": "gather", "Server Compute Infer": "compute",
-           "Server Compute Output": "scatter"}  # fmt: skip
+_SERVER = {
+    "Server Queue": "queue",
+    "Server Compute Input": "gather",
+    "Server Compute Infer": "compute",
+    "Server Compute Output": "scatter",
+}
 _THEIRS = ("p50", "p90", "p95", "p99")
 _MORE = ("p99.9", "p99.99")
 
