@@ -76,15 +76,15 @@ class HiddenTensors:
 
     # ------------------------------------------------------------------------------------ around a batch
 
-    def begin(self, works: Sequence[Work]) -> list[tuple[Work, ServeError]]:
+    def begin(self, work_items: Sequence[Work]) -> list[tuple[Work, ServeError]]:
         """Called before a batch runs. Returns the requests with invalid sequence options."""
         self._running = True
         if not self.sequences:
-            self._turns = [list(works)]
+            self._turns = [list(work_items)]
             return []
         self._members = members = {}
         good, failures = [], []
-        for work in works:
+        for work in work_items:
             try:
                 member = members[work.request] = self._sequence_options.of(work)
                 if self._controls is not None:
@@ -130,41 +130,44 @@ class HiddenTensors:
 
     def in_slots(self, group: GatherGroup, gather: Gather) -> GatherGroup:
         """Returns the group with each row at the index of its sequence's slot, if the sequences have slots."""
-        works = self.filled(group.works, gather)
-        if works is group.works or not group.rows:
+        work_items = self.filled(group.work_items, gather)
+        if work_items is group.work_items or not group.rows:
             return group
-        (group,), failures = gather.groups(works)
+        (group,), failures = gather.groups(work_items)
         assert not failures
         return group
 
-    def filled(self, works: Sequence[Work], gather: Gather) -> Sequence[Work]:
+    def filled(self, work_items: Sequence[Work], gather: Gather) -> Sequence[Work]:
         """Returns the requests with null requests in empty slots, if their sequences have slots."""
-        last = works[-1].slot
-        return works if last < 0 or last == len(works) - 1 else with_gaps_filled(works, gather.specs)
+        last = work_items[-1].slot
+        return work_items if last < 0 or last == len(work_items) - 1 else with_gaps_filled(work_items, gather.specs)
 
     def results(self, scatter: Scatter, group: GatherGroup) -> Results:
-        return VisibleResults(scatter, group.works, group.rows, self)
+        return VisibleResults(scatter, group.work_items, group.rows, self)
 
     def before(self, group: GatherGroup) -> None:
         """Adds the inputs that do not come from callers."""
         self.new_states = [None] * len(self.states.specs)
-        group.extras = [*self._of_sequences(self._members_of(group.works)), *self._batch_inputs.arrays(group.works)]
+        group.extras = [
+            *self._of_sequences(self._members_of(group.work_items)),
+            *self._batch_inputs.arrays(group.work_items),
+        ]
 
     def after(self, group: GatherGroup, rows: Sequence[Row], ran: bool) -> None:
         """Keeps the new states. `ran` false: the group failed, and its sequences lose their states."""
         new_states, self.new_states = self.new_states, []
         if not ran:
-            self.states.forget([member.key for member in self._members_of(group.works) if not member.null])
+            self.states.forget([member.key for member in self._members_of(group.work_items) if not member.null])
             return
         states = [state for state in new_states if state is not None]
         if states:
-            self.states.keep(self._members_of(group.works), states, [row.error is None for row in rows])
+            self.states.keep(self._members_of(group.work_items), states, [row.error is None for row in rows])
 
-    def _members_of(self, works: Sequence[Work]) -> list[SequenceRequest]:
+    def _members_of(self, work_items: Sequence[Work]) -> list[SequenceRequest]:
         if not self.sequences:
             return []
         members, null = self._members, self._sequence_options.null
-        return [null if work.request == NULL else members[work.request] for work in works]
+        return [null if work.request == NULL else members[work.request] for work in work_items]
 
     def _of_sequences(self, members: Sequence[SequenceRequest]) -> list[Array]:
         """Returns the inputs that come from sequences, with one row for each member."""
@@ -224,8 +227,8 @@ class VisibleResults(Results):
 
     __slots__ = ("_hidden", "_late")
 
-    def __init__(self, scatter: Scatter, works: Sequence[Work], rows: int, hidden: HiddenTensors) -> None:
-        super().__init__(scatter, works, rows)
+    def __init__(self, scatter: Scatter, work_items: Sequence[Work], rows: int, hidden: HiddenTensors) -> None:
+        super().__init__(scatter, work_items, rows)
         self._hidden = hidden
         self._late: dict[int, Array] = {}
 
@@ -282,7 +285,7 @@ class VisibleResults(Results):
             return
         spec = self._scatter.checks.check_flat(self._scatter.specs[index], array)
         if self.needed(index):
-            self.put_shares(index, spec, self._cut(spec, array, source.name, shapes_in(self._works, source)))
+            self.put_shares(index, spec, self._cut(spec, array, source.name, shapes_in(self._work_items, source)))
 
     def _cut(self, spec: Spec, array: Array, source: str, shapes: Shapes) -> list[Array | None]:
         sizes = [0 if shape is None else elements(shape) for shape in shapes]
@@ -302,11 +305,11 @@ class VisibleResults(Results):
 # ------------------------------------------------------------------------------------ ragged batches
 
 
-def shapes_in(works: Sequence[Work], spec: Spec) -> Shapes:
+def shapes_in(work_items: Sequence[Work], spec: Spec) -> Shapes:
     """Returns the shapes of an input in each request, as the backend sees them."""
     name = spec.name
     shapes: Shapes = []
-    for work in works:
+    for work in work_items:
         shape = next((tensor.shape for tensor in work.inputs if tensor.name == name), None)
         shapes.append(spec.inner(shape) if shape is not None and spec.reshaped else shape)
     return shapes
@@ -333,13 +336,13 @@ class BatchInputs:
                 )
             self._inputs += [(entry.kind, source, next(specs)) for _ in entry.target_name]
 
-    def arrays(self, works: Sequence[Work]) -> list[Array]:
+    def arrays(self, work_items: Sequence[Work]) -> list[Array]:
         shapes: dict[str, Shapes] = {}
         arrays = []
         for kind, source, spec in self._inputs:
             source_shapes = shapes.get(source.name)
             if source_shapes is None:
-                source_shapes = shapes[source.name] = shapes_in(works, source)
+                source_shapes = shapes[source.name] = shapes_in(work_items, source)
             arrays.append(_values(kind, source_shapes, len(source.shape)).astype(spec.numpy, copy=False))
         return arrays
 

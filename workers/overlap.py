@@ -83,12 +83,12 @@ class Overlap:
         self._busy, self._ended = self._busy or self._ended, False
         return batch
 
-    def run_batch(self, works: Sequence[Work]) -> Ran:
+    def run_batch(self, work_items: Sequence[Work]) -> Ran:
         """Finishes the batch that `start` returned. Meanwhile the next one may begin."""
         since = monotonic_ns()
         current, self._current = self._current, None
         if current is None:
-            current = self._runner.begin(works)
+            current = self._runner.begin(work_items)
         if current.computation is not None:
             self._begin_next(current, since)
         ran = self._runner.finish(current)
@@ -122,5 +122,5 @@ class Overlap:
             return False
         batch = self._queue.start()
         assert batch is not None
-        self._next = batch, self._runner.begin(batch.works)
+        self._next = batch, self._runner.begin(batch.work_items)
         return True

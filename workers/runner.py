@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Columns, Failure
+from shmserve.protocol.work_items import WorkColumns
 from shmserve.protocol.worker_messages import Row, Work, rows_of
-from shmserve.protocol.works import ColumnWorks
 from shmserve.workers.backends.base import OverlappingBackend, SeparateBackend, StackedBackend
 from shmserve.workers.batch.padding import PaddedResults
 from shmserve.workers.batch.results import Results
@@ -62,37 +62,37 @@ class Runner(ABC, Generic[B]):
         self._backend: B = backend
 
     @abstractmethod
-    def _run(self, works: Sequence[Work]) -> Ran:
+    def _run(self, work_items: Sequence[Work]) -> Ran:
         """Runs requests that may share one call of the backend."""
 
-    def run(self, works: Sequence[Work]) -> tuple[list[Row], Times, tuple[int, ...]]:
-        results, times, again = self.run_batch(works)
+    def run(self, work_items: Sequence[Work]) -> tuple[list[Row], Times, tuple[int, ...]]:
+        results, times, again = self.run_batch(work_items)
         return list(rows_of(results)), times, again
 
-    def run_batch(self, works: Sequence[Work]) -> Ran:
+    def run_batch(self, work_items: Sequence[Work]) -> Ran:
         """Runs one batch. Exceptions of the backend become errors of its requests."""
-        return self._run(works) if self._hidden is None else self._run_in_parts(works, self._hidden)
+        return self._run(work_items) if self._hidden is None else self._run_in_parts(work_items, self._hidden)
 
     def forget(self, sequences: Sequence[int | str]) -> None:
         if self._hidden is not None:
             self._hidden.forget(sequences)
 
-    def _run_in_parts(self, works: Sequence[Work], hidden: HiddenTensors) -> Ran:
+    def _run_in_parts(self, work_items: Sequence[Work], hidden: HiddenTensors) -> Ran:
         taken = computed = clock()
         first = 0
         again: tuple[int, ...] = ()
-        by_request = {work.request: failed(work, error) for work, error in hidden.begin(works)}
+        by_request = {work.request: failed(work, error) for work, error in hidden.begin(work_items)}
         for part in hidden.parts():
             results, (_, ready, computed, _), more = self._run(part)
             rows = rows_of(results)
-            if len(part) == len(works) and not (hidden.slots and part[0].slot >= 0):
+            if len(part) == len(work_items) and not (hidden.slots and part[0].slot >= 0):
                 hidden.end()  # the whole batch at once, in its order
                 return results, (taken, ready, computed, clock()), more
             first = first or ready
             again += more
             by_request.update((row.request, row) for row in rows)
         hidden.end()
-        rows = [by_request[work.request] for work in works if work.request in by_request]
+        rows = [by_request[work.request] for work in work_items if work.request in by_request]
         return rows, (taken, first or taken, computed, clock()), again
 
     def row(self, work: Work, response: Response) -> Row:
@@ -129,21 +129,21 @@ class Runner(ABC, Generic[B]):
 class StackedRunner(Runner[StackedBackend]):
     """Calls the backend with one array per input."""
 
-    def _run(self, works: Sequence[Work]) -> Ran:
+    def _run(self, work_items: Sequence[Work]) -> Ran:
         """Groups are requests that can share arrays; usually there is one, which is the fast path."""
         taken = clock()
-        groups, failures = self._gather.groups(works)
+        groups, failures = self._gather.groups(work_items)
         if len(groups) == 1 and not failures:
             results, ready, computed = self._run_group(groups[0])
             return results, (taken, ready, computed, clock()), ()
-        by_request = {works[index].request: failed(works[index], error) for index, error in failures}
+        by_request = {work_items[index].request: failed(work_items[index], error) for index, error in failures}
         ready = computed = clock()
         first = 0
         for group in groups:
             results, ready, computed = self._run_group(group)
             first = first or ready
             by_request.update((row.request, row) for row in rows_of(results))
-        return [by_request[work.request] for work in works], (taken, first or ready, computed, clock()), ()
+        return [by_request[work.request] for work in work_items], (taken, first or ready, computed, clock()), ()
 
     def _run_group(self, group: GatherGroup) -> tuple[list[Row] | Columns, int, int]:
         """Returns the results, when the inputs were ready, and when the outputs were computed."""
@@ -158,7 +158,7 @@ class StackedRunner(Runner[StackedBackend]):
                 hidden.before(group)
             self._backend.execute(group, results)
             computed = clock()
-            if hidden is None and type(group.works) is ColumnWorks:
+            if hidden is None and type(group.work_items) is WorkColumns:
                 return results.in_columns(), group.ready or computed, computed
             rows, ran = results.rows(), True
         except Exception as error:
@@ -170,23 +170,23 @@ class StackedRunner(Runner[StackedBackend]):
 
     def _results(self, group: GatherGroup) -> Results:
         if group.lengths:
-            return PaddedResults(self._scatter, group.works, group.rows, group.lengths, group.length)
-        return Results(self._scatter, group.works, group.rows)
+            return PaddedResults(self._scatter, group.work_items, group.rows, group.lengths, group.length)
+        return Results(self._scatter, group.work_items, group.rows)
 
     def _abandon(self, group: GatherGroup, results: Results, error: Exception) -> list[Row]:
         results.abandon()
         failure = self._failure(error)
-        return [Row(work.request, (), failure) for work in group.works]
+        return [Row(work.request, (), failure) for work in group.work_items]
 
 
 class BegunBatch:
     """A batch that has begun. `computation` None: it is not on the device; `rows` None: it has not failed either, and
     runs when it is finished."""
 
-    __slots__ = ("computation", "group", "results", "rows", "taken", "works")
+    __slots__ = ("computation", "group", "results", "rows", "taken", "work_items")
 
-    def __init__(self, works: Sequence[Work]) -> None:
-        self.works = works
+    def __init__(self, work_items: Sequence[Work]) -> None:
+        self.work_items = work_items
         self.taken = clock()
         self.computation: Computation | None = None
         self.rows: list[Row] | None = None
@@ -207,10 +207,10 @@ class OverlappingRunner(StackedRunner):
     _finished = 0
     """When the last batch was finished."""
 
-    def begin(self, works: Sequence[Work]) -> BegunBatch:
-        batch = BegunBatch(works)
+    def begin(self, work_items: Sequence[Work]) -> BegunBatch:
+        batch = BegunBatch(work_items)
         self._scatter.exchange_buffers()
-        groups, failures = self._gather.groups(works)
+        groups, failures = self._gather.groups(work_items)
         if len(groups) != 1 or failures:
             return batch
         group = batch.group = groups[0]
@@ -223,7 +223,7 @@ class OverlappingRunner(StackedRunner):
 
     def finish(self, batch: BegunBatch) -> Ran:
         if batch.computation is None and batch.rows is None:
-            ran = self.run_batch(batch.works)
+            ran = self.run_batch(batch.work_items)
             self._finished = ran[1][3]
             return ran
         group, results = batch.group, batch.results
@@ -233,7 +233,7 @@ class OverlappingRunner(StackedRunner):
             try:
                 batch.computation.finish()
                 computed = clock()
-                rows = results.in_columns() if type(group.works) is ColumnWorks else results.rows()
+                rows = results.in_columns() if type(group.work_items) is WorkColumns else results.rows()
             except Exception as error:
                 rows = self._abandon(group, results, error)
         assert rows is not None
@@ -247,19 +247,19 @@ class SeparateRunner(Runner[SeparateBackend]):
     """Calls the backend with the requests, each of which has its own arrays and response; or with all together if they
     are alike."""
 
-    def _run(self, works: Sequence[Work]) -> Ran:
+    def _run(self, work_items: Sequence[Work]) -> Ran:
         taken = clock()
-        group = self._alike(works) if self._backend.takes_alike else None
+        group = self._alike(work_items) if self._backend.takes_alike else None
         if group is not None:
-            return self._run_alike(works, group, taken)
+            return self._run_alike(work_items, group, taken)
         gather, hidden = self._gather, self._hidden
         if hidden is not None and hidden.slots:
-            works = hidden.filled(works, gather)
-        rows: list[Row | None] = [None] * len(works)
+            work_items = hidden.filled(work_items, gather)
+        rows: list[Row | None] = [None] * len(work_items)
         requests: list[Request] = []
         runnable: list[int] = []
-        length = gather.longest(works)
-        for index, work in enumerate(works):
+        length = gather.longest(work_items)
+        for index, work in enumerate(work_items):
             try:
                 arrays = gather.read(work, length) if hidden is None else hidden.read(gather, work, length)
                 requests.append(Request(work, arrays, self.outputs_of))
@@ -276,37 +276,39 @@ class SeparateRunner(Runner[SeparateBackend]):
                 responses = self._backend.failed(requests, Response(error=self._failure(error)))
         computed = clock()
         for index, response in zip(runnable, responses, strict=True):
-            if works[index].request == NULL:
+            if work_items[index].request == NULL:
                 if response is not None and response.placed is not None:
                     response.placed.abandon()
                 continue
             if hidden is not None:
-                rows[index] = self._row_with_states(works[index], response, hidden)
+                rows[index] = self._row_with_states(work_items[index], response, hidden)
             elif response is not None and not response.again:
-                rows[index] = self.row(works[index], response)
+                rows[index] = self.row(work_items[index], response)
                 continue
             if response is not None and response.again:
-                again.append(works[index].request)
+                again.append(work_items[index].request)
         return [row for row in rows if row is not None], (taken, ready, computed, clock()), tuple(again)
 
-    def _alike(self, works: Sequence[Work]) -> GatherGroup | None:
+    def _alike(self, work_items: Sequence[Work]) -> GatherGroup | None:
         """Returns the batch as one group if its requests are alike."""
         if self._hidden is not None or self._gather.pads:
             return None
-        plain = type(works) is ColumnWorks or all(work.options is None and work.outputs is None for work in works)
-        return self._gather.inline_group(works) if plain else None
+        plain = type(work_items) is WorkColumns or all(
+            work.options is None and work.outputs is None for work in work_items
+        )
+        return self._gather.inline_group(work_items) if plain else None
 
-    def _run_alike(self, works: Sequence[Work], group: GatherGroup, taken: int) -> Ran:
-        results = Results(self._scatter, works, group.rows)
+    def _run_alike(self, work_items: Sequence[Work], group: GatherGroup, taken: int) -> Ran:
+        results = Results(self._scatter, work_items, group.rows)
         rows: list[Row] | Columns
         try:
             responses, parameters = self._backend.execute_alike(group, results, self.outputs_of)
             computed = clock()
             if responses is not None:
                 results.abandon()
-                given = zip(works, responses, strict=True)
+                given = zip(work_items, responses, strict=True)
                 rows = [self.row(work, response) for work, response in given if response is not None]
-            elif type(works) is ColumnWorks and parameters is None:
+            elif type(work_items) is WorkColumns and parameters is None:
                 rows = results.in_columns()
             else:
                 rows = results.rows(parameters)
@@ -314,7 +316,7 @@ class SeparateRunner(Runner[SeparateBackend]):
             computed = clock()
             results.abandon()
             failure = self._failure(error)
-            rows = [Row(work.request, (), failure) for work in works]
+            rows = [Row(work.request, (), failure) for work in work_items]
         return rows, (taken, group.ready or computed, computed, clock()), ()
 
     def _row_with_states(self, work: Work, response: Response | None, hidden: HiddenTensors) -> Row | None:

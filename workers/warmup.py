@@ -60,17 +60,17 @@ def warm_up(
             if not sample.batch_size:
                 log_message(f"{name} of model '{config.name}' has batch_size 0 and is skipped", "info")
                 continue
-            works = requests_of(name, sample, config, folder, gather.specs)
-            _run(name, works, max(1, sample.count), config.name, runner)
+            work_items = requests_of(name, sample, config, folder, gather.specs)
+            _run(name, work_items, max(1, sample.count), config.name, runner)
     finally:
         arenas.close()
         mapped.close()
 
 
-def _run(name: str, works: list[Work], count: int, model: str, runner: Runner[Any]) -> None:
+def _run(name: str, work_items: list[Work], count: int, model: str, runner: Runner[Any]) -> None:
     started = time.monotonic()
     for repetition in range(1, count + 1):
-        rows, _, _ = runner.run(works)
+        rows, _, _ = runner.run(work_items)
         for row in rows:
             runner.discard(row)
         failure = next((row.error for row in rows if row.error is not None), None)
@@ -78,7 +78,7 @@ def _run(name: str, works: list[Work], count: int, model: str, runner: Runner[An
             where = f" in run {repetition} of {count}" if count > 1 else ""
             raise from_wire(failure.code, f"{name} of model '{model}' failed{where}: {failure.text}")
     took = (time.monotonic() - started) * 1e3
-    log_message(f"{name} of model '{model}' took {took:.1f} ms: {count} run(s) of {len(works)} request(s)", "info")
+    log_message(f"{name} of model '{model}' took {took:.1f} ms: {count} run(s) of {len(work_items)} request(s)", "info")
 
 
 # ------------------------------------------------------------------------------------------ samples
@@ -110,11 +110,11 @@ def requests_of(name: str, sample: ModelWarmup, config: ModelConfig, folder: Pat
     rows = int(config.max_batch_size > 0)
     sequence = config.sequence_batching is not None  # each request is one of its own
     # The data may exceed the limit for inline tensors, because these requests are never encoded.
-    works = []
+    work_items = []
     for number in range(1, sample.batch_size + 1):
         options = Options(sequence=number, sequence_start=True, sequence_end=True) if sequence else None
-        works.append(Work(number, rows, tuple(tensors), None, INTERNAL, options))
-    return works
+        work_items.append(Work(number, rows, tuple(tensors), None, INTERNAL, options))
+    return work_items
 
 
 def _tensor(what: str, given: ModelWarmupInput, spec: Spec, folder: Path) -> Tensor:

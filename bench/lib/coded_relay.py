@@ -68,7 +68,7 @@ def _worker(end: socket.socket, memories: Any) -> None:
         taken = clock()
         (execute,) = decode(bytes(room[:size]))
         assert isinstance(execute, Execute), execute
-        work = execute.works[0]
+        work = execute.work_items[0]
         (tensor,), (wanted,) = work.inputs, work.outputs or ()
         data = tensor.data
         if memories:

@@ -128,7 +128,7 @@ class Driver:
                 answers = Columns(RESULT_FORMS, numbers, (1,) * count, ((RESULT.data,),) * count)  # type: ignore[arg-type]
                 message = Done(group[0].batch, (), times, columns=answers)
             else:
-                rows = tuple(Row(work.request, (RESULT,)) for order in group for work in order.works)
+                rows = tuple(Row(work.request, (RESULT,)) for order in group for work in order.work_items)
                 message = Done(group[0].batch, rows, times)
             turn: list[tuple[int, Any]] = [(self.worker, message)]
             if position + 1 < len(groups):

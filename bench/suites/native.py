@@ -48,17 +48,17 @@ def small(count: int) -> list[Work]:
     return [Work(number, 1, (Tensor("x", "FP32", (1, 16), data),), None, "user") for number in range(count)]
 
 
-def microseconds(model: LoadedModel, works: Sequence[Work]) -> float:
+def microseconds(model: LoadedModel, work_items: Sequence[Work]) -> float:
     """The time of a request, in the best round."""
     best = float("inf")
     for _ in range(ROUNDS):
         begin = perf_counter_ns()
         for _ in range(BATCHES):
-            rows, _, _ = model.runner.run(works)
+            rows, _, _ = model.runner.run(work_items)
             for row in rows:
                 assert row.error is None, row.error
                 model.runner.discard(row)
-        best = min(best, (perf_counter_ns() - begin) / BATCHES / len(works) / 1000)
+        best = min(best, (perf_counter_ns() - begin) / BATCHES / len(work_items) / 1000)
     return best
 
 
@@ -78,7 +78,7 @@ def main() -> None:
         print("| --- | --- | --- |")
         for path in (identity, scale):
             model = loaded(path)
-            times = [microseconds(model, works) for works in (small(1), small(32))]
+            times = [microseconds(model, work_items) for work_items in (small(1), small(32))]
             print(f"| {path.name} | {' | '.join(f'{time:.1f} us' for time in times)} |")
             model.backend.close()
 

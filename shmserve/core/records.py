@@ -59,9 +59,9 @@ STEP = "step"
 
 ORDER = 256
 """With preserve_ordering: minimum length of `Service.order` before it is swept."""
-WORKS_BYTES = 80 * 1024
+WORK_ITEM_BYTES = 80 * 1024
 """An Execute is split when its works reach this size, not counting CHUNK_BYTES of tensors and options."""
-assert CHUNK_BYTES + WORKS_BYTES < PACKET_BYTES
+assert CHUNK_BYTES + WORK_ITEM_BYTES < PACKET_BYTES
 
 UNKNOWN = ModelPolicy("", 0, 0, (), ())
 """The policy of a version of which no worker has loaded the model yet."""
@@ -678,7 +678,7 @@ class Service:
         if policy.max_batch > 0 and forming is not None:
             self.batch_rules = BatchRules.of(policy.max_batch, forming, self.checker.varies)
         self.padding = policy.padding if policy.max_batch > 0 and batching is not None else None
-        self.most_works = max(1, WORKS_BYTES // _work_bytes(policy))
+        self.max_work_items = max(1, WORK_ITEM_BYTES // _work_bytes(policy))
         """Maximum number of requests in one message to a worker, given their size without tensors and options."""
         self.prefetch = sequence is None and (batching is None or _sends_ahead(batching))
         """Batches may wait at busy instances."""

@@ -14,8 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.errors import ProtocolError
+from shmserve.protocol.work_items import joined, shares_of, work_items_of
 from shmserve.protocol.worker_messages import Execute, Work
-from shmserve.protocol.works import joined, shares_of, works_of
 
 
 class QueuedBatch(Struct):
@@ -23,7 +23,7 @@ class QueuedBatch(Struct):
 
     number: int
     through: int
-    works: Sequence[Work]
+    work_items: Sequence[Work]
     more: bool
     open: bool
 
@@ -39,34 +39,34 @@ class BatchQueue:
 
     def __len__(self) -> int:
         """The number of waiting requests."""
-        return sum(len(batch.works) for batch in self._batches)
+        return sum(len(batch.work_items) for batch in self._batches)
 
     def add(self, order: Execute) -> None:
         """Adds an Execute as a new batch or as part of the newest one."""
         if order.batch <= self._last:
             raise ProtocolError(f"batch numbers must rise: {order.batch} came after {self._last}")
-        works = works_of(order)
-        if not works:
+        work_items = work_items_of(order)
+        if not work_items:
             raise ProtocolError(f"Execute {order.batch} has no requests")
         self._last = order.batch
         batches = self._batches
         if not batches:
-            batches.append(QueuedBatch(order.batch, order.batch, works, order.more, order.open))
+            batches.append(QueuedBatch(order.batch, order.batch, work_items, order.more, order.open))
             return
         newest = batches[-1]
         if order.join or newest.more:  # after `more`, this Execute is the continuation even without `join`
-            newest.works = joined(newest.works, works)
+            newest.work_items = joined(newest.work_items, work_items)
             newest.through = order.batch
             newest.more = order.more
             newest.open = newest.open or order.open
             return
-        batches[:] = [batch for batch in batches if batch.works]
-        batches.append(QueuedBatch(order.batch, order.batch, works, order.more, order.open))
+        batches[:] = [batch for batch in batches if batch.work_items]
+        batches.append(QueuedBatch(order.batch, order.batch, work_items, order.more, order.open))
 
     @property
-    def works(self) -> list[Work]:
+    def work_items(self) -> list[Work]:
         """All waiting requests."""
-        return [work for batch in self._batches for work in batch.works]
+        return [work for batch in self._batches for work in batch.work_items]
 
     @property
     def complete(self) -> bool:
@@ -84,35 +84,35 @@ class BatchQueue:
         wanted = set(requests)
         withdrawn: set[int] = set()
         for batch in self._batches:
-            here = {work.request for work in batch.works} & wanted if batch.open else None
+            here = {work.request for work in batch.work_items} & wanted if batch.open else None
             if here:
-                batch.works = [work for work in batch.works if work.request not in here]
+                batch.work_items = [work for work in batch.work_items if work.request not in here]
                 withdrawn |= here
         return tuple(dict.fromkeys(request for request in requests if request in withdrawn))
 
     def widen_window(self, request: int, count: int) -> None:
         """Raises the response window of a waiting request by `count`."""
         for batch in self._batches:
-            for index, work in enumerate(batch.works):
+            for index, work in enumerate(batch.work_items):
                 options = work.options
                 if work.request == request and options is not None:
-                    works = list(batch.works)
-                    works[index] = replace(work, options=replace(options, window=options.window + count))
-                    batch.works = works
+                    work_items = list(batch.work_items)
+                    work_items[index] = replace(work, options=replace(options, window=options.window + count))
+                    batch.work_items = work_items
                     return
 
     def next_rows(self) -> int:
         """The rows of the batch that `start` would return; without a batch dimension, its requests. 0: there is
         none."""
         for batch in self._batches:
-            if batch.works and not batch.more:
-                return sum(shares_of(batch.works)) or len(batch.works)
+            if batch.work_items and not batch.more:
+                return sum(shares_of(batch.work_items)) or len(batch.work_items)
         return 0
 
     def start(self, *, last: bool = False) -> QueuedBatch | None:
         """Returns the batch to run now, or None. `last`: no more orders will come, so run an unfinished batch."""
         for index, batch in enumerate(self._batches):
-            if batch.works and (last or not batch.more):
+            if batch.work_items and (last or not batch.more):
                 del self._batches[: index + 1]
                 return batch
         return None

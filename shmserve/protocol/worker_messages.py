@@ -96,15 +96,16 @@ class Work(Struct, array_like=True, gc=False):
 class Execute(Struct, array_like=True, tag=65, gc=False):
     """Run these requests as a batch. Numbers (`batch`) increase; a batch has the number of its first Execute.
 
-    `join` 0 starts a new batch; otherwise the works extend the batch that waits at the worker. If that has already
+    `join` 0 starts a new batch; otherwise the work items extend the batch that waits at the worker. If that has already
     started, they form a new waiting batch with this Execute's number. `columns`, with an audience for each of its
-    requests, replaces `works` if all of them are plain: all outputs, no options, inputs inside the message and of the
-    same form. `more`: do not start before the next Execute, which extends this batch. `open`: the broker assumes that
-    the worker is busy, so the batch may be extended, and the worker must report its start (Done.next or Started)."""
+    requests, replaces `work_items` if all of them are plain: all outputs, no options, inputs inside the message and of
+    the same form. `more`: do not start before the next Execute, which extends this batch. `open`: the broker assumes
+    that the worker is busy, so the batch may be extended, and the worker must report its start (Done.next or
+    Started)."""
 
     batch: Id
     join: Id
-    works: tuple[Work, ...]
+    work_items: tuple[Work, ...]
     more: bool = False
     open: bool = False
     columns: Columns | None = None

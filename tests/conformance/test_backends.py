@@ -140,11 +140,11 @@ def test_each_request_gets_its_rows(batched: Echo, width: int, shares: tuple[int
 
 def test_shared_and_inline_inputs_in_any_order_in_one_batch(batched: Echo) -> None:
     given = [batched.arrays((1, 7), seed) for seed in range(4)]
-    works = [
+    work_items = [
         batched.work(dict(reversed(arrays.items())) if number > 1 else arrays, shared=number % 2 == 0)
         for number, arrays in enumerate(given)
     ]
-    for row, arrays in zip(batched.worker.run(*works), given, strict=True):
+    for row, arrays in zip(batched.worker.run(*work_items), given, strict=True):
         batched.check(row, arrays)
     (row,) = batched.worker.run(batched.work(dict(reversed(given[0].items()))))
     batched.check(row, given[0])
@@ -191,13 +191,13 @@ def test_requested_outputs(batched: Echo) -> None:
 @pytest.mark.parametrize("together", [1, 3])
 def test_outputs_in_the_callers_memory(batched: Echo, together: int) -> None:
     dtypes = tuple(dtype for dtype in batched.dtypes if dtype != "BYTES")
-    works, given = [], []
+    work_items, given = [], []
     for seed in range(together):
         arrays = batched.arrays((1, 11), seed)
         wanted = [Wanted(f"y{dtype}", batched.worker.place(arrays[dtype].nbytes)) for dtype in dtypes]
-        works.append(batched.work(arrays, outputs=wanted))
+        work_items.append(batched.work(arrays, outputs=wanted))
         given.append((arrays, wanted))
-    for row, (arrays, wanted) in zip(batched.worker.run(*works), given, strict=True):
+    for row, (arrays, wanted) in zip(batched.worker.run(*work_items), given, strict=True):
         assert row.error is None, row.error
         for tensor, want, dtype in zip(row.outputs, wanted, dtypes, strict=True):
             assert tensor.data == (want.place,)
@@ -246,8 +246,8 @@ def test_each_audience_has_its_own_memory(plain: Echo) -> None:
 def test_a_batch_of_several_audiences(batched: Echo) -> None:
     arrays = [batched.arrays((1, 1500), seed) for seed in range(3)]
     audiences = ("uid:1000", "uid:1001", "uid:1000")
-    works = [batched.work(a, audience=audience) for a, audience in zip(arrays, audiences, strict=True)]
-    rows = batched.worker.run(*works)
+    work_items = [batched.work(a, audience=audience) for a, audience in zip(arrays, audiences, strict=True)]
+    rows = batched.worker.run(*work_items)
     by_segment = {message.segment: message.audience for message in batched.worker.maps}
     for row, given, audience in zip(rows, arrays, audiences, strict=True):
         for tensor in row.outputs:

@@ -73,12 +73,12 @@ class Load(load.Load):
         self.broken: list[str] = []
         """Errors of sequences."""
         self._balancer = balancer
-        works = [self._requests, *([self._sequences] if sequences else [])]
+        work_items = [self._requests, *([self._sequences] if sequences else [])]
         super().__init__(
             {
                 f"{work.__name__} {way} {number}": partial(work, way)
                 for way in WAYS
-                for work in works
+                for work in work_items
                 for number in range(clients)
             }
         )

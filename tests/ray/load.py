@@ -56,8 +56,8 @@ class Load(load.Load):
         """Factor -> number of consecutive latest responses with it."""
         self._place = place
         self._expected = factors
-        works = {f"{way} {number}": partial(self._requests, way) for way in WAYS for number in range(clients)}
-        super().__init__(works, PAUSE_S)
+        work_items = {f"{way} {number}": partial(self._requests, way) for way in WAYS for number in range(clients)}
+        super().__init__(work_items, PAUSE_S)
 
     def pids(self) -> set[int]:
         return {pid for _, pid in self.served}

@@ -126,9 +126,9 @@ def over_grpc(port: int, header: str = "") -> Iterator[Send]:
 
 
 class Load:
-    """`works`: name of a thread -> its function. Nothing is sent again."""
+    """`work_items`: name of a thread -> its function. Nothing is sent again."""
 
-    def __init__(self, works: Mapping[str, Callable[[], None]], pause_s: float = 0.0) -> None:
+    def __init__(self, work_items: Mapping[str, Callable[[], None]], pause_s: float = 0.0) -> None:
         self.served: Counter[tuple[str, int]] = Counter()
         """Way and server -> number of responses of the model "twice"."""
         self.failed: list[str] = []
@@ -137,7 +137,7 @@ class Load:
         self._over = threading.Event()
         self._errors: list[BaseException] = []
         self._threads = [
-            threading.Thread(target=self._guarded, args=(work,), name=name) for name, work in works.items()
+            threading.Thread(target=self._guarded, args=(work,), name=name) for name, work in work_items.items()
         ]
 
     def __enter__(self: L) -> L:

@@ -82,7 +82,7 @@ class Identity(StackedBackend):
             outputs.omit(index)
 
     def _trigger(self, inputs: GatherGroup) -> None:
-        for work in inputs.works:
+        for work in inputs.work_items:
             if work.options is None:
                 continue
             wanted = work.options.parameters

@@ -18,7 +18,7 @@ import numpy as np
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ServeError
-from shmserve.protocol.works import ColumnWorks
+from shmserve.protocol.work_items import WorkColumns
 from shmserve.shm.mapped import OnDevice
 from shmserve.shm.strings import decode_bytes
 from shmserve.workers.batch.buffers import Buffers
@@ -36,7 +36,7 @@ class GatherGroup:
     """Requests whose inputs stack along axis 0 and that a backend runs together; or one request without a batch
     dimension.
 
-    `works` are in the order of their rows. `rows` is the length of axis 0, or 0 without a batch dimension. `extras` are
+    `work_items` are in the order of their rows. `rows` is the length of axis 0, or 0 without a batch dimension. `extras` are
     the inputs that do not come from callers; they follow the others. `lengths`: the length of each request before
     padding to `length`, for models with padded inputs.
     """
@@ -51,13 +51,13 @@ class GatherGroup:
         "lengths",
         "ready",
         "rows",
-        "works",
+        "work_items",
     )
 
     def __init__(
         self,
         gather: Gather,
-        works: Sequence[Work],
+        work_items: Sequence[Work],
         rows: int,
         shapes: list[tuple[int, ...] | None],
         blobs: Sequence[Sequence[bytes]] | None,
@@ -65,7 +65,7 @@ class GatherGroup:
         lengths: Sequence[int] = (),
         length: int = 0,
     ) -> None:
-        self.works = works
+        self.work_items = work_items
         self.lengths = lengths
         self.length = length
         self.rows = rows
@@ -179,14 +179,14 @@ class Gather:
         self._last_forms: tuple[tuple[TensorForm, ...] | None, list[int] | None] = (None, None)
         """The forms of the last batch in columns, and the index of each input among them."""
 
-    def groups(self, works: Sequence[Work]) -> tuple[list[GatherGroup], list[tuple[int, ServeError]]]:
+    def groups(self, work_items: Sequence[Work]) -> tuple[list[GatherGroup], list[tuple[int, ServeError]]]:
         """Returns the batch as groups that stack, nearly always one, and errors of unreadable requests by position."""
-        uniform = self.inline_group(works)
+        uniform = self.inline_group(work_items)
         if uniform is not None:
             return [uniform], []
         failures: list[tuple[int, ServeError]] = []
         stacks: dict[Any, list[tuple[int, list[list[Array]]]]] = {}
-        for position, work in enumerate(works):
+        for position, work in enumerate(work_items):
             try:
                 pieces = self._pieces_of(work)
                 self._length(pieces)
@@ -196,23 +196,23 @@ class Gather:
             # Requests without a batch dimension do not stack: each is a group.
             key = self._key(pieces) if work.rows else position
             stacks.setdefault(key, []).append((position, pieces))
-        return [self._group(works, members) for members in stacks.values()], failures
+        return [self._group(work_items, members) for members in stacks.values()], failures
 
-    def inline_group(self, works: Sequence[Work]) -> GatherGroup | None:
+    def inline_group(self, work_items: Sequence[Work]) -> GatherGroup | None:
         """Returns the batch as one group if all its inputs are inside the messages and stack."""
-        if len(works) == 1:
-            return self._alone(works)
-        return self._in_columns(works) if type(works) is ColumnWorks else self._uniform(works)
+        if len(work_items) == 1:
+            return self._alone(work_items)
+        return self._in_columns(work_items) if type(work_items) is WorkColumns else self._uniform(work_items)
 
     @property
     def pads(self) -> bool:
         return bool(self._pads)
 
-    def longest(self, works: Sequence[Work]) -> int:
+    def longest(self, work_items: Sequence[Work]) -> int:
         """Returns the common length to pad these requests to; 0 without padding."""
         if not self._pads:
             return 0
-        return self._pads[0][1].rounded(max(map(self.length_of, works)))
+        return self._pads[0][1].rounded(max(map(self.length_of, work_items)))
 
     def length_of(self, work: Work) -> int:
         """Returns the length of the request's padded inputs; 0 if it has none."""
@@ -280,9 +280,9 @@ class Gather:
 
     # ---------------------------------------------------------------------------------- one, inline
 
-    def _alone(self, works: Sequence[Work]) -> GatherGroup | None:
+    def _alone(self, work_items: Sequence[Work]) -> GatherGroup | None:
         """`_uniform` for a single request, the usual batch under low load."""
-        work = works[0]
+        work = work_items[0]
         inputs, rows = work.inputs, work.rows
         if not rows or self._ragged or self._pads or len(inputs) != len(self.specs):
             return None
@@ -296,28 +296,28 @@ class Gather:
                 return None
             blobs.append((data,))
             shapes.append(spec.inner(shape) if spec.reshaped else shape)
-        return GatherGroup(self, works, rows, shapes, blobs, None)
+        return GatherGroup(self, work_items, rows, shapes, blobs, None)
 
     # ---------------------------------------------------------------------------------- in columns
 
-    def _in_columns(self, works: ColumnWorks) -> GatherGroup | None:
+    def _in_columns(self, work_items: WorkColumns) -> GatherGroup | None:
         """Returns the group of a batch that came in columns; None if requests must be checked one by one."""
-        order = self._order_of(works.forms)
-        if order is None or 0 in works.rows:
+        order = self._order_of(work_items.forms)
+        if order is None or 0 in work_items.rows:
             return None
-        rows = sum(works.rows)
-        given = list(zip(*works.data, strict=True))
+        rows = sum(work_items.rows)
+        given = list(zip(*work_items.data, strict=True))
         blobs: list[Sequence[bytes]] = []
         shapes: list[tuple[int, ...] | None] = []
         for spec, index in zip(self.specs, order, strict=True):
-            dims = works.forms[index].dims
+            dims = work_items.forms[index].dims
             row_bytes = elements(dims) * spec.item
             sizes = list(map(len, given[index]))
-            if sizes.count(row_bytes) != rows and sizes != [share * row_bytes for share in works.rows]:
+            if sizes.count(row_bytes) != rows and sizes != [share * row_bytes for share in work_items.rows]:
                 return None
             blobs.append(given[index])
             shapes.append(spec.inner((rows, *dims)))
-        return GatherGroup(self, works, rows, shapes, blobs, None)
+        return GatherGroup(self, work_items, rows, shapes, blobs, None)
 
     def _order_of(self, forms: tuple[TensorForm, ...]) -> list[int] | None:
         """Returns the index of each input's form. None: an input is absent, has another type, or cannot simply be
@@ -338,16 +338,16 @@ class Gather:
 
     # ---------------------------------------------------------------------------------- all inline, all alike
 
-    def _uniform(self, works: Sequence[Work]) -> GatherGroup | None:
+    def _uniform(self, work_items: Sequence[Work]) -> GatherGroup | None:
         """Returns the group of a batch whose tensors are all inline and stack; None if requests must be checked one by
         one.
 
         Each request of a full batch pays for this, so it is written as simple passes over the batch, one for each
         condition.
         """
-        count = len(works)
-        shares = [work.rows for work in works]
-        given = [work.inputs for work in works]
+        count = len(work_items)
+        shares = [work.rows for work in work_items]
+        given = [work.inputs for work in work_items]
         if self._ragged or 0 in shares or list(map(len, given)).count(len(self.specs)) != count:
             return None
         rows, length = sum(shares), -1
@@ -378,7 +378,7 @@ class Gather:
             shapes.append(spec.inner((rows, *tail)))
         length = max(length, 0)
         alike = (length,) * count if self._pads else ()
-        return GatherGroup(self, works, rows, shapes, blobs, None, alike, length)
+        return GatherGroup(self, work_items, rows, shapes, blobs, None, alike, length)
 
     # ---------------------------------------------------------------------------------- one by one
 
@@ -392,8 +392,8 @@ class Gather:
             (() if spec.flat else p[0].shape[1:]) if p else None for p, spec in zip(pieces, self.specs, strict=True)
         )
 
-    def _group(self, works: Sequence[Work], members: list[tuple[int, list[list[Array]]]]) -> GatherGroup:
-        chosen = [works[position] for position, _ in members]
+    def _group(self, work_items: Sequence[Work], members: list[tuple[int, list[list[Array]]]]) -> GatherGroup:
+        chosen = [work_items[position] for position, _ in members]
         rows = sum(work.rows for work in chosen)
         pieces: list[list[Array]] = []
         shapes: list[tuple[int, ...] | None] = []

@@ -30,9 +30,9 @@ class PaddedResults(Results):
     __slots__ = ("_length", "_lengths", "_short")
 
     def __init__(
-        self, scatter: Scatter, works: Sequence[Work], rows: int, lengths: Sequence[int], length: int | None
+        self, scatter: Scatter, work_items: Sequence[Work], rows: int, lengths: Sequence[int], length: int | None
     ) -> None:
-        super().__init__(scatter, works, rows)
+        super().__init__(scatter, work_items, rows)
         self._lengths = lengths
         self._length = length
         self._short = any(own != length for own in lengths)
@@ -72,7 +72,7 @@ class PaddedResults(Results):
             return super()._split(index, spec, array)
         shares: list[Array | None] = []
         start = 0
-        for work, own in zip(self._works, self._lengths, strict=True):
+        for work, own in zip(self._work_items, self._lengths, strict=True):
             end = start + work.rows
             kept = [slice(own) if axis in spec.cut else slice(None) for axis in range(1, array.ndim)]
             shares.append(array[(slice(start, end), *kept)])

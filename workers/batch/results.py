@@ -32,8 +32,8 @@ from shmserve.protocol.messages import (
     TensorForm,
     Wanted,
 )
+from shmserve.protocol.work_items import WorkColumns, shares_of
 from shmserve.protocol.worker_messages import Row
-from shmserve.protocol.works import ColumnWorks, shares_of
 from shmserve.workers.batch.classification import Top, classify, refusal, top
 from shmserve.workers.batch.output_checks import check_shape, strings
 from shmserve.workers.output_arenas import INTERNAL
@@ -71,14 +71,14 @@ class Results:
         "_ready",
         "_rows",
         "_scatter",
-        "_works",
+        "_work_items",
     )
 
-    def __init__(self, scatter: Scatter, works: Sequence[Work], rows: int) -> None:
+    def __init__(self, scatter: Scatter, work_items: Sequence[Work], rows: int) -> None:
         self._scatter = scatter
-        self._works = works
+        self._work_items = work_items
         self._rows = rows
-        self._one_row_each = rows == len(works)
+        self._one_row_each = rows == len(work_items)
         self._columns: list[Sequence[Tensor | None] | None] = [None] * len(scatter.specs)
         """Output -> what each request gets of it."""
         self._ready: list[Array | None] = [None] * len(scatter.specs)
@@ -96,19 +96,19 @@ class Results:
         """All requests take small outputs inside their messages."""
         self._places: list[list[_Place]] | None = None
         """Output -> where each request wants it; None: all requests want all outputs, anywhere."""
-        if len(works) == 1:
-            self._inlined = works[0].inline
-            if works[0].outputs is not None:
-                self._places = self._requested_places(works)
-        elif type(works) is not ColumnWorks:
-            self._inlined = [work.inline for work in works].count(True) == len(works)
-            if [work.outputs for work in works].count(None) != len(works):
-                self._places = self._requested_places(works)
+        if len(work_items) == 1:
+            self._inlined = work_items[0].inline
+            if work_items[0].outputs is not None:
+                self._places = self._requested_places(work_items)
+        elif type(work_items) is not WorkColumns:
+            self._inlined = [work.inline for work in work_items].count(True) == len(work_items)
+            if [work.outputs for work in work_items].count(None) != len(work_items):
+                self._places = self._requested_places(work_items)
 
-    def _requested_places(self, works: Sequence[Work]) -> list[list[_Place]]:
+    def _requested_places(self, work_items: Sequence[Work]) -> list[list[_Place]]:
         names, specs = self._scatter.names, self._scatter.specs
-        places: list[list[_Place]] = [[False] * len(works) for _ in names]
-        for position, work in enumerate(works):
+        places: list[list[_Place]] = [[False] * len(work_items) for _ in names]
+        for position, work in enumerate(work_items):
             if work.outputs is None:
                 for column in places:
                     column[position] = None
@@ -157,7 +157,7 @@ class Results:
         spec = self._scatter.specs[index]
         if not spec.item:
             return False
-        if len(self._works) == 1:
+        if len(self._work_items) == 1:
             place = self._place(index, 0)
             if isinstance(place, Handle):
                 return not self._scatter.placing.is_on_device(place)
@@ -168,7 +168,9 @@ class Results:
         """Returns an array for an output of all requests. Its initial content is undefined."""
         spec = self._scatter.specs[index]
         check_shape(self._scatter.model, spec, shape, self._rows)
-        array = self._place_one(index, spec, shape) if len(self._works) == 1 else self._place_all(index, spec, shape)
+        array = (
+            self._place_one(index, spec, shape) if len(self._work_items) == 1 else self._place_all(index, spec, shape)
+        )
         if array is None:
             if not spec.item:
                 array = np.empty(shape, spec.numpy)
@@ -196,23 +198,24 @@ class Results:
         """Returns the address on this process's GPU at which to write an output of all requests, instead of `place`;
         None if a reader wants it on the host or there is no room.
         """
-        spec, works = self._scatter.specs[index], self._works
+        spec, work_items = self._scatter.specs[index], self._work_items
         place = self._place(index, 0)
         if isinstance(place, Handle):
             return self._near_places(index, shape)
         if (
-            type(works) is ColumnWorks
-            or [work.step is not None and spec.name in work.step.near for work in works].count(True) != len(works)
+            type(work_items) is WorkColumns
+            or [work.step is not None and spec.name in work.step.near for work in work_items].count(True)
+            != len(work_items)
             or not spec.item
         ):
             return None
         check_shape(self._scatter.model, spec, shape, self._rows)
         size = elements(shape) * spec.item
-        small = size <= INLINE_BYTES if len(works) == 1 else self._block_sizes(index, shape) is None
+        small = size <= INLINE_BYTES if len(work_items) == 1 else self._block_sizes(index, shape) is None
         if small or (self._places is not None and any(place is not None for place in self._places[index])):
             return None
         try:
-            block = self._scatter.arenas.allocate_near(works[0].audience, size)
+            block = self._scatter.arenas.allocate_near(work_items[0].audience, size)
         except Unavailable:
             return None
         self._blocks[index] = block
@@ -222,16 +225,16 @@ class Results:
     def _near_places(self, index: int, shape: tuple[int, ...]) -> int | None:
         """Returns the caller's own GPU memory for one request, or a temporary GPU block that `rows` copies to the
         places of several requests. None: the output goes through the host, where errors are reported."""
-        spec, works, placing = self._scatter.specs[index], self._works, self._scatter.placing
+        spec, work_items, placing = self._scatter.specs[index], self._work_items, self._scatter.placing
         if not spec.item or self._failures or self._places is None:
             return None
         check_shape(self._scatter.model, spec, shape, self._rows)
         row_bytes = elements(shape[1:]) * spec.item
-        sizes = [work.rows * row_bytes for work in works] if len(works) > 1 else [elements(shape) * spec.item]
+        sizes = [work.rows * row_bytes for work in work_items] if len(work_items) > 1 else [elements(shape) * spec.item]
         handles = [place for place in self._places[index] if isinstance(place, Handle) and placing.is_on_device(place)]
-        if len(handles) < len(works) or any(map(lt, [place.size for place in handles], sizes)):
+        if len(handles) < len(work_items) or any(map(lt, [place.size for place in handles], sizes)):
             return None
-        if len(works) == 1:
+        if len(work_items) == 1:
             address = placing.gpu.address(handles[0])
         else:
             try:
@@ -246,7 +249,7 @@ class Results:
 
     def put(self, index: int, array: Array) -> None:
         """Takes an output of all requests that was computed elsewhere, and copies it before it returns."""
-        spec = self._scatter.checks.check(self._scatter.specs[index], array, self._rows, len(self._works))
+        spec = self._scatter.checks.check(self._scatter.specs[index], array, self._rows, len(self._work_items))
         if spec.item and array.dtype != spec.numpy:  # in another byte order
             array = array.astype(spec.numpy)
         if self.needed(index):
@@ -287,10 +290,10 @@ class Results:
         """Uses an input as the output without a copy, if only workers read it. False: it must be copied."""
         spec, arenas = self._scatter.specs[index], self._scatter.arenas
         check_shape(self._scatter.model, spec, shape, self._rows)
-        if type(self._works) is ColumnWorks:  # inside the messages
+        if type(self._work_items) is WorkColumns:  # inside the messages
             return False
         column = []
-        for position, work in enumerate(self._works):
+        for position, work in enumerate(self._work_items):
             if not work.aliases:
                 return False
             tensor = next((tensor for tensor in work.inputs if tensor.name == source), None)
@@ -306,24 +309,24 @@ class Results:
 
     def omit(self, index: int) -> None:
         """Marks an output as absent from this batch; the rows do not contain it."""
-        self._columns[index] = [None] * len(self._works)
+        self._columns[index] = [None] * len(self._work_items)
         self._incomplete = True
 
     # ------------------------------------------------------------------------------------ the end
 
     def rows(self, parameters: dict[str, Value] | None = None) -> list[Row]:
-        """Returns the row of each request, in the order of the works."""
+        """Returns the row of each request, in the order of the work items."""
         columns = self._finished()
-        works = self._works
+        work_items = self._work_items
         if columns and self._places is None and not (self._failures or self._incomplete or parameters):
             each: Any = zip(*columns, strict=True)
-            return [Row(work.request, tensors) for work, tensors in zip(works, each, strict=True)]
-        return [self._row(position, columns, parameters) for position in range(len(works))]
+            return [Row(work.request, tensors) for work, tensors in zip(work_items, each, strict=True)]
+        return [self._row(position, columns, parameters) for position in range(len(work_items))]
 
     def in_columns(self) -> Columns | list[Row]:
         """Returns the results in columns if all outputs are inside the message, otherwise as `rows`."""
         columns = self._finished()
-        if not columns or self._failures or self._incomplete or len(self._works) > PACKET_MESSAGES:
+        if not columns or self._failures or self._incomplete or len(self._work_items) > PACKET_MESSAGES:
             return self.rows()
         forms: list[TensorForm] = []
         blobs: list[list[bytes]] = []
@@ -332,10 +335,10 @@ class Results:
                 return self.rows()
             forms.append(column.form)
             blobs.append(column.blobs)
-        works = self._works
-        requests = works.requests if type(works) is ColumnWorks else [work.request for work in works]
+        work_items = self._work_items
+        requests = work_items.requests if type(work_items) is WorkColumns else [work.request for work in work_items]
         each: Any = zip(*blobs, strict=True)
-        return Columns(tuple(forms), tuple(requests), tuple(shares_of(works)), tuple(each))
+        return Columns(tuple(forms), tuple(requests), tuple(shares_of(work_items)), tuple(each))
 
     def _finished(self) -> list[Sequence[Tensor | None]]:
         columns: list[Sequence[Tensor | None]] = []
@@ -346,7 +349,7 @@ class Results:
             elif column is None:
                 if self.needed(index):
                     self._missing(index)
-                column = [None] * len(self._works)
+                column = [None] * len(self._work_items)
             columns.append(column)
             self._columns[index] = column
             self._ready[index] = None
@@ -364,7 +367,7 @@ class Results:
         raise ModelFailed(f"the model did not produce output '{name}': expected {count} output(s), found {made}")
 
     def _row(self, position: int, columns: list[Sequence[Tensor | None]], parameters: dict[str, Value] | None) -> Row:
-        work = self._works[position]
+        work = self._work_items[position]
         tensors = [column[position] for column in columns]
         error = self._failures.get(position)
         if error is not None:
@@ -389,15 +392,15 @@ class Results:
 
     def _block_sizes(self, index: int, shape: tuple[int, ...]) -> list[int] | None:
         """Returns the bytes of each request's share if one block can hold them all and be split; else None."""
-        works = self._works
+        work_items = self._work_items
         if self._places is not None and any(place is not None for place in self._places[index]):
             return None
         row_bytes = elements(shape[1:]) * self._scatter.specs[index].item
-        sizes = [row_bytes * share for share in shares_of(works)]
+        sizes = [row_bytes * share for share in shares_of(work_items)]
         if min(sizes) <= INLINE_BYTES:
             return None
-        audience = works[0].audience
-        return None if any(work.audience != audience for work in works) else sizes
+        audience = work_items[0].audience
+        return None if any(work.audience != audience for work in work_items) else sizes
 
     def _place_one(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
         size = elements(shape) * spec.item
@@ -428,7 +431,7 @@ class Results:
     def _allocate(self, index: int, spec: Spec, shape: tuple[int, ...], size: int) -> Array | None:
         """Returns a block for the whole output. Without room for it, `_copy_share` tries the requests one by one."""
         try:
-            block = self._scatter.arenas.allocate(self._works[0].audience, size)
+            block = self._scatter.arenas.allocate(self._work_items[0].audience, size)
         except Unavailable:
             return None
         self._blocks[index] = block
@@ -437,16 +440,16 @@ class Results:
     # ------------------------------------------------------------------------------------ from array to tensors
 
     def _split(self, index: int, spec: Spec, array: Array) -> Sequence[Tensor | None]:
-        works = self._works
+        work_items = self._work_items
         shape = spec.outer(array.shape)
         if index in self._placed:
             return self._split_placed(index, spec, array, shape)
         if index in self._blocks:
             return self._split_block(index, spec, array, shape)
-        if len(works) == 1:
+        if len(work_items) == 1:
             return [self._copy_share(index, spec, 0, array, shape)]
         if self._places is None and spec.item and self._inlined:
-            shares = (1,) * len(works) if self._one_row_each else shares_of(works)
+            shares = (1,) * len(work_items) if self._one_row_each else shares_of(work_items)
             step = array.nbytes // self._rows
             largest = step if self._one_row_each else step * max(shares)
             if largest <= INLINE_BYTES and self._inline + largest <= FIELD_BYTES:
@@ -454,7 +457,7 @@ class Results:
                 return InlineColumn(spec, shape[1:], shares, _sliced(array.tobytes(), step, shares, self._one_row_each))
         tensors = []
         start = 0
-        for position, work in enumerate(works):
+        for position, work in enumerate(work_items):
             end = start + work.rows
             tensors.append(self._copy_share(index, spec, position, array[start:end], (work.rows, *shape[1:])))
             start = end
@@ -462,26 +465,28 @@ class Results:
 
     def _split_placed(self, index: int, spec: Spec, array: Array, shape: tuple[int, ...]) -> Sequence[Tensor | None]:
         assert self._places is not None
-        works, places = self._works, [place for place in self._places[index] if isinstance(place, Handle)]
-        if len(works) == 1:
+        work_items, places = self._work_items, [place for place in self._places[index] if isinstance(place, Handle)]
+        if len(work_items) == 1:
             return [Tensor(spec.name, spec.dtype, shape, (places[0],))]
         row_bytes = array.nbytes // self._rows
-        self._scatter.placing.gpu.spread(self._blocks[index].address, places, [work.rows * row_bytes for work in works])
+        self._scatter.placing.gpu.spread(
+            self._blocks[index].address, places, [work.rows * row_bytes for work in work_items]
+        )
         block = self._blocks.pop(index)
         self._scatter.arenas.free([Handle(block.segment, block.offset, block.size)])
         return [
             Tensor(spec.name, spec.dtype, (work.rows, *shape[1:]), (place,))
-            for work, place in zip(works, places, strict=True)
+            for work, place in zip(work_items, places, strict=True)
         ]
 
     def _split_block(self, index: int, spec: Spec, array: Array, shape: tuple[int, ...]) -> Sequence[Tensor | None]:
         block = self._blocks.pop(index)
-        works = self._works
-        if len(works) == 1:
+        work_items = self._work_items
+        if len(work_items) == 1:
             return [Tensor(spec.name, spec.dtype, shape, (Handle(block.segment, block.offset, array.nbytes),))]
         row_bytes = array.nbytes // self._rows
         tail = shape[1:]
-        pieces = self._scatter.arenas.split(block, [work.rows * row_bytes for work in works])
+        pieces = self._scatter.arenas.split(block, [work.rows * row_bytes for work in work_items])
         return [
             Tensor(
                 spec.name,
@@ -489,7 +494,7 @@ class Results:
                 (work.rows, *tail),
                 (Handle(piece.segment, piece.offset, work.rows * row_bytes),),
             )
-            for work, piece in zip(works, pieces, strict=True)
+            for work, piece in zip(work_items, pieces, strict=True)
         ]
 
     def _shares(self, index: int, spec: Spec, shares: Sequence[Array | None]) -> list[Tensor | None]:
@@ -519,16 +524,16 @@ class Results:
             if isinstance(place, Handle):
                 self._scatter.placing.write(spec, place, part.shape, source)
                 return Tensor(spec.name, spec.dtype, shape, (place,))
-            inline = self._inlined or size <= 1 or self._works[position].inline
+            inline = self._inlined or size <= 1 or self._work_items[position].inline
             if inline and size <= INLINE_BYTES and self._inline + size <= FIELD_BYTES:
-                if position == len(self._works) - 1:
-                    self._inline += INLINE_BYTES if len(self._works) > 1 else size
+                if position == len(self._work_items) - 1:
+                    self._inline += INLINE_BYTES if len(self._work_items) > 1 else size
                 return Tensor(spec.name, dtype, shape, source.tobytes())
             if self._scatter.calls is not None and source is part and part.flags.c_contiguous:
-                passed = self._scatter.calls.passed_on(part, self._works[position].audience)
+                passed = self._scatter.calls.passed_on(part, self._work_items[position].audience)
                 if passed is not None:
                     return Tensor(spec.name, dtype, shape, (passed,))
-            block = self._scatter.arenas.allocate(self._works[position].audience, size)
+            block = self._scatter.arenas.allocate(self._work_items[position].audience, size)
         except ServeError as error:
             self.fail(position, error)
             return None

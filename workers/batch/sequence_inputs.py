@@ -304,14 +304,14 @@ class States:
 # ---------------------------------------------------------------------------------------------- batches
 
 
-def in_turns(works: Sequence[Work], keys: Sequence[Key]) -> list[list[Work]]:
-    """Splits works into batches to run in order, so that no sequence and no slot occurs twice in a batch."""
-    slots = [work.slot for work in works if work.slot >= 0]
+def in_turns(work_items: Sequence[Work], keys: Sequence[Key]) -> list[list[Work]]:
+    """Splits work items into batches to run in order, so that no sequence and no slot occurs twice in a batch."""
+    slots = [work.slot for work in work_items if work.slot >= 0]
     if len(set(keys)) == len(keys) and len(set(slots)) == len(slots):
-        return [list(works)]
+        return [list(work_items)]
     turns: list[list[Work]] = []
     latest: dict[Any, int] = {}
-    for work, key in zip(works, keys, strict=True):
+    for work, key in zip(work_items, keys, strict=True):
         names = (("key", key), ("slot", work.slot)) if work.slot >= 0 else (("key", key),)
         turn = max(latest.get(name, -1) for name in names) + 1
         for name in names:
@@ -322,12 +322,12 @@ def in_turns(works: Sequence[Work], keys: Sequence[Key]) -> list[list[Work]]:
     return turns
 
 
-def with_gaps_filled(works: Sequence[Work], specs: Sequence[Spec]) -> list[Work]:
+def with_gaps_filled(work_items: Sequence[Work], specs: Sequence[Spec]) -> list[Work]:
     """Returns a request for each slot from 0 to the highest; empty slots get zeros in the shapes of the
     first request."""
-    slots = {work.slot: work for work in works}
+    slots = {work.slot: work for work in work_items}
     items = {spec.name: spec.item or 4 for spec in specs}
-    sample = works[0]
+    sample = work_items[0]
     tensors = tuple(
         Tensor(tensor.name, tensor.dtype, tensor.shape, bytes(elements(tensor.shape) * items[tensor.name]))
         for tensor in sample.inputs

@@ -35,12 +35,12 @@ def describe(args: argparse.Namespace) -> int:
     if args.rows and not network.batches:
         raise Misuse("--rows is for models that batch, and the first dim of this model's tensors is fixed")
     sizes = sorted(set(args.rows or (ROWS if network.batches else (1,))))
-    works = [first if rows == 1 else network_of(model, shapes, rows)[1] for rows in sizes]
+    work_items = [first if rows == 1 else network_of(model, shapes, rows)[1] for rows in sizes]
     machine = measure()
     if args.json:
-        print_json(_document(network, works, machine))
+        print_json(_document(network, work_items, machine))
     else:
-        print(_text(str(file), network, works, machine, screen_of(args)))
+        print(_text(str(file), network, work_items, machine, screen_of(args)))
     return 0
 
 
@@ -76,9 +76,9 @@ def _bound(network: Network, work: Work, machine: Machine) -> tuple[str, float]:
     return ("arithmetic", 1 / compute) if compute >= memory else ("memory", 1 / memory)
 
 
-def _document(network: Network, works: list[Work], machine: Machine) -> dict[str, Any]:
+def _document(network: Network, work_items: list[Work], machine: Machine) -> dict[str, Any]:
     found = []
-    for work in works:
+    for work in work_items:
         bound, rate = _bound(network, work, machine)
         found.append(work._asdict() | {"bound": bound, "rows_per_second_per_core": rate * work.rows})
     return {
@@ -94,7 +94,7 @@ def _document(network: Network, works: list[Work], machine: Machine) -> dict[str
     }
 
 
-def _text(name: str, network: Network, works: list[Work], machine: Machine, screen: Screen) -> str:
+def _text(name: str, network: Network, work_items: list[Work], machine: Machine, screen: Screen) -> str:
     from shmserve.terminal.console import Column
     from shmserve.terminal.tables import bytes_text, scaled_text
 
@@ -115,7 +115,7 @@ def _text(name: str, network: Network, works: list[Work], machine: Machine, scre
     ]
     columns = [Column("OPERATOR"), *(Column(text, right=True) for text in ("COUNT", "FLOPS", "SHARE", "PARAMETERS"))]
     bounds = []
-    for work in works:
+    for work in work_items:
         bound, rate = _bound(network, work, machine)
         sizes = [bytes_text(work.input_bytes), bytes_text(work.output_bytes)]
         bounds.append([str(work.rows), amount(work.flops), *sizes, bound, f"{amount(rate * work.rows)}/s"])

@@ -235,22 +235,22 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
     checked = requests[0].form or requests[-1].form
     if checked is not None and _send_columns(state, instance, batch, requests, join, checked):
         return
-    peer, most = instance.peer, requests[0].version.service.most_works
+    peer, most = instance.peer, requests[0].version.service.max_work_items
     is_open = batch.state is BatchState.OPEN
-    works: list[Work] = []
+    work_items: list[Work] = []
     piece: list[Request] = []
     inline = 0
     for request in requests:
-        if works and (inline + request.inline > CHUNK_BYTES or len(works) >= most):
+        if work_items and (inline + request.inline > CHUNK_BYTES or len(work_items) >= most):
             number = state.next_number()
-            state.send(peer, Execute(number, join, tuple(works), True, is_open))
+            state.send(peer, Execute(number, join, tuple(work_items), True, is_open))
             batch.pieces.append((number, piece))
             join = join or number
-            works, piece, inline = [], [], 0
+            work_items, piece, inline = [], [], 0
         inline += request.inline
         for segment in request.segments:
             state.ledger.show(segment, peer)
-        works.append(
+        work_items.append(
             Work(
                 request.number, request.rows, request.inputs if request.form is None else request.tensors(),
                 request.outputs, request.audience, request.options, request.slot, not request.in_shared_memory,
@@ -262,7 +262,7 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
         piece.append(request)
     batch.left += len(requests)
     number = state.next_number()
-    state.send(peer, Execute(number, join, tuple(works), False, is_open))
+    state.send(peer, Execute(number, join, tuple(work_items), False, is_open))
     batch.pieces.append((number, piece))
 
 

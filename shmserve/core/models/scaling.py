@@ -195,10 +195,10 @@ def _value(version: Version, instance: Instance) -> tuple[bool, bool, int, bool,
     """Sort key for removal. Removed first: an instance that does not serve, then one without sequences or streams, then
     an idle one, then the newest."""
     service = version.service
-    works = instance.state is _I.READY
+    work_items = instance.state is _I.READY
     held = len(service.sequence_slots.at(instance)) if service.sequence_slots is not None else len(instance.streams)
     number = int(instance.spec.name.rpartition("_")[2])
-    return works, not instance.quarantined and works, held, not instance.idle, bool(instance.lease), -number
+    return work_items, not instance.quarantined and work_items, held, not instance.idle, bool(instance.lease), -number
 
 
 def _ms(ns: int) -> str:

@@ -74,16 +74,16 @@ class SimCalls:
         self._announced = False
         self._last = 0
         self._step = 0
-        self._works: list[Work] = []
+        self._work_items: list[Work] = []
         self._open: dict[int, int] = {}
         """Call -> the request for which it is made."""
         self._done: Callable[[], None] = lambda: None
         self.failed: dict[int, Failure] = {}
         """Requests with a failed call."""
 
-    def begin(self, works: list[Work], done: Callable[[], None]) -> None:
+    def begin(self, work_items: list[Work], done: Callable[[], None]) -> None:
         """Starts the calls for these requests. `done` is called after the last response."""
-        self._works, self._done, self._step = works, done, 0
+        self._work_items, self._done, self._step = work_items, done, 0
         self.failed.clear()
         self._make_calls()
 
@@ -91,7 +91,7 @@ class SimCalls:
         model, inputs = self._models[self._step], self._inputs[self._step]
         policy = model.policy
         window = _ENOUGH if may_stream(model, self._world.plan.models) else 0
-        for work in self._works:
+        for work in self._work_items:
             if work.request in self.failed:
                 continue
             self._last = number = self._last + 1
@@ -136,7 +136,7 @@ class SimBatch(Struct, gc=False):
     """A running batch. `number` 0: a leased request."""
 
     number: int
-    works: list[Work]
+    work_items: list[Work]
     began: int
     rows: int
 
@@ -259,7 +259,7 @@ class SimWorker:
                     self._stream(stream)
 
     def _is_running(self, number: int) -> bool:
-        return self.running is not None and any(work.request == number for work in self.running.works)
+        return self.running is not None and any(work.request == number for work in self.running.work_items)
 
     # ------------------------------------------------------------------------------------ execution
 
@@ -267,25 +267,25 @@ class SimWorker:
         """Starts the next batch, if there is one."""
         batch = self._waiting.start()
         if batch is not None:
-            self._start(batch.number, list(batch.works))
+            self._start(batch.number, list(batch.work_items))
         return batch
 
-    def _start(self, number: int, works: list[Work]) -> None:
+    def _start(self, number: int, work_items: list[Work]) -> None:
         world, model = self._world, self.model
-        rows = sum([work.rows or 1 for work in works])
+        rows = sum([work.rows or 1 for work in work_items])
         assert rows <= max(model.policy.max_batch, 1), f"{rows} rows in a batch of '{model.policy.name}'"
         if model.policy.sequence is not None:
-            self._verify_sequences(works)
-        self.running = batch = SimBatch(number, works, world.now, rows)
+            self._verify_sequences(work_items)
+        self.running = batch = SimBatch(number, work_items, world.now, rows)
         batches = self._result.batches
         batches[rows] = batches.get(rows, 0) + 1
         if model.policy.decoupled:
-            for work in works:
+            for work in work_items:
                 window = work.options.window if work.options is not None else 0
                 self._streams[work.request] = SimStream(work, self._draws.randint(*model.responses), window)
-        time = model.service.ns(rows, self._draws, self._length(works, rows))
+        time = model.service.ns(rows, self._draws, self._length(work_items, rows))
         if self._faults.of_requests:
-            for work in works:
+            for work in work_items:
                 if work.options is not None and POISON in work.options.parameters:
                     world.at(world.now + time // 2, self._crash, batch)
                     return
@@ -296,28 +296,28 @@ class SimWorker:
                     world.at(world.now + round(time * where), self._crash, batch)
                 return
         if self._calling is not None:
-            self._calling.begin(works, lambda: world.at(world.now + time, self._finish, batch))
+            self._calling.begin(work_items, lambda: world.at(world.now + time, self._finish, batch))
         else:
             world.at(world.now + time, self._finish, batch)
 
-    def _length(self, works: list[Work], rows: int) -> int:
+    def _length(self, work_items: list[Work], rows: int) -> int:
         """The padded length of the batch."""
         policy = self.model.policy
         padding = policy.padding
         if padding is None:
-            return length_of(policy, works[0]) if isinstance(self.model.service, BY_LENGTH) else 1
-        lengths = [length_of(policy, work) for work in works]
+            return length_of(policy, work_items[0]) if isinstance(self.model.service, BY_LENGTH) else 1
+        lengths = [length_of(policy, work) for work in work_items]
         longest = rounded(max(lengths), padding)
         self._result.elements += rows * longest
-        useful = sum([(work.rows or 1) * length for work, length in zip(works, lengths, strict=True)])
+        useful = sum([(work.rows or 1) * length for work, length in zip(work_items, lengths, strict=True)])
         self._result.padded_elements += rows * longest - useful
         return longest
 
-    def _verify_sequences(self, works: list[Work]) -> None:
+    def _verify_sequences(self, work_items: list[Work]) -> None:
         """Asserts that a batch has at most one request per sequence, that a sequence runs in order and at one worker
         from START on, and (direct) that it keeps its slot."""
         here = set()
-        for work in works:
+        for work in work_items:
             options = work.options
             assert options is not None
             place = self._places.get(options.sequence)
@@ -330,9 +330,9 @@ class SimWorker:
             self._places[options.sequence] = work.slot, work.request
             here.add(options.sequence)
             self._world.check_home(options.sequence, self.peer)
-        assert len(here) == len(works), "two requests of one sequence in one batch"
-        slots = {work.slot for work in works}
-        assert slots == {-1} or len(slots) == len(works), "two sequences in one slot"
+        assert len(here) == len(work_items), "two requests of one sequence in one batch"
+        slots = {work.slot for work in work_items}
+        assert slots == {-1} or len(slots) == len(work_items), "two sequences in one slot"
 
     def _crash(self, batch: SimBatch) -> None:
         if not self.dead:
@@ -350,10 +350,10 @@ class SimWorker:
             return
         make, draws = self._outputs.make, self._draws
         again: tuple[int, ...] = ()
-        works = batch.works
+        work_items = batch.work_items
         if self._several:
-            works, again = self._finish_several(batch)
-        rows = tuple([Row(work.request, make(work, draws)) for work in works])
+            work_items, again = self._finish_several(batch)
+        rows = tuple([Row(work.request, make(work, draws)) for work in work_items])
         if self._faults.of_answers:
             rows = tuple([self._perhaps_failed(row) for row in rows])
         if self._calling is not None:
@@ -423,7 +423,7 @@ class SimWorker:
             self._send(LeaseOver(lease.number))
 
     def _finish_leased(self, lease: SimLease, batch: SimBatch) -> None:
-        (work,) = batch.works
+        (work,) = batch.work_items
         row = Row(work.request, self._outputs.make(work, self._draws))
         if self._faults.of_answers:
             row = self._perhaps_failed(row)
@@ -445,11 +445,11 @@ class SimWorker:
     def _finish_several(self, batch: SimBatch) -> tuple[list[Work], tuple[int, ...]]:
         """Returns the requests answered by this Done, and those to run again."""
         if self.model.policy.decoupled:
-            for work in batch.works:
+            for work in batch.work_items:
                 self._stream(self._streams[work.request])
             return [], ()
         over, again = [], []
-        for work in batch.works:
+        for work in batch.work_items:
             runs = self._runs.pop(work.request, 0) + 1
             if runs < self.model.iterations:
                 self._runs[work.request] = runs

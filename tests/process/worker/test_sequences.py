@@ -64,8 +64,8 @@ def test_control_inputs_and_states_across_sequences(tmp_path: Path) -> None:
         assert [entry.name for entry in model.config.input] == ["x"]
         assert [entry.name for entry in model.config.output] == ["y"]
 
-        def run_all(*works: Work) -> list[Any]:
-            return [row.error or value(row).tolist()[0] for row in run(model, *works)]
+        def run_all(*work_items: Work) -> list[Any]:
+            return [row.error or value(row).tolist()[0] for row in run(model, *work_items)]
 
         first = run_all(step(1, 50, number(1), start=True, slot=2), step(2, 60, number(2), start=True, slot=0))
         assert first == [[1, 0, 1, 50, 2, 1], [1, 0, 1, 60, 2, 2]]
@@ -153,8 +153,8 @@ def test_a_python_model_gets_controls_and_states_as_inputs(tmp_path: Path) -> No
     given = config("python", {"x": ("FP32", (1,))}, outputs, max_batch=8)
     with loaded(sequence(given, START, END, READY, NAME, state=(state,)), tmp_path) as model:
 
-        def run_all(*works: Work) -> list[Any]:
-            return [(value(row).tolist()[0], value(row, 1).item()) for row in run(model, *works)]
+        def run_all(*work_items: Work) -> list[Any]:
+            return [(value(row).tolist()[0], value(row, 1).item()) for row in run(model, *work_items)]
 
         first = run_all(step(1, "a", number(1), start=True, slot=2), step(2, "b", number(2), start=True, slot=0))
         assert first == [([1, 0, 1, 1], b"a"), ([1, 0, 1, 2], b"b")]

@@ -76,8 +76,8 @@ class _Runner:
     def __init__(self) -> None:
         self.ran = 0
 
-    def run_batch(self, works: tuple[Work, ...]) -> Any:
-        (work,) = works
+    def run_batch(self, work_items: tuple[Work, ...]) -> Any:
+        (work,) = work_items
         assert 0 < work.rows <= ROWS
         assert sorted(tensor.name for tensor in work.inputs) == sorted(SIZES)
         for tensor in work.inputs:

@@ -280,7 +280,7 @@ class Everything(Operated):
         if sequence is None:
             return
         kept = self.kept_by(worker)
-        for work in batch.works:
+        for work in batch.work_items:
             options = work.options
             assert options is not None
             if options.sequence_start:

@@ -138,7 +138,7 @@ class Computing(World):
         worker.watch = self._note
 
     def _note(self, worker: FakeWorker, batch: QueuedBatch) -> None:
-        self.given.append((worker.peer, repr([*batch.works])))
+        self.given.append((worker.peer, repr([*batch.work_items])))
 
     def _compute(self, worker: FakeWorker, work: Work) -> Row:
         worker.compute = None

@@ -109,9 +109,9 @@ class GpuProcess(Instance):
             super().__init__(backend, folder, model or adding("fake"), owner=owner)
             memory_of(self.mapped)  # tests look at it from outside of the process
 
-    def run(self, *works: Work) -> list[Row]:
+    def run(self, *work_items: Work) -> list[Row]:
         with self._gpu.process(self._process):
-            return super().run(*works)
+            return super().run(*work_items)
 
     def close(self) -> None:
         with self._gpu.process(self._process):

@@ -51,9 +51,9 @@ def loaded(given: ModelConfig, folder: Path, settings: dict[str, str] | None = N
                 del sys.modules[name]
 
 
-def run(model: LoadedModel, *works: Work) -> list[Row]:
+def run(model: LoadedModel, *work_items: Work) -> list[Row]:
     """Runs one batch and returns its results."""
-    rows: list[Row] = model.runner.run(works)[0]
+    rows: list[Row] = model.runner.run(work_items)[0]
     return rows
 
 

@@ -205,9 +205,9 @@ class WorkerProcess:
 
     # ------------------------------------------------------------------------------------ batches
 
-    def execute(self, *works: Work, join: int = 0, more: bool = False, open: bool = False) -> int:
+    def execute(self, *work_items: Work, join: int = 0, more: bool = False, open: bool = False) -> int:
         self.number += 1
-        self.send(Execute(self.number, join, works, more, open))
+        self.send(Execute(self.number, join, work_items, more, open))
         return self.number
 
     def done(self) -> tuple[list[Row], Done]:
@@ -220,12 +220,12 @@ class WorkerProcess:
                 return [*rows, *rows_of(message.columns or message.rows)], message
             rows += message.rows
 
-    def run(self, *works: Work) -> list[Row]:
+    def run(self, *work_items: Work) -> list[Row]:
         """Runs one batch and returns its results."""
-        number = self.execute(*works)
+        number = self.execute(*work_items)
         rows, done = self.done()
         assert done.batch == number
-        assert [row.request for row in rows] == [work.request for work in works]
+        assert [row.request for row in rows] == [work.request for work in work_items]
         assert list(done.times) == sorted(done.times)
         return rows
 

@@ -97,7 +97,7 @@ def test_requests_answered_before_the_error_are_not_run_again(columns: bool, mon
     form = TensorForm("x", "FP32", (1,))
     world.turn([(client.peer, InferBatch("m", 0, Columns((form,), (1, 2), (1, 1), ((bytes(4),), (bytes(4),)))))])
     assert worker.running is not None
-    assert len(worker.running.works) == 2
+    assert len(worker.running.work_items) == 2
     world.turn([(client.peer, Cancel(2))])
     fail_once(monkeypatch, exit, "released")
     worker.finish(world.now)

@@ -53,8 +53,8 @@ class Runner:
         self.times = (0, 0, 0, 0)
         self.answer: list[Row] = [Row(0, (Tensor("y", "FP32", (1,), bytes(4)),))]
 
-    def run_batch(self, works: Sequence[Any]) -> Any:
-        self.ran += works
+    def run_batch(self, work_items: Sequence[Any]) -> Any:
+        self.ran += work_items
         now = monotonic_ns()
         self.times = (now, now + 1, now + 2, now + 3)
         return self.answer, self.times, ()
@@ -300,10 +300,10 @@ def test_revoking_an_unknown_lease_is_answered_too(lent: Lent) -> None:
 def test_a_lease_that_is_revoked_while_a_request_runs_ends_after_its_answer(lent: Lent) -> None:
     run = lent.runner.run_batch
 
-    def run_batch(works: Sequence[Any]) -> Any:
+    def run_batch(work_items: Sequence[Any]) -> Any:
         lent.holder.revoke(Revoke(5))
         assert lent.log.running()[0] == 1
-        return run(works)
+        return run(work_items)
 
     lent.runner.run_batch = run_batch  # type: ignore[method-assign]
     assert type(serve_one(lent, packet(infer()))) is Reply

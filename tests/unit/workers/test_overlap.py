@@ -126,14 +126,14 @@ class Broker:
 
     def execute(self, number: int, *shares: int, join: int = 0, width: int = 2, open: bool = True) -> Execute:
         """Requests have the numbers 10 * number, 10 * number + 1, and so on."""
-        works = []
+        work_items = []
         for index, share in enumerate(shares):
             x = np.full((share, width), 100 * number + index, np.float32)
             self.values[10 * number + index] = x
-            works.append(
+            work_items.append(
                 Work(10 * number + index, share, (Tensor("x", "FP32", x.shape, x.tobytes()),), None, "internal")
             )
-        return Execute(number, join, tuple(works), False, open)
+        return Execute(number, join, tuple(work_items), False, open)
 
     def run(self, *orders: Any) -> list[Any]:
         """Runs the loop until Stop. Returns its reports, without the results; these are checked."""
@@ -302,11 +302,11 @@ def test_stop_while_two_batches_are_on_the_device(broker: Broker) -> None:
 def test_requests_that_do_not_stack_run_in_their_turn(broker: Broker) -> None:
     """A batch of several groups is not begun early: its groups run one after another when the batch before is done."""
     device = broker.device
-    other = broker.execute(3, 2, width=3).works[0]
+    other = broker.execute(3, 2, width=3).work_items[0]
     mixed = broker.execute(2, 2)
     device.plan["finish", 3] = [broker.later(Stop())]
     reports = broker.run(
-        broker.execute(1, 4, open=False), Execute(2, 0, (*mixed.works, other), False, True), broker.execute(4, 4)
+        broker.execute(1, 4, open=False), Execute(2, 0, (*mixed.work_items, other), False, True), broker.execute(4, 4)
     )
     assert device.events == [
         ("begin", 1, 4),

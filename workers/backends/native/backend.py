@@ -20,7 +20,7 @@ import msgspec
 from shmserve.dtypes import elements
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Failure
-from shmserve.protocol.works import shares_of
+from shmserve.protocol.work_items import shares_of
 from shmserve.repo.backends import DIRECTORY, VERBOSE, library_of
 from shmserve.repo.config.schema import as_triton_json, from_triton_json
 from shmserve.workers.backends.base import AlikeResults, Context, SeparateBackend
@@ -87,16 +87,16 @@ class _AlikeRequests:
     """The running requests of a batch in which all are alike. Most never become an `_Answer`."""
 
     def __init__(
-        self, first: int, works: Sequence[Work], outputs_of: Callable[[Work], Outputs], kept: list[Any]
+        self, first: int, work_items: Sequence[Work], outputs_of: Callable[[Work], Outputs], kept: list[Any]
     ) -> None:
         self.first = first
-        self.tokens = range(first, first + len(works))
-        self.works = works
+        self.tokens = range(first, first + len(work_items))
+        self.work_items = work_items
         self._outputs_of = outputs_of
         self._kept = kept
 
     def answer(self, token: int) -> _Answer:
-        answer = _Answer(Request(self.works[token - self.first], [], self._outputs_of))
+        answer = _Answer(Request(self.work_items[token - self.first], [], self._outputs_of))
         answer.kept = list(self._kept)
         return answer
 
@@ -163,7 +163,7 @@ class Native(SeparateBackend):
             self.streams.share()
         if self.calls is not None:
             self.calls.connect(self.streams)
-        self._server = ServerCalls(library.host, self.calls, self._works)
+        self._server = ServerCalls(library.host, self.calls, self._work_items)
         self.on_device = device_of(config, context.instance).kind == "GPU"
         self._memory = MemoryManager(library.host, self.streams.turn, context, self.on_device)
         library.set_callbacks(
@@ -246,11 +246,11 @@ class Native(SeparateBackend):
         assert self._library is not None
         host, streams = self._library.host, self.streams
         kept: list[Any] = []
-        works, rows = inputs.works, array("Q", shares_of(inputs.works))
+        work_items, rows = inputs.work_items, array("Q", shares_of(inputs.work_items))
         words = alike_words(inputs, self._inputs, kept)
-        alike = self._alike = _AlikeRequests(self._tokens + 1, works, outputs_of, kept)
-        self._tokens += len(works)
-        batch = alike.first, len(works), rows.buffer_info()[0]
+        alike = self._alike = _AlikeRequests(self._tokens + 1, work_items, outputs_of, kept)
+        self._tokens += len(work_items)
+        batch = alike.first, len(work_items), rows.buffer_info()[0]
         inputs.computing()
         described = c_uint64()
         streams.turn.release()
@@ -285,7 +285,7 @@ class Native(SeparateBackend):
             return False
         for position, (index, shape) in enumerate(shapes.items()):
             target = outputs.place(index, shape)
-            self._library.host.host_collect(len(inputs.works), position, target.__array_interface__["data"][0])
+            self._library.host.host_collect(len(inputs.work_items), position, target.__array_interface__["data"][0])
         self._library.host.host_collected()
         return True
 
@@ -496,12 +496,12 @@ class Native(SeparateBackend):
         answer = self._found(token)
         return answer is not None and self.streams.is_cancelled(answer.request.work.request, answer.stream)
 
-    def _works(self) -> list[Work]:
+    def _work_items(self) -> list[Work]:
         """The requests that the backend has. Empty during warm-up, whose requests the server does not know."""
         if not self.streams.connected:
             return []
         alike = self._alike
-        return [*(answer.request.work for answer in list(self._answers.values())), *(alike.works if alike else ())]
+        return [*(answer.request.work for answer in list(self._answers.values())), *(alike.work_items if alike else ())]
 
     # ------------------------------------------------------------------------------------ errors
 

@@ -39,12 +39,14 @@ class Question(IntEnum):
 
 
 class ServerCalls:
-    """`works` returns the requests that the backend is running: its calls are made for them."""
+    """`work_items` returns the requests that the backend is running: its calls are made for them."""
 
-    def __init__(self, host: ctypes.CDLL, calls: OutgoingCalls | None, works: Callable[[], Sequence[Work]]) -> None:
+    def __init__(
+        self, host: ctypes.CDLL, calls: OutgoingCalls | None, work_items: Callable[[], Sequence[Work]]
+    ) -> None:
         self._host = host
         self._calls = calls
-        self._works = works
+        self._work_items = work_items
         self._coroutines: Coroutines | None = None
         self._starting = threading.Lock()
         """Held while `_coroutines` is made, which the first call does."""
@@ -65,9 +67,11 @@ class ServerCalls:
 
     def _infer(self, call: int, words: int, count: int) -> int:
         try:
-            calls, works = self._server(), self._works()
+            calls, work_items = self._server(), self._work_items()
             made = WordReader(words, count).call()
-            pending = calls.call(made.model, made.version, made.inputs, made.outputs, made.options, bool(works), works)
+            pending = calls.call(
+                made.model, made.version, made.inputs, made.outputs, made.options, bool(work_items), work_items
+            )
         except ServeError as error:
             return self._refuse(error)
         self._pending[call] = pending

@@ -252,12 +252,12 @@ class Python(PythonModel, SeparateBackend):
 
     # ------------------------------------------------------------------------------------ running requests
 
-    def _works(self) -> Sequence[Work]:
+    def _work_items(self) -> Sequence[Work]:
         streams = self.streams
         if not streams.connected:
             return ()  # the server does not know the requests of warm-up samples
-        works = [running.work for running in self._running]
-        return works + [stream.work for stream in list(streams.open.values())] if streams.decoupled else works
+        work_items = [running.work for running in self._running]
+        return work_items + [stream.work for stream in list(streams.open.values())] if streams.decoupled else work_items
 
     def _is_held(self) -> bool:
         if self.streams.decoupled and threading.current_thread() is not threading.main_thread():

@@ -191,7 +191,7 @@ class PythonModel(Backend, ABC):
         return converted if (converted == array).all() else array
 
     @abstractmethod
-    def _works(self) -> Sequence[Work]:
+    def _work_items(self) -> Sequence[Work]:
         """The requests that the model is executing. Empty during warm-up, whose requests the server does not know."""
 
     @abstractmethod
@@ -237,7 +237,7 @@ class PythonModel(Backend, ABC):
 
     def _begin_call(self, request: pb_utils.InferenceRequest, decoupled: bool) -> tuple[OutgoingCalls, Pending]:
         calls = self.server()
-        return calls, pb_calls.begin(calls, request, decoupled, self._is_held(), self._works())
+        return calls, pb_calls.begin(calls, request, decoupled, self._is_held(), self._work_items())
 
     def _here(self) -> bool:
         """Whether this thread runs the event loop of the model's coroutines."""

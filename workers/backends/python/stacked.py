@@ -42,7 +42,7 @@ class StackedPython(PythonModel, StackedBackend):
         for array in arrays.values():
             array.flags.writeable = False
         inputs.computing()
-        self._running = inputs.works
+        self._running = inputs.work_items
         try:
             result = self._execute(arrays)
         finally:
@@ -56,7 +56,7 @@ class StackedPython(PythonModel, StackedBackend):
             given = array.as_numpy() if isinstance(array, pb_utils.Tensor) else array
             outputs.put(index, self._as_declared(name, given) if hasattr(given, "dtype") else given)
 
-    def _works(self) -> Sequence[Work]:
+    def _work_items(self) -> Sequence[Work]:
         return self._running if self.streams.connected else ()
 
     def _is_held(self) -> bool:

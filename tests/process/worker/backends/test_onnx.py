@@ -73,8 +73,8 @@ def test_a_model_with_only_a_batch_dimension(tmp_path: Path) -> None:
         assert described(worker.loaded())[1] == [("x", "TYPE_FP32", (1,))]
         xs = [np.array([[value]], np.float32) for value in (1, 2, 3)]
         for shared in (False, True):
-            works = [work(number, worker.tensor("x", x, shared=shared)) for number, x in enumerate(xs)]
-            for row, x in zip(worker.run(*works), xs, strict=True):
+            work_items = [work(number, worker.tensor("x", x, shared=shared)) for number, x in enumerate(xs)]
+            for row, x in zip(worker.run(*work_items), xs, strict=True):
                 assert row.outputs[0].shape == (1, 1)
                 assert worker.value(row) == -x
         many = np.arange(5000, dtype=np.float32)[:, None]
@@ -266,8 +266,8 @@ def runs_like_the_cpu(folder: Path, given: ModelConfig) -> None:
         number = 0
         for shares in ((1,), (2, 1), (1,), (3,), (8,), (2, 1)):
             xs = [random.standard_normal((rows, 256)).astype(np.float32) for rows in shares]
-            works: list[Any] = [work(number := number + 1, worker.tensor("x", x)) for x in xs]
-            for row, x in zip(worker.run(*works), xs, strict=True):
+            work_items: list[Any] = [work(number := number + 1, worker.tensor("x", x)) for x in xs]
+            for row, x in zip(worker.run(*work_items), xs, strict=True):
                 found = worker.value(row)
                 np.testing.assert_allclose(found, np.tanh(x @ weights), rtol=2e-2, atol=2e-2)
 

@@ -220,7 +220,7 @@ def test_inputs_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         model.load(given)
         tensors = [parts.tensor(name, np.ones(4000, to_numpy(dtype)), [0]) for name, (dtype, _) in dims.items()]
         ((group,), _) = parts.gather.groups([work(1, *tensors, rows=0)])
-        results = Results(parts.scatter, group.works, group.rows)
+        results = Results(parts.scatter, group.work_items, group.rows)
         read.clear()
         model.execute(group, results)
         assert read[:2] == [parts.mapped.address(tensor.data[0]) for tensor in tensors]  # type: ignore[index, arg-type]

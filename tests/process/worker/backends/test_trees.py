@@ -81,8 +81,8 @@ def fil(kind: str, columns: int, /, features: Any = FEATURES, output: str = "FP3
 def predictions(given: ModelConfig, folder: Path, x: Array, settings: dict[str, str] | None = None) -> Array:
     """Sends the rows in two requests of one batch."""
     with loaded(given, folder, settings) as model:
-        works = [work(number, inline("input__0", part)) for number, part in enumerate((x[:7], x[7:]), 1)]
-        return np.concatenate([value(row) for row in run(model, *works)])
+        work_items = [work(number, inline("input__0", part)) for number, part in enumerate((x[:7], x[7:]), 1)]
+        return np.concatenate([value(row) for row in run(model, *work_items)])
 
 
 # ---------------------------------------------------------------------------------------------- the libraries

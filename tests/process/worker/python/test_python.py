@@ -347,9 +347,9 @@ def test_strings(tmp_path: Path) -> None:
     python_model(tmp_path, STRINGS)
     given = config("python", {"x": ("STRING", (1,))}, {"y": ("STRING", (1,))}, max_batch=8)
     expected = {b"number": b"5", b"text": "caf\u00e9".encode(), b"fixed": b"abc", b"bytes": b"\xff"}
-    works = [work(number, inline("x", np.array([[word]], object))) for number, word in enumerate(expected)]
+    work_items = [work(number, inline("x", np.array([[word]], object))) for number, word in enumerate(expected)]
     with loaded(given, tmp_path) as model:
-        assert [value(row).item() for row in run(model, *works)] == list(expected.values())
+        assert [value(row).item() for row in run(model, *work_items)] == list(expected.values())
 
 
 def test_probes_during_is_ready_are_answered_when_it_returns(tmp_path: Path) -> None:

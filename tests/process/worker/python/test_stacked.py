@@ -81,8 +81,8 @@ def test_a_batch_is_one_array(model: LoadedModel) -> None:
 
 def test_requests_that_cannot_be_stacked_run_separately(model: LoadedModel) -> None:
     more = inline("more", np.full((1, 1), 100, np.float32))
-    works = [work(1, x_of(1, 1)), work(2, x_of(1, 2, 4)), work(3, x_of(1, 3), more)]
-    assert [arrays(row)["y"] for row in run(model, *works)] == [[[2] * 3], [[4] * 4], [[106] * 3]]
+    work_items = [work(1, x_of(1, 1)), work(2, x_of(1, 2, 4)), work(3, x_of(1, 3), more)]
+    assert [arrays(row)["y"] for row in run(model, *work_items)] == [[[2] * 3], [[4] * 4], [[106] * 3]]
 
 
 def test_only_requested_outputs_are_returned(model: LoadedModel) -> None:

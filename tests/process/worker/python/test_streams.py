@@ -445,16 +445,16 @@ class Storm:
         self.pings = 0
 
     def start(self) -> None:
-        works = []
+        work_items = []
         for _ in range(min(len(self.to_start), self.random.randint(1, 8))):
             request = self.to_start.popleft()
             self.counts[request] = self.random.choice([0, 1, 5, 20])
             self.room[request] = self.random.choice([1, 2, 7])
             self.seen[request] = 0
             self.open.add(request)
-            works.append(asks(request, self.counts[request], self.room[request]))
-        number = self.worker.execute(*works, open=bool(self.batches))
-        self.batches[number] = {work.request for work in works}
+            work_items.append(asks(request, self.counts[request], self.room[request]))
+        number = self.worker.execute(*work_items, open=bool(self.batches))
+        self.batches[number] = {work.request for work in work_items}
 
     def change(self) -> None:
         """Enlarges the window of a random stream, or withdraws its request."""

@@ -27,6 +27,7 @@ from shmserve.protocol.messages import (
     Tensor,
     Unmap,
 )
+from shmserve.protocol.work_items import work_items_of
 from shmserve.protocol.worker_messages import (
     Done,
     EndSequences,
@@ -46,7 +47,6 @@ from shmserve.protocol.worker_messages import (
     Withdrawn,
     Work,
 )
-from shmserve.protocol.works import works_of
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.lease import RECORDS, FakeLease
 from tests.support.core.fakes.tensors import in_columns, references
@@ -169,18 +169,18 @@ class FakeWorker:
 
     def needed(self) -> set[int]:
         running = (
-            self.running.works if self.running and not self.policy.decoupled else []
+            self.running.work_items if self.running and not self.policy.decoupled else []
         )  # else the last answer counts
-        works = [*self.waiting.works, *running, *self.streams.values()]
-        found = {handle.segment for work in works for handle in references(work.inputs)}
-        numbers = {work.request for work in works}
+        work_items = [*self.waiting.work_items, *running, *self.streams.values()]
+        found = {handle.segment for work in work_items for handle in references(work.inputs)}
+        numbers = {work.request for work in work_items}
         for number, order in self.expected.items():
             found |= {handle.segment for handle in references(order.outputs) if number in numbers}
-        return found | {w.place.segment for work in works for w in work.outputs or () if w.place is not None}
+        return found | {w.place.segment for work in work_items for w in work.outputs or () if w.place is not None}
 
     def _execute(self, order: Execute) -> None:
         assert self.lease is None, f"{self.name} is lent and gets a batch"
-        for work in works_of(order):
+        for work in work_items_of(order):
             for handle in references(work.inputs):
                 own = handle.segment in self.arenas.values()
                 assert own or handle.segment in self.mapped, f"{self.name} was never told of segment {handle.segment}"
@@ -203,7 +203,7 @@ class FakeWorker:
             return None
         self._verify(batch)
         self.running = batch
-        self.started.append([work.request for work in batch.works])
+        self.started.append([work.request for work in batch.work_items])
         if self.policy.decoupled:
             self._open(batch)
         if self.watch is not None:
@@ -218,7 +218,7 @@ class FakeWorker:
         return batch
 
     def _open(self, batch: QueuedBatch) -> None:
-        for work in batch.works:
+        for work in batch.work_items:
             assert work.options is not None
             assert work.options.window > 0, "there is no room for any answer"
             self.streams[work.request] = work
@@ -276,23 +276,23 @@ class FakeWorker:
     def _verify(self, batch: QueuedBatch) -> None:
         """Asserts what a model may rely on."""
         policy = self.policy
-        works = batch.works
+        work_items = batch.work_items
         if policy.sequence is not None:
-            slots = [work.slot for work in works if work.slot >= 0]
+            slots = [work.slot for work in work_items if work.slot >= 0]
             assert len(slots) == len(set(slots)), f"two in one slot of {self.name}"
-            assert len(slots) == (len(works) if policy.sequence.direct and policy.max_batch else 0)
-            ids = [work.options.sequence for work in works if work.options is not None]
-            assert len(set(ids)) == len(works), f"two of one sequence in a batch of {self.name}"
+            assert len(slots) == (len(work_items) if policy.sequence.direct and policy.max_batch else 0)
+            ids = [work.options.sequence for work in work_items if work.options is not None]
+            assert len(set(ids)) == len(work_items), f"two of one sequence in a batch of {self.name}"
         if policy.max_batch == 0 or (policy.batching is None and policy.sequence is None):
-            assert len(works) == 1, f"{self.name} takes one request at a time, got {len(works)}"
+            assert len(work_items) == 1, f"{self.name} takes one request at a time, got {len(work_items)}"
         if policy.max_batch == 0:
             return
-        rows = sum(max(1, work.rows) for work in works)
+        rows = sum(max(1, work.rows) for work in work_items)
         assert rows <= policy.max_batch, f"{rows} rows in a batch of {self.name}, over {policy.max_batch}"
         specs = {spec.name: spec for spec in policy.inputs}
         padded = dict(policy.padding.inputs) if policy.padding is not None else {}
         kinds = set()
-        for work in works:
+        for work in work_items:
             names = frozenset(tensor.name for tensor in work.inputs)
             shapes = frozenset(
                 (t.name, tuple(-1 if axis in padded.get(t.name, ()) else dim for axis, dim in enumerate(t.shape[1:])))
@@ -310,7 +310,7 @@ class FakeWorker:
             return
         done, self.running = self.running, None
         again, self.again = tuple(self.again), []
-        answered = [work for work in done.works if work.request not in again]
+        answered = [work for work in done.work_items if work.request not in again]
         if self.policy.decoupled:  # each separately, unless all have failed
             answered = [work for work in answered if error is not None and work.request in self.streams]
         for request in {work.request for work in answered} | set(again):

@@ -289,7 +289,7 @@ class Scenario(Operating, Streaming, Leasing, Calling):
         """The next output of m_0 is behind its input, in memory that it did not receive."""
         worker = self.worker(name)
         assert worker.running is not None
-        (handle,) = references(worker.running.works[0].inputs)
+        (handle,) = references(worker.running.work_items[0].inputs)
         worker.passes["y"] = Handle(handle.segment, handle.offset + handle.size, handle.size)
 
     def do_slow(self, name: str, *ways: str) -> None:
@@ -344,9 +344,9 @@ class Scenario(Operating, Streaming, Leasing, Calling):
         assert running is not None
         lost = self.named[client].peer, int(number)
         requests = self.core.state.requests
-        running.works = [
+        running.work_items = [
             work
-            for work in running.works
+            for work in running.work_items
             if (requests[work.request].client.number, requests[work.request].client_number) != lost
         ]
 

@@ -32,7 +32,9 @@ class Streaming(Transcript):
         """The model waits until the caller accepts more responses: those that are queued take too much memory."""
         worker = self.worker(name)
         assert worker.running is not None
-        return [(worker.peer, Unread(next(w.request for w in worker.running.works if self._label(w.request) == label)))]
+        return [
+            (worker.peer, Unread(next(w.request for w in worker.running.work_items if self._label(w.request) == label)))
+        ]
 
     def do_more(self, client: str, number: str, count: str) -> list[Event]:
         """The client allows this many more responses."""

@@ -159,14 +159,16 @@ class Transcript(World):
             assert found is not None
             instance = found[1]
             batch = next(batch for batch in instance.batches() if message.batch in batch.numbers)
-            works = self._set([work.request for work in message.works], [work.slot for work in message.works])
+            work_items = self._set(
+                [work.request for work in message.work_items], [work.slot for work in message.work_items]
+            )
             verb = "extend" if message.join else ("ahead" if message.open else "execute")
             more = ", more follows" if message.more else ""
             total = sum(r.cost for _, piece in batch.pieces for r in piece if r.batch is batch)
             rows = f"to {plural(total, 'row')}" if message.join else plural(total, "row")
-            near = sorted({output for work in message.works if work.step is not None for output in work.step.near})
+            near = sorted({output for work in message.work_items if work.step is not None for output in work.step.near})
             stays = f", {' '.join(near)} on its GPU" if near else ""
-            self.line(f"{verb} {name} {works} {rows}, {batch.reason.value}{stays}{more}")
+            self.line(f"{verb} {name} {work_items} {rows}, {batch.reason.value}{stays}{more}")
         elif isinstance(message, Withdraw):
             self.line(f"withdraw {name} {self._set(message.requests)}")
         elif isinstance(message, Map):

@@ -40,9 +40,9 @@ class DevicePair(ABC):
     def open_consumer(self, backend: Any, folder: Path, model: ModelConfig) -> Instance: ...
 
     def produce(self, *arrays: Array, near: tuple[str, ...] = ("y",), **more: Any) -> list[Row]:
-        works = [replace(self.producer.work(x=array, **more), step=StepOptions(near)) for array in arrays]
+        work_items = [replace(self.producer.work(x=array, **more), step=StepOptions(near)) for array in arrays]
         self.take_copies()
-        return self.producer.run(*works)
+        return self.producer.run(*work_items)
 
     def pass_on(self, *rows: Row) -> list[Work]:
         """Announces new segments, then makes requests with the outputs as inputs."""
@@ -50,12 +50,12 @@ class DevicePair(ABC):
             self._announced += 1
             if message.name is not None:
                 self.consumer.mapped.add(message.segment, message.size, name=message.name)
-        works = []
+        work_items = []
         for number, row in enumerate(rows, 1000):
             assert row.error is None, row.error
             (output,) = row.outputs
-            works.append(Work(number, output.shape[0], (replace(output, name="x"),), None, "internal"))
-        return works
+            work_items.append(Work(number, output.shape[0], (replace(output, name="x"),), None, "internal"))
+        return work_items
 
     def give_back(self, *rows: Row) -> None:
         for row in rows:

@@ -115,9 +115,9 @@ class Instance(Memory):
         length = next(iter(arrays.values())).shape[0]
         return Work(self._number, length if self.config.max_batch_size else 0, tuple(tensors), outputs, "internal")
 
-    def run(self, *works: Work) -> list[Row]:
+    def run(self, *work_items: Work) -> list[Row]:
         """Runs one batch. Then its inputs are overwritten, as their callers may do."""
-        rows: list[Row] = self.runner.run(works)[0]
+        rows: list[Row] = self.runner.run(work_items)[0]
         for segment in self.client.segments:
             for handle in self._inputs:
                 if handle.segment == segment.id:

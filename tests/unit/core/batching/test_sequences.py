@@ -71,7 +71,7 @@ class Watched(FakeWorker):
 
     def take_up(self) -> QueuedBatch | None:
         batch = super().take_up()
-        for work in batch.works if batch is not None else ():
+        for work in batch.work_items if batch is not None else ():
             self.world.begins(self, work)
         return batch
 
@@ -82,7 +82,7 @@ class Watched(FakeWorker):
 
     def finish(self, now: int, took: int = 0, rows_first: int = 0, error: tuple[str, str] | None = None) -> None:
         assert self.running is not None
-        for work in self.running.works:
+        for work in self.running.work_items:
             self.world.rules.finishes(self.peer, self.world.asked[work.request], work.request in self.again)
         super().finish(now, took, rows_first, error)
 
@@ -268,7 +268,7 @@ class SequenceMachine(WorldMachine):
         worker = running[which % len(running)]
         assert worker.running is not None
         if self.model.sequence is not None and self.model.sequence.iterative:
-            worker.again = [w.request for place, w in enumerate(worker.running.works) if again >> place & 1]
+            worker.again = [w.request for place, w in enumerate(worker.running.work_items) if again >> place & 1]
         worker.finish(self.world.now, 0, 0, ("MODEL_FAILED", "no") if not error else None)
 
     @rule(ms=st.sampled_from([1, 4, 11, 60]))

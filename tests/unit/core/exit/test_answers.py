@@ -81,7 +81,7 @@ def test_a_worker_that_answers_with_foreign_memory_is_killed(case: str) -> None:
     def answer(*data: Any) -> None:
         assert worker.running is not None
         done, worker.running = worker.running, None
-        pairs = zip(done.works, data, strict=True)
+        pairs = zip(done.work_items, data, strict=True)
         rows = tuple(Row(work.request, (Tensor("y", "FP32", (1, 1), value),)) for work, value in pairs)
         world.turn([(worker.peer, Done(done.number, rows, (0, 0, 0, 0)))])
 

@@ -62,7 +62,7 @@ def test_the_window_sent_to_the_worker_never_overflows(window: int, before: list
     codec = wire.Codec(WorkerOrder)
     orders = [order for packet in wire.pack(worker.inbox) for order in codec.decode(packet)]
     (execute,) = [order for order in orders if isinstance(order, Execute)]
-    options = execute.works[0].options
+    options = execute.work_items[0].options
     assert options is not None
     assert options.window == min(window + sum(before), 2**63 - 1)
     assert [order.count for order in orders if isinstance(order, More)] == after

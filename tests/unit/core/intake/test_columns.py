@@ -195,7 +195,7 @@ def test_requests_of_one_form_go_to_the_worker_and_come_back_in_columns() -> Non
     world.finish()
     orders = [message for message in worker.inbox if isinstance(message, Execute)]
     assert orders
-    assert all(order.columns is not None and not order.works for order in orders)
+    assert all(order.columns is not None and not order.work_items for order in orders)
     world.slow_to.clear()
     world.settle()
     world.finish_all()
@@ -218,7 +218,7 @@ def test_small_requests_are_split_by_encoded_size() -> None:
     orders = [message for message in worker.inbox if isinstance(message, Execute)]
     packets = [codec.encode([order]) for order in orders]
     assert max(map(len, packets)) <= PACKET_BYTES
-    assert sum(len(order.works) for order in orders) == count
+    assert sum(len(order.work_items) for order in orders) == count
 
 
 @pytest.mark.parametrize("count", [PACKET_MESSAGES, PACKET_MESSAGES + 1, 3 * PACKET_MESSAGES])
@@ -249,7 +249,7 @@ def test_a_worker_that_answers_in_invalid_columns_is_stopped(answer: Columns | t
     send(world, client, columns(2))
     assert worker.running is not None
     if not isinstance(answer, Columns):
-        known = [work.request for work in worker.running.works]
+        known = [work.request for work in worker.running.work_items]
         told = tuple(known[number - 1] if number < 99 else 10**9 for number in answer)
         answer = Columns((TensorForm("y", "FP32", (1,)),), told, (1, 1), ((bytes(4),), (bytes(4),)))
     worker.outbox.append(Done(worker.running.number, (), (0, 0, 0, 0), columns=answer))
@@ -265,7 +265,7 @@ def answer_in_columns(world: World, worker: FakeWorker, numbers: tuple[int, ...]
     """Answers the running requests, whatever else happened to them."""
     assert worker.running is not None
     batch, worker.running = worker.running, None
-    known = {work.request: work for work in batch.works}
+    known = {work.request: work for work in batch.work_items}
     rows = tuple(known[number].rows for number in numbers)
     blobs = tuple((bytes(4 * count),) for count in rows)
     form = (TensorForm("y", "FP32", (1,)),)
@@ -372,7 +372,7 @@ def test_a_sampled_request_leaves_the_others_in_their_columns() -> None:
     send(world, client, columns(6))
     worker = world.worker("m_0")
     assert worker.running is not None
-    answer_in_columns(world, worker, tuple(work.request for work in worker.running.works))
+    answer_in_columns(world, worker, tuple(work.request for work in worker.running.work_items))
     (batched,) = [one.columns.requests for one in client.messages if isinstance(one, ReplyBatch)]
     alone = [one.request for one in client.messages if isinstance(one, Reply)]
     assert (batched, alone) == ((1, 2, 4, 5), [3, 6])

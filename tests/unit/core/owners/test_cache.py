@@ -234,7 +234,7 @@ def test_inputs_in_client_memory_are_copied_before_they_are_compared_and_run() -
     client, other = world.connect("a"), world.connect("b")
     (worker,) = world.workers.values()
     read: list[Handle] = []
-    worker.watch = lambda worker, batch: read.extend(references(batch.works[0].inputs))
+    worker.watch = lambda worker, batch: read.extend(references(batch.work_items[0].inputs))
     first = world.ask(client, (world.own(client, x(1, 2)),))
     assert read == world.memory.placed[INTERNAL]
     assert world.memory.read(read) == x(1, 2).data

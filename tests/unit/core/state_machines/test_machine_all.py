@@ -184,7 +184,7 @@ class EverythingMachine(OperatedMachine):
         sequence = worker.policy.sequence
         assert worker.running is not None
         if sequence is not None and sequence.iterative:
-            worker.again = [work.request for work in worker.running.works][:again]
+            worker.again = [work.request for work in worker.running.work_items][:again]
         failure = ("MODEL_FAILED", "no") if error and took == 1 else None
         worker.finish(self.world.now, took * MS, rows_first, failure)
 

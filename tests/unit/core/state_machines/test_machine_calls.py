@@ -126,8 +126,8 @@ class CallingMachine(EverythingMachine):
 
     def _call(self, worker: FakeWorker, name: str, where: str, held: bool, timeout_ms: int) -> None:
         caller = caller_of(worker)
-        works = worker.running.works if worker.running is not None else list(worker.streams.values())
-        parent = works[0]
+        work_items = worker.running.work_items if worker.running is not None else list(worker.streams.values())
+        parent = work_items[0]
         options = Options(window=2) if name in STREAMS else None
         if name in SEQUENCES:
             options = replace(options or Options(), sequence=9, sequence_start=True, sequence_end=True)

@@ -47,15 +47,15 @@ class Flight:
     def begin(self, *shares: int) -> None:
         self._seed += 1
         arrays = rows(*shares, width=self.width, seed=self._seed)
-        works = [self.instance.work(shared=self.shared, x=array) for array in arrays]
-        self.flying.append((self.instance.runner.begin(works), arrays))
+        work_items = [self.instance.work(shared=self.shared, x=array) for array in arrays]
+        self.flying.append((self.instance.runner.begin(work_items), arrays))
 
     def finish(self) -> None:
         batch, arrays = self.flying.pop(0)
         results, _, _ = self.instance.runner.finish(batch)
         for row, array in zip(rows_of(results), arrays, strict=True):
             np.testing.assert_array_equal(self.instance.array(row), array + 1)
-        for work in batch.works:
+        for work in batch.work_items:
             for handle in work.inputs[0].data if self.shared else ():
                 self.instance.client.free(handle.segment, handle.offset)
                 segment = next(one for one in self.instance.client.segments if one.id == handle.segment)
@@ -191,13 +191,13 @@ def test_without_pinned_memory_outputs_are_copied_directly(
 def test_a_batch_that_fails_does_not_disturb_the_next(gpu: Gpu, tmp_path: Path) -> None:
     adder(tmp_path, 40_000)
     with gpu.load(tmp_path) as instance:
-        works = [instance.work(x=array) for array in rows(1, 1, 1, width=40_000)]
-        first, second = (instance.runner.begin([work]) for work in works[:2])
+        work_items = [instance.work(x=array) for array in rows(1, 1, 1, width=40_000)]
+        first, second = (instance.runner.begin([work]) for work in work_items[:2])
         gpu.state.failures["eventSynchronize"] = 1
         (row,) = instance.runner.finish(first)[0]
         assert row.error is not None
         assert row.error.text.endswith("the GPU failed: cudaErrorInvalidValue")
-        third = instance.runner.begin(works[2:])
+        third = instance.runner.begin(work_items[2:])
         for batch, array in zip((second, third), rows(1, 1, 1, width=40_000)[1:], strict=True):
             (row,) = instance.runner.finish(batch)[0]
             np.testing.assert_array_equal(instance.array(row), array + 1)
@@ -304,8 +304,8 @@ def test_tensors_that_stay_on_the_gpu(gpu: Gpu, tensorrt_pair: TensorRtPair, ord
     produced = [tensorrt_pair.produce(*part) for part in given]
     batches = []
     for outputs in produced:
-        works = [replace(work, step=StepOptions(("y",))) for work in tensorrt_pair.pass_on(*outputs)]
-        batches.append(tensorrt_pair.consumer.runner.begin(works))
+        work_items = [replace(work, step=StepOptions(("y",))) for work in tensorrt_pair.pass_on(*outputs)]
+        batches.append(tensorrt_pair.consumer.runner.begin(work_items))
     for batch, part in zip(batches, given, strict=True):
         found = tensorrt_pair.consumer.runner.finish(batch)[0]
         for row, array in zip(rows_of(found), part, strict=True):
@@ -319,8 +319,8 @@ def test_memory_of_another_process_is_closed_after_the_batches_that_read_it(
 ) -> None:
     (given,) = arrays(1)
     (row,) = tensorrt_pair.produce(given)
-    works = tensorrt_pair.pass_on(row)
-    batch = tensorrt_pair.consumer.runner.begin(works)
+    work_items = tensorrt_pair.pass_on(row)
+    batch = tensorrt_pair.consumer.runner.begin(work_items)
     gpu.clear()
     (handle,) = row.outputs[0].data  # type: ignore[misc]
     tensorrt_pair.consumer.mapped.remove(handle.segment)  # type: ignore[union-attr]

@@ -71,16 +71,16 @@ class Watched:
 
     def run(self, arrays: Sequence[Array], places: Sequence[Handle] = ()) -> tuple[list[Row], list[int]]:
         """The rows of one batch, and the addresses of its inputs."""
-        works, addresses = [], []
+        work_items, addresses = [], []
         for index, array in enumerate(arrays):
             tensor = self.parts.tensor("x", array, [0])
             addresses.append(address_of(self.values(tensor)))
             outputs = (Wanted("y", places[index]),) if places else None
-            works.append(work(next(self._numbers), tensor, outputs=outputs))
+            work_items.append(work(next(self._numbers), tensor, outputs=outputs))
         self.read, self.written, self.plain = [], [], 0
-        (group,), failures = self.parts.gather.groups(works)
+        (group,), failures = self.parts.gather.groups(work_items)
         assert not failures
-        results = Results(self.parts.scatter, group.works, group.rows)
+        results = Results(self.parts.scatter, group.work_items, group.rows)
         self.backend.execute(group, results)
         return results.rows(), addresses
 

@@ -60,10 +60,10 @@ def test_pytorch_reads_and_writes_on_the_gpu(torch_pair: Pair, settled: list[Any
     pair, given = torch_pair, arrays(*shares)
     rows = pair.produce(*given)
     for near in ((), ("y__0",), ("y__0", "z__1")):
-        works = [replace(work, step=StepOptions(near)) for work in pair.pass_on(*rows)]
+        work_items = [replace(work, step=StepOptions(near)) for work in pair.pass_on(*rows)]
         pair.copies()
         settled.clear()
-        found = pair.consumer.run(*works)
+        found = pair.consumer.run(*work_items)
         assert pair.copies() == gathered(shares)
         assert len(settled) == 1, "it waits for the GPU before it responds"
         for row, array in zip(found, given, strict=True):

@@ -120,8 +120,8 @@ def test_data_dependent_output_shapes(gpu: Gpu, tmp_path: Path) -> None:
     with gpu.load(tmp_path, given) as instance:
         for size in (3, 50_000, 10):
             x = np.arange(size, dtype=np.int32) % 3
-            works = [instance.work(x=x), replace(instance.work(x=x), step=StepOptions(("where",)))]
-            for row in instance.run(*works):  # also a step whose output could stay on the GPU
+            work_items = [instance.work(x=x), replace(instance.work(x=x), step=StepOptions(("where",)))]
+            for row in instance.run(*work_items):  # also a step whose output could stay on the GPU
                 np.testing.assert_array_equal(instance.array(row), np.nonzero(x)[0])
         (row,) = instance.run(instance.work(x=np.zeros(5, np.int32)))
         assert row.outputs[0].shape == (0,)

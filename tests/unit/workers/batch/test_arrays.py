@@ -38,7 +38,7 @@ shares = st.tuples(st.integers(1, 4), st.sampled_from([0, 1, 3]), st.integers(0,
 @given(batch=st.lists(shares, min_size=1, max_size=6))
 def test_every_request_gets_its_own_rows(batch: list[tuple[int, int, int, bool]]) -> None:
     with Parts(CONFIG) as parts:
-        arrays, works = [], []
+        arrays, work_items = [], []
         for number, (rows, width, cut, swapped) in enumerate(batch):
             a = np.random.default_rng(number).random((rows, width), np.float32)
             b = np.arange(rows * 2, dtype=np.int16).reshape(rows, 2) + 100 * number
@@ -47,20 +47,20 @@ def test_every_request_gets_its_own_rows(batch: list[tuple[int, int, int, bool]]
                 parts.tensor("a", a, places if width else places[:1]),
                 parts.tensor("b", b, [] if number % 2 else places),
             ]
-            works.append(work(number, *(reversed(inputs) if swapped else inputs), rows=rows))
+            work_items.append(work(number, *(reversed(inputs) if swapped else inputs), rows=rows))
             arrays.append((a, b))
-        groups, failures = parts.gather.groups(works)
+        groups, failures = parts.gather.groups(work_items)
         assert not failures
         rows_of: dict[int, Row] = {}
         for group in groups:
-            echo(group, Results(parts.scatter, group.works, group.rows), rows_of)
+            echo(group, Results(parts.scatter, group.work_items, group.rows), rows_of)
         for number, (a, b) in enumerate(arrays):
             row = rows_of[number]
             assert row.error is None
             assert [found.shape for found in row.outputs] == [a.shape, b.shape]
             assert (parts.read(row.outputs[0]) == a).all()
             assert (parts.read(row.outputs[1]) == b).all()
-            read_back = parts.gather.read(works[number])
+            read_back = parts.gather.read(work_items[number])
             assert read_back[0] is not None
             assert (read_back[0] == a).all()
 
@@ -76,7 +76,7 @@ def echo(group: GatherGroup, results: Results, rows_of: dict[int, Row]) -> None:
             results.put(index, array)
         else:
             results.place(index, array.shape)[...] = array
-    for each, row in zip(group.works, results.rows(), strict=True):
+    for each, row in zip(group.work_items, results.rows(), strict=True):
         assert row.request == each.request
         rows_of[row.request] = row
 
@@ -104,13 +104,13 @@ def test_unaligned_elements_are_copied_to_aligned_memory(parts: Parts) -> None:
     assert (array == a).all()
 
 
-def lone_works(*rows: int, outputs: tuple[Wanted, ...] | None = None) -> list[Work]:
+def lone_work_items(*rows: int, outputs: tuple[Wanted, ...] | None = None) -> list[Work]:
     return [work(number, rows=count, outputs=outputs) for number, count in enumerate(rows)]
 
 
 def test_a_batch_for_one_audience_is_one_block(parts: Parts) -> None:
     width = INLINE_BYTES
-    results = Results(parts.scatter, lone_works(1, 2, 1), 4)
+    results = Results(parts.scatter, lone_work_items(1, 2, 1), 4)
     assert results.direct(0, (4, width))
     target = results.place(0, (4, width))
     target[...] = np.arange(4)[:, None]
@@ -128,7 +128,7 @@ def test_a_batch_for_one_audience_is_one_block(parts: Parts) -> None:
 
 def test_abandoned_or_incomplete_results_free_their_memory(parts: Parts) -> None:
     for ending in ("abandon", "rows"):
-        results = Results(parts.scatter, lone_works(1, 1, 1), 3)
+        results = Results(parts.scatter, lone_work_items(1, 1, 1), 3)
         results.place(0, (3, 4000))
         assert parts.arenas.used
         if ending == "abandon":
@@ -141,8 +141,8 @@ def test_abandoned_or_incomplete_results_free_their_memory(parts: Parts) -> None
 
 def test_a_request_that_fails_at_its_second_output_frees_the_first(parts: Parts) -> None:
     small = Wanted("z", Handle(1 << 32, 0, 3))
-    works = [work(1, rows=1, outputs=[Wanted("y"), small]), work(2, rows=1)]
-    results = Results(parts.scatter, works, 2)
+    work_items = [work(1, rows=1, outputs=[Wanted("y"), small]), work(2, rows=1)]
+    results = Results(parts.scatter, work_items, 2)
     results.put(0, np.ones((2, 4000), np.float32))
     results.put(1, np.ones((2, 2), np.int16))
     failed, good = results.rows()
@@ -153,7 +153,7 @@ def test_a_request_that_fails_at_its_second_output_frees_the_first(parts: Parts)
 
 
 def test_outputs_that_no_request_wants_are_not_needed(parts: Parts) -> None:
-    results = Results(parts.scatter, lone_works(1, 1, outputs=(Wanted("z"),)), 2)
+    results = Results(parts.scatter, lone_work_items(1, 1, outputs=(Wanted("z"),)), 2)
     assert [results.needed(0), results.needed(1)] == [False, True]
     results.put(0, np.ones((2, 4000), np.float32))
     results.put(1, np.ones((2, 2), np.int16))
@@ -205,7 +205,7 @@ def test_many_small_outputs_of_one_request_fit_into_a_packet(together: int) -> N
     outputs = {f"y{number}": ("FP32", (-1,)) for number in range(100)}
     array = np.tile(np.arange(1000, dtype=np.float32), (together, 1))
     with Parts(config("identity", {}, outputs, max_batch=4)) as parts:
-        results = Results(parts.scatter, lone_works(*[1] * together), together)
+        results = Results(parts.scatter, lone_work_items(*[1] * together), together)
         for index in range(100):
             results.put(index, array)
         for row in results.rows():

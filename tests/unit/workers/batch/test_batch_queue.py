@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from shmserve.errors import ProtocolError
 from shmserve.protocol.batch_queue import BatchQueue
 from shmserve.protocol.messages import Columns, Options, Tensor, TensorForm
+from shmserve.protocol.work_items import WorkColumns
 from shmserve.protocol.worker_messages import Execute, Work
-from shmserve.protocol.works import ColumnWorks
 
 
 def work_of(request: int, name: str = "x") -> Work:
@@ -26,7 +26,7 @@ def execute(batch: int, *requests: int, join: int = 0, more: bool = False, open:
 
 def in_columns(order: Execute, name: str = "x") -> Execute:
     """The same order in columns, with inputs of this name."""
-    requests = tuple(work.request for work in order.works)
+    requests = tuple(work.request for work in order.work_items)
     data = tuple((bytes(request),) for request in requests)
     columns = Columns((TensorForm(name, "INT8", ()),), requests, requests, data)
     audiences = tuple(f"uid:{request}" for request in requests)
@@ -89,9 +89,9 @@ def test_queued_orders_form_the_expected_batches(steps: str, form: Callable[[Exe
             batch = queue.start(last=verb == "last")
             through = [] if batch is None else [f"{batch.number}-{batch.through}"]
             assert through == words, step
-            works = list(() if batch is None else batch.works)
-            assert [work.request for work in works] == requests, step
-            assert works == [sent[request] for request in requests], "each has its own inputs"
+            work_items = list(() if batch is None else batch.work_items)
+            assert [work.request for work in work_items] == requests, step
+            assert work_items == [sent[request] for request in requests], "each has its own inputs"
 
 
 def test_a_batch_is_open_if_any_part_is_open() -> None:
@@ -124,8 +124,8 @@ def test_orders_of_one_form_stay_in_columns() -> None:
     assert len(queue) == 6
     batch = queue.start()
     assert batch is not None
-    assert isinstance(batch.works, ColumnWorks)
-    assert list(batch.works) == [work_of(request) for request in (11, 21, 12, 22, 13, 23)]
+    assert isinstance(batch.work_items, WorkColumns)
+    assert list(batch.work_items) == [work_of(request) for request in (11, 21, 12, 22, 13, 23)]
 
 
 @pytest.mark.parametrize("waiting", ["works", "columns"])
@@ -139,7 +139,7 @@ def test_a_response_window_is_widened_wherever_the_request_waits(waiting: str) -
     queue.widen_window(10, 3)
     batch = queue.start()
     assert batch is not None
-    assert [work.options for work in batch.works] == [None, Options(window=5)]
+    assert [work.options for work in batch.work_items] == [None, Options(window=5)]
 
 
 IRREGULAR = {
@@ -182,8 +182,10 @@ class Sender:
     def start(self) -> None:
         batch = self.waiting.start()
         if batch is not None:
-            self.ran += [work.request for work in batch.works]
-            self.reports.append(("started", (batch.number, batch.through, *(work.request for work in batch.works))))
+            self.ran += [work.request for work in batch.work_items]
+            self.reports.append(
+                ("started", (batch.number, batch.through, *(work.request for work in batch.work_items)))
+            )
 
     def withdraw(self, requests: list[int]) -> None:
         found = self.waiting.withdraw(tuple(requests))

@@ -103,9 +103,9 @@ OUTPUTS = ModelConfig(
 LABELLED = (LABELS, (), ())
 
 
-def rows_of(parts: Parts, array: Array, works: list[Work], way: str) -> list[Row]:
+def rows_of(parts: Parts, array: Array, work_items: list[Work], way: str) -> list[Row]:
     """`way`: backends either `put` an array or compute it in `place`."""
-    results = Results(parts.scatter, works, sum(work.rows for work in works))
+    results = Results(parts.scatter, work_items, sum(work.rows for work in work_items))
     if way == "place":
         results.place(0, array.shape)[...] = array
     elif results.needed(0):
@@ -135,13 +135,13 @@ def test_classes_and_tensors_in_one_batch(way: str, width: int) -> None:
     with Parts(OUTPUTS, LABELLED) as parts:
         block = parts.client.allocate(2 * width * 4)
         place = Handle(block.segment, block.offset, 2 * width * 4)
-        works = [
+        work_items = [
             Work(1, 1, (), (Wanted("y", None, 2),), "internal"),
             Work(2, 2, (), (Wanted("y"),), "internal"),
             Work(3, 1, (), (Wanted("y", None, width),), "internal"),
             Work(4, 2, (), (Wanted("y", place),), "internal"),
         ]
-        found = rows_of(parts, array, works, way)
+        found = rows_of(parts, array, work_items, way)
         assert [row.error for row in found] == [None] * 4
         first, second, third, fourth = [row.outputs[0] for row in found]
         assert (first.dtype, first.shape) == ("BYTES", (1, 2))
@@ -159,8 +159,8 @@ def test_classes_and_tensors_in_one_batch(way: str, width: int) -> None:
 @pytest.mark.parametrize("width", [3, 5000])
 def test_classes_take_no_memory_of_the_audience(together: int, width: int) -> None:
     with Parts(OUTPUTS, LABELLED) as parts:
-        works = [Work(number, 1, (), (Wanted("y", None, 1),), "internal") for number in range(together)]
-        results = Results(parts.scatter, works, together)
+        work_items = [Work(number, 1, (), (Wanted("y", None, 1),), "internal") for number in range(together)]
+        results = Results(parts.scatter, work_items, together)
         assert results.needed(0)
         assert not results.direct(0, (together, width))
         results.place(0, (together, width))[...] = np.arange(width)
@@ -174,13 +174,13 @@ def test_outputs_without_classes_fail_their_request_alone() -> None:
     array = np.zeros((4, 3), np.float32)
     with Parts(OUTPUTS, LABELLED) as parts:
         block = parts.client.allocate(12)
-        works = [
+        work_items = [
             Work(1, 1, (), (Wanted("s", None, 1),), "internal"),
             Work(2, 1, (), (Wanted("b", None, 1),), "internal"),
             Work(3, 1, (), (Wanted("y", Handle(block.segment, block.offset, 12), 1),), "internal"),
             Work(4, 1, (), (Wanted("y", None, 1), Wanted("s")), "internal"),
         ]
-        found = rows_of(parts, array, works, "put")
+        found = rows_of(parts, array, work_items, "put")
         assert_failed(found[0], "INVALID_ARG", "class result not available for output due to unsupported type 'BYTES'")
         assert_failed(found[1], "INVALID_ARG", "type 'BOOL'")
         assert_failed(found[2], "INVALID_ARG", "shared memory")
@@ -194,8 +194,8 @@ def test_large_classes_of_a_batch_do_not_exceed_a_message() -> None:
     width = INLINE_BYTES // 40
     array = np.tile(np.arange(width, dtype=np.float32), (8, 1))
     with Parts(OUTPUTS, LABELLED) as parts:
-        works = [Work(number, 1, (), (Wanted("y", None, width),), "internal") for number in range(8)]
-        found = rows_of(parts, array, works, "put")
+        work_items = [Work(number, 1, (), (Wanted("y", None, width),), "internal") for number in range(8)]
+        found = rows_of(parts, array, work_items, "put")
         inline = [len(row.outputs[0].data) for row in found if isinstance(row.outputs[0].data, bytes)]
         assert sum(inline) <= FIELD_BYTES
         assert all(read(parts, row.outputs[0]) == [expected_of(array[0].tolist(), width, LABELS)] for row in found)

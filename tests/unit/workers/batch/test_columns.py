@@ -16,8 +16,8 @@ from shmserve.dtypes import from_numpy
 from shmserve.errors import ModelFailed
 from shmserve.protocol import codec
 from shmserve.protocol.messages import INLINE_BYTES, PACKET_MESSAGES, Columns, Failure, Tensor, TensorForm
+from shmserve.protocol.work_items import WorkColumns
 from shmserve.protocol.worker_messages import Done, Work, WorkerReport, rows_of
-from shmserve.protocol.works import ColumnWorks
 from shmserve.repo.config.schema import BatchOutput, ModelConfig, ModelTensorReshape
 from shmserve.shm.strings import encode_bytes
 from shmserve.workers.backends.base import StackedBackend
@@ -176,7 +176,7 @@ def batch_of(case: Case, names: Sequence[str], shares: Sequence[int], width: int
     return columns, tuple("uid:5" for _ in shares)
 
 
-def works_of(columns: Columns, audiences: Sequence[str]) -> list[Work]:
+def work_items_of(columns: Columns, audiences: Sequence[str]) -> list[Work]:
     each = zip(columns.requests, columns.rows, columns.data, audiences, strict=True)
     return [
         Work(
@@ -202,8 +202,8 @@ def outcomes(case: Case, placed: bool, *batches: Sequence[Work]) -> tuple[list[O
         runner = parts.runner(Applied(case.function, placed, case.config))
         found: list[Outcome] = []
         results: Any = None
-        for works in batches:
-            results, _, again = runner.run_batch(works)
+        for work_items in batches:
+            results, _, again = runner.run_batch(work_items)
             assert again == ()
             for row in rows_of(results):
                 found.append(
@@ -228,21 +228,21 @@ batches = st.tuples(
 
 
 @given(batches)
-def test_columns_give_the_same_rows_as_works_and_single_requests(
+def test_columns_give_the_same_rows_as_work_items_and_single_requests(
     batch: tuple[str, list[int], int, bool, bool],
 ) -> None:
     name, shares, width, turned, placed = batch
     case = CASES[name]
     columns, audiences = batch_of(case, list(case.inputs)[:: -1 if turned else 1], shares, width)
-    works = works_of(columns, audiences)
-    found, results = outcomes(case, placed, ColumnWorks(columns, audiences))
-    expected, _ = outcomes(case, placed, works)
+    work_items = work_items_of(columns, audiences)
+    found, results = outcomes(case, placed, WorkColumns(columns, audiences))
+    expected, _ = outcomes(case, placed, work_items)
     assert found == expected
     assert [request for request, _, _ in found] == list(columns.requests)
     if case.columnar is not None:
         assert isinstance(results, Columns) == (case.columnar and len(shares) > 1)
     if name in INDEPENDENT:
-        alone, _ = outcomes(case, placed, *[[work] for work in works])
+        alone, _ = outcomes(case, placed, *[[work] for work in work_items])
         assert found == alone
         failing = name in ("a required input absent", "an unknown input", "another data type")
         assert all((error is not None) == failing for _, _, error in found)
@@ -257,8 +257,8 @@ def test_a_request_with_too_few_bytes_fails_alone(shares: list[int], data: st.Da
     blobs = [list(blob) for blob in columns.data]
     blobs[bad][place] = blobs[bad][place][: data.draw(st.integers(0, len(blobs[bad][place]) - 1))]
     columns.data = tuple(map(tuple, blobs))
-    found, _ = outcomes(case, False, ColumnWorks(columns, audiences))
-    assert found == outcomes(case, False, *[[work] for work in works_of(columns, audiences)])[0]
+    found, _ = outcomes(case, False, WorkColumns(columns, audiences))
+    assert found == outcomes(case, False, *[[work] for work in work_items_of(columns, audiences)])[0]
     assert [error is not None for _, _, error in found] == [index == bad for index in range(len(shares))]
 
 
@@ -268,13 +268,13 @@ def test_bytes_that_match_only_in_total_fail() -> None:
     columns, audiences = batch_of(case, ["a", "b"], [1, 1], 3)
     (one, b), (other, _) = columns.data
     columns.data = ((one + other, b), (b"", b))
-    found, _ = outcomes(case, False, ColumnWorks(columns, audiences))
+    found, _ = outcomes(case, False, WorkColumns(columns, audiences))
     assert [error is not None for _, _, error in found] == [True, True]
 
 
 def test_forms_may_change_from_batch_to_batch() -> None:
     case = CASES["add"]
-    works: list[Sequence[Work]] = []
+    work_items: list[Sequence[Work]] = []
     expected: list[Outcome] = []
     for names, width in (
         (["a", "b"], 3),
@@ -285,16 +285,16 @@ def test_forms_may_change_from_batch_to_batch() -> None:
         (["a", "b"], 2),
     ):
         columns, audiences = batch_of(case, names, [1, 2], width)
-        works.append(ColumnWorks(columns, audiences))
-        expected += outcomes(case, False, works_of(columns, audiences))[0]
-    assert outcomes(case, False, *works)[0] == expected
+        work_items.append(WorkColumns(columns, audiences))
+        expected += outcomes(case, False, work_items_of(columns, audiences))[0]
+    assert outcomes(case, False, *work_items)[0] == expected
 
 
 def test_a_request_of_no_rows_gets_empty_outputs_or_the_same_error() -> None:
     case = CASES["identity"]
     columns, audiences = batch_of(case, ["a", "b"], [0, 2], 3)
-    found, _ = outcomes(case, False, ColumnWorks(columns, audiences))
-    assert found == outcomes(case, False, works_of(columns, audiences))[0]
+    found, _ = outcomes(case, False, WorkColumns(columns, audiences))
+    assert found == outcomes(case, False, work_items_of(columns, audiences))[0]
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -303,7 +303,7 @@ def test_large_outputs_of_several_audiences_are_not_shared(width: int) -> None:
     columns, _ = batch_of(case, ["a"], [1, 2, 1], width)
     audiences = ("uid:5", "uid:6", "uid:5")
     with Parts(case.config) as parts:
-        results, _, _ = parts.runner(Applied(wide, True, case.config)).run_batch(ColumnWorks(columns, audiences))
+        results, _, _ = parts.runner(Applied(wide, True, case.config)).run_batch(WorkColumns(columns, audiences))
         handles = [row.outputs[0].data[0] for row in rows_of(results)]  # type: ignore[index]
         announced = {message.segment: message.audience for message in parts.maps}
         assert [announced[handle.segment] for handle in handles] == list(audiences)  # type: ignore[union-attr]
@@ -314,7 +314,7 @@ def test_outputs_at_the_inline_limit_are_in_columns_and_larger_ones_are_not() ->
     for extra, kind in ((0, Columns), (1, list)):
         case = Case(ONE, {"a": A}, lambda arrays, extra=extra: [np.zeros((2, width + extra), np.float32)], True)  # type: ignore[misc]
         columns, audiences = batch_of(case, ["a"], [1, 1], 1)
-        found, results = outcomes(case, False, ColumnWorks(columns, audiences))
+        found, results = outcomes(case, False, WorkColumns(columns, audiences))
         assert type(results) is kind
         assert [outputs[0][2] for _, outputs, _ in found] == [(1, width + extra)] * 2
 
@@ -322,7 +322,7 @@ def test_outputs_at_the_inline_limit_are_in_columns_and_larger_ones_are_not() ->
 def test_a_share_of_several_rows_above_the_inline_limit_is_not_in_columns() -> None:
     case = Case(ONE, {"a": A}, lambda arrays: [np.zeros((4, INLINE_BYTES // 8), np.float32)], True)
     columns, audiences = batch_of(case, ["a"], [1, 3], 1)
-    found, results = outcomes(case, False, ColumnWorks(columns, audiences))
+    found, results = outcomes(case, False, WorkColumns(columns, audiences))
     assert isinstance(results, list)
     assert type(results[1].outputs[0].data) is tuple
     assert [outputs[0][2] for _, outputs, _ in found] == [(1, INLINE_BYTES // 8), (3, INLINE_BYTES // 8)]
@@ -333,8 +333,8 @@ def test_the_broker_can_read_the_results_of_a_batch_of_any_size(count: int) -> N
     shares = [1] * count
     case = replace(CASES["identity"], config=replace(BOTH, max_batch_size=4096))
     columns, audiences = batch_of(case, ["a", "b"], shares, 1)
-    works = ColumnWorks(columns, audiences)
-    _, results = outcomes(case, False, works)
+    work_items = WorkColumns(columns, audiences)
+    _, results = outcomes(case, False, work_items)
     report = (
         Done(7, (), (1, 2, 3, 4), columns=results)
         if isinstance(results, Columns)
@@ -348,15 +348,15 @@ def test_the_broker_can_read_the_results_of_a_batch_of_any_size(count: int) -> N
 # ------------------------------------------------------------------------------------------------ sequences
 
 
-def test_works_in_columns_are_a_sequence_of_works() -> None:
+def test_work_columns_are_a_sequence_of_work_items() -> None:
     columns, audiences = batch_of(CASES["identity"], ["b", "a"], [2, 1, 3], 3)
-    works, expected = ColumnWorks(columns, audiences), works_of(columns, audiences)
-    assert list(works) == expected
-    assert [works[index] for index in (0, 2, -1)] == [expected[index] for index in (0, 2, -1)]
-    assert works[1:] == expected[1:]
-    works.extend(ColumnWorks(columns, ("uid:6", "uid:7", "uid:8")))
-    assert len(works) == 6
-    assert list(works) == expected + works_of(columns, ("uid:6", "uid:7", "uid:8"))
+    work_items, expected = WorkColumns(columns, audiences), work_items_of(columns, audiences)
+    assert list(work_items) == expected
+    assert [work_items[index] for index in (0, 2, -1)] == [expected[index] for index in (0, 2, -1)]
+    assert work_items[1:] == expected[1:]
+    work_items.extend(WorkColumns(columns, ("uid:6", "uid:7", "uid:8")))
+    assert len(work_items) == 6
+    assert list(work_items) == expected + work_items_of(columns, ("uid:6", "uid:7", "uid:8"))
     assert columns.requests == (11, 12, 13), "the message is unchanged"
 
 

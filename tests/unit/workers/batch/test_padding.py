@@ -47,7 +47,7 @@ def work_of(made: Parts, number: int, arrays: dict[str, Array], places: list[int
 
 def run(made: Parts, group: GatherGroup, direct: bool) -> dict[int, Any]:
     """Echoes all inputs."""
-    results = PaddedResults(made.scatter, group.works, group.rows, group.lengths, group.length)
+    results = PaddedResults(made.scatter, group.work_items, group.rows, group.lengths, group.length)
     for index in range(4):
         array = group.array(index)
         if array is None:
@@ -60,7 +60,7 @@ def run(made: Parts, group: GatherGroup, direct: bool) -> dict[int, Any]:
             results.place(index, array.shape)[...] = array
         else:
             results.put(index, array.copy())
-    return {work.request: row for work, row in zip(group.works, results.rows(), strict=True)}
+    return {work.request: row for work, row in zip(group.work_items, results.rows(), strict=True)}
 
 
 @given(
@@ -74,12 +74,12 @@ def test_each_request_is_padded_and_gets_outputs_of_its_own_length(
 ) -> None:
     with Parts(model(padding_multiple=str(multiple))) as made:
         requests = [arrays_of(number, rows, length) for number, (rows, length, _) in enumerate(batch)]
-        works = []
+        work_items = []
         for number, (arrays, (_, length, shared)) in enumerate(zip(requests, batch, strict=True)):
             if not strings:
                 del arrays["s"]
-            works.append(work_of(made, number, arrays, [0] if shared and length else []))
-        ((group,), failures) = made.gather.groups(works)
+            work_items.append(work_of(made, number, arrays, [0] if shared and length else []))
+        ((group,), failures) = made.gather.groups(work_items)
         assert not failures
         longest = -(-max(length for _, length, _ in batch) // multiple) * multiple
         assert group.length == longest
@@ -119,9 +119,9 @@ def test_an_output_that_is_not_as_long_as_the_batch_fails() -> None:
     """Even if nothing would be cut, so that the error does not first appear with different lengths."""
     with Parts(model()) as made:
         for lengths in ((4, 6), (6, 6)):
-            works = [work_of(made, n, arrays_of(n, 1, length), []) for n, length in enumerate(lengths)]
-            ((group,), _) = made.gather.groups(works)
-            results = PaddedResults(made.scatter, group.works, group.rows, group.lengths, group.length)
+            work_items = [work_of(made, n, arrays_of(n, 1, length), []) for n, length in enumerate(lengths)]
+            ((group,), _) = made.gather.groups(work_items)
+            results = PaddedResults(made.scatter, group.work_items, group.rows, group.lengths, group.length)
             with pytest.raises(ModelFailed, match=r"cannot be cut back from length 6 along axis 1.*padding_outputs"):
                 results.put(0, np.zeros((2, 5), np.float32))
             results.abandon()
@@ -141,8 +141,8 @@ def test_an_output_is_cut_into_the_memory_of_its_client() -> None:
         place = made.client.allocate(16)
         wanted = (Wanted("a", Handle(place.segment, place.offset, 16)),)
         requests = [arrays_of(1, 1, 4), arrays_of(2, 1, 9)]
-        works = [work_of(made, 1, requests[0], [], wanted), work_of(made, 2, requests[1], [])]
-        ((group,), _) = made.gather.groups(works)
+        work_items = [work_of(made, 1, requests[0], [], wanted), work_of(made, 2, requests[1], [])]
+        ((group,), _) = made.gather.groups(work_items)
         rows = run(made, group, False)
         (output,) = rows[1].outputs
         assert output.data == (wanted[0].place,)

@@ -71,8 +71,8 @@ class Doubling(StackedBackend):
         outputs.put(1, plain)
 
 
-def run(parts: Parts, backend: StackedBackend, works: Sequence[Work]) -> list[Any]:
-    rows, _, _ = parts.runner(backend).run(works)
+def run(parts: Parts, backend: StackedBackend, work_items: Sequence[Work]) -> list[Any]:
+    rows, _, _ = parts.runner(backend).run(work_items)
     return rows
 
 
@@ -95,7 +95,7 @@ def test_requests_of_any_shapes_share_a_batch(
 ) -> None:
     """`some`: the last request asks only for z."""
     with Parts(ragged(dtype)) as parts:
-        xs, plains, works = [], [], []
+        xs, plains, work_items = [], [], []
         for number, (rows, height, width, inline) in enumerate(batch):
             x = np.random.default_rng(number).random((rows, height, width), np.float32)
             plain = np.full((rows, 2), number, np.int16)
@@ -105,13 +105,13 @@ def test_requests_of_any_shapes_share_a_batch(
                 parts.tensor("x", x, places),
                 Tensor("plain", "INT16", plain.shape, plain.tobytes()),
             )
-            works.append(Work(number, rows, inputs, None, "internal"))
+            work_items.append(Work(number, rows, inputs, None, "internal"))
             xs.append(x)
             plains.append(plain)
         if some:
-            works[-1].outputs = (Wanted("z"),)
+            work_items[-1].outputs = (Wanted("z"),)
         backend = Doubling(placed)
-        found = run(parts, backend, works)
+        found = run(parts, backend, work_items)
         for row, x, plain in zip(found, xs, plains, strict=True):
             assert row.error is None, row.error
             outputs = {out.name: out for out in row.outputs}
@@ -140,8 +140,8 @@ def test_an_output_of_a_wrong_size_cannot_be_cut() -> None:
     with Parts(ragged()) as parts:
         x = np.ones((1, 2, 2), np.float32)
         plain = Tensor("plain", "INT16", (1, 2), bytes(4))
-        works = [Work(n, 1, (parts.tensor("x", x), plain), None, "internal") for n in range(2)]
-        for row in run(parts, Doubling(False, lost=1), works):
+        work_items = [Work(n, 1, (parts.tensor("x", x), plain), None, "internal") for n in range(2)]
+        for row in run(parts, Doubling(False, lost=1), work_items):
             text = "has 7 elements; the shapes of input 'x', by which it is cut, have 8"
             assert_failed(row, "MODEL_FAILED", text)
 
@@ -166,8 +166,8 @@ def test_a_ragged_input_may_be_left_out() -> None:
     with Parts(replace(plain_config, input=(optional, plain_config.input[1]))) as parts:
         x = parts.tensor("x", np.ones((1, 1, 3), np.float32))
         plain = Tensor("plain", "INT16", (1, 2), bytes(4))
-        works = [Work(1, 1, (x, plain), None, "internal"), Work(2, 1, (plain,), None, "internal")]
-        with_x, without = run(parts, backend, works)
+        work_items = [Work(1, 1, (x, plain), None, "internal"), Work(2, 1, (plain,), None, "internal")]
+        with_x, without = run(parts, backend, work_items)
     assert [[out.name for out in row.outputs] for row in (with_x, without)] == [["y", "z"], ["z"]]
     assert backend.seen == [((3,), [3]), (None, [0])]
 
@@ -197,14 +197,14 @@ def test_requests_without_inline_get_all_outputs_in_shared_memory(
                 outputs.put(0, x)
 
     with Parts(config("identity", x_only, x_only, max_batch=64)) as parts:
-        works, xs = [], []
+        work_items, xs = [], []
         for number, (rows, _, width, _) in enumerate(batch):
             x = np.random.default_rng(number).random((rows, width), np.float32)
             xs.append(x)
             wanted = number % 2 == 0 if inline is None else inline
-            works.append(Work(number, rows, (parts.tensor("x", x, [0]),), None, "internal", inline=wanted))
-        found = run(parts, Same(CONTEXT), works)
-        for row, work, x in zip(found, works, xs, strict=True):
+            work_items.append(Work(number, rows, (parts.tensor("x", x, [0]),), None, "internal", inline=wanted))
+        found = run(parts, Same(CONTEXT), work_items)
+        for row, work, x in zip(found, work_items, xs, strict=True):
             assert isinstance(row.outputs[0].data, bytes) == (work.inline and x.nbytes <= INLINE_BYTES)
             assert (read(parts, row.outputs[0]) == x).all()
         assert parts.arenas.used == 0

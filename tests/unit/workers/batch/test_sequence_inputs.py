@@ -141,10 +141,10 @@ def test_controls_and_unused_slots() -> None:
 def test_groups_of_one_shape_keep_their_slots() -> None:
     backend = Stacked()
     with runner_for(config_of(), backend) as runner:
-        works = [step(1, 1, [1], start=True, slot=0), step(2, 2, [2, 2], start=True, slot=1)]
-        works.append(step(3, 3, [3], start=True, slot=2))
+        work_items = [step(1, 1, [1], start=True, slot=0), step(2, 2, [2, 2], start=True, slot=1)]
+        work_items.append(step(3, 3, [3], start=True, slot=2))
         bad = replace(step(4, 4, [4], start=True, slot=3), inputs=())
-        rows, _, _ = runner.run([*works, bad])
+        rows, _, _ = runner.run([*work_items, bad])
     assert [values(row) for row in rows[:3]] == [[1], [2, 2], [3]]
     assert_failed(rows[3], "INVALID_ARG")
     assert [seen[0].tolist() for seen in backend.seen] == [[[1], [0], [3]], [[0, 0], [2, 2]]]
@@ -163,9 +163,9 @@ def test_without_a_batch_dimension() -> None:
 def test_steps_of_one_sequence_in_a_batch_run_in_order() -> None:
     backend = Stacked()
     with runner_for(config_of(), backend) as runner:
-        works = [step(1, 9, [1], start=True, slot=0), step(2, 9, [10], end=True, slot=0)]
-        works += [step(3, 8, [100], start=True, slot=0), step(4, 7, [5], start=True, slot=1)]
-        rows, _, _ = runner.run(works)
+        work_items = [step(1, 9, [1], start=True, slot=0), step(2, 9, [10], end=True, slot=0)]
+        work_items += [step(3, 8, [100], start=True, slot=0), step(4, 7, [5], start=True, slot=1)]
+        rows, _, _ = runner.run(work_items)
     assert [values(row) for row in rows] == [[1], [11], [100], [5]]
     assert [seen[4].ravel().tolist() for seen in backend.seen] == [[9, 7], [9], [8]]
 
@@ -235,13 +235,13 @@ def test_random_sequences(batches: list[tuple[list[Step], int]], slotted: bool, 
         with runner_for(config_of(), backend) as runner:
             for requests, over in batches:
                 once = {request.key: request for request in requests}
-                works = []
+                work_items = []
                 for request in once.values():
                     number += 1
                     slot = request.key - 1 if slotted else -1
                     x = [request.x] * request.width
-                    works.append(step(number, request.key, x, start=request.start, end=request.end, slot=slot))
-                rows, _, _ = runner.run(works)
+                    work_items.append(step(number, request.key, x, start=request.start, end=request.end, slot=slot))
+                rows, _, _ = runner.run(work_items)
                 failing = {request.width for request in once.values() if request.x < 0}
                 for row, request in zip(rows, once.values(), strict=True):
                     if request.width in failing:

@@ -47,9 +47,9 @@ def asked(pair: Pair, rows: list[Row], places: list[Handle | None]) -> list[Work
 def test_outputs_are_written_to_memory_of_the_caller_on_the_gpu(pair: Pair, shares: tuple[int, ...]) -> None:
     given, places = arrays(*shares), Places(pair, list(shares))
     rows = pair.produce(*given)
-    works = asked(pair, rows, list(places.handles))
+    work_items = asked(pair, rows, list(places.handles))
     pair.copies()
-    found = pair.consumer.run(*works)
+    found = pair.consumer.run(*work_items)
     assert pair.copies() == gathered(shares) * 2, "inputs are gathered and outputs scattered on the GPU"
     for index, (row, array) in enumerate(zip(found, given, strict=True)):
         assert row.error is None, row.error
@@ -71,9 +71,9 @@ def test_batches_that_the_host_scatters(pair: Pair, case: str) -> None:
         handles[1] = replace(places.handles[1], size=WIDTH * 4 - 1)
     else:
         pair.consumer.arenas.near_limit = 4096
-    works = asked(pair, rows, handles)
+    work_items = asked(pair, rows, handles)
     pair.copies()
-    first, second = pair.consumer.run(*works)
+    first, second = pair.consumer.run(*work_items)
     assert {kind for _, kind in pair.copies()} == {WITHIN, DEVICE_TO_HOST, HOST_TO_DEVICE}
     assert first.error is None, first.error
     np.testing.assert_array_equal(places.read(0, 1), given[0] + 2)
@@ -92,9 +92,9 @@ def test_batches_that_the_host_scatters(pair: Pair, case: str) -> None:
 def test_a_gpu_failure_while_outputs_are_scattered(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     given, places = arrays(1, 1), Places(pair, [1, 1])
     rows = pair.produce(*given)
-    works = asked(pair, rows, list(places.handles))
+    work_items = asked(pair, rows, list(places.handles))
     device: Any = memory_of(pair.consumer.mapped).cuda
-    copy, gathering = device.copy, [None] * len(works)
+    copy, gathering = device.copy, [None] * len(work_items)
 
     def fail(*arguments: Any) -> None:
         if not gathering:
@@ -104,7 +104,7 @@ def test_a_gpu_failure_while_outputs_are_scattered(pair: Pair, monkeypatch: pyte
         copy(*arguments)
 
     monkeypatch.setattr(device, "copy", fail)
-    for row in pair.consumer.run(*works):
+    for row in pair.consumer.run(*work_items):
         assert_failed(row, "MODEL_FAILED", "the GPU failed")
     pair.consumer.failures.clear()  # their tracebacks refer to arrays
     pair.give_back(*rows)

@@ -139,11 +139,11 @@ def test_onnx_runtime_reads_and_writes_on_the_gpu(onnx_pair: Pair, shares: tuple
     for near in ((), ("y",), ("y", "z")):
         rows = pair.produce(*given)
         pair.copies()
-        works = [
+        work_items = [
             replace(work, inputs=(*work.inputs, pair.consumer.work(b=array * 2).inputs[0]), step=StepOptions(near))
             for work, array in zip(pair.pass_on(*rows), given, strict=True)
         ]
-        found = pair.consumer.run(*works)
+        found = pair.consumer.run(*work_items)
         assert pair.copies() == gathered(shares), "no part of x is copied to the host"
         for row, array in zip(found, given, strict=True):
             y = (array + 1) * 3
@@ -163,8 +163,8 @@ def test_onnx_runtime_gets_large_inputs_on_the_gpu(onnx_pair: Pair, shares: tupl
     pinned: set[int] = set()
     for _ in range(2):
         pair.copies()
-        works = [consumer.work(x=array, b=array * 2) for array in given]
-        found = consumer.run(*works)
+        work_items = [consumer.work(x=array, b=array * 2) for array in given]
+        found = consumer.run(*work_items)
         assert device.registered.keys() == (pinned or device.registered.keys()), "segments are pinned once"
         pinned = set(device.registered)
         assert len(pinned) >= 2, "those of inputs and of outputs"
@@ -189,8 +189,10 @@ def test_onnx_runtime_runs_on_a_gpu_that_cupy_cannot_use(
 
 def test_a_gpu_failure_in_onnx_runtime_fails_one_batch(onnx_pair: Pair) -> None:
     rows = onnx_pair.produce(*arrays(1, 1))
-    works = onnx_pair.pass_on(*rows)
-    more = [replace(work, inputs=(*work.inputs, onnx_pair.consumer.work(b=arrays(1)[0]).inputs[0])) for work in works]
+    work_items = onnx_pair.pass_on(*rows)
+    more = [
+        replace(work, inputs=(*work.inputs, onnx_pair.consumer.work(b=arrays(1)[0]).inputs[0])) for work in work_items
+    ]
     onnx_pair.fake.fail("copy")
     for row in onnx_pair.consumer.run(*more):
         assert_failed(row, "MODEL_FAILED", "the GPU failed")

@@ -14,11 +14,11 @@ from shmserve.protocol.messages import Columns
 from shmserve.protocol.worker_messages import Execute, Work
 
 
-class ColumnWorks(Sequence[Work]):
+class WorkColumns(Sequence[Work]):
     """The requests of a batch whose inputs are of one form: `data[n]` has the bytes of each input of the n-th
     request."""
 
-    __slots__ = ("_works", "audiences", "data", "forms", "requests", "rows")
+    __slots__ = ("_work_items", "audiences", "data", "forms", "requests", "rows")
 
     def __init__(self, columns: Columns, audiences: Sequence[str]) -> None:
         if not columns.regular or len(audiences) != len(columns.requests):
@@ -28,15 +28,15 @@ class ColumnWorks(Sequence[Work]):
         self.rows = list(columns.rows)
         self.data = list(columns.data)
         self.audiences = list(audiences)
-        self._works: list[Work] | None = None
+        self._work_items: list[Work] | None = None
 
-    def extend(self, others: ColumnWorks) -> None:
+    def extend(self, others: WorkColumns) -> None:
         """Appends requests of the same form."""
         self.requests += others.requests
         self.rows += others.rows
         self.data += others.data
         self.audiences += others.audiences
-        self._works = None
+        self._work_items = None
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -52,32 +52,32 @@ class ColumnWorks(Sequence[Work]):
         return self._all()[index]
 
     def _all(self) -> list[Work]:
-        works = self._works
-        if works is None:
+        work_items = self._work_items
+        if work_items is None:
             columns = Columns(self.forms, tuple(self.requests), tuple(self.rows), tuple(self.data))
-            works = self._works = [
+            work_items = self._work_items = [
                 Work(request, rows, columns.tensors(index), None, audience)
                 for index, (request, rows, audience) in enumerate(
                     zip(self.requests, self.rows, self.audiences, strict=True)
                 )
             ]
-        return works
+        return work_items
 
 
-def works_of(order: Execute) -> Sequence[Work]:
+def work_items_of(order: Execute) -> Sequence[Work]:
     if order.columns is not None:
-        return ColumnWorks(order.columns, order.audiences)
-    return order.works
+        return WorkColumns(order.columns, order.audiences)
+    return order.work_items
 
 
-def joined(works: Sequence[Work], others: Sequence[Work]) -> Sequence[Work]:
-    """Concatenates both, in columns if possible. May modify `works`."""
-    if isinstance(works, ColumnWorks) and isinstance(others, ColumnWorks) and works.forms == others.forms:
-        works.extend(others)
-        return works
-    return [*works, *others]
+def joined(work_items: Sequence[Work], others: Sequence[Work]) -> Sequence[Work]:
+    """Concatenates both, in columns if possible. May modify `work_items`."""
+    if isinstance(work_items, WorkColumns) and isinstance(others, WorkColumns) and work_items.forms == others.forms:
+        work_items.extend(others)
+        return work_items
+    return [*work_items, *others]
 
 
-def shares_of(works: Sequence[Work]) -> Sequence[int]:
+def shares_of(work_items: Sequence[Work]) -> Sequence[int]:
     """The rows of each request."""
-    return works.rows if isinstance(works, ColumnWorks) else [work.rows for work in works]
+    return work_items.rows if isinstance(work_items, WorkColumns) else [work.rows for work in work_items]
