@@ -283,7 +283,7 @@ class AsyncClient(Queries[Awaitable[dict[str, Any]], Awaitable[list[dict[str, An
         wait = ReadyWait(self.url, model, timeout)
         while True:
             try:
-                answer = await self._ask("ready", model or "", None, wait.time_left())
+                answer = await self._ask("ready", model or "", None, wait.remaining_time())
                 if answer["ready"]:
                     return
                 wait.not_yet(answer)

@@ -220,7 +220,7 @@ class BlockingQueries(Queries[dict[str, Any], list[dict[str, Any]], str]):
         wait = ReadyWait(self.url, model, timeout)
         while True:
             try:
-                answer = self._ask("ready", model or "", None, wait.time_left())
+                answer = self._ask("ready", model or "", None, wait.remaining_time())
                 if answer["ready"]:
                     return
                 wait.not_yet(answer)

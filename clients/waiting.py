@@ -32,7 +32,7 @@ class ReadyWait:
         self._loading_ended = False
         self._out_of_service = False
 
-    def time_left(self) -> float | None:
+    def remaining_time(self) -> float | None:
         """Timeout for the next query."""
         return None if self._timeout is None else max(0.001, self._end - time.monotonic())
 

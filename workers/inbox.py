@@ -65,11 +65,11 @@ class Inbox:
 
     def handle(self, orders: list[Any], descriptors: list[int]) -> None:
         if descriptors:
-            left = deque(descriptors)
+            remaining = deque(descriptors)
             try:
-                self._handle_each(orders, left)
+                self._handle_each(orders, remaining)
             finally:
-                for descriptor in left:
+                for descriptor in remaining:
                     os.close(descriptor)
             return
         handlers = self._handlers

@@ -152,12 +152,12 @@ class AgentChains:
         """`_base` exists until the agents have been told."""
         self._release(home, name)
 
-    def _release(self, home: Path, name: str, left_s: float | None = None) -> None:
+    def _release(self, home: Path, name: str, remaining_s: float | None = None) -> None:
         unloads = self._live.pop(home, None)
         if unloads is None:
             return  # close() has released it, or left it for recover()
         if unloads:
-            self._run(home, "unload", name, left_s)
+            self._run(home, "unload", name, remaining_s)
         shutil.rmtree(home, ignore_errors=True)
 
     def recover(self) -> None:
@@ -193,13 +193,13 @@ class AgentChains:
 
     # ------------------------------------------------------------------------------------ processes
 
-    def _run(self, home: Path, action: str, model: str, left_s: float | None = None) -> str:
+    def _run(self, home: Path, action: str, model: str, remaining_s: float | None = None) -> str:
         """Runs the process of a chain. Returns what was wrong with it; "" if it ended normally."""
         command = [sys.executable, "-m", "shmserve.repo.agents.host", str(home), action, str(os.getpid())]
         self._running = process = AgentProcess(command, lambda line: self._log(line, model))
         if self.closed and action == "load":
             process.kill()
-        code = process.run(self._limit_s(action, left_s))
+        code = process.run(self._limit_s(action, remaining_s))
         self._running = None
         if code is None:
             text = f"its repository agents were killed: they took longer than {self._settings.limit_s:g} s"
@@ -208,10 +208,10 @@ class AgentChains:
             return f"its repository agents were killed by {signal.Signals(-code).name}"
         return f"its repository agents ended with exit code {code}" if code else ""
 
-    def _limit_s(self, action: str, left_s: float | None) -> float | None:
-        if left_s is None and self.closed and action == "unload":
-            left_s = STOP_S
-        return min((limit for limit in (self._settings.limit_s, left_s) if limit), default=None)
+    def _limit_s(self, action: str, remaining_s: float | None) -> float | None:
+        if remaining_s is None and self.closed and action == "unload":
+            remaining_s = STOP_S
+        return min((limit for limit in (self._settings.limit_s, remaining_s) if limit), default=None)
 
 
 def _named(home: Path, folder: Path, name: str) -> Path:

@@ -43,8 +43,8 @@ class AgentProcess:
         in_time = True
         try:
             while True:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                ready = [descriptor for descriptor, _ in poll.poll(None if left is None else left * 1000)]
+                remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+                ready = [descriptor for descriptor, _ in poll.poll(None if remaining is None else remaining * 1000)]
                 in_time = bool(ready)
                 if not in_time or ended in ready:
                     break

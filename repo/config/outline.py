@@ -111,14 +111,14 @@ class _TokenReader:
 
     def __init__(self, text: str) -> None:
         self._tokens = tokens(text)
-        self._left = TOKENS
+        self._remaining = TOKENS
         self.head = next(self._tokens)
 
     def take(self) -> Token:
         token = self.head
         if token.kind != "end":
-            self._left -= 1
-            if self._left < 0:
+            self._remaining -= 1
+            if self._remaining < 0:
                 raise OutlineError(token, f"more than {TOKENS} tokens", final=True)
             self.head = next(self._tokens)
         return token

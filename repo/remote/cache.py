@@ -192,10 +192,10 @@ class Cache:
                             self._evict(more)
                         break
                     except CacheFull:
-                        left = end - time.monotonic()
-                        if left <= 0 or not self._has_retired():
+                        remaining = end - time.monotonic()
+                        if remaining <= 0 or not self._has_retired():
                             raise
-                        self._guard.wait(left)
+                        self._guard.wait(remaining)
                 self._reserved += more
             reserved += more
 

@@ -280,10 +280,10 @@ class Broker:
 
     def _run_actions(self, pending: list[Effect]) -> None:
         actions = self._actions
-        left = iter(pending)
+        remaining = iter(pending)
         while True:
             try:
-                for effect in left:
+                for effect in remaining:
                     actions[type(effect)](effect)
                 return
             except Exception:

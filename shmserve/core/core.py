@@ -205,11 +205,11 @@ class Core:
             state.choose_versions()
         of_clients, of_workers = self._of_clients, self._of_workers
         instances = state.instances
-        left = iter(turn)
+        remaining = iter(turn)
         peer, message = 0, None
         while True:
             try:
-                for peer, message in left:
+                for peer, message in remaining:
                     if peer < WORKERS_FROM:
                         of_clients[type(message)](peer, message, now)
                     else:

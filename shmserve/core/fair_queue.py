@@ -45,22 +45,22 @@ class FairQueue(Generic[T]):
         return len(self.users)
 
     def counts(self) -> dict[str, int]:
-        return {user: len(mine) for user, mine in self.users.items()}
+        return {user: len(turns) for user, turns in self.users.items()}
 
     def add(self, user: str, member: T, heavy: bool = False) -> None:
         """Appends behind the user's other members."""
-        mine = self.users.get(user)
-        if mine is None:
-            mine = self.users[user] = _User()
-        (mine.heavy if heavy else mine.cheap).append(member)
+        turns = self.users.get(user)
+        if turns is None:
+            turns = self.users[user] = _User()
+        (turns.heavy if heavy else turns.cheap).append(member)
 
     def pop(self) -> T:
         """Removes and returns the next member."""
         user = next(iter(self.users))
-        mine = self.users.pop(user)
-        member = mine.pop()
-        if mine:
-            self.users[user] = mine  # behind the other users
+        turns = self.users.pop(user)
+        member = turns.pop()
+        if turns:
+            self.users[user] = turns  # behind the other users
         return member
 
     def first(self) -> T:
@@ -68,10 +68,10 @@ class FairQueue(Generic[T]):
         return next(iter(self.users.values())).first()
 
     def remove(self, user: str, member: T) -> None:
-        mine = self.users[user]
-        (mine.cheap if member in mine.cheap else mine.heavy).remove(member)
-        if not mine:
+        turns = self.users[user]
+        (turns.cheap if member in turns.cheap else turns.heavy).remove(member)
+        if not turns:
             del self.users[user]
 
     def members(self) -> set[T]:
-        return {member for mine in self.users.values() for member in (*mine.cheap, *mine.heavy)}
+        return {member for turns in self.users.values() for member in (*turns.cheap, *turns.heavy)}

@@ -59,19 +59,19 @@ def _check_requests(state: State) -> dict[Version, list[Request]]:
                 queues[version] = version.service.queue.in_order()
             waits: Iterable[Request] = version.suspects if request.suspect else queues[version]
             if request.unchecked is not None:
-                assert version.state is VersionState.LOADING or version in state.loaded_versions, request.story()
+                assert version.state is VersionState.LOADING or version in state.loaded_versions, request.details()
                 waits = version.unchecked.in_order()
             if request.sequence is not None:
                 waits = request.sequence.requests
-            assert request in waits, request.story()
+            assert request in waits, request.details()
         elif number in state.runs:
             _check_run(state, request)
         else:
             _check_started(request)
         if request.is_step:
-            assert state.runs[request.parent].in_flight.get(request.number) is request, request.story()
+            assert state.runs[request.parent].in_flight.get(request.number) is request, request.details()
         elif request.state is not RequestState.LINGERING:
-            assert request.client.requests.get(request.client_number) == request.number, request.story()
+            assert request.client.requests.get(request.client_number) == request.number, request.details()
     abandoned = (r for r in state.requests.values() if r.state is RequestState.LINGERING and is_stream(r))
     assert state.abandoned == Counter(request.payer.user for request in abandoned)
     return queues
@@ -80,26 +80,26 @@ def _check_requests(state: State) -> dict[Version, list[Request]]:
 def _check_started(request: Request) -> None:
     """A request that a worker has, or whose response waits for those of earlier requests."""
     if request.state is RequestState.DONE:
-        assert request.reply is not None, request.story()
-        assert request.version.service.order, request.story()
-        assert request in list(request.version.service.order)[1:], request.story()
+        assert request.reply is not None, request.details()
+        assert request.version.service.order, request.details()
+        assert request in list(request.version.service.order)[1:], request.details()
     elif request.instance is not None and request.number in request.instance.streams:
-        assert request.state in (RequestState.OPEN, RequestState.LINGERING), request.story()
-        assert request.batch is None, request.story()
+        assert request.state in (RequestState.OPEN, RequestState.LINGERING), request.details()
+        assert request.batch is None, request.details()
     else:
-        assert request.state in (RequestState.SENT, RequestState.LINGERING), request.story()
-        assert request.instance is not None, request.story()
-        assert request.batch in request.instance.batches(), request.story()
+        assert request.state in (RequestState.SENT, RequestState.LINGERING), request.details()
+        assert request.instance is not None, request.details()
+        assert request.batch in request.instance.batches(), request.details()
 
 
 def _check_callers(state: State, callers: dict[int, CallingWorker]) -> None:
     for peer, caller in callers.items():
         held = caller.blocking
         instance = state.instances[peer][1]
-        assert held <= set(caller.requests.values()), instance.story()
+        assert held <= set(caller.requests.values()), instance.details()
         assert caller.number == peer
-        assert caller.waits_for == len(held), instance.story()
-        assert (instance in state.blocked_instances) == bool(held), instance.story()
+        assert caller.waits_for == len(held), instance.details()
+        assert (instance in state.blocked_instances) == bool(held), instance.details()
 
 
 def _check_client_bytes(state: State, clients: Iterable[ClientState]) -> None:
@@ -119,9 +119,11 @@ def _check_client_bytes(state: State, clients: Iterable[ClientState]) -> None:
         assert client.steps == steps[client]
         assert client.input_bytes == input_bytes[client]
         for caller in client.callers.values():
-            mine = [request.inline for request in state.requests.values() if request.payer is caller]
-            assert (caller.in_flight, caller.bytes) == (len(mine), sum(mine)), f"caller {caller.name} of {client.name}"
-            assert mine, f"caller {caller.name} of {client.name} is kept without a request"
+            inline = [request.inline for request in state.requests.values() if request.payer is caller]
+            assert (caller.in_flight, caller.bytes) == (len(inline), sum(inline)), (
+                f"caller {caller.name} of {client.name}"
+            )
+            assert inline, f"caller {caller.name} of {client.name} is kept without a request"
 
 
 def _check_version(state: State, version: Version, queue: list[Request]) -> None:
@@ -142,19 +144,19 @@ def _check_version(state: State, version: Version, queue: list[Request]) -> None
 
 def _check_run(state: State, request: Request) -> None:
     run = state.runs[request.number]
-    assert run.request is request, request.story()
-    assert request.state in (RequestState.CHAINED, RequestState.LINGERING), request.story()
-    assert run.spots.keys() == run.in_flight.keys(), request.story()
-    assert run.over == (request.state is RequestState.LINGERING), request.story()
-    assert run.in_flight or run.mapped or run.waits_for_room, f"nothing is in flight for it: {request.story()}"
-    assert not run.results, request.story()
-    assert not run.ready or run.over, request.story()
-    assert not run.mapped or run.over or run in state.runs.with_rows.members(), request.story()
+    assert run.request is request, request.details()
+    assert request.state in (RequestState.CHAINED, RequestState.LINGERING), request.details()
+    assert run.positions.keys() == run.in_flight.keys(), request.details()
+    assert run.over == (request.state is RequestState.LINGERING), request.details()
+    assert run.in_flight or run.mapped or run.waits_for_room, f"nothing is in flight for it: {request.details()}"
+    assert not run.results, request.details()
+    assert not run.ready or run.over, request.details()
+    assert not run.mapped or run.over or run in state.runs.with_rows.members(), request.details()
     for number, step in run.in_flight.items():
-        assert state.requests[number] is step, request.story()
+        assert state.requests[number] is step, request.details()
     for iteration in run.iterations():
         for name, kept in iteration.tensors.items():
-            assert kept.readers > 0, f"'{name}' is kept without a reader: {request.story()}"
+            assert kept.readers > 0, f"'{name}' is kept without a reader: {request.details()}"
 
 
 def _check_memory(state: State) -> None:
@@ -176,9 +178,9 @@ def _check_memory(state: State) -> None:
             count(_pinned(state.runs[request.parent], handles_of(request.reply.outputs)))
     for run in state.runs.values():
         for iteration in run.iterations():
-            made = [kept.tensor for kept in iteration.tensors.values() if kept.made]
+            produced = [kept.tensor for kept in iteration.tensors.values() if kept.produced]
             rows = [tensor for rows in iteration.rows.values() for tensors in rows.values() for tensor in tensors]
-            count(_pinned(run, handles_of((*made, *rows))))
+            count(_pinned(run, handles_of((*produced, *rows))))
     for entry in state.cache.entries():
         count(entry.handles)
     pinned = Counter({place: hold.pins for place, hold in ledger.holds.items() if hold.pins})
@@ -195,7 +197,7 @@ def _check_leases(state: State) -> None:
     lent = Counter((lease.client.number, lease.version.model) for lease in state.leases.values())
     assert not lent or max(lent.values()) == 1, f"two leases of one model and client: {lent}"
     for number, lease in state.leases.items():
-        assert lease.number == number, lease.instance.story()
+        assert lease.number == number, lease.instance.details()
         if lease.instance.lease == number:
             assert lease.revoked or not lease.version.waits, f"{lease.version.label} is lent while requests wait"
 
@@ -216,24 +218,24 @@ def _check_shadows(state: State) -> None:
 def _check_sequences(state: State) -> None:
     for key, sequence in state.sequences.items():
         assert sequence.key == key
-        assert sequence.broken is None, sequence.story()
-        assert sequence in sequence.sequence_slots.all(), sequence.story()
+        assert sequence.broken is None, sequence.details()
+        assert sequence in sequence.sequence_slots.all(), sequence.details()
     for instance, version in state.changes.retiring_instances.items():
-        assert instance.retiring, instance.story()
-        assert instance in version.instances, instance.story()
+        assert instance.retiring, instance.details()
+        assert instance in version.instances, instance.details()
     versions = [version for model in state.models.values() for version in model.generations()]
     for slots in [version.service.sequence_slots for version in versions if version.service.sequence_slots is not None]:
         assert not slots.changed
         assert slots.bytes == sum(request.inline for sequence in slots.all() for request in sequence.requests)
         for sequence in slots.all():
-            assert not (sequence.over and sequence.idle), sequence.story()
-            assert (sequence.state is SequenceState.BOUND) == (sequence.instance is not None), sequence.story()
-            assert sequence.broken is None or sequence.running is not None, sequence.story()
+            assert not (sequence.over and sequence.idle), sequence.details()
+            assert (sequence.state is SequenceState.BOUND) == (sequence.instance is not None), sequence.details()
+            assert sequence.broken is None or sequence.running is not None, sequence.details()
             for request in sequence.requests:
-                assert request.sequence is sequence, sequence.story()
-                assert request.state is RequestState.QUEUED, sequence.story()
+                assert request.sequence is sequence, sequence.details()
+                assert request.state is RequestState.QUEUED, sequence.details()
             if sequence.running is not None:
-                assert sequence.running.instance is sequence.instance, sequence.story()
+                assert sequence.running.instance is sequence.instance, sequence.details()
 
 
 def _check_operation(model: Model) -> None:
@@ -279,43 +281,43 @@ def _check_sleep(state: State, version: Version) -> None:
         assert not version.waits or ending or leaving, f"{version.label} sleeps although requests wait"
     elif version.state is VersionState.READY and not state.draining:
         for instance in version.instances:
-            assert instance.state is not _I.ASLEEP or instance.reason, f"nobody wakes {instance.story()}"
+            assert instance.state is not _I.ASLEEP or instance.reason, f"nobody wakes {instance.details()}"
     assert version.yielding == (version in state.memory.yielding), version.label
     for instance in version.instances:
         may_lack = instance.state is _I.WAITING or (instance.state is _I.BACKOFF and instance.lost)
         has_memory = bool(instance.peer) or instance.state is _I.BACKOFF
-        assert (instance in state.memory.holders) == has_memory or may_lack, instance.story()
+        assert (instance in state.memory.holders) == has_memory or may_lack, instance.details()
         assert not instance.asleep_soon or (instance.sleeping and instance.idle and not instance.streams), (
-            instance.story()
+            instance.details()
         )
-        assert not instance.sleeping or instance.state is not _I.READY, instance.story()
+        assert not instance.sleeping or instance.state is not _I.READY, instance.details()
 
 
 def _check_instance(state: State, idle: list[Instance], instance: Instance) -> None:
     known = state.instances.get(instance.peer)
-    assert (known is not None and known[1] is instance) == bool(instance.peer), instance.story()
-    assert not instance.lost or instance.state is not _I.READY, instance.story()
-    assert not instance.held or instance.state not in (_I.WAITING, _I.STARTING, _I.READY), instance.story()
+    assert (known is not None and known[1] is instance) == bool(instance.peer), instance.details()
+    assert not instance.lost or instance.state is not _I.READY, instance.details()
+    assert not instance.held or instance.state not in (_I.WAITING, _I.STARTING, _I.READY), instance.details()
     if state.loading.forbids(instance.spec) and not state.draining:
-        assert instance.held or instance.over or instance.state in (_I.KILLED, _I.GOING_TO_SLEEP), instance.story()
+        assert instance.held or instance.over or instance.state in (_I.KILLED, _I.GOING_TO_SLEEP), instance.details()
     if instance.quarantined and not instance.over:
-        assert instance.waiting is None, instance.story()
-        assert instance.running is None or instance.running.count == 1, instance.story()
-    assert idle.count(instance) == int(instance.usable and instance.idle), instance.story()
+        assert instance.waiting is None, instance.details()
+        assert instance.running is None or instance.running.count == 1, instance.details()
+    assert idle.count(instance) == int(instance.usable and instance.idle), instance.details()
     if instance.lease:
         lease = state.leases[instance.lease]
-        assert lease.instance is instance, instance.story()
-        assert instance.peer, instance.story()
-        assert not instance.batches(), instance.story()
+        assert lease.instance is instance, instance.details()
+        assert instance.peer, instance.details()
+        assert not instance.batches(), instance.details()
     if instance.running is not None:
-        assert instance.running.state is BatchState.RUNNING, instance.story()
+        assert instance.running.state is BatchState.RUNNING, instance.details()
     if instance.waiting is not None:
-        assert instance.waiting.state is BatchState.OPEN, instance.story()
+        assert instance.waiting.state is BatchState.OPEN, instance.details()
     for batch in instance.batches():
-        assert instance.peer, instance.story()
-        left = batch.requests()
-        assert batch.left == len(left), instance.story()
-        assert batch.left or batch.state is BatchState.RUNNING, instance.story()
+        assert instance.peer, instance.details()
+        remaining = batch.requests()
+        assert batch.remaining == len(remaining), instance.details()
+        assert batch.remaining or batch.state is BatchState.RUNNING, instance.details()
         assert batch.rows == sum(r.cost for _, piece in batch.pieces for r in piece if r.batch is batch), (
-            instance.story()
+            instance.details()
         )

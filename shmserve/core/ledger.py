@@ -227,9 +227,9 @@ class Ledger:
             place, hold = self._given(client, handle)
         client.held_bytes -= hold.handle.size
         self.held_bytes -= hold.handle.size
-        left = hold.clients[client.number] - 1
-        if left:
-            hold.clients[client.number] = left
+        remaining = hold.clients[client.number] - 1
+        if remaining:
+            hold.clients[client.number] = remaining
             return
         del hold.clients[client.number]
         client.holds.discard(place)

@@ -201,7 +201,7 @@ class Request(Struct, eq=False, gc=False):
     def title(self) -> str:
         return f"request {self.number}"
 
-    def story(self) -> str:
+    def details(self) -> str:
         at = f" at {self.instance.spec.name}" if self.instance else ""
         return (
             f"request {self.number} ({self.client_number} of client {self.client.number}) for {self.version.label}, "
@@ -470,7 +470,7 @@ class Instance(Struct, eq=False):
     def title(self) -> str:
         return f"instance {self.spec.name}"
 
-    def story(self) -> str:
+    def details(self) -> str:
         return f"peer {self.peer}, {self.deaths} deaths in a row, last reason {self.reason or 'none'}"
 
     @property
@@ -569,7 +569,7 @@ class Sequence(Struct, eq=False):
     def title(self) -> str:
         return f"sequence {self.id!r}"
 
-    def story(self) -> str:
+    def details(self) -> str:
         at = f" slot {self.slot} of {self.instance.spec.name}" if self.instance is not None else ""
         return f"of {self.version.label}{at}, {len(self.requests)} requests wait, broken: {self.broken}"
 
@@ -591,7 +591,7 @@ class Sequence(Struct, eq=False):
             request.options = replace(request.options, sequence_start=False)
         self.requests.appendleft(request)
         self.sequence_slots.waiting(request)
-        self.left(request)
+        self.on_left(request)
 
     @property
     def sequence_slots(self) -> SequenceSlots[Sequence, Instance]:
@@ -602,7 +602,7 @@ class Sequence(Struct, eq=False):
     def mark_changed(self) -> None:
         self.sequence_slots.changed[self] = None
 
-    def left(self, request: Request) -> None:
+    def on_left(self, request: Request) -> None:
         """The request has ended at its worker, or will run again."""
         if self.running is request:
             self.running = None
@@ -717,12 +717,12 @@ class Service:
             old.order.remove(request)
             self.order = deque(sorted([*self.order, request], key=lambda other: other.number))
 
-    def sweep_order(self, left: list[Request]) -> None:
+    def sweep_order(self, remaining: list[Request]) -> None:
         """Keeps only these requests in the order: those that have not left early."""
         assert self.order is not None
         self.order.clear()
-        self.order.extend(left)
-        self.order_swept = max(ORDER, 2 * len(left))
+        self.order.extend(remaining)
+        self.order_swept = max(ORDER, 2 * len(remaining))
 
 
 def _work_bytes(policy: ModelPolicy) -> int:
@@ -820,7 +820,7 @@ class Version:
     def title(self) -> str:
         return self.label
 
-    def story(self) -> str:
+    def details(self) -> str:
         return f"{len(self.instances)} instances, reason {self.reason or 'none'}"
 
     def apply_policy(self, policy: ModelPolicy, limits: Limits, decoupled: bool = False) -> None:

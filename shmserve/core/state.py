@@ -88,7 +88,7 @@ class State:
         self.loaded_versions: dict[Version, None] = {}
         """Versions that are no longer loading, and the requests that waited for that have not been checked."""
         self.leases: dict[int, Lease] = {}
-        self.accused: dict[tuple[int, int], Instance] = {}
+        self.lease_suspects: dict[tuple[int, int], Instance] = {}
         """(client, request number) of a leased request whose worker died -> its instance. A suspect if sent again."""
         self.cache = Cache(limits.cache_bytes, self.ledger, self.outputs)
         self.limiter = Limiter(limits.resources) if limits.rate_limit else None

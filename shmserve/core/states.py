@@ -1,7 +1,7 @@
 """The state machines of the core: states and legal transitions.
 
 Invariant: `move` and `move_all` are the only writers of a state. A transition that is not listed is an internal error,
-reported with the object's `story()` and, in tests, with its last transitions (`History`).
+reported with the object's `details()` and, in tests, with its last transitions (`History`).
 
 A request leaves the broker for a worker (SENT). It becomes QUEUED again only if its batch is recalled, its worker dies,
 or an iterative model runs it again. It may be answered before the worker is done with it (LINGERING: its inputs are
@@ -124,7 +124,7 @@ class Moving(Protocol):
     @property
     def title(self) -> str: ...
 
-    def story(self) -> str:
+    def details(self) -> str:
         """Its other fields, for the report of an illegal transition."""
 
 
@@ -135,9 +135,7 @@ class IllegalMove(AssertionError):
     """An illegal transition, which is an internal error of the core."""
 
     def __init__(self, moving: Moving, finish: Enum) -> None:
-        text = (
-            f"{moving.title}: {moving.state.name} -> {finish.name} is not a legal transition; story: {moving.story()}"
-        )
+        text = f"{moving.title}: {moving.state.name} -> {finish.name} is not a legal transition; details: {moving.details()}"
         before = history.of(moving) if history is not None else ""
         super().__init__(f"{text}; before: {before}" if before else text)
 

@@ -45,9 +45,9 @@ class Traffic(Struct, frozen=True):
         """The versions that get requests while these are READY, with their weights, the largest first."""
         found = [(number, percent) for number, percent in self.shares.items() if percent and number in ready]
         others = set(ready) - self.shares.keys()
-        left = 100 - sum(self.shares.values())
-        if others and left > 0:
-            found.append((max(others), left))
+        remaining = 100 - sum(self.shares.values())
+        if others and remaining > 0:
+            found.append((max(others), remaining))
         return sorted(found, key=lambda entry: (entry[1], entry[0]), reverse=True)
 
     @property
@@ -69,10 +69,10 @@ class Split(Struct):
 
     def choose(self) -> int:
         self.phase = (self.phase + STEP) % 1.0
-        left = self.phase * sum(weight for _, weight in self.weights)
+        remaining = self.phase * sum(weight for _, weight in self.weights)
         for number, weight in self.weights:
-            left -= weight
-            if left < 0:
+            remaining -= weight
+            if remaining < 0:
                 return number
         return self.weights[0][0]
 

@@ -95,7 +95,7 @@ class Queries:
         ask = operation.ask
         while len(messages) < TOGETHER and not operation.complete:
             piece = operation.body.take()
-            more = operation.body.left > 0
+            more = operation.body.remaining > 0
             self._window -= len(piece)
             if operation.begun:
                 messages.append(Ask(ask.request, "", "", 0, piece, more))

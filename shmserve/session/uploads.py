@@ -91,17 +91,17 @@ class _File:
 class Body:
     """A body, read once in pieces of up to FIELD_BYTES."""
 
-    __slots__ = ("_at", "_parts", "left")
+    __slots__ = ("_at", "_parts", "remaining")
 
     def __init__(self, parts: Sequence[_Bytes | _File] = ()) -> None:
         self._parts = list(parts)[::-1]
         """In reverse order: the next part is the last."""
         self._at = 0
-        self.left = sum(part.size for part in parts)
+        self.remaining = sum(part.size for part in parts)
 
     def take(self) -> bytes:
         """The next piece; b"" at the end, and for an empty body."""
-        size = min(FIELD_BYTES, self.left)
+        size = min(FIELD_BYTES, self.remaining)
         pieces = []
         while size:
             part = self._parts[-1]
@@ -109,7 +109,7 @@ class Body:
             if length:
                 pieces.append(part.read(self._at, length))
             self._at += length
-            self.left -= length
+            self.remaining -= length
             size -= length
             if self._at == part.size:
                 part.close()
@@ -122,7 +122,7 @@ class Body:
         for part in self._parts:
             part.close()
         self._parts.clear()
-        self.left = 0
+        self.remaining = 0
 
 
 def of_bytes(data: bytes) -> Body:

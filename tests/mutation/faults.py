@@ -520,7 +520,7 @@ FAULTS = (
     Fault(
         "a sequence keeps its ended request",
         "shmserve/core/exit/exit.py",
-        "        request.sequence.left(request)\n",
+        "        request.sequence.on_left(request)\n",
         "        pass\n",
     ),
     Fault(

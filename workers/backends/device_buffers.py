@@ -118,13 +118,13 @@ class Pinned:
     def _make_room(self, size: int) -> bool:
         """Evicts segments, the least recently used first. Returns False, and evicts none, if one of them was used
         recently."""
-        evicted, left = 0, self.used
+        evicted, remaining = 0, self.used
         for address, pinned in self._sizes.items():
-            if left + size <= self._limit:
+            if remaining + size <= self._limit:
                 break
             if pinned and self._uses - self._last_uses[address] <= RECENT_USES:
                 return False
-            evicted, left = evicted + 1, left - pinned
+            evicted, remaining = evicted + 1, remaining - pinned
         self._cuda.settle()  # they may still be read or written for a batch
         for _ in range(evicted):
             self._evict()

@@ -36,9 +36,9 @@ class GatherGroup:
     """Requests whose inputs stack along axis 0 and that a backend runs together; or one request without a batch
     dimension.
 
-    `work_items` are in the order of their rows. `rows` is the length of axis 0, or 0 without a batch dimension. `extras` are
-    the inputs that do not come from callers; they follow the others. `lengths`: the length of each request before
-    padding to `length`, for models with padded inputs.
+    `work_items` are in the order of their rows. `rows` is the length of axis 0, or 0 without a batch dimension.
+    `extras` are the inputs that do not come from callers; they follow the others. `lengths`: the length of each request
+    before padding to `length`, for models with padded inputs.
     """
 
     __slots__ = (

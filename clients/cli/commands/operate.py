@@ -196,7 +196,7 @@ class _Operations:
         self._names = names
         self._run = run
         self._cancel = cancel
-        self._left = deque(names)
+        self._remaining = deque(names)
         self._found: dict[str, dict[str, Any] | BaseException] = {}
         self._reader, self._writer = os.pipe()
         self._threads = [
@@ -211,7 +211,7 @@ class _Operations:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._left.clear()
+            self._remaining.clear()
             self._cancel()  # wakes up all waiting threads at once
         for thread in self._threads:
             thread.join()
@@ -219,9 +219,9 @@ class _Operations:
         os.close(self._writer)
 
     def _work(self) -> None:
-        while self._left:
+        while self._remaining:
             try:
-                name = self._left.popleft()
+                name = self._remaining.popleft()
             except IndexError:  # another thread took it
                 return
             try:

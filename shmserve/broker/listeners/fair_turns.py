@@ -79,7 +79,7 @@ class ClientTurns:
 
     def __init__(self, due: Callable[[], None]) -> None:
         self._due = due
-        self._left = MESSAGES
+        self._remaining = MESSAGES
         self._waiting: FairQueue[ClientInput] = FairQueue()
         self._next: dict[ClientInput, bool] | None = None
         """Sources that called `wait` during `begin` -> heavy. They were served in this turn, so they are queued for the
@@ -88,10 +88,10 @@ class ClientTurns:
 
     def share(self) -> int:
         """The number of messages that a client may deliver now; 0: it must call `wait`."""
-        return self._share if self._left > 0 else 0
+        return self._share if self._remaining > 0 else 0
 
     def charge(self, messages: int) -> None:
-        self._left -= messages
+        self._remaining -= messages
 
     def wait(self, source: ClientInput, heavy: bool) -> None:
         """Queues a source with more input that is not queued yet."""
@@ -108,15 +108,15 @@ class ClientTurns:
     def begin(self) -> bool:
         """Begins a turn by serving the queued sources. True if some are still queued, so that another turn must
         follow."""
-        self._left = MESSAGES
+        self._remaining = MESSAGES
         waiting = self._waiting
         following: dict[ClientInput, bool] = {}
         self._next = following
         counts = waiting.counts()
-        while waiting and self._left > 0:
+        while waiting and self._remaining > 0:
             source = waiting.pop()
             self._share = max(1, min(SHARE, MESSAGES // len(counts) // counts[source.user]))
-            self._left -= 1
+            self._remaining -= 1
             source.process_input()
         self._share = SHARE
         self._next = None

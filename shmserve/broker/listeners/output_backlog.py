@@ -48,11 +48,11 @@ class OutputBacklog:
             )
 
     def read(self, reader: OutputReader, size: int) -> None:
-        left = self._bytes.pop(reader, 0)
-        if left:
+        remaining = self._bytes.pop(reader, 0)
+        if remaining:
             self._count(reader, -size)
-        if left > size:
-            self._bytes[reader] = left - size  # move to the end
+        if remaining > size:
+            self._bytes[reader] = remaining - size  # move to the end
 
     def removed(self, reader: OutputReader) -> None:
         self._count(reader, -self._bytes.pop(reader, 0))

@@ -39,12 +39,12 @@ def read_backend(name: str, directory: str, generations: Generations | None) -> 
     if origin is None:
         return None
     try:
-        for left in reversed(range(READINGS)):
+        for remaining in reversed(range(READINGS)):
             snapshot = take(origin)
             if generations is None:
                 return BackendFiles(origin, snapshot, None)
             try:
-                kept = generations.keep(origin, 0, snapshot, str(origin / ENVIRONMENT_FILE), strict=left > 0)
+                kept = generations.keep(origin, 0, snapshot, str(origin / ENVIRONMENT_FILE), strict=remaining > 0)
                 return BackendFiles(origin, snapshot, kept)
             except FilesChanged:
                 continue

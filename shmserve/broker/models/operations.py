@@ -209,8 +209,8 @@ class ClientOperations:
         if not options.wait:
             self.settled(effects.Settled(number))
         elif options.timeout is not None:
-            left = max(0.0, job.began + options.timeout - time.monotonic())
-            self._loop.call_later(left, self._unload_late, number, options.timeout)
+            remaining = max(0.0, job.began + options.timeout - time.monotonic())
+            self._loop.call_later(remaining, self._unload_late, number, options.timeout)
 
     def _unload_late(self, number: int, seconds: float) -> None:
         job = self._jobs.pop(number, None)

@@ -17,7 +17,7 @@ from shmserve.broker.models.repositories import Reading, Repositories
 from shmserve.errors import ServeError
 from shmserve.repo.storage.store import ScannedModel
 
-_Found = tuple[Reading, list[tuple[str, Reading]]]
+_Readings = tuple[Reading, list[tuple[str, Reading]]]
 """A model and the models that it needs, each with the ensemble that names it."""
 
 
@@ -37,7 +37,7 @@ class RemoteChanges:
         self._operations = operations
         self._disk_changes = disk_changes
         self._wake = wake
-        self._models_left = 0
+        self._remaining_models = 0
         """Number of models to load at startup that have not been read."""
         self.starting = True
         """The models to serve from the start are being downloaded."""
@@ -57,7 +57,7 @@ class RemoteChanges:
         if not self._operations.explicit or list(models) == ["*"]:
             self._remote.fetch_all(lambda failure, notes: self._fetched_all())
             return
-        self._models_left = len(models)
+        self._remaining_models = len(models)
         for name in models:
             self.load(name)
         if not models:
@@ -105,12 +105,12 @@ class RemoteChanges:
             self._remote.fetch_all(lambda failure, notes: self._disk_changes.reread(then))
             return
         names = [name for name in self._disk_changes.served_names() if self._remote.has(name)]
-        left = len(names)
+        remaining = len(names)
 
         def fetched(failure: str, notes: Sequence[str]) -> None:
-            nonlocal left
-            left -= 1
-            if left <= 0:
+            nonlocal remaining
+            remaining -= 1
+            if remaining <= 0:
                 self._disk_changes.reread(then)
 
         for name in names:
@@ -132,19 +132,19 @@ class RemoteChanges:
 
             self._remote.fetch(model, fetched)
 
-        def loaded(found: _Found | str) -> None:
+        def loaded(found: _Readings | str) -> None:
             if isinstance(found, str):
                 fetch(found)
                 return
             reading, needed = found
             self._operations.begin([reading], needed)
-            self._models_left -= 1
-            if not self._models_left:
+            self._remaining_models -= 1
+            if not self._remaining_models:
                 self._end_of_start()
 
         fetch(name)
 
-    def _read_at_start(self, name: str, failures: dict[str, str]) -> _Found | str:
+    def _read_at_start(self, name: str, failures: dict[str, str]) -> _Readings | str:
         """The model with those that it needs, or the name of a model to download first."""
         try:
             reading = self._repositories.read(name)

@@ -137,7 +137,7 @@ class Repositories:
         if given is not None and given.folder is not None and self._generations is not None:
             generation = self._generations.adopt(given.folder)
         tree, before = tree_of(folder), _snapshot(folder)
-        for left in (2, 1, 0):
+        for remaining in (2, 1, 0):
             scanned = self._scan(folder, override, versions)
             kept: Mapping[int, Generation] = {}
             prepared: Prepared | None = None
@@ -152,11 +152,11 @@ class Repositories:
                 elif generation is not None:
                     kept = dict.fromkeys(scanned.versions, generation)
                 elif before is not None:
-                    kept = self._keep(scanned, before, strict=left > 0)
+                    kept = self._keep(scanned, before, strict=remaining > 0)
             except ServeError as error:
                 scanned = _refused(scanned, error.message)
             except FilesChanged:
-                if not left:
+                if not remaining:
                     scanned = _refused(scanned, "its files changed while they were read")
             except OSError as error:
                 where = f" {self._generations.place}" if self._generations is not None else ""

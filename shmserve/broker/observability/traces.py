@@ -89,7 +89,7 @@ class TraceSettings:
         return {
             "trace_level": list(now.trace_level or OFF),
             "trace_rate": str(now.trace_rate),
-            "trace_count": str(now.trace_count if sample is None or now.trace_level == OFF else sample.left),
+            "trace_count": str(now.trace_count if sample is None or now.trace_level == OFF else sample.remaining),
             "log_frequency": str(now.log_frequency),
             "trace_file": Path(self._file).name,
             "trace_mode": self._mode,

@@ -85,9 +85,9 @@ class ControlGroups:
         """Moves the processes of a delegated group to its child group SERVER. Raises CgroupsUnavailable."""
         _check(top)
         try:
-            for left in top.glob(PREFIX + "*"):  # left by a killed server; removing a group in use fails
+            for remaining in top.glob(PREFIX + "*"):  # left by a killed server; removing a group in use fails
                 with contextlib.suppress(OSError):
-                    left.rmdir()
+                    remaining.rmdir()
             (top / SERVER).mkdir(exist_ok=True)
             for pid in (top / PROCESSES).read_text().split():
                 with contextlib.suppress(ProcessLookupError):

@@ -75,12 +75,12 @@ def children() -> list[int]:
 def kill_children(limit_s: float) -> None:
     """Kills and reaps all child processes, including orphans that become children when their parents are killed."""
     end = time.monotonic() + limit_s
-    while (left := children()) and time.monotonic() < end:
-        for pid in left:
+    while (remaining := children()) and time.monotonic() < end:
+        for pid in remaining:
             for kill in (os.kill, os.killpg):  # each leads its own session once it has called setsid
                 with contextlib.suppress(OSError):
                     kill(pid, signal.SIGKILL)
-        for pid in left:
+        for pid in remaining:
             _reap(pid, end)
 
 

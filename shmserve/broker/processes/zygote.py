@@ -41,7 +41,7 @@ class Zygote:
         self._pending: deque[int] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._exits_left = MAX_EXITS
+        self._remaining_exits = MAX_EXITS
 
     @property
     def pid(self) -> int:
@@ -67,7 +67,7 @@ class Zygote:
         return True
 
     def _open(self) -> bool:
-        if not self._exits_left:
+        if not self._remaining_exits:
             return False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
@@ -102,7 +102,7 @@ class Zygote:
             what, _, reason = data.decode(errors="replace").partition(" ")
             descriptors = received(ancillary) if ancillary else []
             if what.isdecimal() and descriptors:
-                self._exits_left = MAX_EXITS
+                self._remaining_exits = MAX_EXITS
                 self._done(self._pending.popleft(), int(what), descriptors[0])
             elif what == "failed":
                 self._done(self._pending.popleft(), 0, -1)
@@ -113,20 +113,20 @@ class Zygote:
 
     def replace(self, why: str) -> None:
         """Starts another zygote, up to MAX_EXITS in a row."""
-        self._exits_left = max(0, self._exits_left - 1)
+        self._remaining_exits = max(0, self._remaining_exits - 1)
         self._log_record("warning", f"the process that workers are forked from {why}", {})
         self._close()
         self._open()
 
     def _give_up(self, reason: str) -> None:
         """Stops using the zygote. This process remains the subreaper, as orphans may be workers."""
-        self._exits_left = 0
+        self._remaining_exits = 0
         self._log_record("info", f"starting workers as new interpreters: {reason}", {})
         self._close()
 
     def close(self) -> None:
         """Stops the zygote permanently."""
-        self._exits_left = 0
+        self._remaining_exits = 0
         self._close()
 
     def _close(self) -> None:

@@ -133,10 +133,10 @@ def check_hang(state: State, version: Version, instance: Instance, now: int) -> 
     running = instance.running
     if running is None or not version.limit_ns or instance.waits or instance.state is InstanceState.KILLED:
         return
-    left = version.limit_ns - min(running.worked(now), now - instance.responded)
-    if left > 0:
+    remaining = version.limit_ns - min(running.worked(now), now - instance.responded)
+    if remaining > 0:
         instance.watched = True
-        state.set_timer(now + left, Timer.HANG, instance)
+        state.set_timer(now + remaining, Timer.HANG, instance)
     else:
         kill_hung(state, version, instance)
 
@@ -260,7 +260,7 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
         request.instance = instance
         request.batch = batch
         piece.append(request)
-    batch.left += len(requests)
+    batch.remaining += len(requests)
     number = state.next_number()
     state.send(peer, Execute(number, join, tuple(work_items), False, is_open))
     batch.pieces.append((number, piece))
@@ -295,7 +295,7 @@ def _send_columns(
     for request in requests:
         request.instance = instance
         request.batch = batch
-    batch.left += count
+    batch.remaining += count
     number = state.next_number()
     columns = Columns(
         checked.forms,

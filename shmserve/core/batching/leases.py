@@ -15,7 +15,7 @@ from shmserve.core.events import LeaseRead
 from shmserve.core.owners.lease import Lease
 from shmserve.core.records import ClientState, Instance, Request, Version
 from shmserve.core.service.form import Reason
-from shmserve.core.service.lending import ALONE, ALONE_MOST, Lending
+from shmserve.core.service.lending import ALONE, MAX_ALONE, Lending
 from shmserve.core.state import State
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats.statistics import FailureKind
@@ -224,7 +224,7 @@ def _check_hang(state: State, version: Version, instance: Instance, since: int, 
 def _remove(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
     del state.leases[lease.number]
     lending = lease.version.service.lending
-    if lending is not None and lease.served >= ALONE_MOST:
+    if lending is not None and lease.served >= MAX_ALONE:
         lending.needed = ALONE
     error = lease.error if event.running else None
     if error is not None and event.since != lease.recorded:
@@ -239,15 +239,15 @@ def _remove(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
 
 def _accuse(state: State, lease: Lease, number: int) -> None:
     """The worker died while running this request, which the client may send again."""
-    accused = state.accused
-    accused[lease.client.number, number] = lease.instance
-    if len(accused) > state.limits.leases:  # by now, clients no longer resend the older ones
-        del accused[next(iter(accused))]
+    lease_suspects = state.lease_suspects
+    lease_suspects[lease.client.number, number] = lease.instance
+    if len(lease_suspects) > state.limits.leases:  # by now, clients no longer resend the older ones
+        del lease_suspects[next(iter(lease_suspects))]
 
 
-def queue_accused(state: State, version: Version, request: Request) -> bool:
+def queue_lease_suspect(state: State, version: Version, request: Request) -> bool:
     """Queues a request to run alone if it was running over a lease when the worker died. False: it was not."""
-    instance = state.accused.pop((request.client.number, request.client_number), None)
+    instance = state.lease_suspects.pop((request.client.number, request.client_number), None)
     if instance is None or instance not in version.instances:
         return False
     request.suspect = instance

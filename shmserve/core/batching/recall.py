@@ -20,14 +20,14 @@ def recall(state: State, instance: Instance, batch: Batch[Request]) -> None:
 def take_out(state: State, version: Version, instance: Instance, batch: Batch[Request], request: Request) -> None:
     """Removes a request from a batch that waits at a worker and will not run it."""
     batch.rows -= request.cost
-    batch.left -= 1
+    batch.remaining -= 1
     if request.state is RequestState.LINGERING:
         request.batch = None
         exit.released(state, request)
     else:
         request.take_back()
         put_back(state, version, request)
-    if not batch.left:
+    if not batch.remaining:
         batch.end()
         instance.waiting = None
 

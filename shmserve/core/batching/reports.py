@@ -60,9 +60,9 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         )
     if message.again and service.sequence_slots is not None:
         _again(state, version, batch, message.again)
-    if batch.left and service.decoupled:
+    if batch.remaining and service.decoupled:
         responses.batch_done(state, version, instance, batch, taken)
-    if batch.left:
+    if batch.remaining:
         for request in batch.requests():
             exit.fail(state, request, "INTERNAL", f"{version.label} sent no response to this request of its batch")
     state.observers.batch_over(version, batch, times)
@@ -101,7 +101,7 @@ def _again(state: State, version: Version, batch: Batch[Request], numbers: tuple
     for number in numbers:
         request = state.requests.get(number)
         if request is not None and request.batch is batch:
-            batch.left -= 1
+            batch.remaining -= 1
             request.batch = None
             if request.state is _SENT:
                 assert request.sequence is not None
@@ -172,7 +172,7 @@ def _rows(state: State, version: Version, instance: Instance, batch: Batch[Reque
                     continue
             _row(state, version, instance, batch, row, taken)
     finally:  # after an internal error, too, those that were answered have ended
-        batch.left -= len(usual)
+        batch.remaining -= len(usual)
         batch.answered += len(usual)
         exit.end_plain(state, version, usual, taken)
 
@@ -206,7 +206,7 @@ def _columns(
         for client, (numbers, axes, blobs) in replies.items():
             message = ReplyBatch(version.number, Columns(forms, tuple(numbers), tuple(axes), tuple(blobs)))
             state.send(client.number, message)
-        batch.left -= len(usual)
+        batch.remaining -= len(usual)
         batch.answered += len(usual)
         exit.end_plain(state, version, usual, taken)
 
@@ -216,7 +216,7 @@ def _row(state: State, version: Version, instance: Instance, batch: Batch[Reques
     if request is None or request.batch is not batch or request.state is _DONE:
         kill_for_protocol_error(state, version, instance, f"row of request {row.request}")
         return
-    batch.left -= 1
+    batch.remaining -= 1
     if request.state is _LINGERING:
         state.outputs.refuse(instance, row.outputs)
         exit.released(state, request)

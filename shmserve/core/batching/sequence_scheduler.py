@@ -142,9 +142,9 @@ def _with_id(state: State, version: Version, request: Request) -> Options:
     assert service.sequence_slots is not None
     control = service.sequence_slots.policy.id_control
     key = _unused_id(version, control is not None and control.dtype == "BYTES", request)
-    made = Options() if request.options is None else replace(request.options)
-    made.sequence, made.sequence_start, made.sequence_end = key, True, True
-    return made
+    options = Options() if request.options is None else replace(request.options)
+    options.sequence, options.sequence_start, options.sequence_end = key, True, True
+    return options
 
 
 def _leave_behind(state: State, sequence: Sequence) -> None:

@@ -33,7 +33,9 @@ def closes_cycle(state: State, request: Request) -> str:
         return ""
     stuck = _stuck(state)
     return (
-        _story(state, _path(state, request, stuck)[0], stuck) if _blocked_by(state, request, stuck) is not None else ""
+        _explanation(state, _path(state, request, stuck)[0], stuck)
+        if _blocked_by(state, request, stuck) is not None
+        else ""
     )
 
 
@@ -43,7 +45,7 @@ def newest_in_cycle(state: State) -> tuple[Request | None, str]:
     for instance in stuck:
         calls, cycle = _path(state, _blocked_call(state, instance, stuck), stuck)
         newest = max(calls[cycle:], key=lambda call: call.number)
-        return newest, _story(state, _path(state, newest, stuck)[0], stuck)
+        return newest, _explanation(state, _path(state, newest, stuck)[0], stuck)
     return None, ""
 
 
@@ -144,7 +146,7 @@ def _is_blocked(state: State, instance: Instance, stuck: Stuck) -> bool:
     return instance in stuck and instance in state.blocked_instances
 
 
-def _story(state: State, calls: list[Request], stuck: Stuck) -> str:
+def _explanation(state: State, calls: list[Request], stuck: Stuck) -> str:
     for call in calls:
         short = next((one for one in _needed_by(state, call) if memory.held_up_by(state, one, stuck) is not None), None)
         if short is not None:

@@ -17,7 +17,7 @@ from shmserve.core.ensembles.steps import Steps
 from shmserve.core.exit import exit, responses
 from shmserve.core.intake.intake import Intake
 from shmserve.core.intake.quotas import Quotas
-from shmserve.core.owners.run import Iteration, KeptTensor, MappedStep, Run, Spot
+from shmserve.core.owners.run import Iteration, KeptTensor, MappedStep, Run, StepPosition
 from shmserve.core.records import Request
 from shmserve.core.service import graph
 from shmserve.core.state import State
@@ -49,13 +49,13 @@ class Ensembles:
             return
         if run.results:
             results, run.results = run.results, []
-            for spot, message in results:
+            for position, message in results:
                 if isinstance(message, Fail):
-                    self._failed(run, spot, message)
+                    self._failed(run, position, message)
                 elif run.failure is not None:
                     run.drop(graph.handles_of(message.outputs))
                 else:
-                    self._answered(run, spot, message)
+                    self._answered(run, position, message)
         while run.failure is None and not run.over:
             try:
                 if run.ready:
@@ -64,7 +64,7 @@ class Ensembles:
                     if not self._move_on(run):
                         break
                 else:
-                    if not run.open[0][0].left:
+                    if not run.open[0][0].remaining:
                         self._answer(run, run.open[0][0])
                     break
             except ServeError as error:
@@ -77,13 +77,13 @@ class Ensembles:
     def _fail(self, run: Run, error: ServeError) -> None:
         run.fail(error.code, f"in ensemble '{run.request.version.model}', {error.message}")
 
-    def _failed(self, run: Run, spot: Spot, message: Fail) -> None:
-        index, row, _ = spot
+    def _failed(self, run: Run, position: StepPosition, message: Fail) -> None:
+        index, row, _ = position
         where = f"row {row} of step {index}: " if run.graph.steps[index].mapped else ""
         run.fail(message.code, f"in ensemble '{run.request.version.model}', {where}{message.text}")
 
-    def _answered(self, run: Run, spot: Spot, message: Reply | Part) -> None:
-        index, row, iteration = spot
+    def _answered(self, run: Run, position: StepPosition, message: Reply | Part) -> None:
+        index, row, iteration = position
         if run.is_source(iteration, index):
             self._answered_again(run, iteration, index, message)
             return
@@ -108,8 +108,8 @@ class Ensembles:
         may be empty."""
         last = not isinstance(message, Part) or message.last
         if message.outputs or not (last and isinstance(message, Part)):
-            made = {tensor.name: tensor for tensor in message.outputs}
-            found = [(name, made.get(own)) for own, name in run.graph.steps[index].outputs]
+            produced = {tensor.name: tensor for tensor in message.outputs}
+            found = [(name, produced.get(own)) for own, name in run.graph.steps[index].outputs]
             for kept in run.begin(iteration.level + 1, found, True, run.members[index].service.graph is not None):
                 self._release_tensor(run, kept)
         if last:
@@ -131,10 +131,10 @@ class Ensembles:
 
     def _finish_step(self, run: Run, iteration: Iteration, index: int, outputs: Iterable[Tensor]) -> None:
         """Called when the step has left its worker: stores its outputs and releases its inputs."""
-        made = {tensor.name: tensor for tensor in outputs}
+        produced = {tensor.name: tensor for tensor in outputs}
         skipped = run.members[index].service.graph is not None  # a nested ensemble may have skipped it
         for own, name in run.graph.steps[index].outputs:
-            unread = run.appear(iteration, name, made.get(own), True, skipped)
+            unread = run.appear(iteration, name, produced.get(own), True, skipped)
             if unread is not None:
                 self._release_tensor(run, unread)
             run.settle(iteration, name)
@@ -142,7 +142,7 @@ class Ensembles:
 
     def _have_read(self, run: Run, iteration: Iteration, index: int) -> None:
         """Ends a step: releases the tensors that no other step will read."""
-        iteration.left -= 1
+        iteration.remaining -= 1
         for name in run.graph.waits[index]:  # tensors not found belong to a level above, and stay until that ends
             kept = iteration.tensors.get(name)
             if kept is not None:
@@ -152,7 +152,7 @@ class Ensembles:
                     self._release_tensor(run, kept)
 
     def _release_tensor(self, run: Run, kept: KeptTensor) -> None:
-        if kept.made and isinstance(kept.tensor.data, tuple):
+        if kept.produced and isinstance(kept.tensor.data, tuple):
             run.drop(kept.tensor.data)
 
     # ------------------------------------------------------------------------------------ starting steps
@@ -183,7 +183,7 @@ class Ensembles:
                     return
         if not step.mapped:
             iteration.due[index] = 1
-            self._steps.submit(run, Spot(index, 0, iteration), inputs, False, now)
+            self._steps.submit(run, StepPosition(index, 0, iteration), inputs, False, now)
             return
         over = run.find(iteration, step.mapped)
         if over is None:
@@ -231,9 +231,9 @@ class Ensembles:
         if mapped.next == mapped.count:
             run.mapped.popleft()
         row, over = next(mapped.rows), run.graph.steps[index].mapped
-        mine = [(planned, row if planned.name == over else tensor) for planned, tensor in mapped.inputs]
+        inputs = [(planned, row if planned.name == over else tensor) for planned, tensor in mapped.inputs]
         try:
-            self._steps.submit(run, Spot(index, number, mapped.iteration), mine, mapped.count > 1, now)
+            self._steps.submit(run, StepPosition(index, number, mapped.iteration), inputs, mapped.count > 1, now)
         except ServeError as error:
             raise type(error)(f"row {number} of step {index}: {error.message}") from error
 

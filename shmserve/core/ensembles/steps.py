@@ -14,7 +14,7 @@ from shmserve.core.intake.quotas import Quotas
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.models import memory
 from shmserve.core.owners.plan import FITTED, plans_of
-from shmserve.core.owners.run import Run, Spot
+from shmserve.core.owners.run import Run, StepPosition
 from shmserve.core.records import Version
 from shmserve.core.service import graph
 from shmserve.core.service.graph import FittedInputs, StepInput, StepPlan
@@ -50,11 +50,11 @@ class Steps:
                 member.users += 1
 
     def submit(
-        self, run: Run, spot: Spot, given: list[tuple[StepInput, Tensor]], in_shared_memory: bool, now: int
+        self, run: Run, position: StepPosition, given: list[tuple[StepInput, Tensor]], in_shared_memory: bool, now: int
     ) -> None:
         """Queues one request to the model of a step."""
         state, quotas = self._state, self._quotas
-        index, _, iteration = spot
+        index, _, iteration = position
         parent, member, plan = run.request, run.members[index], run.plans[index]
         step, client, options = run.graph.steps[index], parent.client, parent.options
         final = plan.final
@@ -100,7 +100,7 @@ class Steps:
         near = _near(state, run, index, member) if plan.policy.leaves_on_device and not final else ()
         labels = _labels(run, index) if classes else ()
         request.step = StepOptions(near, labels) if near or labels else None
-        run.entered(request, spot)
+        run.entered(request, position)
         if source:
             run.sources[iteration.level] = request
         if busy:

@@ -222,7 +222,7 @@ def end(state: State, request: Request) -> None:
         if not state.abandoned[request.payer.user]:
             del state.abandoned[request.payer.user]
     if request.sequence is not None:
-        request.sequence.left(request)
+        request.sequence.on_left(request)
         state.to_dispatch[request.version] = None
     state.observers.forgotten(request)
     if final is not _DONE:

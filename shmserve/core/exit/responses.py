@@ -58,7 +58,7 @@ def _row(state: State, version: Version, instance: Instance, row: Row, now: int)
         if not instance.streams:
             state.observers.streams_ended(version, instance)
     elif batch is not None:
-        batch.left -= 1
+        batch.remaining -= 1
     if request.state is _LINGERING:
         exit.released(state, request)
     elif row.error is not None:
@@ -112,9 +112,9 @@ def batch_done(state: State, version: Version, instance: Instance, batch: Batch[
     for request in batch.requests():
         if request.state is _SENT:
             request.move(_OPEN)
-            state.observers.left_batch(request, taken)
+            state.observers.answered_in_batch(request, taken)
         request.batch = None
-        batch.left -= 1
+        batch.remaining -= 1
         instance.streams[request.number] = request
 
 

@@ -49,7 +49,7 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
     """Queues an admitted request. `number`: the requested version, 0 for the default."""
     service = version.service
     if service.plain:
-        if not (state.accused and leases.queue_accused(state, version, request)):
+        if not (state.lease_suspects and leases.queue_lease_suspect(state, version, request)):
             service.queue.add(request)
         state.to_dispatch[version] = None
         return

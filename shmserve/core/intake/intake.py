@@ -189,7 +189,7 @@ class Intake:
             calling.entered(request)
         if request.deadline:
             state.set_timer(request.deadline, Timer.DEADLINE, request)
-        if service.plain and not state.accused:  # `enqueue.put` in a straight line
+        if service.plain and not state.lease_suspects:  # `enqueue.put` in a straight line
             service.queue.add(request)
             state.to_dispatch[version] = None
         else:
@@ -305,7 +305,7 @@ class Intake:
                 client.roles & _INFER and version is not None and not message.version
                 and version.service.plain and not version.service.decoupled and not state.draining
                 and len(client.requests) + count <= self._client_requests and len(state.requests) + count <= self._busy
-                and client.held_bytes <= self._heavy and not state.accused and message.model not in state.shadows
+                and client.held_bytes <= self._heavy and not state.lease_suspects and message.model not in state.shadows
                 and not state.loaded_versions
             ):  # fmt: skip
                 self._ask_usual(client, version, message, now)
@@ -339,14 +339,14 @@ class Intake:
         state, columns, checker, refusals = self._state, message.columns, service.checker, self._refusals
         assert version.policy is not None, version.label
         form = checker.form(columns.forms)
-        known, requests, mine = form.by_rows, state.requests, client.requests
+        known, requests, numbers = form.by_rows, state.requests, client.requests
         deadline = now + message.timeout_us * 1000 if message.timeout_us else 0
         admitted: list[Request] = []
         like: Request | None = None
         sizes: list[int] = []
         inline = 0
         for index, (number, rows, data) in enumerate(zip(columns.requests, columns.rows, columns.data, strict=True)):
-            if number == 0 or number in mine:
+            if number == 0 or number in numbers:
                 self._ask_one(client, message, index, now)
                 continue
             if like is None or rows != like.rows:
@@ -375,7 +375,7 @@ class Intake:
             request.number = own = state.next_number()
             request.client_number = number
             request.data = data
-            mine[number] = own
+            numbers[number] = own
             requests[own] = request
             client.bytes += inline
             if deadline:

@@ -52,21 +52,21 @@ class QueryQueue:
             return
         if ask.more:
             raise InvalidRequest(f"the body of '{ask.what}' is too long")
-        mine = self._unanswered.get(peer)
-        if mine is None:
-            mine = self._unanswered[peer] = set()
-        if ask.request in mine:
+        unanswered = self._unanswered.get(peer)
+        if unanswered is None:
+            unanswered = self._unanswered[peer] = set()
+        if ask.request in unanswered:
             raise InvalidRequest(f"request number {ask.request} is already in use by a query in flight")
-        if len(mine) >= self._limit:
+        if len(unanswered) >= self._limit:
             raise Unavailable(
-                f"{len(mine)} queries of this client are in flight, its limit (client_questions); wait for responses "
-                "first"
+                f"{len(unanswered)} queries of this client are in flight, its limit (client_questions); wait for "
+                "responses first"
             )
         if ask.what != "config":
             ask.body = b""  # no other query has a body; do not keep its bytes queued
         elif len(ask.body) > ARGUMENTS_BYTES:
             raise InvalidRequest(f"the body of '{ask.what}' is too long")
-        mine.add(ask.request)
+        unanswered.add(ask.request)
         queue = self._queued.get(peer)
         if queue is not None:
             queue.append(ask)
@@ -75,10 +75,10 @@ class QueryQueue:
             self._enqueue(peer)
 
     def answered(self, peer: int, event: Answered, now: int) -> None:
-        mine = self._unanswered.get(event.peer)
-        if mine is not None:
-            mine.discard(event.request)
-            if not mine:
+        unanswered = self._unanswered.get(event.peer)
+        if unanswered is not None:
+            unanswered.discard(event.request)
+            if not unanswered:
                 del self._unanswered[event.peer]
 
     def behind(self, peer: int, event: Behind, now: int) -> None:

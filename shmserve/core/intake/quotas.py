@@ -53,16 +53,16 @@ class Quotas:
 
     def enter(self, client: ClientState) -> None:
         limits, count = self._limits, len(self._state.clients)
-        mine = self._users.get(client.user, 0)
+        used = self._users.get(client.user, 0)
         if count >= limits.connections and not client.granted & OPERATE:
             raise Unavailable(
                 f"{count} clients are connected, the limit (connections); {_retry('one has disconnected')}"
             )
-        if mine >= limits.uid_connections:
+        if used >= limits.uid_connections:
             raise Unavailable(
-                f"this user has {mine} connections, the limit (uid_connections); close some, or share them"
+                f"this user has {used} connections, the limit (uid_connections); close some, or share them"
             )
-        self._users[client.user] = mine + 1
+        self._users[client.user] = used + 1
         pause_until = self._disconnect_levels.get(client.user, 0) - DISCONNECT_BURST * DISCONNECT_NS
         if pause_until > self._state.now:
             self._state.effects.append(Pause(client.number, pause_until))
@@ -74,9 +74,9 @@ class Quotas:
             self._disconnect_levels[client.user] = level
 
     def leave(self, client: ClientState) -> None:
-        left = self._users[client.user] - 1
-        if left:
-            self._users[client.user] = left
+        remaining = self._users[client.user] - 1
+        if remaining:
+            self._users[client.user] = remaining
         else:
             del self._users[client.user]
 
@@ -100,14 +100,14 @@ class Quotas:
         total = len(self._state.requests)
         if total < self.busy:
             return
-        limits, mine = self._limits, payer.in_flight
+        limits, used = self._limits, payer.in_flight
         waits, waiting = version.waits, version.waiting_bytes
-        if total >= limits.requests and self._has_share(mine, limits.requests):
+        if total >= limits.requests and self._has_share(used, limits.requests):
             raise Unavailable(
-                f"{total} requests are in flight, the limit (requests), {mine} of them of this client; "
+                f"{total} requests are in flight, the limit (requests), {used} of them of this client; "
                 f"{_retry('responses have arrived')}"
             )
-        if waits >= limits.model_queue and self._has_share(mine, limits.model_queue):
+        if waits >= limits.model_queue and self._has_share(used, limits.model_queue):
             raise Unavailable(
                 f"{waits} requests are queued for model '{version.model}', the limit (model_queue); "
                 f"{_retry('responses have arrived')}, or add instances"
@@ -130,8 +130,8 @@ class Quotas:
 
     def check_inputs(self, client: ClientState, size: int) -> None:
         """Raises if the requests in flight of the client may not refer to this many more bytes of shared memory."""
-        limit, mine = self._limits.client_input_bytes, client.input_bytes
-        if mine + size <= limit:
+        limit, used = self._limits.client_input_bytes, client.input_bytes
+        if used + size <= limit:
             return
         if size > limit:
             raise Unavailable(
@@ -139,26 +139,26 @@ class Quotas:
                 "(client_input_bytes); send smaller requests, or raise it with --limit"
             )
         raise Unavailable(
-            f"{mine} bytes of inputs in shared memory are in flight for this client, and this request has {size} more, "
+            f"{used} bytes of inputs in shared memory are in flight for this client, and this request has {size} more, "
             f"over the limit of {limit} (client_input_bytes); wait for responses first"
         )
 
     def held(self, client: ClientState) -> str:
         """Why the client holds too many bytes of outputs; empty if it does not."""
-        limits, mine, total = self._limits, client.held_bytes, self._state.ledger.held_bytes
-        if mine > limits.client_held_bytes:
+        limits, used, total = self._limits, client.held_bytes, self._state.ledger.held_bytes
+        if used > limits.client_held_bytes:
             limit = f"the limit of {limits.client_held_bytes} (client_held_bytes)"
-            return f"this client holds {mine} bytes of responses, over {limit}; drop results that are no longer needed"
-        if total > limits.held_bytes and self._has_share(mine, limits.held_bytes):
+            return f"this client holds {used} bytes of responses, over {limit}; drop results that are no longer needed"
+        if total > limits.held_bytes and self._has_share(used, limits.held_bytes):
             return (
-                f"clients hold {total} bytes of responses, over the limit of {limits.held_bytes} (held_bytes), {mine} "
+                f"clients hold {total} bytes of responses, over the limit of {limits.held_bytes} (held_bytes), {used} "
                 "of them this client; drop results that are no longer needed"
             )
         return ""
 
-    def _has_share(self, mine: int, limit: int) -> bool:
+    def _has_share(self, used: int, limit: int) -> bool:
         parties = sum(max(1, len(client.callers)) for client in self._state.clients.values())
-        return mine * parties >= limit
+        return used * parties >= limit
 
     # ------------------------------------------------------------------------------------ protocol errors
 

@@ -97,10 +97,10 @@ def _charge(request: Request) -> None:
 def check(state: State, admit: Callable[[Request, int], None], now: int) -> None:
     """Checks requests whose wait is over, up to RESUMED of them. `admit` replaces a request by one that has been
     checked, or calls `wait_again`; if it raises, the request fails."""
-    left = RESUMED
+    remaining = RESUMED
     for version in list(state.loaded_versions):
-        for request in _take(version, min(left, version.unchecked.count)):
-            left -= 1
+        for request in _take(version, min(remaining, version.unchecked.count)):
+            remaining -= 1
             _check(state, request, admit, now)
         if version.unchecked.count:
             return

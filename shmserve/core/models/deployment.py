@@ -124,22 +124,22 @@ def _set_scaling(state: State, version: Version, target: Target) -> None:
 
 
 def _lacks(version: Version, specs: Iterable[InstanceSpec]) -> bool:
-    left = [instance.spec for instance in version.instances if not instance.over]
+    remaining = [instance.spec for instance in version.instances if not instance.over]
     for spec in specs:
-        found = next((one for one in left if _alike(one, spec)), None)
+        found = next((one for one in remaining if _alike(one, spec)), None)
         if found is None:
             return True
-        left.remove(found)
+        remaining.remove(found)
     return False
 
 
 def _fit(state: State, operation: Operation, version: Version, specs: Iterable[InstanceSpec]) -> None:
     """Keeps the existing instances that are still wanted, adds missing ones, and marks the others as surplus."""
-    left = [instance for instance in version.instances if not instance.over]
+    remaining = [instance for instance in version.instances if not instance.over]
     for spec in specs:
-        found = next((instance for instance in left if _alike(instance.spec, spec)), None)
+        found = next((instance for instance in remaining if _alike(instance.spec, spec)), None)
         if found is not None:
-            left.remove(found)
+            remaining.remove(found)
             if not (found.loaded or found.held or found.sleeping) and version.state is _V.READY:
                 operation.starting[found] = version
                 if found.is_tentative:  # it is needed now, so others make room for it
@@ -148,7 +148,7 @@ def _fit(state: State, operation: Operation, version: Version, specs: Iterable[I
                 loading.start_again(state, version, found)
         else:
             _add(state, operation, version, Instance(spec))
-    operation.surplus += [(version, instance) for instance in left]
+    operation.surplus += [(version, instance) for instance in remaining]
 
 
 def _add(state: State, operation: Operation, version: Version, instance: Instance) -> None:

@@ -29,7 +29,7 @@ def leave(state: State, version: Version, instance: Instance) -> None:
     """Removes an instance from a version that continues. It gets no new work, and its process ends when its batches,
     sequences and streams have. No operation may be waiting for the instance, and another one must serve."""
     operation = state.models[version.model].operation
-    assert operation is None or instance not in operation.starting, instance.story()
+    assert operation is None or instance not in operation.starting, instance.details()
     retirement.stop(state, version, instance, hurry=False)
 
 

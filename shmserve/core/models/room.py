@@ -104,10 +104,10 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
         else:
             waits = waits or not claim.serves  # the next request needs it
             if claim.version.recovering and not behind:
-                left = _remaining_shortage(state, short, now)
+                remaining = _remaining_shortage(state, short, now)
                 resting = _resting(state, _candidates(state, None))
-                if _are_enough(state, left, resting):
-                    _let_sleep(state, left, resting, now)
+                if _are_enough(state, remaining, resting):
+                    _let_sleep(state, remaining, resting, now)
     if not blocked and not in_line:
         _stop_yielding(state)
     loading.start_waiting(state)
@@ -226,12 +226,12 @@ def _never_fits(state: State, claim: _Claim, need: BytesByPlace, stays: BytesByP
         if not budget or size + stays[place] + own[place] <= budget:
             continue
         stays = memory.fixed(state, version)
-        left = budget - stays[place] - own[place]
-        if size <= left:
+        remaining = budget - stays[place] - own[place]
+        if size <= remaining:
             continue
-        if not memory.is_measured(version) and left > 0:
-            need[place] = left
-            memory.guess_less(version, place, left // len(claim.instances))
+        if not memory.is_measured(version) and remaining > 0:
+            need[place] = remaining
+            memory.guess_less(version, place, remaining // len(claim.instances))
             continue
         users = (("models that stay loaded", stays[place]), ("its other instances", own[place]))
         taken = " and ".join(f"{who} use {megabytes(used)}" for who, used in users if used)
@@ -310,7 +310,7 @@ def _take_from_lost(state: State, used: BytesByPlace, short: BytesByPlace) -> No
 def _remaining_shortage(state: State, short: BytesByPlace, now: int) -> BytesByPlace:
     """These bytes minus those that will be free soon."""
     wait = state.limits.memory_wait_ns
-    left = BytesByPlace(short)
+    remaining = BytesByPlace(short)
     for instance, version in state.memory.holders.items():
         soon = (
             version in state.changes.to_sleep
@@ -318,8 +318,8 @@ def _remaining_shortage(state: State, short: BytesByPlace, now: int) -> BytesByP
             or _ends(version)
         )
         if instance.state in _LEAVING or instance.asleep_soon or instance.state is _I.KILLED or soon:
-            left.subtract(memory.charge_of(version, instance))
-    return left
+            remaining.subtract(memory.charge_of(version, instance))
+    return remaining
 
 
 def _candidates(state: State, keep: Version | None) -> list[Version]:
@@ -334,10 +334,10 @@ def _resting(state: State, candidates: list[Version]) -> list[Version]:
 
 
 def _are_enough(state: State, short: BytesByPlace, resting: list[Version]) -> bool:
-    left = BytesByPlace(short)
+    remaining = BytesByPlace(short)
     for version in resting:
-        left.subtract(memory.of_version(version, state.memory.holders))
-    return max(left.values(), default=0) <= 0
+        remaining.subtract(memory.of_version(version, state.memory.holders))
+    return max(remaining.values(), default=0) <= 0
 
 
 def _let_sleep(state: State, short: BytesByPlace, resting: list[Version], now: int) -> int:
@@ -361,7 +361,7 @@ def _choose(
     """Chooses versions to sleep and reduces `short` by their memory: next is always the one whose value is the least
     for the part of the shortage that it would end."""
     value.count_uses(state)
-    left = {
+    remaining = {
         version: (
             memory.stays_loaded(version), version in leased, value.of_version(state, version, used, now), used,
             memory.of_version(version, state.memory.holders),
@@ -372,14 +372,14 @@ def _choose(
     while max(short.values(), default=0) > 0:
         best: Version | None = None
         best_key: tuple[bool, bool, float, int] | None = None
-        for version, (stays, lent, worth, used, charge) in left.items():
+        for version, (stays, lent, worth, used, charge) in remaining.items():
             part = sum(min(charge[place], size) / size for place, size in short.items() if size > 0)
             key = (stays, lent, worth / part, used) if part > 0 else None
             if key is not None and (best_key is None or key < best_key):
                 best, best_key = version, key
         if best is None:
             break
-        charge = left.pop(best)[-1]
+        charge = remaining.pop(best)[-1]
         short.subtract(charge)
         chosen.append((best, charge))
     needed = []

@@ -21,7 +21,7 @@ def queued(versions: Iterable[Version]) -> int:
     count = 0
     for version in versions:
         count += version.waits
-        count += sum(instance.waiting.left for instance in version.instances if instance.waiting is not None)
+        count += sum(instance.waiting.remaining for instance in version.instances if instance.waiting is not None)
     return count
 
 
@@ -64,7 +64,7 @@ def in_flight(versions: Iterable[Version]) -> int:
 
 def running(instance: Instance) -> int:
     batch = instance.running
-    return (batch.left if batch is not None else 0) + bool(instance.leased_since) + len(instance.streams)
+    return (batch.remaining if batch is not None else 0) + bool(instance.leased_since) + len(instance.streams)
 
 
 def busy_ns(version: Version, instance: Instance, now: int) -> int:

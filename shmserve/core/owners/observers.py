@@ -164,7 +164,7 @@ class Observers:
         """The last open stream of an instance has ended."""
         version.statistics.streaming_ns += self._turn.now - instance.streaming_since
 
-    def left_batch(self, request: Request, taken: int) -> None:
+    def answered_in_batch(self, request: Request, taken: int) -> None:
         """The batch of the request is done, and further responses follow."""
         request.version.statistics.queued([request.arrived], taken)
 

@@ -95,7 +95,7 @@ class Limiter:
         used: dict[ResourceKey, int] = {}
         again: dict[ResourceKey, int] = {}
         for instance, resources in self._running.items():
-            assert instance.running is not None, instance.story()
+            assert instance.running is not None, instance.details()
             for resource in resources:
                 key = _key_of(instance.spec, resource)
                 used[key] = used.get(key, 0) + resource.count

@@ -32,15 +32,15 @@ class KeptTensor(Struct, eq=False):
 
     tensor: Tensor
     readers: int
-    made: bool
+    produced: bool
     """Produced by a step, and therefore pinned by the run; otherwise it is the caller's."""
 
 
 class Iteration(Struct, eq=False):
-    """One execution of the steps of a level. `left`: steps that are not done."""
+    """One execution of the steps of a level. `remaining`: steps that are not done."""
 
     level: int
-    left: int
+    remaining: int
     tensors: dict[str, KeptTensor] = {}
     skipped: set[str] = set()
     """Tensors that will not be produced, because a condition was false."""
@@ -60,7 +60,7 @@ class Iteration(Struct, eq=False):
         return name in self.tensors or name in self.skipped or name in self.absent
 
 
-class Spot(NamedTuple):
+class StepPosition(NamedTuple):
     """The purpose of a step's request. `row`: index in the tensor over which the step is mapped, 0 otherwise."""
 
     step: int
@@ -114,7 +114,7 @@ class Run(Struct, eq=False):
     """Invariant: if this is not empty and the run has not failed, the run is in Runs.with_rows."""
     in_flight: dict[int, Request] = {}
     """Requests of steps that have not ended, by number."""
-    spots: dict[int, Spot] = {}
+    positions: dict[int, StepPosition] = {}
     """Number of a request in `in_flight` -> its purpose."""
     sources: dict[int, Request] = {}
     """Level -> the request in flight to its source."""
@@ -122,7 +122,7 @@ class Run(Struct, eq=False):
     """Responses that the caller accepts before it sends More."""
     forwarded: set[Handle] = set()
     """Outputs of steps that are the caller's own memory, which the ledger does not track."""
-    results: list[tuple[Spot, Reply | Part | Fail]] = []
+    results: list[tuple[StepPosition, Reply | Part | Fail]] = []
     failure: tuple[str, str] | None = None
     over: bool = False
 
@@ -140,8 +140,8 @@ class Run(Struct, eq=False):
     def deliver(self, request: Request, message: Response) -> None:
         """Records a result of a step. `advance` processes it."""
         assert isinstance(message, Reply | Part | Fail)
-        spot = self.spots[request.number]
-        self.results.append((spot, message))
+        position = self.positions[request.number]
+        self.results.append((position, message))
         self.runs.to_advance[self] = None
         if isinstance(message, Part) and not message.last:
             return
@@ -157,12 +157,12 @@ class Run(Struct, eq=False):
         for index, ns in enumerate(spent):
             self.times[index] += ns
         counts = self.request.version.statistics.steps
-        if counts is not None and spot.step < len(counts):  # a reload may have added steps
-            counts[spot.step].add(queue_ns, spent)
+        if counts is not None and position.step < len(counts):  # a reload may have added steps
+            counts[position.step].add(queue_ns, spent)
 
-    def entered(self, request: Request, spot: Spot) -> None:
+    def entered(self, request: Request, position: StepPosition) -> None:
         """A step was requested."""
-        self.in_flight[request.number], self.spots[request.number] = request, spot
+        self.in_flight[request.number], self.positions[request.number] = request, position
         request.client.steps += 1
         request.client.bytes += request.inline
         if request.payer is not request.client:
@@ -178,7 +178,7 @@ class Run(Struct, eq=False):
         """The run looks at what is in flight."""
 
     def ended(self, request: Request) -> None:
-        del self.in_flight[request.number], self.spots[request.number]
+        del self.in_flight[request.number], self.positions[request.number]
         client = request.client
         client.steps -= 1
         client.bytes -= request.inline
@@ -201,11 +201,11 @@ class Run(Struct, eq=False):
     def find(self, iteration: Iteration, name: str) -> KeptTensor | None:
         return iteration.tensors.get(name) or self.home(iteration, name).tensors.get(name)
 
-    def keep(self, iteration: Iteration, name: str, tensor: Tensor, made: bool) -> bool:
+    def keep(self, iteration: Iteration, name: str, tensor: Tensor, produced: bool) -> bool:
         """Stores the tensor. False: no step will read it."""
-        readers = self.levels.reads.get(name, 0) + (made and name in self.wanted)
+        readers = self.levels.reads.get(name, 0) + (produced and name in self.wanted)
         if readers:
-            iteration.tensors[name] = KeptTensor(tensor, readers, made)
+            iteration.tensors[name] = KeptTensor(tensor, readers, produced)
         return readers > 0
 
     def settle(self, iteration: Iteration, name: str) -> None:
@@ -226,27 +226,27 @@ class Run(Struct, eq=False):
                 self.ready.append((iteration, index))
 
     def begin(
-        self, level: int, found: Iterable[tuple[str, Tensor | None]], made: bool, skipped: bool = False
+        self, level: int, found: Iterable[tuple[str, Tensor | None]], produced: bool, skipped: bool = False
     ) -> list[KeptTensor]:
         """Adds an iteration with its first tensors. Returns those that no step will read."""
         iteration = Iteration(level, len(self.levels.steps[level]))
         self.open[level].append(iteration)
-        unread = [self.appear(iteration, name, tensor, made, skipped) for name, tensor in found]
+        unread = [self.appear(iteration, name, tensor, produced, skipped) for name, tensor in found]
         self.wait(iteration)
         return [kept for kept in unread if kept is not None]
 
     def appear(
-        self, iteration: Iteration, name: str, tensor: Tensor | None, made: bool, skipped: bool
+        self, iteration: Iteration, name: str, tensor: Tensor | None, produced: bool, skipped: bool
     ) -> KeptTensor | None:
         """Adds a tensor to the iteration. None: it will never exist, because its step was skipped or did not produce
         it. Returns the tensor if a step produced it and no step will read it."""
         if tensor is None:
             (iteration.skipped if skipped else iteration.absent).add(name)
             return None
-        if made:
+        if produced:
             tensor = Tensor(name, tensor.dtype, tensor.shape, tensor.data)
-        if not self.keep(iteration, name, tensor, made) and made:
-            return KeptTensor(tensor, 0, made)
+        if not self.keep(iteration, name, tensor, produced) and produced:
+            return KeptTensor(tensor, 0, produced)
         return None
 
     def wait(self, iteration: Iteration) -> None:
@@ -270,7 +270,7 @@ class Run(Struct, eq=False):
 
     def is_done(self, iteration: Iteration) -> bool:
         """For the first iteration of its level: is it done, including everything below?"""
-        if iteration.left:
+        if iteration.remaining:
             return False
         below = iteration.level + 1
         if below < len(self.open):
@@ -280,7 +280,7 @@ class Run(Struct, eq=False):
     @property
     def is_last(self) -> bool:
         """Is there only one iteration left in each level, with all steps done?"""
-        return all(len(level) == 1 and not level[0].left for level in self.open)
+        return all(len(level) == 1 and not level[0].remaining for level in self.open)
 
     @property
     def waits_for_room(self) -> bool:

@@ -30,11 +30,11 @@ _SECOND = 1_000_000_000
 
 
 class Sample(Struct):
-    """The sampling of a model: every `rate`-th request is traced; 0: only those with a sampled trace context. `left`:
-    traces left, negative without a limit."""
+    """The sampling of a model: every `rate`-th request is traced; 0: only those with a sampled trace context.
+    `remaining` is the number of traces that may still be taken, negative without a limit."""
 
     rate: int
-    left: int = -1
+    remaining: int = -1
     seen: int = 0
     timestamps: bool = True
     tensors: bool = False
@@ -43,19 +43,19 @@ class Sample(Struct):
         """Counts the next `count` requests. Returns the indices of those to trace."""
         if not self.rate:
             return range(0)
-        due = range(max(0, self.rate - self.seen - 1), count if self.left else 0, self.rate)
-        if self.left > 0:
-            due = due[: self.left]
-            self.left -= len(due)
+        due = range(max(0, self.rate - self.seen - 1), count if self.remaining else 0, self.rate)
+        if self.remaining > 0:
+            due = due[: self.remaining]
+            self.remaining -= len(due)
         self.seen = count - 1 - due[-1] if due else self.seen + count
         return due
 
     def take_now(self) -> bool:
         """Takes a request regardless of the rate. False: no traces are left."""
-        if self.left > 0:
-            self.left -= 1
+        if self.remaining > 0:
+            self.remaining -= 1
             return True
-        return self.left < 0
+        return self.remaining < 0
 
 
 class _PerSecond(Struct):

@@ -39,7 +39,7 @@ class Batch(Struct, Generic[R], eq=False):
     began: int
     """When it was sent or, if it waited at the worker, when its start was reported."""
     state: BatchState = BatchState.OPEN
-    left: int = 0
+    remaining: int = 0
     """Requests that the worker has not reported yet."""
     waited: int = 0
     """ns that its instance spent waiting for other models."""
@@ -116,7 +116,7 @@ class Batch(Struct, Generic[R], eq=False):
     def title(self) -> str:
         return f"batch {self.numbers}"
 
-    def story(self) -> str:
+    def details(self) -> str:
         return f"{self.rows} rows"
 
     def end(self) -> None:
@@ -143,7 +143,7 @@ class Batch(Struct, Generic[R], eq=False):
                 if request.batch is self:
                     request.batch = rest
                     rest.rows += request.cost
-                    rest.left += 1
+                    rest.remaining += 1
         self.rows -= rest.rows
-        self.left -= rest.left
-        return rest if rest.left else None
+        self.remaining -= rest.remaining
+        return rest if rest.remaining else None

@@ -271,14 +271,14 @@ def _cuts(parts: tuple[Handle, ...], size: int, count: int) -> Iterator[tuple[Ha
     """Cuts the concatenation of these parts into pieces of `size` bytes."""
     at = start = 0
     for _ in range(count):
-        left = size
+        remaining = size
         found = []
-        while left:
+        while remaining:
             part = parts[at]
-            taken = min(part.size - start, left)
+            taken = min(part.size - start, remaining)
             if taken:
                 found.append(Handle(part.segment, part.offset + start, taken))
-            left -= taken
+            remaining -= taken
             start += taken
             if start == part.size:
                 at, start = at + 1, 0

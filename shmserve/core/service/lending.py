@@ -13,7 +13,7 @@ from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, TensorForm
 
 ALONE = 16
 """Consecutive requests that a client must have sent alone before it gets a lease."""
-ALONE_MOST = 256
+MAX_ALONE = 256
 """Upper limit of `Lending.needed`, which doubles when a lease is ended because others need the instance: granting and
 ending a lease costs about as much as two requests."""
 
@@ -35,7 +35,7 @@ class Lending(Struct, Generic[C], eq=False):
 
     def ended_by_others(self) -> None:
         self.alone = 0
-        self.needed = min(2 * self.needed, ALONE_MOST)
+        self.needed = min(2 * self.needed, MAX_ALONE)
 
 
 def lending_of(policy: ModelPolicy) -> Lending[Any] | None:

@@ -111,10 +111,10 @@ class SequenceSlots(Generic[SequenceT, InstanceT]):
             if instance is None:
                 return
             user = next(iter(self._next))
-            mine = self._next.pop(user)
-            first, _ = mine.popitem(last=False)
-            if mine:
-                self._next[user] = mine  # behind the other users
+            own_slots = self._next.pop(user)
+            first, _ = own_slots.popitem(last=False)
+            if own_slots:
+                self._next[user] = own_slots  # behind the other users
             del self.backlog[first]
             slots = self.bound.setdefault(instance, [None] * self.policy.slots)
             first.slot = slots.index(None)
@@ -145,9 +145,9 @@ class SequenceSlots(Generic[SequenceT, InstanceT]):
         if sequence.instance is None:
             del self.backlog[sequence]
             if before is None:
-                mine = self._next[sequence.user]
-                del mine[sequence]
-                if not mine:
+                own_slots = self._next[sequence.user]
+                del own_slots[sequence]
+                if not own_slots:
                     del self._next[sequence.user]
         else:
             slots = self.bound[sequence.instance]

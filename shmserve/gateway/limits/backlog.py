@@ -56,7 +56,7 @@ class Spender(Protocol):
 class InputBacklog:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.left = TURN_WORK
+        self.remaining = TURN_WORK
         """Work left in this iteration of the loop."""
         self.allowed = CONNECTION_WORK
         """Work that a connection may do now."""
@@ -73,9 +73,9 @@ class InputBacklog:
         spender.spent = spent
         if spent > self._end:
             self._end = spent
-        self.left -= work
-        if self.left < _RESERVED_WORK:
-            self.allowed = max(0, min(CONNECTION_WORK, self.left))
+        self.remaining -= work
+        if self.remaining < _RESERVED_WORK:
+            self.allowed = max(0, min(CONNECTION_WORK, self.remaining))
             self._schedule()
 
     def put(self, connection: Delayed) -> None:
@@ -91,10 +91,10 @@ class InputBacklog:
     def _next(self) -> None:
         """Starts an iteration with the connections that are delayed."""
         self._scheduled = False
-        self.left = TURN_WORK
+        self.remaining = TURN_WORK
         self.allowed = CONNECTION_WORK
         again = []
-        while self._waiting and self.left > _RESERVED_WORK:
+        while self._waiting and self.remaining > _RESERVED_WORK:
             connection = heapq.heappop(self._waiting)[2]
             self._now = max(self._now, connection.spent)
             try:

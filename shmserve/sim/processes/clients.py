@@ -49,7 +49,7 @@ class SimSequence(Struct):
     """A sequence: its id, and the number of requests that are still to be sent."""
 
     number: int
-    left: int
+    remaining: int
 
 
 class Source(Protocol):
@@ -335,9 +335,9 @@ class LoadSource:
         """The options of requests with sequences, windows or faults."""
         options = Options(priority=self.load.priority, window=self._window)
         if request.sequence is not None:
-            request.sequence.left -= 1
+            request.sequence.remaining -= 1
             options.sequence = request.sequence.number
-            options.sequence_start, options.sequence_end = first, not request.sequence.left
+            options.sequence_start, options.sequence_end = first, not request.sequence.remaining
         if self.world.faults.of_requests:
             request.poison, cancel = self.world.faults.request()
             if request.poison:
@@ -368,7 +368,7 @@ class LoadSource:
     def _send_next(self, request: SimRequest, at: int, well: bool) -> None:
         """Continues the sequence, or sends the closed-loop caller's next request."""
         sequence = request.sequence
-        if sequence is not None and sequence.left and well:
+        if sequence is not None and sequence.remaining and well:
             self.world.unanswered += 1
             self.world.at(at + self.load.gap_ns, self._continue, sequence)
         elif isinstance(self.load.arrivals, Closed):
@@ -376,7 +376,7 @@ class LoadSource:
 
     def _continue(self, sequence: SimSequence) -> None:
         self.world.unanswered -= 1
-        if sequence.left:
+        if sequence.remaining:
             now = self.world.now
             self.world.send_from_client(now, *self._new_request(0, sequence, False, now))
 
@@ -388,6 +388,6 @@ class LoadSource:
         self.world.unanswered -= len(dead.open)
         for request in dead.open.values():
             if request.sequence is not None:
-                request.sequence.left = 0
+                request.sequence.remaining = 0
             self._send_next(request, self.world.now, False)
         dead.open.clear()

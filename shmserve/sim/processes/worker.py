@@ -145,7 +145,7 @@ class SimStream(Struct):
     """A request to a decoupled model: the number of responses left, and the caller's window."""
 
     work: Work
-    left: int
+    remaining: int
     window: int
 
 
@@ -254,7 +254,7 @@ class SimWorker:
         for number in order.requests:
             stream = self._streams.get(number)
             if stream is not None and not order.recalled:  # the request was cancelled
-                stream.left = 0
+                stream.remaining = 0
                 if not self._is_running(number):
                     self._stream(stream)
 
@@ -468,15 +468,15 @@ class SimWorker:
     def _stream(self, stream: SimStream) -> None:
         """Sends as many responses as the window allows; the last one ends the stream."""
         number = stream.work.request
-        if not stream.left:  # no responses are left, or the request was cancelled
+        if not stream.remaining:  # no responses are left, or the request was cancelled
             del self._streams[number]
             self._part(Row(number, ()))
-        while stream.left and stream.window:
-            stream.left -= 1
+        while stream.remaining and stream.window:
+            stream.remaining -= 1
             stream.window -= 1
-            if not stream.left:
+            if not stream.remaining:
                 del self._streams[number]
-            self._part(Row(number, self._outputs.make(stream.work, self._draws), more=stream.left > 0))
+            self._part(Row(number, self._outputs.make(stream.work, self._draws), more=stream.remaining > 0))
 
     def _part(self, row: Row) -> None:
         if self._outputs.new:

@@ -172,8 +172,8 @@ class WorldMachine(RuleBasedStateMachine):
 
     def remaining(self) -> str:
         state = self.world.core.state
-        lines = [request.story() for request in state.requests.values()]
+        lines = [request.details() for request in state.requests.values()]
         for version, instance in state.instances.values():
-            lines.append(f"{version.label}, {instance.spec.name}: {instance.state.name}, {instance.story()}")
+            lines.append(f"{version.label}, {instance.spec.name}: {instance.state.name}, {instance.details()}")
         lines += [f"{version.label}: {version.waits} requests wait" for version in state.ready.values()]
         return "\n".join(lines)

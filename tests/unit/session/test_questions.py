@@ -32,10 +32,10 @@ def operate(session: Session, body: Body | None, what: str = "load", **options: 
 
 def drained(body: Body) -> bytes:
     pieces = []
-    while body.left:
+    while body.remaining:
         pieces.append(body.take())
         assert len(pieces[-1]) <= FIELD_BYTES
-        assert len(pieces[-1]) == FIELD_BYTES or not body.left, "pieces are full but for the last"
+        assert len(pieces[-1]) == FIELD_BYTES or not body.remaining, "pieces are full but for the last"
     assert body.take() == b""
     return b"".join(pieces)
 

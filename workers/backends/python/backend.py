@@ -91,9 +91,9 @@ class Python(PythonModel, SeparateBackend):
                         f"type '{type(response)}'."
                     )
             if streams.open or None in responses:
-                left = list(received)
+                remaining = list(received)
                 del received  # so that a request that the model dropped is finalized
-                return self._collected(left, list(responses))
+                return self._collected(remaining, list(responses))
             return [self._converted(response) for response in responses]
         finally:
             self._running = ()

@@ -169,9 +169,9 @@ class _Reader:
 def _without_none(hint: Any) -> Any:
     """The type of an optional value, without None."""
     if typing.get_origin(hint) in _UNIONS:
-        left = [item for item in typing.get_args(hint) if item is not type(None)]
-        if len(left) == 1:
-            return left[0]
+        remaining = [item for item in typing.get_args(hint) if item is not type(None)]
+        if len(remaining) == 1:
+            return remaining[0]
     return hint
 
 

@@ -245,14 +245,14 @@ class GpuMonitor:
         """Waits for the next sample. An Xid that may take a GPU out of service ends the wait, and so does an error of
         it; then the next wait lasts the whole interval, and requests events again."""
         until = time.monotonic() + interval_s
-        while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
+        while not self._stop.is_set() and (remaining := until - time.monotonic()) > 0:
             if self._events is None:
-                self._stop.wait(left)
+                self._stop.wait(remaining)
                 if self._events_failed and not self._stop.is_set():
                     self._register()
                 return
             try:
-                event = self._nvml.nvmlEventSetWait_v2(self._events, max(1, min(SLICE_MS, int(left * 1000))))
+                event = self._nvml.nvmlEventSetWait_v2(self._events, max(1, min(SLICE_MS, int(remaining * 1000))))
             except self._nvml.NVMLError as error:
                 if error.value == _TIMEOUT:
                     continue

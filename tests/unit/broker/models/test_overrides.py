@@ -105,7 +105,7 @@ def test_configurations_and_files(place: Path) -> None:
     files |= dict.fromkeys(("1/a", "1/ab", "1/a.b", "1/b/a", "11/a", "1/a b"), b"similar names do not conflict")
     given = of_load(CONFIG, files)
     sent = bytearray()
-    while given.left:
+    while given.remaining:
         sent += given.take()
     places = set()
     for piece in (1, 7, 1 << 20):

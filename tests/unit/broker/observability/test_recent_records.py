@@ -78,10 +78,10 @@ def test_memory_is_bounded(limit: int, sizes: list[tuple[int, int]], seen: int) 
     recent = RecentRecords(limit, START)
     for number, (text, trace) in enumerate(sizes):
         put(recent, f"{number:04}" + "x" * text, "y" * trace)
-    kept, left = 0, limit
+    kept, remaining = 0, limit
     for text, trace in reversed(sizes):
-        left -= RECORD_BYTES + 4 + text + trace
-        if left < 0:
+        remaining -= RECORD_BYTES + 4 + text + trace
+        if remaining < 0:
             break
         kept += 1
     answer = recent.document("", START + seen - 1)

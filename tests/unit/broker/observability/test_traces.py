@@ -134,7 +134,7 @@ def test_trace_settings_are_inherited_from_the_server_and_the_flags() -> None:
     assert settings.document("a")["trace_count"] == "8"
     changed(settings, "b", trace_level="OFF")
     assert not samples["b"].take(1)
-    assert samples["a"].left == 8  # counting continues
+    assert samples["a"].remaining == 8  # counting continues
     changed(settings, "a", trace_count=8)
     assert samples["a"] == Sample(1, 8)
     changed(settings, "a", trace_count=None, log_frequency=[])

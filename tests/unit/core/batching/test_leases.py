@@ -14,7 +14,7 @@ from shmserve.core.owners.trace import Sample
 from shmserve.core.policy import ModelPolicy, PaddingPolicy, SequencePolicy, TensorSpec
 from shmserve.core.records import CallingWorker
 from shmserve.core.service.form import Reason
-from shmserve.core.service.lending import ALONE, ALONE_MOST, lending_of
+from shmserve.core.service.lending import ALONE, MAX_ALONE, lending_of
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.stats.statistics import FailureKind
 from shmserve.protocol.messages import INLINE_BYTES
@@ -150,7 +150,7 @@ def test_leased_requests_are_included_in_trace_sampling() -> None:
         taken, ready, computed, placed = traced.times
         assert traced.arrived <= taken <= ready <= computed <= placed == traced.answered
     assert [traced.number for traced in traces] == [seen // 3 + 1, seen // 3 + 2]
-    assert state.observers.traces.samples["m"].left == 9 - (seen + 6) // 3
+    assert state.observers.traces.samples["m"].remaining == 9 - (seen + 6) // 3
 
 
 def test_each_leased_request_is_recorded_as_a_batch() -> None:
@@ -174,7 +174,7 @@ def test_each_leased_request_is_recorded_as_a_batch() -> None:
 
 def test_crashes_of_requests_that_are_not_resent_are_forgotten() -> None:
     world = Lent(instances=2, leases=2)
-    accused = []
+    lease_suspects = []
     for number in range(4):
         client = world.connect(f"c{number}", leases=True)
         world.lending.needed = ALONE
@@ -182,13 +182,15 @@ def test_crashes_of_requests_that_are_not_resent_are_forgotten() -> None:
         lease, holder = world.lease(client), world.holder()
         sent = world.leased(client)
         lease.begin(world.now)
-        accused.append((client, sent))
+        lease_suspects.append((client, sent))
         client.leased.clear()
         client.open.discard(sent.request)
         world.crash(holder)
         world.advance(world.now + 10**9)
         assert not world.core.state.leases
-    assert list(world.core.state.accused) == [(client.peer, sent.request) for client, sent in accused[-2:]]
+    assert list(world.core.state.lease_suspects) == [
+        (client.peer, sent.request) for client, sent in lease_suspects[-2:]
+    ]
 
 
 @pytest.mark.parametrize("read_before", [True, False])
@@ -245,10 +247,10 @@ def test_log_reads_of_ended_leases_are_ignored() -> None:
 def test_a_long_lease_resets_the_threshold_that_others_have_raised() -> None:
     world = Lent()
     world.alone()
-    world.lending.needed = ALONE_MOST
+    world.lending.needed = MAX_ALONE
     world.lending.ended_by_others()
-    assert world.lending.needed == ALONE_MOST
-    for _ in range(ALONE_MOST):
+    assert world.lending.needed == MAX_ALONE
+    for _ in range(MAX_ALONE):
         world.leased()
         world.serve()
     world.ask(world.connect("b"))

@@ -114,13 +114,13 @@ class Computing(World):
             worker.part(request, error=("CANCELLED", "given up"))
             return True
         try:
-            left = len(self.made(worker, work)) - self.given.get(key, 0)
+            remaining = len(self.made(worker, work)) - self.given.get(key, 0)
         except Failed as error:
             worker.part(request, error=("MODEL_FAILED", str(error)))
             return True
-        if left and not worker.room[request]:
+        if remaining and not worker.room[request]:
             return False
-        worker.part(request, not left or (left == 1 and self.random.random() < 0.5), not left)
+        worker.part(request, not remaining or (remaining == 1 and self.random.random() < 0.5), not remaining)
         self.given[key] = self.given.get(key, 0) + 1
         return True
 
@@ -143,7 +143,7 @@ class Computing(World):
         state, found = self.core.state, []
         while state.requests[request].is_step:
             run = state.runs[state.requests[request].parent]
-            outputs = dict(run.graph.steps[run.spots[request].step].outputs)
+            outputs = dict(run.graph.steps[run.positions[request].step].outputs)
             if name not in outputs:
                 break
             name, request = outputs[name], run.request.number
@@ -193,7 +193,7 @@ class Computing(World):
         if run.levels.sources:  # made once, or with each response: the end shows that nothing is forgotten
             return True
         (iteration,) = run.iterations()
-        out = {spot.step for spot in run.spots.values()}
+        out = {spot.step for spot in run.positions.values()}
         over = {index for index, waits in iteration.pending.items() if not waits} - out
         readers = [index for index in run.graph.readers.get(name, ()) if index in run.needed]
         return name in run.wanted or run.graph.maker[name] in out or any(index not in over for index in readers)

@@ -143,18 +143,18 @@ def test_steps_and_calls_are_traced_with_the_request_that_they_are_for() -> None
 
 
 @given(st.integers(0, 6), st.integers(-1, 5), st.lists(st.integers(0, 20), max_size=8))
-def test_a_sample_takes_the_same_requests_however_they_arrive(rate: int, left: int, counts: list[int]) -> None:
+def test_a_sample_takes_the_same_requests_however_they_arrive(rate: int, remaining: int, counts: list[int]) -> None:
     """In packets of any size, or one by one: every `rate`-th request, until the count is used up. 0: none."""
     total = sum(counts)
     expected = [number for number in range(total) if rate and number % rate == rate - 1]
-    if left >= 0:
-        expected = expected[:left]
-    sample, taken, before = Sample(rate, left), [], 0
+    if remaining >= 0:
+        expected = expected[:remaining]
+    sample, taken, before = Sample(rate, remaining), [], 0
     for count in counts:
         taken += [before + place for place in sample.take(count)]
         before += count
     assert taken == expected
-    assert sample.left == (left - len(taken) if left >= 0 else -1)
+    assert sample.remaining == (remaining - len(taken) if remaining >= 0 else -1)
 
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -194,4 +194,4 @@ def test_contexts_are_limited_per_second_and_by_the_count() -> None:
     world.turn([infer(world.client, number, traceparent=PARENT) for number in (4, 5)])
     world.now += 1000 * MS
     world.turn([infer(world.client, 6, traceparent=PARENT)])
-    assert (len(traces.active), traces.samples["m"].left) == (4, 0)
+    assert (len(traces.active), traces.samples["m"].remaining) == (4, 0)

@@ -267,13 +267,13 @@ def test_backlogged_clients_get_equal_rows(offers: list[tuple[int, int]], seed: 
         for cost in [cost for who, cost in offers if who == client] * 40:
             waiting.add(request(client, cost))
     served = {client: 0 for client, _ in offers}
-    left = dict.fromkeys(served, 0)
+    remaining = dict.fromkeys(served, 0)
     for each in waiting.in_order():
-        left[each.payer.number] += 1
-    while all(left.values()):
+        remaining[each.payer.number] += 1
+    while all(remaining.values()):
         each = waiting.take(1)[0]
         served[each.payer.number] += each.cost
-        left[each.payer.number] -= 1
+        remaining[each.payer.number] -= 1
         assert max(served.values()) - min(served.values()) <= 12
 
 
@@ -283,12 +283,12 @@ def test_backlogged_users_get_equal_rows(offers: list[tuple[int, int]], most: in
     waiting = queue()
     for client, cost in offers * 10:
         waiting.add(request(client, cost))
-    left = Counter(each.payer.user for each in waiting.in_order())
-    served = dict.fromkeys(left, 0)
+    remaining = Counter(each.payer.user for each in waiting.in_order())
+    served = dict.fromkeys(remaining, 0)
     while True:
         taken = waiting.take(most)
-        left.subtract(each.payer.user for each in taken)
-        if not all(left.values()):
+        remaining.subtract(each.payer.user for each in taken)
+        if not all(remaining.values()):
             break
         for each in taken:
             served[each.payer.user] += each.cost

@@ -295,7 +295,7 @@ class EverythingMachine(OperatedMachine):
                     assert not version.service.sequence_slots.count, version.label
                     assert not version.service.sequence_slots.latest, version.label
                 for instance in version.instances:
-                    assert not instance.streams, instance.story()
+                    assert not instance.streams, instance.details()
         assert not state.cache.bytes
         assert not state.changes.retiring_instances
         if state.limiter is not None:

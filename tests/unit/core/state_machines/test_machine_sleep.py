@@ -55,8 +55,8 @@ def check_all_sleep(state: State) -> None:
         for version in model.versions.values():
             if version.state is VersionState.READY and version.service.graph is None:
                 assert version.asleep, version.label
-    left = [instance for _, instance in state.instances.values() if instance.state is not InstanceState.STOPPING]
-    assert not left, f"{left[0].state} {left[0].story()}"
+    remaining = [instance for _, instance in state.instances.values() if instance.state is not InstanceState.STOPPING]
+    assert not remaining, f"{remaining[0].state} {remaining[0].details()}"
     assert not state.changes.to_sleep
 
 
