@@ -220,18 +220,18 @@ class LeaseHolder:
 
     def _check_form(self, inputs: tuple[Tensor, ...]) -> tuple[int, list[int]] | None:
         forms = {form.name: form for form in self._order.inputs}
-        most = self._order.rows
-        rows = inputs[0].shape[0] if most and inputs and inputs[0].shape else 0
-        if len(inputs) != len(forms) or (most and not 0 < rows <= most):
+        max_batch = self._order.rows
+        rows = inputs[0].shape[0] if max_batch and inputs and inputs[0].shape else 0
+        if len(inputs) != len(forms) or (max_batch and not 0 < rows <= max_batch):
             return None
         sizes: list[int] = []
         for tensor in inputs:
             form = forms.pop(tensor.name, None)
             shape = tensor.shape
-            if form is None or tensor.dtype != form.dtype or len(shape) != len(form.dims) + bool(most):
+            if form is None or tensor.dtype != form.dtype or len(shape) != len(form.dims) + bool(max_batch):
                 return None
-            dims = shape[1:] if most else shape
-            if (most and shape[0] != rows) or any(dim < 0 for dim in dims):
+            dims = shape[1:] if max_batch else shape
+            if (max_batch and shape[0] != rows) or any(dim < 0 for dim in dims):
                 return None
             if any(want not in (-1, dim) for want, dim in zip(form.dims, dims, strict=True)):
                 return None

@@ -202,8 +202,8 @@ def _serve(link: BrokerLink, priority: LoadPriority) -> Exit:
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         assert model.inbox is not None
-        most = model.config.max_batch_size
-        loop = Loop(link, model.inbox, outbox, model.arenas, mapped, model.runner, model.backend, most)
+        max_batch = model.config.max_batch_size
+        loop = Loop(link, model.inbox, outbox, model.arenas, mapped, model.runner, model.backend, max_batch)
         loop.run(orders[1:], descriptors)
         stopped = True
     finally:

@@ -54,7 +54,7 @@ class Overlap:
         self._runner = runner
         self._queue = queue
         self._read_orders = read_orders
-        self._most = max(max_batch, 1)
+        self._max = max(max_batch, 1)
         self._current: BegunBatch | None = None
         """The batch to finish next, if it has begun."""
         self._next: tuple[QueuedBatch, BegunBatch] | None = None
@@ -105,13 +105,13 @@ class Overlap:
         waiting at the end of the last one, and if batches are short.
         """
         assert current.computation is not None
-        if self._begin(self._most) or not self._busy or self._ran_ns < SHORT_NS:
+        if self._begin(self._max) or not self._busy or self._ran_ns < SHORT_NS:
             return
         while not current.computation.computed():
             pause = (monotonic_ns() - since) / (PAUSE_PART * 1e9)
             if select.select(self._link, (), (), min(max(pause, MIN_PAUSE_S), MAX_PAUSE_S))[0]:
                 self._read_orders()
-                if self._begin(self._most):
+                if self._begin(self._max):
                     return
         self._read_orders()
         self._begin(1)

@@ -158,8 +158,8 @@ def expected(descriptor: FieldDescriptor) -> str:
         return f"a value of {descriptor.enum_type.name}"
     kind = descriptor.cpp_type
     if kind in INTEGERS:
-        name, least, most = INTEGERS[kind]
-        return f"{name}, an integer from {least} to {most}"
+        name, minimum, maximum = INTEGERS[kind]
+        return f"{name}, an integer from {minimum} to {maximum}"
     if kind == FieldDescriptor.CPPTYPE_BOOL:
         return "true or false"
     if kind == FieldDescriptor.CPPTYPE_STRING:
@@ -175,8 +175,8 @@ def _wrong(token: Token, descriptor: FieldDescriptor) -> str | None:
     kind = descriptor.cpp_type
     if kind in INTEGERS:
         number = _integer(text)
-        _, least, most = INTEGERS[kind]
-        fine = number is not None and least <= number <= most
+        _, minimum, maximum = INTEGERS[kind]
+        fine = number is not None and minimum <= number <= maximum
     elif kind == FieldDescriptor.CPPTYPE_BOOL:
         fine = text in _BOOLS or _integer(text) in (0, 1)
     elif kind == FieldDescriptor.CPPTYPE_STRING:

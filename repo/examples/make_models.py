@@ -58,14 +58,20 @@ def weights(generator: np.random.RandomState, *shape: int) -> NDArray[np.float32
 
 
 def model(
-    name: str, nodes: list[Any], inputs: Shapes, outputs: Shapes, data: Data, kind: int = FLOAT, made_kind: int = FLOAT
+    name: str,
+    nodes: list[Any],
+    inputs: Shapes,
+    outputs: Shapes,
+    data: Data,
+    kind: int = FLOAT,
+    output_kind: int = FLOAT,
 ) -> bytes:
-    """An ONNX file. `kind`: the element type of its inputs; `made_kind`: of its outputs."""
+    """An ONNX file. `kind`: the element type of its inputs; `output_kind`: of its outputs."""
     graph = helper.make_graph(
         nodes,
         name,
         [helper.make_tensor_value_info(key, kind, shape) for key, shape in inputs.items()],
-        [helper.make_tensor_value_info(key, made_kind, shape) for key, shape in outputs.items()],
+        [helper.make_tensor_value_info(key, output_kind, shape) for key, shape in outputs.items()],
         [numpy_helper.from_array(value, key) for key, value in data.items()],
     )
     made = helper.make_model(graph, producer_name="shmserve", opset_imports=[helper.make_opsetid("", OPSET)])

@@ -331,8 +331,8 @@ class Ledger:
         if not client.holds:
             self.departed.popleft()
 
-    def _release_holds(self, client: Holder, most: int) -> None:
-        for _ in range(min(most, len(client.holds))):
+    def _release_holds(self, client: Holder, limit: int) -> None:
+        for _ in range(min(limit, len(client.holds))):
             place = client.holds.pop()
             hold = self.holds[place]
             freed = hold.clients.pop(client.number) * hold.handle.size

@@ -187,12 +187,12 @@ def thread_share(cores: int, quota: int, sharing: int, instances: int) -> int:
 
 
 class ScaledGroup(Struct, frozen=True):
-    """Instances of one group on one device, from `least` to `most` of them. `specs`: by number, for `most` instances;
-    an instance with a higher number reuses the spec at its number modulo `most`."""
+    """Instances of one group on one device, from `minimum` to `maximum` of them. `specs`: by number, for `maximum`
+    instances; an instance with a higher number reuses the spec at its number modulo `maximum`."""
 
     group: str
-    least: int
-    most: int
+    minimum: int
+    maximum: int
     specs: tuple[InstanceSpec, ...]
 
 

@@ -135,7 +135,8 @@ class IllegalMove(AssertionError):
     """An illegal transition, which is an internal error of the core."""
 
     def __init__(self, moving: Moving, finish: Enum) -> None:
-        text = f"{moving.title}: {moving.state.name} -> {finish.name} is not a legal transition; details: {moving.details()}"
+        change = f"{moving.state.name} -> {finish.name}"
+        text = f"{moving.title}: {change} is not a legal transition; details: {moving.details()}"
         before = history.of(moving) if history is not None else ""
         super().__init__(f"{text}; before: {before}" if before else text)
 

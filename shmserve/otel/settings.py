@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 PREFIX = "opentelemetry,"
 PROTOCOLS = ("http", "grpc")
-_MOST = 2**31 - 1
+_MAX = 2**31 - 1
 _NUMBERS = ("bsp_max_queue_size", "bsp_schedule_delay", "bsp_max_export_batch_size", "contexts_per_second")
 KEYS = ("url", "resource", "protocol", *_NUMBERS)
 
@@ -45,8 +45,8 @@ def parsed(text: str) -> tuple[str, Any]:
             raise ValueError(f"found '{value}', expected a URL such as http://localhost:4318/v1/traces")
     if key not in _NUMBERS:
         return key, value
-    if not (value.isascii() and value.isdecimal()) or not 1 <= int(value) <= _MOST:
-        raise ValueError(f"found '{value}' for {key}, expected a number from 1 to {_MOST}")
+    if not (value.isascii() and value.isdecimal()) or not 1 <= int(value) <= _MAX:
+        raise ValueError(f"found '{value}' for {key}, expected a number from 1 to {_MAX}")
     return key, int(value)
 
 

@@ -49,7 +49,7 @@ class _Mapping:
     def for_writing(self) -> Pages:
         """Returns a second mapping for writing, so that accidental writes to input arrays still fault."""
         if self.writable is None:
-            self.writable = self.pages.writable_twin()
+            self.writable = self.pages.writable_alias()
         if self.writable is None:
             raise InvalidRequest("the segment is sealed against writing: only its owner can write it")
         return self.writable

@@ -72,7 +72,7 @@ class Pages:
             byte = ctypes.c_ubyte.from_address(page)
             byte.value = byte.value
 
-    def writable_twin(self) -> Pages | None:
+    def writable_alias(self) -> Pages | None:
         """Maps the same memory again for writing; None if the memory does not allow this.
 
         mremap with an old size of 0 creates a second mapping of the pages of a shared mapping, without a descriptor.

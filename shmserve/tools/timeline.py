@@ -82,8 +82,8 @@ LANES = 256
 """Maximum number of rows for one kind of span of a model; more would not be readable."""
 
 
-def lanes(spans: Sequence[tuple[int, int]], most: int = LANES) -> list[int | None]:
-    """The lowest free row for each span (begin, end); None if `most` rows are occupied."""
+def lanes(spans: Sequence[tuple[int, int]], limit: int = LANES) -> list[int | None]:
+    """The lowest free row for each span (begin, end); None if `limit` rows are occupied."""
     result: list[int | None] = [None] * len(spans)
     occupied: list[tuple[int, int]] = []
     free: list[int] = []
@@ -94,7 +94,7 @@ def lanes(spans: Sequence[tuple[int, int]], most: int = LANES) -> list[int | Non
             heappush(free, heappop(occupied)[1])
         if free:
             lane = heappop(free)
-        elif used < most:
+        elif used < limit:
             lane = used
             used += 1
         else:
@@ -383,7 +383,7 @@ def write(file: IO[bytes], events: Iterable[Event], about: Event) -> None:
 HEAD = ("MODEL", "REQUESTS", "FAILED", "BATCHES", "ROWS/BATCH", "QUEUE P50", "P99", "COMPUTE P50", "REASONS")
 
 
-class _Found:
+class _ModelTimes:
     def __init__(self) -> None:
         self.batches: list[RecordedBatch] = []
         self.codes: Counter[str] = Counter()
@@ -391,7 +391,7 @@ class _Found:
 
 
 def summary(collected: Collected) -> list[dict[str, Any]]:
-    models: dict[tuple[str, int], _Found] = defaultdict(_Found)
+    models: dict[tuple[str, int], _ModelTimes] = defaultdict(_ModelTimes)
     for batch in collected.batches:
         result = models[batch.model, batch.version]
         result.batches.append(batch)
@@ -404,7 +404,7 @@ def summary(collected: Collected) -> list[dict[str, Any]]:
     return [_of(name, version, result) for (name, version), result in sorted(models.items())]
 
 
-def _of(name: str, version: int, result: _Found) -> dict[str, Any]:
+def _of(name: str, version: int, result: _ModelTimes) -> dict[str, Any]:
     batches = result.batches
     waits = [max(0, batch.times[0] - request.arrived) / 1000 for batch in batches for request in batch.requests]
     computes = [(batch.times[2] - batch.times[1]) / 1000 for batch in batches]

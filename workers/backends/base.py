@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shmserve.workers.model_calls.responses import OpenResponses
 
 
-MOST_BATCH = 1 << 30
+MAX_BATCH = 1 << 30
 
 
 class GpuTensor(NamedTuple):
@@ -62,7 +62,7 @@ class Context(Struct, frozen=True):
         """max_batch_size of models of this backend that can batch and do not set it: `default`, unless the operator has
         chosen another one. Raises InvalidRequest."""
         key = "default-max-batch-size"
-        return whole_in(f"--backend-config {backend},{key}", self.setting(backend, key, str(default)), MOST_BATCH)
+        return whole_in(f"--backend-config {backend},{key}", self.setting(backend, key, str(default)), MAX_BATCH)
 
     @property
     def engine_threads(self) -> int:

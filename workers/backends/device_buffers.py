@@ -30,12 +30,12 @@ DIRECT_BYTES = 64 * 1024
 """Pieces of at least this size are copied directly to the device. Smaller ones are gathered first, because each copy
 has a fixed cost."""
 PINNED_BYTES = 256 * 1024 * 1024
-PINNED_KNOB = "pinned-memory-pool-byte-size"
+PINNED_SETTING = "pinned-memory-pool-byte-size"
 
 
 def pinned_limit(settings: Mapping[str, str]) -> int:
     """The bytes of callers' memory that a process may pin."""
-    return int(settings.get(PINNED_KNOB, PINNED_BYTES))
+    return int(settings.get(PINNED_SETTING, PINNED_BYTES))
 
 
 RECENT_USES = 64

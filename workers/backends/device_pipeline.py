@@ -25,7 +25,7 @@ from shmserve.dtypes import elements
 from shmserve.errors import Internal, Unavailable
 from shmserve.repo.parameters import OVERLAP, RETRY
 from shmserve.shm.views import address_of
-from shmserve.workers.backends.device_buffers import PINNED_BYTES, PINNED_KNOB, Feed, Pinned, Staging, pinned_limit
+from shmserve.workers.backends.device_buffers import PINNED_BYTES, PINNED_SETTING, Feed, Pinned, Staging, pinned_limit
 from shmserve.workers.gpu.api import PRIORITIES
 from shmserve.workers.process.exit_codes import Exit
 from shmserve.workers.process.log import log_message
@@ -138,8 +138,8 @@ class Slot:
         except Unavailable as error:
             self._stage_all = False
             log_message(
-                f"copies of outputs block the next batch: {error}; set a higher --{PINNED_KNOB}, so that they need no "
-                "staging",
+                f"copies of outputs block the next batch: {error}; set a higher --{PINNED_SETTING}, so that they need "
+                "no staging",
                 "warning",
             )
             return array, True

@@ -26,13 +26,13 @@ def flag_in(what: str, text: str) -> bool:
     return word in YES
 
 
-def whole_in(what: str, text: str, most: int = LARGEST, least: int = 0) -> int:
+def whole_in(what: str, text: str, maximum: int = LARGEST, minimum: int = 0) -> int:
     digits = text.strip()
     if not (digits.isascii() and digits.isdecimal()):
-        raise InvalidRequest(f"{what} must be an integer of at least {least}, not '{text}'")
-    number = int(digits) if len(digits) < 30 else most + 1
-    if not least <= number <= most:
-        raise InvalidRequest(f"{what} is {text}; it can be {least} to {most}")
+        raise InvalidRequest(f"{what} must be an integer of at least {minimum}, not '{text}'")
+    number = int(digits) if len(digits) < 30 else maximum + 1
+    if not minimum <= number <= maximum:
+        raise InvalidRequest(f"{what} is {text}; it can be {minimum} to {maximum}")
     return number
 
 
@@ -80,8 +80,8 @@ Check = Callable[[str, str], str]
 """(name for errors, value) -> the value in the engine's form."""
 
 
-def whole(most: int, least: int = 0) -> Check:
-    return lambda what, value: str(whole_in(what, value, most, least))
+def whole(maximum: int, minimum: int = 0) -> Check:
+    return lambda what, value: str(whole_in(what, value, maximum, minimum))
 
 
 def flag(what: str, value: str) -> str:

@@ -130,7 +130,7 @@ def _python_based(folder: Path) -> type[Backend]:
         @classmethod
         def chosen(cls, config: ModelConfig) -> type[Backend]:
             kind = Python.chosen(config)
-            made: type[Backend] = type(kind.__name__, (kind,), {"source": folder / MODEL})
-            return made
+            kind_here: type[Backend] = type(kind.__name__, (kind,), {"source": folder / MODEL})
+            return kind_here
 
     return PythonBased

@@ -161,7 +161,7 @@ class Results:
             place = self._place(index, 0)
             if isinstance(place, Handle):
                 return not self._scatter.placing.is_on_device(place)
-            return place is None and elements(shape) * spec.item > self._most_inline()
+            return place is None and elements(shape) * spec.item > self._max_inline()
         return self._block_sizes(index, shape) is not None
 
     def place(self, index: int, shape: tuple[int, ...]) -> Array:
@@ -416,11 +416,11 @@ class Results:
             if array.flags.aligned:
                 self._placed.add(index)
                 return array
-        elif place is None and size > self._most_inline():
+        elif place is None and size > self._max_inline():
             return self._allocate(index, spec, shape, size)
         return None
 
-    def _most_inline(self) -> int:
+    def _max_inline(self) -> int:
         """The largest output that a lone request gets inside its message."""
         return INLINE_BYTES if self._inlined else 1
 

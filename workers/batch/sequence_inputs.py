@@ -113,11 +113,11 @@ class Controls:
             self._controls.append((spec, control.kind, tuple(pair)))
         self._id = next((spec for spec, kind, _ in self._controls if kind == "CONTROL_SEQUENCE_CORRID"), None)
         self._kind = int if self._id is None or self._id.item else str
-        self._most = int(np.iinfo(self._id.numpy).max) if self._id is not None and self._id.item else 0
+        self._max = int(np.iinfo(self._id.numpy).max) if self._id is not None and self._id.item else 0
 
     def check(self, key: Key) -> None:
         """Refuses an id that the type of the control input cannot hold."""
-        if self._id is None or (type(key) is self._kind and (self._kind is str or 0 <= key <= self._most)):  # type: ignore[operator]
+        if self._id is None or (type(key) is self._kind and (self._kind is str or 0 <= key <= self._max)):  # type: ignore[operator]
             return
         spec = self._id
         if isinstance(key, str) != (not spec.item):

@@ -320,18 +320,18 @@ def _pattern(spec: Spec) -> list[int]:
 def _work(order: RunOrder, source: inputs.InputSource, config: ModelConfig) -> Work:
     specs = inputs_of(config)
     known = {spec.name: {"name": spec.name, "datatype": spec.dtype, "shape": _pattern(spec)} for spec in specs}
-    most = config.max_batch_size
-    given = inputs.inputs(source, config.name, known, lambda: most)
+    max_batch = config.max_batch_size
+    given = inputs.inputs(source, config.name, known, lambda: max_batch)
     missing = {spec.name: known[spec.name] for spec in specs if not spec.optional and spec.name not in given}
     if missing:
         raise Misuse(f"model '{config.name}' also needs {inputs.describe(missing)}")
-    sizes = {name: array.shape[0] for name, array in given.items()} if most else {}
+    sizes = {name: array.shape[0] for name, array in given.items()} if max_batch else {}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
         raise Misuse(f"the inputs of model '{config.name}' must have the same number of rows: {listed}")
-    rows = next(iter(sizes.values()), 1) if most else 0
-    if rows > most:
-        raise Misuse(f"{rows} rows: the max_batch_size of model '{config.name}' is {most}")
+    rows = next(iter(sizes.values()), 1) if max_batch else 0
+    if rows > max_batch:
+        raise Misuse(f"{rows} rows: the max_batch_size of model '{config.name}' is {max_batch}")
     # The data may exceed the limit for inline tensors, because this request is never encoded.
     tensors = tuple(
         Tensor(spec.name, spec.dtype, given[spec.name].shape, _bytes(given[spec.name], spec))

@@ -16,7 +16,7 @@ from shmserve.errors import InvalidRequest, NotFound
 from shmserve.workers.process.environment_archive import unpacked
 from shmserve.workers.process.log import log_message
 
-KNOB = "EXECUTION_ENV_PATH"
+SETTING = "EXECUTION_ENV_PATH"
 PYTHONS = ("bin/python3", "bin/python")
 NEEDED = {"msgspec": "0.18.6", "numpy": "1.26", "posix_ipc": "1.1"}
 """Packages that a worker requires, with their minimum versions."""
@@ -26,22 +26,22 @@ def replace_interpreter(place: str, cache: str, target: str, arguments: list[str
     """Replaces this process by the model's interpreter, which calls `target` ("module:function") with the arguments.
     Raises if it is not an interpreter."""
     path = Path(place)
-    log_message(f"{KNOB}: the interpreter is at {place}", "info")  # for operators; callers must not learn the path
+    log_message(f"{SETTING}: the interpreter is at {place}", "info")  # for operators; callers must not learn the path
     if not path.exists():
-        raise NotFound(f"{KNOB}: there is no such directory or archive")
+        raise NotFound(f"{SETTING}: there is no such directory or archive")
     root = path if path.is_dir() else unpacked(path, Path(cache), find_python)
     python = find_python(root)
     try:
         os.execve(python, [python, "-I", "-u", *command([target, *arguments])], _variables(root))
     except OSError as error:
-        raise InvalidRequest(f"{KNOB}: its {Path(python).name} cannot be run: {error.strerror}") from None
+        raise InvalidRequest(f"{SETTING}: its {Path(python).name} cannot be run: {error.strerror}") from None
 
 
 def find_python(root: Path) -> str:
     for name in PYTHONS:
         if os.access(root / name, os.X_OK):
             return str(root / name)
-    raise InvalidRequest(f"{KNOB}: neither {' nor '.join(PYTHONS)} in it can be run; is it an environment?")
+    raise InvalidRequest(f"{SETTING}: neither {' nor '.join(PYTHONS)} in it can be run; is it an environment?")
 
 
 def command(arguments: list[str]) -> list[str]:

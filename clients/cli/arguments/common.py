@@ -25,7 +25,7 @@ CODES = """exit codes:
   2    wrong usage
   130  interrupted
 """
-MOST = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
 DIGITS = 30
 MAX_NS = 10**18
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|min|m|h)?")
@@ -141,15 +141,16 @@ def add_backend_directory(add: Callable[..., argparse.Action]) -> None:
     rare(add("--backend-directory", metavar="DIR", type=Path, default=default, help=text))
 
 
-def integer(least: int, most: int = MOST) -> Callable[[str], int]:
-    """The type of an option with an integer from `least` to `most`."""
+def integer(minimum: int, maximum: int = MAX_INTEGER) -> Callable[[str], int]:
+    """The type of an option with an integer from `minimum` to `maximum`."""
 
     def read(text: str) -> int:
-        result = least - 1
+        result = minimum - 1
         if text.isdecimal():
-            result = int(text) if len(text) < DIGITS else most + 1
-        if not least <= result <= most:
-            known = f"of at least {least}" if most == MOST and result < least else f"from {least} to {most:,}"
+            result = int(text) if len(text) < DIGITS else maximum + 1
+        if not minimum <= result <= maximum:
+            unbounded = maximum == MAX_INTEGER and result < minimum
+            known = f"of at least {minimum}" if unbounded else f"from {minimum} to {maximum:,}"
             raise argparse.ArgumentTypeError(f"'{text[:DIGITS]}' is not an integer {known}")
         return result
 

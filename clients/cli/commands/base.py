@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     AnyClient: TypeAlias = Client | HttpClient
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 ASK_S = 30.0
 """Timeout of queries, which a healthy server answers at once."""
@@ -159,9 +159,9 @@ def screen_of(args: argparse.Namespace) -> Screen:
 
 def output(
     args: argparse.Namespace,
-    ask: Callable[[], Found],
-    text: Callable[[Found, Screen], str],
-    document: Callable[[Found], Any] = lambda result: result,
+    ask: Callable[[], Result],
+    text: Callable[[Result, Screen], str],
+    document: Callable[[Result], Any] = lambda result: result,
 ) -> int:
     """Print the result of `ask` as text, or as a document with --json; with --watch repeatedly, until Ctrl-C."""
     screen = screen_of(args)

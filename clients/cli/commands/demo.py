@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shmserve.session import Result
 
 Say = Callable[[str], None]
-Found = dict[str, Any]
+DemoResult = dict[str, Any]
 """A sample's results, for --json."""
 
 MANY = 2000
@@ -44,7 +44,7 @@ class Wrong(Exception):
 
 def demo(args: argparse.Namespace) -> int:
     """Returns 0 if at least one sample is served and all served samples succeeded."""
-    results: dict[str, Found] = {}
+    results: dict[str, DemoResult] = {}
     failed: list[str] = []
     say = _hush if args.json else _say
     from shmserve.clients.client import Client
@@ -113,7 +113,7 @@ def _numbers(array: Any) -> str:
 # ------------------------------------------------------------------------------------------ the samples
 
 
-def add_sub(client: Client, say: Say) -> Found:
+def add_sub(client: Client, say: Say) -> DemoResult:
     a, b = np.array([10, 20, 30, 40], np.float32), np.array([1, 2, 3, 4], np.float32)
     result, took = _timed(client, "add_sub", {"INPUT0": a, "INPUT1": b})
     total, difference = result["OUTPUT0"], result["OUTPUT1"]
@@ -124,7 +124,7 @@ def add_sub(client: Client, say: Say) -> Found:
     return {"sum": total.tolist(), "difference": difference.tolist()}
 
 
-def mlp(client: Client, say: Say) -> Found:
+def mlp(client: Client, say: Say) -> DemoResult:
     """Simulates a program that keeps many requests in flight."""
     rows = np.random.default_rng(7).standard_normal((IN_FLIGHT, 1, 64), np.float32)
     result, took = _timed(client, "mlp", {"x": rows[0]})
@@ -151,7 +151,7 @@ def _batches(client: Client, model: str) -> int:
     return sum(int(entry["execution_count"]) for entry in client.statistics(model)["model_stats"])
 
 
-def cnn(client: Client, say: Say) -> Found:
+def cnn(client: Client, say: Say) -> DemoResult:
     """Images in shared memory: only their handles are sent."""
     pictures = client.empty((PICTURES, 3, 64, 64))
     across = np.linspace(-1, 1, 64, dtype=np.float32)
@@ -171,7 +171,7 @@ def cnn(client: Client, say: Say) -> Found:
     return {"classes": scores.argmax(axis=1).tolist()}
 
 
-def ocr_rec(client: Client, say: Say) -> Found:
+def ocr_rec(client: Client, say: Say) -> DemoResult:
     picture = ocr.sample_picture()
     characters = ocr.read_characters()
     result, took = _timed(client, ocr.MODEL, {ocr.INPUT: ocr.to_input(picture)})
@@ -188,4 +188,4 @@ TITLES = {
     "cnn": "an image classifier with two instances",
     "ocr_rec": "a network that recognizes a line of text",
 }
-SHOWS: dict[str, Callable[[Client, Say], Found]] = {"add_sub": add_sub, "mlp": mlp, "cnn": cnn, "ocr_rec": ocr_rec}
+SHOWS: dict[str, Callable[[Client, Say], DemoResult]] = {"add_sub": add_sub, "mlp": mlp, "cnn": cnn, "ocr_rec": ocr_rec}

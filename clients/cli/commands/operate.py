@@ -197,7 +197,7 @@ class _Operations:
         self._run = run
         self._cancel = cancel
         self._remaining = deque(names)
-        self._found: dict[str, dict[str, Any] | BaseException] = {}
+        self._outcomes: dict[str, dict[str, Any] | BaseException] = {}
         self._reader, self._writer = os.pipe()
         self._threads = [
             threading.Thread(target=self._work, name=f"shmserve-operation-{number}")
@@ -225,22 +225,22 @@ class _Operations:
             except IndexError:  # another thread took it
                 return
             try:
-                self._found[name] = self._run(name)
+                self._outcomes[name] = self._run(name)
             except BaseException as error:  # raised by `outcomes`, in the main thread
-                self._found[name] = error
+                self._outcomes[name] = error
             os.write(self._writer, b".")
 
     def waiting(self, seconds: float | None = None) -> list[str]:
         """Wait until an operation ends, for up to `seconds`. Returns the models whose operations have not ended."""
-        if len(self._found) < len(self._names) and select.select([self._reader], [], [], seconds)[0]:
+        if len(self._outcomes) < len(self._names) and select.select([self._reader], [], [], seconds)[0]:
             os.read(self._reader, TOGETHER)
-        return [name for name in self._names if name not in self._found]
+        return [name for name in self._names if name not in self._outcomes]
 
     def outcomes(self) -> dict[str, dict[str, Any] | ServeError]:
         """The results or errors, by model. Raises other errors."""
         results: dict[str, dict[str, Any] | ServeError] = {}
         for name in self._names:
-            outcome = self._found[name]
+            outcome = self._outcomes[name]
             if isinstance(outcome, BaseException) and not isinstance(outcome, ServeError):
                 raise outcome
             results[name] = outcome

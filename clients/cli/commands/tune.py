@@ -179,7 +179,7 @@ def _inputs(
             raise Misuse(f"--input {name} has {array.shape[0]} rows, and --rows is {args.rows}")
     low, high = args.lengths or (1, 1)
 
-    def made(length: int, seed: int) -> Mapping[str, Any]:
+    def inputs_of(length: int, seed: int) -> Mapping[str, Any]:
         size = length or Random(seed).randint(low, high)
         shapes = {}
         for name, spec in known.items():
@@ -189,10 +189,10 @@ def _inputs(
         return provided | inputs.random(remaining, None, shapes, seed)
 
     def requests(length: int) -> Sequence[Mapping[str, Any]]:
-        results = [made(length, 0)]
+        results = [inputs_of(length, 0)]
         size = sum(getattr(array, "nbytes", 0) for array in results[0].values())
         count = min(VARIETY, max(1, VARIETY_BYTES // max(size, 1)))
-        return results + [made(length, seed) for seed in range(1, count)]
+        return results + [inputs_of(length, seed) for seed in range(1, count)]
 
     return requests
 

@@ -60,13 +60,13 @@ def _data(tensor: Tensor, read: Read) -> str:
     return ",".join(str(int(value)) for value in values)
 
 
-def _first(parts: tuple[Handle, ...], most: int) -> tuple[Handle, ...]:
+def _first(parts: tuple[Handle, ...], limit: int) -> tuple[Handle, ...]:
     handles = []
     for part in parts:
-        if most <= 0:
+        if limit <= 0:
             break
-        handles.append(part if part.size <= most else Handle(part.segment, part.offset, most))
-        most -= part.size
+        handles.append(part if part.size <= limit else Handle(part.segment, part.offset, limit))
+        limit -= part.size
     return tuple(handles)
 
 

@@ -235,13 +235,13 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
     checked = requests[0].form or requests[-1].form
     if checked is not None and _send_columns(state, instance, batch, requests, join, checked):
         return
-    peer, most = instance.peer, requests[0].version.service.max_work_items
+    peer, limit = instance.peer, requests[0].version.service.max_work_items
     is_open = batch.state is BatchState.OPEN
     work_items: list[Work] = []
     piece: list[Request] = []
     inline = 0
     for request in requests:
-        if work_items and (inline + request.inline > CHUNK_BYTES or len(work_items) >= most):
+        if work_items and (inline + request.inline > CHUNK_BYTES or len(work_items) >= limit):
             number = state.next_number()
             state.send(peer, Execute(number, join, tuple(work_items), True, is_open))
             batch.pieces.append((number, piece))

@@ -203,14 +203,14 @@ class Ensembles:
         first = run.mapped[0]
         self._state.runs.with_rows.add(run.request.payer.user, run, first.count - first.next > ROWS_TOGETHER)
 
-    def ask_rows(self, most: int, now: int) -> int:
-        """Requests rows of mapped steps, up to `most`, round robin between users and runs. Returns the number of
+    def ask_rows(self, limit: int, now: int) -> int:
+        """Requests rows of mapped steps, up to `limit`, round robin between users and runs. Returns the number of
         requests."""
         mapped = self._state.runs.with_rows
         requested = 0
-        while mapped and requested < most:
+        while mapped and requested < limit:
             run = mapped.pop()
-            for _ in range(min(ROWS_TOGETHER, most - requested)):
+            for _ in range(min(ROWS_TOGETHER, limit - requested)):
                 if not run.mapped or run.failure is not None or run.over:
                     break
                 requested += 1

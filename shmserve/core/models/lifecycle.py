@@ -22,10 +22,10 @@ from shmserve.protocol.worker_messages import LoadFailed, Stop
 _I, _V = InstanceState, VersionState
 
 
-def pause_ns(deaths: int, second: int, most: int) -> int:
+def pause_ns(deaths: int, second: int, limit: int) -> int:
     """Back-off before a restart after consecutive deaths: none after the first, then `second`, doubled each time up to
-    `most`."""
-    return min(second << (deaths - 2), most) if deaths > 1 else 0
+    `limit`."""
+    return min(second << (deaths - 2), limit) if deaths > 1 else 0
 
 
 class Lifecycle:

@@ -137,7 +137,7 @@ def _size(version: Version, group: ScaledGroup) -> int:
 
 
 def _can_shrink(version: Version, scaler: Scaler) -> bool:
-    return any(_size(version, group) > group.least for group in scaler.policy.groups)
+    return any(_size(version, group) > group.minimum for group in scaler.policy.groups)
 
 
 def _read_leases(state: State, version: Version) -> None:
@@ -153,17 +153,17 @@ def _read_leases(state: State, version: Version) -> None:
 def _grow(state: State, version: Version, scaler: Scaler, measured: Measured, now: int) -> None:
     """Adds an instance to the group that is smallest relative to its bounds."""
     groups = [group for group in scaler.policy.groups if not state.loading.forbids(group.specs[0])]
-    room = [group for group in groups if _size(version, group) < group.most]
+    room = [group for group in groups if _size(version, group) < group.maximum]
     if not room:
         return
-    group = min(room, key=lambda group: _size(version, group) / group.most)
+    group = min(room, key=lambda group: _size(version, group) / group.maximum)
     count = _count(version)
     instance = resizing.join(state, version, sizes.next_spec(version, scaler.policy, group))
     scaler.has_grown(now)
     state.observers.scaled(version, 1)
-    _, most = sizes.bounds(version, scaler.policy)
+    _, maximum = sizes.bounds(version, scaler.policy)
     text = (
-        f"gets one more instance, '{instance.spec.name}' ({count + 1} of at most {most}): requests waited "
+        f"gets one more instance, '{instance.spec.name}' ({count + 1} of at most {maximum}): requests waited "
         f"{_ms(measured.wait_ns)} on average, more than {_ms(scaler.policy.up_ns)} (scale_up_queue_ms), while all were "
         f"busy"
     )
@@ -173,7 +173,7 @@ def _grow(state: State, version: Version, scaler: Scaler, measured: Measured, no
 def _shrink(state: State, version: Version, scaler: Scaler, measured: Measured, now: int) -> None:
     """Removes the least useful instance."""
     served = [i for i in version.instances if not i.over]
-    groups = [group for group in scaler.policy.groups if _size(version, group) > group.least]
+    groups = [group for group in scaler.policy.groups if _size(version, group) > group.minimum]
     found = [i for i in served if any(sizes.belongs(i.spec, group) for group in groups)]
     found = [i for i in found if any(other.usable for other in served if other is not i)]
     if not found:
@@ -183,9 +183,9 @@ def _shrink(state: State, version: Version, scaler: Scaler, measured: Measured, 
     resizing.leave(state, version, instance)
     scaler.has_shrunk(now)
     state.observers.scaled(version, -1)
-    least, _ = sizes.bounds(version, scaler.policy)
+    minimum, _ = sizes.bounds(version, scaler.policy)
     text = (
-        f"needs one instance less, so '{instance.spec.name}' leaves ({_count(version)} remain, of at least {least}): "
+        f"needs one instance less, so '{instance.spec.name}' leaves ({_count(version)} remain, of at least {minimum}): "
         f"fewer were enough for {down_s:g} s (scale_down_secs), and {measured.busy:.2f} were busy on average"
     )
     state.log_version("info", f"{version.label} {text}", version, instance)

@@ -46,7 +46,7 @@ def kept(version: Version) -> list[InstanceSpec]:
 def bounds(version: Version, policy: ScalingPolicy) -> tuple[int, int]:
     """The minimum and maximum number of instances of the version, including groups that are not scaled."""
     fixed = sum(not (spec.passive or _is_scaled(spec, policy)) for spec in specs_of(version))
-    return fixed + sum(group.least for group in policy.groups), fixed + sum(group.most for group in policy.groups)
+    return fixed + sum(group.minimum for group in policy.groups), fixed + sum(group.maximum for group in policy.groups)
 
 
 def _is_scaled(spec: InstanceSpec, policy: ScalingPolicy) -> bool:
@@ -85,7 +85,7 @@ def keep_size(target: Target, served: Version | None) -> Target:
         names = [spec.name for spec in present if belongs(spec, group)]
         names.sort(key=lambda name: int(name.rpartition("_")[2]))
         wanted = len(names) or sum(belongs(spec, group) for spec in target.instances)
-        wanted = min(max(wanted, group.least), group.most)
+        wanted = min(max(wanted, group.minimum), group.maximum)
         del names[wanted:]
         while len(names) < wanted:
             names.append(_free_name({*names, *(spec.name for spec in (*present, *specs))}, group.group))

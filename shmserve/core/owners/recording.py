@@ -79,11 +79,11 @@ class Recording:
         if (kind != "batch" or code) and self._wants(version, 1):
             self._add(RecordedEnd(version.model, version.number, kind, code, now, self._request(request, False)), 1)
 
-    def take(self, most: int) -> dict[str, Any]:
-        """Removes and returns the oldest records, with about `most` requests at most."""
+    def take(self, limit: int) -> dict[str, Any]:
+        """Removes and returns the oldest records, with about `limit` requests at most."""
         taken: list[RecordedBatch | RecordedEnd] = []
         count = 0
-        while self._records and count < most:
+        while self._records and count < limit:
             record = self._records.popleft()
             taken.append(record)
             count += len(record.requests) if isinstance(record, RecordedBatch) else 1

@@ -131,9 +131,9 @@ def _joining(
     return found
 
 
-def group_of(items: Sequence[tuple[int, int]], anchor: int, most: int, batch_cost: int) -> tuple[int, int]:
+def group_of(items: Sequence[tuple[int, int]], anchor: int, max_rows: int, batch_cost: int) -> tuple[int, int]:
     """The shortest and longest length in the anchor's group, when all items are partitioned into the cheapest groups of
-    at most `most` rows. `items` are (length, rows), increasing. Takes 0.2 ms for 64 items, once per batch."""
+    at most `max_rows` rows. `items` are (length, rows), increasing. Takes 0.2 ms for 64 items, once per batch."""
     if items[0][0] == items[-1][0]:
         return items[0][0], items[0][0]
     limit = _WASTE * batch_cost
@@ -144,7 +144,7 @@ def group_of(items: Sequence[tuple[int, int]], anchor: int, most: int, batch_cos
             length, own = items[first]
             rows += own
             waste += own * (longest - length)
-            if first < last and (rows > most or waste > limit):
+            if first < last and (rows > max_rows or waste > limit):
                 break
             cost = costs[first] + batch_cost + rows * longest
             if first == last or cost <= least:

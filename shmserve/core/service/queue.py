@@ -193,9 +193,9 @@ class PriorityLevel(Generic[R]):
         if len(self.shares) >= IDLE_USERS + 2 * len(self.active):
             self.dropped = self.last_turn()
             self.shares = {user: share for user, share in self.shares.items() if share.ready}
-        made: Share[R] = Share(self.dropped)
-        self.shares[user] = made
-        return made
+        created: Share[R] = Share(self.dropped)
+        self.shares[user] = created
+        return created
 
     def users(self) -> set[str]:
         waiting = {user for user, share in self.shares.items() if share.ready}
@@ -407,10 +407,10 @@ class RequestQueue(Generic[R]):
     def _new(self, number: int) -> PriorityLevel[R]:
         if len(self._levels) >= self._sweep_at:
             self._drop_idle()
-        made: PriorityLevel[R] = PriorityLevel(self.policy(number), self._turn)
-        self._levels[number] = made
+        created: PriorityLevel[R] = PriorityLevel(self.policy(number), self._turn)
+        self._levels[number] = created
         self._levels = dict(sorted(self._levels.items()))
-        return made
+        return created
 
     def _drop_idle(self) -> None:
         """Drops empty levels. Callers choose level numbers, so every level ever used would otherwise stay."""

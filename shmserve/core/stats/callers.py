@@ -39,6 +39,6 @@ class CallerCounts:
             found = self._counts[name] = CallerCount(self._seen, name)
         return found
 
-    def largest(self, most: int) -> list[CallerCount]:
+    def largest(self, limit: int) -> list[CallerCount]:
         """Those whose requests took most time."""
-        return nlargest(most, self._counts.values(), key=lambda count: count.request_ns)
+        return nlargest(limit, self._counts.values(), key=lambda count: count.request_ns)

@@ -152,7 +152,7 @@ class Pool:
             self.calm_bytes = share * input_bytes
 
     @property
-    def most_calls(self) -> int:
+    def max_calls(self) -> int:
         """Maximum number of calls in flight for a connection while no others have any."""
         return int(self._bounds.share * self.calls)
 
@@ -169,9 +169,9 @@ class Pool:
     def leave(self, address: str, token: str) -> None:
         """Called when a connection that used these accounts has ended."""
         if address:
-            _left(self._addresses, address)
+            _remove(self._addresses, address)
         if token:
-            _left(self._tokens, token)
+            _remove(self._tokens, token)
 
     # ------------------------------------------------------------------------------------ limits
 
@@ -326,7 +326,7 @@ def _entered(accounts: dict[str, ShareAccount], key: str, kind: str, share: floa
     return account
 
 
-def _left(accounts: dict[str, ShareAccount], key: str) -> None:
+def _remove(accounts: dict[str, ShareAccount], key: str) -> None:
     account = accounts[key]
     account.connections -= 1
     if not account.connections:

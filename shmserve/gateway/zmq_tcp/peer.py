@@ -219,7 +219,7 @@ class Peer:
                 "packet_bytes": PACKET_BYTES,
                 "inline_bytes": INLINE_BYTES,
                 "frame_bytes": limits.input_bytes,
-                "client_requests": self._link.shares.requests.most_calls,
+                "client_requests": self._link.shares.requests.max_calls,
                 "trace_context": int(self._link.session.wants_trace_context),
             }
             self.queue(Welcome(PROTOCOL, 1, self._link.session.server or "gateway", known))

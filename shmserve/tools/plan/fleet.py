@@ -42,8 +42,8 @@ class Autoscale(Struct, frozen=True):
     per instance to `target`. A new server is ready after `start_ns`. The number of servers falls to the largest number
     wanted within the last `down_ns`."""
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
     target: float = 1.0
     every_ns: int = 15 * SECOND
     start_ns: int = 60 * SECOND
@@ -114,8 +114,8 @@ class FleetPlan(Struct, frozen=True, kw_only=True):
             times = f"{begins / SECOND:g} s, and requests are sent for {self.duration_ns / SECOND:.3g} s"
             raise InvalidRequest(f"something begins after {times}: simulate more seconds or requests")
         scale = self.autoscale
-        if scale is not None and not scale.least <= self.servers <= scale.most:
-            raise InvalidRequest(f"{self.servers} servers are not within {scale.least} to {scale.most}")
+        if scale is not None and not scale.minimum <= self.servers <= scale.maximum:
+            raise InvalidRequest(f"{self.servers} servers are not within {scale.minimum} to {scale.maximum}")
 
     @property
     def instances(self) -> int:

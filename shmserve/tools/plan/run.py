@@ -49,7 +49,7 @@ class FleetScaler:
         self._in_flight, self._since = 0.0, now
         share = mean / (max(ready, 1) * self._instances * rules.target)
         number = ready if abs(share - 1) <= TOLERANCE else ceil(max(ready, 1) * share)
-        number = min(max(number, rules.least), rules.most)
+        number = min(max(number, rules.minimum), rules.maximum)
         self._wanted.append((now, number))
         while self._wanted[0][0] < now - rules.down_ns:
             self._wanted.popleft()

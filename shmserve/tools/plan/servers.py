@@ -97,7 +97,7 @@ class QueueServer:
         self._service = plan.model.service
         self._random = Random(f"{plan.seed} {name}")
         batching = policy.batching
-        self._most = policy.max_batch if batching is not None else 1
+        self._max_batch = policy.max_batch if batching is not None else 1
         self._delay = batching.delay_ns if batching is not None else 0
         self._limits = costs.limits
         self._link, self._turn, self._message = costs.link_ns, costs.turn_ns, costs.message_ns
@@ -180,8 +180,8 @@ class QueueServer:
         """Takes the next batch. `began`: when the batch before it began; 0: none runs. Returns None if requests wait
         for more, and an empty list if all were refused."""
         queue = self._queue
-        count = min(len(queue), self._most)
-        if self._delay and count < self._most and now - queue[0].arrived < self._delay:
+        count = min(len(queue), self._max_batch)
+        if self._delay and count < self._max_batch and now - queue[0].arrived < self._delay:
             wake = queue[0].arrived + self._delay
             if self._wake != wake:
                 self._wake = wake
@@ -206,7 +206,7 @@ class QueueServer:
             self._service_ns -= self._service_ns >> 3
             self._spread_ns -= self._spread_ns >> 3
         # The core also fills the batch up again.
-        while remaining and self._queue and len(remaining) < self._most and self._queue[0].until >= done:
+        while remaining and self._queue and len(remaining) < self._max_batch and self._queue[0].until >= done:
             remaining.append(self._queue.popleft())
         return remaining
 
@@ -219,7 +219,7 @@ class QueueServer:
             ahead = instance.ahead
             if (
                 instance.running is not None
-                and (ahead is None or len(ahead) < self._most)
+                and (ahead is None or len(ahead) < self._max_batch)
                 and (best is None or instance.began < best.began)
             ):
                 best = instance
@@ -230,7 +230,7 @@ class QueueServer:
             if batch:
                 best.ahead, best.ahead_at = batch, self._free + self._link
             return batch is not None
-        room = self._most - len(best.ahead)
+        room = self._max_batch - len(best.ahead)
         queue = self._queue
         best.ahead += self._in_time([queue.popleft() for _ in range(min(room, len(queue)))], now, best.began)
         return True

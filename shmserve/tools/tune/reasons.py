@@ -170,7 +170,7 @@ def _batch(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     if fit is None:
         return
     length = outcome.goal.typical_length
-    if outcome.model.most < 2:
+    if outcome.model.max_rows < 2:
         yield f"Batches: none. A request takes {fit.ns(1, length) / MS:.2f} ms."
         return
     sizes = [
@@ -182,7 +182,7 @@ def _batch(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     if chosen.delay_us and chosen.batch < allowed:
         limit = f"{chosen.batch} preferred, and up to {allowed} once the queue delay has passed"
     yield f"Batches: {limit}. A batch takes, by rows, {each} ({_formula(fit)})."
-    largest = outcome.model.most
+    largest = outcome.model.max_rows
     if chosen.batch < largest:
         if fit.ns(largest, length) > outcome.goal.p99_ns:
             yield f"A batch of {largest} rows would take longer than the p99 allows."

@@ -77,7 +77,7 @@ class TunedModel(Struct, frozen=True):
         return self.config.name
 
     @property
-    def most(self) -> int:
+    def max_rows(self) -> int:
         """The largest batch to consider."""
         return max(self.config.max_batch_size, self.largest if self.config.max_batch_size else 0, 1)
 
@@ -193,9 +193,9 @@ class TunedModel(Struct, frozen=True):
         """The batch sizes to try: powers of two, and the limit. `rows`: number of rows of a request."""
         if self.config.max_batch_size < 2:
             return [1]
-        sizes = {self.most, self.current.batch}
+        sizes = {self.max_rows, self.current.batch}
         size = 1
-        while size < self.most:
+        while size < self.max_rows:
             sizes.add(size)
             size *= 2
         return sorted({max(size, rows) for size in sizes})

@@ -79,8 +79,9 @@ class Events:
 
 class Tuner:
     def __init__(self, bench: Bench, model: TunedModel, goal: Goal, events: Events, processes: int = 1) -> None:
-        if goal.rows > model.most:
-            raise InvalidRequest(f"requests of {goal.rows} rows: the largest batch of '{model.name}' is {model.most}")
+        if goal.rows > model.max_rows:
+            largest = f"the largest batch of '{model.name}' is {model.max_rows}"
+            raise InvalidRequest(f"requests of {goal.rows} rows: {largest}")
         self._bench = bench
         self._events = events
         self._processes = processes

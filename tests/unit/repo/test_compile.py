@@ -137,7 +137,7 @@ def test_scaling() -> None:
     names, policy = scaled(two, max_instances="3")
     assert policy is not None
     (group,) = policy.groups
-    assert (names, group.group, group.least, group.most) == (["m_0_0", "m_0_1"], "m_0", 1, 3)
+    assert (names, group.group, group.minimum, group.maximum) == (["m_0_0", "m_0_1"], "m_0", 1, 3)
     assert [spec.name for spec in group.specs] == ["m_0_0", "m_0_1", "m_0_2"]
     assert (policy.up_ns, policy.down_ns) == (50_000_000, 30_000_000_000)
     times = parameters(scale_up_queue_ms="2.5", scale_down_secs="0.1")

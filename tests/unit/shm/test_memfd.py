@@ -71,7 +71,7 @@ def test_only_the_creator_writes_to_a_sealed_segment() -> None:
         memfd.attach(os.dup(extent.fd), SIZE, True)
     other = memfd.attach(os.dup(extent.fd), SIZE, False)
     assert bytes(other.memory[:2]) == b"hi"
-    assert other.pages.writable_twin() is None
+    assert other.pages.writable_alias() is None
     extent.memory[:2] = b"ho"
     assert bytes(other.memory[:2]) == b"ho"
     other.close()

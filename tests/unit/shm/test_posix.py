@@ -131,7 +131,7 @@ def test_access_that_is_not_permitted_is_denied(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Denied, match="permission denied"):
         posix.attach(extent.name, SIZE, True)
     other = posix.attach(extent.name, SIZE, False)
-    assert other.pages.writable_twin() is None
+    assert other.pages.writable_alias() is None
     other.close()
     extent.close()
 

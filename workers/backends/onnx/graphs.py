@@ -18,7 +18,7 @@ from shmserve.workers.batch.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
 GRAPH = "gpu_graph_id"
-MOST_SHAPES = 16
+MAX_SHAPES = 16
 """Bounded because each recorded graph keeps its tensors in device memory."""
 
 
@@ -74,7 +74,7 @@ class OnnxGraphs:
         """Returns the recorded run for these shapes; None if there are too many shapes or an input is absent."""
         key = tuple(None if array is None else array.shape for array in arrays)
         recorded = self._recorded.get(key)
-        if recorded is not None or None in key or len(self._recorded) >= MOST_SHAPES:
+        if recorded is not None or None in key or len(self._recorded) >= MAX_SHAPES:
             return recorded
         if any(0 in shape for shape in key if shape is not None):
             return None

@@ -17,7 +17,7 @@ from shmserve.repo.rules.optimization import onnx_level_problem
 from shmserve.workers.backends.onnx.providers import (
     CUDA,
     EXTEND,
-    MOST_BYTES,
+    MAX_BYTES,
     SEARCH,
     TENSORRT,
     Providers,
@@ -29,7 +29,7 @@ from shmserve.workers.backends.parameters import Check, choice, flag, text_of, w
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
 
-_MOST_THREADS = 1024
+_MAX_THREADS = 1024
 
 GRAPH_LEVELS = {-1: "ORT_ENABLE_BASIC", 0: "ORT_ENABLE_ALL", 1: "ORT_ENABLE_EXTENDED", 2: "ORT_DISABLE_ALL"}
 
@@ -48,10 +48,10 @@ class Parameter(NamedTuple):
 
 PARAMETERS = {
     "intra_op_thread_count": Parameter(
-        whole(_MOST_THREADS), "0", "threads within one operator; 0: as many as this instance may use"
+        whole(_MAX_THREADS), "0", "threads within one operator; 0: as many as this instance may use"
     ),
     "inter_op_thread_count": Parameter(
-        whole(_MOST_THREADS), "0", "threads for parallel operators, with `execution_mode` 1; 0: chosen by the engine"
+        whole(_MAX_THREADS), "0", "threads for parallel operators, with `execution_mode` 1; 0: chosen by the engine"
     ),
     "execution_mode": Parameter(
         choice({"0": "0", "1": "1"}), "0", "0: operators run one after another; 1: in parallel"
@@ -64,9 +64,9 @@ PARAMETERS = {
         "memory pools to shrink after each run; any gpu means the instance's own",
     ),
     "cpu_mem_limit": Parameter(
-        whole(MOST_BYTES), "0", "not in Triton: maximum bytes of the host memory pool, including weights; 0: no limit"
+        whole(MAX_BYTES), "0", "not in Triton: maximum bytes of the host memory pool, including weights; 0: no limit"
     ),
-    "gpu_mem_limit": Parameter(whole(MOST_BYTES), "", "maximum bytes of the GPU memory pool"),
+    "gpu_mem_limit": Parameter(whole(MAX_BYTES), "", "maximum bytes of the GPU memory pool"),
     "arena_extend_strategy": Parameter(
         choice(EXTEND), "0", "growth of these two pools. 0: by powers of two; 1: by the requested size"
     ),
@@ -90,9 +90,9 @@ SETTINGS = {
     ),
     "enable-global-threadpool": Parameter(flag, "0", "1: the process has one thread pool, instead of one per session"),
     "intra_op_thread_count": Parameter(
-        whole(_MOST_THREADS), "0", "default of this parameter; with a global thread pool, the size of that pool"
+        whole(_MAX_THREADS), "0", "default of this parameter; with a global thread pool, the size of that pool"
     ),
-    "inter_op_thread_count": Parameter(whole(_MOST_THREADS), "0", "the same"),
+    "inter_op_thread_count": Parameter(whole(_MAX_THREADS), "0", "the same"),
 }
 """The keys of `--backend-config=onnxruntime,KEY=VALUE`."""
 

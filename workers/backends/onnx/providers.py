@@ -36,8 +36,8 @@ _BUILD = "it needs a build of onnxruntime that has it"
 
 EXTEND = {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"}
 SEARCH = {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"}
-MOST_BYTES = (1 << 63) - 1
-_NUMBER = whole(MOST_BYTES)
+MAX_BYTES = (1 << 63) - 1
+_NUMBER = whole(MAX_BYTES)
 _SHAPES = text_of(r"[^:,]+:\d+(x\d+)*(,[^:,]+:\d+(x\d+)*)*", "shapes like 'x:1x3x224x224,mask:1x128'")
 
 CUDA_OPTIONS: dict[str, Check] = {

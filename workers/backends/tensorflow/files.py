@@ -119,15 +119,16 @@ class FrozenGraph:
     @property
     def inputs(self) -> dict[str, Port]:
         """The tensors that must come from outside."""
-        return self._found(node.name for node in self.graph.node if node.op == "Placeholder")
+        return self._ports_of(node.name for node in self.graph.node if node.op == "Placeholder")
 
     @property
     def outputs(self) -> dict[str, Port]:
         """The tensors that no node reads."""
         read = {node_of(tensor) for node in self.graph.node for tensor in node.input}
-        return self._found(node.name for node in self.graph.node if node.name not in read and node.op != "Placeholder")
+        nodes = [node for node in self.graph.node if node.op != "Placeholder"]
+        return self._ports_of(node.name for node in nodes if node.name not in read)
 
-    def _found(self, names: Iterable[str]) -> dict[str, Port]:
+    def _ports_of(self, names: Iterable[str]) -> dict[str, Port]:
         return {name: port for name in names if (port := self.find(name)) is not None}
 
     def find(self, name: str) -> Port | None:

@@ -53,24 +53,24 @@ def from_words(words: Sequence[str], inputs: Mapping[str, Shape]) -> Ranges:
 def from_config(config: ModelConfig, dynamic: Mapping[str, Shape], max_batch: int) -> Ranges:
     """Returns batches up to max_batch_size, optimised for the largest preferred one, with the dims of the
     configuration."""
-    most = max_batch or config.max_batch_size
+    max_batch = max_batch or config.max_batch_size
     preferred = config.dynamic_batching.preferred_batch_size if config.dynamic_batching is not None else ()
-    best = max((size for size in preferred if size <= most), default=most)
+    best = max((size for size in preferred if size <= max_batch), default=max_batch)
     entries = {entry.name: entry for entry in config.input}
     ranges: Ranges = {}
     for name, dims in dynamic.items():
         entry = entries.get(name)
-        tail = dims[1:] if most else dims
+        tail = dims[1:] if max_batch else dims
         if entry is not None:
             given = tuple(entry.dims if entry.reshape is None else entry.reshape.shape)
             if len(given) == len(tail):
                 tail = tuple(have if have != -1 else dim for have, dim in zip(tail, given, strict=True))
-        if -1 in tail or (most and dims[0] != -1):
+        if -1 in tail or (max_batch and dims[0] != -1):
             raise BadShapes(_ask(name, dims))
-        if not most:
+        if not max_batch:
             ranges[name] = tail, tail, tail
             continue
-        ranges[name] = (1, *tail), (best, *tail), (most, *tail)
+        ranges[name] = (1, *tail), (best, *tail), (max_batch, *tail)
     return ranges
 
 

@@ -171,7 +171,7 @@ class OperatedMachine(CoreMachine):
                 if version.scaler is not None and version.state is VersionState.READY and model.operation is None:
                     (group,) = version.scaler.policy.groups
                     assert len(sizes.specs_of(version)) >= 1, version.label
-                    assert len(sizes.specs_of(version)) <= max(group.most, 4), version.label
+                    assert len(sizes.specs_of(version)) <= max(group.maximum, 4), version.label
 
 
 def _loads(worker: FakeWorker) -> bool:

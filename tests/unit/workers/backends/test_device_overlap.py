@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from shmserve.protocol.worker_messages import StepOptions, rows_of
 from shmserve.repo.config import schema
-from shmserve.workers.backends.device_buffers import PINNED_KNOB
+from shmserve.workers.backends.device_buffers import PINNED_SETTING
 from shmserve.workers.runner import OverlappingRunner, StackedRunner
 from tests.support.workers.gpu.device_pair import TensorRtPair, arrays
 from tests.support.workers.gpu.harness import Instance, adder, plan, tensor
@@ -140,7 +140,7 @@ def copied_to_pinned(gpu: Gpu) -> list[bool]:
 @pytest.mark.parametrize("order", ORDERS)
 def test_outputs_in_memory_that_is_not_pinned_are_staged(gpu: Gpu, tmp_path: Path, order: str) -> None:
     adder(tmp_path, 40_000)
-    with gpu.load(tmp_path, settings={PINNED_KNOB: "0"}) as instance:
+    with gpu.load(tmp_path, settings={PINNED_SETTING: "0"}) as instance:
         hurry(gpu, order)
         gpu.clear()
         Flight(instance, 40_000, True).run()
@@ -157,7 +157,7 @@ def test_segments_in_use_are_not_evicted(gpu: Gpu, tmp_path: Path) -> None:
     (x,) = rows(1, width=40_000)
     limit = 1 << 30
     for _ in range(2):  # the first time to learn the size of the segment
-        with gpu.load(tmp_path, settings={PINNED_KNOB: str(limit)}) as instance:
+        with gpu.load(tmp_path, settings={PINNED_SETTING: str(limit)}) as instance:
             work = instance.work(x=x)
             limit = instance.client.segments[0].size
             for _ in range(2):
@@ -172,14 +172,14 @@ def test_without_pinned_memory_outputs_are_copied_directly(
     gpu: Gpu, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     adder(tmp_path, 40_000)
-    with gpu.load(tmp_path, settings={PINNED_KNOB: "0"}) as instance:
+    with gpu.load(tmp_path, settings={PINNED_SETTING: "0"}) as instance:
         gpu.state.failures["hostAlloc"] = 2
         gpu.clear()
         check(instance, 1, width=40_000)
         check(instance, 1, width=40_000)
         assert copied_to_pinned(gpu) == [False, False]
         assert capfd.readouterr().err.count("copies of outputs block the next batch") == 1
-    with gpu.load(tmp_path, config(parameters=NO_OVERLAP), settings={PINNED_KNOB: "0"}) as instance:
+    with gpu.load(tmp_path, config(parameters=NO_OVERLAP), settings={PINNED_SETTING: "0"}) as instance:
         gpu.clear()
         check(instance, 1, width=40_000)
         assert copied_to_pinned(gpu) == [False]

@@ -25,7 +25,7 @@ from shmserve.shm.views import address_of
 from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.onnx import backend, run
 from shmserve.workers.backends.onnx.backend import Onnx
-from shmserve.workers.backends.onnx.graphs import MOST_SHAPES, OnnxGraphs
+from shmserve.workers.backends.onnx.graphs import MAX_SHAPES, OnnxGraphs
 from shmserve.workers.backends.onnx.providers import CPU, CUDA
 from shmserve.workers.backends.onnx.run import Binding, OutputTarget, needs_own_binding
 from shmserve.workers.batch.results import Results
@@ -349,7 +349,7 @@ def test_recorded_runs_have_tensors_of_their_own(tmp_path: Path) -> None:
     assert graphs.of([x[:0], z[:0]], 0) is None
     for rows in range(1, 40):
         x = np.zeros((rows, 3), np.float32)
-        assert (graphs.of([x, x], rows) is None) == (rows > MOST_SHAPES and rows not in seen)
+        assert (graphs.of([x, x], rows) is None) == (rows > MAX_SHAPES and rows not in seen)
 
 
 @pytest.mark.parametrize(
