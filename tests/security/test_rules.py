@@ -1,5 +1,4 @@
-"""The rules of docs/security.md that no other file tests; test names contain the rule. Also checks the table of
-tests."""
+"""The rules of rules.md that no other file tests; test names contain the rule. Also checks that their tests exist."""
 
 from __future__ import annotations
 
@@ -340,7 +339,7 @@ def test_r20_an_idle_client_with_held_memory_does_not_block_others(server: Launc
 def rows() -> dict[str, list[str]]:
     """Rule -> tests."""
     found = {}
-    for match in re.finditer(r"^\| (R\d+) \| ([^|]+) \|$", RULE_TESTS.read_text(), re.MULTILINE):
+    for match in re.finditer(r"^\| (R\d+) \| [^|]+ \| ([^|]+) \|$", RULE_TESTS.read_text(), re.MULTILINE):
         found[match[1]] = re.findall(r"`([^`]+)`", match[2])
     return found
 
@@ -348,7 +347,6 @@ def rows() -> dict[str, list[str]]:
 def test_every_rule_has_tests_that_exist() -> None:
     found = rows()
     assert list(found) == RULES
-    assert re.findall(r"^\| (R\d+) \|", (ROOT / "docs" / "security.md").read_text(), re.MULTILINE) == RULES
     assert all(found.values())
     for test in sorted({test for tests in found.values() for test in tests}):
         file, _, name = test.partition("::")

@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from enum import Enum
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from shmserve import errors
 from shmserve.broker.observability import metric_definitions
 from shmserve.clients.cli.help import names_of
 from shmserve.clients.cli.parser import parser
-from shmserve.core import limits, states
+from shmserve.core import limits
 from shmserve.gateway.kserve.status import BY_CODE
 from shmserve.llm.figures import FIGURES, METRICS
 from shmserve.protocol.actions import Action, Row
@@ -51,13 +50,6 @@ trace-level trace-rate trace-count trace-log-frequency
 """
 TRITON = _NAMES.split()
 """The flags of tritonserver."""
-STATES = {
-    states.RequestState: "A request",
-    states.BatchState: "A batch",
-    states.InstanceState: "An instance",
-    states.VersionState: "A version",
-    states.SequenceState: "A sequence",
-}
 
 
 class DocPart(NamedTuple):
@@ -217,24 +209,6 @@ def _parameters(group: str) -> str:
     return f"See [{page.partition('#')[0]}]({page}).\n\n{table(head, rows)}"
 
 
-def _states() -> str:
-    """The tables as Mermaid diagrams, which code hosts render and which are also readable as text."""
-    parts = []
-    for kind, moves in cast("dict[Any, dict[Any, set[Any]]]", states.TABLES).items():
-        lines = [f"{STATES[kind]}:", "", "```mermaid", "stateDiagram-v2"]
-        lines.append(f"    [*] --> {_name(next(iter(kind)))}")
-        for start, following in moves.items():
-            lines += [f"    {_name(start)} --> {_name(finish)}" for finish in kind if finish in following]
-            if not following:
-                lines.append(f"    {_name(start)} --> [*]")
-        parts.append("\n".join([*lines, "```"]))
-    return "\n\n".join(parts)
-
-
-def _name(state: Enum) -> str:
-    return state.name.lower()
-
-
 def _errors() -> str:
     def rows(kind: type[errors.ServeError]) -> Iterable[tuple[str, ...]]:
         if kind is not errors.ServeError:
@@ -316,7 +290,6 @@ PARTS = (
     DocPart("onnx.md", "the settings", lambda: _onnx("Setting", SETTINGS)),
     DocPart("repository.md", "the fields", _support),
     DocPart("parameters.md", "the model parameters", lambda: sections(parameters.GROUPS, _parameters)),
-    DocPart("batching.md", "the states", _states),
     DocPart("errors.md", "the errors", _errors),
     DocPart("settings.md", "the commands", _commands),
     DocPart("native-backends.md", "the functions", _native_functions),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, cast
 
 import pytest
@@ -54,9 +53,3 @@ def test_the_page_explains_every_reason() -> None:
     text = PAGE.read_text()
     for reason in Reason:
         assert f"| `{reason.value}` |" in text
-
-
-def test_the_example_of_the_page_is_one_of_the_scenarios() -> None:
-    example = re.search(r"```\n(# 3 rows, then 4.*?)```", PAGE.read_text(), re.DOTALL)
-    assert example
-    assert example[1] in (PAGE.parent.parent / "tests" / "scenarios" / "preferred.txt").read_text()

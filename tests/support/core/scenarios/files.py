@@ -1,8 +1,12 @@
-"""Scenario files: conversations with the core, as text. docs/batching.md explains them to readers of the files.
+"""Scenario files: conversations with the core, as text.
 
 A conversation is lines of commands, a line `----`, the expected lines, and an empty line. Lines that begin with # are
 comments. `server` starts a new core; otherwise a conversation continues where the last one ended. Commands joined by
 `;` are one turn.
+
+`m_0` is the first instance of model `m`, `a1` is request 1 of client `a`. `execute` starts a batch, `ahead` prefetches
+the next one, `extend` adds to it. `part a1` is one of several responses, `last a1` the final one. `a1.0` is the first
+step of an ensemble requested by `a1`, `a1.0[2]` row 2 of that step, and `a1@3` means slot 3.
 """
 
 from __future__ import annotations
