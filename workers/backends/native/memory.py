@@ -70,7 +70,7 @@ class MemoryManager:
     def _new(self, kind: int, size: int) -> int:
         if not self._on_gpu:
             raise Unsupported(f"instance '{self._instance}' is not on a GPU: use memory on the host")
-        from shmserve.workers.backends.device_buffers import PINNED_KNOB, pinned_limit  # only with a GPU
+        from shmserve.workers.backends.device_buffers import PINNED_SETTING, pinned_limit  # only with a GPU
         from shmserve.workers.gpu import api
 
         device = self._device = self._device or api.open_device()
@@ -81,7 +81,7 @@ class MemoryManager:
         if used + size > limit:
             raise Unavailable(
                 f"no {size} bytes of pinned memory for instance '{self._instance}': {used} of {limit} bytes are in use "
-                f"(--{PINNED_KNOB})"
+                f"(--{PINNED_SETTING})"
             )
         return device.allocate_host(size)
 
