@@ -112,7 +112,7 @@ class AsyncClient(Queries[Awaitable[dict[str, Any]], Awaitable[list[dict[str, An
         parameters: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> Result:
-        """Run the model once and return its outputs by name; the arguments are those of `Client.infer`."""
+        """Runs the model once and returns its outputs by name; the arguments are those of `Client.infer`."""
         future = self.submit(
             model,
             inputs,
@@ -235,7 +235,7 @@ class AsyncClient(Queries[Awaitable[dict[str, Any]], Awaitable[list[dict[str, An
         return memory.empty(sizes, np.dtype(dtype)) if device is None else memory.empty_on(device, sizes, dtype)
 
     def flush(self) -> None:
-        """Send buffered requests, and release the memory of results that were dropped."""
+        """Sends buffered requests, and releases the memory of results that were dropped."""
         self._link.flush()
 
     # ------------------------------------------------------------------------------------ queries
@@ -275,7 +275,7 @@ class AsyncClient(Queries[Awaitable[dict[str, Any]], Awaitable[list[dict[str, An
             return False
 
     async def wait_ready(self, model: str | None = None, timeout: float | None = None) -> None:
-        """Wait until the server, or this model, accepts requests. Raises DeadlineExceeded after `timeout` seconds, or
+        """Waits until the server, or this model, accepts requests. Raises DeadlineExceeded after `timeout` seconds, or
         Unavailable as soon as loading has failed and waiting cannot help.
         """
         if timeout is not None:
@@ -303,7 +303,7 @@ class AsyncClient(Queries[Awaitable[dict[str, Any]], Awaitable[list[dict[str, An
     # ------------------------------------------------------------------------------------ closing
 
     async def close(self) -> None:
-        """Close the connection. Unanswered requests are cancelled; results stay valid."""
+        """Closes the connection. Unanswered requests are cancelled; results stay valid."""
         await self._link.close()
 
     async def __aenter__(self) -> AsyncClient:

@@ -86,7 +86,7 @@ class Client(BlockingQueries):
         parameters: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> Result:
-        """Run the model once and return its outputs by name.
+        """Runs the model once and returns its outputs by name.
 
         `outputs` is a list of names, or a mapping of names to arrays to write them into (preferably from `empty`).
         Arrays may be on a GPU: from `empty`, CuPy or PyTorch. `timeout` is in seconds, from call to answer.
@@ -191,7 +191,7 @@ class Client(BlockingQueries):
         parameters: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> Stream:
-        """Run the model once and iterate over its answers as they arrive. Also works for a model with a single answer.
+        """Runs the model once and iterates over its answers as they arrive. Also works for a model with a single answer.
 
         At most `window` answers are in flight or buffered: a model that is faster than its reader is held back.
         `timeout` covers all answers together. Leaving the loop early cancels the request.
@@ -241,7 +241,7 @@ class Client(BlockingQueries):
             return memory.empty(sizes, np.dtype(dtype)) if device is None else memory.empty_on(device, sizes, dtype)
 
     def flush(self) -> None:
-        """Send buffered requests, and release the memory of results that were dropped."""
+        """Sends buffered requests, and release the memory of results that were dropped."""
         self._link.flush()
 
     # ------------------------------------------------------------------------------------ queries
@@ -257,7 +257,7 @@ class Client(BlockingQueries):
         return future.result()
 
     def _operate(self, what: str, model: str, version: int | str | None, timeout: float | None, body: Body) -> Any:
-        """Run an operation. An interrupt (KeyboardInterrupt, SystemExit) cancels it."""
+        """Runs an operation. An interrupt (KeyboardInterrupt, SystemExit) cancels it."""
         link = self._link
         future = Future(link)
         with link.lock:
@@ -276,7 +276,7 @@ class Client(BlockingQueries):
     # ------------------------------------------------------------------------------------ closing
 
     def close(self) -> None:
-        """Close the connection. Unanswered requests are cancelled; results stay valid."""
+        """Closes the connection. Unanswered requests are cancelled; results stay valid."""
         self._link.close()
 
     def __repr__(self) -> str:

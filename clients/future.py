@@ -93,7 +93,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
     # ------------------------------------------------------------------------------------ public interface
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the result. TimeoutError after `timeout` seconds; the request stays active."""
+        """Waits for the result. TimeoutError after `timeout` seconds; the request stays active."""
         if self._state is not FINISHED:
             self._wait(timeout)
         answer = self._answer
@@ -136,7 +136,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
         return self._state is CANCELLED
 
     def cancel(self) -> bool:
-        """Cancel the request: the server drops it if it is still queued. False: the answer has already arrived."""
+        """Cancels the request: the server drops it if it is still queued. False: the answer has already arrived."""
         if self._state is PENDING:
             self._reader.cancel(self)
         return self._state is CANCELLED
@@ -147,7 +147,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
             self._reader.notify(self)
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Call `fn(self)` when the answer arrives, in the thread that reads it. Starts the reader thread if needed."""
+        """Calls `fn(self)` when the answer arrives, in the thread that reads it. Starts the reader thread if needed."""
         reader = self._reader
         with reader.lock:
             if self._state is PENDING:
@@ -170,7 +170,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
         self._watch = None
 
     def call_back(self) -> None:
-        """Run the callbacks. Must be called without the lock."""
+        """Runs the callbacks. Must be called without the lock."""
         watch = self._watch
         while watch is not None and watch.callbacks:
             self._call(watch.callbacks.pop(0))

@@ -75,7 +75,7 @@ class HttpClient(BlockingQueries):
         version: int | str | None = None,
         timeout: float | None = None,
     ) -> Result:
-        """Run the model, and return its outputs."""
+        """Runs the model, and return its outputs."""
         tensors = {name: plain_input(name, value) for name, value in inputs.items()}
         document: dict[str, Any] = {
             "inputs": [
@@ -100,7 +100,7 @@ class HttpClient(BlockingQueries):
         self._closed.wait(seconds)
 
     def close(self) -> None:
-        """Close the connection; a call in progress fails."""
+        """Closes the connection; a call in progress fails."""
         self._closed.set()
         self._link.close()
 

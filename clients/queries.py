@@ -81,8 +81,8 @@ class Queries(ABC, Generic[Document, Documents, Text]):
     # ------------------------------------------------------------------------------------ operations
 
     def record(self, do: str = "start", recording: int = 0, models: Sequence[str] = ()) -> Document:
-        """Record all requests and batches of these models, or of all: start, then read every second, then stop until
-        no `more` is left.
+        """Records all requests and batches of these models, or of all: starts, then reads every second, then stops
+        until no `more` is left.
 
         The server drops a recording that is not read for 10 s. `shmserve trace` makes a timeline of it.
         """
@@ -98,7 +98,7 @@ class Queries(ABC, Generic[Document, Documents, Text]):
         versions: Sequence[int] = (),
         timeout: float | None = None,
     ) -> Document:
-        """Load a model, or apply the changes to a loaded one; returns when it is READY.
+        """Loads a model, or applies the changes to a loaded one; returns when it is READY.
 
         `config` (a mapping, or its JSON) replaces the configuration file. With `files` (names such as "1/model.onnx"
         mapped to bytes or paths), the model is not read from the repository at all. `previous` rolls back to the state
@@ -117,7 +117,7 @@ class Queries(ABC, Generic[Document, Documents, Text]):
         force: bool = False,
         timeout: float | None = None,
     ) -> Document:
-        """Unload a model; earlier requests are answered first. Without `wait`, return immediately.
+        """Unloads a model; earlier requests are answered first. Without `wait`, return immediately.
 
         `unload_dependents`: also unload the models that were loaded only because this ensemble needs them. `force`:
         fail earlier requests, and kill the model's processes. DeadlineExceeded names what is still pending; the model
@@ -135,7 +135,7 @@ class Queries(ABC, Generic[Document, Documents, Text]):
         aliases: Mapping[str, int | None] | None = None,
         shadow: Mapping[int, int] | None = None,
     ) -> Document:
-        """Apply the given changes, and return how requests without a version are divided.
+        """Applies the given changes, and returns how requests without a version are divided.
 
         `shares` maps versions to percent and replaces earlier shares; the rest goes to the highest version without a
         share. `aliases` maps names to versions: "MODEL@NAME" is then that version. None as version removes an alias.
@@ -155,7 +155,7 @@ class Queries(ABC, Generic[Document, Documents, Text]):
         instance: str | None = None,
         timeout: float | None = None,
     ) -> Document:
-        """Replace the processes of a model, or of one version or instance of it; returns when the new ones serve."""
+        """Replaces the processes of a model, or of one version or instance of it; returns when the new ones serve."""
         body = of_json({"instance": instance or ""})
         return self._operate("restart", model, version, timeout, body)
 
@@ -167,13 +167,13 @@ class Queries(ABC, Generic[Document, Documents, Text]):
         return self._ask("service")
 
     def drain(self) -> Document:
-        """Take the server out of service: it reports not ready, but still answers every request that arrives. Returns
+        """Takes the server out of service: it reports not ready, but still answers every request that arrives. Returns
         at once; `service` tells when it is empty.
         """
         return self._operate("set_service", "", None, self._timeout, of_service(True))
 
     def undrain(self) -> Document:
-        """Put the server back into service after `drain`."""
+        """Puts the server back into service after `drain`."""
         return self._operate("set_service", "", None, self._timeout, of_service(False))
 
 
@@ -191,7 +191,7 @@ class BlockingQueries(Queries[dict[str, Any], list[dict[str, Any]], str]):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection."""
+        """Closes the connection."""
 
     def live(self) -> bool:
         """Whether a server is running and not shutting down."""
@@ -210,7 +210,7 @@ class BlockingQueries(Queries[dict[str, Any], list[dict[str, Any]], str]):
             return False
 
     def wait_ready(self, model: str | None = None, timeout: float | None = None) -> None:
-        """Wait until the server, or this model, accepts requests. Raises DeadlineExceeded after `timeout` seconds, or
+        """Waits until the server, or this model, accepts requests. Raises DeadlineExceeded after `timeout` seconds, or
         Unavailable as soon as loading has failed and waiting cannot help.
 
         Also waits for a server that is not running yet, and for a model that does not exist yet.

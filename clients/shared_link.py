@@ -120,8 +120,8 @@ class SharedLink(SessionLink):
     # ------------------------------------------------------------------------------------ sending
 
     def send_now(self, ticket: Ticket | None = None) -> None:
-        """Send everything in the outbox. Waits until the link is writable, up to the ticket's deadline. Called with the
-        lock held."""
+        """Sends everything in the outbox. Waits until the link is writable, up to the ticket's deadline. Called with
+        the lock held."""
         if self.closed:
             self.session.fail_all(Cancelled("the client is closed"))
             raise Unavailable("the client is closed")
@@ -154,7 +154,7 @@ class SharedLink(SessionLink):
             del self._unsent[0]
 
     def _push_all(self, ticket: Ticket | None) -> None:
-        """Send while the link is full. Reads in between, since the server may be blocked on sending to us."""
+        """Sends while the link is full. Reads in between, since the server may be blocked on sending to us."""
         while self._unsent and self._link is not None and not self.closed:
             deadline = ticket.deadline if ticket is not None else None
             wait = None if deadline is None else deadline - monotonic()
@@ -178,7 +178,7 @@ class SharedLink(SessionLink):
     # ------------------------------------------------------------------------------------ reading
 
     def _lead(self, wait: float | None, wakeable: bool) -> None:
-        """Receive one packet on behalf of all threads, with the lock released."""
+        """Receives one packet on behalf of all threads, with the lock released."""
         link = self._link
         assert link is not None
         to_send = bool(self._unsent)
@@ -202,7 +202,7 @@ class SharedLink(SessionLink):
             self._process(incoming)
 
     def _stop_leading(self) -> None:
-        """Stop leading after an interrupt that `_lead` or `_connect` did not notice."""
+        """Stops leading after an interrupt that `_lead` or `_connect` did not notice."""
         self._leading = False
         self._lose(INTERRUPTED)
 
@@ -225,7 +225,7 @@ class SharedLink(SessionLink):
             self.send_now()
 
     def _read_pending(self) -> None:
-        """Read pending packets without waiting."""
+        """Reads pending packets without waiting."""
         for _ in range(READ_EVERY):
             link = self._link
             if link is None or self._leading:
@@ -251,7 +251,7 @@ class SharedLink(SessionLink):
             link.close(linger)
 
     def _connect(self, until: float | None) -> None:
-        """Open a link while other threads wait. On failure, all unanswered requests fail."""
+        """Opens a link while other threads wait. On failure, all unanswered requests fail."""
         end = monotonic() + self._reconnect_timeout
         limit = end if until is None else min(end, until)
         tired = False
@@ -313,7 +313,7 @@ class SharedLink(SessionLink):
     # ------------------------------------------------------------------------------------ waiting
 
     def wait(self, future: Future, timeout: float | None) -> bool:
-        """Wait until the future is settled or cancelled. False after `timeout` seconds."""
+        """Waits until the future is settled or cancelled. False after `timeout` seconds."""
         end = None if timeout is None else monotonic() + timeout
         try:
             with self.lock:
@@ -346,7 +346,7 @@ class SharedLink(SessionLink):
             self.send_now()  # the Cancel
 
     def _follow(self, future: Future | None, wait: float | None) -> None:
-        """Sleep until the future is settled or the leader stops. The reader thread, without a future, sleeps until
+        """Sleeps until the future is settled or the leader stops. The reader thread, without a future, sleeps until
         there is work.
         """
         if self._leader == get_ident():
@@ -369,7 +369,7 @@ class SharedLink(SessionLink):
             gates.remove(gate)
 
     def _open_gate(self, gate: Any) -> None:
-        """Wake up the thread that sleeps on the gate. Does nothing if it has been woken already."""
+        """Wakes up the thread that sleeps on the gate. Does nothing if it has been woken already."""
         if gate in self._gates:
             del self._gates[gate]  # an interrupt cannot come between lookup and removal, as it could with a call of pop
             gate.release()
@@ -387,7 +387,7 @@ class SharedLink(SessionLink):
             self._open_gate(next(iter(self._gates)))
 
     def call_back(self) -> None:
-        """Run the callbacks of settled futures. Called without the lock."""
+        """Runs the callbacks of settled futures. Called without the lock."""
         while self.to_call_back:
             try:
                 future = self.to_call_back.pop()
@@ -396,7 +396,8 @@ class SharedLink(SessionLink):
             future.call_back()
 
     def notify(self, future: Future) -> None:
-        """Notify the watchers of a future that was settled, has failed or was cancelled. Called with the lock held."""
+        """Notifies the watchers of a future that was settled, has failed or was cancelled. Called with the lock
+        held."""
         watch = future.watch()
         for gate in watch.gates:
             self._open_gate(gate)
@@ -410,7 +411,7 @@ class SharedLink(SessionLink):
     # ------------------------------------------------------------------------------------ called by futures
 
     def poll(self, future: Future) -> None:
-        """Send buffered requests, read pending packets without waiting, and expire the future if it is due."""
+        """Sends buffered requests, reads pending packets without waiting, and expires the future if it is due."""
         try:
             with self.lock:
                 if self.outbox.messages or self._link is None:
@@ -433,7 +434,7 @@ class SharedLink(SessionLink):
             self._end_call()
 
     def close_stream(self, flow: StreamTicket) -> None:
-        """Close a stream on behalf of its user."""
+        """Closes a stream on behalf of its user."""
         try:
             with self.lock:
                 if not flow.ended and self.session.cancel(flow) and self._link is not None:
@@ -451,13 +452,13 @@ class SharedLink(SessionLink):
             self._end_call()
 
     def pause(self, seconds: float) -> None:
-        """Sleep between polls; ends early when the client is closed."""
+        """Sleeps between polls; ends early when the client is closed."""
         self._closing.wait(seconds)
 
     # ------------------------------------------------------------------------------------ the reader thread
 
     def ensure_reader(self, future: Future) -> None:
-        """Ensure that the reader thread runs until this future is settled. Called with the lock held."""
+        """Ensures that the reader thread runs until this future is settled. Called with the lock held."""
         watch = future.watch()
         if watch.counted or self.closed:
             return
@@ -472,7 +473,7 @@ class SharedLink(SessionLink):
             self.wake_reader(self.reader)  # it may sleep while the request is still in the outbox
 
     def wake_reader(self, reader: _ReaderThread) -> None:
-        """Wake up the reader thread, so that it sends the outbox and computes its timeout again. Called with the lock
+        """Wakes up the reader thread, so that it sends the outbox and computes its timeout again. Called with the lock
         held."""
         if reader.leads and self._link is not None:
             self._link.wake()
@@ -518,7 +519,7 @@ class SharedLink(SessionLink):
         return False
 
     def _park(self, reader: _ReaderThread) -> bool:
-        """Let another thread lead, and sleep until a future needs the reader thread. False: none did for LINGER_S."""
+        """Lets another thread lead, and sleeps until a future needs the reader thread. False: none did for LINGER_S."""
         self._wake_follower()
         gate = reader.parked = threading.Lock()
         gate.acquire()
@@ -533,7 +534,7 @@ class SharedLink(SessionLink):
     # ------------------------------------------------------------------------------------ closing
 
     def close(self) -> None:
-        """Cancel all unanswered requests and close the link. Idempotent, and callable from any thread."""
+        """Cancels all unanswered requests and closes the link. Idempotent, and callable from any thread."""
         try:
             with self.lock:
                 if self.closed:

@@ -58,7 +58,7 @@ class Stream:
             link.wait(flow, None)
 
     def close(self) -> None:
-        """Cancel the request. Answers that were not handed out are dropped."""
+        """Cancels the request. Answers that were not handed out are dropped."""
         self._link.close_stream(self._flow)
 
     def __enter__(self) -> Stream:
@@ -120,7 +120,7 @@ class AsyncStream:
         return part
 
     async def aclose(self) -> None:
-        """Cancel the request. Answers that were not handed out are dropped."""
+        """Cancels the request. Answers that were not handed out are dropped."""
         flow = self._flow
         if not flow.ended:
             self._link.cancel(flow)

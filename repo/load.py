@@ -71,7 +71,7 @@ class ExaminedConfig(NamedTuple):
 
 
 def parse(data: str | bytes, file: str = CONFIG_FILE) -> ModelConfig:
-    """Parse the text without filling in defaults. Only the syntax and the schema are checked."""
+    """Parses the text without filling in defaults. Only the syntax and the schema are checked."""
     report = Report(file)
     message = _message(data, report)
     config = _config(message, report)
@@ -81,7 +81,7 @@ def parse(data: str | bytes, file: str = CONFIG_FILE) -> ModelConfig:
 
 
 def examine(written: str | bytes | Message, file: str, context: ModelContext) -> ExaminedConfig:
-    """Load a configuration, from text or an already parsed message, and return problems instead of raising them."""
+    """Loads a configuration, from text or an already parsed message, and returns problems instead of raising them."""
     report = Report(file)
     message = written if isinstance(written, Message) else _message(written, report)
     config = _config(message, report)
@@ -90,7 +90,7 @@ def examine(written: str | bytes | Message, file: str, context: ModelContext) ->
 
 
 def _checked(message: Message, written: ModelConfig, context: ModelContext, report: Report) -> ModelConfig:
-    """Complete the configuration and check it. Problems are added to the report."""
+    """Completes the configuration and checks it. Problems are added to the report."""
     config = complete(written, context.name, context.files, context.backends, context.gpus)
     _unsupported(message, "", config.backend, report)
     if written.name and written.name != context.name:
@@ -113,7 +113,7 @@ def _checked(message: Message, written: ModelConfig, context: ModelContext, repo
 
 
 def _message(data: str | bytes, report: Report) -> Message | None:
-    """Parse the text. None: it cannot be parsed, and the problems are in the report."""
+    """Parses the text. None: it cannot be parsed, and the problems are in the report."""
     text = decode_text(data, report)
     if text is None:
         return None
@@ -158,7 +158,7 @@ def _config(message: Message | None, report: Report) -> ModelConfig | None:
 
 
 def _unsupported(message: Message, path: str, backend: str, report: Report) -> None:
-    """Report fields of the message that are refused or have no effect, recursively, but not inside such a field."""
+    """Reports fields of the message that are refused or have no effect, recursively, but not inside such a field."""
     owner = protos.local_name(message.DESCRIPTOR)
     written: list[tuple[protos.Field, Any]] = list(message.ListFields())
     for field, value in written:

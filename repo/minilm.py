@@ -32,7 +32,7 @@ def model(weights: Path) -> bytes:
 
 
 def _tensors(file: Path) -> dict[str, NDArray[Any]]:
-    """Read a safetensors file: a length of 8 bytes, a table in JSON, the tensors."""
+    """Reads a safetensors file: a length of 8 bytes, a table in JSON, the tensors."""
     data = file.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     if digest != WEIGHTS_SHA256:

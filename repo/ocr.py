@@ -54,7 +54,7 @@ def read_characters(model: Path | None = None) -> list[str]:
 
 
 def to_input(picture: NDArray[Any]) -> NDArray[np.float32]:
-    """Convert an image of one line of text, RGB [height, width, 3] uint8, to the recogniser's input, [1, 3, 48, W]."""
+    """Converts an image of one line of text, RGB [height, width, 3] uint8, to the recogniser's input, [1, 3, 48, W]."""
     height, width = picture.shape[:2]
     scaled = -(-LINE_HEIGHT * width // height)
     line = _resize(picture[:, :, ::-1].astype(np.float32), LINE_HEIGHT, scaled)
@@ -64,7 +64,7 @@ def to_input(picture: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def to_text(probabilities: NDArray[Any], characters: list[str]) -> str:
-    """Decode the recogniser's output, [1, steps, classes] or [steps, classes], to text (greedy CTC)."""
+    """Decodes the recogniser's output, [1, steps, classes] or [steps, classes], to text (greedy CTC)."""
     best = probabilities.reshape(-1, probabilities.shape[-1]).argmax(axis=1)
     changed = np.concatenate(([True], best[1:] != best[:-1]))
     return "".join(characters[index] for index in best[changed & (best != BLANK)]).strip()
@@ -76,7 +76,7 @@ def sample_picture() -> NDArray[np.uint8]:
 
 
 def _resize(picture: NDArray[np.float32], height: int, width: int) -> NDArray[np.float32]:
-    """Resize an image bilinearly, with sample points at pixel centres."""
+    """Resizes an image bilinearly, with sample points at pixel centres."""
     for axis, size in ((0, height), (1, width)):
         have = picture.shape[axis]
         at = np.clip((np.arange(size) + 0.5) * (have / size) - 0.5, 0, have - 1)
@@ -88,7 +88,7 @@ def _resize(picture: NDArray[np.float32], height: int, width: int) -> NDArray[np
 
 
 def _read_png(data: bytes) -> NDArray[np.uint8]:
-    """Read a PNG written by examples/make_picture.py: 8-bit RGB, rows without filters."""
+    """Reads a PNG written by examples/make_picture.py: 8-bit RGB, rows without filters."""
     packed, at, size = b"", 8, (0, 0)
     while at < len(data):
         length, kind = struct.unpack_from(">I4s", data, at)

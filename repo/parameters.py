@@ -368,7 +368,7 @@ def _read_for(config: ModelConfig) -> Iterator[ServerParameter[Any]]:
 
 
 def validate_values(config: ModelConfig, problem: ProblemFunction) -> None:
-    """Report each invalid value. Rules for several parameters are in `rules`."""
+    """Reports each invalid value. Rules for several parameters are in `rules`."""
     for row in _read_for(config):
         if wrong := row.wrong(config):
             problem(row.path, f"{wrong}, expected {row.kind.expected}")

@@ -52,7 +52,8 @@ Say = Callable[[str], object]
 
 
 def build(dest: Path, show: Say = print, sets: Iterable[str] = BASIC) -> list[str]:
-    """Write these sets of samples to `dest` and return the names of the models. Unchanged files are not written again.
+    """Writes these sets of samples to `dest` and returns the names of the models. Unchanged files are not written
+    again.
 
     A set is skipped if it needs a package that is not installed; of the set `basic`, only the model is.
     """
@@ -135,7 +136,7 @@ def _write(name: str, files: dict[str, bytes], dest: Path) -> None:
 
 
 def _put(data: bytes, target: Path) -> None:
-    """Write a file atomically, as a running server may read it at any moment. An unchanged file keeps its mtime."""
+    """Writes a file atomically, as a running server may read it at any moment. An unchanged file keeps its mtime."""
     if target.is_file() and target.read_bytes() == data:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +153,7 @@ def vad_model_file() -> Path | None:
 
 
 def vad_model(network: bytes) -> bytes:
-    """Wrap the network of the package so that it can be served as a sequence model.
+    """Wraps the network of the package so that it can be served as a sequence model.
 
     The batch becomes the first dimension of every tensor. What must be kept between chunks, the recurrent state and the
     last samples of the chunk (context), becomes pairs of inputs and outputs. The sample rate is fixed at 16 kHz.

@@ -54,7 +54,7 @@ def model(
 
 
 def model(function: Any = None, /, **options: Any) -> Any:
-    """Turn a function into a model that `shmserve serve FILE.py` serves; type hints describe its inputs and outputs.
+    """Turns a function into a model that `shmserve serve FILE.py` serves; type hints describe its inputs and outputs.
 
     `name` is the model's name (default: the function's). With `batch`, a call gets up to `max_batch_size` (32) requests
     at once: each tensor has an additional first axis, and a list has an item for each row. `instances` is the number of

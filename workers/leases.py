@@ -212,7 +212,7 @@ class LeaseHolder:
         return rows
 
     def _may_read(self, data: Any, size: int) -> bool:
-        """Is it a single handle to `size` bytes of the client's own memory?"""
+        """True if it is a single handle to `size` bytes of the client's own memory."""
         if type(data) is not tuple or len(data) != 1:
             return False
         handle = data[0]

@@ -61,7 +61,7 @@ def by_size() -> list[SimulatedRow]:
 
 
 def by_delay() -> list[SimulatedRow]:
-    """Queue delays, with batches of up to 16 rows."""
+    """Queues delays, with batches of up to 16 rows."""
     return [measured(16, delay, rate) for delay in DELAYS_MS for rate in SLOW_RATES]
 
 

@@ -38,7 +38,7 @@ class Ran:
 
 
 def run(tool: Path, server: Serving, model: str, protocol: str, options: Sequence[str], seconds: float) -> Ran:
-    """Run three windows, regardless of their spread; the results cover all of them."""
+    """Runs three windows, regardless of their spread; the results cover all of them."""
     before, count = server.busy(), server.answered(model)
     (result, *_) = rows(tool, server, model, protocol, options, seconds)
     after, count = server.busy(), server.answered(model) - count

@@ -66,7 +66,7 @@ BATCH = 32
 
 
 def repository(work: Path, mlp: Path) -> Path:
-    """Write the models: identity and mlp in batches of up to 32, and two for large tensors: `whole` (identity) and
+    """Writes the models: identity and mlp in batches of up to 32, and two for large tensors: `whole` (identity) and
     `first` (first element).
     """
     root = work / "endpoints"

@@ -192,7 +192,7 @@ def rows(url: str, model: str, shapes: list[list[int]]) -> Handler:
 
 
 def stream(url: str, shape: list[int], names: list[str], flight: int) -> Handler:
-    """Keep up to `flight` requests in flight, with inputs in shared memory. Order: model, number in flight."""
+    """Keeps up to `flight` requests in flight, with inputs in shared memory. Order: model, number in flight."""
     import numpy as np
 
     from shmserve import Client

@@ -64,7 +64,7 @@ def run_latency(setting: Setting) -> LatencyResult:
         watched = [*serving_pids, *(child.pid for child in attacks)]
 
         def turn(party: Party, orders: dict[Child, dict[str, Any]]) -> dict[str, Course]:
-            """Run a turn; returns each thread's processor time over time."""
+            """Runs a turn; returns each thread's processor time over time."""
             pids = [*watched, *(child.pid for child in (*burners, *apart))]
             before, start = [busy_seconds(pid) for pid in pids], perf_counter()
             watcher.tell(seconds=seconds, pids=watched)

@@ -77,7 +77,7 @@ def write_repository(root: Path) -> None:
 
 
 def compare(server: BenchServer, before: ServerSnapshot, seconds: float = SETTLE) -> tuple[ServerSnapshot, list[str]]:
-    """Compare until nothing is worse, or until the timeout. Each comparison waits for a round trip through the
+    """Compares until nothing is worse, or until the timeout. Each comparison waits for a round trip through the
     server.
     """
     end = monotonic() + seconds

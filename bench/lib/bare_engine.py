@@ -25,7 +25,7 @@ def session(model: str) -> Any:
 
 
 def engine(model: str, batch: int, shape: list[int]) -> Handler:
-    """Run batches. `per_s` counts rows, not batches."""
+    """Runs batches. `per_s` counts rows, not batches."""
     import numpy as np
 
     run = session(model).run

@@ -49,7 +49,7 @@ class Child:
         self._waiting = True
 
     def ready(self) -> Answer:
-        """Wait for the set-up. `ask` calls it if necessary; call it separately to set up several children
+        """Waits for the set-up. `ask` calls it if necessary; call it separately to set up several children
         concurrently.
         """
         return self.answer() if self._waiting else {}
@@ -79,7 +79,7 @@ class Child:
         return self._process.stdout.fileno()
 
     def dump_stacks(self) -> None:
-        """Make the child dump the stacks of its threads to standard error."""
+        """Makes the child dump the stacks of its threads to standard error."""
         os.kill(self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def durations(call: Callable[[], Any], seconds: float, warm: int = 5) -> list[int]:
-    """Call repeatedly for this many seconds, after `warm` calls that are not timed; returns the durations in ns."""
+    """Calls repeatedly for this many seconds, after `warm` calls that are not timed; returns the durations in ns."""
     for _ in range(warm):
         call()
     taken: list[int] = []
@@ -55,13 +55,13 @@ def pipelined(seconds: float, flight: int, ask: Callable[[], T], take: Callable[
 
 
 def alternate(rounds: int, *parties: Callable[[], float]) -> list[list[float]]:
-    """Call the functions alternately (A B A B ...); returns, for each function, its value in each round."""
+    """Calls the functions alternately (A B A B ...); returns, for each function, its value in each round."""
     values = [[party() for party in parties] for _ in range(rounds)]
     return [list(column) for column in zip(*values, strict=True)]
 
 
 def in_turn(rounds: int, parties: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
-    """Call each party once per round, in an order that is reversed each time."""
+    """Calls each party once per round, in an order that is reversed each time."""
     results: dict[str, list[T]] = {name: [] for name in parties}
     for number in range(rounds):
         for name in list(parties)[:: -1 if number % 2 else 1]:

@@ -86,7 +86,7 @@ def together(courses: Sequence[Course]) -> Course:
 
 
 def burner() -> Handler:
-    """Use processor time as in the course; time lost to other processes is caught up later."""
+    """Uses processor time as in the course; time lost to other processes is caught up later."""
     wait = Event().wait
 
     def handle(seconds: float, course: Course) -> Answer:

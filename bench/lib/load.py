@@ -23,7 +23,7 @@ def _inputs(shape: list[int], variety: int) -> Any:
 
 
 def _checked(client: Any, model: str, inputs: list[Any], oracle: str) -> None:
-    """Compare the response to each input with the engine's result."""
+    """Compares the response to each input with the engine's result."""
     import numpy as np
 
     run = session(oracle).run
@@ -33,7 +33,7 @@ def _checked(client: Any, model: str, inputs: list[Any], oracle: str) -> None:
 
 
 def stream(url: str, model: str, flight: int, shape: list[int], oracle: str, shared: bool = False) -> Handler:
-    """Keep `flight` requests in flight: collect the oldest, send another. `shared`: inputs are in shared memory."""
+    """Keeps `flight` requests in flight: collects the oldest, sends another. `shared`: inputs are in shared memory."""
     from shmserve import Client
 
     client = Client(url)

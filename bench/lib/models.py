@@ -216,7 +216,7 @@ def config(name: str, model: Model) -> str:
 
 
 def write(root: Path, name: str, model: Model, files: dict[str, str | Path]) -> None:
-    """Write version 1 of a model. `files` maps names to the text of a file, or to the path of a file to hard-link."""
+    """Writes version 1 of a model. `files` maps names to the text of a file, or to the path of a file to hard-link."""
     folder = root / name / "1"
     folder.mkdir(parents=True)
     (root / name / "config.pbtxt").write_text(config(name, model))

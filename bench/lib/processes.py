@@ -84,7 +84,7 @@ _seen: set[tuple[str, ...]] = set()
 
 
 def seen(pid: int) -> None:
-    """Include the segments of this process from now on, also after it has ended."""
+    """Includes the segments of this process from now on, also after it has ended."""
     if fields := _stat(pid):
         _seen.add((str(pid), fields[19]))
 

@@ -45,7 +45,7 @@ class Link:
         raise AssertionError
 
     def _fill(self) -> bool:
-        """Add the messages of one packet to `inbox`, without blocking; False if there is none."""
+        """Adds the messages of one packet to `inbox`, without blocking; False if there is none."""
         raise AssertionError
 
     def send(self, *batch: Any) -> None:
@@ -78,7 +78,7 @@ class Link:
         return result
 
     def hello(self, outputs: str, protocol: int = messages.PROTOCOL, leases: bool = False) -> Any:
-        """Send Hello; returns the Welcome, or the Goodbye received instead."""
+        """Sends Hello; returns the Welcome, or the Goodbye received instead."""
         self.send(Hello(protocol, os.getpid(), "raw", outputs, leases))
         answer = self.receive_kind(Welcome, messages.Goodbye)
         if isinstance(answer, Welcome):
@@ -115,7 +115,7 @@ class Lane(Link):
         self._socket.sendmsg([packet], ancillary)
 
     def limit_sends(self, seconds: float) -> None:
-        """Make blocked sends raise BlockingIOError after this time."""
+        """Makes blocked sends raise BlockingIOError after this time."""
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
@@ -150,7 +150,7 @@ class Lane(Link):
             self.maps.pop(message.segment).close()
 
     def read(self, tensor: Tensor) -> bytes:
-        """Copy a tensor's bytes, and return its handles to the server."""
+        """Copies a tensor's bytes, and returns its handles to the server."""
         if isinstance(tensor.data, bytes):
             return tensor.data
         assert isinstance(tensor.data, tuple)
@@ -243,7 +243,7 @@ class Zmq(Link):
         return self.inbox.popleft()
 
     def close(self, bye: bool = True) -> None:
-        """Close the socket, by default after sending a Bye, as ZeroMQ does not report closed sockets to the peer.
+        """Closes the socket, by default after sending a Bye, as ZeroMQ does not report closed sockets to the peer.
         Without `bye`, the server notices only when the process exits.
         """
         if bye:

@@ -24,7 +24,7 @@ RECEIVE = 1 << 18
 
 
 def forked(body: Callable[[], None], closed: tuple[socket.socket, ...] = ()) -> None:
-    """Run `body` in a forked child, which is killed when its parent exits. The child closes the sockets `closed`. The
+    """Runs `body` in a forked child, which is killed when its parent exits. The child closes the sockets `closed`. The
     parent must not have started threads yet.
     """
     parent = os.getpid()

@@ -42,7 +42,7 @@ class BenchServer:
 
 @contextmanager
 def serving(repository: Path, *options: str) -> Iterator[BenchServer]:
-    """Run a server. `options` are those of `shmserve serve`."""
+    """Runs a server. `options` are those of `shmserve serve`."""
     from shmserve.testing import Server
 
     with Server(repository, *options) as server:

@@ -123,13 +123,13 @@ def host_kind() -> str:
 
 
 def save(rows: list[Row], command: str, notes: dict[str, Any], kind: str = "") -> Path:
-    """Save the results. `kind` is a suffix of the file name for results other than of all measures."""
+    """Saves the results. `kind` is a suffix of the file name for results other than of all measures."""
     RESULTS.mkdir(exist_ok=True)
     return write(RESULTS / f"{_today()}-{host_kind()}{kind}", rows, command, notes)
 
 
 def write(stem: Path, rows: list[Row], command: str, notes: dict[str, Any], about: str = "performance") -> Path:
-    """Write `stem`.md and `stem`.json. `about`: the page of docs/ that describes the lines."""
+    """Writes `stem`.md and `stem`.json. `about`: the page of docs/ that describes the lines."""
     today, facts = _today(), machine()
     page = [
         f"# Measured on {today}",

@@ -57,7 +57,7 @@ class RawClient:
         raise AssertionError
 
     def free(self, number: int) -> None:
-        """Release the inputs of this request, which may now be overwritten."""
+        """Releases the inputs of this request, which may now be overwritten."""
 
     def ask(self) -> None:
         self.number += 1

@@ -54,7 +54,7 @@ class Soak:
 
 
 def write_repository(root: Path) -> None:
-    """Write an identity for each dtype, every third without batching, and a slow Python model."""
+    """Writes an identity for each dtype, every third without batching, and a slow Python model."""
     for number, dtype in enumerate(DTYPES):
         config = "STRING" if dtype == "BYTES" else dtype
         batch = 0 if number % 3 == 2 else BATCH

@@ -96,7 +96,7 @@ class Driver:
                     self.batches.append(effect.message)
 
     def ask(self) -> None:
-        """Send a new request for each answered one, `turn` of them per turn."""
+        """Sends a new request for each answered one, `turn` of them per turn."""
         waiting, self.answered = self.answered, []
         for start in range(0, len(waiting), self.turn):
             turn: list[tuple[int, Any]] = []
@@ -112,7 +112,7 @@ class Driver:
             self.handle(turn)
 
     def work(self) -> None:
-        """Complete the worker's batches one by one, with one message per batch as a real worker would send."""
+        """Completes the worker's batches one by one, with one message per batch as a real worker would send."""
         batches, self.batches = self.batches, []
         groups: list[list[Execute]] = []
         for order in batches:
@@ -177,7 +177,7 @@ def _served(policy: ModelPolicy, **more: Any) -> SimModel:
 
 
 def _simulated() -> dict[str, tuple[tuple[SimModel, ...], int, Limits]]:
-    """Name -> models, the last of which the clients call, requests in flight, and limits."""
+    """Names -> models, the last of which the clients call, requests in flight, and limits."""
     steps = StepPolicy("m", 0, (("x", "x"),), (("y", "t"),)), StepPolicy("m", 0, (("x", "t"),), (("y", "y"),))
     wide = 4096
     both = replace(_policy("both", wide, steps=steps), batching=None)

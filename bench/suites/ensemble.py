@@ -125,7 +125,7 @@ def _ensemble(
 
 
 def in_a_row(url: str, sizes: list[int]) -> Handler:
-    """Run one model, the ensemble, or three calls. Input and output are arrays in shared memory, from `empty()`."""
+    """Runs one model, the ensemble, or three calls. Input and output are arrays in shared memory, from `empty()`."""
     import numpy as np
 
     from shmserve import Client
@@ -162,7 +162,7 @@ def in_a_row(url: str, sizes: list[int]) -> Handler:
 
 
 def readers(url: str, sizes: list[int]) -> Handler:
-    """Run the ensemble of three steps that each read one element of the caller's tensor."""
+    """Runs the ensemble of three steps that each read one element of the caller's tensor."""
     import numpy as np
 
     from shmserve import Client

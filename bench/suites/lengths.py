@@ -91,7 +91,7 @@ def _rate(caller: Child, seconds: float, model: str, whole: int) -> float:
 
 
 def caller(url: str, path: str) -> Handler:
-    """Keep 32 requests in flight for `seconds`. `whole`: pad all of them to the maximum length; `check`: compare each
+    """Keeps 32 requests in flight for `seconds`. `whole`: pad all of them to the maximum length; `check`: compare each
     answer with that of the bare engine before sending the next request.
     """
     import numpy as np

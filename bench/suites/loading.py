@@ -65,7 +65,7 @@ def paced(
 
 
 def again(cycle: Callable[[], Any], seconds: float, period: float = 0.0) -> Answer:
-    """Run a cycle every `period` seconds, or as soon as the previous one has ended."""
+    """Runs a cycle every `period` seconds, or as soon as the previous one has ended."""
     pause = Event()
     cycles, start = 0, perf_counter()
     while (due := cycles * period) < seconds and (past := perf_counter() - start) < seconds:
@@ -116,7 +116,7 @@ def caller(url: str, model: str, shape: list[int], oracle: str) -> Handler:
 
 
 def operator(url: str, model: str) -> Handler:
-    """Load a model and unload it."""
+    """Loads a model and unloads it."""
     from shmserve import Client
 
     client = Client(url)
@@ -130,7 +130,7 @@ def operator(url: str, model: str) -> Handler:
 
 
 def reloader(url: str, model: str, file: str) -> Handler:
-    """Change a file of a loaded model and load it again: a new process starts beside the old one, which then ends."""
+    """Changes a file of a loaded model and loads it again: a new process starts beside the old one, which then ends."""
     from shmserve import Client
 
     client, numbers = Client(url), count()

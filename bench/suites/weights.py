@@ -66,7 +66,7 @@ def prepack(source: Path, target: Path) -> None:
 
 
 def _written(folder: Path) -> None:
-    """Write dirty pages to disk, because they would count as memory of the process."""
+    """Writes dirty pages to disk, because they would count as memory of the process."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

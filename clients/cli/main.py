@@ -26,7 +26,7 @@ TRITON = "tritonserver"
 
 
 def _serve(options: Sequence[str]) -> int:
-    """Replace this process with the broker."""
+    """Replaces this process with the broker."""
     if text := missing("serve"):
         print(f"shmserve serve: {text}", file=sys.stderr)
         return 1

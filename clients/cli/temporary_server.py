@@ -71,7 +71,7 @@ class TemporaryServer:
         return Client(runtime_dir=self._runtime_dir, timeout=timeout, reconnect_timeout=CONNECT_S)
 
     def ready(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the first round of loading to end. Raises Unavailable if the server has exited."""
+        """Waits up to `seconds` for the first round of loading to end. Raises Unavailable if the server has exited."""
         if not self._ready and select.select([self._reader], [], [], seconds)[0]:
             if os.read(self._reader, 16) != b"READY\n":
                 code = self._process.wait(STOP_S)

@@ -24,7 +24,7 @@ SUMS = "SHA256SUMS"
 
 
 def build(target: Path, root: Path = ROOT) -> list[Path]:
-    """Write the packages of HEAD to `target`. Returns the sdist, the wheel for all platforms and that for this one."""
+    """Writes the packages of HEAD to `target`. Returns the sdist, the wheel for all platforms and that for this one."""
     epoch = int(_output(root, "git", "log", "-1", "--format=%ct"))
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -42,7 +42,7 @@ def build(target: Path, root: Path = ROOT) -> list[Path]:
 
 
 def normalized(sdist: Path, epoch: int) -> bytes:
-    """Sort the members and set the same time, owner and mode for all; setuptools keeps those on disk."""
+    """Sorts the members and sets the same time, owner and mode for all; setuptools keeps those on disk."""
     packed, compressed = io.BytesIO(), io.BytesIO()
     with tarfile.open(sdist) as old, tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as new:
         for member in sorted(old.getmembers(), key=lambda member: member.name):
@@ -56,7 +56,7 @@ def normalized(sdist: Path, epoch: int) -> bytes:
 
 
 def write_sums(target: Path) -> None:
-    """Write SHA256SUMS in the format of `sha256sum --check`."""
+    """Writes SHA256SUMS in the format of `sha256sum --check`."""
     files = sorted(path for path in target.iterdir() if path.name != SUMS)
     lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
     (target / SUMS).write_text("".join(lines))
@@ -76,7 +76,7 @@ def _unpack(file: io.BufferedIOBase, folder: Path) -> Path:
 
 
 def _backend(source: Path, target: Path, kind: str, epoch: int) -> Path:
-    """Run the build backend of this environment. Returns the only file that it wrote."""
+    """Runs the build backend of this environment. Returns the only file that it wrote."""
     environment = os.environ | {"SOURCE_DATE_EPOCH": str(epoch)}
     command = [sys.executable, "-m", "build", "--no-isolation", kind, "--outdir", str(target), str(source)]
     done = subprocess.run(

@@ -38,7 +38,7 @@ def _of_metadata(text: str, version: str) -> list[str]:
 
 
 def _of_changes(text: str, version: str) -> list[str]:
-    """Check that the version's section is dated and has entries, and that *Unreleased* is empty."""
+    """Checks that the version's section is dated and has entries, and that *Unreleased* is empty."""
     sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
     dated = re.compile(rf"{re.escape(version)} - \d{{4}}-\d\d-\d\d")
     title = next(filter(dated.fullmatch, sections), None)

@@ -45,7 +45,7 @@ def sbom(wheel: Path) -> str:
 
 
 def about(document: dict[str, Any], wheel: Path) -> dict[str, Any]:
-    """Set the wheel as the document's subject, and remove the path from which it was installed."""
+    """Sets the wheel as the document's subject, and removes the path from which it was installed."""
     name, version = wheel.name.split("-")[:2]
     (subject,) = (component for component in document["components"] if component["name"] == name)
     subject["purl"] = f"pkg:pypi/{name}@{version}"

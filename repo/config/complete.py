@@ -106,7 +106,7 @@ def complete(
     backends: Collection[str] = (),
     gpus: Collection[int] = (),
 ) -> ModelConfig:
-    """Fill in all defaults.
+    """Fills in all defaults.
 
     `files` are the names in the first version directory; `backends` and `gpus` are those of the server.
     """
@@ -126,7 +126,7 @@ def complete_from_model(
     can_batch: bool | None = None,
     default_max_batch: int = DEFAULT_MAX_BATCH,
 ) -> ModelConfig:
-    """Add what the model declares; unchanged if inputs and outputs are already given.
+    """Adds what the model declares; unchanged if inputs and outputs are already given.
 
     Unless `can_batch` is given, the model can batch if the first dimension of every tensor is dynamic. Then that
     dimension is the batch, max_batch_size 0 becomes `default_max_batch`, and dynamic batching is enabled.
@@ -193,7 +193,7 @@ def _output(config: ModelConfig, tensor: TensorFacts, skip: int) -> ModelOutput:
 
 
 def with_scalars(config: ModelConfig, inputs: Sequence[TensorFacts], outputs: Sequence[TensorFacts]) -> ModelConfig:
-    """Map dims of 1 to a scalar tensor of the model by an empty reshape, as in Triton."""
+    """Maps dims of 1 to a scalar tensor of the model by an empty reshape, as in Triton."""
     if config.max_batch_size > 0:
         return config
     scalars = {tensor.name for tensor in (*inputs, *outputs) if not tensor.dims}
@@ -253,7 +253,7 @@ def _from_name(config: ModelConfig, backends: Collection[str]) -> str:
 
 
 def _batching(config: ModelConfig) -> ModelConfig:
-    """Fill in the defaults of the scheduler's block."""
+    """Fills in the defaults of the scheduler's block."""
     dynamic, sequence = config.dynamic_batching, config.sequence_batching
     if dynamic is not None and not dynamic.preferred_batch_size and config.max_batch_size > 0:
         return replace(config, dynamic_batching=replace(dynamic, preferred_batch_size=(config.max_batch_size,)))

@@ -41,7 +41,7 @@ INTEGERS = {
 
 
 def lint(root: OutlineBlock, report: Report) -> None:
-    """Add the positions of fields, the problems, and the duplicate map keys to the report."""
+    """Adds the positions of fields, the problems, and the duplicate map keys to the report."""
     _block(root, protos.CONFIG, "", report)
 
 
@@ -124,7 +124,7 @@ def _as(token: Token, message: protos.Field) -> str:
 def _map_entry(
     entry: Token | OutlineBlock, descriptor: protos.Field, path: str, keys: dict[str, Token], report: Report
 ) -> None:
-    """Check a map entry, a block with `key` and `value`. The path of the entry and of its value is `field["key"]`."""
+    """Checks a map entry, a block with `key` and `value`. The path of the entry and of its value is `field["key"]`."""
     if isinstance(entry, Token):
         report.problem(path, f"found {escaped(entry.text)}, expected {{ key: .. value: .. }}", _place(entry))
         return

@@ -131,7 +131,7 @@ def as_text(final: ModelConfig, origins: Mapping[str, str]) -> str:
 def _write(
     lines: list[str], descriptor: Any, path: str, indent: str, value: dict[str, Any], origins: Mapping[str, str]
 ) -> None:
-    """Write the fields of a message, one value per line."""
+    """Writes the fields of a message, one value per line."""
     for name, item in value.items():
         field = descriptor.fields_by_name[name]
         for place, key, part in _parts(field, f"{path}.{name}" if path else name, item):

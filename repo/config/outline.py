@@ -153,7 +153,7 @@ def outline(text: str) -> OutlineBlock:
 
 
 def _next(reader: _TokenReader, opened: list[_Open]) -> OutlineBlock | None:
-    """Read a token or a field. Returns the whole file at its end."""
+    """Reads a token or a field. Returns the whole file at its end."""
     here = opened[-1]
     token = reader.take()
     if token.kind == "end" and not here.closer:
@@ -178,7 +178,7 @@ def _next(reader: _TokenReader, opened: list[_Open]) -> OutlineBlock | None:
 
 
 def _closed(ended: _Open, end: Token, outer: _Open) -> None:
-    """Add a complete block or list to what contains it."""
+    """Adds a complete block or list to what contains it."""
     if outer.listed:
         outer.values.append(OutlineBlock(ended.start, ended.fields, end))
         return

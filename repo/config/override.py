@@ -43,7 +43,7 @@ class _Refused(Exception):
 
 
 def parse_override(data: bytes | str) -> Override:
-    """Parse the JSON. Raises ConfigError with all its problems."""
+    """Parses the JSON. Raises ConfigError with all its problems."""
     report = Report(OVERRIDE)
     message = protos.new_config()
     text = decode_text(data, report)
@@ -70,7 +70,7 @@ def _parse(text: str, message: Message, report: Report) -> None:
 
 
 def _look_over(text: str) -> None:
-    """Refuse deep nesting and too many values before anything is built."""
+    """Refuses deep nesting and too many values before anything is built."""
     depth = values = 0
     for match in _SIGNS.finditer(text):
         sign = match.group()

@@ -59,7 +59,7 @@ def path_of(trail: Sequence[tuple[str, int]]) -> str:
 
 
 def to_config(message: Message) -> ModelConfig:
-    """Convert the message to structs. Raises msgspec.ValidationError for an unknown enum number."""
+    """Converts the message to structs. Raises msgspec.ValidationError for an unknown enum number."""
     return msgspec.convert(_plain(message), ModelConfig)
 
 

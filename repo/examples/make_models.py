@@ -209,7 +209,7 @@ def lanes() -> bytes:
 
 
 def make(dest: Path) -> list[Path]:
-    """Write all files below `dest` and return their paths."""
+    """Writes all files below `dest` and returns their paths."""
     files = []
     for name, made in (
         ("mlp/1/model.onnx", mlp()),

@@ -34,7 +34,7 @@ class _Named(NamedTuple):
 
 
 def check_files(config: ModelConfig, folder: Path, problem: ProblemFunction) -> None:
-    """Report each file that is missing or too short."""
+    """Reports each file that is missing or too short."""
     for named in _files(config):
         below = f"{named.folder}/{named.name}" if named.folder else named.name
         what = f"{named.what} '{below}'"
@@ -83,7 +83,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def read_labels(model_dir: Path, filename: str) -> tuple[str, ...]:
-    """Read the labels of all classes, one per line. An empty line is a class without a label.
+    """Reads the labels of all classes, one per line. An empty line is a class without a label.
 
     A final newline is optional. No line is skipped, because the index of a line is the class.
     """

@@ -22,7 +22,7 @@ NAME_RULE = (
 
 
 def open_inside(folder: Path, name: str, what: str) -> int:
-    """Open a regular file at or below `folder`. `what` names it in error texts, e.g. `label file 'labels.txt'`."""
+    """Opens a regular file at or below `folder`. `what` names it in error texts, e.g. `label file 'labels.txt'`."""
     if not name or name.startswith("/") or ".." in name.split("/") or "\0" in name:
         raise InvalidRequest(f"{what}: expected a file in the model directory, without .. or a leading /")
     try:

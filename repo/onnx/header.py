@@ -72,7 +72,7 @@ class Header(NamedTuple):
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Read the header. Raises NotOnnx, TooLarge and OSError."""
+    """Reads the header. Raises NotOnnx, TooLarge and OSError."""
     return _HeaderReader(file).header()
 
 

@@ -45,7 +45,7 @@ def compile_steps(config: ModelConfig) -> tuple[StepPolicy, ...] | None:
 
 
 def validate_step_parameters(config: ModelConfig, problem: ProblemFunction) -> None:
-    """Validate the parameters of an ensemble that begin with `step[`."""
+    """Validates the parameters of an ensemble that begin with `step[`."""
     steps = steps_of(config)
     produced = {tensor.name for tensor in config.input} | {name for step in steps for name in step.output_map.values()}
     for key, value in config.parameters.items():

@@ -219,7 +219,7 @@ class _Graph:
     # ------------------------------------------------------------------------------------------- the whole graph
 
     def check_outputs(self) -> None:
-        """Compare the declared outputs of the ensemble with the tensors of the steps."""
+        """Compares the declared outputs of the ensemble with the tensors of the steps."""
         for index, tensor in enumerate(self.ensemble.output):
             produced = self.produced.get(tensor.name)
             if produced is None or produced.step == _OF_ENSEMBLE:
@@ -230,7 +230,7 @@ class _Graph:
                 self._problem(_OF_ENSEMBLE, f"output[{index}].{field}", text)
 
     def check_flow(self) -> None:
-        """Check that no step depends on itself, and that repeated runs are triggered by one decoupled model only."""
+        """Checks that no step depends on itself, and that repeated runs are triggered by one decoupled model only."""
         needs = {
             index: {
                 self.produced[name].step
@@ -301,7 +301,7 @@ class _Graph:
         )
 
     def _check_source(self, index: int, before: Iterable[int], decoupled: set[str]) -> None:
-        """Check a decoupled step that follows other decoupled steps."""
+        """Checks a decoupled step that follows other decoupled steps."""
         name = self.steps[index].model_name
         if added(self.ensemble, index, MAP):
             path = f'parameters["step[{index}].{MAP}"]'

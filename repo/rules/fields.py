@@ -73,7 +73,7 @@ class HostFacts(NamedTuple):
 
 
 def validate(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> None:
-    """Report every rule that a completed configuration violates."""
+    """Reports every rule that a completed configuration violates."""
     if not MODEL_NAME.fullmatch(config.name):
         problem("name", f'found "{escaped(config.name)}", expected {NAME_RULE}')
     elif config.backend == "python" and not PYTHON_NAME.fullmatch(config.name):
@@ -97,7 +97,7 @@ def validate(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> 
 
 
 def verify_completed(config: ModelConfig, *, backends: Collection[str], gpus: Collection[int] = ()) -> ModelConfig:
-    """Fill in the defaults of a configuration completed by its model, and validate it. Raises ConfigError with all
+    """Fills in the defaults of a configuration completed by its model, and validates it. Raises ConfigError with all
     problems.
     """
     config = complete(config, config.name, (), backends, gpus)
@@ -108,7 +108,7 @@ def verify_completed(config: ModelConfig, *, backends: Collection[str], gpus: Co
 
 
 def completion_warnings(written: ModelConfig, final: ModelConfig) -> list[str]:
-    """Log messages about completed values that the user may not expect."""
+    """Logs messages about completed values that the user may not expect."""
     if written.max_batch_size or final.max_batch_size <= 0 or is_ensemble(final) or final.backend == "python":
         # A Python model sets its own max_batch_size.
         return []

@@ -82,7 +82,7 @@ def number_of(text: str, data_type: str) -> float | int | None:
 
 
 def validate_padding(config: ModelConfig, unknown: bool, problem: ProblemFunction) -> None:
-    """Report what does not fit the rest of the configuration. `unknown`: the model may still add tensors and
+    """Reports what does not fit the rest of the configuration. `unknown`: the model may still add tensors and
     max_batch_size.
     """
     rows = [row for row in _ROWS if row.is_set(config)]
@@ -140,7 +140,7 @@ def _check(
 
 
 def _tensors(text: str, tensors: Sequence[ModelInput | ModelOutput], problem: Callable[[str], None]) -> list[Padded]:
-    """Parse a parameter, in the order of its items. Items for the same tensor are merged into one."""
+    """Parses a parameter, in the order of its items. Items for the same tensor are merged into one."""
     dims = {entry.name: tuple(entry.dims) for entry in tensors}
     padded: dict[str, Padded] = {}
     for item in text.split():

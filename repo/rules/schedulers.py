@@ -210,7 +210,7 @@ def _ensemble(config: ModelConfig, problem: ProblemFunction) -> None:
 
 
 def _graph(config: ModelConfig, steps: Sequence[schema.ModelEnsemblingStep], problem: ProblemFunction) -> None:
-    """Check that every tensor is produced once, and used."""
+    """Checks that every tensor is produced once, and used."""
     inputs = {tensor.name: f"input[{index}]" for index, tensor in enumerate(config.input)}
     outputs = {tensor.name: f"output[{index}]" for index, tensor in enumerate(config.output)}
     producers: dict[str, str] = dict(inputs)

@@ -250,7 +250,8 @@ _TEMPLATE = {"python": _python, "sklearn": _sklearn, "torch": _torch}
 
 
 def write(starter: Starter, name: str, repository: Path) -> list[Path]:
-    """Write the directory of the model, and return its files. Raises InvalidRequest, and OSError of the file system."""
+    """Writes the directory of the model, and returns its files. Raises InvalidRequest, and OSError of the file
+    system."""
     if not MODEL_NAME.fullmatch(name):
         raise InvalidRequest(f"'{name}' cannot be the name of a model; expected {NAME_RULE}")
     if starter.layout.backend == "python" and not PYTHON_NAME.fullmatch(name):

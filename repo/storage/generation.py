@@ -256,7 +256,8 @@ class _Mirror:
         return large, linked
 
     def _make_folder(self, folder: str, members: Mapping[str, None]) -> None:
-        """Create a folder. Entries that are not mirrored become links: hidden files, other versions, dangling links."""
+        """Creates a folder. Entries that are not mirrored become links: hidden files, other versions, dangling
+        links."""
         os.mkdir(self._target / folder, 0o700)
         for entry in os.scandir(self._source / folder):
             path = folder + entry.name
@@ -301,7 +302,7 @@ class _Mirror:
             raise FilesChanged(path)
 
     def _copy(self, source: int, path: str, state: os.stat_result, small: bool) -> bool:
-        """Create a reflink, which costs nothing whatever the size; else copy the file if it is small."""
+        """Creates a reflink, which costs nothing whatever the size; else copies the file if it is small."""
         target = _new_file(self._target / path, state)
         with os.fdopen(target, "wb") as file:
             self._clones = self._clones and _clone(source, target)
@@ -339,7 +340,7 @@ class _FullCopy:
             remaining -= look[0]
 
     def _file(self, path: str, look: Look, remaining: int) -> None:
-        """Copy a file. `remaining`: bytes of this and the following files."""
+        """Copies a file. `remaining`: bytes of this and the following files."""
         source = self._source / path
         if not stat.S_ISREG(os.stat(source).st_mode):  # not opened, as in _Mirror
             raise InvalidRequest(f"'{escaped_name(path)}' is not a regular file; its repository agents cannot check it")

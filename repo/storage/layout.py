@@ -271,7 +271,7 @@ def _native_library(folder: Path, version: int, config: ModelConfig, directory: 
 
 
 def _onnx(path: Path, name: str, config: ModelConfig) -> Iterator[Finding]:
-    """Compare the file's declarations with the configuration."""
+    """Compares the file's declarations with the configuration."""
     try:
         with path.open("rb") as file:
             header = read_header(file)

@@ -64,7 +64,7 @@ class _Content(NamedTuple):
 
 
 def model_file(text: str) -> ModelFile:
-    """Parse FILE or NAME=FILE. Raises InvalidRequest."""
+    """Parses FILE or NAME=FILE. Raises InvalidRequest."""
     name, equals, rest = text.partition("=")
     if not equals or Path(text).exists():
         name, rest = "", text
@@ -123,7 +123,7 @@ class ModelFiles:
         """Model -> its file. Replaced, never changed."""
 
     def refresh(self, strict: bool = False) -> None:
-        """Follow changes of the files. `strict`: raise InvalidRequest for a problem instead of keeping its text."""
+        """Follows changes of the files. `strict`: raise InvalidRequest for a problem instead of keeping its text."""
         changed = [file for file in self._files if self._has_changed(file.path)]
         failed = [file for file in self._files if file.path in self._problems and file not in changed]
         for file in changed + failed:
@@ -206,7 +206,7 @@ def _companions(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _write(folder: Path, content: _Content) -> None:
-    """Make the directory's content this one. What is right already is left alone."""
+    """Makes the directory's content this one. What is right already is left alone."""
     for path in [path for path in folder.rglob("*") if path.is_symlink()]:
         wanted = content.links.get(path.relative_to(folder).as_posix())
         if wanted is None or os.readlink(path) != str(wanted):

@@ -57,7 +57,7 @@ class Snapshot(NamedTuple):
 
 
 def take(folder: Path) -> Snapshot:
-    """Take a snapshot of the model's directory. Raises OSError if it cannot be read."""
+    """Takes a snapshot of the model's directory. Raises OSError if it cannot be read."""
     found = sorted(walk(folder))
     newest = max((changed for _, _, changed in found), default=0)
     return Snapshot({path: look for path, look, _ in found if path}, newest)

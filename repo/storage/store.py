@@ -82,7 +82,7 @@ def scan_model(
     prepared: bool = False,
     versions: Collection[int] = (),
 ) -> ScannedModel:
-    """Scan one model directory. With an override, its configuration files are not read. `prepared`: the directory is
+    """Scans one model directory. With an override, its configuration files are not read. `prepared`: the directory is
     the result of the model's repository agents; before they have run, files may be missing. `versions`: to be served,
     all of them, in place of those that the version policy selects.
     """

@@ -194,7 +194,7 @@ class Ledger:
         return place if offset + handle.size <= block.offset + block.size else None
 
     def is_new(self, handle: Handle, audience: str) -> bool:
-        """Can this be a new block from its owner, that is, in a segment for that audience and not held?"""
+        """True if this can be a new block from its owner: in a segment for that audience, and not held."""
         segment = self.segments.get(handle.segment)
         return (
             segment is not None
@@ -204,7 +204,7 @@ class Ledger:
         )
 
     def may_pass_on(self, client: Holder, handle: Handle, audience: str) -> bool:
-        """May the client pass on this handle (or a part of it), which it holds, to that audience?"""
+        """True if the client may pass on this handle (or a part of it), which it holds, to that audience."""
         place = self.held(client, handle) if handle.size else None
         return place is not None and self.segments[handle.segment].audience == audience
 

@@ -180,12 +180,12 @@ class Request(Struct, eq=False, gc=False):
 
     @property
     def is_step(self) -> bool:
-        """Is it a step of the ensemble request `parent`?"""
+        """True if it is a step of the ensemble request `parent`."""
         return self.requester.kind == STEP
 
     @property
     def on_loan(self) -> bool:
-        """Does it use memory that its client must not touch until it is answered? Frames are in the broker's own
+        """True if it uses memory that its client must not touch until it is answered. Frames are in the broker's own
         arena."""
         return any(segment >> OWNER_SHIFT for segment in self.segments)
 
@@ -475,12 +475,12 @@ class Instance(Struct, eq=False):
 
     @property
     def usable(self) -> bool:
-        """May it get work? A leaving instance may, for its remaining sequences."""
+        """True if it may get work. A leaving instance may, for its remaining sequences."""
         return self.state is InstanceState.READY and not self.spec.passive and not self.closing
 
     @property
     def alive(self) -> bool:
-        """Does it serve, or is it expected to serve again, because its last restart has not failed?"""
+        """True if it serves, or is expected to serve again because its last restart has not failed."""
         return self.loaded and not (self.lost or self.over or self.spec.passive)
 
     @property
@@ -499,7 +499,7 @@ class Instance(Struct, eq=False):
 
     @property
     def waits(self) -> bool:
-        """Does it block until another model has answered?"""
+        """True if it blocks until another model has answered."""
         return self.caller is not None and self.caller.waits_for > 0
 
     @property
@@ -840,7 +840,7 @@ class Version:
 
     @property
     def healthy(self) -> bool:
-        """Can an instance run a request now, after its current batches, or once woken?"""
+        """True if an instance can run a request now, after its current batches, or once woken."""
         if self.service.graph is not None:
             return self.state is VersionState.READY and all(member.healthy for member in self.members)
         return self.state is VersionState.READY and any(
@@ -855,7 +855,7 @@ class Version:
 
     @property
     def alive(self) -> bool:
-        """Will queued requests be run?"""
+        """True if queued requests will be run."""
         return any(instance.alive for instance in self.instances)
 
     @property
@@ -942,7 +942,7 @@ class Version:
         return all(instance.idle and not instance.streams for instance in self.instances)
 
     def needs(self, instance: Instance) -> bool:
-        """Does the instance have work that no other instance could continue?"""
+        """True if the instance has work that no other instance could continue."""
         if self.service.sequence_slots is not None:
             return bool(self.service.sequence_slots.at(instance))
         return self.service.decoupled and not (instance.idle and not instance.streams)

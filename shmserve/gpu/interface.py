@@ -143,7 +143,7 @@ class ClientDevices(Protocol):
         """The device on which an address lies."""
 
     def extent(self, device: int, size: int) -> CudaExtent:
-        """Allocate and export at least `size` bytes, in whole units."""
+        """Allocates and exports at least `size` bytes, in whole units."""
 
     def copy(self, device: int, target: int, source: int, size: int, direction: Direction, stream: int) -> None: ...
 
@@ -153,4 +153,4 @@ class ClientDevices(Protocol):
     def end_stream(self, device: int, stream: int) -> None: ...
 
     def synchronize(self, device: int, stream: int | None) -> None:
-        """Wait for pending writes to a tensor: on that stream, or, if None, on the whole device."""
+        """Waits for pending writes to a tensor: on that stream, or, if None, on the whole device."""

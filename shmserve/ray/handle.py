@@ -55,7 +55,7 @@ class Handle:
         self._retries = retries
 
     def infer(self, model: str, inputs: Mapping[str, Any], *, timeout: float | None = None, **options: Any) -> Outputs:
-        """Run the model once and return its outputs by name. `options` are those of `shmserve.Client.infer`."""
+        """Runs the model once and returns its outputs by name. `options` are those of `shmserve.Client.infer`."""
         timeout = self._timeout if timeout is None else timeout
         chosen = _chosen(self._handle, model, options)
         for remaining in range(_attempts(options, self._retries), -1, -1):

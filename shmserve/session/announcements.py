@@ -48,7 +48,7 @@ class Announcements:
         return self.owner << OWNER_SHIFT | next(self.numbers)
 
     def connected(self, owner: int, device_memory: bool, named_memory: bool) -> None:
-        """Reset for a new connection. The owners of segments announce them again."""
+        """Resets for a new connection. The owners of segments announce them again."""
         self.owner = owner
         self.device_memory = device_memory
         self.named_memory = named_memory

@@ -112,7 +112,7 @@ def result_of(
 
 
 def return_handles(reply: Reply | Part, memory: SessionMemory) -> None:
-    """Return the handles of an answer that is no longer needed."""
+    """Returns the handles of an answer that is no longer needed."""
     for tensor in reply.outputs:
         if isinstance(tensor.data, tuple):
             for handle in tensor.data:
@@ -192,7 +192,7 @@ def _written_on_device(tensor: Tensor, place: DeviceRef) -> Array:
 
 
 def _into_place(tensor: Tensor, source: Array, place: Array) -> Array:
-    """Copy an output into the caller's array, if it was too small for a handle or came from a batch."""
+    """Copies an output into the caller's array, if it was too small for a handle or came from a batch."""
     _check_place(tensor, source, place)
     np.copyto(place, source)
     return place

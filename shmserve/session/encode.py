@@ -326,7 +326,7 @@ def wanted_of(outputs: Any, kept: KeptInputs, memory: SessionMemory, placed: boo
 
 
 def check_size(message: Infer) -> None:
-    """Refuse a message that is larger than a packet because of its names and parameters."""
+    """Refuses a message that is larger than a packet because of its names and parameters."""
     try:
         size = len(codec.encode([message]))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

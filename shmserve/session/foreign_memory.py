@@ -63,7 +63,7 @@ class ForeignMemory:
         return region
 
     def withdraw(self, region: ForeignRegion) -> None:
-        """Withdraw a region. Requests that already refer to it can still use it."""
+        """Withdraws a region. Requests that already refer to it can still use it."""
         if self.regions.pop(region.id, None) is None:
             return
         if region in self._announcements.maps:
@@ -72,7 +72,7 @@ class ForeignMemory:
             self._announcements.unmaps.append(region.id)
 
     def connected(self) -> dict[int, int]:
-        """Assign new ids after a reconnect and announce the regions again. Returns old id -> new id."""
+        """Assigns new ids after a reconnect and announces the regions again. Returns old id -> new id."""
         numbers: dict[int, int] = {}
         for old, region in self.regions.items():
             numbers[old] = region.id = self._announcements.new_id()

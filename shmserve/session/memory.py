@@ -115,13 +115,13 @@ class SessionMemory:
         return self.devices.empty(shape, np.dtype(dtype), int(text))
 
     def copy_in(self, array: Array, kept: KeptInputs) -> Handle:
-        """Copy an input from private memory into the arena, the only copy made of it."""
+        """Copies an input from private memory into the arena, the only copy made of it."""
         block = self.block(array.nbytes, kept)
         np.copyto(block.array(array.dtype, array.shape), array, casting="no")
         return block.handle()
 
     def block(self, size: int, kept: KeptInputs) -> Block:
-        """Allocate a block for an input of a request."""
+        """Allocates a block for an input of a request."""
         block = self._allocate(size)
         kept.blocks.append(block)
         return block
@@ -172,7 +172,7 @@ class SessionMemory:
         return self.kind == "memfd" and self._arena.owns(segment) and not self.announcements.maps
 
     def release_inputs(self, kept: KeptInputs) -> None:
-        """Release the memory that a request referred to, once the server no longer needs it."""
+        """Releases the memory that a request referred to, once the server no longer needs it."""
         for block in kept.blocks:
             self._arena.free(block.segment, block.offset)
         if kept.devices:
@@ -208,7 +208,7 @@ class SessionMemory:
     # ------------------------------------------------------------------------------------ connections
 
     def connected(self, owner: int, limits: Mapping[str, int]) -> dict[int, int]:
-        """Apply the limits of a new connection and announce own segments under new ids. Returns old id -> new id."""
+        """Applies the limits of a new connection and announces own segments under new ids. Returns old id -> new id."""
         self.frame_bytes = limits.get("frame_bytes", 0) or self.frame_bytes
         segments = self._arena.segments
         before = [segment.id for segment in segments]
@@ -220,7 +220,7 @@ class SessionMemory:
         return numbers if self._foreign is None else numbers | self._foreign.connected()
 
     def disconnected(self) -> None:
-        """Drop mappings and pending returns, which belong to the old connection. Views stay valid."""
+        """Drops mappings and pending returns, which belong to the old connection. Views stay valid."""
         self.mapped.close()
         self.mapped = Mapped()
         self.drops = Drops(self._on_full)

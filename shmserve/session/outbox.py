@@ -103,7 +103,7 @@ class SessionOutbox:
         ]
 
     def _with_frames(self, batch: list[Any]) -> list[Packet]:
-        """Send each message in a separate packet, because frame numbers count from the start of the packet."""
+        """Sends each message in a separate packet, because frame numbers count from the start of the packet."""
         packets: list[Packet] = []
         for message in self._writable(batch):
             ticket = self._tickets.pending.get(message.request) if type(message) is Infer else None

@@ -66,7 +66,7 @@ class Queries:
             self._outbox.queue(ask)
 
     def put_again(self, ask: Ask) -> None:
-        """Resend a question on a new connection. Operations are still queued."""
+        """Resends a question on a new connection. Operations are still queued."""
         if ask.request not in self._operations:
             self._outbox.queue(ask)
 
@@ -138,7 +138,7 @@ class Queries:
     # ------------------------------------------------------------------------------------ ending
 
     def withdraw(self, number: int) -> bool:
-        """Forget a question or operation. True: it was an operation that had not been sent completely, so no answer
+        """Forgets a question or operation. True: it was an operation that had not been sent completely, so no answer
         will come.
         """
         self._answers.pop(number, None)
@@ -179,6 +179,6 @@ class Queries:
         return ConnectionLost(f"{ended} {what} was sent completely; nothing was changed")
 
     def close(self) -> None:
-        """Close all bodies in a forked child; the parent sends them."""
+        """Closes all bodies in a forked child; the parent sends them."""
         for operation in self._operations.values():
             operation.body.close()

@@ -42,7 +42,7 @@ class Resume(Ticket):
 
 
 def renew(tickets: dict[int, Ticket], numbers: dict[int, int], memory: SessionMemory) -> list[int]:
-    """Prepare all requests for the new connection. Returns their numbers, in order."""
+    """Prepares all requests for the new connection. Returns their numbers, in order."""
     again = []
     for number in sorted(tickets):
         ticket = tickets[number]
@@ -55,7 +55,7 @@ def renew(tickets: dict[int, Ticket], numbers: dict[int, int], memory: SessionMe
 
 
 def send_again(numbers: list[int], tickets: dict[int, Ticket], outbox: SessionOutbox) -> list[Ticket]:
-    """Queue the requests again. Returns the tickets abandoned in the meantime, whose requests the server has not
+    """Queues the requests again. Returns the tickets abandoned in the meantime, whose requests the server has not
     seen."""
     over = []
     for ticket in [tickets[number] for number in numbers if number in tickets]:

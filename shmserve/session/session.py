@@ -177,7 +177,7 @@ class Session:
         caller: str = "",
         payer: str = "",
     ) -> None:
-        """Queue a request. Raises InvalidRequest, without side effects, if it cannot be encoded. `now` is the time on
+        """Queues a request. Raises InvalidRequest, without side effects, if it cannot be encoded. `now` is the time on
         the monotonic clock, used only with `timeout`. `window` is that of a StreamTicket, 0 for other tickets. For
         clients that serve several callers: `caller` is the one a sequence belongs to, `payer` the one who pays."""
         timeout_us = 0 if timeout is None else timeout_us_of(timeout)
@@ -296,7 +296,7 @@ class Session:
         timeout: float | None = None,
         body: Body | None = None,
     ) -> None:
-        """Queue a question or an operation; the ticket is settled with the parsed JSON of the answer. `now` is used
+        """Queues a question or an operation; the ticket is settled with the parsed JSON of the answer. `now` is used
         only with `timeout`.
         """
         check_name("model", model)
@@ -316,7 +316,7 @@ class Session:
     # ------------------------------------------------------------------------------------ ending
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Cancel a request, question or operation. False: it was already answered. The ticket is not notified."""
+        """Cancels a request, question or operation. False: it was already answered. The ticket is not notified."""
         if self.tickets.get(ticket.number) is not ticket:
             return False
         if isinstance(ticket.message, Infer):
@@ -330,7 +330,7 @@ class Session:
         return True
 
     def cancel_later(self, ticket: StreamTicket) -> None:
-        """Cancel a stream whose caller was dropped, with the next `take`. May be called in any thread, inside the
+        """Cancels a stream whose caller was dropped, with the next `take`. May be called in any thread, inside the
         garbage collector.
         """
         self._to_cancel.append(ticket)
@@ -338,7 +338,7 @@ class Session:
             self._on_full()
 
     def expire(self, ticket: Ticket) -> None:
-        """Cancel a ticket whose deadline has passed, and fail it."""
+        """Cancels a ticket whose deadline has passed, and fails it."""
         message = ticket.message
         if isinstance(message, Infer):
             what = "respond" if not isinstance(ticket, StreamTicket) else "complete its responses"
@@ -349,7 +349,7 @@ class Session:
             ticket.fail(DeadlineExceeded(text))
 
     def fail_all(self, error: ServeError) -> int:
-        """Fail all tickets, as no answer will come."""
+        """Fails all tickets, as no answer will come."""
         count = len(self.tickets)
         for ticket in list(self.tickets.values()):
             self._fail(ticket, error)
@@ -360,7 +360,7 @@ class Session:
         ticket.fail(type(error)(str(error)))  # one exception per ticket: raising an exception adds a traceback to it
 
     def _remove(self, ticket: Ticket) -> None:
-        """Remove a ticket, and release its inputs and its operation's body."""
+        """Removes a ticket, and releases its inputs and its operation's body."""
         self._tickets.remove(ticket)
         self.urgent |= self.queries.withdraw(ticket.number)
 
@@ -397,7 +397,7 @@ class Session:
     # ------------------------------------------------------------------------------------ receiving
 
     def receive(self, data: Any, descriptors: Sequence[int] = (), frames: Sequence[Any] = ()) -> int:
-        """Process one packet; returns the number of settled tickets. After an error the connection is unusable."""
+        """Processes one packet; returns the number of settled tickets. After an error the connection is unusable."""
         settled = 0
         pop = self.tickets.pop
         if descriptors:
@@ -466,7 +466,7 @@ class Session:
     def _settle_slowly(
         self, ticket: Ticket, reply: Reply, frames: Sequence[Any], held: KeptInputs | None = None
     ) -> None:
-        """Settle a request that has kept inputs, or outputs that are not inline. Arrays are created at once, because
+        """Settles a request that has kept inputs, or outputs that are not inline. Arrays are created at once, because
         dropping them is what returns the memory to the server. `held`: inputs that are released later."""
         kept, ticket.kept = ticket.kept, None
         ticket.message = None
@@ -499,7 +499,7 @@ class Session:
         ticket.part(result, part.last)
 
     def next_part(self, ticket: StreamTicket) -> Result:
-        """Return the next received part. Requests more parts from the server if half of the window is used."""
+        """Returns the next received part. Requests more parts from the server if half of the window is used."""
         part, more = ticket.hand_out()
         if more and self.connected:
             self.outbox.queue(More(ticket.number, more))
@@ -593,7 +593,7 @@ class Session:
         return 0
 
     def _on_refused(self, message: codec.Refused) -> int:
-        """Handle an undecodable message of the server: fail its request, or the connection if the request is
+        """Handles an undecodable message of the server: fail its request, or the connection if the request is
         unknown."""
         if not message.request:
             raise ProtocolError(f"the server sent an invalid message: {message.text}")
@@ -645,7 +645,7 @@ class Session:
         raise from_wire(message.code, message.text)
 
     def disconnected(self) -> None:
-        """Handle a disconnect. Queries, requests without a sequence, and operations that have not begun are kept for
+        """Handles a disconnect. Queries, requests without a sequence, and operations that have not begun are kept for
         resending; requests of sequences, and operations and streams that have begun, fail.
         """
         self.connected = False
@@ -675,7 +675,7 @@ class Session:
         return Packet(codec.encode([Bye()]))
 
     def close(self) -> None:
-        """Fail all unanswered tickets and close the memory. Arrays that callers hold stay valid."""
+        """Fails all unanswered tickets and closes the memory. Arrays that callers hold stay valid."""
         self.fail_all(Cancelled("the client was closed before the response arrived"))
         self.memory.close()
 

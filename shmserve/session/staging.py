@@ -21,7 +21,7 @@ log = logging.getLogger("shmserve")
 
 
 def place_device_tensors(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
-    """Fill in the data of GPU tensors, the last missing part of the request."""
+    """Fills in the data of GPU tensors, the last missing part of the request."""
     assert kept.devices is not None
     devices, options = memory.devices, message.options
     try:
@@ -43,7 +43,7 @@ def place_device_tensors(message: Infer, kept: KeptInputs, memory: SessionMemory
 
 
 def stage(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
-    """Move all GPU inputs to host memory; outputs for GPU places come through host memory too."""
+    """Moves all GPU inputs to host memory; outputs for GPU places come through host memory too."""
     for index, source in (kept.devices or {}).items():
         tensor = message.inputs[index]
         if memory.shared:

@@ -58,14 +58,14 @@ class StreamTicket(Ticket):
         return part, more
 
     def close(self) -> None:
-        """Close the stream on behalf of the caller."""
+        """Closes the stream on behalf of the caller."""
         self.parts.clear()
         self.error = None
         self.ended = True
         self.on_part()
 
     def settle(self, answer: Any) -> None:
-        """Handle a single Reply instead of parts."""
+        """Handles a single Reply instead of parts."""
         try:
             self.part(inline_result(answer) if isinstance(answer, Reply) else answer, True)
         except ServeError as error:

@@ -33,7 +33,7 @@ class KeptInputs:
         """Output name -> the array that the caller supplied for it."""
 
     def add_frame(self, name: str, array: Array, limit: int) -> int:
-        """Append the bytes of an input as a frame; a message may carry `limit` bytes of frames. Returns the frame's
+        """Appends the bytes of an input as a frame; a message may carry `limit` bytes of frames. Returns the frame's
         number.
         """
         total = array.nbytes + sum(map(len, self.frames))
@@ -57,7 +57,7 @@ class Ticket:
     number: int
 
     def settle(self, answer: Any) -> None:
-        """Process the answer: a Reply (all outputs inline), a Result, or a parsed JSON document."""
+        """Processes the answer: a Reply (all outputs inline), a Result, or a parsed JSON document."""
         raise NotImplementedError
 
     def fail(self, error: ServeError) -> None:
@@ -76,7 +76,7 @@ class Abandoned(Ticket):
         self.number = number
 
     def settle(self, answer: Any) -> None:
-        """Drop the answer. Its handles are already views; dropping the views returns the handles."""
+        """Drops the answer. Its handles are already views; dropping the views returns the handles."""
 
     def fail(self, error: ServeError) -> None:
-        """Drop the error."""
+        """Drops the error."""

@@ -25,7 +25,7 @@ class Tickets:
     # ------------------------------------------------------------------------------------ ending
 
     def remove(self, ticket: Ticket) -> None:
-        """Remove a ticket and release its inputs."""
+        """Removes a ticket and releases its inputs."""
         self.pending.pop(ticket.number, None)
         ticket.message = None
         if ticket.kept is not None:
@@ -33,18 +33,18 @@ class Tickets:
             ticket.kept = None
 
     def abandon(self, ticket: Ticket) -> None:
-        """Detach a ticket whose caller no longer waits. Its inputs are kept until the server answers."""
+        """Detaches a ticket whose caller no longer waits. Its inputs are kept until the server answers."""
         self.pending[ticket.number] = Abandoned(ticket.number, ticket.kept)
         ticket.message = None
         ticket.kept = None
 
     def remove_and_hold(self, ticket: Ticket) -> None:
-        """Remove a failed request, and keep its inputs until `release`."""
+        """Removes a failed request, and keeps its inputs until `release`."""
         self.hold(ticket)
         self.remove(ticket)
 
     def hold(self, ticket: Ticket) -> KeptInputs | None:
-        """Keep the inputs of an answered request until `release`."""
+        """Keeps the inputs of an answered request until `release`."""
         kept, ticket.kept = ticket.kept, None
         if kept is not None:
             self._held[ticket.number] = kept
@@ -56,7 +56,7 @@ class Tickets:
             self._memory.release_inputs(kept)
 
     def release_all(self) -> None:
-        """Release the inputs of all failed requests: the server that read them is gone."""
+        """Releases the inputs of all failed requests: the server that read them is gone."""
         for number in list(self._held):
             self.release(number)
 

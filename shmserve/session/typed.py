@@ -46,15 +46,15 @@ class TypedModels:
         }
 
     def wait(self, ask: Ask, send: Callable[[], None]) -> None:
-        """Call `send` when the question is answered."""
+        """Calls `send` when the question is answered."""
         self._waiting[ask.request] = _Waiting(ask.model, ask.version, send)
 
     def take(self, number: int) -> _Waiting | None:
-        """Remove and return the request that waits for the answer to this question."""
+        """Removes and returns the request that waits for the answer to this question."""
         return self._waiting.pop(number, None)
 
     def answered(self, waiting: _Waiting, ticket: Ticket, answer: Any) -> int:
-        """Send a request. Returns the number of tickets that this settles."""
+        """Sends a request. Returns the number of tickets that this settles."""
         try:
             tensors = {entry["name"]: (entry["datatype"], tuple(entry["shape"])) for entry in answer["inputs"]}
         except (KeyError, TypeError) as error:

@@ -118,7 +118,7 @@ class Body:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def close(self) -> None:
-        """Close all parts that were not sent."""
+        """Closes all parts that were not sent."""
         for part in self._parts:
             part.close()
         self._parts.clear()

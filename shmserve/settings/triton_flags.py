@@ -69,7 +69,7 @@ TRITON_FLAGS = (
 
 
 def notes(values: dict[str, Any]) -> list[str]:
-    """Log lines for flags that were given but have no effect."""
+    """Logs lines for flags that were given but have no effect."""
     given = [flag for flag in TRITON_FLAGS if flag.note and values.get(flag.dest) is not None]
     return [f"--{flag.name} has no effect: {flag.note}" for flag in given]
 

@@ -91,7 +91,7 @@ class LoopPolling:
         self._on = longest_ns > 0
 
     def wait(self, in_flight: bool) -> None:
-        """Call at the end of a turn, when the loop is about to wait for input."""
+        """Called at the end of a turn, when the loop is about to wait for input."""
         if not self._on:
             return
         self._since = monotonic_ns()
@@ -101,7 +101,7 @@ class LoopPolling:
             self._call_soon(self._poll)
 
     def wake(self, now: int) -> None:
-        """Call at the start of a turn."""
+        """Called at the start of a turn."""
         if self._on:
             self._budget.waited(now - self._since, now, self._polled == self._since)
 

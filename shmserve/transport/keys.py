@@ -63,7 +63,7 @@ def read(path: str | os.PathLike[str], secret: bool = False) -> str:
 
 
 def read_pair(path: str | os.PathLike[str]) -> Pair:
-    """Read a key pair, also one written by zmq.auth. Raises InvalidRequest if the file is not a pair."""
+    """Reads a key pair, also one written by zmq.auth. Raises InvalidRequest if the file is not a pair."""
     keys: dict[str, str] = {}
     for line in read(path, secret=True).splitlines():
         match = _LINE.fullmatch(line.strip())
@@ -116,7 +116,7 @@ def make_pair() -> Pair:
 
 
 def write_pair(folder: Path, name: str, pair: Pair, roles: str) -> tuple[Path, Path]:
-    """Write NAME.key and NAME.pub. Raises FileExistsError if either exists."""
+    """Writes NAME.key and NAME.pub. Raises FileExistsError if either exists."""
     key, public = folder / f"{name}.key", folder / f"{name}.pub"
     if public.exists():
         raise FileExistsError(17, "File exists", str(public))

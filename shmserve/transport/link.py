@@ -68,31 +68,31 @@ class ServerLink(Protocol):
         """Returns when the link may be writable again, or after `wait` seconds."""
 
     def wake(self) -> None:
-        """Wake up a thread that waits in `receive_or_event`."""
+        """Wakes up a thread that waits in `receive_or_event`."""
 
     @property
     def awaits_lease(self) -> bool:
         """Whether an answer is expected on the socket of a lease."""
 
     def open_lease(self, lease: int, fd: int) -> None:
-        """Keep the socket of a lease. `send` uses it for packets of the lease, and `receive` also returns packets that
+        """Keeps the socket of a lease. `send` uses it for packets of the lease, and `receive` also returns packets that
         arrive there. Takes ownership of the descriptor.
         """
 
     def close_lease(self, lease: int) -> list[bytes]:
-        """Close the socket of a lease, and return the packets that have arrived there."""
+        """Closes the socket of a lease, and returns the packets that have arrived there."""
 
     def descriptors(self) -> list[int]:
         """Descriptors that an event loop watches for reading. They are only hints: read until nothing is left."""
 
     def interrupt(self) -> None:
-        """End the link for a thread that waits for a packet; called before `close`."""
+        """Ends the link for a thread that waits for a packet; called before `close`."""
 
     def close(self, linger: bool = False) -> None:
         """`linger`: deliver the last packets first."""
 
     def abandon(self) -> None:
-        """Forget the link in a forked child, without sending anything; it belongs to the parent."""
+        """Forgets the link in a forked child, without sending anything; it belongs to the parent."""
 
 
 def open_link(address: Address) -> ServerLink:
@@ -165,14 +165,14 @@ class SessionLink(ABC):
             link.send(self.session.hello(os.getpid(), self._name))
 
     def _process_welcome(self, incoming: Incoming) -> None:
-        """Process the first packet of a new link. Raises the server's reason if it does not accept the client."""
+        """Processes the first packet of a new link. Raises the server's reason if it does not accept the client."""
         self.session.receive(*incoming)
         if not self.session.connected:
             raise ConnectionLost(f"{self.address.url} is not a shmserve server")
 
     def _lose(self, error: ServeError) -> None:
-        """Drop a link that has ended or is unusable. Requests that can be resent are kept for the next link, unless the
-        server ended this one with a reason.
+        """Drops a link that has ended or is unusable. Requests that can be resent are kept for the next link, unless
+        the server ended this one with a reason.
         """
         link, self._link = self._link, None
         if link is None:
@@ -194,7 +194,7 @@ class SessionLink(ABC):
 
     @abstractmethod
     def forked(self) -> None:
-        """Reset in a forked child. Threads, link and memory belong to the parent; the first call opens a new link."""
+        """Resets in a forked child. Threads, link and memory belong to the parent; the first call opens a new link."""
 
     def __del__(self) -> None:
         link = getattr(self, "_link", None)

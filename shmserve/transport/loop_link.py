@@ -94,7 +94,7 @@ class LoopLink(SessionLink):
         self.flush()
 
     def bind(self) -> asyncio.AbstractEventLoop:
-        """Bind the client to the running loop. If its previous loop was closed, it moves to the new one."""
+        """Binds the client to the running loop. If its previous loop was closed, it moves to the new one."""
         if self.closed:
             raise Unavailable("the client is closed")
         loop = asyncio.get_running_loop()
@@ -115,7 +115,7 @@ class LoopLink(SessionLink):
     # ------------------------------------------------------------------------------------ sending
 
     def send_soon(self, with_deadline: bool = False) -> None:
-        """Schedule one send for all requests of this loop iteration."""
+        """Schedules one send for all requests of this loop iteration."""
         loop = self._loop
         if loop is None:
             return

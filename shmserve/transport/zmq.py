@@ -64,7 +64,7 @@ class ZmqLink:
         self._poll.register(self._wakeup, select.POLLIN)
 
     def _configure(self, socket: zmq.Socket[bytes]) -> None:
-        """Set all options, which must happen before connect."""
+        """Sets all options, which must happen before connect."""
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, QUEUE)
         socket.setsockopt(zmq.RCVHWM, 0)
@@ -96,7 +96,7 @@ class ZmqLink:
         return self._guard.locked()
 
     def wait_writable(self, wait: float | None) -> None:
-        """Wait until the socket is writable. libzmq's threads signal this on the same descriptor as all other
+        """Waits until the socket is writable. libzmq's threads signal this on the same descriptor as all other
         events."""
         poll = select.poll()
         with self._guard:
@@ -214,7 +214,7 @@ class ZmqLink:
             self._context.term()
 
     def abandon(self) -> None:
-        """Keep the link: libzmq must not be called at all in a forked child, not even to close."""
+        """Keeps the link: libzmq must not be called at all in a forked child, not even to close."""
         _of_parents.append(self)
 
 

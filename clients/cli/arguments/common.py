@@ -43,7 +43,7 @@ def add_command(
     note: str = "",
     also: tuple[str, str] | None = None,
 ) -> CommandParser:
-    """Add a command, implemented by the function of this name in a module of `commands`. `about` is one sentence,
+    """Adds a command, implemented by the function of this name in a module of `commands`. `about` is one sentence,
     without capital letter and full stop. `codes`: meanings of exit codes 0 and 1. `note`: more for the full help.
     """
     command: CommandParser = commands.add_parser(
@@ -75,7 +75,7 @@ def add_server_command(
     keys: bool = True,
     urls: str = "",
 ) -> CommandParser:
-    """Add a command that connects to a server. `keys`: it also works over tcp. `urls`: additional kinds of --url, for
+    """Adds a command that connects to a server. `keys`: it also works over tcp. `urls`: additional kinds of --url, for
     the help."""
     command = add_command(commands, name, module, about, examples, codes, WHERE, ELSEWHERE)
     where = command.add_mutually_exclusive_group()

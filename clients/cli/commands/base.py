@@ -118,7 +118,7 @@ def _near(name: str, args: argparse.Namespace) -> str:
 
 
 def complain(args: argparse.Namespace, text: str) -> None:
-    """Print one line about the command on stderr."""
+    """Prints one line about the command on stderr."""
     print(f"shmserve {args.command}: {' '.join(text.split())}", file=sys.stderr)
 
 
@@ -146,7 +146,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print the lines of a text, none if it is empty."""
+    """Prints the lines of a text, none if it is empty."""
     print(text, end="\n" if text else "")
 
 
@@ -163,7 +163,7 @@ def output(
     text: Callable[[Result, Screen], str],
     document: Callable[[Result], Any] = lambda result: result,
 ) -> int:
-    """Print the result of `ask` as text, or as a document with --json; with --watch repeatedly, until Ctrl-C."""
+    """Prints the result of `ask` as text, or as a document with --json; with --watch repeatedly, until Ctrl-C."""
     screen = screen_of(args)
     if args.watch is None:
         result = ask()

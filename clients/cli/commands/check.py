@@ -135,7 +135,7 @@ def _number(count: int, what: str) -> str:
 
 
 def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace) -> Checked:
-    """Load the models in a temporary server. Add their failures, and check again with the configurations that the
+    """Loads the models in a temporary server. Add their failures, and check again with the configurations that the
     backends completed, which ensembles depend on.
     """
     from shmserve.clients.cli.temporary_server import TemporaryServer, ended_in_order
@@ -164,7 +164,7 @@ def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace
 
 
 def _await_load(server: TemporaryServer, client: Client, timeout: float | None, progress: _Progress) -> None:
-    """Wait until no model is loading, or `timeout` has passed since the server first answered."""
+    """Waits until no model is loading, or `timeout` has passed since the server first answered."""
     deadline = time.monotonic() + START_S
     up = False
     while not server.ready(max(0.0, min(TICK_S, deadline - time.monotonic()))):

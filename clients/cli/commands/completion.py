@@ -42,7 +42,7 @@ def completion(args: argparse.Namespace) -> int:
 
 
 def completes(action: argparse.Action, completer: Completer) -> None:
-    """Attach the completer to the action, as the attribute that argcomplete reads."""
+    """Attaches the completer to the action, as the attribute that argcomplete reads."""
     action.completer = completer  # type: ignore[attr-defined]
 
 
@@ -52,7 +52,7 @@ def wanted() -> bool:
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Print the completions and exit."""
+    """Prints the completions and exits."""
     try:
         import argcomplete
     except ImportError:
@@ -63,7 +63,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_options_of_serve(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `serve`. The broker defines them, so they are read from its `--help-all`."""
+    """Adds the options of `serve`. The broker defines them, so they are read from its `--help-all`."""
     import subprocess
 
     command = [*python(), "-m", "shmserve.broker.main", "--help-all"]

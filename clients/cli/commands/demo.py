@@ -85,7 +85,7 @@ def _say(text: str) -> None:
 
 
 def _hush(text: str) -> None:
-    """Print nothing: --json prints only the results."""
+    """Prints nothing: --json prints only the results."""
 
 
 def _absent(name: str, entry: Mapping[str, Any] | None) -> str:

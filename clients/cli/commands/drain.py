@@ -88,7 +88,7 @@ class _Progress:
         self._next_report = 0.0
 
     def show(self, state: State, seconds: float) -> None:
-        """Show the state for this long."""
+        """Shows the state for this long."""
         now = time.monotonic()
         if self._json and now >= self._next_report:
             self._next_report = now + REPORT_S

@@ -44,7 +44,7 @@ def infer(args: argparse.Namespace) -> int:
 
 
 def _stream(args: argparse.Namespace, client: AnyClient, arrays: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
-    """Print answers as they arrive, each as a table or as a JSON document on one line."""
+    """Prints answers as they arrive, each as a table or as a JSON document on one line."""
     outputs = args.outputs.split(",") if args.outputs else None
     started = time.perf_counter()
     seconds: list[float] = []
@@ -71,7 +71,7 @@ def _largest(args: argparse.Namespace, client: AnyClient) -> int:
 
 
 def _typed(arrays: inputs.Arrays, known: Mapping[str, Spec]) -> dict[str, Any]:
-    """Wrap BF16 bits in Raw; the type of all other arrays follows from their dtype."""
+    """Wraps BF16 bits in Raw; the type of all other arrays follows from their dtype."""
     return {name: Raw("BF16", value) if known[name]["datatype"] == "BF16" else value for name, value in arrays.items()}
 
 

@@ -78,7 +78,7 @@ class _Reader:
 
 
 def _follow(args: argparse.Namespace, reader: _Reader, screen: Screen) -> None:
-    """Print new records until Ctrl-C. If the server is unavailable, keep trying."""
+    """Prints new records until Ctrl-C. If the server is unavailable, keep trying."""
     away = False
     while True:
         sys.stdout.flush()

@@ -101,7 +101,7 @@ def restart(args: argparse.Namespace) -> int:
 
 
 def _check_exists(client: BlockingQueries, model: str) -> None:
-    """Raise NotFound for a model that is in no repository. The server answers its unload as Triton does: without an
+    """Raises NotFound for a model that is in no repository. The server answers its unload as Triton does: without an
     error, as there is nothing left to unload."""
     with contextlib.suppress(Denied):  # a server that does not list its models
         if all(entry["name"] != model for entry in client.models()):
@@ -177,7 +177,7 @@ def _file(text: str) -> tuple[str, Path]:
 
 
 def _each(args: argparse.Namespace, one: Operation, doing: str, describe: Callable[[Mapping[str, Any]], str]) -> int:
-    """Run the operation on each model. Returns 0 if none failed, else 1."""
+    """Runs the operation on each model. Returns 0 if none failed, else 1."""
     with connected(args) as client:
         names = list(dict.fromkeys(args.model)) or sorted({entry["name"] for entry in client.models()})
         with _Operations(names, partial(one, client), client.close) as operations:
@@ -231,7 +231,7 @@ class _Operations:
             os.write(self._writer, b".")
 
     def waiting(self, seconds: float | None = None) -> list[str]:
-        """Wait until an operation ends, for up to `seconds`. Returns the models whose operations have not ended."""
+        """Waits until an operation ends, for up to `seconds`. Returns the models whose operations have not ended."""
         if len(self._outcomes) < len(self._names) and select.select([self._reader], [], [], seconds)[0]:
             os.read(self._reader, TOGETHER)
         return [name for name in self._names if name not in self._outcomes]
@@ -300,7 +300,7 @@ def _versions(result: Mapping[str, Any]) -> str:
 
 
 def _watch(args: argparse.Namespace, operations: _Operations, doing: str) -> None:
-    """Wait until all are done. On a terminal, one line shows the progress, which is queried over a separate
+    """Waits until all are done. On a terminal, one line shows the progress, which is queried over a separate
     connection."""
     started = time.monotonic()
     with StatusLine(not args.json) as status:

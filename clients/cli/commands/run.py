@@ -18,7 +18,7 @@ from shmserve.terminal.errors import Failed
 
 
 def run(args: argparse.Namespace) -> NoReturn:
-    """Replace this process with one that runs the model in this terminal."""
+    """Replaces this process with one that runs the model in this terminal."""
     command = _command("shmserve.workers.foreground", args)
     # As in a server, disable the engine's telemetry unless the user has enabled it.
     environment = {"ORT_DISABLE_TELEMETRY": "1"} | os.environ
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> NoReturn:
 
 
 def build(args: argparse.Namespace) -> NoReturn:
-    """Replace this process with one that builds a TensorRT plan from an ONNX model, for this machine's GPU."""
+    """Replaces this process with one that builds a TensorRT plan from an ONNX model, for this machine's GPU."""
     try:
         os.execv(sys.executable, _command("shmserve.workers.backends.tensorrt.build", args))
     except OSError as error:

@@ -193,7 +193,7 @@ def last_words(index: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def config(args: argparse.Namespace) -> int:
-    """Print the configuration with origins as text; the JSON is in Triton's format, for compatibility with its
+    """Prints the configuration with origins as text; the JSON is in Triton's format, for compatibility with its
     tools.
     """
     if args.origins and not args.json:

@@ -287,7 +287,7 @@ class Workers:
         self._reaping = self._loop.call_later(REAP_S, self._reap)
 
     def close(self) -> None:
-        """Call after all workers have exited."""
+        """Called after all workers have exited."""
         self._memory.close()
         self._gpu_memory.close()
         self._reaping.cancel()
@@ -295,7 +295,7 @@ class Workers:
 
 
 def _exit_code(worker: Worker) -> int:
-    """Exit code as in Popen, negative for a signal."""
+    """Exits code as in Popen, negative for a signal."""
     if worker.process is not None:
         return worker.process.wait()
     try:

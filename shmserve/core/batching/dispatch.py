@@ -358,7 +358,7 @@ def take(version: Version, plan: BatchPlan) -> list[Request]:
 
 
 def sends_ahead(version: Version, prefetch_ns: int) -> bool:
-    """May a batch wait at a busy instance?"""
+    """True if a batch may wait at a busy instance."""
     service = version.service
     return (
         service.prefetch

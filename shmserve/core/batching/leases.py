@@ -45,7 +45,7 @@ def count_alone(state: State, version: Version, lending: Lending[ClientState], r
 
 
 def _plain(state: State, lending: Lending[ClientState], request: Request) -> bool:
-    """Could the request be sent over a lease?"""
+    """True if the request could be sent over a lease."""
     special = request.outputs is not None or request.options is not None or request.suspect
     if special or request.rows > lending.rows:
         return False
@@ -53,8 +53,8 @@ def _plain(state: State, lending: Lending[ClientState], request: Request) -> boo
 
 
 def _is_lendable(state: State, client: ClientState, segment: int) -> bool:
-    """May leased requests of the client refer to this segment? Requests with named segments go through the broker,
-    because a worker may fail to open them."""
+    """True if leased requests of the client may refer to this segment. Requests with named segments go through the
+    broker, because a worker may fail to open them."""
     return segment in client.segments and state.ledger.segments[segment].announcement.name is None
 
 
@@ -144,7 +144,7 @@ def _unfit(state: State, lease: Lease) -> bool:
 
 
 def _goes_elsewhere(state: State, version: Version) -> bool:
-    """Do requests that name no version go to other versions, or also to other versions?"""
+    """True if requests that name no version go to other versions, or also to other versions."""
     model = version.model
     return state.ready.get(model) is not version or model in state.splits or model in state.shadows
 
@@ -156,7 +156,7 @@ def _hides_traces(state: State, instance: Instance) -> bool:
 
 
 def _is_needed(version: Version) -> bool:
-    """Are other requests waiting for an instance of the model, in its queue or behind a running batch?"""
+    """True if other requests wait for an instance of the model, in its queue or behind a running batch."""
     return version.waits > 0 or any(instance.waiting is not None for instance in version.instances)
 
 

@@ -275,7 +275,7 @@ def _contains(outer: Handle, inner: Handle) -> bool:
 
 
 def _has(parent: Request, handle: Handle) -> bool:
-    """Are these bytes part of the parent's inputs?"""
+    """True if these bytes are part of the parent's inputs."""
     return any(
         _contains(part, handle) for tensor in parent.inputs if isinstance(tensor.data, tuple) for part in tensor.data
     )

@@ -260,6 +260,6 @@ def _release(state: State, request: Request) -> None:
 
 
 def is_stream(request: Request) -> bool:
-    """Does only the model decide when the request ends? That may be long after its client has disconnected."""
+    """True if only the model decides when the request ends. That may be long after its client has disconnected."""
     service = request.version.service
     return service.decoupled and service.graph is None

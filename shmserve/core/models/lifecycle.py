@@ -232,8 +232,9 @@ class Lifecycle:
             leases.detach(self._state, instance, Failure("MODEL_FAILED", text))
 
     def _may_run_again(self, version: Version, instance: Instance) -> bool:
-        """Can another instance, or the next process of this one, run a request that was alone when its worker crashed?
-        A request that hung is not retried: it would most likely block that one, too, for the whole execution limit."""
+        """True if another instance, or the next process of this one, can run a request that was alone when its worker
+        crashed. A request that hung is not retried: it would most likely block that one, too, for the whole execution
+        limit."""
         restarts = not (self._state.draining or instance.over)
         return restarts or any(
             other.usable and not other.retiring and not other.quarantined
@@ -249,8 +250,8 @@ class Lifecycle:
                 exit.fail_early(self._state, request, HandleLost.code, text)
 
     def _may_retry(self, version: Version, request: Request) -> bool:
-        """May the request be retried? Only if it has not killed a worker before, none of its responses were sent, no
-        sequence state was lost, and the model allows retries."""
+        """True if the request may be retried: only if it has not killed a worker before, none of its responses were
+        sent, no sequence state was lost, and the model allows retries."""
         if request.state is not RequestState.SENT or request.suspect is not None:
             return False
         if request.sequence is not None or request.parts:
@@ -408,8 +409,8 @@ class Lifecycle:
 
 
 def _ran_alone(instance: Instance) -> bool:
-    """Can only one request have ended the worker? On a GPU, the next batch may have begun, although its start is not
-    reported yet; but a batch that hangs does not let the next one run."""
+    """True if only one request can have ended the worker. On a GPU, the next batch may have begun, although its start
+    is not reported yet; but a batch that hangs does not let the next one run."""
     if instance.running is None or instance.running.count != 1:
         return False
     return instance.waiting is None or instance.hung or instance.spec.kind != "KIND_GPU"

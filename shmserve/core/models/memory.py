@@ -154,12 +154,12 @@ def needed_to_load(version: Version) -> BytesByPlace:
 
 
 def is_fixed(version: Version, instance: Instance) -> bool:
-    """Will the instance never release its memory for others?"""
+    """True if the instance never releases its memory for others."""
     return stays_loaded(version) and not (instance.over or instance.asleep_soon)
 
 
 def stays_loaded(version: Version) -> bool:
-    """Does the version never sleep? A replaced generation may: ensemble runs that wait for memory may keep it in
+    """True if the version never sleeps. A replaced generation may: ensemble runs that wait for memory may keep it in
     use."""
     return version.sleep_state.stays_loaded and version.state is not VersionState.UNLOADING
 
@@ -180,14 +180,14 @@ def fixed(state: State, but: Version | None = None) -> BytesByPlace:
 
 
 def waits_for_memory(state: State, instance: Instance) -> bool:
-    """Is the instance asleep or waiting to load, without a memory grant?"""
+    """True if the instance is asleep or waits to load, without a memory grant."""
     waits = instance.sleeping or instance.state is _I.WAITING
     return state.memory.limited and waits and instance not in state.memory.holders
 
 
 def may_never_load(state: State, instance: Instance) -> bool:
-    """Is it an instance that was added for more throughput or could not load again, and that gets only memory that is
-    free?"""
+    """True if it is an instance that was added for more throughput or could not load again, and that gets only memory
+    that is free."""
     return state.memory.limited and (instance.joining or instance.lost) and instance not in state.memory.holders
 
 

@@ -186,14 +186,14 @@ def _take_turns(state: State, claims: Iterable[_Claim]) -> None:
 
 
 def _loads(state: State, instance: Instance) -> bool:
-    """Is the instance loading, or has it been granted memory to load?"""
+    """True if the instance is loading, or has been granted memory to load."""
     if instance.spec.passive or instance.over:
         return False
     return instance.state is _I.STARTING or (instance.state is _I.WAITING and instance in state.memory.holders)
 
 
 def _is_awake(version: Version) -> bool:
-    """Does the version have an instance that is not asleep? It may be blocked or waiting for a restart."""
+    """True if the version has an instance that is not asleep. It may be blocked or waiting for a restart."""
     return any(one.loaded and not (one.sleeping or one.over or one.spec.passive) for one in version.instances)
 
 
@@ -406,7 +406,7 @@ def _may_sleep(version: Version, keep: Version | None) -> bool:
 
 
 def _ends(version: Version) -> bool:
-    """Will the version's processes be stopped at the end of the turn?"""
+    """True if the version's processes will be stopped at the end of the turn."""
     return version.state is _V.UNLOADING and version.finished
 
 

@@ -127,7 +127,7 @@ def _changes(state: State, version: Version) -> bool:
 
 
 def _loads(version: Version) -> bool:
-    """Is an instance loading, or waiting to load or for memory?"""
+    """True if an instance is loading, or waits to load or for memory."""
     loading = (_I.WAITING, _I.STARTING, _I.BACKOFF, _I.GOING_TO_SLEEP)
     return any(i.state in loading and not i.lost and not i.over for i in version.instances)
 
@@ -192,7 +192,7 @@ def _shrink(state: State, version: Version, scaler: Scaler, measured: Measured, 
 
 
 def _value(version: Version, instance: Instance) -> tuple[bool, bool, int, bool, bool, int]:
-    """Sort key for removal. Removed first: an instance that does not serve, then one without sequences or streams, then
+    """Sorts key for removal. Removed first: an instance that does not serve, then one without sequences or streams, then
     an idle one, then the newest."""
     service = version.service
     work_items = instance.state is _I.READY

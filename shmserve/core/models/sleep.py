@@ -78,7 +78,7 @@ def last_used(version: Version) -> int:
 
 
 def is_busy(state: State, version: Version) -> bool:
-    """Are requests queued or running, or instances loading? Leases do not count."""
+    """True if requests are queued or running, or instances are loading. Leases do not count."""
     service = version.service
     if version.waits or (service.sequence_slots is not None and service.sequence_slots.count):
         return True
@@ -109,7 +109,7 @@ def _is_busy(state: State, instance: Instance) -> bool:
 
 
 def _keeps_tensors(state: State, instance: Instance) -> bool:
-    """Are its tensors in device memory in use by others? Unlike those on the host, they are lost when its process
+    """True if others use its tensors in device memory. Unlike those on the host, they are lost when its process
     ends."""
     if instance.spec.kind != "KIND_GPU":
         return False

@@ -143,7 +143,7 @@ class Model(Struct, eq=False):
 
     @property
     def loads_while_served(self) -> bool:
-        """Does the model have served versions while others are loading?"""
+        """True if the model has served versions while others are loading."""
         return self.operation is not None and self.operation.loads_while_served
 
     def generations(self) -> list[Version]:

@@ -56,7 +56,7 @@ class Iteration(Struct, eq=False):
     """Its source is ready, but must wait for earlier iterations."""
 
     def knows(self, name: str) -> bool:
-        """Does the tensor exist, or is it known never to exist?"""
+        """True if the tensor exists, or is known never to exist."""
         return name in self.tensors or name in self.skipped or name in self.absent
 
 
@@ -269,7 +269,7 @@ class Run(Struct, eq=False):
         return iteration.level < len(self.levels.sources) and self.levels.sources[iteration.level] == index
 
     def is_done(self, iteration: Iteration) -> bool:
-        """For the first iteration of its level: is it done, including everything below?"""
+        """True if the first iteration of its level is done, including everything below."""
         if iteration.remaining:
             return False
         below = iteration.level + 1
@@ -279,12 +279,12 @@ class Run(Struct, eq=False):
 
     @property
     def is_last(self) -> bool:
-        """Is there only one iteration left in each level, with all steps done?"""
+        """True if only one iteration remains in each level, with all steps done."""
         return all(len(level) == 1 and not level[0].remaining for level in self.open)
 
     @property
     def waits_for_room(self) -> bool:
-        """Is nothing in flight because the caller has not asked for more responses?"""
+        """True if nothing is in flight because the caller has not asked for more responses."""
         if not self.levels.sources or self.room or not self.open or not self.open[-1]:
             return False
         return self.is_done(self.open[-1][0])

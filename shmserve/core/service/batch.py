@@ -120,13 +120,13 @@ class Batch(Struct, Generic[R], eq=False):
         return f"{self.rows} rows"
 
     def end(self) -> None:
-        """Break the reference cycle between requests and batch; the GC does not track requests."""
+        """Breaks the reference cycle between requests and batch; the GC does not track requests."""
         move(self, BatchState.ENDED)
         self.pieces = []
         self.unread.clear()
 
     def known_as(self, number: int) -> bool:
-        """Does the number identify the batch? The worker sends the number of the first Execute or, after a late
+        """True if the number identifies the batch. The worker sends the number of the first Execute or, after a late
         extension, of the first Execute that is left."""
         pieces = self.pieces
         return pieces[0][0] == number or (len(pieces) > 1 and number in self.numbers)

@@ -187,7 +187,7 @@ def _request_of(text: bytes) -> _JsonRequest:
 
 
 def _decode_non_finite(text: bytes) -> _JsonRequest:
-    """Decode a request that contains NaN or Infinity, which are not JSON but are accepted in requests."""
+    """Decodes a request that contains NaN or Infinity, which are not JSON but are accepted in requests."""
     try:
         return msgspec.convert(json.loads(text), _JsonRequest)
     except _UNREADABLE as error:
@@ -198,7 +198,7 @@ def _decode_non_finite(text: bytes) -> _JsonRequest:
 
 
 def check_tensor(name: str, dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Check the fields of an input except its data. Returns the shape."""
+    """Checks the fields of an input except its data. Returns the shape."""
     check_text("input name", name)
     if len(shape) > DIMS:
         raise InvalidRequest(f"input '{name}' has {len(shape)} dims; the limit is {DIMS}")
@@ -254,7 +254,7 @@ def _cut_spec(tensor: _Input, text: Text, cut: CutList, limit: int) -> SlicedWor
 
 
 def add_outputs(plan: RequestPlan, outputs: Sequence[tuple[str, Mapping[str, Value]]]) -> None:
-    """Set the requested outputs of `plan`. `outputs`: their names and parameters."""
+    """Sets the requested outputs of `plan`. `outputs`: their names and parameters."""
     if len(outputs) > TENSORS:
         raise InvalidRequest(f"the request names {len(outputs)} outputs; the limit is {TENSORS}")
     wanted: dict[str, TopK | None] = {}

@@ -55,14 +55,14 @@ class ClientCuda:
         return number
 
     def extent(self, device: int, size: int) -> CudaExtent:
-        """Allocate at least `size` bytes, in whole allocation units of the driver: a unit is exported as a whole."""
+        """Allocates at least `size` bytes, in whole allocation units of the driver: a unit is exported as a whole."""
         with self.on(device) as runtime:
             return cuda.create(
                 whole_units(size), runtime.malloc, runtime.ipcGetMemHandle, _keep, uuid_of(runtime, device)
             )
 
     def copy(self, device: int, target: int, source: int, size: int, direction: Direction, stream: int) -> None:
-        """Copy synchronously."""
+        """Copies synchronously."""
         with self.on(device) as runtime:
             runtime.memcpyAsync(target, source, size, self._kinds[direction], stream)
             runtime.streamSynchronize(stream)
@@ -78,7 +78,7 @@ class ClientCuda:
             runtime.streamDestroy(stream)
 
     def synchronize(self, device: int, stream: int | None) -> None:
-        """Wait for pending writes to a tensor: on that stream, or, if None, on the whole device."""
+        """Waits for pending writes to a tensor: on that stream, or, if None, on the whole device."""
         with self.on(device) as runtime:
             if stream is None:
                 runtime.deviceSynchronize()

@@ -151,7 +151,7 @@ class Devices:
         return DeviceArray(block, device, dtype, shape, self.fetch, self._freed.append)
 
     def source(self, name: str, value: Any, interface: Any) -> DeviceRef:
-        """Describe a caller's array. Raises InvalidRequest if it cannot be sent."""
+        """Describes a caller's array. Raises InvalidRequest if it cannot be sent."""
         try:
             shape, dtype = tuple(map(int, interface["shape"])), np.dtype(interface["typestr"])
             address, strides = int(interface["data"][0]), interface.get("strides")
@@ -180,7 +180,7 @@ class Devices:
     # ------------------------------------------------------------------------------------ bytes
 
     def synchronize(self, source: DeviceRef) -> None:
-        """Wait until the caller's pending writes are complete: other processes cannot synchronise with its streams."""
+        """Waits until the caller's pending writes are complete: other processes cannot synchronise with its streams."""
         if source.stream != -1:
             self.cuda.synchronize(source.device, source.stream)
             source.stream = -1
@@ -202,13 +202,13 @@ class Devices:
         return array
 
     def fetch_into(self, source: DeviceRef, target: int) -> None:
-        """Copy the array to a host address."""
+        """Copies the array to a host address."""
         self.synchronize(source)
         if source.nbytes:
             self._copy(source.device, target, source.address, source.nbytes, "to_host")
 
     def store(self, target: DeviceRef, array: Array) -> None:
-        """Copy an array from the host."""
+        """Copies an array from the host."""
         self.synchronize(target)
         if array.nbytes:
             array = np.ascontiguousarray(array)
@@ -262,7 +262,7 @@ class Devices:
         self._arenas[device].free(block.segment, block.offset)
 
     def release(self, source: DeviceRef) -> None:
-        """Free the copy of an array."""
+        """Frees the copy of an array."""
         block, source.block = source.block, None
         if block is not None:
             self.free(source.device, block)
@@ -273,7 +273,7 @@ class Devices:
     # ------------------------------------------------------------------------------------ connections
 
     def connected(self) -> dict[int, int]:
-        """Assign new segment ids after a reconnect. Returns old id -> new id."""
+        """Assigns new segment ids after a reconnect. Returns old id -> new id."""
         self.far.clear()
         numbers: dict[int, int] = {}
         for arena in self._arenas.values():
@@ -283,7 +283,7 @@ class Devices:
         return numbers
 
     def close(self) -> None:
-        """Release the session's memory. Unused segments are kept for the next session of this process; segments with
+        """Releases the session's memory. Unused segments are kept for the next session of this process; segments with
         live arrays stay as they are.
         """
         while self._freed:

@@ -62,7 +62,7 @@ class SimLease:
     # ------------------------------------------------------------------------------------ the client
 
     def fits(self, request: Infer, now: int) -> bool:
-        """May the request, the only one in flight, be sent over the lease?"""
+        """True if the request, the only one in flight, may be sent over the lease."""
         return now >= self.opened and not request.timeout_us and self.message.allows(request)
 
     def send(self, request: Infer) -> None:

@@ -28,7 +28,7 @@ operators, None for the converter's default."""
 
 
 def export(file: Path, config: ModelConfig, out: Path, opset: int | None) -> None:
-    """Write the ONNX file. Raises InvalidRequest, ModelFailed, and ModuleNotFoundError for a missing converter."""
+    """Writes the ONNX file. Raises InvalidRequest, ModelFailed, and ModuleNotFoundError for a missing converter."""
     write = EXPORTS.get(config.backend)
     if write is None:
         raise InvalidRequest(f"backend '{config.backend}' cannot be converted; expected one of {', '.join(EXPORTS)}")

@@ -14,7 +14,7 @@ Shrink = Callable[[Path, Path, Requests], None]
 
 
 def shrink(precision: str, file: Path, out: Path, requests: Requests) -> None:
-    """Write the file. `requests`: typical inputs, from which `int8-static` learns the ranges of values. Raises
+    """Writes the file. `requests`: typical inputs, from which `int8-static` learns the ranges of values. Raises
     Unsupported if the tools refuse the model."""
     try:
         PRECISIONS[precision](file, out, requests)

@@ -43,7 +43,7 @@ class Bench(Protocol):
     given. `length` replaces the dims of -1; 0: drawn from the goal's range."""
 
     def apply(self, config: ModelConfig) -> None:
-        """Serve the model with this configuration."""
+        """Serves the model with this configuration."""
         ...
 
     def closed(self, callers: int, seconds: float, length: int = 0) -> Observation:

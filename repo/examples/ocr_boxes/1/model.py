@@ -106,7 +106,7 @@ def grown(box: np.ndarray) -> np.ndarray:
 
 
 def in_reading_order(boxes: list[np.ndarray]) -> list[np.ndarray]:
-    """Sort from top to bottom, and from left to right where boxes start at nearly the same height."""
+    """Sorts from top to bottom, and from left to right where boxes start at nearly the same height."""
     ordered: list[np.ndarray] = []
     for box in sorted(boxes, key=lambda box: (box[0, 1], box[0, 0])):
         at = len(ordered)
