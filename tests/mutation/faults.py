@@ -389,8 +389,8 @@ FAULTS = (
     Fault(
         "one CUDA graph too many",
         "workers/backends/onnx/graphs.py",
-        "len(self._recorded) >= MOST_SHAPES:",
-        "len(self._recorded) > MOST_SHAPES:",
+        "len(self._recorded) >= MAX_SHAPES:",
+        "len(self._recorded) > MAX_SHAPES:",
     ),
     Fault(
         "a string of a model's message ends one early",
