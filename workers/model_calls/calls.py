@@ -98,9 +98,7 @@ class OutgoingCalls:
 
     def connect(self, streams: OpenResponses) -> None:
         self._streams = streams
-        streams.deferred = self._outbox.deferred
-        streams.ended = self._wake_all
-        streams.listen(self._descriptor, self._read)
+        streams.listen(self._descriptor, self._read, self._outbox.deferred, self._wake_all)
 
     # ------------------------------------------------------------------------------------ asking, in any thread
 

@@ -67,15 +67,16 @@ class OpenResponses:
         self._forked = False
         self.listening = False
         """Whether there is a link on which replies can arrive."""
-        self.deferred: deque[Any] = deque()
-        """Messages from finalizers, to be sent at the next opportunity."""
-        self.ended: Callable[[], None] = lambda: None
-        """Called, with the turn, when nothing more will arrive."""
+        self._deferred: deque[Any] = deque()
+        self._ended: Callable[[], None] = lambda: None
 
-    def listen(self, descriptor: int, read: Callable[[], object]) -> None:
-        """`read` handles all orders that have arrived on the link with this `descriptor` and flushes the outbox. Called
-        before the model is loaded, because it may make calls then; never called without a link."""
-        self._read = read
+    def listen(
+        self, descriptor: int, read: Callable[[], object], deferred: deque[Any], ended: Callable[[], None]
+    ) -> None:
+        """`read` handles all orders that have arrived on the link with this `descriptor` and flushes the outbox, which
+        also sends the `deferred` messages of finalizers. `ended` is called, with the turn, when nothing more will
+        arrive. Called before the model is loaded, because it may make calls then; never called without a link."""
+        self._read, self._deferred, self._ended = read, deferred, ended
         self.listening = True
         self._poll.register(descriptor, select.POLLIN)
 
@@ -153,7 +154,7 @@ class OpenResponses:
         for stream in list(self.open.values()):
             self.fail(stream, _STOPPED)
         self.connected = self.listening = False
-        self.ended()
+        self._ended()
         self._condition.notify_all()
         self._signal_reader()
         self.turn.release()
@@ -466,7 +467,7 @@ class OpenResponses:
             self._condition.wait()
             return
         self._reading = True
-        if self.deferred and self.listening and self.lost is None:  # after this check, `wake_reader` wakes this thread
+        if self._deferred and self.listening and self.lost is None:  # after this check, `wake_reader` wakes this thread
             self._reading = False
             self._read_link()
             return
@@ -496,7 +497,7 @@ class OpenResponses:
 
     def _link_lost(self, error: Exception) -> None:
         self.lost = error
-        self.ended()
+        self._ended()
         self._changed()
 
     def _changed(self) -> None:

@@ -50,10 +50,13 @@ class EndpointAccess:
     ) -> None:
         self._roles = frozenset(roles)
         self.tokens = tokens
-        """Replaced when the file is reloaded."""
         self._restrictions = restrictions
         self._option = option
         self.browsers = browsers
+
+    def renew(self, tokens: Tokens | None) -> None:
+        """The file of tokens was read again."""
+        self.tokens = tokens
 
     def __str__(self) -> str:
         whom = "roles " + " and ".join(sorted(self._roles)) if self._roles else ""

@@ -31,6 +31,11 @@ class Guard:
         self._alpn = alpn
         self.tls = self.read_tls()
 
+    def renew(self, context: ssl.SSLContext | None, holders: tokens.Tokens | None) -> None:
+        """For new connections and requests."""
+        self.tls = context
+        self.access.renew(holders)
+
     def read_tls(self) -> ssl.SSLContext | None:
         return None if self._files is None else tls.context(self._files, self._alpn)
 
@@ -112,7 +117,7 @@ class Guards:
         except tls.BadCertificate as error:
             raise Failed(str(error)) from error
         for guard, context in zip(self._all(), contexts, strict=True):
-            guard.tls, guard.access.tokens = context, holders
+            guard.renew(context, holders)
         self._warn_of_exposed_keys()
 
     def _warn_of_exposed_keys(self) -> None:
