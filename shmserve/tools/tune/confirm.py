@@ -107,19 +107,19 @@ class Confirmation:
         self._model = model
         self._goal = goal
         self._progress = progress
-        self.found: list[Confirmed] = []
+        self.results: list[Confirmed] = []
 
     def run(self, chosen: Sequence[tuple[Candidate, Prediction | None]], rounds: int = ROUNDS) -> list[Confirmed]:
         """`chosen`: the candidates and their predictions. Candidates of earlier calls stay among the results, and take
         part until all have been measured equally often. With a target rate, `rounds` is not used."""
-        known = {each.candidate for each in self.found}
-        self.found += [Confirmed(candidate, predicted) for candidate, predicted in chosen if candidate not in known]
+        known = {each.candidate for each in self.results}
+        self.results += [Confirmed(candidate, predicted) for candidate, predicted in chosen if candidate not in known]
         for number in range(RATE_ROUNDS if self._goal.rate else rounds):
-            for each in self.found if number % 2 == 0 else reversed(self.found):
+            for each in self.results if number % 2 == 0 else reversed(self.results):
                 rate = self._next(each, number)
                 if rate and not each.error:
                     self.measure(each, rate)
-        return self.found
+        return self.results
 
     def _next(self, each: Confirmed, number: int) -> float:
         """The rate to measure in this round; 0: none."""
@@ -130,7 +130,7 @@ class Confirmation:
     def _hopeless(self, each: Confirmed) -> bool:
         if not each.rate and each.candidate == self._model.current:
             return False  # the gain over the current setting is reported
-        enough = HOPELESS * max(other.rate for other in self.found)
+        enough = HOPELESS * max(other.rate for other in self.results)
         failed = sum(not point.holds and point.rate <= enough for point in each.points)
         return each.rate < enough and failed >= SURE
 
@@ -148,16 +148,16 @@ class Confirmation:
         return each.points[-1]
 
 
-def point(found: Observation, rate: float, goal: Goal) -> RatePoint:
-    holds = not found.overloaded and not found.failed and found.p99_ns <= goal.p99_ns
+def point(observation: Observation, rate: float, goal: Goal) -> RatePoint:
+    holds = not observation.overloaded and not observation.failed and observation.p99_ns <= goal.p99_ns
     return RatePoint(
         rate,
-        found.per_s,
-        found.p50_ns,
-        found.p99_ns,
-        found.mean_batch,
+        observation.per_s,
+        observation.p50_ns,
+        observation.p99_ns,
+        observation.mean_batch,
         holds,
-        found.late_ns,
-        found.refused,
-        found.refusal,
+        observation.late_ns,
+        observation.refused,
+        observation.refusal,
     )

@@ -82,7 +82,7 @@ class Search:
         self._goal: Goal = predictor.goal
         self._model: TunedModel = predictor.model
         self._done = self._total = 0
-        self.found: dict[Candidate, Prediction] = {}
+        self.predictions: dict[Candidate, Prediction] = {}
         """All candidates with a prediction; with a target rate, including those that do not hold the p99."""
         self.tried: set[Candidate] = set()
 
@@ -97,7 +97,7 @@ class Search:
             candidate: each.rate
             for each in reversed(self.ranked()[:REFINED])
             for candidate in self._around(each.candidate)
-            if candidate not in self.found
+            if candidate not in self.predictions
         }
         self._total += len(near)
         self._try(list(near), self._floor(FINAL), 1, near)
@@ -155,14 +155,14 @@ class Search:
             self._done += 1
             self.tried.add(candidate)
             if result is not None:
-                self.found[candidate] = result
+                self.predictions[candidate] = result
             else:
-                self.found.pop(candidate, None)
+                self.predictions.pop(candidate, None)
             ranked = self.ranked()
             self._report(self._done, self._total, ranked[0] if ranked else None)
 
     def ranked(self) -> list[Prediction]:
-        return sorted((each for each in self.found.values() if self._predictor.holds(each)), key=self._order)
+        return sorted((each for each in self.predictions.values() if self._predictor.holds(each)), key=self._order)
 
     def _order(self, result: Prediction) -> tuple[float, ...]:
         candidate = result.candidate

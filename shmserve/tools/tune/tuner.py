@@ -87,7 +87,7 @@ class Tuner:
         self._processes = processes
         self.outcome = Outcome(model, goal)
         self._confirmation = Confirmation(bench, model, goal, events.within)
-        self.outcome.confirmed = self._confirmation.found
+        self.outcome.confirmed = self._confirmation.results
 
     def run(self) -> Outcome:
         steps = (
