@@ -134,6 +134,12 @@ def add_version(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_backend_settings(add: Callable[..., argparse.Action]) -> None:
+    text = "backend setting, as for serve; repeatable"
+    rare(add("--backend-config", metavar="BACKEND,KEY=VALUE", action="append", default=[], help=text))
+    add_backend_directory(add)
+
+
 def add_backend_directory(add: Callable[..., argparse.Action]) -> None:
     variable = "SHMSERVE_BACKEND_DIRECTORY"
     text = f"directory of custom backends, as for serve (default: ${variable})"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.clients.cli.arguments.common import (
-    add_backend_directory,
+    add_backend_settings,
     add_command,
     add_json,
     add_model,
@@ -112,16 +112,7 @@ def add_run(commands: Any) -> None:
     add("model_dir", metavar="MODEL_DIR", type=Path, help="directory with the model's config.pbtxt")
     _add_inputs(command)
     add("--pdb", action="store_true", help="stop in Python's debugger where the model raises")
-    rare(
-        add(
-            "--backend-config",
-            metavar="BACKEND,KEY=VALUE",
-            action="append",
-            default=[],
-            help="backend setting, as for serve; repeatable",
-        )
-    )
-    add_backend_directory(add)
+    add_backend_settings(add)
     text = "use MODEL_DIR/configs/NAME.pbtxt if it exists"
     rare(add("--model-config-name", metavar="NAME", default="", help=text))
     add("--version", metavar="N", type=at_least_1, help="model version (default: highest)")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.clients.cli.arguments.common import (
-    add_backend_directory,
+    add_backend_settings,
     add_command,
     add_output,
     at_least_1,
@@ -66,16 +66,7 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
     rare(add("--confirm", metavar="N", type=at_least_1, default=3, help=text))
     text = "requests of each simulation; more is slower and steadier (default: 2000)"
     rare(add("--simulated", metavar="N", type=at_least_1, default=2000, help=text))
-    rare(
-        add(
-            "--backend-config",
-            metavar="BACKEND,KEY=VALUE",
-            action="append",
-            default=[],
-            help="backend setting, as for serve; repeatable",
-        )
-    )
-    add_backend_directory(add)
+    add_backend_settings(add)
     add_output(command)
 
 
