@@ -216,8 +216,8 @@ async def _serve(
             ports[opening.name] = await _open(opening, args.reuse_http_port or args.reuse_grpc_port)
         if zmq_listener is not None:
             ports["zmq"] = zmqtcp_start.listen(zmq_listener, args)
-        for lack in {opening.guard.lack(opening.address) for opening in openings} - {None}:
-            log.warning("%s; or listen on 127.0.0.1 behind a proxy that provides this", lack)
+        for warning in {opening.guard.exposure(opening.address) for opening in openings} - {None}:
+            log.warning("%s; or listen on 127.0.0.1 behind a proxy that provides this", warning)
         if args.ready_fd is not None:
             with open(args.ready_fd, "w") as ready:
                 ready.write(f"READY {' '.join(f'{endpoint}={port}' for endpoint, port in ports.items())}\n")

@@ -252,8 +252,8 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], chosen: Sequence[bool] = ()) -> str:
     """`chosen`: for each row, whether it has the class `chosen`."""
-    lines_ = ['<div class="wide">', "<table>", f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"]
+    table = ['<div class="wide">', "<table>", f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"]
     for number, row in enumerate(rows):
         kind = ' class="chosen"' if number < len(chosen) and chosen[number] else ""
-        lines_.append(f"<tr{kind}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>")
-    return "\n".join([*lines_, "</table>", "</div>"])
+        table.append(f"<tr{kind}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>")
+    return "\n".join([*table, "</table>", "</div>"])

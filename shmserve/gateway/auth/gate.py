@@ -43,7 +43,7 @@ class Guard:
     def exposed(self) -> str | None:
         return None if self._files is None else tls.exposed(self._files)
 
-    def lack(self, address: str) -> str | None:
+    def exposure(self, address: str) -> str | None:
         """The warning for an endpoint that is reachable from other machines without authentication or TLS."""
         if is_local(address):
             return None

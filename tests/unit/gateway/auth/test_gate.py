@@ -25,8 +25,8 @@ def arguments(*words: str) -> argparse.Namespace:
 def test_endpoints_without_access_control() -> None:
     guards = Guards(arguments())
     assert guards.http.tls is guards.metrics.tls is guards.rpc.tls is None
-    assert guards.http.lack("127.0.0.1") is guards.http.lack("localhost") is guards.http.lack("::1") is None
-    warning = guards.http.lack("0.0.0.0") or ""
+    assert guards.http.exposure("127.0.0.1") is guards.http.exposure("localhost") is guards.http.exposure("::1") is None
+    warning = guards.http.exposure("0.0.0.0") or ""
     assert "any client can use it" in warning
     assert "not encrypted" in warning
     guards.http.access.check(Action.INFER, nothing)
@@ -67,9 +67,9 @@ def test_the_roles_of_grpc_default_to_those_of_http() -> None:
 def test_missing_protection_on_other_interfaces(files: dict[str, str], tokens_file: Path) -> None:
     secure, known = ("--tls-cert", files["both"]), ("--tokens-file", str(tokens_file))
     for words in ((*secure, *known), (*secure, "--tls-client-ca", files["ca"])):
-        assert Guards(arguments(*words)).http.lack("0.0.0.0") is None
-    assert "not encrypted" not in (Guards(arguments(*secure)).http.lack("::") or "")
-    warning = Guards(arguments(*known)).http.lack("example.org") or ""
+        assert Guards(arguments(*words)).http.exposure("0.0.0.0") is None
+    assert "not encrypted" not in (Guards(arguments(*secure)).http.exposure("::") or "")
+    warning = Guards(arguments(*known)).http.exposure("example.org") or ""
     assert "can use it" not in warning
     assert "including tokens, is not encrypted" in warning
 
