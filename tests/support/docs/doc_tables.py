@@ -85,24 +85,21 @@ def _differences() -> str:
 
 
 def _flags_of_triton() -> str:
-    compared = {name: _compared(name) for name in sorted(TRITON)}
-    same = ", ".join(f"`--{name}`" for name, what in compared.items() if not what)
-    rows = [(f"`--{name}`", what) for name, what in compared.items() if what]
-    return f"{table(('Flag', 'What happens'), rows)}\n\nAs in Triton: {same}."
+    """The flags that do something else here, or nothing. `_flags` names those that are deprecated, `_differences` those
+    with other defaults."""
+    names: dict[str, list[str]] = {}
+    for name in sorted(TRITON):
+        names.setdefault(_compared(name), []).append(f"`--{name}`")
+    same = ", ".join(names.pop(""))
+    rows = [(", ".join(flags), what) for what, flags in names.items()]
+    return f"{table(('Flag', 'What happens'), rows)}\n\nAs in Triton, or as listed above: {same}."
 
 
 def _compared(name: str) -> str:
-    """What a flag of Triton does here; "" if the same as there."""
     flag = BY_NAME[name]
     if flag.note:
         return f"accepted, no effect: {flag.note}"
-    if flag.refused:
-        return f"`false` is accepted; `true` is refused: {flag.refused}"
-    if flag.replaced_by:
-        return f"deprecated; `--{flag.replaced_by}{' ' + flag.setting + '=' if flag.setting else ''}`"
-    if flag.triton:
-        return f"default {flag.default_text}; Triton: {flag.triton}"
-    return ""
+    return f"`false` is accepted; `true` is refused: {flag.refused}" if flag.refused else ""
 
 
 def _defaults_of_triton() -> str:

@@ -98,7 +98,6 @@ NOT_RUN = {
     ("backends", "git clone"): ELSEWHERE,
     ("backends", "SHMSERVE_VLLM_BACKEND"): ENGINE,
     ("balancers", ""): FLEET,
-    ("batching", "# 3 rows"): "a scenario of the core; tests/scenarios has these",
     ("bench", "load  "): OUTPUT,
     ("bench", "tokens  "): OUTPUT,
     ("check", "digits"): "tests/process/cli/test_check.py compares it",
