@@ -191,7 +191,8 @@ class Client(BlockingQueries):
         parameters: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> Stream:
-        """Runs the model once and iterates over its answers as they arrive. Also works for a model with a single answer.
+        """Runs the model once and iterates over its answers as they arrive. Also works for a model
+        with a single answer.
 
         At most `window` answers are in flight or buffered: a model that is faster than its reader is held back.
         `timeout` covers all answers together. Leaving the loop early cancels the request.

@@ -177,7 +177,7 @@ def _served(policy: ModelPolicy, **more: Any) -> SimModel:
 
 
 def _simulated() -> dict[str, tuple[tuple[SimModel, ...], int, Limits]]:
-    """Names -> models, the last of which the clients call, requests in flight, and limits."""
+    """Name -> models, the last of which the clients call, requests in flight, and limits."""
     steps = StepPolicy("m", 0, (("x", "x"),), (("y", "t"),)), StepPolicy("m", 0, (("x", "t"),), (("y", "y"),))
     wide = 4096
     both = replace(_policy("both", wide, steps=steps), batching=None)

@@ -37,7 +37,7 @@ def plan(instances: int, factor: float, requests: int = 0, seconds: float = 0.0,
 
 
 def curves(instances: int = 2) -> list[tuple[float, float, float]]:
-    """Loads, goodput of the core and goodput of a first-come queue, all as shares of the capacity."""
+    """Load, goodput of the core and goodput of a first-come queue, all as shares of the capacity."""
     results = []
     for factor in FACTORS:
         created = plan(instances, factor, seconds=SECONDS, deadline_ms=DEADLINE_MS)

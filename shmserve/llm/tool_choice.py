@@ -62,7 +62,7 @@ def _named(tool_choice: Any) -> str:
 
 
 def _functions(tools: Any) -> dict[str, dict[str, Any]]:
-    """Names -> the schema of its arguments."""
+    """Name -> the schema of its arguments."""
     found: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(tools or ()):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None

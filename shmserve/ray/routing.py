@@ -79,7 +79,7 @@ def _serves(replica: Any, model: str) -> bool:
 
 
 def _room(replica: Any) -> tuple[float, int, str]:
-    """Sorts key. Without a budget, all replicas have the same free memory, and the one with the fewest models is
+    """Sort key. Without a budget, all replicas have the same free memory, and the one with the fewest models is
     chosen."""
     report = replica.routing_stats
     return float(report.get(ROOM, 0)), -len(report.get(AWAKE, ())), replica.replica_id.unique_id

@@ -295,7 +295,7 @@ class Workers:
 
 
 def _exit_code(worker: Worker) -> int:
-    """Exits code as in Popen, negative for a signal."""
+    """Exit code as in Popen, negative for a signal."""
     if worker.process is not None:
         return worker.process.wait()
     try:

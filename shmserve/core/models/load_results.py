@@ -91,7 +91,7 @@ def back_off(state: State, version: Version, instance: Instance, pause: int, now
 
 
 def about(version: Version, instance: Instance) -> dict[str, Any]:
-    """Logs fields, with the model's traceback if it failed to load, otherwise with the worker's last output."""
+    """Log fields, with the model's traceback if it failed to load, otherwise with the worker's last output."""
     found: dict[str, Any] = {"model": version.model, "version": version.number, "instance": instance.spec.name}
     if version.traceback:
         more = {"traceback": version.take_traceback()}

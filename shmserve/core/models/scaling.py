@@ -192,7 +192,7 @@ def _shrink(state: State, version: Version, scaler: Scaler, measured: Measured, 
 
 
 def _value(version: Version, instance: Instance) -> tuple[bool, bool, int, bool, bool, int]:
-    """Sorts key for removal. Removed first: an instance that does not serve, then one without sequences or streams, then
+    """Sort key for removal. Removed first: an instance that does not serve, then one without sequences or streams, then
     an idle one, then the newest."""
     service = version.service
     work_items = instance.state is _I.READY
