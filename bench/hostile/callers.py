@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from datetime import date
@@ -69,7 +70,7 @@ class TritonPythonModel:
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 SLEEPERS, SLEEPER_MIB, BUDGET = 4, 128, "480MiB"
-"""Models of which two fit into the memory budget, beside the one that does not sleep."""
+"""Models of which three fit into the memory budget, beside the one that does not sleep."""
 HONEST, UNREAD = "5 1 10", "5 400 100000"
 """Prompts. The unread stream is larger than all buffers on its way, and quickly made."""
 ADDRESSES = {"honest": "192.0.2.1", "hostile": "192.0.2.2"}
@@ -95,6 +96,8 @@ listen {name}-{endpoint}
 class Target(NamedTuple):
     port: int
     token: str
+    refusals: Counter[str]
+    """Other responses than 200, by status, and lost connections."""
 
     def request(self, method: str, path: str, body: Any = None) -> bytes:
         text = json.dumps(body).encode() if body is not None else b""
@@ -124,8 +127,11 @@ async def _repeat(target: Target, requests: list[bytes]) -> None:
     with contextlib.closing(write):
         for number in count():
             write.write(requests[number % len(requests)])
-            head = (await read.readuntil(b"\r\n\r\n")).lower()
-            await read.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
+            head = (await read.readuntil(b"\r\n\r\n")).decode().lower()
+            status = head.split(maxsplit=2)[1]
+            if status != "200":
+                target.refusals[status] += 1
+            await read.readexactly(int(head.partition("content-length: ")[2].partition("\r\n")[0]))
 
 
 async def _queue(target: Target) -> None:
@@ -180,23 +186,28 @@ ATTACKS = {
 
 def attack(name: str, port: int, token: str) -> Handler:
     """Attacks for `seconds`."""
-    target, what = Target(port, token), ATTACKS[name]
+    target, what = Target(port, token, Counter()), ATTACKS[name]
 
     async def repeat() -> None:
         while True:
-            with contextlib.suppress(OSError, EOFError):
+            try:
                 await what.connection(target)
+            except (OSError, EOFError) as error:
+                target.refusals[type(error).__name__] += 1
 
     async def run(seconds: float) -> None:
         tasks = [asyncio.create_task(repeat()) for _ in range(what.connections)]
-        await asyncio.wait(tasks, timeout=seconds)
-        for task in tasks:
+        failed, running = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        for task in running:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
+        for task in failed:
+            task.result()
 
     def handle(seconds: float) -> Answer:
+        target.refusals.clear()
         asyncio.run(run(seconds))
-        return {}
+        return {"refusals": target.refusals}
 
     return handle
 
@@ -329,7 +340,9 @@ def measured(caller: Child, hostile: Child | None, seconds: float) -> Answer:
     hostile.tell(seconds=seconds + 1.5)
     Event().wait(1.0)
     found = caller.ask(seconds=seconds)
-    hostile.answer()
+    refusals = hostile.answer()["refusals"]
+    if refusals:
+        print(f"the hostile caller was refused: {refusals}", file=sys.stderr)
     return found
 
 

@@ -279,8 +279,9 @@ def _free(
     shares: Shares | None = None
     if claim is None or (claim.user and claim.version not in called):
         shares = Shares(state, "" if claim is None else claim.user, need)
-        if shares.can_make_room:
-            candidates = [version for version in candidates if not shares.keeps(version, sleep.last_used(version), now)]
+        last_used = {version: sleep.last_used(version) for version in dict.fromkeys(state.memory.holders.values())}
+        kept = shares.kept(last_used, now)
+        candidates = [version for version in candidates if version not in kept]
     sleeping = _let_sleep(state, short, _resting(state, candidates), now)
     if max(short.values(), default=0) <= 0:
         return sleeping, False

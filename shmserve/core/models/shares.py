@@ -5,7 +5,8 @@ What a user *holds* is a part of the budgets. Then:
 
 - Users take turns in waking versions: next is the user whose last wake is the longest ago.
 - A version that was used recently does not go to sleep for a user who would then hold more than one of the version's
-  users, as long as that user has other versions, which can make room instead.
+  users, as long as that user has other versions, which can make room instead. If this is true for all of them, the one
+  that the user holds the largest part of makes room.
 - A busy version makes room at once for a user who will hold less than each of the version's users.
 
 With a single user, none of this applies. Users are those of the queues: users of the machine, and callers of gateways.
@@ -50,26 +51,35 @@ class Shares:
     """What users hold, if these bytes are granted to one of them. `user` "": the one who holds the most makes room,
     because models have grown."""
 
-    __slots__ = ("_held", "_user", "can_make_room")
+    __slots__ = ("_held", "_own", "_user")
 
     def __init__(self, state: State, user: str, need: BytesByPlace) -> None:
         self._held: dict[str, float] = {user: _part(state, need)} if user else {}
         """User -> the part of the budgets."""
-        movable: set[str] = set()
-        for version in set(state.memory.holders.values()):
+        movable: dict[str, dict[Version, float]] = {}
+        for version in dict.fromkeys(state.memory.holders.values()):
             users = version.sleep_state.users
             if users:
                 each = _part(state, memory.of_version(version, state.memory.holders)) / sum(users.values())
                 for other, count in users.items():
                     self._held[other] = self._held.get(other, 0.0) + each * count
-                if not memory.stays_loaded(version):
-                    movable.update(users)
+                    if not memory.stays_loaded(version):
+                        movable.setdefault(other, {})[version] = each * count
         self._user = user or max(movable, key=lambda one: (self._held[one], one), default="")
-        self.can_make_room = self._user in movable
-        """The user has other versions in memory that can make room, now or when they have loaded."""
+        self._own = movable.get(self._user, {})
+        """The part of the budgets that the user holds of each version that can make room, now or when it has loaded."""
 
-    def keeps(self, version: Version, last_used: int, now: int) -> bool:
-        """True if this version stays awake: the user would then hold more than another of its users."""
+    def kept(self, last_used: dict[Version, int], now: int) -> set[Version]:
+        """The versions that do not make room, of those in memory, which were last used at these times."""
+        if not self._own:
+            return set()
+        kept = {version for version, used in last_used.items() if self._keeps(version, used, now)}
+        if kept.issuperset(self._own):
+            kept.remove(max(self._own, key=self._own.__getitem__))
+        return kept
+
+    def _keeps(self, version: Version, last_used: int, now: int) -> bool:
+        """True if the user would then hold more than another user of this version, which was used recently."""
         sleep_state, holds = version.sleep_state, self._held.get(self._user, 0.0)
         if last_used + min(RECENT_LOADS * sleep_state.load_ns, RECENT_NS) <= now:
             return False
