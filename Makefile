@@ -26,7 +26,7 @@ ARGS ?=
 ENGINES ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test test-long test-engines browser-test test-fleet test-package gpu-wheels gpu-test gpu-rehearsal mutation package release-check tritonclient triton-qa triton-qa-quick check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test test-long test-engines browser-test test-fleet test-package gpu-wheels gpu-test gpu-rehearsal mutation package release-check tritonclient triton-qa triton-qa-quick check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart compare-published batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -61,6 +61,7 @@ help:
 	@echo '  make bench-agreement   shmserve bench beside perf_analyzer and wrk'
 	@echo '  make compare           beside Triton, mosec, LitServe, BentoML, Ray Serve'
 	@echo '  make compare-chart     the chart of the newest result of make compare'
+	@echo '  make compare-published experiments that others have published, repeated'
 	@echo '  make batching-plots    the plots of docs/batching.md'
 	@echo '  make fleet-plots       the plots of docs/sizing.md'
 	@echo 'Release and install'
@@ -177,6 +178,9 @@ compare: $(VENV)/.dev
 
 compare-chart: $(VENV)/.dev
 	@$(BIN)/python -m bench.peers.chart $(lastword $(sort $(wildcard bench/results/*-peers.json)))
+
+compare-published: $(VENV)/.dev
+	@$(BIN)/python -m bench.published --save $(ARGS)
 
 batching-plots: $(VENV)/.dev
 	@$(BIN)/python -m bench.batching $(ARGS)
