@@ -137,7 +137,13 @@ def prepare(name: str) -> None:
     # Empty handlers, not SIG_IGN, which processes started by a model would inherit.
     signal.signal(signal.SIGINT, _ignore_signal)
     signal.signal(signal.SIGTERM, _ignore_signal)
+    # Those that it forks must end at SIGTERM, by which a multiprocessing.Pool ends its processes.
+    os.register_at_fork(after_in_child=_obey_sigterm)
     os.dup2(2, 1)
+
+
+def _obey_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _limit_threads(threads: int) -> None:

@@ -27,10 +27,10 @@ from shmserve.broker.processes.gpus.monitor import INTERVAL_S
 from shmserve.broker.processes.workers import WorkerResources
 from shmserve.core.limits import Limits
 from shmserve.errors import InvalidRequest
-from shmserve.paths import cache_dir, server_runtime_dir
+from shmserve.paths import LANE, cache_dir, server_runtime_dir
 from shmserve.repo.agents.chains import AgentSettings
 from shmserve.repo.agents.registry import directory_problem
-from shmserve.repo.backends import DIRECTORY, VERBOSE, backend_directory_problem
+from shmserve.repo.backends import DIRECTORY, LANE_ADDRESS, VERBOSE, backend_directory_problem
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.remote.address import RemoteAddress, is_remote, parse_address
 from shmserve.repo.remote.stores import missing_package
@@ -196,6 +196,7 @@ def busy_poll_ns(cores: CoreSet) -> int:
 def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
     """Settings for workers: 'backend,key' -> value, ',key' -> value for all backends, and limits of the workers."""
     worker_settings = dict(settings.backend_config)
+    worker_settings[LANE_ADDRESS] = f"unix://{settings.runtime_dir.absolute() / LANE}"
     worker_settings[OUTPUT_LIMIT] = str(settings.worker_output_bytes)
     worker_settings[PINNED_LIMIT] = str(settings.pinned_memory_pool_byte_size)
     if settings.cuda_memory_pool_byte_size:

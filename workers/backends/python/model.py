@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest, ServeError
+from shmserve.repo.backends import LANE_ADDRESS
 from shmserve.repo.config.schema import as_triton_json, from_triton_json
 from shmserve.repo.parameters import STRICT_OUTPUTS
 from shmserve.workers.backends.base import Backend, Context
 from shmserve.workers.backends.python import pb_calls, pb_metrics, pb_requests, pb_utils
+from shmserve.workers.backends.python.forked_calls import ForkedHost
 from shmserve.workers.backends.python.model_file import ModelFile
 from shmserve.workers.batch.specs import model_outputs_of
 from shmserve.workers.model_calls.coroutines import Coroutines
@@ -222,6 +224,8 @@ class PythonModel(Backend, ABC):
     def forked(self) -> None:
         if self.streams is not None:
             self.streams.forked()
+        if address := self.context.settings.get(LANE_ADDRESS, ""):
+            pb_requests.bind(ForkedHost(self, address))
 
     def call(self, request: pb_utils.InferenceRequest, decoupled: bool) -> Any:
         calls, pending = self._begin_call(request, decoupled)
