@@ -26,7 +26,12 @@ _MEMORY = (
 )
 
 TRITON_FLAGS = (
-    _refused("model-namespacing", "model names are unique across all repositories"),
+    _ignored(
+        "model-namespacing",
+        "boolean",
+        "",
+        "model names must be unique; models of the same name in two repositories are not served",
+    ),
     _ignored("http-thread-count", "integer", "N", _THREADS),
     _ignored("grpc-infer-thread-count", "integer", "N", _THREADS),
     _ignored("grpc-infer-allocation-pool-size", "integer", "N", "memory for parsed requests is always recycled"),

@@ -41,7 +41,6 @@ FILE_NAME = "the name of a file in a load call that no file system takes is the 
 BFLOAT = "as_numpy() of a BF16 tensor gives an array (of ml_dtypes), and no exception"
 FLOATS = "parameters of responses may also be floats"
 FAMILY = "a metric can be used when its MetricFamily object has been deleted, too"
-FORK = "a process that a model has forked cannot call other models"
 CANCEL = "cancel() of a BLS call ends it at once, whatever the called model still sends"
 NOT_IDLE = "a sequence is not idle while one of its requests runs"
 INSIDE = "runs the unit tests inside of a model, which are counted one by one"
@@ -70,7 +69,6 @@ KNOWN: tuple[Known, ...] = (
         *.test_shm_leak?bls_async?
     """, GPU),
     _cannot("L0_backend_python/bls", "*.test_shm_leak?bls?", INSIDE),
-    Known("L0_backend_python/bls", "*.test_multiprocess", FORK, sometimes=True),
     _cannot("L0_backend_python/custom_metrics", "TestInferShmLeak.*", INSIDE),
     Known("L0_backend_python/custom_metrics", "*.test_metric_lifetime_error", FAMILY),
     _cannot("L0_backend_python/decoupled", "*.test_decoupled_bls", GPU),
@@ -122,7 +120,7 @@ KNOWN: tuple[Known, ...] = (
     Known("L0_logging", "TestLogFormat.test_injection*unescaped*", UNLOGGED),
     Known("L0_model_queue", "*.test_policy_reject", TWICE),
     Known("L0_server_status", "*.test_basic", EXTENSIONS),
-    Known("L0_model_namespacing", "*", NAMESPACES),
+    Known("L0_model_namespacing", "*.test_duplication *.test_ensemble_duplication *.test_dynamic*", NAMESPACES),
     Known("L0_lifecycle", """
         *.test_concurrent_model_load_unload
         *.test_concurrent_same_model_load_unload_stress

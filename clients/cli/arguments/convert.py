@@ -72,7 +72,7 @@ def add_describe(commands: Any) -> None:
 """
     note = """
 The bound of a model is the time that its arithmetic takes at this machine's speed, or that reading its weights and
-tensors from memory takes, whichever is longer. A real model is slower. --measure takes a few seconds.
+tensors from memory takes, whichever is longer. A real model is slower. Measuring the machine takes a few seconds.
 """
     about = "show a model's operators, parameters and FLOPs, and how fast this machine could run it"
     command = add_command(commands, "describe", "describe", about, examples, ("described", "cannot be read"), note)

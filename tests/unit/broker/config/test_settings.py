@@ -144,7 +144,7 @@ def test_flags_environment_and_file_are_parsed_alike(
     elif flag.kind == "policy":
         text = f"cpu,cpu-cores={CORE}-{CORE}"
         value, toml = host_policy(text), f'"{text}"'
-    if flag.name == "model-namespacing" or flag.refused:
+    if flag.refused:
         text, value, toml = "false", False, "false"
     base = ["--model-repository", str(tmp_path)] if flag.name != "model-repository" else []
     base += ["--model-control-mode", "explicit"] if flag.name == "load-model" else []
@@ -183,7 +183,7 @@ def test_flags_environment_and_file_are_parsed_alike(
         (["--host-policy", "cpu,cpu-cores=,"], "contains no core"),
         (["--host-policy", "cpu,cpu-cores=100000"], "unusable cores: 100000; usable cores"),
         (["--host-policy", "cpu,numa-node=1000"], "NUMA node 1000 has no usable cores"),
-        (["--model-namespacing"], "--model-namespacing true is not supported"),
+        (["--allow-sagemaker"], "--allow-sagemaker true is not supported"),
         (["--access", "alice"], "'alice' is not WHO=ROLE,ROLE with WHO one of uid:N"),
         (["--access", "uid:x=infer"], "'uid:x' has no valid user or group ID"),
         (["--access", "uid:4294967295=infer"], "'uid:4294967295' has no valid user or group ID"),
@@ -338,8 +338,10 @@ def test_deprecated_names(base: list[str], monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_settings_for_workers(base: list[str]) -> None:
+    found = settings.parse(base)
     pool = {"pinned-memory-pool-byte-size": str(256 << 20)}
-    assert settings.backend_settings(settings.parse(base)) == {HOST_SETTING: str(LIMIT_BYTES)} | pool
+    pool["lane-address"] = f"unix://{found.runtime_dir.absolute()}/lane.sock"
+    assert settings.backend_settings(found) == {HOST_SETTING: str(LIMIT_BYTES)} | pool
     backends = ["--backend-config=default-max-batch-size=8", "--backend-config", "python,a=1"]
     more = ["--backend-config=python,a=2", "--disable-auto-complete-config", "--worker-output-bytes", "1MiB"]
     found = settings.parse([*base, *backends, *more])
