@@ -12,21 +12,25 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shmserve.clients.cli.commands.base import StatusLine, print_json, screen_of
 from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.terminal.console import Screen
     from shmserve.tools.tune.goal import Goal
     from shmserve.tools.tune.predict import Prediction
-    from shmserve.tools.tune.space import TunedModel
     from shmserve.tools.tune.tuner import Events, Outcome
 
 CONFIG = "config.pbtxt"
 ASK_S = 30.0
 START_S = 60.0
+CALLERS = 16
+"""Requests in flight when the steps of an ensemble are compared."""
 VARIETY = 64
 """Number of different requests."""
 VARIETY_BYTES = 64 << 20
@@ -43,7 +47,7 @@ def tune(args: argparse.Namespace) -> int:
     folder = _folder(args.model)
     goal = _goal(args)
     screen = screen_of(args)
-    outcome = _tuned(args, folder, goal)
+    outcome = _tuned(args, folder, goal, screen)
     from shmserve.tools.tune import report
 
     path = _shown(folder / CONFIG)
@@ -139,7 +143,7 @@ def _read(file: Path) -> str:
 # ------------------------------------------------------------------------------------------------- the server
 
 
-def _tuned(args: argparse.Namespace, folder: Path, goal: Goal) -> Outcome:
+def _tuned(args: argparse.Namespace, folder: Path, goal: Goal, screen: Screen) -> Outcome:
     from shmserve.clients.cli.temporary_server import TemporaryServer, ended_in_order
     from shmserve.repo.config.schema import from_triton_json
     from shmserve.tools.tune.served import MAX_IN_FLIGHT, ServedModel
@@ -154,23 +158,50 @@ def _tuned(args: argparse.Namespace, folder: Path, goal: Goal) -> Outcome:
             raise Failed(f"the temporary server did not start within {START_S:g} s: {server.last_words}")
         client.load(folder.name)
         config = from_triton_json(client.config(folder.name))
+        if config.ensemble_scheduling is not None:
+            _find_bottleneck(args, client, config, screen)
         check_tunable(config)
         cores = len(os.sched_getaffinity(0))
         model = TunedModel(_read(folder / CONFIG), config, cores, args.max_batch)
-        served = ServedModel(client, folder.name, _inputs(args, client, model))
+        served = ServedModel(client, folder.name, _inputs(args, client, config))
         with StatusLine() as status:
             return Tuner(served, model, goal, _progress(status), cores).run()
 
 
+def _find_bottleneck(args: argparse.Namespace, client: Client, config: ModelConfig, screen: Screen) -> NoReturn:
+    """Prints how busy the steps of an ensemble are under load. Raises Failed, which names the one to tune first."""
+    from shmserve.tools.tune import steps
+    from shmserve.tools.tune.served import ServedModel
+
+    assert config.ensemble_scheduling is not None
+    names = {step.model_name for step in config.ensemble_scheduling.step}
+    counts = {entry["name"]: len(entry["instances"]) for entry in client.models() if entry["name"] in names}
+    served = ServedModel(client, config.name, _inputs(args, client, config))
+    served.closed(CALLERS, args.seconds)  # what happens only once does not count
+    before, start = client.statistics(), monotonic_ns()
+    served.closed(CALLERS, args.seconds)
+    elapsed_ns = monotonic_ns() - start
+    instances = {name: count for name, count in counts.items() if count}
+    uses = steps.step_uses(before, client.statistics(), instances, elapsed_ns)
+    if args.json:
+        print_json({"model": config.name, "steps": [use._asdict() for use in uses]})
+    else:
+        print(steps.text(uses, screen))
+    raise Failed(
+        f"{config.name} is an ensemble, whose steps have the settings. The bottleneck is {uses[0].model}, which is "
+        f"busy {uses[0].busy:.0%} of the time with {CALLERS} requests in flight: tune it first"
+    )
+
+
 def _inputs(
-    args: argparse.Namespace, client: Client, model: TunedModel
+    args: argparse.Namespace, client: Client, config: ModelConfig
 ) -> Callable[[int], Sequence[Mapping[str, Any]]]:
     """The inputs of the requests: those of --input, or random ones."""
     from shmserve.terminal import inputs
 
-    known = inputs.specs(client.metadata(model.name))
+    known = inputs.specs(client.metadata(config.name))
     provided = inputs.from_arguments(args.input, known)
-    batched = bool(model.config.max_batch_size)
+    batched = bool(config.max_batch_size)
     varies = [name for name, spec in known.items() if -1 in spec["shape"][batched:] and name not in provided]
     if varies and args.lengths is None:
         raise Misuse(f"input '{varies[0]}' has dims of any size: give --lengths N or --lengths N-M, or --input")

@@ -231,7 +231,7 @@ def check_tunable(config: ModelConfig) -> None:
     """Raises Unsupported for models whose load the search cannot describe."""
     decoupled = config.model_transaction_policy is not None and config.model_transaction_policy.decoupled
     reasons: Sequence[tuple[bool, str]] = (
-        (config.ensemble_scheduling is not None, "is an ensemble; tune the models of its steps one by one"),
+        (config.ensemble_scheduling is not None, "is an ensemble, whose steps have the settings"),
         (config.sequence_batching is not None, "has sequence_batching; only models without it can be tuned"),
         (decoupled, "is decoupled; only models with one response to each request can be tuned"),
         (len(config.instance_group) > 1, "has several instance groups; tune it with one"),

@@ -40,6 +40,18 @@ class TritonPythonModel:
         given = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)]) for x in given]
 """
+IDENTITY = """
+backend: "identity" max_batch_size: 4
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } ]
+"""
+ENSEMBLE = """
+platform: "ensemble" max_batch_size: 4
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } ]
+ensemble_scheduling { step [
+  { model_name: "quick" input_map { key: "x" value: "x" } output_map { key: "y" value: "m" } },
+  { model_name: "mlp" input_map { key: "x" value: "m" } output_map { key: "y" value: "y" } }
+] }
+"""
 QUICK = "--p99 200ms --seconds 0.1 --instances 1-2 --confirm 1 --simulated 200 --json"
 
 
@@ -126,3 +138,12 @@ def test_an_interrupt_prints_the_results_so_far(folder: Path) -> None:
     assert found["service_times"]
     assert "Traceback" not in error
     assert os.listdir(folder / "tmp") == []
+
+
+def test_the_bottleneck_of_an_ensemble_is_named(folder: Path) -> None:
+    write_model(folder / "models", "quick", IDENTITY)
+    write_model(folder / "models", "both", ENSEMBLE)
+    ended = ran(folder, "tune", "models/both", *QUICK.split())
+    assert ended.returncode == 1
+    assert [step["model"] for step in json.loads(ended.stdout)["steps"]] == ["mlp", "quick"]
+    assert "The bottleneck is mlp, which is busy" in ended.stderr
