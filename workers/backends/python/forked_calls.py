@@ -16,7 +16,7 @@ from shmserve.workers.backends.python.pb_tensor import Tensor, TritonModelExcept
 from shmserve.workers.model_calls.answer import triton_number
 
 if TYPE_CHECKING:
-    from shmserve.clients.client import Client
+    from shmserve import Client
     from shmserve.shm.counters import Subject
     from shmserve.workers.backends.python.pb_requests import RequestHost
     from shmserve.workers.model_calls.calls import OutgoingCalls
@@ -64,7 +64,7 @@ class ForkedHost:
             yield _failed(error)
 
     def _connected(self) -> Client:
-        from shmserve.clients.client import Client  # only few models fork
+        from shmserve import Client  # imported here, because few models fork
 
         if self._client is None:
             self._client = Client(self._address)
