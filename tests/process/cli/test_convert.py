@@ -80,9 +80,8 @@ def test_torch(tmp_path: Path) -> None:
 
 def test_sklearn(tmp_path: Path) -> None:
     pytest.importorskip("skl2onnx")
-    numbers, text, line = foreign_models.make("sklearn", tmp_path)
+    numbers, _, line = foreign_models.make("sklearn", tmp_path)
     assert_same(written(tmp_path, "convert", "numbers", "--from", numbers), "label", "probabilities")
-    assert_same(written(tmp_path, "convert", "text", "--from", text), "label", "probabilities")
     assert_same(written(tmp_path, "convert", "line", "--from", line), "variable")
 
 
