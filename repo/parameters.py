@@ -146,6 +146,14 @@ def _aliases_in(text: str) -> dict[str, int]:
     return aliases
 
 
+def _adapters_in(text: str) -> dict[str, str]:
+    adapters = dict(_pairs(text))
+    for name, path in adapters.items():
+        if not ALIAS.fullmatch(name) or path.startswith("/") or ".." in path.split("/"):
+            raise ValueError(f'found "{escaped(f"{name}={path}")}"')
+    return adapters
+
+
 def _pooling_in(text: str) -> str:
     if text not in ("mean", "cls", "last"):
         raise ValueError
@@ -336,6 +344,11 @@ CHAT_TEMPLATE = _row(
     unset="that of the GGUF file, or none", models="language models")
 for _name in ("bos_token", "eos_token", "pad_token", "unk_token"):
     _row(_OPENAI, _name, _text("a text"), "", "A variable of the chat template.", models="language models")
+ADAPTERS = _row(
+    _OPENAI, "adapters",
+    ParameterKind(_adapters_in, 'NAME=PATH, such as "french=french.gguf", with paths in the directory of the version'),
+    dict[str, str](),
+    "Adapters (LoRA) of the model, which clients use as `MODEL:NAME`.", models="language models")
 _row(
     _OPENAI, "default_max_tokens", _text("a number of tokens"), "",
     "The `max_tokens` of requests that do not set it.", unset="that of the engine", models="language models")

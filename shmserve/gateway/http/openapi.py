@@ -241,7 +241,9 @@ SCHEMAS: dict[str, _Schema] = {
     "Generated": _object(("model_name", "model_version"), model_name=_STRING, model_version=_STRING, id=_STRING)
     | {"additionalProperties": True},
     "OpenAiError": _object(("error",), error=_object(("message", "type"), message=_STRING, type=_STRING)),
-    "OpenAiModel": _object(("id", "object", "created"), id=_STRING, object=_STRING, created=_COUNT, owned_by=_STRING),
+    "OpenAiModel": _object(
+        ("id", "object", "created"), id=_STRING, object=_STRING, created=_COUNT, owned_by=_STRING, parent=_STRING
+    ),
     "OpenAiModels": _object(("object", "data"), object=_STRING, data=_list(_ref("OpenAiModel"))),
     "Completion": _object(
         ("model", "prompt"),

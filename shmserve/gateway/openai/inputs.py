@@ -123,6 +123,8 @@ def sampling_of(
         chosen["max_tokens"] = limit
     if logprobs is not None:
         chosen["logprobs"] = logprobs
+    if model.adapter:
+        chosen["lora_name"] = model.adapter
     if isinstance(request, ChatRequest) and MESSAGES not in model.inputs:
         chosen |= _structured(request.response_format) if forced is None else _enforced({"json": forced.schema})
     return chosen

@@ -14,6 +14,8 @@ PROMPT, MESSAGES, TOKENS, SAMPLING = "text_input", "messages", "prompt_token_ids
 TASK, IMAGE, AUDIO = "task", "image", "audio"
 TEXT, TOOL_CALLS, INPUT_TOKENS, MASK = "text_output", "tool_calls", "num_input_tokens", "attention_mask"
 SEGMENTS = "segments"
+ADAPTER = ":"
+"""Separates the name of a model and that of its adapter."""
 _FLOATS = ("FP32", "FP16", "BF16", "FP64")
 _EMBEDDING_PARAMETERS = frozenset({"embedding_input", "embedding_output", "embedding_pooling"})
 _PAIR = ("query", "document")
@@ -46,6 +48,7 @@ class LanguageModel(Struct, frozen=True):
     inputs: dict[str, InputSpec]
     outputs: frozenset[str]
     parameters: dict[str, str]
+    adapter: str = ""
 
 
 class EmbeddingModel(Struct, frozen=True):
@@ -66,15 +69,26 @@ class ScoreModel(Struct, frozen=True):
     output: str
 
 
-def language_model(name: str, config: Mapping[str, Any]) -> LanguageModel:
-    """Raises NotFound if the model cannot be used this way."""
+def language_model(full_name: str, config: Mapping[str, Any]) -> LanguageModel:
+    """Raises NotFound if the model cannot be used this way. `full_name`: may end with the name of an adapter."""
+    known = config.get("name", full_name)
+    name, adapter = full_name, ""
+    if full_name != known and not full_name.startswith(f"{known}@"):  # of an alias
+        name, _, adapter = full_name.partition(ADAPTER)
+    if adapter and adapter not in adapters_of(config):
+        raise NotFound(f"model '{name[:80]}' has no adapter '{adapter[:80]}'")
     inputs, outputs = _inputs(config), _types(config.get("output", ()))
     if PROMPT not in inputs or inputs[PROMPT].dtype != "BYTES" or outputs.get(TEXT) != "BYTES":
         raise NotFound(
             f"model '{name[:80]}' is not a language model: it needs an input '{PROMPT}' and an output '{TEXT}' of "
             "type STRING"
         )
-    return LanguageModel(name, inputs, frozenset(outputs), _parameters(config))
+    return LanguageModel(name, inputs, frozenset(outputs), _parameters(config), adapter)
+
+
+def adapters_of(config: Mapping[str, Any]) -> list[str]:
+    entries = _parameters(config).get("adapters", "").split(",")
+    return [entry.partition("=")[0].strip() for entry in entries if "=" in entry]
 
 
 def embedding_model(name: str, config: Mapping[str, Any]) -> EmbeddingModel:
@@ -131,6 +145,10 @@ def check_name(name: str) -> str:
     if not name:
         raise InvalidRequest("you must provide a model parameter")
     return name
+
+
+def without_adapter(full_name: str) -> str:
+    return full_name.partition(ADAPTER)[0]
 
 
 def _one(names: Iterable[str], preferred: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
+from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 from shmserve.gateway.auth.actions import FORMS
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.json_strings import CutStrings
@@ -113,7 +113,7 @@ class OpenAiRequests:
 
         def ask_config(_: None = None) -> None:
             """The model's configuration decides how the request continues."""
-            self._query(exchange, config_query(models.check_name(request.model)), go_on)
+            self._ask_config(exchange, models.check_name(request.model), go_on)
 
         if strings is None or isinstance(request, ChatRequest):  # a chat is encoded before they are put back
             ask_config()
@@ -125,7 +125,7 @@ class OpenAiRequests:
         if exchange.head.old and request.stream:
             raise Unsupported("a stream requires HTTP/1.1")
         transcribe = partial(self._transcribe, exchange, request, completion, form.files["file"])
-        self._query(exchange, config_query(models.check_name(request.model)), transcribe)
+        self._ask_config(exchange, models.check_name(request.model), transcribe)
 
     def _transcribe(
         self,
@@ -146,6 +146,18 @@ class OpenAiRequests:
 
         exchange.work(speech.speech_tensors(model, request.prompt, audio), generate)
 
+    def _ask_config(self, exchange: Exchange, name: str, then: Callable[[Any], None]) -> None:
+        """A name with a colon is that of a model, or of a model and its adapter."""
+        model = models.without_adapter(name)
+
+        def failed(error: ServeError) -> None:
+            if isinstance(error, NotFound) and model not in ("", name):
+                self._query(exchange, config_query(model), then)
+            else:
+                exchange.fail(error)
+
+        ask_for(exchange, self._sender.link, config_query(name), then, failed)
+
     def _query(self, exchange: Exchange, query: BrokerQuery, then: Callable[[Any], None]) -> None:
         ask_for(exchange, self._sender.link, query, then)
 
@@ -161,7 +173,7 @@ class OpenAiRequests:
         name = exchange.head.route.model
 
         def show(answer: Any) -> None:
-            listed = _listed(answer)
+            listed = [one for one in _listed(answer) if one["id"] == name]
             if not listed:
                 raise NotFound(
                     f"The model '{name[:80]}' does not exist, is not READY, or is declared neither as a language model "
@@ -169,7 +181,8 @@ class OpenAiRequests:
                 )
             exchange.answer(200, [_encode(listed[0])])
 
-        self._query(exchange, BrokerQuery("text_models", model=name), show)
+        one = "" if models.ADAPTER in name else name
+        self._query(exchange, BrokerQuery("text_models", model=one), show)
 
     # ------------------------------------------------------------------------------------ completions
 
@@ -413,8 +426,15 @@ def _shows_usage(request: Sampling) -> bool:
 
 
 def _listed(answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adapters follow their models."""
     return [
-        {"id": one["name"], "object": "model", "created": one["created"], "owned_by": OWNER}
+        {"id": name, "object": "model", "created": one["created"], "owned_by": OWNER, **parent}
         for one in answer
         if models.is_listed(one["name"], one["config"])
+        for name, parent in _names(one["name"], one["config"])
     ]
+
+
+def _names(model: str, config: dict[str, Any]) -> list[tuple[str, dict[str, str]]]:
+    adapters = [f"{model}{models.ADAPTER}{adapter}" for adapter in models.adapters_of(config)]
+    return [(model, {}), *((name, {"parent": model}) for name in adapters)]

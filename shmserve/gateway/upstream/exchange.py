@@ -92,8 +92,14 @@ def model_request(
     return ModelRequest(exchange.payer(), model, version, plan, pieces, plan.options.id, exchange.head.forwarded)
 
 
-def ask_for(exchange: Exchange, link: GatewayLink, query: BrokerQuery, then: Callable[[Any], None]) -> None:
-    """Sends a query. `then` gets its document; an error is the response."""
-    ticket = PendingQuery(query, then, exchange.fail)
+def ask_for(
+    exchange: Exchange,
+    link: GatewayLink,
+    query: BrokerQuery,
+    then: Callable[[Any], None],
+    failed: Callable[[ServeError], None] | None = None,
+) -> None:
+    """Sends a query. `then` gets its document, and `failed` an error, which otherwise is the response."""
+    ticket = PendingQuery(query, then, failed or exchange.fail)
     ask(link, exchange.payer(), ticket, query)
     exchange.wait_for(ticket)

@@ -15,6 +15,7 @@ from shmserve.repo.rules.ensemble_steps import IF, MAP
 from shmserve.settings.table import BY_NAME
 
 LIMIT, FLAG = 'MiB, such as "2048", or "0" for no limit', '"true" or "false"'
+ADAPTERS = 'NAME=PATH, such as "french=french.gguf", with paths in the directory of the version'
 COUNT, SHARE = 'a number of instances from 1 to 1024, such as "4"', 'VERSION=PERCENT, such as "3=10"'
 CASES: dict[str, tuple[Any, dict[str, Any], str, tuple[str, ...]]] = {
     "execution_limit_secs": (None, {"2.5": 2_500_000_000, "0": 0}, 'seconds, such as "2.5", or "0" for no limit',
@@ -34,6 +35,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, tuple[str, ...]]] = {
     "scale_up_queue_ms": (50_000_000, {"2.5": 2_500_000}, 'milliseconds, such as "50"', ("-1",)),
     "scale_down_secs": (30_000_000_000, {"0.1": 100_000_000}, 'seconds, such as "30"', ("",)),
     "traffic": ({}, {"1=60, 2=40%": {1: 60, 2: 40}, " ": {}}, SHARE, ("3:10", "latest=5")),
+    "adapters": ({}, {"a=b.gguf, c=d/e": {"a": "b.gguf", "c": "d/e"}}, ADAPTERS, ("a", "a=/b", "a=../b", "a b=c")),
     "aliases": ({}, {"prod=1, next=2": {"prod": 1, "next": 2}}, 'NAME=VERSION, such as "prod=2"', ("a=b", "a@b=2")),
     "shadow": ({}, {"3=5": {3: 5}}, SHARE, ("3=101", "0=5")),
     "padding_lookahead": (64, {"4096": 4096}, "an integer from 1 to 4096", ("0", "4097")),

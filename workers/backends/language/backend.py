@@ -8,6 +8,7 @@ bounded by the context length, and the slot is free once the text has ended.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -65,9 +66,7 @@ OUTPUTS = (
 _Run = Callable[["ResponseSender"], Exception | None]
 
 
-class LanguageBackend(SeparateBackend):
-    """`start` loads the model in an engine."""
-
+class LanguageBackend(SeparateBackend, ABC):
     asks = True  # so that orders are received while `execute` waits
     strict = False  # outputs that are not requested are absent
     streams: OpenResponses
@@ -84,9 +83,9 @@ class LanguageBackend(SeparateBackend):
     def inputs_of(self, config: ModelConfig) -> tuple[ModelInput, ...]:
         return INPUTS
 
+    @abstractmethod
     def start(self, config: ModelConfig) -> tuple[Engine, Defaults]:
-        """Raises if the model cannot be loaded."""
-        raise NotImplementedError
+        """Loads the model in an engine. Raises if it cannot be loaded."""
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         inputs, outputs = {entry.name for entry in config.input}, {entry.name for entry in config.output}
@@ -251,7 +250,7 @@ class _Replying:
         """Ends the measurements. `reason`: why texts were stopped that the engine has not finished."""
         self._reply.ended(reason.lower())
 
-    def abort_with(self, abort: Callable[[], None]) -> None:
+    def abort_with(self, abort: Callable[[], object]) -> None:
         self._stream.abort = abort
         if self._stream.dropped:
             abort()

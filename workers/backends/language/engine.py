@@ -41,7 +41,7 @@ class Step(Struct):
 class Listener(Protocol):
     """The caller's side of a request in the engine."""
 
-    def abort_with(self, abort: Callable[[], None]) -> None:
+    def abort_with(self, abort: Callable[[], object]) -> None:
         """For engines that can end a request between two steps: `abort` does so, in any thread."""
 
     def step(self, steps: list[Step]) -> bool:

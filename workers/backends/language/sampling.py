@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,10 +10,12 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shmserve.errors import InvalidRequest, NotFound, Unsupported
+from shmserve.repo.parameters import ADAPTERS
 from shmserve.workers.backends.parameters import Parameters
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.backends.base import Context
 
 TEXT_MAX_TOKENS = 16
 """Default token limit of requests with a plain prompt, as in vLLM. Chats have no limit by default."""
@@ -68,14 +70,25 @@ class Defaults(Struct, frozen=True):
     max_tokens: int = 0
     grammars: bool = False
     unsupported: Mapping[str, tuple[Any, ...]] = {}
-    adapters: Mapping[str, Path] = {}
-    """The adapters (LoRA) that requests may name, and their files."""
+    adapters: frozenset[str] = frozenset()
+    """The adapters (LoRA) that requests may name."""
 
 
 _NAMES = frozenset(Sampling.__struct_fields__)
 
 
-def defaults_of(config: ModelConfig, unsupported: Mapping[str, tuple[Any, ...]]) -> Defaults:
+def adapters_of(config: ModelConfig, context: Context) -> dict[str, Path]:
+    """The adapters (LoRA) of a model, by name. Raises NotFound."""
+    found = {name: context.version_folder / path for name, path in ADAPTERS.read(config).items()}
+    for name, path in found.items():
+        if not path.exists():
+            raise NotFound(f"version {context.version} of model '{config.name}' has no file for the adapter '{name}'")
+    return found
+
+
+def defaults_of(
+    config: ModelConfig, unsupported: Mapping[str, tuple[Any, ...]], adapters: Iterable[str] = ()
+) -> Defaults:
     parameters = Parameters(config)
     where = f"parameter {SAMPLING} of model '{config.name}'"
     defaults = Defaults(
@@ -83,6 +96,7 @@ def defaults_of(config: ModelConfig, unsupported: Mapping[str, tuple[Any, ...]])
         parameters.whole(MAX_TOKENS, 0),
         parameters.flag(GRAMMARS, False),
         unsupported,
+        frozenset(adapters),
     )
     check_supported(defaults.sampling, defaults, where)
     return defaults

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shmserve.workers.backends.language.backend import IMAGE, INPUTS, LanguageBackend
 from shmserve.workers.backends.llamacpp.encoder import Encoder
-from shmserve.workers.backends.llamacpp.engine import Engine
+from shmserve.workers.backends.llamacpp.engine import Engine, has_gpu
 from shmserve.workers.backends.llamacpp.settings import MMPROJ, POOLING, settings_of
 from shmserve.workers.backends.parameters import Parameters
 
@@ -25,5 +25,5 @@ class LlamaCpp(LanguageBackend):
         return (*INPUTS, IMAGE) if Parameters(config).text(MMPROJ) else INPUTS
 
     def start(self, config: ModelConfig) -> tuple[Engine, Defaults]:
-        settings = settings_of(config, self.context)
+        settings = settings_of(config, self.context, has_gpu())
         return Engine(settings), settings.defaults

@@ -15,7 +15,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.repo.config.complete import TensorFacts, complete_from_model
 from shmserve.workers.backends.base import Context, SeparateBackend
 from shmserve.workers.backends.language.requests import PROMPT
-from shmserve.workers.backends.llamacpp.engine import Engine
+from shmserve.workers.backends.llamacpp.engine import Engine, has_gpu
 from shmserve.workers.backends.llamacpp.settings import POOLING, RANK, settings_of
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.model_calls.answer import Request, Response, failure_of
@@ -55,7 +55,7 @@ class Encoder(SeparateBackend):
             )
         self._order = [given.index(name) for name in names]
         self._output = output.name
-        settings = settings_of(config, self.context)
+        settings = settings_of(config, self.context, has_gpu())
         self._engine = engine = Engine(settings)
         self._compute: Callable[..., tuple[Any, int]] = engine.score if settings.pooling == RANK else engine.embedding
         self._threads = ThreadPoolExecutor(settings.slots, "text")

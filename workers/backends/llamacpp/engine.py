@@ -96,6 +96,7 @@ class Engine:
         """Raises ModelFailed if the model cannot be loaded."""
         self.limits = Limits(settings.slots, settings.context, settings.slots * settings.context)
         self._defaults = settings.defaults
+        self._adapters = list(settings.adapters)
         self._common = {
             "cache_prompt": settings.prompt_cache,
             "repeat_last_n": settings.context,  # penalties apply to all tokens of a sequence
@@ -116,8 +117,13 @@ class Engine:
                 ) from error
 
     def prepared(self, generation: Generation) -> Callable[[Listener], None]:
-        body = msgspec.json.encode(self._common | body_of(generation, self._defaults))
-        return partial(self._generate, generation, body)
+        body = self._common | body_of(generation, self._defaults)
+        if self._adapters:  # always all of them: the engine continues the wrong cached text if the list is left out
+            chosen = generation.sampling.lora_name
+            body["lora"] = [
+                {"id": number, "scale": float(name == chosen)} for number, name in enumerate(self._adapters)
+            ]
+        return partial(self._generate, generation, msgspec.json.encode(body))
 
     def _generate(self, generation: Generation, body: bytes, listener: Listener) -> None:
         """The engine calls `receive` with each piece, in this thread; True ends the request at the next step."""
@@ -206,7 +212,7 @@ def _parameters(settings: Settings, path: Path, key: str, verbosity: int) -> Any
     found.model.path = str(settings.file)
     if settings.projector is not None:
         found.mmproj.path = str(settings.projector)
-        found.mmproj_use_gpu = False
+        found.mmproj_use_gpu = settings.gpu is not None
     found.n_parallel = settings.slots
     found.n_ctx = settings.context * settings.slots
     # Otherwise each slot has its part of the context; with these poolings, llama.cpp 2026.10 would then mix up the
@@ -223,12 +229,21 @@ def _parameters(settings: Settings, path: Path, key: str, verbosity: int) -> Any
         threads.n_threads = settings.threads
     kind = xllamacpp.ggml_type[f"GGML_TYPE_{settings.cache_type.upper()}"]
     found.cache_type_k = found.cache_type_v = kind
-    found.cache_ram_mib = 0
+    found.cache_ram_mib = settings.kept_prompts
     found.n_ctx_checkpoints = 0
     found.fit_params = False
+    found.n_gpu_layers = settings.gpu_layers
+    if settings.gpu is not None:
+        found.main_gpu = settings.gpu
+        found.split_mode = xllamacpp.llama_split_mode.LLAMA_SPLIT_MODE_NONE
+    if settings.draft is not None:
+        found.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+        found.speculative.draft.mparams.path = str(settings.draft)
+        found.speculative.draft.n_gpu_layers = settings.gpu_layers
     found.use_jinja = True
     if settings.chat_template:
         found.chat_template = settings.chat_template
+    found.lora_adapters = [_adapter(path) for path in settings.adapters.values()]
     found.hostnames = [str(path)]
     found.api_keys = [key]
     found.n_threads_http = 1
@@ -236,3 +251,15 @@ def _parameters(settings: Settings, path: Path, key: str, verbosity: int) -> Any
     found.endpoint_slots = False
     found.verbosity = verbosity
     return found
+
+
+def _adapter(path: Path) -> Any:
+    found = xllamacpp.CommonAdapterLoraInfo()
+    found.path = str(path)
+    found.scale = 0.0  # for requests that name no adapter
+    return found
+
+
+def has_gpu() -> bool:
+    """True if the installed library can use a GPU of this machine."""
+    return any(device["type"].name.endswith("GPU") for device in xllamacpp.get_device_info())

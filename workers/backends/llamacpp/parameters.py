@@ -92,7 +92,7 @@ def _structured(sampling: Sampling, defaults: Defaults) -> dict[str, Any]:
         case "json_object", _:
             return {"json_schema": {"type": "object"}}
         case "choice", texts:
-            return {"grammar": "root ::= " + " | ".join(json.dumps(text) for text in texts)}
+            return {"grammar": "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)}
         case "grammar", str(grammar):
             return {"grammar": grammar}
         case name, _:

@@ -9,11 +9,11 @@ from msgspec import Struct
 
 from shmserve.errors import Unsupported
 from shmserve.repo.parameters import CHAT_TEMPLATE
-from shmserve.workers.backends.language.sampling import defaults_of
+from shmserve.workers.backends.language.sampling import adapters_of, defaults_of
 from shmserve.workers.backends.llamacpp.files import trained_context
 from shmserve.workers.backends.llamacpp.parameters import UNSUPPORTED
 from shmserve.workers.backends.parameters import Parameters
-from shmserve.workers.process.device import device_of
+from shmserve.workers.process.device import device_of, visible_number
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -24,9 +24,12 @@ SLOTS, CONTEXT, THREADS = "slots", "context_length", "threads"
 PROMPT_BATCH, CACHE_TYPE, PROMPT_CACHE = "prompt_batch", "cache_type", "prompt_cache"
 POOLING, NORMALIZE = "pooling", "normalize"
 MMPROJ = "mmproj"
+KEPT_PROMPTS = "prompt_cache_mb"
+DRAFT, GPU_LAYERS = "draft_model", "n_gpu_layers"
 RANK = "rank"
 POOLINGS = ("mean", "cls", "last", RANK)
 DEFAULT_SLOTS = 4
+ALL_LAYERS = 999
 LARGEST_CONTEXT = 4096
 """Context length of models trained for a longer one, unless the configuration sets it."""
 DEFAULT_CONTEXT = 2048
@@ -39,7 +42,8 @@ class Settings(Struct, frozen=True):
     """`slots`: maximum number of sequences in the running batch. `context`: tokens of a sequence, prompt and output.
     `prompt_batch`: maximum number of prompt tokens in one step. `pooling`: how the model computes a vector, or a score,
     from a text; "": it generates. `normalize`: vectors have length 1. `projector`: the file of the part of the model
-    that sees images."""
+    that sees images. `kept_prompts`: MiB for prompts that have left their slot. `draft`: a smaller model that proposes
+    tokens. `gpu`: the GPU of the instance."""
 
     file: Path
     slots: int
@@ -52,13 +56,18 @@ class Settings(Struct, frozen=True):
     pooling: str
     normalize: bool
     projector: Path | None
+    adapters: dict[str, Path]
+    kept_prompts: int
+    draft: Path | None
+    gpu: int | None
+    gpu_layers: int
     defaults: Defaults
 
 
-def settings_of(config: ModelConfig, context: Context) -> Settings:
-    """Raises NotFound, InvalidRequest, or Unsupported for an instance on a GPU."""
+def settings_of(config: ModelConfig, context: Context, has_gpu: bool) -> Settings:
+    """Raises NotFound, InvalidRequest, or Unsupported for an instance on a GPU. `has_gpu`: the engine can use one."""
     kind, number = device_of(config, context.instance)
-    if kind == "GPU":
+    if kind == "GPU" and not has_gpu:
         raise Unsupported(
             f"instance '{context.instance}' is to run on GPU {number}, and this build of llama.cpp runs on the CPU: "
             "choose KIND_CPU"
@@ -75,6 +84,11 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
     cache_type = parameters.text(CACHE_TYPE, "f16")
     if cache_type not in CACHE_TYPES:
         raise parameters.wrong(CACHE_TYPE, f"one of {', '.join(CACHE_TYPES)}")
+    adapters = adapters_of(config, context)
+    kept_prompts = parameters.whole(KEPT_PROMPTS, 0)
+    if kept_prompts and adapters:  # the engine would continue a text of one adapter with another one
+        raise parameters.wrong(KEPT_PROMPTS, "0 for a model with adapters")
+    draft = parameters.text(DRAFT)
     pooling = parameters.text(POOLING)
     if pooling and pooling not in POOLINGS:
         raise parameters.wrong(POOLING, f"one of {', '.join(POOLINGS)}")
@@ -93,5 +107,10 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
         pooling,
         parameters.flag(NORMALIZE, True),
         context.model_file(config, "", projector) if projector else None,
-        defaults_of(config, UNSUPPORTED),
+        adapters,
+        kept_prompts,
+        context.model_file(config, draft, draft) if draft else None,
+        visible_number(number) if kind == "GPU" else None,
+        parameters.whole(GPU_LAYERS, ALL_LAYERS) if kind == "GPU" else 0,
+        defaults_of(config, UNSUPPORTED, adapters),
     )
