@@ -28,9 +28,12 @@ BACKENDS = frozenset(
         "tensorflow",
         "tensorrt",
         "tflite",
+        "vllm",
     }
 )
 """Built-in backends."""
+REPLACEABLE = frozenset({"vllm"})
+"""Built-in backends that a backend in the directory replaces, because Triton has one of that name in Python."""
 GROUP = "shmserve.backends"
 """The entry point group by which packages provide backends."""
 DIRECTORY = "backend-directory"
@@ -48,6 +51,8 @@ NATIVE = "native"
 """The name of the setting with native backends that replace built-in ones: `--backend-config=native,prefer=NAME`."""
 MODEL = "model.py"
 """A Python model that implements a backend: it runs all models of that backend, each with its own files."""
+NETWORK = "config.json"
+"""A file of every directory that is a language model in Hugging Face's format, which vLLM runs."""
 ENVIRONMENT_FILE = "pb_exec_env_model.py.tar.gz"
 """Beside such a model.py: the Python environment of models that name no other, as in Triton."""
 
@@ -68,7 +73,13 @@ def has_library(config: ModelConfig, folder: Path) -> bool:
 
 def folder_of(name: str, directory: str | Path) -> Path | None:
     """The directory of a backend in the backend directory; None if it is not there."""
-    return Path(directory) / name if directory and name not in BACKENDS and _is_backend(name, directory) else None
+    found = directory and not is_built_in(name, directory) and _is_backend(name, directory)
+    return Path(directory) / name if found else None
+
+
+def is_built_in(name: str, directory: str | Path) -> bool:
+    """True if a backend is built in, and not replaced by one in the directory."""
+    return name in BACKENDS and not (name in REPLACEABLE and directory and _is_backend(name, directory))
 
 
 def _is_backend(name: str, directory: str | Path) -> bool:
@@ -101,7 +112,9 @@ def backend_directory_problem(directory: Path) -> str:
     if not directory.is_dir():
         return f"{directory} is not a directory"
     try:
-        ours = sorted(name for name in BACKENDS & in_directory(directory) if (directory / name / FILE).is_file())
+        ours = sorted(
+            name for name in (BACKENDS - REPLACEABLE) & in_directory(directory) if (directory / name / FILE).is_file()
+        )
     except OSError as error:
         return f"{directory} cannot be read: {error.strerror}"
     if ours:

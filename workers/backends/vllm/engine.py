@@ -1,0 +1,154 @@
+"""vLLM in this process. Its scheduler and the network run in processes of its own; an event loop in a thread of this
+process receives what they generate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from shmserve.errors import InvalidRequest
+from shmserve.workers.backends.language.engine import Limits, Step
+from shmserve.workers.backends.vllm.parameters import messages_of, parameters_of
+from shmserve.workers.model_calls.coroutines import Coroutines
+from shmserve.workers.process.exit_codes import Exit, exit_process
+from shmserve.workers.process.log import log_message
+
+if TYPE_CHECKING:
+    from shmserve.workers.backends.language.engine import Listener
+    from shmserve.workers.backends.language.requests import Generation
+    from shmserve.workers.backends.vllm.settings import Settings
+
+
+class VllmEngine:
+    """A loaded model. `close` is called when no call is in progress; all others in any thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises what vLLM raises if the model cannot be loaded."""
+        try:
+            arguments = AsyncEngineArgs(**settings.arguments)
+        except TypeError as error:
+            raise InvalidRequest(f"vLLM does not accept an argument of the model: {error}") from error
+        self._defaults = settings.defaults
+        self._template = settings.chat_template or None
+        self._adapters = {
+            name: LoRARequest(name, number, str(path))
+            for number, (name, path) in enumerate(settings.adapters.items(), 1)
+        }
+        self._numbers = count(1)
+        self._coroutines = Coroutines()
+        try:
+            self._engine = self._coroutines.submit(_started(arguments)).result()
+        except BaseException:
+            self._coroutines.close()
+            raise
+        self._tokenizer = self._engine.get_tokenizer()
+        config = self._engine.vllm_config
+        cache = (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size
+        self.limits = Limits(config.scheduler_config.max_num_seqs, config.model_config.max_model_len, max(1, cache))
+
+    # ------------------------------------------------------------------------------------ generation
+
+    def prepared(self, generation: Generation) -> Callable[[Listener], None]:
+        values, structured = parameters_of(generation, self._defaults)
+        try:
+            if structured:
+                values["structured_outputs"] = StructuredOutputsParams(**structured)
+            parameters = SamplingParams(output_kind=RequestOutputKind.DELTA, **values)
+        except (TypeError, ValueError, VLLMClientError) as error:
+            raise InvalidRequest(f"vLLM: {error}") from error
+        return partial(self._run, generation, parameters)
+
+    def _run(self, generation: Generation, parameters: SamplingParams, listener: Listener) -> None:
+        prompt = self._prompt(generation)
+        adapter = self._adapters.get(generation.sampling.lora_name or "")
+        running = self._coroutines.submit(self._generate(prompt, parameters, adapter, listener))
+        listener.abort_with(running.cancel)
+        try:
+            running.result()
+        except CancelledError:
+            return
+        except (ValueError, VLLMClientError) as error:
+            raise InvalidRequest(f"vLLM: {error}") from error
+        except EngineDeadError as error:
+            log_message(f"vLLM has ended: {error}")
+            exit_process(Exit.INTERNAL)
+
+    async def _generate(
+        self, prompt: Any, parameters: SamplingParams, adapter: LoRARequest | None, listener: Listener
+    ) -> None:
+        outputs = self._engine.generate(prompt, parameters, str(next(self._numbers)), lora_request=adapter)
+        try:
+            async for output in outputs:
+                if listener.step([_step(one, output) for one in output.outputs]):
+                    break
+        finally:
+            await outputs.aclose()
+
+    def _prompt(self, generation: Generation) -> Any:
+        if generation.chat is not None:
+            return {"prompt_token_ids": self.chat_tokens(generation.chat)}
+        if isinstance(generation.prompt, str):
+            return {"prompt": generation.prompt}
+        return {"prompt_token_ids": generation.prompt}
+
+    # ------------------------------------------------------------------------------------ conversions
+
+    def tokens(self, prompt: str) -> list[int]:
+        found: list[int] = self._tokenizer.encode(prompt)
+        return found
+
+    def chat_tokens(self, chat: dict[str, Any]) -> list[int]:
+        values = chat.get("chat_template_kwargs") or {}
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages_of(chat),
+                tools=chat.get("tools"),
+                chat_template=self._template,
+                add_generation_prompt=chat.get("add_generation_prompt", True),
+                continue_final_message=chat.get("continue_final_message", False),
+                tokenize=False,
+                **values,
+            )
+            found: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # of the template, which is the model's
+            raise InvalidRequest(f"the chat template refuses the messages: {error}") from error
+        return found
+
+    def text(self, tokens: list[int]) -> str:
+        found: str = self._tokenizer.decode(tokens)
+        return found
+
+    def close(self) -> None:
+        self._coroutines.close()
+        self._engine.shutdown()
+
+
+async def _started(arguments: AsyncEngineArgs) -> AsyncLLM:
+    return await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+
+
+def _step(text: Any, output: Any) -> Step:
+    step = Step(text.index, text.text, generated=len(text.token_ids), finish=text.finish_reason or "")
+    step.prompt = len(output.prompt_token_ids or ())
+    if step.finish:
+        step.cached = max(0, output.num_cached_tokens or 0)
+    for token, scores in zip(text.token_ids, text.logprobs or (), strict=False):
+        step.ids.append(token)
+        step.scores.append({str(other): _described(score) for other, score in scores.items()})
+        step.logprob += scores[token].logprob
+    return step
+
+
+def _described(score: Any) -> dict[str, Any]:
+    return {"logprob": score.logprob, "rank": score.rank, "decoded_token": score.decoded_token}

@@ -1,0 +1,69 @@
+"""The engine's arguments, and the parameters of the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest
+from shmserve.repo.backends import NETWORK
+from shmserve.repo.parameters import CHAT_TEMPLATE
+from shmserve.workers.backends.language.sampling import Defaults, adapters_of, defaults_of
+from shmserve.workers.backends.parameters import Parameters
+from shmserve.workers.backends.vllm.parameters import UNSUPPORTED
+
+if TYPE_CHECKING:
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.backends.base import Context
+
+FILE = "model.json"
+MODEL = "model"
+PARAMETERS = {"slots": "max_num_seqs", "context_length": "max_model_len"}
+"""Parameters that all engines have -> arguments of this one."""
+
+
+class Settings(Struct, frozen=True):
+    """`arguments`: those of the engine. `threads`: of the engine on a CPU; 0: it decides."""
+
+    arguments: dict[str, Any]
+    threads: int
+    chat_template: str
+    adapters: dict[str, Path]
+    defaults: Defaults
+
+
+def settings_of(config: ModelConfig, context: Context) -> Settings:
+    """Raises NotFound or InvalidRequest."""
+    adapters = adapters_of(config, context)
+    arguments, parameters = _arguments(config, context), Parameters(config)
+    arguments |= {name: value for key, name in PARAMETERS.items() if (value := parameters.whole(key, 0))}
+    if adapters:
+        # On a CPU, vLLM 0.32 runs requests without an adapter with the last one if the batch has others that name one:
+        # an empty place is the last one.
+        places = max(len(adapters) + 1, arguments.get("max_loras", 0))
+        arguments = {"enable_lora": True, **arguments, "max_loras": places}
+    defaults = defaults_of(config, UNSUPPORTED, adapters)
+    return Settings(arguments, context.threads, CHAT_TEMPLATE.read(config), adapters, defaults)
+
+
+def _arguments(config: ModelConfig, context: Context) -> dict[str, Any]:
+    """Without a file of arguments, the version is the directory of the network."""
+    folder = context.version_folder
+    if not config.default_model_filename and not (folder / FILE).is_file() and (folder / NETWORK).is_file():
+        return {MODEL: str(folder)}
+    path = context.model_file(config, FILE)
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{path.name} is not JSON: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.setdefault(MODEL, "."), str):
+        raise InvalidRequest(f"{path.name} must be a JSON object with arguments of vLLM, such as a text '{MODEL}'")
+    for name in ("model", "tokenizer"):
+        if isinstance(found.get(name), str) and (folder / found[name]).is_dir():
+            found[name] = str((folder / found[name]).resolve())
+    for name in ("disable_log_requests", "disable_log_stats"):  # in files for Triton
+        found.pop(name, None)
+    return found
