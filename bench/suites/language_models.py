@@ -1,8 +1,10 @@
-"""A language model through the server and in the bare engine: `python -m bench.suites.language_models MODEL.gguf`.
+"""A language model through the server, in the bare engine, and through the engine's own server: `python -m
+bench.suites.language_models MODEL.gguf`, or `DIRECTORY --peer HOST:PORT` with `vllm serve DIRECTORY` at that address.
 
-For each number of streams that start at once, measures in turn the engine in a separate process, the lane, and
-`generate_stream` over HTTP. Prints the medians over the rounds of the time to the first token, the time between tokens,
-the tokens per second, and the processor time per token of all processes. The engine has `--threads` threads.
+For each number of streams that start at once, measures in turn llama.cpp in a separate process, llama-server, the lane,
+`generate_stream` and `/v1/completions`. Prints the medians over the rounds of the time to the first token, the time
+between tokens, the tokens per second, and the processor time per token of all processes, each compared with the first
+way. The engine has `--threads` threads.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import socket
 import tempfile
 import threading
 from collections.abc import Callable
@@ -40,11 +43,11 @@ def sampling(tokens: int) -> dict[str, Any]:
     return {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
 
 
-# ---------------------------------------------------------------------------------------------- three ways
+# ---------------------------------------------------------------------------------------------- the ways
 
 
-def llama_cpp(model: str, threads: int) -> Any:
-    """The bare engine. The socket of its HTTP server is removed at once, as in the backend."""
+def llama_cpp(model: str, threads: int, port: int = 0) -> Any:
+    """The engine. The socket of its HTTP server is removed at once, as in the backend, unless there is a `port`."""
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()
@@ -53,6 +56,10 @@ def llama_cpp(model: str, threads: int) -> Any:
     parameters.n_batch = parameters.n_ubatch = 512
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
     parameters.cache_ram_mib = parameters.verbosity = 0
+    parameters.cache_prompt = False
+    if port:
+        parameters.hostnames, parameters.port = ["127.0.0.1"], port
+        return xllamacpp.Server(parameters)
     with tempfile.TemporaryDirectory() as folder:
         parameters.hostnames = [f"{folder}/http.sock"]
         return xllamacpp.Server(parameters)
@@ -81,6 +88,19 @@ def bare(model: str, threads: int) -> Callable[[list[str], int], Times]:
     return run
 
 
+def llama_server(model: str, threads: int) -> Callable[[list[str], int], Times]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = llama_cpp(model, threads, port)
+    run = http(f"127.0.0.1:{port}", "m")
+
+    def with_server(texts: list[str], tokens: int) -> Times:
+        assert server is not None, "it serves as long as it is referred to"
+        return run(texts, tokens)
+
+    return with_server
+
+
 def lane(url: str) -> Callable[[list[str], int], Times]:
     import shmserve
 
@@ -104,22 +124,28 @@ def lane(url: str) -> Callable[[list[str], int], Times]:
     return lambda texts, tokens: asyncio.run(all_of(texts, tokens))
 
 
-def http(address: str) -> Callable[[list[str], int], Times]:
+def http(address: str, openai: str) -> Callable[[list[str], int], Times]:
+    """`openai`: the name of the model at OpenAI's endpoint; "": generate_stream is used."""
     host, _, port = address.rpartition(":")
+    path = "/v1/completions" if openai else "/v2/models/m/generate_stream"
 
     async def one(text: str, tokens: int) -> list[float]:
-        body = json.dumps({"text_input": text, "stream": True, "parameters": sampling(tokens)}).encode()
+        given: dict[str, Any] = {"text_input": text, "stream": True, "parameters": sampling(tokens)}
+        if openai:
+            given = {"model": openai, "prompt": text, "stream": True, **sampling(tokens)}
+        body = json.dumps(given).encode()
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /v2/models/m/generate_stream HTTP/1.1\r\nHost: {address}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: {address}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         times = [perf_counter()]
         writer.write(head.encode() + body)
         status = await reader.readline()
         if not status.startswith(b"HTTP/1.1 200 "):
-            raise RuntimeError(f"generate_stream answered {status!r}")
+            raise RuntimeError(f"{path} answered {status!r}")
         while (line := await reader.readline()) != b"0\r\n":
             if not line:
-                raise RuntimeError("the gateway closed the connection")
-            if line.startswith(b"data:") and b'"text_output":""' not in line:
+                raise RuntimeError("the server closed the connection")
+            if line.startswith(b"data: {") and b'"text_output":""' not in line and b'"text":""' not in line:
                 times.append(perf_counter())
         writer.close()
         return times
@@ -187,32 +213,40 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=32, help="length of the prompts")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--peer", default="", metavar="HOST:PORT", help="the engine's own server, for a directory")
     arguments = parser.parse_args()
-    config = 'backend: "llamacpp"\n' + "".join(
-        f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n'
-        for key, value in {
-            "slots": SLOTS,
-            "context_length": CONTEXT,
-            "threads": arguments.threads,
-            "prompt_cache": "false",
-        }.items()
-    )
     with tempfile.TemporaryDirectory() as folder:
         version = Path(folder) / "m" / "1"
         version.mkdir(parents=True)
-        (version.parent / "config.pbtxt").write_text(config)
-        os.symlink(arguments.model.resolve(), version / "model.gguf")
+        write_model(version, arguments.model.resolve(), arguments.threads)
         from shmserve.testing import Server
 
         with Server(folder, gateway=True) as server:
-            ways = {
-                "bare": Way(0, bare, str(arguments.model), arguments.threads),
+            if arguments.peer:
+                ways = {"vllm serve": Way(0, http, arguments.peer, str(arguments.model))}
+            else:
+                engine = (str(arguments.model), arguments.threads)
+                ways = {"bare": Way(0, bare, *engine), "llama-server": Way(0, llama_server, *engine)}
+            ways |= {
                 "lane": Way(server.pid, lane, server.url),
-                "HTTP": Way(server.pid, http, server.endpoints["http"]),
+                "HTTP": Way(server.pid, http, server.endpoints["http"], ""),
+                "OpenAI": Way(server.pid, http, server.endpoints["http"], "m"),
             }
             measure(ways, arguments)
             for way in ways.values():
                 way.close()
+
+
+def write_model(version: Path, model: Path, threads: int) -> None:
+    if model.is_dir():
+        engine = {"model": str(model), "max_num_seqs": SLOTS, "max_model_len": CONTEXT}
+        (version / "model.json").write_text(json.dumps(engine))
+        (version.parent / "config.pbtxt").write_text('backend: "vllm"\n')
+        return
+    os.symlink(model, version / "model.gguf")
+    settings = {"slots": SLOTS, "context_length": CONTEXT, "threads": threads, "prompt_cache": "false"}
+    rows = [f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}' for key, value in settings.items()]
+    (version.parent / "config.pbtxt").write_text("\n".join(['backend: "llamacpp"', *rows]))
 
 
 def measure(ways: dict[str, Way], arguments: argparse.Namespace) -> None:
@@ -232,10 +266,11 @@ def measure(ways: dict[str, Way], arguments: argparse.Namespace) -> None:
                 rate = count / (perf_counter() - began)
                 used = (ways[name].busy_seconds() - busy) / count * 1e3
                 results[name].append((*summary(times, arguments.tokens), rate, used))
+        first = next(iter(results.values()))
         for name, rounds in results.items():
             cells = [f"{median(values):.2f}" for values in zip(*rounds, strict=True)]
-            if name != "bare":
-                pairs = list(zip(rounds, results["bare"], strict=True))
+            if rounds is not first:
+                pairs = list(zip(rounds, first, strict=True))
                 ratios = [median(one[index] / max(base[index], 1e-3) for one, base in pairs) - 1 for index in range(4)]
                 cells = [f"{cell} ({ratio:+.0%})" for cell, ratio in zip(cells, ratios, strict=True)]
             print(f"| {streams} | {name} | {' | '.join(cells)} |", flush=True)
