@@ -62,6 +62,8 @@ def install(engine: Engine) -> str:
         Path(of_engine, "packages_of_tests.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
         pip = [str(python_of(engine)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
         run(*pip, "--retries", "1", *wanted, timeout_s=INSTALL_S)
+        if engine.unused:
+            run(*pip[:3], "uninstall", "--quiet", "--yes", *engine.unused, timeout_s=INSTALL_S)
     except (subprocess.SubprocessError, OSError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         return str(error)

