@@ -170,6 +170,11 @@ _SAMPLING: dict[str, _Schema] = {
     "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
     "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
     "logit_bias": {"type": "object"},
+    "top_k": {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
+    "min_p": {"type": "number", "minimum": 0, "maximum": 1},
+    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0},
+    "response_format": {"type": "object"},
+    "structured_outputs": {"type": "object"},
     "sampling_parameters": {"type": "object"},
 }
 _TOKENS_USED = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
@@ -262,12 +267,10 @@ SCHEMAS: dict[str, _Schema] = {
         tools=_list({"type": "object"}),
         tool_choice={"type": ["string", "object"]},
         parallel_tool_calls=_BOOL,
-        response_format={"type": "object"},
         reasoning_effort=_STRING,
         chat_template_kwargs={"type": "object"},
         add_generation_prompt=_BOOL,
         continue_final_message=_BOOL,
-        structured_outputs={"type": "object"},
     ),
     "Choices": _object(
         ("id", "object", "created", "model", "choices"),

@@ -61,6 +61,14 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     sampling_parameters: dict[str, Any] | None = None
     priority: _Count | None = None
@@ -75,6 +83,15 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: Any = None
 
 
+_OF_ENGINES = (
+    "allowed_token_ids",
+    "bad_words",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "truncate_prompt_tokens",
+)
+"""Fields of vLLM that only some engines know. They may also be in `sampling_parameters`."""
 _SAMPLED = (
     "n",
     "temperature",
@@ -90,9 +107,11 @@ _SAMPLED = (
     "min_tokens",
     "ignore_eos",
     "stop_token_ids",
+    "prompt_logprobs",
+    *_OF_ENGINES,
 )
 """Fields that are passed on as sampling parameters of the same name."""
-_OWN = frozenset((*Sampling.__struct_fields__, "logprobs", "max_completion_tokens"))
+_OWN = frozenset((*Sampling.__struct_fields__, "logprobs", "max_completion_tokens")).difference(_OF_ENGINES)
 
 
 class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
@@ -108,7 +127,6 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -242,6 +260,10 @@ def _is_tokens(items: list[Any]) -> bool:
 def _check(request: Sampling) -> None:
     if request.stream_options is not None and not request.stream:
         raise BadParameter("stream_options", "'stream_options' needs 'stream' to be true")
+    if request.prompt_logprobs is not None and request.stream:
+        raise BadParameter("prompt_logprobs", "'prompt_logprobs' is not possible with 'stream'")
+    if request.response_format is not None and request.structured_outputs is not None:
+        raise BadParameter("structured_outputs", "'structured_outputs' is not possible with 'response_format'")
     if request.logit_bias is not None and not all(token.isdecimal() for token in request.logit_bias):
         raise BadParameter("logit_bias", "the keys of 'logit_bias' must be token ids")
     if request.stop == "" or (isinstance(request.stop, list) and "" in request.stop):

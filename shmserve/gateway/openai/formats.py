@@ -164,7 +164,7 @@ class Echo:
 class Choice:
     """State of one choice. `echo`: the text that its text begins with."""
 
-    __slots__ = ("begun", "calls", "echo", "finish", "length", "texts", "tokens", "tool_calls")
+    __slots__ = ("begun", "calls", "echo", "finish", "length", "prompt", "texts", "tokens", "tool_calls")
 
     def __init__(self, echo: Echo | None = None) -> None:
         self.echo = echo
@@ -177,6 +177,8 @@ class Choice:
         """The pieces of its text in JSON, without quotation marks."""
         self.tokens: dict[str, list[bytes]] = {}
         """Log probabilities: the lists of the response, each as pieces of JSON without brackets."""
+        self.prompt = b""
+        """JSON of the log probabilities of the prompt, if they were requested."""
         self.tool_calls = ToolCalls()
         self.calls: CallReader | None = None
         """Reads tool calls from the text."""
@@ -213,6 +215,9 @@ class ResponseFormat:
                 size += len(pieces[-1])
         if delta.tool_calls:
             choice.tool_calls.add(delta.tool_calls)
+        if delta.prompt_logprobs is not None:
+            choice.prompt = _encode(delta.prompt_logprobs)
+            size += len(choice.prompt)
         choice.finish = delta.finish or choice.finish
         return size
 
@@ -223,7 +228,8 @@ class ResponseFormat:
             finish = _encode(self._reason(choice.finish or "stop", choice))
             parts.append(b'%b{"index":%d,"finish_reason":%b,' % (b"," * (index > 0), index, finish))
             parts += self._content(choice)
-            parts += [b',"logprobs":', *(self._all_tokens(choice) if self.top is not None else [b"null"]), b"}"]
+            parts += [b',"logprobs":', *(self._all_tokens(choice) if self.top is not None else [b"null"])]
+            parts += [b',"prompt_logprobs":', choice.prompt] * bool(choice.prompt) + [b"}"]
         counted = _usage(usage)
         parts.append(b"]}" if counted is None else b'],"usage":%b}' % _encode(counted))
         return parts

@@ -16,7 +16,16 @@ from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import ChatRequest, Sampling
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.models import MESSAGES, PROMPT, SAMPLING, TASK, TOKENS, TOOL_CALLS, LanguageModel
+from shmserve.gateway.openai.models import (
+    MESSAGES,
+    PROMPT,
+    PROMPT_LOGPROBS,
+    SAMPLING,
+    TASK,
+    TOKENS,
+    TOOL_CALLS,
+    LanguageModel,
+)
 from shmserve.llm.tool_choice import ForcedCalls
 
 DEFAULT_MAX_TOKENS = "default_max_tokens"
@@ -125,7 +134,12 @@ def sampling_of(
         chosen["logprobs"] = logprobs
     if model.adapter:
         chosen["lora_name"] = model.adapter
-    if isinstance(request, ChatRequest) and MESSAGES not in model.inputs:
+    if request.prompt_logprobs is not None and PROMPT_LOGPROBS not in model.outputs:
+        raise BadParameter(
+            "prompt_logprobs",
+            f"model '{model.name[:80]}' returns no log probabilities of prompts: it has no output '{PROMPT_LOGPROBS}'",
+        )
+    if not isinstance(request, ChatRequest) or MESSAGES not in model.inputs:
         chosen |= _structured(request.response_format) if forced is None else _enforced({"json": forced.schema})
     return chosen
 

@@ -13,7 +13,7 @@ from shmserve.gateway.kserve.plans import InputPlan, tensor_type
 PROMPT, MESSAGES, TOKENS, SAMPLING = "text_input", "messages", "prompt_token_ids", "sampling_parameters"
 TASK, IMAGE, AUDIO = "task", "image", "audio"
 TEXT, TOOL_CALLS, INPUT_TOKENS, MASK = "text_output", "tool_calls", "num_input_tokens", "attention_mask"
-SEGMENTS = "segments"
+SEGMENTS, PROMPT_LOGPROBS = "segments", "prompt_logprobs"
 ADAPTER = ":"
 """Separates the name of a model and that of its adapter."""
 _FLOATS = ("FP32", "FP16", "BF16", "FP64")

@@ -38,6 +38,7 @@ class Delta(Struct):
     tool_calls: list[Any] | None = None
     segments: list[Any] | None = None
     """Parts of speech with their times."""
+    prompt_logprobs: list[Any] | None = None
 
 
 class _More(Struct):
@@ -48,6 +49,7 @@ class _More(Struct):
     ids: Buffer | list[int] = b""
     tool_calls: Buffer = b""
     segments: Buffer = b""
+    prompt_logprobs: Buffer = b""
 
 
 class Usage(Struct):
@@ -148,6 +150,9 @@ class PartReader:
                 case models.SEGMENTS:
                     for one, raw in zip(choices, self._strings(name, tensor), strict=True):
                         one.segments = raw
+                case models.PROMPT_LOGPROBS:
+                    for one, raw in zip(choices, self._strings(name, tensor), strict=True):
+                        one.prompt_logprobs = raw
                 case "token_ids" if tensor[0] == "BYTES":
                     for one, raw in zip(choices, self._strings(name, tensor), strict=True):
                         one.ids = raw
@@ -168,6 +173,7 @@ class PartReader:
         delta.token_ids = self._ids(more)
         delta.tool_calls = self._list(TOOL_CALLS, more.tool_calls)
         delta.segments = self._list(models.SEGMENTS, more.segments)
+        delta.prompt_logprobs = self._list(models.PROMPT_LOGPROBS, more.prompt_logprobs)
 
     def _ids(self, more: _More) -> list[int] | None:
         return more.ids if isinstance(more.ids, list) else self._list("token_ids", more.ids)

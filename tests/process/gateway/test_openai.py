@@ -193,6 +193,21 @@ def test_chats_of_a_triton_vllm_model_use_its_chat_template(client: Any) -> None
         client.chat.completions.create(model="bare", messages=user("a"))
 
 
+def test_log_probabilities_of_the_prompt(client: Any) -> None:
+    given: dict[str, Any] = {"model": "talk", "extra_body": {"prompt_logprobs": 0}}
+    expected = [None, {"b": {"logprob": -1.5, "rank": 1, "decoded_token": "b"}}]
+    (choice,) = client.completions.create(prompt="a b", **given).choices
+    assert choice.prompt_logprobs == expected
+    (choice,) = client.chat.completions.create(messages=user("a b"), **given).choices
+    assert choice.prompt_logprobs == expected
+    for more, text in (
+        ({"stream": True}, "'prompt_logprobs' is not possible with 'stream'"),
+        ({"model": "vllm"}, "returns no log probabilities of prompts"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=text):
+            client.completions.create(prompt="a", **given | more)
+
+
 IMAGES = [b"\x89PNG" + bytes(range(256)) * size for size in (1, 300)]
 """The second one is larger than what is decoded at once."""
 

@@ -101,6 +101,9 @@ class Sequence:
         if self.audio:
             spoken = [{"start": at, "end": at + 0.5, "text": word} for at, word in enumerate(self.words)]
             tensors.append(strings("segments", [json.dumps(spoken)]))
+        if "prompt_logprobs" in self.sampling:
+            tokens = [None, *[{word: {"logprob": -1.5, "rank": 1, "decoded_token": word}} for word in self.words[1:]]]
+            tensors.append(strings("prompt_logprobs", [json.dumps(tokens)] * len(texts)))
         if calls is not None:
             tensors.append(strings("tool_calls", [json.dumps(calls)]))
         self.sender.send(pb_utils.InferenceResponse(tensors))
@@ -263,7 +266,7 @@ def write_language_models(repository: Path) -> LanguageModels:
     inputs = ("sampling_parameters:STRING:[1]", *[f"{flag}:BOOL:[1]" for flag in flags])
     outputs = ("finish_reason:STRING", COUNT, "num_output_tokens:UINT32")
     chat = (*inputs, "messages:STRING:[1]", "image:STRING:[-1]")
-    talk = _config(given, inputs=chat, outputs=(*outputs, "tool_calls:STRING"))
+    talk = _config(given, inputs=chat, outputs=(*outputs, "tool_calls:STRING", "prompt_logprobs:STRING"))
     write_model(repository, "talk", talk, _SOURCE)
     template = TEMPLATE.replace("\n", "").replace('"', '\\"')
     vllm = parameters(chat_template=template, eos_token="</s>", default_max_tokens="20")

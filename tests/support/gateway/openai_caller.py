@@ -9,6 +9,7 @@ from typing import Any
 
 from shmserve.errors import ServeError, Unavailable
 from shmserve.gateway.limits.turns import JobTurns
+from shmserve.gateway.upstream.exchange import JSON
 from tests.support.gateway.manual_loop import ManualLoop
 
 
@@ -66,7 +67,7 @@ class OpenAiCaller:
         assert self.error is None, "it has been answered"
         self.error = error
 
-    def answer(self, status: int, parts: list[bytes]) -> None:
+    def answer(self, status: int, parts: list[bytes], kind: bytes = JSON) -> None:
         self.answered = json.loads(b"".join(parts))
 
     def infer(self, ticket: Any, *rest: Any) -> None:

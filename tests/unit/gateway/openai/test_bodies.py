@@ -109,6 +109,22 @@ def test_fields_without_effect_and_null() -> None:
 # ---------------------------------------------------------------------------------------- tensors
 
 
+def test_fields_of_vllm_are_sampling_parameters() -> None:
+    """In the request, as in vLLM, or in `sampling_parameters`, as long as this server did not know them."""
+    fields = {
+        "allowed_token_ids": [1], "bad_words": ["a"], "include_stop_str_in_output": True, "skip_special_tokens": False,
+        "spaces_between_special_tokens": False, "truncate_prompt_tokens": 5,
+    }  # fmt: skip
+    for given in (fields, {"sampling_parameters": fields}):
+        assert complete({"model": "m", "prompt": "a", **given})[2] == fields
+    form = {"type": "json_object"}
+    assert complete({"model": "m", "prompt": "a", "response_format": form})[2] == {
+        "structured_outputs": '{"json_object":true}'
+    }
+    both = {"model": "m", "prompt": "a", "response_format": form, "structured_outputs": {"choice": ["a"]}}
+    refused(complete, both, "structured_outputs", "not possible with 'response_format'")
+
+
 def test_prompts_and_parameters_become_tensors() -> None:
     ((prompt,), (second,)), texts, _ = complete({"model": "m", "prompt": ["h\u00e9", ""]})
     assert (prompt.name, prompt.dtype, prompt.shape, prompt.data) == ("text_input", "BYTES", (1,), b"\3\0\0\0h\xc3\xa9")
