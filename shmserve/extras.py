@@ -30,10 +30,22 @@ EXTRAS: Mapping[str, str] = {
 """Command -> the extra that it needs; `server` for commands that are not listed."""
 MODULES = frozenset(
     (
-        "google", "hdrh", "hpack", "httptools", "jinja2", "onnx", "onnxruntime", "onnxscript", "re2", "rich",
-        "skl2onnx", "tf2onnx", "tomli", "uvloop",
+        "google",
+        "hdrh",
+        "hpack",
+        "httptools",
+        "jinja2",
+        "onnx",
+        "onnxruntime",
+        "onnxscript",
+        "re2",
+        "rich",
+        "skl2onnx",
+        "tf2onnx",
+        "tomli",
+        "uvloop",
     )
-)  # fmt: skip
+)
 """Top-level modules of these extras that commands import without checking for them."""
 PACKAGES: Mapping[str, str] = {"google": "protobuf", "hdrh": "hdrhistogram", "re2": "google-re2"}
 """Module -> its package, if the names differ."""

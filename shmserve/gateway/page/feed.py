@@ -46,9 +46,14 @@ KEPT_GONE = 1000
 """Number of removed versions remembered. A viewer that has missed earlier removals gets everything."""
 
 RATES = {
-    "requests": "requests_per_s", "failed": "failed_per_s", "p50": "p50", "p99": "p99", "wait": "queue_seconds",
-    "batch": "mean_batch", "busy": "busy",
-}  # fmt: skip
+    "requests": "requests_per_s",
+    "failed": "failed_per_s",
+    "p50": "p50",
+    "p99": "p99",
+    "wait": "queue_seconds",
+    "batch": "mean_batch",
+    "busy": "busy",
+}
 """Names of the page -> names of `rates`."""
 Document = dict[str, Any]
 

@@ -19,11 +19,31 @@ from shmserve.errors import InvalidRequest
 Shape = tuple[int, ...]
 _SHAPING = frozenset(
     (
-        "Cast", "Concat", "Constant", "ConstantOfShape", "Expand", "Flatten", "Gather", "GatherElements", "GatherND",
-        "Identity", "Pad", "Range", "Reshape", "ScatterND", "Shape", "Size", "Slice", "Split", "Squeeze", "Tile",
-        "Transpose", "Unsqueeze", "Where",
+        "Cast",
+        "Concat",
+        "Constant",
+        "ConstantOfShape",
+        "Expand",
+        "Flatten",
+        "Gather",
+        "GatherElements",
+        "GatherND",
+        "Identity",
+        "Pad",
+        "Range",
+        "Reshape",
+        "ScatterND",
+        "Shape",
+        "Size",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Tile",
+        "Transpose",
+        "Unsqueeze",
+        "Where",
     )
-)  # fmt: skip
+)
 """Operators that move data and compute nothing."""
 _GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
 _WITH_GRAPHS = ("If", "Loop", "Scan")
@@ -216,9 +236,23 @@ def _ints(node: Any, name: str) -> list[int]:
 
 
 _RULES: Mapping[str, Callable[[Any, list[Shape], list[Shape]], int]] = {
-    "AveragePool": _pooling, "Conv": _conv, "ConvInteger": _conv, "ConvTranspose": _deconv, "FusedConv": _conv,
-    "GRU": _recurrent, "Gemm": _gemm, "GlobalAveragePool": _reduction, "GlobalMaxPool": _reduction,
-    "LSTM": _recurrent, "MatMul": _matmul, "MatMulInteger": _matmul, "MaxPool": _pooling, "QLinearConv":
-    _quantized_conv, "QLinearMatMul": _matmul, "RNN": _recurrent, "ReduceMax": _reduction, "ReduceMean": _reduction,
+    "AveragePool": _pooling,
+    "Conv": _conv,
+    "ConvInteger": _conv,
+    "ConvTranspose": _deconv,
+    "FusedConv": _conv,
+    "GRU": _recurrent,
+    "Gemm": _gemm,
+    "GlobalAveragePool": _reduction,
+    "GlobalMaxPool": _reduction,
+    "LSTM": _recurrent,
+    "MatMul": _matmul,
+    "MatMulInteger": _matmul,
+    "MaxPool": _pooling,
+    "QLinearConv": _quantized_conv,
+    "QLinearMatMul": _matmul,
+    "RNN": _recurrent,
+    "ReduceMax": _reduction,
+    "ReduceMean": _reduction,
     "ReduceSum": _reduction,
-}  # fmt: skip
+}
