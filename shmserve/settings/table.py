@@ -182,8 +182,8 @@ SERVER: dict[str, tuple[Flag, ...]] = {
         _number(
             "crash-limit",
             "N",
-            "give up an instance after this number of crashes without a completed batch in between; it is quarantined "
-            "if other instances complete batches meanwhile; a model's parameter crash_limit takes precedence; 0: never",
+            "give up an instance after this number of crashes without a completed batch in between, or quarantine it "
+            "if other instances complete batches; a model's parameter crash_limit takes precedence; 0: never",
             3,
         ),
         _each(

@@ -73,9 +73,8 @@ def _add_inputs(command: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="an input: numbers, JSON, or @FILE (.npy, .json, image, .bin); numbers are separated by commas; for "
-        "BYTES, @FILE is the file's content; @- is standard input; dtype and shape come from the model; "
-        "repeatable",
+        help="an input, with its numbers separated by commas, as JSON, or in @FILE (.npy, .json, image, .bin); for "
+        "BYTES, @FILE is the value itself, and @- is standard input; repeatable",
     )
     add("--random", action="store_true", help="random data for the other inputs; dims of variable size are 1")
     add("--batch", metavar="N", type=at_least_1, help="with --random: batch size")

@@ -182,8 +182,8 @@ def _add_requests(command: CommandParser) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="an input: numbers, JSON, @FILE or @DIR (default: random); files are .npy, .json, images, .bin; those of "
-        "a directory are sent in turn; repeatable",
+        help="an input: numbers, JSON, @FILE (.npy, .json, image, .bin) or @DIR, whose files are sent in turn "
+        "(default: random); repeatable",
     )
     rare(
         add(

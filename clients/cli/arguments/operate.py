@@ -42,8 +42,8 @@ def add_load(commands: Any) -> None:
         metavar="NAME=PATH",
         action="append",
         default=[],
-        help="with --config-json: send a model file; e.g. 1/model.onnx=./model.onnx; the repository's files are then "
-        "ignored; repeatable",
+        help="with --config-json: send a model file, e.g. 1/model.onnx=./model.onnx, instead of the repository's "
+        "files; repeatable",
     )
     add(
         "--previous",

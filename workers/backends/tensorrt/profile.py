@@ -94,7 +94,7 @@ class Profile:
                 raise InvalidRequest(f"the engine does not take shape {list(shape)} of input '{spec.name}'")
         missing = context.infer_shapes()
         if missing:
-            raise ModelFailed(f"the engine cannot tell its shapes: it lacks those of {', '.join(missing)}")
+            raise ModelFailed(f"the engine does not define the shapes of {', '.join(missing)}")
         self._output_shapes = [tuple(context.get_tensor_shape(spec.name)) for spec in self._outputs]
         self._shapes = shapes
         return self._output_shapes
