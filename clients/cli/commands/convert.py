@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -146,14 +148,21 @@ def _compared(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Converters log warnings about themselves; whether the new model is right is checked by running it."""
+    """Converters log warnings about themselves; whether the new model is right is checked by running it. What they
+    print, also from C++, goes to standard error."""
     before = logging.root.manager.disable
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.dup2(2, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         try:
             yield
         finally:
+            sys.stdout.flush()
+            os.dup2(output, 1)
+            os.close(output)
             logging.disable(before)
 
 
