@@ -33,6 +33,7 @@ LONG = (
     "tests/process/cli/operations/test_logs.py",
     "tests/process/cli/operations/test_top.py",
     "tests/process/cli/operations/test_watch.py",
+    "tests/process/cli/test_convert.py",
     "tests/process/cli/test_init.py",
     "tests/process/models/capacity/test_memory_budget.py",
     "tests/process/models/repositories/test_agents.py",

@@ -53,6 +53,8 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
     )
     add("--apply", action="store_true", help="write the changes to config.pbtxt, if the target is held")
     add("--html", metavar="FILE", type=Path, help="write a report with curves")
+    text = "also compare with an earlier run: FILE has what --json printed"
+    add("--compare", metavar="FILE", type=Path, help=text)
     add("--rows", metavar="N", type=at_least_1, default=1, help="rows of each request (default: 1)")
     add("--lengths", metavar="N[-M]", type=span, help="sizes of the input dims that are -1")
     add("--instances", metavar="N[-M]", type=span, default=(1, 16), help="instances to try (default: 1-16)")

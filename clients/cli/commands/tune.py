@@ -7,6 +7,7 @@ outcome.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -47,8 +48,9 @@ def tune(args: argparse.Namespace) -> int:
     folder = _folder(args.model)
     goal = _goal(args)
     screen = screen_of(args)
+    before = _earlier(args, folder, goal)
     outcome = _tuned(args, folder, goal, screen)
-    from shmserve.tools.tune import report
+    from shmserve.tools.tune import compared, report
 
     path = _shown(folder / CONFIG)
     changes = report.diff(outcome, path)
@@ -58,6 +60,8 @@ def tune(args: argparse.Namespace) -> int:
         print_json(report.as_json(outcome, path))
     else:
         print(report.text(outcome, screen))
+        if before is not None:
+            print(f"\n{compared.text(before, report.as_json(outcome, path), screen)}")
         print(f"\n{changes}" if changes else "\nNo changes.", end="" if changes else "\n")
     if outcome.interrupted:
         return 130
@@ -68,6 +72,22 @@ def tune(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"\n{path} is written; `shmserve load {folder.name}` applies it to a running server")
     return 0 if outcome.holds else 1
+
+
+def _earlier(args: argparse.Namespace, folder: Path, goal: Goal) -> Mapping[str, Any] | None:
+    """The outcome that --compare names, with the same target."""
+    if args.compare is None:
+        return None
+    from shmserve.errors import InvalidRequest
+    from shmserve.tools.tune import compared
+
+    target = {"model": folder.name, "p99_ms": goal.p99_ns / 1e6, "rate": goal.rate or None}
+    try:
+        return compared.check(json.loads(args.compare.read_bytes()), target)
+    except OSError as error:
+        raise Misuse(f"cannot read {args.compare}: {error.strerror}") from error
+    except (ValueError, InvalidRequest) as error:
+        raise Misuse(f"--compare {args.compare}: {error}") from error
 
 
 def _folder(provided: Path) -> Path:

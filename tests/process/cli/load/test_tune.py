@@ -147,3 +147,10 @@ def test_the_bottleneck_of_an_ensemble_is_named(folder: Path) -> None:
     assert ended.returncode == 1
     assert [step["model"] for step in json.loads(ended.stdout)["steps"]] == ["mlp", "quick"]
     assert "The bottleneck is mlp, which is busy" in ended.stderr
+
+
+def test_an_earlier_run_that_cannot_be_compared_is_refused_at_once(folder: Path) -> None:
+    (folder / "before.json").write_text('{"model": "mlp"}')
+    ended = ran(folder, "tune", "models/mlp", *QUICK.split(), "--compare", "before.json")
+    assert ended.returncode == 2
+    assert "--compare before.json: not what `shmserve tune --json` prints" in ended.stderr

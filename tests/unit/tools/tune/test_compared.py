@@ -1,0 +1,58 @@
+"""The comparison of two outcomes of tune."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shmserve.errors import InvalidRequest
+from shmserve.terminal.console import Screen
+from shmserve.tools.tune.compared import check, text
+
+TARGET = {"model": "m", "p99_ms": 20.0, "rate": None}
+
+
+def outcome(rate: float | None, chosen: dict[str, int] | None, **ms: float) -> dict[str, Any]:
+    """`ms`: of batches of so many rows, as r1=2.0."""
+    times = [{"instances": 1, "rows": float(name[1:]), "measured_ms": value} for name, value in ms.items()]
+    other = {"settings": {"instances": 9}, "rate": 5.0, "memory_bytes": 1}
+    confirmed = [other, {"settings": chosen, "rate": rate, "memory_bytes": 3 << 20}] if chosen else [other]
+    return TARGET | {
+        "chosen": chosen,
+        "confirmed": confirmed,
+        "service_times": [*times, {"instances": 2, "rows": 1.0, "measured_ms": 99.0}],
+    }
+
+
+def test_rates_and_times_beside_each_other() -> None:
+    before = outcome(100.0, {"instances": 1, "max_batch": 8, "delay_us": 0}, r1=2.0, r4=8.0)
+    now = outcome(150.0, {"instances": 2, "max_batch": 8, "delay_us": 0}, r1=1.0, r8=9.0)
+    lines = [line.split() for line in text(before, now, Screen(False)).splitlines()[1:]]
+    assert " ".join(lines[0]) == "setting instances 1, max_batch 8 instances 2, max_batch 8"
+    assert lines[1:] == [
+        ["requests/s", "100", "150", "+50%"],
+        ["MiB", "3", "3", "+0%"],
+        ["ms", "per", "batch", "of", "1", "2", "1", "-50%"],
+    ]
+
+
+def test_an_outcome_without_a_setting_has_no_rate() -> None:
+    shown = text(outcome(None, None), outcome(7.0, {"instances": 1}), Screen(False))
+    assert "requests/s" in shown
+    assert "+" not in shown
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        ([], "not what `shmserve tune --json` prints"),
+        (TARGET, "not what `shmserve tune --json` prints"),
+        (outcome(1.0, None) | {"p99_ms": 5.0}, r"its p99_ms is 5\.0, and here it is 20\.0"),
+        (outcome(1.0, None) | {"model": "n"}, "its model is n, and here it is m"),
+    ],
+)
+def test_only_outcomes_with_the_same_target_can_be_compared(before: Any, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        check(before, TARGET)
+    assert check(outcome(1.0, None), TARGET)["chosen"] is None
