@@ -64,7 +64,7 @@ class HttpLink:
             created = http.client.HTTPSConnection(netloc, timeout=timeout, context=ssl.create_default_context())
         else:
             created = http.client.HTTPConnection(netloc, timeout=timeout)
-        self._made = created
+        self._connection = created
         self._url = f"{scheme}://{netloc}"
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._closed = False
@@ -96,25 +96,25 @@ class HttpLink:
 
     def _request(self, method: str, path: str, body: str | bytes | None, headers: Mapping[str, str]) -> HttpAnswer:
         with self._lock:
-            fresh = self._made.sock is None
+            fresh = self._connection.sock is None
             try:
                 return self._once(method, path, body, headers)
             except (OSError, http.client.HTTPException, ValueError) as error:
-                self._made.close()
+                self._connection.close()
                 if fresh or self._closed or isinstance(error, TimeoutError):
                     raise self._lost(error) from error
             try:
                 return self._once(method, path, body, headers)
             except (OSError, http.client.HTTPException, ValueError) as error:
-                self._made.close()
+                self._connection.close()
                 raise self._lost(error) from error
 
     def _once(self, method: str, path: str, body: str | bytes | None, headers: Mapping[str, str]) -> HttpAnswer:
         if self._closed:
             raise ConnectionLost("the connection is closed")
         kind = {"Content-Type": "application/json"} if body is not None else {}
-        self._made.request(method, path, body, self._headers | kind | dict(headers))
-        answer = self._made.getresponse()
+        self._connection.request(method, path, body, self._headers | kind | dict(headers))
+        answer = self._connection.getresponse()
         data = answer.read(MAX_RESPONSE_BYTES + 1)
         if len(data) > MAX_RESPONSE_BYTES:
             raise http.client.HTTPException(f"its answer has more than {MAX_RESPONSE_BYTES} bytes")
@@ -127,14 +127,14 @@ class HttpLink:
     def close(self) -> None:
         """Wakes up a call in progress, which fails."""
         self._closed = True
-        sock = self._made.sock
+        sock = self._connection.sock
         if sock is not None:
             try:
                 sock.shutdown(socket.SHUT_RDWR)
             except OSError:
                 return  # the server was faster
             if self._lock.acquire(blocking=False):
-                self._made.close()
+                self._connection.close()
                 self._lock.release()
 
 

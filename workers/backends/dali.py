@@ -157,7 +157,7 @@ class Dali(SeparateBackend):
         return [np.asarray(output.as_tensor()) if output.is_dense_tensor() else output for output in outputs]
 
     def _response(self, request: Request, outputs: Sequence[Any], first: int, last: int) -> Response:
-        outputs_made = []
+        computed = []
         for spec, output in zip(self._outputs, outputs, strict=True):
             if isinstance(output, np.ndarray):
                 array = output[first:last]
@@ -167,8 +167,8 @@ class Dali(SeparateBackend):
                 if len(shapes) > 1:
                     return Response(error=_uneven(spec.name, shapes))
                 array = np.stack(samples)
-            outputs_made.append((spec.name, array if spec.batched else array[0]))
-        return Response(outputs_made)
+            computed.append((spec.name, array if spec.batched else array[0]))
+        return Response(computed)
 
     # ------------------------------------------------------------------------------------ loading
 

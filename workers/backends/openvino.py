@@ -128,8 +128,8 @@ class OpenVino(StackedBackend):
         if not outputs.needed(index):
             return
         if placed is None:
-            outputs_made = tensor.data.view(spec.numpy) if spec.dtype == "BF16" else tensor.data
-            outputs.put(index, outputs_made[:rows] if spec.batched and ran != rows else outputs_made)
+            computed = tensor.data.view(spec.numpy) if spec.dtype == "BF16" else tensor.data
+            outputs.put(index, computed[:rows] if spec.batched and ran != rows else computed)
             return
         shape = tuple(tensor.shape)
         if shape != placed.shape:

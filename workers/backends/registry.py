@@ -131,7 +131,7 @@ def _python_based(folder: Path) -> type[Backend]:
         @classmethod
         def chosen(cls, config: ModelConfig) -> type[Backend]:
             kind = Python.chosen(config)
-            kind_here: type[Backend] = type(kind.__name__, (kind,), {"source": folder / MODEL})
-            return kind_here
+            subclass: type[Backend] = type(kind.__name__, (kind,), {"source": folder / MODEL})
+            return subclass
 
     return PythonBased

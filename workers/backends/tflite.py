@@ -158,12 +158,12 @@ def _ports_of(engine: Any, parameters: Parameters) -> tuple[dict[str, Port], dic
     wanted = parameters.text(SIGNATURE)
     signatures = engine.get_signature_list()
     plain = {detail["name"]: detail for detail in engine.get_input_details()}
-    outputs_made = {detail["name"]: detail for detail in engine.get_output_details()}
+    computed = {detail["name"]: detail for detail in engine.get_output_details()}
     if wanted and wanted not in signatures:
         known = ", ".join(sorted(signatures)) or "it has none"
         raise parameters.wrong(SIGNATURE, f"a signature of the model ({known})")
     if not signatures:
-        return _ports(plain), _ports(outputs_made)
+        return _ports(plain), _ports(computed)
     chosen = wanted or ("serving_default" if "serving_default" in signatures else min(signatures))
     runner = engine.get_signature_runner(chosen)
     if runner._subgraph_index != 0:

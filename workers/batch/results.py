@@ -361,10 +361,10 @@ class Results:
             self._incomplete = True
             return
         pairs = zip(self._ready, self._columns, strict=True)
-        made = sum(ready is not None or any(done or ()) for ready, done in pairs)
+        produced = sum(ready is not None or any(done or ()) for ready, done in pairs)
         name, count = self._scatter.specs[index].name, sum(map(self.needed, range(len(self._scatter.specs))))
         self.abandon()
-        raise ModelFailed(f"the model did not produce output '{name}': expected {count} output(s), found {made}")
+        raise ModelFailed(f"the model did not produce output '{name}': expected {count} output(s), found {produced}")
 
     def _row(self, position: int, columns: list[Sequence[Tensor | None]], parameters: dict[str, Value] | None) -> Row:
         work = self._work_items[position]

@@ -124,9 +124,9 @@ class Onnx(StackedBackend):
 
     def _compute(self, arrays: list[Any], rows: int, wanted: list[int], outputs: Results) -> None:
         if self._graphs is not None and (recorded := self._graphs.of(arrays, rows)) is not None:
-            outputs_made = recorded.run([array for array in arrays if array is not None])
+            computed = recorded.run([array for array in arrays if array is not None])
             for index in wanted:
-                outputs.put(index, outputs_made[index])
+                outputs.put(index, computed[index])
             return
         if self._can_bind:
             shapes = [self._known_shape(index, rows) for index in wanted]

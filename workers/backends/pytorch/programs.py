@@ -182,13 +182,13 @@ class Exported(_Tree):
         signature = self._program.graph_signature
         values = {node.name: node.meta.get("val") for node in self._program.graph.nodes}
         taken = [spec.arg for spec in signature.input_specs if spec.kind.name == "USER_INPUT"]
-        made = [spec.arg for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT"]
+        produced = [spec.arg for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT"]
         assert self.results is not None
         return (
             [_fact(entry.name, values.get(entry.name)) for entry in taken],
             [
                 _fact(names[2] if len(names) > 2 else names[0], values.get(entry.name))
-                for names, entry in zip(self.results, made, strict=True)
+                for names, entry in zip(self.results, produced, strict=True)
             ],
         )
 
@@ -225,7 +225,7 @@ def _roots(value: Any) -> set[str]:
         if node.op == "placeholder":
             roots.add(node.name)
         schema = getattr(node.target, "_schema", None)
-        if schema is None or schema.name in _THROUGH or any(made.alias_info is not None for made in schema.returns):
+        if schema is None or schema.name in _THROUGH or any(value.alias_info is not None for value in schema.returns):
             waiting += node.all_input_nodes
     return roots
 

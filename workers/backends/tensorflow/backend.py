@@ -105,8 +105,8 @@ class TensorFlow(StackedBackend):
             raise ModelFailed(engine_text(error)) from error
         for index, value in zip(wanted, values, strict=True):
             # A tensor without dims is a scalar of Python or numpy.
-            outputs_made = value if isinstance(value, np.ndarray) else np.array(value, self._outputs[index].numpy)
-            outputs.put(index, outputs_made)
+            computed = value if isinstance(value, np.ndarray) else np.array(value, self._outputs[index].numpy)
+            outputs.put(index, computed)
 
     def _run(self, given: tuple[int, ...], wanted: tuple[int, ...]) -> Run:
         """Returns a function from these inputs to these outputs.
