@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -18,6 +19,7 @@ from shmserve.repo.storage.store import scan_model
 from shmserve.shm.strings import encode_bytes
 from shmserve.workers.backends.native import records
 from shmserve.workers.backends.native.backend import Native
+from shmserve.workers.batch.results import Results
 from tests.support.gpu.fake_device import fake_gpu
 from tests.support.workers.gpu.harness import Instance
 from tests.support.workers.native_backends import model
@@ -76,6 +78,29 @@ def inputs(library: Path) -> None:
         )
 
 
+def place(library: Path) -> None:
+    """A large input and output are where the caller and the next step of an ensemble have them: nothing is copied."""
+    seen: list[int] = []
+    describe = records._buffer  # noqa: SLF001 - what the backend gets
+
+    def seen_by_backend(part: Any) -> tuple[int, int, int]:
+        words = describe(part)
+        seen.append(words[0])
+        return words
+
+    with probe(library, "KIND_CPU", {}) as instance:
+        given = instance.tensor("IN", X, [0])
+        with patch.object(records, "_buffer", seen_by_backend), patch.object(Results, "put", None):
+            first = run(instance, given)
+            between = first.outputs[0].data
+            second = run(instance, Tensor("IN", "FP32", X.shape, between))
+        handles = [handle for data in (given.data, between) if isinstance(data, tuple) for handle in data]
+        memory = [np.frombuffer(instance.mapped.memory(handle), np.uint8) for handle in handles]
+        assert seen == [array.__array_interface__["data"][0] for array in memory]
+        np.testing.assert_array_equal(instance.array(second), X)
+        instance.free(first.outputs[0])
+
+
 def host(library: Path) -> None:
     """An instance on the CPU gets ordinary memory only."""
     with probe(library, "KIND_CPU", {}) as instance:
@@ -108,4 +133,4 @@ def gpu(library: Path) -> None:
 
 
 if __name__ == "__main__":
-    {case.__name__: case for case in (inputs, host, gpu)}[sys.argv[1]](Path(sys.argv[2]))
+    {case.__name__: case for case in (inputs, place, host, gpu)}[sys.argv[1]](Path(sys.argv[2]))

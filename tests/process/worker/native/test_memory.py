@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.process, pytest.mark.xdist_group("native")]
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("case", ["inputs", "host", "gpu"])
+@pytest.mark.parametrize("case", ["inputs", "place", "host", "gpu"])
 def test_a_backend_uses_memory_in_place(tmp_path: Path, case: str) -> None:
     library = compiled(HERE / "backend.c", tmp_path / "libtriton_probe.so")
     command = [sys.executable, "-m", "tests.process.worker.native.hosted", case, str(library)]
