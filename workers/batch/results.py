@@ -318,9 +318,11 @@ class Results:
         """Returns the row of each request, in the order of the work items."""
         columns = self._finished()
         work_items = self._work_items
-        if columns and self._places is None and not (self._failures or self._incomplete or parameters):
+        if columns and self._places is None and not (self._failures or self._incomplete):
             each: Any = zip(*columns, strict=True)
-            return [Row(work.request, tensors) for work, tensors in zip(work_items, each, strict=True)]
+            return [
+                Row(work.request, tensors, None, parameters) for work, tensors in zip(work_items, each, strict=True)
+            ]
         return [self._row(position, columns, parameters) for position in range(len(work_items))]
 
     def in_columns(self) -> Columns | list[Row]:
