@@ -124,7 +124,10 @@ SERVER: dict[str, tuple[Flag, ...]] = {
             "change a setting of one backend, or of all if BACKEND is omitted: onnxruntime,default-max-batch-size=8",
         ),
         _path(
-            "backend-directory", "DIR", "use the backends NAME/backend.py and NAME/model.py of this directory", "none"
+            "backend-directory",
+            "DIR",
+            "use backends of this directory: NAME/backend.py, NAME/model.py or NAME/libtriton_NAME.so",
+            "none",
         ),
         _path("repoagent-directory", "DIR", "use the repository agents NAME/agent.py of this directory", "none"),
         _each(
