@@ -667,4 +667,16 @@ FAULTS = (
         "stream.kept_bytes + size > BUFFER_BYTES",
         "True",
     ),
+    Fault(
+        "empty slots of a native backend's batch are left out",
+        "workers/runner.py",
+        "            works = hidden.filled(works, gather)",
+        "            works = works",
+    ),
+    Fault(
+        "a state of a native backend with one buffer does not begin as the old one",
+        "workers/backends/native/shim/response.c",
+        "    if (before != NULL && before->buffer_count == 1)",
+        "    if (before != NULL && before->buffer_count == 2)",
+    ),
 )
