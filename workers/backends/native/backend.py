@@ -42,6 +42,7 @@ from shmserve.workers.backends.native.records import (
 from shmserve.workers.backends.native.server_calls import ServerCalls
 from shmserve.workers.batch.specs import model_outputs_of, request_inputs_of
 from shmserve.workers.model_calls.answer import NOT_ITERATIVE, Request, Response, failure_of, failure_text, triton_code
+from shmserve.workers.model_calls.probes import Probes
 from shmserve.workers.model_calls.responses import OpenResponses
 from shmserve.workers.model_calls.stream import SENT_TWICE
 from shmserve.workers.process.device import device_of, group_of
@@ -116,6 +117,7 @@ class Native(SeparateBackend):
         """By token: the requests that have not ended."""
         self._alike: _AlikeRequests | None = None
         self._tokens = 0
+        self._probes = Probes(self._is_ready)
         self._placed: dict[int, Outputs] = {}
         """By number: the outputs of responses that were not sent yet. Guarded by the turn."""
         self._order = threading.Lock()
@@ -151,6 +153,18 @@ class Native(SeparateBackend):
         found = group_of(config, instance)
         library.set_instance(instance, device_of(config, instance), found[0] if found is not None else None)
         self._start(library, "ModelInstance", library.host.host_instance())
+        self.probes = library.has("ModelInstanceReady")
+
+    def probe(self, report: Callable[[bool], None]) -> None:
+        self._probes.add(report)
+
+    def _is_ready(self) -> bool:
+        assert self._library is not None
+        try:
+            self._library.call("ModelInstanceReady", self._library.host.host_instance())
+        except ServeError:
+            return False
+        return True
 
     def _initialize(self, config: ModelConfig, completes: bool) -> NativeLibrary:
         """Loads the library, and initializes the backend and its model."""

@@ -127,12 +127,14 @@ class NativeLibrary:
         self._callbacks = [kind(callbacks[name]) for name, kind in _CALLBACKS.items()]
         self.host.host_set_callbacks(ctypes.byref(_Callbacks(*self._callbacks)))
 
+    def has(self, function: str) -> bool:
+        return hasattr(self._backend, f"TRITONBACKEND_{function}")
+
     def call(self, function: str, subject: int) -> None:
         """Calls a function of the backend's life, if the backend has it. Raises what it reports."""
-        try:
-            called = getattr(self._backend, f"TRITONBACKEND_{function}")
-        except AttributeError:
+        if not self.has(function):
             return
+        called = getattr(self._backend, f"TRITONBACKEND_{function}")
         called.restype, called.argtypes = c_void_p, (c_void_p,)
         if error := called(subject):
             raise self.taken_error(error)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +23,7 @@ from shmserve.workers.backends.python.forked_calls import ForkedHost
 from shmserve.workers.backends.python.model_file import ModelFile
 from shmserve.workers.batch.specs import model_outputs_of
 from shmserve.workers.model_calls.coroutines import Coroutines
+from shmserve.workers.model_calls.probes import Probes
 from shmserve.workers.model_calls.responses import OpenResponses
 from shmserve.workers.process.log import log_message, log_traceback
 
@@ -35,34 +34,6 @@ if TYPE_CHECKING:
     from shmserve.workers.backends.python.pb_tensor import Array
     from shmserve.workers.model_calls.calls import OutgoingCalls
     from shmserve.workers.model_calls.pending import Pending
-
-PENDING_PROBES = 1024
-"""Limit of probes that wait for the result of `is_ready`. Beyond it, the oldest are dropped; they have timed out."""
-
-
-class _Probes:
-    """Calls `is_ready` in a separate thread, because the main thread may be running the model. Only one call runs at a
-    time; its result answers all probes that arrived during the call."""
-
-    def __init__(self, is_ready: Callable[[], bool]) -> None:
-        self._is_ready = is_ready
-        self._lock = threading.Lock()
-        self._pending: deque[Callable[[bool], None]] = deque(maxlen=PENDING_PROBES)
-
-    def add(self, report: Callable[[bool], None]) -> None:
-        with self._lock:
-            self._pending.append(report)
-            if len(self._pending) > 1:
-                return
-        threading.Thread(target=self._run, name="is_ready", daemon=True).start()
-
-    def _run(self) -> None:
-        ready = self._is_ready()
-        with self._lock:
-            pending = list(self._pending)
-            self._pending.clear()
-        for report in pending:
-            report(ready)
 
 
 class PythonModel(Backend, ABC):
@@ -77,7 +48,7 @@ class PythonModel(Backend, ABC):
         self._file = ModelFile(context, self.source)
         self._model: Any = None
         self._coroutines: Coroutines | None = None
-        self._probes = _Probes(self._is_ready)
+        self._probes = Probes(self._is_ready)
         self._closed = False
 
     def complete(self, config: ModelConfig) -> ModelConfig:

@@ -68,6 +68,7 @@ def server(folder: Path, library: Path, tmp_path_factory: pytest.TempPathFactory
         (root / name / "1").mkdir(parents=True)
         (root / name / "config.pbtxt").write_text(config)
     model(root, "runtime", compiled(HERE / "backend.c", folder / "libmine.so"), f'{PROBE} runtime: "libmine.so"')
+    model(root, "unready", compiled(HERE / "unknown.c", folder / "unready" / "libtriton_probe.so", "-DUNREADY"), PROBE)
     (root / "above" / "1").mkdir(parents=True)
     (root / "above" / "libtriton_above.so").write_bytes(library.read_bytes())
     (root / "above" / "config.pbtxt").write_text(f'backend: "above" {CONFIG}')
@@ -127,6 +128,12 @@ def test_a_library_that_cannot_run_is_refused_with_the_reason(
     model(tmp_path, "refused", library, PROBE)
     with pytest.raises(ServeError, match=text), shared_server.serving(tmp_path):
         pass
+
+
+def test_a_backend_says_whether_its_instance_is_ready(server: Server) -> None:
+    with server.client() as client:
+        assert client.ready("shared")
+        assert not client.ready("unready")
 
 
 def test_a_file_that_is_no_library_is_refused(shared_server: SharedServer, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-/* Libraries that cannot run here; -DKIND chooses why. */
+/* Libraries that cannot run here, or are never ready; -DKIND chooses why. */
 #include "backend.h"
 
 CALL(ModelInstanceExecute, Object *instance, Object **requests, uint32_t count)
@@ -19,6 +19,13 @@ CALL(Initialize, Object *backend)
 #ifdef UNKNOWN
 CALL(ModelInstanceImagine, Object *);
 CALL(Initialize, Object *backend) { return TRITONBACKEND_ModelInstanceImagine(backend); }
+#endif
+#ifdef UNREADY
+CALL(ModelInstanceReady, Object *instance)
+{
+    (void)instance;
+    return TRITONSERVER_ErrorNew(4, "not yet");
+}
 #endif
 #ifdef BATCHER
 CALL(ModelBatchIncludeRequest, Object *request, void *user, bool *include)
