@@ -9,9 +9,11 @@ SHMSERVE_TRITON_NUMPY one with NumPy 1 for the stub.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -83,7 +85,8 @@ def build(target: Path) -> None:
     sources = Path(SOURCES)
     common = [*(sources / "backend" / "src").glob("backend_*.cc"), sources / "common/src/async_work_queue.cc"]
     common += [sources / "common" / "src" / f"{name}.cc" for name in ("error", "thread_pool")]
-    compiler = ["c++", "-std=c++17", "-O1", "-fPIC", "-pthread", "-w", *(f"-I{sources / name}" for name in INCLUDED)]
+    flags = ["-std=c++17", "-O1", "-fPIC", "-pthread", "-w", "-DTRITON_ENABLE_METRICS"]
+    compiler = ["c++", *flags, *(f"-I{sources / name}" for name in INCLUDED)]
     run([*compiler, "-r", "-o", str(target / "utilities.o"), *map(str, common)])
     stub = target / "libtritonserver.so"
     run(["c++", "-shared", "-Wl,-soname,libtritonserver.so", "-o", str(stub), "-x", "c++", "/dev/null"])
@@ -125,7 +128,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for name in ("addsub_python", "addsub_onnx"):
         write(root, name, f'backend: "python" {SIXTEEN}', ADD_SUB)
     options = ["--backend-directory", str(directory), "--backend-config=native,prefer=identity"]
-    with Server(root, *options) as running:
+    with Server(root, *options, gateway=True) as running:
         with running.client() as client:
             client.infer("identity", {"INPUT0": LARGE})  # maps the memory before the leak check starts
         yield running
@@ -137,11 +140,13 @@ def client(server: Server) -> Iterator[shmserve.Client]:
         yield made
 
 
-def test_identity_reports_parameters(client: shmserve.Client) -> None:
+def test_identity_reports_parameters_and_a_metric(server: Server, client: shmserve.Client) -> None:
     for x in (A.reshape(1, 16), LARGE):
         result = client.infer("identity", {"INPUT0": x})
         np.testing.assert_array_equal(result["OUTPUT0"], x)
         assert result.parameters["param1"] == 42
+    page = urlopen(f"http://{server.endpoints['metrics']}/metrics").read().decode()
+    assert re.search(r'^input_byte_size_counter\{model="identity",version="1"\} [1-9]', page, re.MULTILINE)
 
 
 def test_square_answers_as_often_as_its_input_says(client: shmserve.Client) -> None:
