@@ -670,8 +670,8 @@ FAULTS = (
     Fault(
         "empty slots of a native backend's batch are left out",
         "workers/runner.py",
-        "            works = hidden.filled(works, gather)",
-        "            works = works",
+        "            work_items = hidden.filled(work_items, gather)",
+        "            work_items = work_items",
     ),
     Fault(
         "a state of a native backend with one buffer does not begin as the old one",
