@@ -8,6 +8,7 @@ from typing import Any
 
 from shmserve.errors import InvalidRequest
 from shmserve.terminal.console import Column, Screen
+from shmserve.tools.tune.goal import per_s
 from shmserve.tools.tune.reasons import MIB
 
 Document = Mapping[str, Any]
@@ -41,7 +42,7 @@ def _rows(before: Document, now: Document) -> list[list[str]]:
 
 def _row(label: str, before: float | None, now: float | None) -> list[str]:
     change = f"{now / before - 1:+.0%}" if before and now else ""
-    return [label, *("-" if value is None else f"{value:,.4g}" for value in (before, now)), change]
+    return [label, *("-" if value is None else per_s(value) for value in (before, now)), change]
 
 
 def _setting(document: Document) -> str:
@@ -55,6 +56,6 @@ def _of_chosen(document: Document, name: str, scale: float) -> float | None:
 
 
 def _batch_ms(document: Document) -> dict[int, float]:
-    """Rows -> milliseconds of a batch, with one instance."""
+    """Rows -> milliseconds of a batch, with one instance and the first number of threads that was measured."""
     alone: Sequence[Document] = [each for each in document["service_times"] if each["instances"] == 1]
-    return {round(each["rows"]): each["measured_ms"] for each in alone}
+    return {round(each["rows"]): each["measured_ms"] for each in reversed(alone)}
