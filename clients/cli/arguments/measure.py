@@ -231,27 +231,36 @@ def _add_requests(command: CommandParser) -> None:
 def _add_prompts(command: CommandParser) -> None:
     """Arguments for language models. Any of them makes `bench` send prompts instead of tensors."""
     add = command.add_argument
-    add(
-        "--openai",
-        metavar="URL",
-        help="measure a language model behind an OpenAI API, of any server: http://HOST:PORT/v1",
+    rare(
+        add(
+            "--openai",
+            metavar="URL",
+            help="measure a language model behind an OpenAI API, of any server: http://HOST:PORT/v1",
+        )
     )
-    add(
-        "--prompts",
-        metavar="FILE",
-        help='prompts for a language model: per line, {"prompt": TEXT} or {"messages": [...]}, or a file of ShareGPT',
+    rare(
+        add(
+            "--prompts",
+            metavar="FILE",
+            help='prompts for a language model: per line, {"prompt": TEXT} or {"messages": [...]}, or a file of '
+            "ShareGPT",
+        )
     )
-    add(
-        "--prompt-tokens",
-        metavar="N",
-        type=lengths,
-        help="length of random prompts: 128, equally distributed 64:512, or normally 256+-64 (default: 128)",
+    rare(
+        add(
+            "--prompt-tokens",
+            metavar="N",
+            type=lengths,
+            help="length of random prompts: 128, equally distributed 64:512, or normally 256+-64 (default: 128)",
+        )
     )
-    add(
-        "--output-tokens",
-        metavar="N",
-        type=lengths,
-        help="max_tokens of the requests, as for --prompt-tokens (default: from --prompts, else 128)",
+    rare(
+        add(
+            "--output-tokens",
+            metavar="N",
+            type=lengths,
+            help="max_tokens of the requests, as for --prompt-tokens (default: from --prompts, else 128)",
+        )
     )
     rare(
         add(
@@ -270,12 +279,14 @@ def _add_prompts(command: CommandParser) -> None:
             help="other parameters of these requests, for example '{\"ignore_eos\": true}' for exact lengths",
         )
     )
-    add(
-        "--slo",
-        metavar="NAME=TIME,...",
-        type=objectives,
-        help="report the requests per second that meet e.g. ttft=200ms,itl=50ms,e2e=5s: time to the first token, mean "
-        "time between tokens, time to the end",
+    rare(
+        add(
+            "--slo",
+            metavar="NAME=TIME,...",
+            type=objectives,
+            help="report the requests per second that meet e.g. ttft=200ms,itl=50ms,e2e=5s: time to the first token, "
+            "mean time between tokens, time to the end",
+        )
     )
 
 
