@@ -76,7 +76,7 @@ def test_the_model_page_shows_traffic_shadow_and_aliases_of_versions(tab: Tab, s
 
 def test_the_model_page_shows_sleep_and_scaling_bounds(tab: Tab, site: Site) -> None:
     tab.go("#/model/scaled")
-    tab.wait("document.querySelector('dl.facts').innerText.includes('1, at least 1, at most 4')")
+    tab.wait("document.querySelector('main').innerText.includes('1, at least 1, at most 4')")
     tab.go("#/model/sleeper")
     tab.wait_for(".problem.mild", "Asleep")
     take(tab, "asleep")

@@ -105,9 +105,27 @@ def test_an_ensemble_is_a_graph_with_times_on_its_edges(tab: Tab, site: Site) ->
     assert "waits" in tab.text("[data-tensor=middle] title") or tab.evaluate(
         "document.querySelector('[data-tensor=middle] title').textContent.includes('waits')"
     )
+    flowing = "document.querySelector('[data-step] .flow, [data-step] .failing')?.textContent.includes('/s')"
+    until(tab, flowing, lambda: site.ask("pipeline"))
     take(tab, "ensemble")
     tab.click("[data-step='1']")
     tab.wait("document.querySelector('main h1').textContent === 'moody'")
+
+
+def test_the_log_of_a_model_is_for_operators(tab: Tab, site: Site) -> None:
+    tab.go("#/model/talker/logs")
+    tab.wait("document.querySelector('#token-dialog').open")
+    assert tab.evaluate("document.querySelectorAll('.log li').length") == 0
+    use_token(tab, site)
+    tab.wait_for(".log", "INFO")
+    tab.write("input[type=search]", "no such text")
+    tab.wait("[...document.querySelectorAll('.log li')].every((one) => one.hidden)")
+    with site.server.client() as client:
+        tab.write("input[type=search]", "")
+        shown = tab.evaluate("document.querySelectorAll('.log li').length")
+        client.restart("talker")
+    tab.wait(f"document.querySelectorAll('.log li').length > {shown}")
+    take(tab, "log")
 
 
 def test_failures_appear_on_an_open_model_page(tab: Tab, site: Site) -> None:

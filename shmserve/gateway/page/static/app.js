@@ -12,8 +12,7 @@ import {modelView} from "./views/model.js"
 import {overview} from "./views/overview.js"
 import {serversView} from "./views/servers.js"
 
-const NOTICES = 4
-const NOTICE_MS = 8000
+const NOTICE_MS = 15_000
 const store = new Store(notice)
 const fleet = new Fleet(store, (text, bad) => notice(text, null, bad, SERVERS))
 let view = null
@@ -21,15 +20,9 @@ let shown = ""
 let lost = false
 
 function notice(text, entry = null, bad = false, href = entry ? route(entry.name, entry.version) : "#/") {
-	const all = find("notices")
-	let node = [...all.children].find(one => one.textContent === text)
-	if (!node) {
-		node = h(`a.notice.${bad && "bad"}`, {role: bad && "alert", href}, text)
-		all.append(node)
-		if (all.children.length > NOTICES) all.firstChild.remove()
-	}
-	clearTimeout(node.timer)
-	node.timer = setTimeout(() => node.remove(), NOTICE_MS)
+	const node = h(`a.notice.${bad && "bad"}`, {role: bad && "alert", href, title: text}, text)
+	find("notices").replaceChildren(node)
+	setTimeout(() => node.remove(), NOTICE_MS)
 }
 
 function render() {

@@ -1,4 +1,4 @@
-/** The addresses of the views: `#/`, `#/api` (also `/docs`), `#/servers`, `#/model/NAME[/versions/V][/try or /config]`. */
+/** The addresses of the views: `#/`, `#/api` (also `/docs`), `#/servers`, `#/model/NAME[/versions/V][/try, /config or /logs]`. */
 
 export function modelPath(base, model, version = "", part = "") {
 	return `${base}/${encodeURIComponent(model)}${version && `/versions/${version}`}${part && `/${part}`}`
@@ -7,7 +7,7 @@ export function modelPath(base, model, version = "", part = "") {
 export const route = (...names) => modelPath("#/model", ...names)
 export const SERVERS = "#/servers"
 
-const PATTERN = /^#\/model\/([^/]+)(?:\/versions\/(\d+))?(?:\/(try|config))?$/
+const PATTERN = /^#\/model\/([^/]+)(?:\/versions\/(\d+))?(?:\/(try|config|logs))?$/
 
 export function place() {
 	const [, name = "", version = "", part = ""] = location.hash.match(PATTERN) ?? []

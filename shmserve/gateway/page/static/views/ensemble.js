@@ -1,14 +1,16 @@
 /** The steps of an ensemble as a graph from left to right, with the times at which tensors exist on its edges. */
 
 import {h, s} from "../dom.js"
-import {duration} from "../format.js"
+import {duration, rate} from "../format.js"
 import {route} from "../route.js"
 
 const WIDTH = 190
 const GAP = 130
 const PORT = 36
-const HEAD = 66
+const HEAD = 80
 const SPACE = 22
+/** The graph shrinks to its card down to this width, then it scrolls. */
+const READABLE = 560
 
 const mean = (step, ...parts) => (step?.count ? parts.reduce((sum, part) => sum + (step[part] ?? 0), 0) / step.count / 1e9 : 0)
 const waits = step => mean(step, "queue_ns")
@@ -66,15 +68,21 @@ function drawEdge({tensor, from, to, via}) {
 	return s("g.edge", {"data-tensor": tensor}, s("title", about + wait), s("path", {d: path}), text(x + 8, y - 5, cut(tensor, 18)), text(x + 8, y + 14, time, "time"))
 }
 
-function drawBox({step, name, x, y, height}) {
+function drawBox({step, name, x, y, height}, rates) {
 	const time = step?.count ? `waits ${duration(waits(step))}, runs ${duration(runs(step))}` : ""
+	const now = step && rates(step)
+	const flow = now ? `${rate(now.requests)}/s${now.failed ? `, ${rate(now.failed)} fail` : ""}` : ""
 	const node = s("g", {"data-step": step?.index}, s("rect", {x, y, width: WIDTH, height, rx: 8}),
-		text(x + 12, y + 22, cut(name, 23), "name"), text(x + 12, y + 40, time))
-	return step ? s("a", {href: route(step.model, step.version), label: `${name} ${time}`}, node) : node
+		text(x + 12, y + 22, cut(name, 23), "name"), text(x + 12, y + 40, time), text(x + 12, y + 57, flow, now?.failed ? "failing" : "flow"))
+	return step ? s("a", {href: route(step.model, step.version), label: `${name}, ${time} ${flow}`}, node) : node
 }
 
-export function graph(document) {
+/** `rates(step)`: those of the step's model in the last interval, if they are known. */
+export function graph(document, rates) {
 	const {boxes, edges, width, height} = layout(document)
-	return h("div.scroll", {tabindex: 0}, s("svg", {"data-graph": "", width: width + 2, height: height + 2, viewBox: `-1 -1 ${width + 2} ${height + 2}`,
-		role: "group", label: "Graph of the ensemble"}, edges.map(drawEdge), boxes.map(drawBox)))
+	const picture = s("svg", {"data-graph": "", viewBox: `-1 -1 ${width + 2} ${height + 2}`, role: "group", label: "Graph of the ensemble"},
+		edges.map(drawEdge), boxes.map(box => drawBox(box, rates)))
+	picture.style.maxWidth = `${width + 2}px`
+	picture.style.minWidth = `${Math.min(width + 2, READABLE)}px`
+	return h("div.scroll", {tabindex: 0, role: "region", label: "Steps"}, picture)
 }

@@ -7,6 +7,7 @@ import {NOTHING, bytes, clock, count, duration, plural, rate, share} from "../fo
 import {between} from "../rates.js"
 import {modelPath, route} from "../route.js"
 import {graph} from "./ensemble.js"
+import {logPart} from "./logs.js"
 import {stateCell} from "./overview.js"
 
 const REFETCH_MS = 1000
@@ -21,7 +22,7 @@ const REASONS = {
 }
 const PARTS = {queue: "Queue", input: "Gather", infer: "Compute", output: "Scatter"}
 const UNITS = {count, rate, share, duration, counts: found => Object.entries(found ?? {}).map(([reason, one]) => `${reason} ${count(one)}`).join(", ") || NOTHING}
-const TABS = {"": "Live", try: "Try it", config: "Configuration"}
+const TABS = {"": "Live", try: "Try it", config: "Configuration", logs: "Log"}
 
 export function modelView(store, {model, version}) {
 	const state = stateCell()
@@ -30,7 +31,8 @@ export function modelView(store, {model, version}) {
 	const [load, unload] = ["load", "unload"].map(action => button("Unload", () => operate(action), {"data-action": action}))
 	const problems = h("div")
 	const live = livePart(store)
-	const parts = {"": live.node, try: h("section"), config: h("section")}
+	const parts = {"": live.node, try: h("section"), config: h("section"), logs: h("section")}
+	let log = null
 	const body = h("div", {hidden: true})
 	const tabs = Object.entries(TABS).map(([id, text]) => h("a", {href: route(model, version, id)}, text))
 	body.append(h("nav.tabs", {label: "Views"}, tabs), ...Object.values(parts))
@@ -110,6 +112,7 @@ export function modelView(store, {model, version}) {
 		fetched = ""
 	}
 
+	const stop = store.watch(update)
 	return {
 		nodes: [h("div.head", h("a.back", {href: "#/", label: "Overview"}, "←"), h("h1", {tabindex: -1}, model), versions, state.node,
 			h("span.space"), load, unload), outcome, problems, body],
@@ -122,8 +125,13 @@ export function modelView(store, {model, version}) {
 			document.title = `${model} – shmserve`
 			update()
 			fillForm()
+			if (part === "logs" && !log) parts.logs.append((log = logPart(model)).node)
+			log?.follow(part === "logs")
 		},
-		close: store.watch(update),
+		close() {
+			stop()
+			log?.follow(false)
+		},
 	}
 }
 
@@ -175,7 +183,8 @@ function livePart(store) {
 			["Rows per batch", rate(since.batch)], ["Busy", share(entry.rates?.busy)], ["Memory", bytes(entry.memory || null)],
 			row.scaled && ["Instances", `${entry.expected}, at least ${row.scaled[0]}, at most ${row.scaled[1]}`]])
 		const hint = recent ? "since you opened this page" : "since it was loaded"
-		fill("graph", "means since a page was opened", detail?.graph, () => graph(detail.graph))
+		const stepRates = ({model, version}) => store.find(model, version)?.rates
+		fill("graph", "means since a page was opened", detail?.graph && [detail.graph, detail.graph.steps.map(stepRates)], () => graph(detail.graph, stepRates))
 		fill("split", hint, Object.keys(PARTS).map(id => since[id]), () => split(since))
 		fill("sizes", hint, since.sizes, () => shares("Batch sizes", since.sizes, rows => ({label: plural(rows, "row")})))
 		fill("reasons", hint, !row.ensemble && since.reasons, () => shares("Reasons", since.reasons, reason => ({label: `${reason}: ${REASONS[reason]}`})))
