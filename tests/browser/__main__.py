@@ -1,4 +1,4 @@
-"""`python -m tests.browser`: installs Chromium where that is permitted, and runs the tests here.
+"""`python -m tests.browser`: installs Chromium and axe-core where that is permitted, and runs the tests here.
 
 Arguments are passed to pytest. Without a browser the tests are skipped, and pytest says so. The tests control the
 browser directly, so no driver is needed.
@@ -12,7 +12,7 @@ import sys
 
 from tests import ROOT
 from tests.__main__ import PYTEST, compile_all
-from tests.support.browser import chromium
+from tests.support.browser import axe, chromium
 from tests.support.system.apt import apt_get
 
 
@@ -33,6 +33,8 @@ def main(arguments: list[str]) -> int:
     compile_all()
     if reason := install():
         print(f"Chromium could not be installed, its tests are skipped: {reason}", flush=True)
+    if reason := axe.install():
+        print(f"axe-core could not be downloaded, its tests are skipped: {reason}", flush=True)
     return subprocess.call(
         [*PYTEST, "-p", "no:xdist", "-rs", "--timeout", "300", "tests/browser", *arguments], cwd=ROOT
     )

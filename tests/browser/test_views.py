@@ -11,6 +11,7 @@ import pytest
 import shmserve
 from tests.browser.conftest import Site, take
 from tests.browser.models import HOSTILE
+from tests.support.browser import axe
 from tests.support.browser.tab import Tab
 
 pytestmark = pytest.mark.process
@@ -218,6 +219,15 @@ def test_all_controls_have_accessible_names(tab: Tab, view: str) -> None:
     assert tab.evaluate("document.querySelectorAll('main h1').length") == 1
     ids = tab.evaluate("[...document.querySelectorAll('[id]')].map((one) => one.id)")
     assert len(ids) == len(set(ids))
+
+
+@pytest.mark.skipif(not axe.FILE.exists(), reason="axe-core is not here: python -m tests.browser downloads it")
+@pytest.mark.parametrize("view", VIEWS)
+def test_axe_has_no_serious_finding(tab: Tab, view: str) -> None:
+    for scheme in ("light", "dark"):
+        tab.scheme(scheme)
+        show(tab, view)
+        assert axe.findings(tab) == [], scheme
 
 
 WIDER = """

@@ -30,6 +30,7 @@ def context(args: argparse.Namespace) -> int:
         case _:
             return _list(args, contexts)
     write(contexts)
+    print(f"commands connect to {contexts.current}" if contexts.current else "no context is the current one")
     return 0
 
 

@@ -38,6 +38,7 @@ def environment(server: Server, place: Path) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if not name.startswith("SHMSERVE")}
     found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     found["PATH"] = f"{place}/bin{os.pathsep}{os.environ['PATH']}"
+    found["XDG_CONFIG_HOME"] = str(place / "config")
     return found | {"SHMSERVE_RUNTIME_DIR": str(server.runtime_dir), "SHMSERVE_URL": server.url}
 
 

@@ -102,7 +102,6 @@ NOT_RUN = {
     ("bench", "tokens  "): OUTPUT,
     ("check", "digits"): "tests/process/cli/test_check.py compares it",
     ("check", "d  1 error"): "tests/process/cli/test_check.py compares it",
-    ("cli", "shmserve context add"): "it changes the configuration of the user",
     ("cli", "model  "): OUTPUT,
     ("cli", "output  "): OUTPUT,
     ("cli", 'eval "$(shmserve completion'): "for an interactive shell; tests/process/cli tests the completion",

@@ -35,7 +35,7 @@ const highest = values => values.reduce((most, value) => (value > most ? value :
 /** Curves without axes, one for each class, all with the same scale. */
 export function sparkline(...kinds) {
 	const lines = kinds.map(kind => s(`path.line.${kind}`))
-	const node = s("svg.spark", {...FRAME, "aria-hidden": "true"}, lines)
+	const node = s("svg.spark", {...FRAME, "aria-hidden": "true"}, lines.toReversed())
 	return {node, update(...series) {
 		const top = Math.max(...series.map(highest)) || 1
 		series.forEach((values, at) => set(lines[at], "d", path(values, top, values.length)))
@@ -46,11 +46,12 @@ const RECENT = {text: "5 min", about: "last 5 minutes"}
 const HOUR = {text: "1 hour", about: "last hour"}
 const STEP_S = 10
 
-/** A chart: {node, update(history, span)}. `series`: [title, class, name in the history] each, of which the first is filled. */
+/** A chart: {node, update(history, span)}. `series`: [title, class, name in the history] each, of which the first is filled,
+ * and above the others. */
 export function chart(title, text, ...series) {
 	const lines = series.map(([, kind]) => s(`path.line.${kind}`))
 	const area = s("path.area")
-	const picture = s("svg", {...FRAME, role: "img"}, s("path.rules", {d: "M0 25H300M0 50H300M0 75H300"}), area, lines)
+	const picture = s("svg", {...FRAME, role: "img"}, s("path.rules", {d: "M0 25H300M0 50H300M0 75H300"}), area, lines.toReversed())
 	const scale = h("span.top")
 	const values = series.map(() => h("b"))
 	const keys = h("p.keys", series.map(([name, kind], at) => h(`span.${kind}`, h("i"), `${name} `, values[at])))

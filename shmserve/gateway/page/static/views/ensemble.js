@@ -74,7 +74,7 @@ function drawBox({step, name, x, y, height}, rates) {
 	const flow = now ? `${rate(now.requests)}/s${now.failed ? `, ${rate(now.failed)} fail` : ""}` : ""
 	const node = s("g", {"data-step": step?.index}, s("rect", {x, y, width: WIDTH, height, rx: 8}),
 		text(x + 12, y + 22, cut(name, 23), "name"), text(x + 12, y + 40, time), text(x + 12, y + 57, flow, now?.failed ? "failing" : "flow"))
-	return step ? s("a", {href: route(step.model, step.version), label: `${name}, ${time} ${flow}`}, node) : node
+	return step ? s("a", {href: route(step.model, step.version)}, node) : node
 }
 
 /** `rates(step)`: those of the step's model in the last interval, if they are known. */
