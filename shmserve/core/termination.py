@@ -10,9 +10,11 @@ from shmserve.core.states import InstanceState
 
 def kill(state: State, version: Version, instance: Instance, reason: str) -> None:
     """From now on the worker gets no messages and its messages are ignored. Its requests and memory are released when
-    the process has ended."""
+    the process has ended. An instance that was stopping is not restarted."""
     if instance.state is InstanceState.KILLED:
         return
+    if instance.state is InstanceState.STOPPING:
+        instance.retiring = True
     instance.move(InstanceState.KILLED, reason)
     if instance in version.idle:
         version.idle.remove(instance)
