@@ -141,6 +141,19 @@ class Drained(Struct):
 
 
 Effect = (
-    Send | Spawn | Pause | Compose | Kill | StartLease | ReadLease | Close | Free | Forget | Log | Traced | Settled
-    | Query | Drained
-)  # fmt: skip
+    Send
+    | Spawn
+    | Pause
+    | Compose
+    | Kill
+    | StartLease
+    | ReadLease
+    | Close
+    | Free
+    | Forget
+    | Log
+    | Traced
+    | Settled
+    | Query
+    | Drained
+)

@@ -158,9 +158,12 @@ def _rows(state: State, version: Version, instance: Instance, batch: Batch[Reque
         for row in done.rows:
             request = requests.get(row.request)
             if (
-                request is not None and request.batch is batch and request.state is _SENT and row.error is None
+                request is not None
+                and request.batch is batch
+                and request.state is _SENT
+                and row.error is None
                 and not request.special
-            ):  # fmt: skip
+            ):
                 for tensor in row.outputs:
                     if not isinstance(tensor.data, bytes):
                         break

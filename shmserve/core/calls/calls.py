@@ -49,9 +49,16 @@ class ModelCalls:
         caller, peer = instance.caller, instance.peer
         if caller is None:
             caller = instance.caller = CallingWorker(
-                peer, INTERNAL, "worker", self.state.ledger, "memfd", instance.spec.name, user=USER,
-                roles=roles.ALL_ROLES, answered=self.state.answered_calls,
-            )  # fmt: skip
+                peer,
+                INTERNAL,
+                "worker",
+                self.state.ledger,
+                "memfd",
+                instance.spec.name,
+                user=USER,
+                roles=roles.ALL_ROLES,
+                answered=self.state.answered_calls,
+            )
         if not message.call or message.call in caller.requests:
             kill_for_protocol_error(self.state, version, instance, f"Call {message.call}")
             return

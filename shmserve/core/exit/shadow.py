@@ -140,9 +140,28 @@ def answered(state: State, request: Request, reply: Reply) -> Reply:
     keeper = request.client if in_its_memory else None
     comparison = Comparison(state, shadow, version, reply.outputs, size, keeper, request.client_number)
     compared = Request(
-        number, comparison, client, client, number, target, inputs, request.outputs, request.options, rows, rows or 1,
-        inline, signature, segments, pins, (), state.now, LEVEL, audience=INTERNAL, special=True, length=length,
-    )  # fmt: skip
+        number,
+        comparison,
+        client,
+        client,
+        number,
+        target,
+        inputs,
+        request.outputs,
+        request.options,
+        rows,
+        rows or 1,
+        inline,
+        signature,
+        segments,
+        pins,
+        (),
+        state.now,
+        LEVEL,
+        audience=INTERNAL,
+        special=True,
+        length=length,
+    )
     state.compared_bytes += size
     shadow.pending += 1
     state.requests[number] = compared

@@ -48,9 +48,14 @@ class Connections:
 
     def opened(self, peer: int, event: Opened, now: int) -> None:
         client = ClientState(
-            event.peer, event.audience, event.plane, self._state.ledger, user=event.audience, granted=event.roles,
+            event.peer,
+            event.audience,
+            event.plane,
+            self._state.ledger,
+            user=event.audience,
+            granted=event.roles,
             caller_counts=self._state.caller_counts,
-        )  # fmt: skip
+        )
         try:
             self._quotas.enter(client)
         except Unavailable as error:

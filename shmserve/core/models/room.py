@@ -364,11 +364,14 @@ def _choose(
     value.count_uses(state)
     remaining = {
         version: (
-            memory.stays_loaded(version), version in leased, value.of_version(state, version, used, now), used,
+            memory.stays_loaded(version),
+            version in leased,
+            value.of_version(state, version, used, now),
+            used,
             memory.of_version(version, state.memory.holders),
         )
         for version, used in ((version, sleep.last_used(version)) for version in resting)
-    }  # fmt: skip
+    }
     chosen: list[tuple[Version, BytesByPlace]] = []
     while max(short.values(), default=0) > 0:
         best: Version | None = None

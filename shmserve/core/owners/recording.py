@@ -40,11 +40,19 @@ class Recording:
             recorded = [self._request(request, request.state is not RequestState.SENT) for request in requests]
             self._add(
                 RecordedBatch(
-                    version.model, version.number, instance.spec.name, number, batch.reason.value, batch.rows,
-                    batch.times, now, 0, recorded,
+                    version.model,
+                    version.number,
+                    instance.spec.name,
+                    number,
+                    batch.reason.value,
+                    batch.rows,
+                    batch.times,
+                    now,
+                    0,
+                    recorded,
                 ),
                 len(recorded),
-            )  # fmt: skip
+            )
 
     def leased(self, lease: Lease, records: Sequence[LeasedRequest], reason: Reason, numbers: Iterable[int]) -> None:
         """Records leased requests. `numbers`: new request numbers for them."""
@@ -57,11 +65,19 @@ class Recording:
             times = (taken, ready, computed, placed)
             self._add(
                 RecordedBatch(
-                    version.model, version.number, lease.instance.spec.name, number, reason.value, max(rows, 1), times,
-                    placed, lease.number, [request],
+                    version.model,
+                    version.number,
+                    lease.instance.spec.name,
+                    number,
+                    reason.value,
+                    max(rows, 1),
+                    times,
+                    placed,
+                    lease.number,
+                    [request],
                 ),
                 1,
-            )  # fmt: skip
+            )
             if failed and self._wants(version, 1):
                 self._add(RecordedEnd(version.model, version.number, "batch", "INTERNAL", placed, request), 1)
 
@@ -109,9 +125,15 @@ class Recording:
         client, options = request.client, request.options
         self._name(client)
         return RecordedRequest(
-            request.number, client.number, request.client_number, options.id if options is not None else "",
-            request.parent, request.rows, request.arrived, gone,
-        )  # fmt: skip
+            request.number,
+            client.number,
+            request.client_number,
+            options.id if options is not None else "",
+            request.parent,
+            request.rows,
+            request.arrived,
+            gone,
+        )
 
     def _name(self, client: ClientState) -> None:
         if client.number not in self._clients:

@@ -166,9 +166,16 @@ class Traces:
         fields |= _durations(arrived, times)
         number = self._next_number()
         return Traced(
-            fields, arrived, times, placed, None, timestamps=sample.timestamps,
-            number=number, model=version.model, root=number,
-        )  # fmt: skip
+            fields,
+            arrived,
+            times,
+            placed,
+            None,
+            timestamps=sample.timestamps,
+            number=number,
+            model=version.model,
+            root=number,
+        )
 
     def _sample_of(self, version: Version) -> Sample | None:
         return self.samples.get(version.model) or self.samples.get("")
@@ -247,9 +254,18 @@ class Traces:
             return log
         times = request.batch.times if request.batch is not None else ()
         traced = Traced(
-            fields, request.arrived, times, now, log, timestamps=sample.timestamps,
-            number=trace.number, parent=trace.parent, model=trace.model, root=trace.root, context=trace.context,
-        )  # fmt: skip
+            fields,
+            request.arrived,
+            times,
+            now,
+            log,
+            timestamps=sample.timestamps,
+            number=trace.number,
+            parent=trace.parent,
+            model=trace.model,
+            root=trace.root,
+            context=trace.context,
+        )
         if sample.tensors:
             # A request whose response waits for earlier ones (preserve_ordering) has already released its inputs.
             inputs = _inline(request.inputs) if request.state is RequestState.DONE else request.inputs
@@ -269,8 +285,11 @@ def _at_worker(request: Request) -> dict[str, Any]:
         return {}
     number = batch.number or next(iter(batch.numbers), 0)
     fields: dict[str, Any] = {
-        "instance": instance.spec.name, "batch": number, "batch_rows": batch.rows, "reason": batch.reason.value,
-    }  # fmt: skip
+        "instance": instance.spec.name,
+        "batch": number,
+        "batch_rows": batch.rows,
+        "reason": batch.reason.value,
+    }
     if batch.times:
         fields |= _durations(request.arrived, batch.times)
     return fields
