@@ -160,6 +160,12 @@ def _pooling_in(text: str) -> str:
     return text
 
 
+def _tags_in(text: str) -> str:
+    if not 1 <= len(text.split()) <= 2:
+        raise ValueError
+    return text
+
+
 _POOLING = ParameterKind(_pooling_in, '"mean", "cls" or "last"')
 _FLAG = _words(frozenset({"true"}), frozenset({"false"}))
 _SHARES = ParameterKind(_shares_in, 'VERSION=PERCENT, such as "3=10"')
@@ -349,6 +355,10 @@ ADAPTERS = _row(
     ParameterKind(_adapters_in, 'NAME=PATH, such as "french=french.gguf", with paths in the directory of the version'),
     dict[str, str](),
     "Adapters (LoRA) of the model, which clients use as `MODEL:NAME`.", models="language models")
+_row(
+    _OPENAI, "reasoning_tags", ParameterKind(_tags_in, 'one or two tags, such as "<think> </think>"'), "",
+    "The text between these tags is the `reasoning_content` of a chat, not its content. If the chat template has "
+    "already begun the thinking, give the closing tag only.", models="language models")
 _row(
     _OPENAI, "default_max_tokens", _text("a number of tokens"), "",
     "The `max_tokens` of requests that do not set it.", unset="that of the engine", models="language models")

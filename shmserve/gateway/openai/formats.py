@@ -11,13 +11,15 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
+from msgspec.structs import replace
 
 from shmserve.errors import ModelFailed
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.generate import event
+from shmserve.gateway.openai.reading import PLAIN, Reading, Thinking
 from shmserve.gateway.openai.texts import Delta, Usage
 from shmserve.gateway.upstream.exchange import JSON
-from shmserve.llm.tool_choice import CallReader, ForcedCalls
+from shmserve.llm.tool_choice import CallReader
 
 _LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
@@ -164,7 +166,19 @@ class Echo:
 class Choice:
     """State of one choice. `echo`: the text that its text begins with."""
 
-    __slots__ = ("begun", "calls", "echo", "finish", "length", "prompt", "texts", "tokens", "tool_calls")
+    __slots__ = (
+        "begun",
+        "calls",
+        "echo",
+        "finish",
+        "length",
+        "prompt",
+        "texts",
+        "thinking",
+        "thoughts",
+        "tokens",
+        "tool_calls",
+    )
 
     def __init__(self, echo: Echo | None = None) -> None:
         self.echo = echo
@@ -175,6 +189,9 @@ class Choice:
         """Characters so far."""
         self.texts: list[bytes] = []
         """The pieces of its text in JSON, without quotation marks."""
+        self.thinking: Thinking | None = None
+        self.thoughts: list[bytes] = []
+        """The pieces of its thinking in JSON, without quotation marks."""
         self.tokens: dict[str, list[bytes]] = {}
         """Log probabilities: the lists of the response, each as pieces of JSON without brackets."""
         self.prompt = b""
@@ -318,8 +335,6 @@ class CompletionFormat(ResponseFormat):
 
 
 class ChatFormat(ResponseFormat):
-    """`forced`: the tool calls that each choice must consist of. `reads_calls`: they are logprobs_json in the text."""
-
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def __init__(
@@ -329,18 +344,19 @@ class ChatFormat(ResponseFormat):
         model: str,
         top: int | None,
         shows_usage: bool,
-        forced: ForcedCalls | None = None,
-        reads_calls: bool = False,
+        reading: Reading = PLAIN,
     ) -> None:
         super().__init__(response_id, created, model, top, shows_usage)
-        self._forced = forced
-        self._reads_calls = reads_calls
+        self._reading = reading
 
     def add(self, choice: Choice, delta: Delta) -> int:
-        return super().add(choice, self._with_calls(choice, delta))
+        delta = self._read(choice, delta)
+        if delta.thought:
+            choice.thoughts.append(_encode(delta.thought)[1:-1])
+        return super().add(choice, delta) + len(delta.thought)
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
-        delta = self._with_calls(choice, delta)
+        delta = self._read(choice, delta)
         first, logprobs_json = b"", b"null"
         if not choice.begun:
             choice.begun = True
@@ -348,25 +364,33 @@ class ChatFormat(ResponseFormat):
         if self.top is not None:
             tokens = logprobs_of(delta, self.top)
             logprobs_json = _encode(chat_logprobs(tokens)) if tokens else logprobs_json
-        if not delta.text and delta.finish is None and not delta.tool_calls and logprobs_json == b"null":
-            return first
-        added = b'{"content":%b}' % _encode(delta.text) if delta.text else b"{}"
+        added: dict[str, Any] = {}
+        if delta.thought:
+            added["reasoning_content"] = delta.thought
+        if delta.text:
+            added["content"] = delta.text
         if delta.tool_calls:
-            calls = choice.tool_calls.add(delta.tool_calls)
-            added = _encode({"content": delta.text, "tool_calls": calls} if delta.text else {"tool_calls": calls})
-        return first + self._chunk(index, added, logprobs_json, self._finish(choice, delta))
+            added["tool_calls"] = choice.tool_calls.add(delta.tool_calls)
+        if not added and delta.finish is None and logprobs_json == b"null":
+            return first
+        return first + self._chunk(index, _encode(added), logprobs_json, self._finish(choice, delta))
 
-    def _with_calls(self, choice: Choice, delta: Delta) -> Delta:
-        if self._forced is None or not self._reads_calls or not delta.text:
-            return delta
-        if choice.calls is None:
-            choice.calls = self._forced.reader()
-        return Delta("", delta.finish, delta.logprobs, delta.token_ids, choice.calls.feed(delta.text) or None)
+    def _read(self, choice: Choice, delta: Delta) -> Delta:
+        """Separates the thinking and the tool calls from the text."""
+        reading = self._reading
+        if reading.tags is not None:
+            choice.thinking = choice.thinking or Thinking(reading.tags)
+            thought, text = choice.thinking.feed(delta.text, delta.finish is not None)
+            delta = replace(delta, text=text, thought=thought)
+        if reading.forced is not None and reading.calls_in_text and delta.text:
+            choice.calls = choice.calls or reading.forced.reader()
+            delta = replace(delta, text="", tool_calls=choice.calls.feed(delta.text) or None)
+        return delta
 
     def _reason(self, reason: str, choice: Choice) -> str:
         if reason != "stop":
             return reason
-        if self._forced is not None and not choice.tool_calls:
+        if self._reading.forced is not None and not choice.tool_calls:
             raise ModelFailed("the model has called no tool, although 'tool_choice' demands it")
         return "tool_calls" if choice.tool_calls else reason
 
@@ -381,7 +405,10 @@ class ChatFormat(ResponseFormat):
         )
 
     def _content(self, choice: Choice) -> list[bytes]:
-        parts = [b'"message":{"role":"assistant","refusal":null,"content":']
+        parts = [b'"message":{"role":"assistant","refusal":null,']
+        if choice.thoughts:
+            parts += [b'"reasoning_content":"', *choice.thoughts, b'",']
+        parts.append(b'"content":')
         parts += [b'"', *choice.texts, b'"'] if choice.texts or not choice.tool_calls else [b"null"]
         if choice.tool_calls:
             parts += [b',"tool_calls":', _encode(choice.tool_calls.whole())]

@@ -189,6 +189,9 @@ class Generation:
             return
         usage = _total(self._usages, self._apart)
         if not self._as_events:
+            for choice in self._choices:
+                if choice.finish is None:
+                    self._add(choice, Delta("", "stop"))
             self._exchange.answer(200, self._response.whole(self._choices, usage), self._response.kind)
             return
         events.append(self._response.end(self._choices, usage))

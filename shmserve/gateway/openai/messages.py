@@ -16,8 +16,8 @@ from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import ChatRequest
 from shmserve.gateway.openai.errors import BadParameter, anthropic_body
 from shmserve.gateway.openai.formats import ChatFormat, Choice
+from shmserve.gateway.openai.reading import Reading
 from shmserve.gateway.openai.texts import Delta, Usage
-from shmserve.llm.tool_choice import ForcedCalls
 
 _TEXTS, _IMAGE = ("text",), "image"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -125,8 +125,8 @@ def _tool_choice(choice: dict[str, Any]) -> Any:
 class MessagesFormat(ChatFormat):
     """A message, or the events of its stream. It has one choice."""
 
-    def __init__(self, response_id: str, model: str, forced: ForcedCalls | None, reads_calls: bool) -> None:
-        super().__init__(response_id, 0, model, None, True, forced, reads_calls)
+    def __init__(self, response_id: str, model: str, reading: Reading) -> None:
+        super().__init__(response_id, 0, model, None, True, reading)
         self._document = {"id": response_id, "type": "message", "role": "assistant", "model": model}
         self._blocks = 0
         """Blocks that have begun."""
@@ -163,7 +163,7 @@ class MessagesFormat(ChatFormat):
                 "usage": _usage(Usage()),
             }
             events.append(_event("message_start", message=begun))
-        delta = self._with_calls(choice, delta)
+        delta = self._read(choice, delta)
         if delta.text:
             if not self._open or self._call is not None:
                 events += self._begin(None, {"type": "text", "text": ""})

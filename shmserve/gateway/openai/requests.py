@@ -30,6 +30,7 @@ from shmserve.gateway.openai.generation import Generation
 from shmserve.gateway.openai.inputs import SamplingInputs
 from shmserve.gateway.openai.messages import MessagesFormat
 from shmserve.gateway.openai.models import MESSAGES, TOOL_CALLS, LanguageModel
+from shmserve.gateway.openai.reading import Reading, tags_of
 from shmserve.gateway.openai.responses import ResponsesFormat, ResponsesRequest
 from shmserve.gateway.openai.scores import RerankRequest, ScoreRequest, Scores
 from shmserve.gateway.openai.speech import TranscriptionFormat, TranscriptionRequest
@@ -215,14 +216,16 @@ class OpenAiRequests:
         exchange: Exchange,
         request: ChatRequest,
         strings: CutStrings | None,
-        make_format: Callable[[ChatRequest, str, ForcedCalls | None, bool], ChatFormat],
+        make_format: Callable[[ChatRequest, str, Reading], ChatFormat],
         config: Any,
     ) -> None:
         model = models.language_model(request.model, config)
         forced = bodies.demanded_calls(request)
         inputs.check_tools(model, request, forced)
         number = f"{_PROCESS}{next(self._ids):08x}"
-        response = make_format(request, number, forced, TOOL_CALLS not in model.outputs)
+        free = forced is None and request.response_format is None and request.structured_outputs is None
+        reading = Reading(forced, TOOL_CALLS not in model.outputs, tags_of(model) if free else None)
+        response = make_format(request, number, reading)
 
         def generate(tensors: list[Any]) -> None:
             size = sum([spec.size for spec in tensors])
@@ -265,28 +268,19 @@ class OpenAiRequests:
     ) -> None:
         exchange.work(images.image_tensor(model, taken), lambda tensor: then([*prompt, tensor]))
 
-    def _chat_format(
-        self, request: ChatRequest, number: str, forced: ForcedCalls | None, reads_calls: bool
-    ) -> ChatFormat:
+    def _chat_format(self, request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
         top = (request.top_logprobs or 0) if request.logprobs else None
         shows_usage = _shows_usage(request)
         now = int(time.time())
-        return ChatFormat(f"chatcmpl-{number}", now, request.model, top, shows_usage, forced, reads_calls)
+        return ChatFormat(f"chatcmpl-{number}", now, request.model, top, shows_usage, reading)
 
-    def _messages_format(
-        self, request: ChatRequest, number: str, forced: ForcedCalls | None, reads_calls: bool
-    ) -> ChatFormat:
-        return MessagesFormat(f"msg_{number}", request.model, forced, reads_calls)
+    def _messages_format(self, request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
+        return MessagesFormat(f"msg_{number}", request.model, reading)
 
     def _responses_format(
-        self,
-        given: ResponsesRequest,
-        request: ChatRequest,
-        number: str,
-        forced: ForcedCalls | None,
-        reads_calls: bool,
+        self, given: ResponsesRequest, request: ChatRequest, number: str, reading: Reading
     ) -> ChatFormat:
-        return ResponsesFormat(f"resp_{number}", int(time.time()), given, forced, reads_calls)
+        return ResponsesFormat(f"resp_{number}", int(time.time()), given, reading)
 
     def _render(
         self,

@@ -18,8 +18,8 @@ from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import ChatRequest
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.formats import ChatFormat, Choice
+from shmserve.gateway.openai.reading import Reading
 from shmserve.gateway.openai.texts import Delta, Usage
-from shmserve.llm.tool_choice import ForcedCalls
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS = ("input_text", "output_text", "text")
@@ -163,10 +163,8 @@ def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
 class ResponsesFormat(ChatFormat):
     """A response, or the events of its stream. It has one choice."""
 
-    def __init__(
-        self, response_id: str, created: int, request: ResponsesRequest, forced: ForcedCalls | None, reads_calls: bool
-    ) -> None:
-        super().__init__(response_id, created, request.model, None, True, forced, reads_calls)
+    def __init__(self, response_id: str, created: int, request: ResponsesRequest, reading: Reading) -> None:
+        super().__init__(response_id, created, request.model, None, True, reading)
         self._request = request
         self._number = 0
         self._message_id = ""
@@ -200,7 +198,7 @@ class ResponsesFormat(ChatFormat):
     # ------------------------------------------------------------------------------------ as a whole
 
     def add(self, choice: Choice, delta: Delta) -> int:
-        delta = self._with_calls(choice, delta)
+        delta = self._read(choice, delta)
         choice.finish = delta.finish or choice.finish
         self._grow(choice, delta)
         return len(delta.text)
@@ -220,7 +218,7 @@ class ResponsesFormat(ChatFormat):
             first = self._event("response.created", response=begun) + self._event(
                 "response.in_progress", response=begun
             )
-        delta = self._with_calls(choice, delta)
+        delta = self._read(choice, delta)
         events = self._grow(choice, delta)
         if delta.finish is not None:
             choice.finish = delta.finish

@@ -39,6 +39,8 @@ class Delta(Struct):
     segments: list[Any] | None = None
     """Parts of speech with their times."""
     prompt_logprobs: list[Any] | None = None
+    thought: str = ""
+    """Thinking of the model that was in its text."""
 
 
 class _More(Struct):

@@ -73,7 +73,7 @@ def test_models(client: Any, server: Server) -> None:
         native.traffic("talk", aliases={"prod": 1, "next": 2})
         names = [found.id for found in client.models.list()]
     assert names == ["bare", "embed", "once", "pooled-cls", "pooled-last", "pooled-mean", "speech", "talk",
-                     "talk@prod", "vllm"]  # fmt: skip
+                     "talk@prod", "thinks", "vllm"]  # fmt: skip
     found = client.models.retrieve("talk@prod")
     assert (found.id, found.object, found.owned_by) == ("talk@prod", "model", "shmserve")
     assert 0 <= time.time() - found.created < 3600
@@ -191,6 +191,19 @@ def test_chats_of_a_triton_vllm_model_use_its_chat_template(client: Any) -> None
         client.chat.completions.create(model="vllm", messages=[{"role": "nobody", "content": "a"}])
     with pytest.raises(openai.BadRequestError, match="neither an input 'messages' nor the parameter chat_template"):
         client.chat.completions.create(model="bare", messages=user("a"))
+
+
+def test_the_thinking_of_a_model_is_not_its_answer(client: Any) -> None:
+    given: Any = {"model": "thinks", "messages": user("<think> hm ü </think> yes no")}
+    message = client.chat.completions.create(**given).choices[0].message
+    assert (message.reasoning_content, message.content) == (" hm ü ", " yes no")
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**given, stream=True)]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == " hm ü "
+    assert "".join(delta.content or "" for delta in deltas) == " yes no"
+    assert client.responses.create(model="thinks", input=given["messages"]).output_text == " yes no"
+    form = {"type": "json_object"}
+    found = client.chat.completions.create(**given, response_format=form).choices[0].message
+    assert found.content == "<think> hm ü </think> yes no"
 
 
 def test_log_probabilities_of_the_prompt(client: Any) -> None:

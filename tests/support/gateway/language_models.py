@@ -254,9 +254,9 @@ def _config(*more: str, inputs: tuple[str, ...] = (), outputs: tuple[str, ...] =
 
 
 def write_language_models(repository: Path) -> LanguageModels:
-    """`talk`: with messages and tool calls. `vllm`: as Triton's backend, with a chat template in its configuration.
-    `speech`: with audio. `bare`: with a prompt and a text only; `once`: it answers with one response,
-    in batches. `embed`, `embedded`: embeddings, also by an ensemble. `overlap`: scores.
+    """`talk`: with messages and tool calls; `thinks`: the same, with thinking in its text. `vllm`: as Triton's backend,
+    with a chat template in its configuration. `speech`: with audio. `bare`: with a prompt and a text only; `once`: it
+    answers with one response, in batches. `embed`, `embedded`: embeddings, also by an ensemble. `overlap`: scores.
     `pooled-mean` and others: embeddings that the gateway pools."""
     files = LanguageModels(*(repository.with_name(f"{repository.name}-{name}") for name in ("gate", "log")))
     os.mkfifo(files.gate)
@@ -268,6 +268,7 @@ def write_language_models(repository: Path) -> LanguageModels:
     chat = (*inputs, "messages:STRING:[1]", "image:STRING:[-1]")
     talk = _config(given, inputs=chat, outputs=(*outputs, "tool_calls:STRING", "prompt_logprobs:STRING"))
     write_model(repository, "talk", talk, _SOURCE)
+    write_model(repository, "thinks", f"{talk} {parameters(reasoning_tags='<think> </think>')}", _SOURCE)
     template = TEMPLATE.replace("\n", "").replace('"', '\\"')
     vllm = parameters(chat_template=template, eos_token="</s>", default_max_tokens="20")
     seeing = (*inputs, "image:STRING:[1]")
