@@ -53,6 +53,7 @@ EXTENSIONS = "the metadata names the extensions of shared memory only where --al
 ON_THEIR_WAY = "at a stop, requests sent before the gateway or the client knew of it are answered, and not refused"
 IDLE_CLOSED = "at a stop, idle connections are closed at once, and new ones are refused"
 NOTHING = "a model of backend 'identity' needs inputs and outputs in its configuration"
+APART = "a backend in C cannot reach the other instances of its model, which are other processes"
 COPY = "args['model_repository'] is the version's private copy in the runtime directory"
 
 KNOWN: tuple[Known, ...] = (
@@ -94,9 +95,11 @@ KNOWN: tuple[Known, ...] = (
     _cannot("L0_client_timeout", "ClientNonInferTimeoutTest.*", PRIVATE),
     _cannot("L0_sequence_corrid_batcher", "*.test_skip_batch", GPU),
     _cannot("L0_implicit_state", """
-        *.test_implicit_state_growable_memory *.test_implicit_state_single_buffer *.test_no_implicit_state
-        *.test_no_update *.test_wrong_implicit_state_name
+        *.test_implicit_state_growable_memory *.test_implicit_state_single_buffer *.test_no_update
     """, PRIVATE),
+    Known("L0_implicit_state", """
+        *.test_no_implicit_state *.test_wrong_implicit_state_name
+    """, PRIVATE, here=False, sometimes=True),
     _cannot("L0_request_cancellation", """
         *_cancellation_at_step_start *_cancellation_before_finish_*
         *_cancellation_before_response_complete_and_process_after_final_response
@@ -129,9 +132,10 @@ KNOWN: tuple[Known, ...] = (
     Known("L0_lifecycle", "*.test_parse_error_no_model_config", READY),
     Known("L0_lifecycle", "*.test_multiple_model_repository_polling", KEPT),
     Known("L0_lifecycle", "*.test_model_config_overwite *.test_shutdown_while_background_unloading", NOTHING),
-    Known("L0_grpc_state_cleanup", "*ing_infer_shutdownserver *.test_simple_infer_shut*", ON_THEIR_WAY, sometimes=True),
+    Known("L0_grpc_state_cleanup", "*infer*_shutdownserver *.test_simple_infer_shut*", ON_THEIR_WAY, sometimes=True),
     _cannot("L0_simple_ensemble", "*.test_ensemble_partial_add_sub", PRIVATE),
     Known("L0_parameters", "*.test_headers", BLANKS),
+    Known("L0_passive_instance", "*", APART, sometimes=True),
     Known("L0_backend_python", "PythonTest.test_init_args", COPY),
     Known("L0_backend_python", "PythonTest.test_bf16", BFLOAT),
 )  # fmt: skip

@@ -23,8 +23,11 @@ SERVER_PATH = Path(__file__).parent / "server"
 
 def flags(given: list[str]) -> list[str]:
     named = any(word.partition("=")[0] == "--backend-directory" for word in given)
-    if BACKENDS in os.environ and not named:
-        given = [f"--backend-directory={os.environ[BACKENDS]}", *given]
+    if BACKENDS in os.environ:
+        directory = Path(os.environ[BACKENDS])
+        built = sorted(path.parent.name for path in directory.glob("*/libtriton_*.so"))
+        own = [] if named else [f"--backend-directory={directory}"]
+        given = [*own, *[f"--backend-config=native,prefer={','.join(built)}"][: len(built)], *given]
     more = [flag for flag in os.environ.get(FLAGS, "").split("\n") if flag]
     return ["--triton-compatible", *more, f"--runtime-dir={tempfile.mkdtemp(prefix='qa-')}", *given]
 
