@@ -59,8 +59,8 @@ def say(tab: Tab, text: str) -> None:
 
 def answer(tab: Tab, expected: str) -> str:
     """The last answer, once it contains this text."""
-    tab.wait_for("#talk li:last-child[data-role=assistant] .said", expected)
-    return tab.text("#talk li:last-child .said")
+    tab.wait_for("#talk li:last-child[data-role=assistant] .said:last-child", expected)
+    return tab.text("#talk li:last-child .said:last-child")
 
 
 def test_a_conversation(tab: Tab, files: LanguageModels) -> None:
@@ -117,6 +117,16 @@ def test_tools_are_called_and_their_results_returned(tab: Tab) -> None:
     assert [one["role"] for one in sent] == ["user", "assistant", "tool"]
     assert sent[2] == {"role": "tool", "tool_call_id": "call_1", "content": "DOCUMENT"}
     assert tab.text("#chat label[for=message]") == "Message"
+
+
+def test_thinking_is_not_part_of_the_conversation(tab: Tab) -> None:
+    tab.go("#/model/thinks/try")
+    tab.wait_for("form#chat")
+    say(tab, "<think> hm </think> yes")
+    assert answer(tab, "yes").strip() == "yes"
+    assert tab.text("#talk li:last-child .hint").strip() == "hm"
+    say(tab, "DOCUMENT")
+    assert "hm" not in json.loads(answer(tab, "messages"))["messages"][1]["content"]
 
 
 def test_images_are_sent(tab: Tab, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 /** A conversation with a language model. */
 
 import {call} from "../access.js"
-import {button, codePanel, h, set, show, write} from "../dom.js"
+import {button, codePanel, h, set, write} from "../dom.js"
 import {rate} from "../format.js"
 import {read} from "../stream.js"
 import {chatCode} from "./openai.js"
@@ -137,7 +137,9 @@ export function chat(model, chats, sees) {
 
 	async function answer(given) {
 		const said = line("assistant")
+		const thought = h("p.hint.said")
 		const whole = {role: "assistant", content: ""}
+		said.before(thought)
 		let tokens = 0
 		let began = 0
 		write(status, "…")
@@ -148,10 +150,12 @@ export function chat(model, chats, sees) {
 				if (data === "[DONE]") return
 				const {error, choices = [], usage} = JSON.parse(data)
 				if (error) throw new Error(error.message)
-				for (const {delta, text} of choices) take(whole, delta ?? {content: text})
+				for (const {delta, text} of choices) {
+					take(whole, delta ?? {content: text})
+					thought.append(delta?.reasoning_content ?? "")
+				}
 				tokens = usage?.completion_tokens ?? tokens + choices.length
-				if (!began && whole.content) began = performance.now()
-				show(said, true)
+				if (!began && (whole.content || thought.textContent)) began = performance.now()
 				write(said, whole.content)
 			})
 		} catch (error) {
