@@ -225,7 +225,7 @@ def commands() -> Mapping[str, argparse.ArgumentParser]:
 
 
 CONNECTION = ("runtime_dir", "url", "server_key", "key_file")
-USUAL = ("--help", "--help-all", "--color")
+USUAL = ("--help", "--help-all", "--color", "--watch")
 
 
 def _commands() -> str:
@@ -238,6 +238,7 @@ def _commands() -> str:
 def _command(name: str, command: argparse.ArgumentParser) -> str:
     """The arguments of a command, except those of many commands, and those that a gateway shares with `serve`."""
     shown = [action for action in _arguments(command) if not set(USUAL) & set(action.option_strings)]
+    shown = [action for action in shown if action.help != "print JSON"]
     if name == "gateway":
         shown = [action for action in shown if not {*BY_NAME} & {text.strip("-") for text in action.option_strings}]
     else:
