@@ -136,10 +136,13 @@ def test_a_backend_in_model_py_serves_all_its_models(tmp_path: Path, stacked: st
 def test_names_of_installed_backends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("linear/backend.py", ".hidden/backend.py", "empty/x", "pytorch/model.py", "file"):
+    assert registry.find("vllm", str(tmp_path)).__name__ == "Vllm"
+    for name in ("linear/backend.py", ".hidden/backend.py", "empty/x", "pytorch/model.py", "vllm/model.py", "file"):
         write(tmp_path, name, "")
     assert installed(tmp_path) - installed() == {"linear"}
     assert folder_of("pytorch", tmp_path) is None
+    assert folder_of("vllm", tmp_path) == tmp_path / "vllm"
+    assert registry.find("vllm", str(tmp_path)).__name__ == "PythonBased", "Triton's replaces the built-in one"
     with pytest.raises(Unsupported, match="unknown backend 'other'; known are: dali, fil, identity, linear, "):
         registry.find("other", str(tmp_path))
     monkeypatch.chdir(tmp_path.parent)

@@ -60,6 +60,18 @@ def test_names_of_models(name: str, model: str, tmp_path: Path, monkeypatch: pyt
             models_of(model_file("日本.onnx"))
 
 
+def test_a_directory_in_the_format_of_hugging_face(tmp_path: Path) -> None:
+    network = tmp_path / "Net-0.5B"
+    network.mkdir()
+    with pytest.raises(InvalidRequest, match="no such file"):
+        model_file(str(network))
+    for name in ("config.json", "model.safetensors"):
+        (network / name).touch()
+    files = files_of(tmp_path, model_file(str(network)).path)
+    links = {f"Net-0.5B/1/{name}": str(network / name) for name in ("config.json", "model.safetensors")}
+    assert served(files.folder) == {**links, "Net-0.5B/config.pbtxt": 'backend: "vllm"\n'}
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
