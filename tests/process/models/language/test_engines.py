@@ -91,7 +91,7 @@ def serving(
         pytest.skip(f"{kind.module} is not installed")
     root = tmp_path_factory.mktemp("engine") / "models"
     expected = kind.write(root, PROMPTS, TOKENS)
-    assert len({*expected.texts.values(), expected.adapted}) == len(PROMPTS) + 1, "the network tells prompts apart"
+    assert len({*expected.texts.values(), expected.adapted}) == len(PROMPTS) + 1, "the model tells prompts apart"
     options = ("--model-control-mode", "explicit", "--model-environment", "VLLM_*", "--model-environment", "HF_*")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in kind.variables.items():
@@ -108,49 +108,61 @@ def text(serving: tuple[Server, EngineKind, Expected]) -> Iterator[Text]:
         yield Text(serving[0], client, *serving[1:])
 
 
+@pytest.fixture
+def engine(text: Text) -> Text:
+    """For what only the server's own engines have."""
+    if not text.kind.engine:
+        pytest.skip("the model is no engine")
+    return text
+
+
 # ---------------------------------------------------------------------------------------------- what is generated
 
 
 def test_generated_texts_equal_those_of_the_oracle(text: Text) -> None:
-    config = text.client.config("text")
-    assert [entry["name"] for entry in config["input"]][:3] == ["text_input", "prompt_token_ids", "messages"]
-    assert config["model_transaction_policy"] == {"decoupled": True}
     prompt = PROMPTS[3]
     parts = list(text.stream(prompt))
     assert len(parts) > 1
     assert said(iter(parts)) == text.expected[prompt]
     assert text_of(text.complete(prompt)) == text.expected[prompt]
-    (whole,) = text.client.stream("text", tensors({"text_input": prompt}), parameters={"temperature": "0.0"})
+
+
+def test_inputs_and_defaults_are_those_of_vllm(engine: Text) -> None:
+    config = engine.client.config("text")
+    assert [entry["name"] for entry in config["input"]][:3] == ["text_input", "prompt_token_ids", "messages"]
+    assert config["model_transaction_policy"] == {"decoupled": True}
+    prompt = PROMPTS[3]
+    (whole,) = engine.client.stream("text", tensors({"text_input": prompt}), parameters={"temperature": "0.0"})
     assert whole.keys() == {"text_output"}
-    assert text_of(whole) == prompt + text.expected[prompt][:16], "as in vLLM: the prompt, and 16 tokens"
+    assert text_of(whole) == prompt + engine.expected[prompt][:16], "the prompt, and 16 tokens"
 
 
-def test_requested_outputs_are_returned(text: Text) -> None:
+def test_requested_outputs_are_returned(engine: Text) -> None:
     asked: dict[str, Any] = dict.fromkeys(requests.RETURNED, True)
     prompt = PROMPTS[1]
-    parts = list(text.stream(prompt, sampling={"logprobs": 2}, **asked))
+    parts = list(engine.stream(prompt, sampling={"logprobs": 2}, **asked))
     assert [part["finish_reason"].tolist() for part in parts] == [[b"None"]] * (len(parts) - 1) + [[b"length"]]
     assert sum(part["num_output_tokens"].item() for part in parts) == TOKENS
-    assert {part["num_input_tokens"].item() for part in parts} == {len(prompt) + text.kind.start}
+    assert {part["num_input_tokens"].item() for part in parts} == {len(prompt) + engine.kind.start}
     tokens = [token for part in parts for token in json.loads(part["token_ids"][0])]
     scores = [score for part in parts for score in json.loads(part["logprobs"][0])]
     chosen = [score[str(token)] for token, score in zip(tokens, scores, strict=True)]
     assert len(tokens) == TOKENS
-    assert "".join(one["decoded_token"] for one in chosen) == text.expected[prompt]
+    assert "".join(one["decoded_token"] for one in chosen) == engine.expected[prompt]
     assert {one["rank"] for one in chosen} == {1}
     assert {len(score) for score in scores} == {2}
     total = sum(one["logprob"] for one in chosen)
     assert parts[-1]["cumulative_logprob"].item() == pytest.approx(total, rel=1e-4)
-    found = text.complete("", prompt_token_ids=np.array(tokens[:5], np.uint32), return_num_input_tokens=True)
+    found = engine.complete("", prompt_token_ids=np.array(tokens[:5], np.uint32), return_num_input_tokens=True)
     assert found["num_input_tokens"].item() == 5
 
 
-def test_sampling_parameters(text: Text) -> None:
+def test_sampling_parameters(engine: Text) -> None:
     prompt = PROMPTS[2]
-    expected = text.expected[prompt]
+    expected = engine.expected[prompt]
 
     def drawn(**sampling: Any) -> list[str]:
-        found = text.complete(prompt, sampling={"temperature": 1, **sampling})
+        found = engine.complete(prompt, sampling={"temperature": 1, **sampling})
         return [one.decode(errors="replace") for one in found["text_output"]]
 
     assert drawn(seed=7) == drawn(seed=7)
@@ -164,7 +176,7 @@ def test_sampling_parameters(text: Text) -> None:
     assert len(set(once)) == len(once) == TOKENS
     common = max(set(expected), key=expected.count)
     assert drawn(temperature=0, frequency_penalty=2)[0].count(common) <= expected.count(common)
-    found = text.complete(
+    found = engine.complete(
         prompt, sampling={"max_tokens": 1, "logprobs": 0}, return_token_ids=True, return_logprobs=True
     )
     (first,) = json.loads(found["token_ids"][0])
@@ -184,54 +196,54 @@ def test_a_stop_text_ends_the_text_and_is_never_sent(text: Text) -> None:
     assert text_of(text.complete(prompt, sampling=sampling)) == before
 
 
-def test_characters_of_several_tokens_are_sent_whole(text: Text) -> None:
+def test_characters_of_several_tokens_are_sent_whole(engine: Text) -> None:
     wanted = "\u00e9\u2713\U0001f600"
-    assert "".join(text.chosen(PROMPTS[0], wanted)) == wanted
-    assert "".join(text.chosen(PROMPTS[0], wanted, max_tokens=3)).rstrip("\ufffd") == "\u00e9", "cut in the middle"
+    assert "".join(engine.chosen(PROMPTS[0], wanted)) == wanted
+    assert "".join(engine.chosen(PROMPTS[0], wanted, max_tokens=3)).rstrip("\ufffd") == "\u00e9", "cut in the middle"
 
 
-def test_chats_use_the_template_of_the_model(text: Text) -> None:
+def test_chats_use_the_template_of_the_model(engine: Text) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPTS[0]}]
     rendered = f"system: be brief\nuser: {PROMPTS[0]}\nassistant:"
-    by_hand = text_of(text.complete(rendered))
-    assert text_of(text.complete("", messages=json.dumps({"messages": messages}))) == by_hand
-    assert said(text.stream("", messages=json.dumps({"messages": messages}))) == by_hand
+    by_hand = text_of(engine.complete(rendered))
+    assert text_of(engine.complete("", messages=json.dumps({"messages": messages}))) == by_hand
+    assert said(engine.stream("", messages=json.dumps({"messages": messages}))) == by_hand
     for given, wanted in ({"messages": json.dumps({"messages": messages})}, rendered), ({"text_input": "Hi!"}, "Hi!"):
-        found = text.complete("", **{"task": "tokenize", **given})
+        found = engine.complete("", **{"task": "tokenize", **given})
         assert found["max_model_len"].item() == ENDLESS
         tokens = np.array(json.loads(found["token_ids"][0]), np.uint32)
-        back = text_of(text.complete("", task="detokenize", prompt_token_ids=tokens))
+        back = text_of(engine.complete("", task="detokenize", prompt_token_ids=tokens))
         assert back.removeprefix("<s>").strip() == wanted
 
 
-def test_demanded_tool_calls(text: Text) -> None:
+def test_demanded_tool_calls(engine: Text) -> None:
     city = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": city}}]
     chat = {"messages": [{"role": "user", "content": "?"}], "tools": tools, "tool_choice": "required"}
     sampling = {"max_tokens": 400, "temperature": 1, "seed": 1, "ignore_eos": False}
-    found = text.complete("", messages=json.dumps(chat), sampling=sampling)
+    found = engine.complete("", messages=json.dumps(chat), sampling=sampling)
     assert text_of(found) == ""
     for call in json.loads(found["tool_calls"][0]):
         assert call["function"]["name"] == "weather"
         assert json.loads(call["function"]["arguments"])["city"] == "Oslo"
 
 
-def test_adapters(text: Text) -> None:
+def test_adapters(engine: Text) -> None:
     prompt = PROMPTS[0]
-    assert said(text.stream(prompt, sampling={"lora_name": ADAPTER})) == text.adapted
-    assert text_of(text.complete(prompt)) == text.expected[prompt]
+    assert said(engine.stream(prompt, sampling={"lora_name": ADAPTER})) == engine.adapted
+    assert text_of(engine.complete(prompt)) == engine.expected[prompt]
     with pytest.raises(NotFound, match=f"the model has no adapter 'german': it has {ADAPTER}"):
-        text.complete(prompt, sampling={"lora_name": "german"})
-    both = [text.stream(prompt, sampling=given) for given in ({}, {"lora_name": ADAPTER})]
-    assert [said(stream) for stream in both] == [text.expected[prompt], text.adapted]
+        engine.complete(prompt, sampling={"lora_name": "german"})
+    both = [engine.stream(prompt, sampling=given) for given in ({}, {"lora_name": ADAPTER})]
+    assert [said(stream) for stream in both] == [engine.expected[prompt], engine.adapted]
 
 
-def test_openai_clients_use_adapters_as_models(text: Text) -> None:
-    with openai_client(text.server.endpoints["http"]) as client:
+def test_openai_clients_use_adapters_as_models(engine: Text) -> None:
+    with openai_client(engine.server.endpoints["http"]) as client:
         assert [model.id for model in client.models.list()] == ["text", f"text:{ADAPTER}"]
         assert client.models.retrieve(f"text:{ADAPTER}").parent == "text"
         given: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": TOKENS, "temperature": 0}
-        for model, expected in ("text", text.expected[PROMPTS[0]]), (f"text:{ADAPTER}", text.adapted):
+        for model, expected in ("text", engine.expected[PROMPTS[0]]), (f"text:{ADAPTER}", engine.adapted):
             found = client.completions.create(model=model, **given)
             assert (found.model, found.choices[0].text) == (model, expected)
         for unknown in ("text:german", "other:german"):
@@ -272,15 +284,15 @@ def test_cancelled_streams_leave_the_engine_in_each_phase(text: Text) -> None:
     text.assert_free()
 
 
-def test_metrics_count_what_the_engine_generates(text: Text) -> None:
-    before = engine_metrics(text.client)
+def test_metrics_count_what_the_engine_generates(engine: Text) -> None:
+    before = engine_metrics(engine.client)
     flags: dict[str, Any] = {"return_num_input_tokens": True, "return_num_output_tokens": True}
-    counted = [text.complete("abc" * length, sampling={"max_tokens": 4 + length}, **flags) for length in (1, 2, 9)]
-    said(text.stream("Hello", sampling={"max_tokens": 6}))
-    text.endless().close()
-    text.assert_free()
-    after = engine_metrics(text.client)
-    assert_statistics_agree(text.client, after)
+    counted = [engine.complete("abc" * length, sampling={"max_tokens": 4 + length}, **flags) for length in (1, 2, 9)]
+    said(engine.stream("Hello", sampling={"max_tokens": 6}))
+    engine.endless().close()
+    engine.assert_free()
+    after = engine_metrics(engine.client)
+    assert_statistics_agree(engine.client, after)
 
     def grown(name: str) -> float:
         return sum(after[one] - before.get(one, 0) for one in after if one.startswith(f'{name}{{model="text"'))
@@ -289,7 +301,7 @@ def test_metrics_count_what_the_engine_generates(text: Text) -> None:
         name = f'llm_request_success_total{{model="text",version="1",finished_reason="{reason}"}}'
         return after[name] - before.get(name, 0)
 
-    start = text.kind.start
+    start = engine.kind.start
     prompts = sum(int(result["num_input_tokens"].item()) for result in counted)
     others = len("Hello") + len("endless") + SLOTS * len("next") + start * (2 + SLOTS)
     assert grown("llm_prompt_tokens_total") == prompts + others
@@ -323,14 +335,14 @@ def counted(client: shmserve.Client) -> dict[str, float]:
     return {name: float(value) for name, _, value in lines}
 
 
-def test_prompts_that_begin_alike_are_found_in_the_cache(text: Text) -> None:
+def test_prompts_that_begin_alike_are_found_in_the_cache(engine: Text) -> None:
     """A conversation: it goes on with what was computed before."""
     name = 'llm_prefix_cache_hits_total{model="text",version="1"}'
     prompt = "The beginning of a conversation. " * 20
-    answer = text_of(text.complete(prompt))
-    before = engine_metrics(text.client)[name]
-    text.complete(f"{prompt}{answer} And then?")
-    assert engine_metrics(text.client)[name] - before >= len(prompt) // 2
+    answer = text_of(engine.complete(prompt))
+    before = engine_metrics(engine.client)[name]
+    engine.complete(f"{prompt}{answer} And then?")
+    assert engine_metrics(engine.client)[name] - before >= len(prompt) // 2
 
 
 def test_a_slow_reader_does_not_delay_other_streams(text: Text) -> None:
@@ -360,11 +372,11 @@ def test_a_slow_reader_does_not_delay_other_streams(text: Text) -> None:
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, {}, "'grammar' is not allowed"),
     ],
 )
-def test_errors_of_a_request(text: Text, sampling: dict[str, Any], more: dict[str, Any], words: str) -> None:
+def test_errors_of_a_request(engine: Text, sampling: dict[str, Any], more: dict[str, Any], words: str) -> None:
     with pytest.raises(ServeError, match=words) as caught:
-        said(text.stream(**{"prompt": more.pop("text_input", "hello"), "sampling": sampling, **more}))
+        said(engine.stream(**{"prompt": more.pop("text_input", "hello"), "sampling": sampling, **more}))
     assert caught.value.code in ("INVALID_ARG", "UNSUPPORTED")
-    assert text_of(text.complete(PROMPTS[0])) == text.expected[PROMPTS[0]]
+    assert text_of(engine.complete(PROMPTS[0])) == engine.expected[PROMPTS[0]]
 
 
 def test_a_killed_worker_ends_its_streams(text: Text) -> None:
