@@ -175,6 +175,7 @@ def test_loading_and_unloading_needs_the_token(tab: Tab, site: Site) -> None:
     assert not site.is_ready("negative")
     tab.go("#/")
     tab.wait_for("[data-model=negative]", "NOT LOADED")
+    tab.wait_for(".events", "negative 1 NOT LOADED")
     tab.go("#/model/negative")
     tab.click("[data-action=load]")
     tab.wait_for("[role=status]", "negative is loaded.")

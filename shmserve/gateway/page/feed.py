@@ -19,6 +19,7 @@ from msgspec import Struct
 from shmserve.errors import Internal, ServeError, Unavailable
 from shmserve.gateway.kserve.generate import named_event
 from shmserve.gateway.page.recorder import SERVER, Key, Recorder
+from shmserve.gateway.page.timeline import Timeline
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.llm.figures import FIGURES, Counts, figures_of
@@ -84,9 +85,10 @@ class Row(Struct):
 
 
 class Rows:
-    """`number`: number of the last event before the first one of these rows."""
+    """`timeline`: learns of changes. `number`: number of the last event before the first one of these rows."""
 
-    def __init__(self, number: int = 0) -> None:
+    def __init__(self, timeline: Timeline, number: int = 0) -> None:
+        self._timeline = timeline
         self.number = number
         """Number of the last event."""
         self._time_ns = 0
@@ -118,6 +120,8 @@ class Rows:
             if row is not None and row.entry == entry:
                 row.language = language
                 continue
+            if row is not None:
+                self._timeline.compare_versions(number, row.entry, entry)
             ready = sum(one["state"] == "ready" for one in entry.get("instances", ()))
             changes = rates(row.entry if row is not None else None, entry, seconds, ready)
             self._rows[key] = row = Row(entry, number, cpu_seconds, changes, language)
@@ -212,7 +216,10 @@ class PageFeed:
         self._loop = link.bind()
         self._viewers: dict[Viewer, None] = {}
         self._callers: Counter[str] = Counter()
-        self._rows = Rows()
+        self._timeline = Timeline()
+        self._rows = Rows(self._timeline)
+        self._server: Document | None = None
+        """The server as last seen, also before an outage."""
         self._time_ns = 0
         """Time of the last document, as the broker reports it; 0: there is none."""
         self._facts = b""
@@ -293,7 +300,7 @@ class PageFeed:
         self._link.send_soon()
 
     def failed(self, error: ServeError) -> None:
-        self._rows = Rows(self._rows.number)
+        self._rows = Rows(self._timeline, self._rows.number)
         self._time_ns = 0
         self._facts = b""
         self._error = str(error)
@@ -312,6 +319,10 @@ class PageFeed:
         """Records the document, and makes it the next event."""
         time_ns = document["time_ns"]
         seconds = (time_ns - self._time_ns) / 1e9 if self._time_ns else 0.0
+        server = document["server"]
+        if self._server is not None:
+            self._timeline.compare_servers(self._rows.number + 1, self._server, server)
+        self._server = server
         changed = yield from self._rows.update(document["models"], seconds)
         total = self._record(time_ns // 1_000_000_000, seconds, changed)
         self._time_ns = time_ns
@@ -384,12 +395,17 @@ class PageFeed:
         rows, _ = self._rows.since(0)
         return named_event(
             "state",
-            b'{"seq":%d,%b,"roles":%b,"servers":%b,"figures":%b,"models":%b}'
-            % (self._rows.number, self._facts, _encode(viewer.roles), self._servers, _FIGURES, rows),
+            b'{"seq":%d,%b,"roles":%b,"servers":%b,"figures":%b,"models":%b,"events":%b}'
+            % (self._rows.number, self._facts, _encode(viewer.roles), self._servers, _FIGURES, rows, self._events(0)),
         )
 
     def _change(self, number: int) -> bytes:
         rows, gone = self._rows.since(number)
         return named_event(
-            "change", b'{"seq":%d,%b,"models":%b,"gone":%b}' % (self._rows.number, self._facts, rows, gone)
+            "change",
+            b'{"seq":%d,%b,"models":%b,"gone":%b,"events":%b}'
+            % (self._rows.number, self._facts, rows, gone, self._events(number)),
         )
+
+    def _events(self, number: int) -> bytes:
+        return _encode(self._timeline.since(number))

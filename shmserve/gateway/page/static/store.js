@@ -3,6 +3,7 @@
 import {History} from "./rates.js"
 
 const QUIET_S = 60
+const EVENTS = 200
 /** The figures of language models whose history is kept. */
 const LANGUAGE = ["generated_tokens_per_s", "prompt_tokens_per_s", "first_token_p95", "first_token_p50", "between_tokens_p95", "between_tokens_p50"]
 const SERIES = ["requests", "failed", "p50", "p99", "queue", "running", "wait"]
@@ -62,6 +63,7 @@ export class Store {
 		this.now = 0
 		this.history = new History(SERIES)
 		this.times = {} // of the requests of the last interval, by bucket
+		this.events = [] // what has happened: number, time, text, and for some bad, model and version
 		this.listeners = new Set()
 	}
 
@@ -90,11 +92,10 @@ export class Store {
 		for (const {name, version, ...recorded} of trends) this.models.get(keyOf(name, version))?.history.seed(second, recorded)
 	}
 
-	take(event, {time_ns, server, gpus = [], total, rates, models, figures = this.figures, gone = []}) {
+	take(event, {time_ns, server, gpus = [], total, rates, models, figures = this.figures, gone = [], events = []}) {
 		const time = time_ns / 1e9
 		const old = this.server
 		const restarted = old.pid && (server.pid !== old.pid || time < this.now)
-		if (restarted) this.news(`${server.name} was restarted`)
 		const seconds = this.now && !restarted ? time - this.now : 0
 		const cpu = seconds > 0 ? (server.cpu_seconds - old.cpu_seconds) / seconds : null
 		Object.assign(this, {server: {...server, cpu}, gpus, figures, now: time, times: total.times})
@@ -103,19 +104,15 @@ export class Store {
 			const key = keyOf(row.name, row.version)
 			changed.add(key)
 			const entry = this.models.get(key)
-			if (entry) this.#change(entry, row)
+			if (entry) entry.take(row)
 			else this.models.set(key, new Entry(row))
 		}
 		if (event === "state") for (const key of this.models.keys()) if (!changed.has(key)) this.models.delete(key)
 		for (const [name, version] of gone) this.models.delete(keyOf(name, version))
 		this.#record(Math.floor(time), seconds, total, rates)
+		this.events = [...(event === "state" ? [] : this.events), ...events].slice(-EVENTS)
+		if (event !== "state") for (const {text, bad, model: name, version} of events) this.news(name ? `${name} ${version}: ${text}` : text, name && {name, version}, bad)
 		for (const listener of this.listeners) listener()
-	}
-
-	#change(entry, row) {
-		const {state} = entry
-		entry.take(row)
-		if (entry.state !== state) this.news(`${entry.name} ${entry.version}: ${entry.state}${entry.reason && `, ${entry.reason}`}`, entry, entry.broken)
 	}
 
 	#record(second, seconds, total, rates) {

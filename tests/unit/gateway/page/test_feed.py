@@ -222,6 +222,33 @@ def test_rates_are_sent_and_recorded() -> None:
     assert kept["fine"]["requests"][-9:] == [6, 6, 6, *[None] * 6], "an outage is a gap"
 
 
+def test_the_timeline_has_what_happened_before_and_since_a_page_opened() -> None:
+    broker = Broker()
+    instance = {"name": "m_0", "state": "ready", "memory_bytes": 0, "restarts": 0}
+    changes: list[dict[str, Any]] = [
+        {"state": "LOADING"},
+        {"state": "READY"},
+        {"state": "READY", "last_failed_change": {"time": 1, "reason": "no file"}},
+        {"state": "READY", "instances": [instance]},
+        {"state": "READY", "instances": [instance | {"restarts": 1, "quarantined": True, "reason": "crashed"}]},
+        {"state": "READY", "reason": "unloaded"},
+    ]
+    early = broker.view()
+    for change in changes:
+        broker.models = [{"name": "m", "version": "1", **change}]
+        broker.clock.advance(PERIOD_S)
+    sent = [event["text"] for _, data in early.events for event in data["events"]]
+    late = broker.view()
+    ((_, state),) = late.events
+    assert sent == [event["text"] for event in state["events"]]
+    assert sent == [
+        "READY", "the last change failed: no file", "m_0 was restarted", "m_0 is quarantined: crashed",
+        "NOT LOADED",
+    ]  # fmt: skip
+    assert [event.get("bad", False) for event in state["events"]] == [False, True, True, True, False]
+    assert {(event["model"], event["version"]) for event in state["events"]} == {("m", "1")}
+
+
 def test_a_lost_server_is_reported_until_it_returns() -> None:
     broker = Broker()
     broker.set(a=1)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.gateway.page.feed import KEPT_GONE, MEMORY_STEP, SLICE, Rows
+from shmserve.gateway.page.timeline import Timeline
 from tests.support.hypothesis_profiles import examples
 
 Document = dict[str, Any]
@@ -34,7 +35,7 @@ def since(rows: Rows, number: int) -> tuple[list[Document], list[list[str]]]:
 
 
 def test_a_row_omits_empty_values() -> None:
-    rows = Rows()
+    rows = Rows(Timeline())
     counters = {"success": 3, "failed": 0, "reasons": {}, "request_times": {17: 3}}
     update(rows, model("m", default=True, queued=0, counters=counters, instances=[instance(restarts=0)]))
     assert since(rows, 0) == (
@@ -52,7 +53,7 @@ def test_a_row_omits_empty_values() -> None:
 
 
 def test_an_idle_process_changes_nothing() -> None:
-    rows = Rows()
+    rows = Rows(Timeline())
     update(rows, model("m", instances=[instance()]))
     update(rows, model("m", instances=[instance(cpu_seconds=2.5, memory_bytes=11 * MEMORY_STEP - 1)]))
     assert since(rows, 1) == ([], [])
@@ -63,7 +64,7 @@ def test_an_idle_process_changes_nothing() -> None:
 
 def test_figures_of_language_models_are_of_the_last_interval() -> None:
     """A model that has become idle is sent once more."""
-    rows = Rows()
+    rows = Rows(Timeline())
     for tokens in (0, 50, 50, 50):
         update(rows, model("m", language={"generated_tokens": tokens, "slots": 4}))
     sent = [{row["name"]: row["figures"] for row in since(rows, number)[0]} for number in (0, 2, 3)]
@@ -75,11 +76,11 @@ def test_figures_of_language_models_are_of_the_last_interval() -> None:
 
 def test_other_work_runs_between_slices() -> None:
     models = [model(f"m{number}") for number in range(4 * SLICE)]
-    assert sum(1 for _ in Rows().update(models, 1.0)) == 4
+    assert sum(1 for _ in Rows(Timeline()).update(models, 1.0)) == 4
 
 
 def test_the_number_of_remembered_removals_is_bounded() -> None:
-    rows = Rows()
+    rows = Rows(Timeline())
     update(rows, *[model(f"m{number}") for number in range(KEPT_GONE + 1)])
     update(rows, model("m0"))
     assert (rows.complete_since, len(since(rows, 1)[1])) == (1, KEPT_GONE)
@@ -98,7 +99,7 @@ def test_viewers_reach_the_current_state_after_missed_events(
     events: list[tuple[dict[tuple[str, str], int], set[int]]],
 ) -> None:
     """Three viewers; each event reaches only some of them."""
-    rows = Rows()
+    rows = Rows(Timeline())
     seen: list[dict[tuple[str, str], Document]] = [{}, {}, {}]
     numbers = [0, 0, 0]
     for state, reached in events:

@@ -2,8 +2,8 @@
 
 import {history} from "../access.js"
 import {chart, curves, sparkline} from "../charts.js"
-import {facts, h, set, write} from "../dom.js"
-import {NOTHING, bytes, count, duration, plural, rate, share} from "../format.js"
+import {facts, h, refill, set, show, write} from "../dom.js"
+import {NOTHING, bytes, clock, count, duration, plural, rate, share} from "../format.js"
 import {route} from "../route.js"
 import {Grid} from "./grid.js"
 
@@ -80,6 +80,8 @@ export function overview(store) {
 		chart("Latency", duration, ["p99", "accent", "p99"], ["p50", "plain", "p50"]),
 		chart("Requests in the server", count, ["queued", "accent", "queue"], ["running", "plain", "running"])], history)
 	const totals = h("dl.facts")
+	const events = h("ol.events", {tabindex: 0, label: "Events"})
+	const happened = h("section.panel", h("h2", "Events"), events)
 	const grid = new Grid("model", COLUMNS, kept.sorted, ({name, version}) => route(name, version))
 	const found = h("span.hint", {role: "status"})
 	const search = h("input", {type: "search", placeholder: "Filter by name, alias, state or reason", label: "Filter models", autocomplete: "off",
@@ -106,13 +108,15 @@ export function overview(store) {
 	function update() {
 		time.update(store.history)
 		if (store.now) facts(totals, serverFacts(store))
+		show(happened, store.events.length)
+		refill(events, store.events.at(-1), () => store.events.toReversed().map(eventItem))
 		list()
 	}
 
 	const stop = store.watch(update)
 	update()
 	return {
-		nodes: [h("h1.unseen", {tabindex: -1}, "Overview"), time.node, totals,
+		nodes: [h("h1.unseen", {tabindex: -1}, "Overview"), time.node, happened, totals,
 			h("div.tools", search, h("div.chips", {role: "group", label: "Show"}, chips), found), grid.node],
 		go() {
 			document.body.dataset.view = "overview"
@@ -126,6 +130,10 @@ export function overview(store) {
 			grid.stop.abort()
 		},
 	}
+}
+
+function eventItem({time, text, bad, model, version}) {
+	return h("li", {"data-alarm": bad}, h("span.hint", clock(time)), " ", model && h("a", {href: route(model, version)}, `${model} ${version}`), ` ${text}`)
 }
 
 function gpuFact(gpu, part) {
