@@ -45,7 +45,7 @@ static bool config_has(Object *model, const char *text)
 
 /* ------------------------------------------------------------------------------------------------------------ life */
 
-static bool stuck;
+static bool stuck, unfinished;
 static const char *always = ""; /* what to do to a request without the parameter */
 static Object *server, *requests_counter, *manager, *described;
 
@@ -57,6 +57,7 @@ CALL(Initialize, Object *backend)
     TRITONBACKEND_BackendMemoryManager(backend, &manager);
     TRITONBACKEND_BackendConfig(backend, &config);
     TRITONSERVER_MessageSerializeToJson(config, &json, &size);
+    unfinished = strstr(json, "\"unfinished\"") != NULL;
     return strstr(json, "\"refuse\"") ? error(INVALID, "the backend refuses these settings") : NULL;
 }
 
@@ -149,7 +150,7 @@ CALL(ModelInstanceFinalize, Object *instance)
     TRITONSERVER_LogMessage(0, "backend.c", 1, "the instance is finalized");
     while (stuck)
         pause();
-    return NULL;
+    return unfinished ? error(INTERNAL, "the instance cannot be finalized") : NULL;
 }
 
 /* --------------------------------------------------------------------------------------------------------- answers */

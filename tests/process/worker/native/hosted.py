@@ -12,7 +12,9 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 
+from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.protocol.messages import Options, Tensor, Value
 from shmserve.protocol.worker_messages import Row, StepOptions, Work
 from shmserve.repo.storage.store import scan_model
@@ -132,5 +134,25 @@ def gpu(library: Path) -> None:
         assert "pinned" not in fake.left()
 
 
+def initialization(library: Path) -> None:
+    """The error of a backend that refuses its settings is that of the load."""
+    with (
+        pytest.raises(InvalidRequest, match="the backend refuses these settings"),
+        probe(library, "KIND_CPU", {"probe,refuse": "1"}),
+    ):
+        pass
+
+
+def finalization(library: Path) -> None:
+    """An error of the last step is reported by the worker, too."""
+    with (
+        pytest.raises(ModelFailed, match="the instance cannot be finalized"),
+        probe(library, "KIND_CPU", {"probe,unfinished": "1"}),
+    ):
+        pass
+
+
 if __name__ == "__main__":
-    {case.__name__: case for case in (inputs, place, host, gpu)}[sys.argv[1]](Path(sys.argv[2]))
+    {case.__name__: case for case in (inputs, place, host, gpu, initialization, finalization)}[sys.argv[1]](
+        Path(sys.argv[2])
+    )
