@@ -357,7 +357,7 @@ def test_requests_that_the_gateway_answers_alone_take_turns(flood: bytes) -> Non
     *floods, (honest, heard) = [connected(listener=listener)[:2] for _ in range(9)]
     for connection, _ in floods:
         receive(connection, flood)
-        assert backlog.left > -2 * CONNECTION_WORK, "of all connections together"
+        assert backlog.remaining > -2 * CONNECTION_WORK, "of all connections together"
     for _ in range(4):  # until each of them has had a turn
         loop.iterate()
     for count in range(1, 5):
@@ -368,7 +368,7 @@ def test_requests_that_the_gateway_answers_alone_take_turns(flood: bytes) -> Non
     largest = 0
     while loop.soon:
         loop.iterate()
-        largest = max(largest, TURN_WORK - backlog.left)
+        largest = max(largest, TURN_WORK - backlog.remaining)
     assert largest <= TURN_WORK // 2 + 2 * CONNECTION_WORK
     answers = {tuple(status for status, _ in answered(transport.sent)) for _, transport in floods}
     assert len(answers) == 1
