@@ -43,12 +43,15 @@ from shmserve.repo.config.schema import (
     ModelSequenceBatching,
     ModelSequenceBatchingStrategyDirect,
     ModelSequenceBatchingStrategyOldest,
+    parameter,
 )
 from shmserve.repo.rules.ensemble_steps import compile_steps
 from shmserve.repo.rules.padding import padding_of
 from shmserve.repo.rules.parameter_rules import scaled_groups
 
 _US = 1000
+DEFAULT_SLOTS = {"llamacpp": 4}
+"""Backend of language models -> the default of its parameter `slots`."""
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 ON_DEVICE = frozenset({"tensorrt", "onnxruntime", "pytorch"})
 """Backends that can read and write tensors on their process's GPU."""
@@ -187,7 +190,16 @@ def compile_scaling(config: ModelConfig, cores: CoreSet | None = None) -> Scalin
         parameters.SCALE_DOWN.read(config),
         len(cores.usable) if cores is not None else 0,
         cores.quota if cores is not None else 0,
+        _stream_slots(config),
     )
+
+
+def _stream_slots(config: ModelConfig) -> int:
+    """How many texts an instance of a language model generates at once; 0 for other models."""
+    if config.backend not in DEFAULT_SLOTS:
+        return 0
+    text = parameter(config, "slots") or ""
+    return int(text) if text.isdecimal() else DEFAULT_SLOTS[config.backend]
 
 
 def unknown_policies(config: ModelConfig, cores: CoreSet) -> tuple[str, ...]:

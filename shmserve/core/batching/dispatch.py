@@ -50,7 +50,8 @@ def dispatch(state: State, version: Version, now: int) -> None:
         _dispatch_limited(state, version, state.limiter, now)
     while queue.count and state.limiter is None:
         if version.idle:
-            if _start_batch(state, version, version.idle[-1], now):
+            instance = _fewest_streams(version) if version.service.decoupled else version.idle[-1]
+            if _start_batch(state, version, instance, now):
                 continue
         if not any(_send_ahead(state, version, instance, now) for instance in busy(version)):
             break
@@ -58,6 +59,12 @@ def dispatch(state: State, version: Version, now: int) -> None:
         state.wakes[version] = version.wake
     elif state.wakes:
         state.wakes.pop(version, None)
+
+
+def _fewest_streams(version: Version) -> Instance:
+    """The idle instance with the fewest streams; of several, the one that became idle last. An instance of a language
+    model is idle while it generates texts, as long as it has room for others."""
+    return min(reversed(version.idle), key=lambda instance: len(instance.streams))
 
 
 def _dispatch_limited(state: State, version: Version, limiter: Limiter, now: int) -> None:

@@ -18,7 +18,7 @@ from shmserve.core.states import InstanceState, RequestState, VersionState
 
 _I = InstanceState
 FREE = 0.8
-"""Maximum fraction of sequence slots in use after an instance is removed."""
+"""Maximum fraction of the slots of sequences or streams in use after an instance is removed."""
 
 
 def notice(state: State, version: Version, scaler: Scaler, now: int) -> None:
@@ -82,7 +82,7 @@ def _read(version: Version, now: int) -> Reading:
     service = version.service
     statistics = version.statistics
     busy_ns, oldest = statistics.busy_ns, now
-    needed = 0
+    streams = needed = 0
     for instance in version.instances:
         running, waiting = instance.running, instance.waiting
         if running is not None:
@@ -91,9 +91,12 @@ def _read(version: Version, now: int) -> Reading:
             busy_ns += max(0, now - instance.leased_since)
         if waiting is not None:
             oldest = min([oldest, *(request.arrived for request in waiting.requests())])
+        streams += len(instance.streams)
         needed += bool(instance.streams)
     oldest = min(oldest, _oldest_queued(version, now))
     spare = bool(version.idle)
+    if version.scaler is not None and version.scaler.policy.slots:
+        needed = -(-streams // max(1, int(version.scaler.policy.slots * FREE)))
     if service.sequence_slots is not None:
         slots = service.sequence_slots.policy.slots
         needed = -(-service.sequence_slots.count // max(1, int(slots * FREE)))

@@ -152,7 +152,15 @@ def test_scaling() -> None:
     assert policy is not None
     found = [(group.group, group.specs[0].kind, group.specs[0].device, len(group.specs)) for group in policy.groups]
     assert found == [("a", "KIND_CPU", 0, 2), ("b", "KIND_GPU", 0, 2), ("b", "KIND_GPU", 1, 2)]
-    assert (policy.cores, policy.quota) == (4, 3)
+    assert (policy.cores, policy.quota, policy.slots) == (4, 3, 0)
+
+
+@pytest.mark.parametrize(("given", "slots"), [({}, 4), ({"slots": "16"}, 16)])
+def test_scaling_knows_the_slots_of_language_models(given: dict[str, str], slots: int) -> None:
+    text = 'name: "m" backend: "llamacpp" instance_group { kind: KIND_CPU }' + parameters(max_instances="2", **given)
+    policy = compile_scaling(parse(text))
+    assert policy is not None
+    assert policy.slots == slots
 
 
 CORRID = 'control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_%s } }'

@@ -22,7 +22,7 @@ class Operating(World):
         """1-3,up=50ms,down=2s: bounds and delays of autoscaling."""
         bounds, *more = text.split(",")
         options = dict(word.split("=") for word in more)
-        self.scalings[name] = scaling_of(name, bounds, options.get("up", "50ms"), options.get("down", "2s"))
+        self.scalings[name] = scaling_of(name, bounds, **options)
 
     def do_scale(self, name: str, bounds: str, up: str = "50ms", down: str = "2s") -> None:
         """scale m 1-3 up=50ms down=2s: the number of instances in the next deploy."""
