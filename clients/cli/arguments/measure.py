@@ -91,7 +91,7 @@ def add_bench(commands: Any) -> None:
     _add_endpoint(command)
     _add_load(command)
     _add_requests(command)
-    _add_prompts(command)
+    _add_language(command)
     _add_measurement(command)
     _add_results(command)
 
@@ -228,8 +228,8 @@ def _add_requests(command: CommandParser) -> None:
     completion.completes(rare(add("--version", metavar="N", type=at_least_1, help=text)), completion.versions)
 
 
-def _add_prompts(command: CommandParser) -> None:
-    """Arguments for language models. Any of them makes `bench` send prompts instead of tensors."""
+def _add_language(command: CommandParser) -> None:
+    """Arguments for language models. Any of --openai and those of prompts makes `bench` send prompts, not tensors."""
     add = command.add_argument
     rare(
         add(
@@ -238,12 +238,26 @@ def _add_prompts(command: CommandParser) -> None:
             help="measure a language model behind an OpenAI API, of any server: http://HOST:PORT/v1",
         )
     )
+    add_prompts(command)
+    rare(
+        add(
+            "--slo",
+            metavar="NAME=TIME,...",
+            type=objectives,
+            help="report the requests per second that meet e.g. ttft=200ms,itl=50ms,e2e=5s: time to the first token, "
+            "mean time between tokens, time to the end",
+        )
+    )
+
+
+def add_prompts(command: argparse.ArgumentParser) -> None:
+    """What a language model is asked."""
+    add = command.add_argument
     rare(
         add(
             "--prompts",
             metavar="FILE",
-            help='prompts for a language model: per line, {"prompt": TEXT} or {"messages": [...]}, or a file of '
-            "ShareGPT",
+            help='prompts for a language model: per line, {"prompt": TEXT} or {"messages": [...]}, or a file of ShareGPT',
         )
     )
     rare(
@@ -277,15 +291,6 @@ def _add_prompts(command: CommandParser) -> None:
             type=json_object,
             default="{}",
             help="other parameters of these requests, for example '{\"ignore_eos\": true}' for exact lengths",
-        )
-    )
-    rare(
-        add(
-            "--slo",
-            metavar="NAME=TIME,...",
-            type=objectives,
-            help="report the requests per second that meet e.g. ttft=200ms,itl=50ms,e2e=5s: time to the first token, "
-            "mean time between tokens, time to the end",
         )
     )
 

@@ -17,6 +17,7 @@ from shmserve.clients.cli.arguments.common import (
     seconds,
     span,
 )
+from shmserve.clients.cli.arguments.measure import add_prompts, objectives
 from shmserve.clients.cli.help import rare
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE)
@@ -26,6 +27,7 @@ def add_tune(commands: Any) -> None:
     examples = """  shmserve tune models/mlp --p99 20ms --memory 2GiB
   shmserve tune models/mlp --p99 20ms --rate 500           the cheapest setting for this load
   shmserve tune models/mlp --p99 20ms --apply --html report.html
+  shmserve tune models/chat --slo ttft=500ms,itl=50ms --prompt-tokens 64:256 --output-tokens 64
 """
     note = """
 Measures how long batches take, searches in the simulator, and confirms the best settings on a server of its own. The
@@ -36,7 +38,14 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
     command = add_command(commands, "tune", "tune", about, examples, codes, note)
     add = command.add_argument
     add("model", metavar="MODEL", type=Path, help="directory with the model's config.pbtxt")
-    add("--p99", metavar="TIME", type=duration, required=True, help="limit of the 99th percentile, e.g. 20ms")
+    add("--p99", metavar="TIME", type=duration, help="limit of the 99th percentile, e.g. 20ms; not for language models")
+    add(
+        "--slo",
+        metavar="NAME=TIME,...",
+        type=objectives,
+        help="for a language model: what 95 %% of the requests must meet, e.g. ttft=500ms,itl=50ms, as for bench",
+    )
+    add_prompts(command)
     add(
         "--memory",
         metavar="SIZE",
@@ -62,7 +71,7 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
     add("--max-batch", metavar="N", type=at_least_1, default=0, help=text)
     text = "an input: numbers, JSON, or @FILE.npy; repeatable (default: random)"
     rare(add("-i", "--input", metavar="NAME=VALUE", action="append", default=[], help=text))
-    text = "duration of each measurement (default: 2)"
+    text = "duration of each measurement (default: 2); of a language model, enough for 30 texts"
     rare(add("--seconds", metavar="SECONDS", type=seconds, default=2.0, help=text))
     text = "number of settings to measure on the server (default: 3)"
     rare(add("--confirm", metavar="N", type=at_least_1, default=3, help=text))

@@ -86,7 +86,11 @@ def plan_of(args: argparse.Namespace) -> Plan:
         confidence=args.confidence,
         percentile=args.percentile,
     )
-    prompts = _prompts(args, seed)
+    prompts = None
+    if args.openai or asks(args):
+        if args.input or args.data or args.shape or args.batch:
+            raise Misuse("a language model is sent prompts: leave out --input, --data, --shape and --batch")
+        prompts = prompts_of(args, seed)
     limit = None
     if args.until is not None:
         (percentile, ns), (low, high) = args.until, _bounds(args)
@@ -109,17 +113,17 @@ def plan_of(args: argparse.Namespace) -> Plan:
     )
 
 
-def _prompts(args: argparse.Namespace, seed: int) -> Prompts | None:
-    """For a language model."""
+def asks(args: argparse.Namespace) -> bool:
+    """Whether the arguments say what to ask a language model."""
+    return any((args.prompts, args.prompt_tokens, args.output_tokens))
+
+
+def prompts_of(args: argparse.Namespace, seed: int) -> Prompts:
+    """What a language model is asked."""
     from shmserve.tools.load.plan import Lengths, Prompts
 
-    given = (args.openai, args.prompts, args.prompt_tokens, args.output_tokens)
-    if not any(given):
-        return None
     if args.prompts and args.prompt_tokens:
         raise Misuse("--prompt-tokens is the length of random prompts: leave it out with --prompts")
-    if args.input or args.data or args.shape or args.batch:
-        raise Misuse("a language model is sent prompts: leave out --input, --data, --shape and --batch")
     return Prompts(
         api=args.api,
         file=args.prompts,

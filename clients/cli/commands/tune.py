@@ -10,13 +10,16 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shmserve.clients.cli.commands.base import StatusLine, print_json, screen_of
+from shmserve.clients.cli.commands.bench import asks, prompts_of
+from shmserve.errors import Unsupported
 from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ ASK_S = 30.0
 START_S = 60.0
 CALLERS = 16
 """Requests in flight when the steps of an ensemble are compared."""
+SEED = 1
+"""Of the prompts for a language model: all settings get the same."""
 VARIETY = 64
 """Number of different requests."""
 VARIETY_BYTES = 64 << 20
@@ -46,6 +51,10 @@ STEPS = {
 def tune(args: argparse.Namespace) -> int:
     """Returns 0 if a setting holds the target, 130 after Ctrl-C, else 1."""
     folder = _folder(args.model)
+    if args.slo is not None or asks(args):
+        return _tune_language(args, folder)
+    if args.p99 is None:
+        raise Misuse("--p99 TIME is the target; of a language model, it is --slo ttft=TIME,itl=TIME")
     goal = _goal(args)
     screen = screen_of(args)
     before = _earlier(args, folder, goal)
@@ -68,7 +77,8 @@ def tune(args: argparse.Namespace) -> int:
     if args.apply and not outcome.holds:
         raise Failed(f"{path} is not changed: {_missed(outcome)}")
     if args.apply and changes:
-        _apply(folder / CONFIG, outcome)
+        assert outcome.chosen is not None
+        _apply(folder / CONFIG, outcome.model.text, outcome.model.text_of(outcome.chosen))
         if not args.json:
             print(f"\n{path} is written; `shmserve load {folder.name}` applies it to a running server")
     return 0 if outcome.holds else 1
@@ -138,13 +148,12 @@ def _write(file: Path, content: str) -> None:
         raise Failed(f"cannot write {file}: {error.strerror}") from error
 
 
-def _apply(file: Path, outcome: Outcome) -> None:
+def _apply(file: Path, before: str, after: str) -> None:
     """Replaces the file in one step, unless it has changed in the meantime."""
-    assert outcome.chosen is not None
-    if _read(file) != outcome.model.text:
+    if _read(file) != before:
         raise Failed(f"{file} has changed since tuning began; it is not overwritten")
     written = file.with_name(f".{file.name}.new")
-    _write(written, outcome.model.text_of(outcome.chosen))
+    _write(written, after)
     if file.exists():
         written.chmod(file.stat().st_mode & 0o777)
     written.replace(file)
@@ -163,12 +172,12 @@ def _read(file: Path) -> str:
 # ------------------------------------------------------------------------------------------------- the server
 
 
-def _tuned(args: argparse.Namespace, folder: Path, goal: Goal, screen: Screen) -> Outcome:
+@contextmanager
+def _serving(args: argparse.Namespace, folder: Path) -> Iterator[tuple[Client, ModelConfig]]:
+    """A server of its own, and the completed configuration of the model."""
     from shmserve.clients.cli.temporary_server import TemporaryServer, ended_in_order
     from shmserve.repo.config.schema import from_triton_json
-    from shmserve.tools.tune.served import MAX_IN_FLIGHT, ServedModel
-    from shmserve.tools.tune.space import TunedModel, check_tunable
-    from shmserve.tools.tune.tuner import Tuner
+    from shmserve.tools.tune.served import MAX_IN_FLIGHT
 
     options = ["--model-control-mode", "explicit", "--limit", f"client_requests={MAX_IN_FLIGHT}"]
     options += [word for provided in args.backend_config for word in ("--backend-config", provided)]
@@ -177,7 +186,15 @@ def _tuned(args: argparse.Namespace, folder: Path, goal: Goal, screen: Screen) -
         if not server.ready(START_S):
             raise Failed(f"the temporary server did not start within {START_S:g} s: {server.last_words}")
         client.load(folder.name)
-        config = from_triton_json(client.config(folder.name))
+        yield client, from_triton_json(client.config(folder.name))
+
+
+def _tuned(args: argparse.Namespace, folder: Path, goal: Goal, screen: Screen) -> Outcome:
+    from shmserve.tools.tune.served import ServedModel
+    from shmserve.tools.tune.space import TunedModel, check_tunable
+    from shmserve.tools.tune.tuner import Tuner
+
+    with _serving(args, folder) as (client, config):
         if config.ensemble_scheduling is not None:
             _find_bottleneck(args, client, config, screen)
         check_tunable(config)
@@ -186,6 +203,43 @@ def _tuned(args: argparse.Namespace, folder: Path, goal: Goal, screen: Screen) -
         served = ServedModel(client, folder.name, _inputs(args, client, config))
         with StatusLine() as status:
             return Tuner(served, model, goal, _progress(status), cores).run()
+
+
+def _tune_language(args: argparse.Namespace, folder: Path) -> int:
+    """The same for a language model, whose settings are only measured, not simulated."""
+    from shmserve.tools.load.plan import Objectives
+    from shmserve.tools.tune.language import DEFAULTS, LanguageGoal, LanguageTuner, TunedLanguageModel
+    from shmserve.tools.tune.language_report import language_text
+    from shmserve.tools.tune.served import ServedModel
+
+    if args.slo is None:
+        raise Misuse("--slo ttft=TIME,itl=TIME is the target of a language model")
+    if args.p99 is not None or args.rate or args.html is not None:
+        raise Misuse("a language model is tuned for --slo: leave out --p99, --rate and --html")
+    goal = LanguageGoal(Objectives(**args.slo), prompts_of(args, SEED), args.memory, args.seconds)
+    path, interrupted = _shown(folder / CONFIG), False
+    with _serving(args, folder) as (client, config):
+        if config.backend not in DEFAULTS:
+            raise Unsupported(f"backend '{config.backend}' has no slots to tune: {', '.join(DEFAULTS)} has")
+        model = TunedLanguageModel(_read(folder / CONFIG), config)
+        with StatusLine() as status:
+            tuner = LanguageTuner(ServedModel(client, folder.name, lambda _: ()), model, goal, status.show)
+            try:
+                tuner.run()
+            except KeyboardInterrupt:
+                interrupted = True
+    chosen, changes = tuner.chosen, tuner.diff(path)
+    if args.json:
+        print_json(tuner.as_json(path))
+    else:
+        print(f"{language_text(tuner, screen_of(args))}\n\n{changes or 'No changes.'}", end="" if changes else "\n")
+    if interrupted:
+        return 130
+    if args.apply and chosen is None:
+        raise Failed(f"{path} is not changed: no setting that was measured held {goal.objectives}")
+    if args.apply and changes and chosen is not None:
+        _apply(folder / CONFIG, model.text, model.text_of(chosen.setting))
+    return 0 if chosen is not None else 1
 
 
 def _find_bottleneck(args: argparse.Namespace, client: Client, config: ModelConfig, screen: Screen) -> NoReturn:

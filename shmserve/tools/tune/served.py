@@ -24,7 +24,9 @@ from shmserve.repo.config.schema import ModelConfig, as_triton_json
 from shmserve.system import procfs
 from shmserve.tools.load.generation.schedule import send_times
 from shmserve.tools.load.generation.sending import Sender, Timer
-from shmserve.tools.load.plan import SECOND, Endpoint, Open
+from shmserve.tools.load.measure import measure
+from shmserve.tools.load.plan import SECOND, Endpoint, Open, Plan
+from shmserve.tools.load.record import Point
 from shmserve.tools.load.targets.base import RequestOptions
 from shmserve.tools.load.targets.native import NativeTarget
 from shmserve.tools.tune.bench import Observation
@@ -72,6 +74,11 @@ class ServedModel:
             if entry["name"] == self._name and entry["state"] == "READY":
                 return sum(procfs.proportional_bytes(each["pid"]) for each in entry["instances"])
         return 0
+
+    def load(self, plan: Plan) -> Point:
+        """The result of a load of `bench`."""
+        (point,) = measure(replace(plan, endpoint=Endpoint(url=self._client.url))).points
+        return point
 
     def closed(self, callers: int, seconds: float, length: int = 0) -> Observation:
         return self._observed(length, lambda sender: closed(sender, callers, seconds))

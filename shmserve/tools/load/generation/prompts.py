@@ -22,7 +22,8 @@ _TEXT = (
 )
 _WORDS = _TEXT.split()
 """Of equal length and common, so that each takes the same number of tokens, usually one."""
-_FEW, _MANY = 16, 48
+_FEW, _MANY = 8, 24
+"""Words of the prompts whose tokens are counted."""
 CountTokens = Callable[[Prompt], Awaitable[int]]
 
 

@@ -5,6 +5,7 @@ The model waits for 5 ms, and the target is 200 ms, so that a busy machine does 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -17,7 +18,8 @@ import pytest
 
 from tests.process.cli.commands import COMMAND
 from tests.support.docs import pages
-from tests.support.model_files import write_model
+from tests.support.model_files import parameters, write_model
+from tests.support.workers.models import gguf_models
 
 pytestmark = pytest.mark.process
 
@@ -100,6 +102,25 @@ def test_the_commands_of_the_page(folder: Path) -> None:
     assert before[0] in after
     assert found["chosen"] in (None, found["present"]) or changed
     assert "<svg" in (folder / "report.html").read_text()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed")
+def test_a_language_model(folder: Path) -> None:
+    """Which setting is best depends on the machine."""
+    write_model(folder / "models", "chat", 'backend: "llamacpp"\n' + parameters(context_length="256", slots="2"))
+    gguf_models.write(folder / "models/chat/1/model.gguf", context=256)
+    words = "tune models/chat --slo e2e=60s --prompt-tokens 20 --output-tokens 4 --seconds 0.1 --json --apply"
+    done = ran(folder, *shlex.split(words))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    tried = [(trial["slots"], trial["prompt_batch"]) for trial in found["trials"]]
+    assert tried[:2] == [(2, 512), (1, 512)]
+    assert {size for _, size in tried} == {64, 128, 256, 512}
+    assert all(trial["tokens_per_s"] > 0 and not trial["error"] and trial["memory"] for trial in found["trials"])
+    text = (folder / "models/chat/config.pbtxt").read_text()
+    assert f'"{found["chosen"]["slots"]}"' in text
+    done = ran(folder, "tune", "models/chat", "--slo", "ttft=1s", "--p99", "20ms")
+    assert (done.returncode, "a language model is tuned for --slo" in done.stderr) == (2, True)
 
 
 def test_apply_changes_nothing_if_no_setting_meets_the_target(folder: Path) -> None:
