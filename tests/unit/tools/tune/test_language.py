@@ -59,11 +59,9 @@ class Served:
         return replace(result, language=language, first_answer=latencies([50_000_000]))
 
 
-def tuned(served: Served, memory: int = 0, **prompts: Lengths) -> LanguageTuner:
+def tuned(served: Served, memory: int = 0, prompts: Prompts = Prompts()) -> LanguageTuner:  # noqa: B008
     model = TunedLanguageModel(TEXT, replace(parse(TEXT), name="m"))
-    tuner = LanguageTuner(
-        served, model, LanguageGoal(Objectives(ttft=1), Prompts(**prompts), memory), lambda text: None
-    )
+    tuner = LanguageTuner(served, model, LanguageGoal(Objectives(ttft=1), prompts, memory), lambda text: None)
     tuner.run()
     return tuner
 
@@ -87,7 +85,7 @@ def test_no_setting_holds_the_objectives() -> None:
 
 
 def test_the_context_becomes_long_enough_for_the_prompts() -> None:
-    tuner = tuned(Served(100), words=Lengths(5000, 6000), output=Lengths(100, 100))
+    tuner = tuned(Served(100), prompts=Prompts(words=Lengths(5000, 6000), output=Lengths(100, 100)))
     assert {trial.setting.context_length for trial in tuner.trials} == {6144}
     assert '"6144"' in tuner.diff("f")
 
