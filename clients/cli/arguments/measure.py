@@ -257,7 +257,8 @@ def add_prompts(command: argparse.ArgumentParser) -> None:
         add(
             "--prompts",
             metavar="FILE",
-            help='prompts for a language model: per line, {"prompt": TEXT} or {"messages": [...]}, or a file of ShareGPT',
+            help='prompts for a language model: per line, {"prompt": TEXT} or {"messages": [...]}, or a file of '
+            "ShareGPT",
         )
     )
     rare(
