@@ -78,6 +78,13 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
+async def close_connections() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
 @contextmanager
 def served() -> Iterator[str]:
     """The url of the API, which a thread serves."""
@@ -88,6 +95,7 @@ def served() -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
+        asyncio.run_coroutine_threadsafe(close_connections(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
 
