@@ -43,7 +43,7 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
         "--slo",
         metavar="NAME=TIME,...",
         type=objectives,
-        help="for a language model: what 95 %% of the requests must meet, e.g. ttft=500ms,itl=50ms, as for bench",
+        help="target of a language model: ttft=500ms,itl=50ms",
     )
     add_prompts(command)
     add(
