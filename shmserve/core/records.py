@@ -209,9 +209,13 @@ class Request(Struct, eq=False, gc=False):
         )
 
 
+CALLERS = 64
+"""Idle callers of a client that are kept before all are dropped."""
+
+
 class Caller(Struct, eq=False):
-    """One of the callers for whom a client speaks, while it has requests. Those of the server's gateways count like
-    users. Those of other clients share what their user has, so the client gains nothing by naming them."""
+    """One of the callers for whom a client speaks. Those of the server's gateways count like users. Those of other
+    clients share what their user has, so the client gains nothing by naming them."""
 
     client: ClientState
     name: str
@@ -223,7 +227,10 @@ class Caller(Struct, eq=False):
     """Bytes inside the messages of its requests in flight."""
 
     def enter(self, count: int, inline: int) -> None:
-        self.client.callers[self.name] = self
+        if not self.in_flight:
+            self.client.active_callers += 1
+            self.client.callers[self.name] = self
+            self.count = self.client.caller_counts.of(self.count.name)
         self.in_flight += count
         self.bytes += inline
 
@@ -235,7 +242,7 @@ class Caller(Struct, eq=False):
         self.in_flight -= 1
         self.bytes -= inline
         if not self.in_flight:
-            del self.client.callers[self.name]
+            self.client.active_callers -= 1
 
 
 class ClientState(Struct, eq=False):
@@ -278,7 +285,9 @@ class ClientState(Struct, eq=False):
     error_level: int = 0
     """Level of its token bucket of protocol errors, as a time: each error advances it by 1 s / client_errors."""
     callers: dict[str, Caller] = {}
-    """Those with requests in flight."""
+    """Those for whom it has spoken; all with requests in flight, and some others."""
+    active_callers: int = 0
+    """The number of those with requests in flight."""
     callers_seen: int = 0
     caller_counts: CallerCounts = field(default_factory=CallerCounts)
     """Those of the server."""
@@ -289,11 +298,13 @@ class ClientState(Struct, eq=False):
             return self
         found = self.callers.get(name)
         if found is None:
+            if len(self.callers) >= CALLERS + 2 * self.active_callers:
+                self.callers = {key: caller for key, caller in self.callers.items() if caller.in_flight}
             self.callers_seen += 1
             whole, trusted = f"{self.user} {name}", self.granted & FORWARD
             number = -(self.number << 32) - self.callers_seen
             count = self.caller_counts.of(name if trusted else whole)
-            found = Caller(self, name, number, whole if trusted else self.user, count)
+            found = self.callers[name] = Caller(self, name, number, whole if trusted else self.user, count)
         return found
 
     @property

@@ -610,7 +610,7 @@ FAULTS = (
     Fault(
         "a caller is never forgotten",
         "shmserve/core/records.py",
-        "            del self.client.callers[self.name]\n",
+        "            self.client.active_callers -= 1\n",
         "            pass\n",
     ),
     Fault(

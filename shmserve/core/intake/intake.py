@@ -102,7 +102,7 @@ class Intake:
             if number == 0 or number in client.requests:
                 raise InvalidRequest(f"request number {number} is 0 or already in use by a request in flight")
         version = None if message.version else state.ready.get(message.model)
-        going_on, waits = None, False
+        going_on = waits = None
         if options is not None and options.sequence:
             going_on = sequence_scheduler.version_of(state, client, message.model, message.version, options)
             version = going_on or version
@@ -126,11 +126,10 @@ class Intake:
         payer: Payer = client
         if calling is not None:
             payer = calling.payer
-        elif message.payer:  # type: ignore[union-attr]  # a Call comes with `calling`
-            payer = client.payer(message.payer)  # type: ignore[union-attr]
+        elif name := message.payer:  # type: ignore[union-attr]  # a Call comes with `calling`
+            payer = client.callers.get(name) or client.payer(name)
         if waits:
             return self._wait(client, payer, number, message, version, now, blocks, waited, calling)
-        assert version.policy is not None, version.label
         service = version.service
         rows, signature, inline, shared, length = service.checker.check(inputs, outputs)
         if options is not None:

@@ -157,7 +157,7 @@ class Quotas:
         return ""
 
     def _has_share(self, used: int, limit: int) -> bool:
-        parties = sum(max(1, len(client.callers)) for client in self._state.clients.values())
+        parties = sum(max(1, client.active_callers) for client in self._state.clients.values())
         return used * parties >= limit
 
     # ------------------------------------------------------------------------------------ protocol errors

@@ -40,7 +40,8 @@ def callers(clients: Iterable[ClientState], requests: Iterable[Request], counts:
     in_flight: Counter[CallerCount] = Counter()
     for client in clients:
         for caller in client.callers.values():
-            in_flight[caller.count] += caller.in_flight
+            if caller.in_flight:
+                in_flight[caller.count] += caller.in_flight
     waiting: Counter[CallerCount] = Counter()
     for request in requests if in_flight else ():
         payer, batch = request.payer, request.batch
