@@ -298,7 +298,8 @@ class Core:
                 self._advance_and_dispatch(now)
         if state.leases:
             leases.revoke_unfit(state)
-        state.ledger.flush()
+        if state.ledger.returned:
+            state.ledger.flush()
         if self._queries.waiting:
             self._queries.pass_on()
         if state.draining:

@@ -82,7 +82,7 @@ class Ledger:
         self.effects: list[Effect] = []
         self.held_bytes = 0
         """Total of all clients."""
-        self._returns: dict[int, list[Handle]] = {}
+        self.returned: dict[int, list[Handle]] = {}
         self.departed: deque[Holder] = deque()
         """Disconnected clients with holds that `release_departed` has yet to release."""
 
@@ -288,7 +288,7 @@ class Ledger:
 
     def send_back(self, handle: Handle) -> None:
         """Queues a block without holds or pins for return to its owner in `flush`."""
-        self._returns.setdefault(handle.segment >> OWNER_SHIFT, []).append(handle)
+        self.returned.setdefault(handle.segment >> OWNER_SHIFT, []).append(handle)
 
     def _release(self, place: Place, hold: Hold) -> None:
         if hold.clients or hold.pins:
@@ -303,15 +303,13 @@ class Ledger:
 
     def flush(self) -> None:
         """Sends the blocks returned in this turn: one message for each owner, or one for every 4096 handles."""
-        if not self._returns:
-            return
-        for owner, handles in self._returns.items():
+        for owner, handles in self.returned.items():
             if not owner:
                 self.effects.append(Free(tuple(handles)))
                 continue
             for start in range(0, len(handles), 4096):
                 self.effects.append(Send(owner, Return(tuple(handles[start : start + 4096]))))
-        self._returns.clear()
+        self.returned.clear()
 
     # ------------------------------------------------------------------------------------ disconnects and deaths
 
@@ -344,7 +342,7 @@ class Ledger:
 
     def worker_died(self, peer: int) -> set[int]:
         """Returns the segments that are lost while something still refers to them."""
-        self._returns.pop(peer, None)
+        self.returned.pop(peer, None)
         self._forget_peer(peer)
         return {number for number, segment in self.segments.items() if segment.owner == peer and segment.lost}
 

@@ -178,9 +178,9 @@ def move(moving: Moving, finish: Enum) -> None:
 
 def move_all(requests: Sequence[M], start: RequestState, finish: RequestState) -> None:
     """`move` for many requests, most of which are in the state `start`."""
-    usual = history is None and finish in REQUEST_MOVES[start]
+    usual = start if history is None and finish in REQUEST_MOVES[start] else None
     for request in requests:
-        if usual and request.state is start:
+        if request.state is usual:
             request.state = finish
         else:
             move(request, finish)

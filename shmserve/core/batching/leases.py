@@ -49,7 +49,8 @@ def _plain(state: State, lending: Lending[ClientState], request: Request) -> boo
     special = request.outputs is not None or request.options is not None or request.suspect
     if special or request.rows > lending.rows:
         return False
-    return all(_is_lendable(state, request.client, number) for number in request.segments)
+    segments = request.segments
+    return not segments or all(_is_lendable(state, request.client, number) for number in segments)
 
 
 def _is_lendable(state: State, client: ClientState, segment: int) -> bool:

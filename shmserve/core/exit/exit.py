@@ -236,10 +236,9 @@ def end_plain(state: State, version: Version, requests: list[Request], taken: in
     rows, now = 0, state.now
     arrivals = []
     for request in requests:
-        client = request.client
+        client, payer = request.client, request.payer
         del client.requests[request.client_number]
         client.bytes -= request.inline
-        payer = request.payer
         if payer is not client:
             payer.leave(request.inline, now - request.arrived)
         rows += request.cost

@@ -38,11 +38,8 @@ class QueryQueue:
         self._behind: set[int] = set()
         self._next: FairQueue[int] = FairQueue()
         """Peers with queued queries that are not behind."""
-
-    @property
-    def waiting(self) -> bool:
-        """Another turn is due immediately."""
-        return bool(self._next.users)
+        self.waiting = self._next.users
+        """While it is not empty, another turn is due immediately."""
 
     def put(self, peer: int, ask: Ask) -> None:
         """Queues a query. Raises if the peer may not send it now. `what` is empty in later pieces of an operation's

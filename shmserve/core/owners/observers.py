@@ -139,7 +139,7 @@ class Observers:
         batch was; 0: not known yet."""
         statistics, now = request.version.statistics, self._turn.now
         if taken:
-            statistics.answered([request.arrived], request.cost, taken, now)
+            statistics.answered_alone(request.arrived, request.cost, taken, now)
         else:
             statistics.answered_early(request.arrived, request.cost, now)
         batch = request.batch
@@ -179,7 +179,7 @@ class Observers:
     def run_done(self, request: Request, times: Sequence[int]) -> None:
         """An ensemble has run. `times`: the total input, infer and output ns of its steps."""
         statistics, now = request.version.statistics, self._turn.now
-        statistics.answered([request.arrived], request.cost, request.arrived, now)
+        statistics.answered_alone(request.arrived, request.cost, request.arrived, now)
         statistics.ensemble_done(request.cost, times, now)
 
     def responded(self, request: Request, outputs: tuple[Tensor, ...]) -> None:

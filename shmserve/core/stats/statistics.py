@@ -218,7 +218,7 @@ class Statistics(Struct):
         if not count:
             return
         if count == 1:
-            self._answered_alone(arrivals[0], rows, taken, now)
+            self.answered_alone(arrivals[0], rows, taken, now)
             return
         arrived = sum(arrivals)
         self.success_count += count
@@ -239,7 +239,7 @@ class Statistics(Struct):
         if self.summaries is not None:
             self.summaries.answered(arrivals, taken, now)
 
-    def _answered_alone(self, arrived: int, rows: int, taken: int, now: int) -> None:
+    def answered_alone(self, arrived: int, rows: int, taken: int, now: int) -> None:
         """`answered` for a single request, for speed."""
         self.success_count += 1
         self.inference_count += rows
