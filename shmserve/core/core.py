@@ -255,55 +255,52 @@ class Core:
     # ------------------------------------------------------------------------------------ the end of a turn
 
     def _process_work(self, now: int) -> None:
-        """Runs `_process_work_lists`, and repeats it after an internal error, since failed work has left its list."""
+        """The second half of a turn: processes the work lists in `State` that the events have filled. Starts again
+        after an internal error, since failed work has left its list."""
+        state, changes = self.state, self.state.changes
         while True:
             try:
-                self._process_work_lists(now)
+                if state.ledger.departed:
+                    state.ledger.release_departed()
+                if state.loading.blocked:
+                    unhealthy.hold_blocked(state, now)
+                if changes.replaced_versions or changes.replaced_instances or changes.forced_unloads:
+                    handover.process(state, now)
+                if changes.joined:
+                    scaling.joined(state, now)
+                    resizing.finish_joins(state)
+                if state.loaded_versions:
+                    waiting.check(state, self._check, now)
+                self._advance_and_dispatch(now)
+                if state.memory.limited:
+                    for version, reason in room.make_room(state, now):
+                        load_results.cannot_fit(state, version, reason, now)
+                    self._advance_and_dispatch(now)
+                if state.deadlock_possible:
+                    state.deadlock_possible = False
+                    if state.blocked_instances or state.memory.yielding:
+                        self._calls.check_deadlocks()
+                        self._advance_and_dispatch(now)
+                if changes.unloading_versions or changes.retiring_instances:
+                    deployment.finish_unloads(state)
+                if changes.to_sleep:
+                    sleep.put_unused_to_sleep(state, now)
+                if state.readiness_changed:
+                    ensemble_readiness.update(state)
+                    if state.loaded_versions:
+                        waiting.check(state, self._check, now)
+                        self._advance_and_dispatch(now)
+                if state.leases:
+                    leases.revoke_unfit(state)
+                if state.ledger.returned:
+                    state.ledger.flush()
+                if self._queries.waiting:
+                    self._queries.pass_on()
+                if state.draining:
+                    self._lifecycle.settle_drain()
                 return
             except Exception:
                 self._internal_errors.report("what follows from events")
-
-    def _process_work_lists(self, now: int) -> None:
-        """The second half of a turn: processes the work lists in `State` that the events have filled."""
-        state, changes = self.state, self.state.changes
-        if state.ledger.departed:
-            state.ledger.release_departed()
-        if state.loading.blocked:
-            unhealthy.hold_blocked(state, now)
-        if changes.replaced_versions or changes.replaced_instances or changes.forced_unloads:
-            handover.process(state, now)
-        if changes.joined:
-            scaling.joined(state, now)
-            resizing.finish_joins(state)
-        if state.loaded_versions:
-            waiting.check(state, self._check, now)
-        self._advance_and_dispatch(now)
-        if state.memory.limited:
-            for version, reason in room.make_room(state, now):
-                load_results.cannot_fit(state, version, reason, now)
-            self._advance_and_dispatch(now)
-        if state.deadlock_possible:
-            state.deadlock_possible = False
-            if state.blocked_instances or state.memory.yielding:
-                self._calls.check_deadlocks()
-                self._advance_and_dispatch(now)
-        if changes.unloading_versions or changes.retiring_instances:
-            deployment.finish_unloads(state)
-        if changes.to_sleep:
-            sleep.put_unused_to_sleep(state, now)
-        if state.readiness_changed:
-            ensemble_readiness.update(state)
-            if state.loaded_versions:
-                waiting.check(state, self._check, now)
-                self._advance_and_dispatch(now)
-        if state.leases:
-            leases.revoke_unfit(state)
-        if state.ledger.returned:
-            state.ledger.flush()
-        if self._queries.waiting:
-            self._queries.pass_on()
-        if state.draining:
-            self._lifecycle.settle_drain()
 
     def _advance_and_dispatch(self, now: int) -> None:
         """Advances ensembles and dispatches versions in a loop, since each may cause more of the other, until no work

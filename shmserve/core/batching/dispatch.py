@@ -166,7 +166,7 @@ def _start_batch(state: State, version: Version, instance: Instance, now: int) -
     version.wake = 0
     if version.service.queue.timed and _refuse_late(state, version, instance, plan, now):
         return True
-    if instance.running is None and not may_start(state, version, instance):
+    if state.limiter is not None and instance.running is None and not may_start(state, version, instance):
         return False
     requests = take(version, plan)
     batch: Batch[Request] = Batch([], plan.rows, plan.reason, requests[0].signature, now)

@@ -126,7 +126,10 @@ class Observers:
     def answered(self, version: Version, arrivals: list[int], rows: int, taken: int, now: int) -> None:
         """Requests of a batch were answered with their only response. `taken`: when their batch was."""
         statistics = version.statistics
-        statistics.answered(arrivals, rows, taken, now)
+        if len(arrivals) == 1:
+            statistics.answered_alone(arrivals[0], rows, taken, now)
+        else:
+            statistics.answered(arrivals, rows, taken, now)
         if statistics.first is not None:
             for arrived in arrivals:
                 statistics.first.add(now - arrived)

@@ -217,9 +217,6 @@ class Statistics(Struct):
         count = len(arrivals)
         if not count:
             return
-        if count == 1:
-            self.answered_alone(arrivals[0], rows, taken, now)
-            return
         arrived = sum(arrivals)
         self.success_count += count
         self.inference_count += rows
