@@ -135,11 +135,13 @@ def test_a_model_with_a_messages_input_gets_the_chat_as_json(client: Any) -> Non
     form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
     found = client.chat.completions.create(
         model="talk", messages=messages, tools=TOOLS, tool_choice="auto", response_format=form,
-        parallel_tool_calls=False, reasoning_effort="low", extra_body={"chat_template_kwargs": {"a": 1}},
+        parallel_tool_calls=False, reasoning_effort="low",
+        extra_body={"chat_template_kwargs": {"a": 1}, "add_generation_prompt": False},
     )  # fmt: skip
     assert json.loads(found.choices[0].message.content or "") == {
         "messages": messages, "tools": TOOLS, "tool_choice": "auto", "response_format": form,
         "parallel_tool_calls": False, "chat_template_kwargs": {"a": 1, "reasoning_effort": "low"},
+        "add_generation_prompt": False,
     }  # fmt: skip
 
 
