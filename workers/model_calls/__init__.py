@@ -3,5 +3,5 @@
 `calls` sends a model's calls and queries to the broker on the worker's link; `pending` is one such call with its
 replies. `responses` lets a model answer requests from any thread and as often as it likes, and holds the lock (the
 turn) that all threads of the worker share; `stream` is one such request. `coroutines` runs the event loop of models
-with async methods.
+with async methods, and `probes` asks a model whether it is ready.
 """
