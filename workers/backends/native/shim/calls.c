@@ -1,5 +1,5 @@
 /* Requests that a backend makes itself, the responses to them, and what it asks the server about models. Python sends
- * them as the calls of any other model (`backend.py`). */
+ * them as the calls of any other model (`server_calls.py`). */
 #include "host.h"
 
 #include <stdlib.h>
