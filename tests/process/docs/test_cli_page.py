@@ -71,9 +71,9 @@ def of_page(line: str, server: Server, place: Path) -> None:
 CHANGING = ("load", "unload", "restart", "traffic", "drain")
 OPERATING = [line for line in COMMANDS if line.split()[1] in CHANGING]
 LIFECYCLE = [line for line in pages.commands("lifecycle") if line.split()[1:2][0] in CHANGING]
-ELSEWHERE = ("serve", "gateway", "build", "chat")
-"""Commands that run until they are stopped, one that needs a GPU and one that needs a language model have their own
-tests."""
+ELSEWHERE = ("serve", "gateway", "build", "chat", "pull", "convert", "quantize")
+"""Commands that run until they are stopped, or that need a GPU, a language model, a hub or another framework, have
+their own tests."""
 
 
 ELSEWHERE_SHOWN = [
