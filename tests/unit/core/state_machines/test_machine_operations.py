@@ -29,6 +29,12 @@ from tests.unit.core.state_machines.test_machine import LIMITS, CoreMachine, Slo
 NAMES = ["plain", "pair", "timed", "ranked", "strict", "single", "flat"]
 """Not `ordered`: requests of an old generation may be answered after those of the new one."""
 AHEAD = ["plain", "pair", "timed"]
+EXPECTED = (
+    "it is no longer needed",
+    "it was restarted and",
+    "it started requests that it had to return for a restart",  # after a second without hearing of it
+)
+"""Reasons to kill workers that keep to the protocol."""
 
 
 class Operated(Slow):
@@ -37,7 +43,7 @@ class Operated(Slow):
         self.settled: dict[int, str] = {}
 
     def tell(self, effect: Any) -> None:
-        if isinstance(effect, Kill) and effect.reason.startswith(("it is no longer needed", "it was restarted and")):
+        if isinstance(effect, Kill) and effect.reason.startswith(EXPECTED):
             return
         if isinstance(effect, Settled):
             assert effect.operation not in self.settled, f"operation {effect.operation} is over twice"
