@@ -18,7 +18,7 @@ from shmserve.gateway.auth.actions import PAGE, TO_MODELS
 from shmserve.gateway.auth.browsers import MARKS
 from shmserve.gateway.auth.header_forwarding import HeaderParameters
 from shmserve.gateway.http.limits import HEAD_WORK, HEADERS, LINE_WORK
-from shmserve.gateway.http.routes import API_ROUTES, NoRoute, RouteTable, resolve
+from shmserve.gateway.http.routes import API_ROUTES, QUERY, NoRoute, RouteTable, resolve
 from shmserve.gateway.limits.backlog import REQUEST_WORK
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.proxies import named_in
@@ -75,7 +75,7 @@ class HttpHead(Struct):
     etags: str = ""
     """If-None-Match."""
     roles: frozenset[str] = frozenset()
-    """Roles of the client; only set for the web page."""
+    """Roles of the client; only set if the response depends on them: for the web page, and queries of clients."""
     reader: str = ""
     """The origin of another server whose page may read the response."""
     work: int = 0
@@ -197,7 +197,7 @@ def _guard(head: HttpHead, headers: Headers, access: EndpointAccess | None, forw
             if head.by_browser or action in PAGE:
                 access.browsers.check(action, header)
             head.token = access.check(action, header)
-            if action in PAGE:
+            if action in PAGE or head.route.kind == QUERY:
                 head.roles = access.roles(header)
         head.caller = named_in(header)
         if forward is not None and head.route.action in TO_MODELS and forward.active:

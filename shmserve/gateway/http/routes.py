@@ -48,14 +48,19 @@ QUERY = "query"
 """The kind of a path for a query or operation of clients, whose answer is that of the broker."""
 
 
+_OF_MODEL = {Action.READY: Action.MODEL_READY, Action.METADATA: Action.MODEL_METADATA}
+"""Queries that are another action, with access rules of its own, if they are about a model."""
+
+
 def _query_paths() -> list[Path]:
     """What clients may ask over the lane, for commands over HTTP. Metrics have an endpoint."""
     parts = ("", "/versions/{version}", "/models/{model}", "/models/{model}/versions/{version}")
     asked = [Action(what) for what in QUERIES if what != Action.METRICS]
     return [
-        Path(f"/shmserve/{action.row.query}{part}", {"POST" if action.row.changes else "GET": action}, QUERY)
+        Path(f"/shmserve/{action.row.query}{part}", {"POST" if action.row.changes else "GET": wanted}, QUERY)
         for action in asked
         for part in parts
+        for wanted in [_OF_MODEL.get(action, action) if "{model}" in part else action]
     ]
 
 

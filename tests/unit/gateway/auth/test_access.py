@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +15,7 @@ from shmserve.gateway.auth.access import OPEN, WITHOUT_CREDENTIALS, EndpointAcce
 from shmserve.gateway.auth.actions import PAGE
 from shmserve.gateway.auth.header_forwarding import HeaderParameters
 from shmserve.gateway.http.heads import HttpHeads
+from shmserve.gateway.http.routes import PATHS, QUERY_PATHS
 from shmserve.protocol.actions import Action
 from shmserve.protocol.roles import CALLER_ROLES
 from tests.support.gateway.credentials import digest, nothing, with_token
@@ -58,6 +60,26 @@ def test_a_token_adds_to_the_roles_of_the_endpoint_and_an_unknown_one_is_refused
     with pytest.raises(Denied, match="operate"):
         access.check(Action.LOAD, {"authorization": "Bearer t"}.get)
     assert str(access) == "roles observe, tokens: 1"
+
+
+def test_without_a_token_only_the_server_is_asked_whether_it_is_ready() -> None:
+    """Over all paths: whether a model is ready, or exists, is for callers with a role."""
+    heads = HttpHeads(with_token([]))
+    for path in [*PATHS, *QUERY_PATHS]:
+        for method, action in path.wants.items():
+            target = re.sub(r"{(\w+)}", "1", path.template)
+            refusal = heads.head(lines(first=f"{method} {target} HTTP/1.1")).refusal
+            if action is Action.LIVE or (action in OPEN and "{model}" not in path.template):
+                assert refusal is None, target
+            else:
+                assert isinstance(refusal, Unauthenticated), target
+
+
+def test_the_roles_of_a_caller_decide_what_the_answer_to_a_query_has() -> None:
+    heads = HttpHeads(with_token(["observe"], role="operate"))
+    block = "GET /shmserve/models HTTP/1.1"
+    assert heads.head(lines(first=block)).roles == {"observe"}
+    assert heads.head(lines("Authorization: Bearer t", first=block)).roles == {"observe", "operate"}
 
 
 def test_web_pages_cannot_change_anything_without_a_token() -> None:
