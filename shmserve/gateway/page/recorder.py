@@ -6,7 +6,7 @@ page can continue the history of one gateway with the events of another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -99,18 +99,20 @@ class Recorder:
         steps = np.arange(end - COARSE, end) % COARSE
         return {"fine": _curves(self._fine[line][:, seconds]), "coarse": _curves(self._coarse[line][:, steps])}
 
-    def trends(self) -> list[dict[str, Any]]:
-        """The last minute of the versions that had requests in the last five, with their failures if there are any."""
+    def trends(self) -> Iterator[dict[str, Any]]:
+        """The last minute of the versions that had requests in the last five, with their failures if there are any. All
+        are those of the same second, whatever is recorded in between."""
         seconds = np.arange(self.second - FINE + 1, self.second + 1) % FINE
         busy, failing = (np.nansum(self._fine[:, one], axis=1) > 0 for one in (_REQUESTS, _FAILED))
-        found = []
-        for (name, version), line in self._lines.items():
-            if name and busy[line]:
-                curves = {"requests": _values(self._fine[line, _REQUESTS, seconds[-TREND:]])}
-                if failing[line]:
-                    curves["failed"] = _values(self._fine[line, _FAILED, seconds])
-                found.append({"name": name, "version": version, **curves})
-        return found
+        lines = [(key, line) for key, line in self._lines.items() if key[0] and busy[line]]
+        numbers = np.array([line for _, line in lines], int)[:, None]
+        requests = self._fine[numbers, _REQUESTS, seconds[-TREND:]]
+        failed = self._fine[numbers, _FAILED, seconds]
+        for index, ((name, version), line) in enumerate(lines):
+            curves = {"requests": _values(requests[index])}
+            if failing[line]:
+                curves["failed"] = _values(failed[index])
+            yield {"name": name, "version": version, **curves}
 
 
 def _idle() -> NDArray[np.float32]:

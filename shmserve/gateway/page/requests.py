@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.errors import NotFound, Unsupported
+from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.gateway.page.feed import PageFeed, Viewer
 from shmserve.gateway.page.recorder import SERVER
 from shmserve.gateway.upstream.documents import BrokerQuery, error_body
@@ -83,6 +85,8 @@ def _read(path: Path) -> PageFile:
 _JSON = b"application/json"
 _TEXT = b"text/plain"
 _PREFLIGHT = b"Access-Control-Allow-Headers: Authorization\r\nAccess-Control-Max-Age: 600\r\n"
+TRENDS = 8
+"""Number of versions whose trends are written in one slice of work."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -94,6 +98,8 @@ class PageRequests:
         self._feed = feed
         self._files = PageFiles()
         self._confined = confinement(servers)
+        self._history = (-1, b"")
+        """The last history of the server that was requested: its second, and its text."""
 
     def begin(self, exchange: Exchange) -> None:
         """Answers the request. Raises the errors that the client receives."""
@@ -131,17 +137,33 @@ class PageRequests:
 
     def _send_history(self, exchange: Exchange) -> None:
         route, recorder = exchange.head.route, self._feed.recorder
-        key = (route.model, route.version) if route.model else SERVER
-        curves = recorder.curves(key)
+        if not route.model:
+            if self._history[0] == recorder.second:
+                self._send_json(exchange, self._history[1])
+            else:
+                exchange.work(self._history_of_all(), partial(self._send_json, exchange))
+            return
+        curves = recorder.curves((route.model, route.version))
         if curves is None:
             raise NotFound(f"there is no history of version {route.version} of model {route.model}")
-        document: dict[str, Any] = {"second": recorder.second, **curves}
-        if key == SERVER:
-            document["trends"] = recorder.trends()
-        self._send_document(exchange, document)
+        self._send_json(exchange, _encode({"second": recorder.second, **curves}))
 
-    def _send_document(self, exchange: Exchange, document: Any) -> None:
-        exchange.answer(200, [_encode(document)], _JSON, more=b"Cache-Control: no-store\r\n" + self._confined)
+    def _history_of_all(self) -> SlicedWork[bytes]:
+        """The history of the server, with the trends of all versions. All callers of a second get the same text."""
+        recorder = self._feed.recorder
+        second = recorder.second
+        text = _encode({"second": second} | (recorder.curves(SERVER) or {}))
+        trends = []
+        for trend in recorder.trends():
+            trends.append(_encode(trend))
+            if len(trends) % TRENDS == 0:
+                yield
+        text = b'%b,"trends":[%b]}' % (text[:-1], b",".join(trends))
+        self._history = second, text
+        return text
+
+    def _send_json(self, exchange: Exchange, text: bytes) -> None:
+        exchange.answer(200, [text], _JSON, more=b"Cache-Control: no-store\r\n" + self._confined)
 
     def _ask_report(self, exchange: Exchange) -> None:
         route = exchange.head.route
@@ -149,7 +171,7 @@ class PageRequests:
         def show(report: Any) -> None:
             if not is_operator(exchange.head.roles):
                 remove_private("report", report)
-            self._send_document(exchange, report)
+            self._send_json(exchange, _encode(report))
 
         query = BrokerQuery("report", model=route.model, version=route.version)
         ask_for(exchange, self._link, query, show)

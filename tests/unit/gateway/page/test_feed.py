@@ -22,6 +22,9 @@ from shmserve.gateway.page.feed import (
     Viewer,
 )
 from shmserve.gateway.page.recorder import SERVER
+from shmserve.gateway.page.requests import TRENDS, PageRequests
+from shmserve.gateway.upstream.documents import Route
+from shmserve.protocol.actions import Action
 from tests.support.clients.activity_documents import absent, counters, model
 from tests.support.gateway.manual_loop import ManualLoop
 
@@ -220,6 +223,39 @@ def test_rates_are_sent_and_recorded() -> None:
     kept = recorder.curves(SERVER)
     assert kept is not None
     assert kept["fine"]["requests"][-9:] == [6, 6, 6, *[None] * 6], "an outage is a gap"
+
+
+def test_the_history_of_many_versions_is_written_in_slices_and_once_a_second() -> None:
+    broker = Broker()
+    for number in range(2):
+        counted = counters(success=number)
+        broker.models = [model(f"m{index}", counted=counted) for index in range(5 * TRENDS)]
+        broker.clock.advance(PERIOD_S)
+    link: Any = SimpleNamespace()
+    page, slices, texts = PageRequests(link, broker.feed), [], []
+
+    def work(work: Any, then: Any) -> None:
+        slices.append(0)
+        try:
+            while True:
+                next(work)
+                slices[-1] += 1
+        except StopIteration as end:
+            then(end.value)
+
+    exchange: Any = SimpleNamespace(
+        head=SimpleNamespace(route=Route(Action.PAGE_HISTORY)), work=work,
+        answer=lambda status, parts, *_, **__: texts.append(b"".join(parts)),
+    )  # fmt: skip
+    for _ in range(3):
+        page.begin(exchange)
+    assert slices == [5]
+    first, *others = map(json.loads, texts)
+    assert others == [first] * 2
+    assert {trend["name"] for trend in first["trends"]} == {f"m{index}" for index in range(5 * TRENDS)}
+    broker.clock.advance(PERIOD_S)
+    page.begin(exchange)
+    assert json.loads(texts[-1])["second"] == first["second"] + 1
 
 
 def test_the_timeline_has_what_happened_before_and_since_a_page_opened() -> None:
