@@ -16,6 +16,8 @@ from shmserve.gateway.limits.turns import COPY_BYTES, SlicedWork
 PARTS = 64
 HEAD_BYTES = 4096
 """Maximum size of the headers of a part."""
+FIELD_BYTES = 64 * 1024
+"""Maximum size of a field that is not a file, which is decoded in one slice."""
 _BOUNDARY_BYTES = 72
 _NAME = re.compile(rb'^content-disposition:[ \t]*form-data;.*?\bname="([^"]*)"(.*?\bfilename\*?=)?', re.I | re.M)
 
@@ -41,6 +43,9 @@ def form_of(body: Buffer) -> SlicedWork[Form]:
         end = yield from _found(delimiter, view, begin)
         if is_file:
             form.files[name] = view[begin:end]
+        elif end - begin > FIELD_BYTES:
+            text = f"the field '{name[:80]}' of the form has {end - begin} bytes; the limit is {FIELD_BYTES}"
+            raise InvalidRequest(text)
         else:
             _add(form.fields, name, bytes(view[begin:end]))
         at = end + 2 + len(boundary)

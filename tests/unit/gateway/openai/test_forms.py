@@ -10,7 +10,7 @@ import pytest
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.limits.turns import COPY_BYTES
-from shmserve.gateway.openai.forms import Form, form_of
+from shmserve.gateway.openai.forms import FIELD_BYTES, Form, form_of
 
 LINES = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--x--\r\n'
 
@@ -57,6 +57,7 @@ def test_fields_and_files(size: int) -> None:
     (LINES.replace(b"\r\n\r\n", b"\r\nX: " + b"y" * 5000 + b"\r\n\r\n"), "headers that are too long"),
     (LINES.replace(b"\r\n1", b"\r\n\xff"), "the field 'a' of the form is not UTF-8"),
     (LINES[:-7] * 65 + b"--x--", "more than 64 parts"),
+    (LINES.replace(b"\r\n1", b"\r\n" + b"1" * (FIELD_BYTES + 1)), f"'a' of the form has {FIELD_BYTES + 1} bytes"),
 ])  # fmt: skip
 def test_broken_forms(body: bytes, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
