@@ -16,6 +16,8 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 _LITTLE_64 = (b"\x7fELF", 2, 1)
 _LIBRARY = 3
 _LOAD, _DYNAMIC = 1, 2
+NAMES_BYTES = 256 << 20
+"""Maximum size of all names together. Names may overlap, so a small file can have any number of long ones."""
 _NEEDED, _HASH, _STRINGS, _SYMBOLS, _SONAME, _RPATH, _RUNPATH, _GNU_HASH = 1, 4, 5, 6, 14, 15, 29, 0x6FFFFEF5
 
 
@@ -40,13 +42,14 @@ def shared_library(data: bytes, name: str) -> SharedLibrary:
     """Like `read_library`, for the content of a file."""
     try:
         return _Reader(data).read()
-    except (struct.error, ValueError, IndexError) as error:
+    except (struct.error, ValueError, IndexError, OverflowError) as error:
         raise InvalidRequest(f"'{name}' is not a shared library: {error}") from None
 
 
 class _Reader:
     def __init__(self, data: bytes) -> None:
         self._data = data
+        self._names_bytes = 0
         magic, size, order, kind, self._machine, at, entry, count = _HEADER.unpack_from(data)
         if (magic, size, order) != _LITTLE_64 or kind != _LIBRARY:
             raise ValueError("it has another format")
@@ -116,4 +119,8 @@ class _Reader:
         raise ValueError("an address is in no segment")
 
     def _text(self, at: int) -> str:
-        return self._data[at : self._data.index(b"\0", at)].decode(errors="backslashreplace")
+        end = self._data.index(b"\0", at)
+        self._names_bytes += end - at
+        if self._names_bytes > NAMES_BYTES:
+            raise ValueError(f"its names have more than {NAMES_BYTES} bytes")
+        return self._data[at:end].decode(errors="backslashreplace")
