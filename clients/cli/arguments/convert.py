@@ -20,7 +20,7 @@ def add_convert(commands: Any) -> None:
     note = """
 --from takes a TorchScript or torch.export file (.pt, .pt2), a SavedModel, a PaddlePaddle file (.pdmodel, .json beside
 .pdiparams), a scikit-learn model (.joblib, .pkl), or the directory of such a model with its config.pbtxt. Both models
-run in a temporary server. Loading a .joblib or .pkl file runs any code in it.
+run in a temporary server. Loading a .joblib, .pkl or .pt2 file runs any code in it.
 """
     about = "make an ONNX model of another framework's model, and check that both answer the same"
     codes = ("written", "not written: the model cannot be converted, or the answers differ")
