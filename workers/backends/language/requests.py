@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import binascii
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
 from shmserve.llm.tool_choice import ForcedCalls, forced_calls
+from shmserve.workers.backends.language.image_headers import KNOWN, pixels_in
 from shmserve.workers.backends.language.sampling import (
     TEXT_MAX_TOKENS,
     Sampling,
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 PROMPT, MESSAGES, TOKENS, SAMPLING = "text_input", "messages", "prompt_token_ids", "sampling_parameters"
 STREAM, EXCLUDE = "stream", "exclude_input_in_output"
 IMAGE = "image"
+PIXELS = 64 << 20
+"""Maximum number of pixels of all images of a chat together. The engine decodes them all before it looks at one."""
+_BASE64 = re.compile(rb"[A-Za-z0-9+/]*={0,2}")
 RETURNED = {
     "return_finish_reason": "finish_reason",
     "return_cumulative_logprob": "cumulative_logprob",
@@ -161,6 +167,7 @@ def _place_images(messages: list[Any], images: list[bytes]) -> None:
     engine would read them, or fetch them from other hosts."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     remaining = iter(images)
+    pixels = 0
     for content in [content for content in contents if isinstance(content, list)]:
         for number, part in enumerate(content):
             kind = part.get("type") if isinstance(part, dict) else part
@@ -168,15 +175,24 @@ def _place_images(messages: list[Any], images: list[bytes]) -> None:
                 image = next(remaining, None)
                 if image is None:
                     raise InvalidRequest(f"input '{MESSAGES}' has more images than the input '{IMAGE}'")
-                content[number] = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_base64(image)}"}}
+                pixels += _pixels(image)
+                if pixels > PIXELS:
+                    text = f"the images of a chat have {pixels} pixels or more; the limit is {PIXELS}"
+                    raise InvalidRequest(text)
+                url = f"data:image/png;base64,{image.decode()}"
+                content[number] = {"type": "image_url", "image_url": {"url": url}}
             elif kind != "text":
                 raise InvalidRequest(f"input '{MESSAGES}' has a part of the type {str(kind)[:40]!r}")
     if next(remaining, None) is not None:
         raise InvalidRequest(f"input '{IMAGE}' has more images than the input '{MESSAGES}'")
 
 
-def _base64(image: bytes) -> str:
+def _pixels(image: bytes) -> int:
     try:
-        return image.decode("ascii")
-    except UnicodeDecodeError:
+        if _BASE64.fullmatch(image) is None:
+            raise InvalidRequest(f"input '{IMAGE}' is not base64")
+        return pixels_in(binascii.a2b_base64(image + b"=" * (-len(image) % 4)))
+    except binascii.Error:
         raise InvalidRequest(f"input '{IMAGE}' is not base64") from None
+    except ValueError as error:
+        raise InvalidRequest(f"an image is not a {KNOWN} file that can be read: {error}") from None
