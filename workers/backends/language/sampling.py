@@ -152,6 +152,10 @@ def check_supported(sampling: Sampling, defaults: Defaults, where: str = "input 
         raise NotFound(f"the model has no adapter '{sampling.lora_name[:80]}': {known}")
 
 
+UNLIMITED = ("grammar", "structural_tag")
+"""Structured outputs whose cost is unknown before an engine has compiled them."""
+
+
 def structured_in(sampling: Sampling, defaults: Defaults) -> tuple[str, Any] | None:
     """What the text must match: the kind, and its value. A schema may still be a text."""
     given = sampling.structured_outputs
@@ -170,9 +174,9 @@ def structured_in(sampling: Sampling, defaults: Defaults) -> tuple[str, Any] | N
         raise InvalidRequest("'choice' of 'structured_outputs' must be a list of texts")
     if name == "choice" and len(value) > CHOICES:
         raise InvalidRequest(f"'structured_outputs' has {len(value)} choices; the limit is {CHOICES}")
-    if name == "grammar" and not defaults.grammars:
+    if name in UNLIMITED and not defaults.grammars:
         raise Unsupported(
-            "'structured_outputs' with 'grammar' is not allowed, as a grammar can stop the texts of all callers; "
+            f"'structured_outputs' with '{name}' is not allowed, as a grammar can stop the texts of all callers; "
             "the parameter 'grammars' of the model allows it"
         )
     return name, value

@@ -26,9 +26,9 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.workers.backends.language.engine import Limits
+from shmserve.workers.backends.language.schemas import check_chat
 from shmserve.workers.backends.llamacpp.parameters import body_of
 from shmserve.workers.backends.llamacpp.pieces import Pieces
-from shmserve.workers.backends.llamacpp.schemas import check_chat
 from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from shmserve.errors import Unsupported
 from shmserve.workers.backends.language.sampling import biases_in, stops_in, structured_in
-from shmserve.workers.backends.llamacpp.schemas import check_chat, check_schema
+from shmserve.workers.backends.language.schemas import check_chat, check_schema
 
 if TYPE_CHECKING:
     from shmserve.workers.backends.language.requests import Generation

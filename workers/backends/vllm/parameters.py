@@ -9,6 +9,7 @@ from msgspec import UNSET
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.workers.backends.language.sampling import biases_in, stops_in, structured_in
+from shmserve.workers.backends.language.schemas import check_regex, check_schema
 
 if TYPE_CHECKING:
     from shmserve.workers.backends.language.requests import Generation
@@ -68,6 +69,10 @@ def _structured(generation: Generation, defaults: Defaults) -> dict[str, Any]:
     name, value = wanted
     if name not in STRUCTURED:
         raise Unsupported(f"'structured_outputs' with '{name[:40]}' is not supported by the engine of this model")
+    if name == "json":
+        check_schema(value, "the schema of the text")
+    elif name == "regex":
+        check_regex(value, "the regular expression of the text")
     return {name: value}
 
 

@@ -1,5 +1,5 @@
 """Limits of the schemas and grammars that callers give a language model. Those that are refused here stopped or ended
-version 2026.10 of the engine, or delayed the texts of others by seconds."""
+version 2026.10 of llama.cpp, or delayed the texts of others by seconds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.workers.backends.language.requests import Generation
 from shmserve.workers.backends.language.sampling import Defaults, sampling_in
+from shmserve.workers.backends.language.schemas import check_chat, check_schema
 from shmserve.workers.backends.llamacpp.parameters import engine_parameters
-from shmserve.workers.backends.llamacpp.schemas import check_chat, check_schema
+from shmserve.workers.backends.vllm.parameters import parameters_of
 
 
 def optional(count: int) -> dict[str, Any]:
@@ -108,6 +110,39 @@ def test_grammars_need_a_permission() -> None:
     with pytest.raises(Unsupported, match="the parameter 'grammars' of the model allows it"):
         engine_parameters(sampling, Defaults())
     assert engine_parameters(sampling, Defaults(grammars=True))["grammar"] == 'root ::= "a"{5,2}'
+
+
+def for_vllm(wanted: dict[str, Any], chat: dict[str, Any] | None = None, grammars: bool = False) -> dict[str, Any]:
+    given = {"structured_outputs": wanted} if wanted else {}
+    generation = Generation(sampling_in(json.dumps(given)), 1, False, (), chat=chat)
+    return parameters_of(generation, Defaults(grammars=grammars))[1]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ({"json": nested(129)}, "the schema of the text is nested more than 128 levels deep"),
+        ({"json": json.dumps(nested(129))}, "the schema of the text is nested more than 128 levels deep"),
+        ({"regex": "(a|b|ab)" * 20_000}, "the regular expression of the text has a pattern of more than 200 elements"),
+        ({"regex": 5}, "the regular expression of the text is not a text"),
+        ({"structural_tag": "{}"}, "'structural_tag' is not allowed"),
+        ({"grammar": 'root ::= "a"'}, "'grammar' is not allowed"),
+    ],
+)
+def test_structured_outputs_of_vllm_are_limited(wanted: dict[str, Any], words: str) -> None:
+    with pytest.raises((InvalidRequest, Unsupported), match=words):
+        for_vllm(wanted)
+
+
+def test_schemas_of_chats_for_vllm() -> None:
+    def chat(schema: Any) -> dict[str, Any]:
+        return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+    assert for_vllm({}, chat(nested(100))) == {"json": nested(100)}
+    with pytest.raises(InvalidRequest, match="levels deep"):
+        for_vllm({}, chat(nested(129)))
+    for allowed in ({"regex": "[0-9]{4}"}, {"structural_tag": "{}"}, {"grammar": 'root ::= "a"'}):
+        assert for_vllm(allowed, grammars=True) == allowed
 
 
 def test_choices_are_limited() -> None:

@@ -1,7 +1,8 @@
-"""Limits of the JSON schemas of a request.
+"""Limits of the JSON schemas and regular expressions of a request.
 
 llama.cpp compiles a schema to a grammar in the thread that runs all sequences, and tries all alternatives of the
-grammar at each token. It sets no limits: some schemas would stall all callers or end the process.
+grammar at each token. It sets no limits: some schemas would stall all callers or end the process. The grammars of vLLM,
+xgrammar 0.2, took 6 s to parse a schema with 500 levels, and more than 10 s to compile 20,000 alternatives.
 
 Invariant: the cost of a schema, with each `$ref` expanded, is bounded before the engine gets it.
 """
@@ -41,6 +42,13 @@ def check_schema(schema: Any, where: str) -> None:
         _Check(schema, where).schema(schema, 0)
     except RecursionError:
         raise InvalidRequest(f"{where} is nested too deeply") from None
+
+
+def check_regex(regex: Any, where: str) -> None:
+    """Raises InvalidRequest."""
+    if not isinstance(regex, str):
+        raise InvalidRequest(f"{where} is not a text")
+    _Check(None, where).pattern(regex)
 
 
 def check_chat(chat: dict[str, Any]) -> None:
@@ -108,9 +116,9 @@ class _Check:
                 f"{self._where} has {len(properties)} properties in an object; the limit is {PROPERTIES}"
             )
         if isinstance(pattern, str):
-            self._pattern(pattern)
+            self.pattern(pattern)
 
-    def _pattern(self, pattern: str) -> None:
+    def pattern(self, pattern: str) -> None:
         sizes, last, group = [0], 0, False
         for found in _ELEMENT.finditer(pattern):
             text = found[0]
