@@ -17,6 +17,8 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
+from shmserve.repo.config.outline import escaped
+from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.remote.address import RemoteAddress, parse_address
 from shmserve.repo.remote.cache import Cache, CacheFull, Slot
 from shmserve.repo.remote.credentials import Redactor
@@ -56,6 +58,8 @@ class Pull:
             raise NotFound(f"{self._address}: {error}") from error
         except StoreError as error:
             raise Unavailable(f"{self._address}: {error}") from error
+        if not MODEL_NAME.fullmatch(self.plan.name):
+            raise InvalidRequest(f"'{escaped(self.plan.name)}' cannot be the name of a model; expected {NAME_RULE}")
         self.folder = repository / self.plan.name
         if self.folder.exists():
             raise InvalidRequest(f"{self.folder} exists; remove it, or choose another --name")

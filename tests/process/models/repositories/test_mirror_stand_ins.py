@@ -198,6 +198,14 @@ def test_what_pull_refuses(hub: type[_Hub], tmp_path: Path, url: str, text: str)
     assert not (tmp_path / ".pull").exists()
 
 
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", ".hidden", "a/b"])
+def test_pull_writes_into_the_repository_only(hub: type[_Hub], tmp_path: Path, name: str) -> None:
+    hub.files = {"x.gguf": b"x"}
+    _, err = pull("hf://owner/models/x.gguf", "--repository", tmp_path / "models", "--name", name, code=1)
+    assert f"'{name}' cannot be the name of a model" in err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_killed_pull_is_resumed(hub: type[_Hub], tmp_path: Path) -> None:
     data = data_of(2 * PIECE_BYTES + 1)
     hub.files, hub.remaining = {"a.gguf": data}, 1
