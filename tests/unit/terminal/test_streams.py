@@ -90,7 +90,7 @@ def test_a_working_directory_that_was_deleted(tmp_path: Path) -> None:
     ("module", "start"),
     [
         ("shmserve.clients.cli.parser", "from shmserve.clients.cli.start import main; sys.exit(main())"),
-        ("shmserve.clients.cli.commands.status", "from shmserve.clients.cli.start import main; sys.exit(main())"),
+        ("shmserve.clients.cli.commands.version", "from shmserve.clients.cli.start import main; sys.exit(main())"),
         ("shmserve.broker.loop", "runpy.run_module('shmserve.broker', run_name='__main__')"),
     ],
 )
