@@ -22,7 +22,7 @@ SUCCESS = 'nv_inference_request_success{model="twice"}'
 WITHOUT_DATA = (
     "nv_gpu_", "shmserve_gpu_", "shmserve_requests_refused_total", "shmserve_model_instances_m",
     "shmserve_model_wakes_total", "shmserve_shadow_requests_total", "shmserve_gateway_grpc_answers_total",
-    'state=~"lost|quarantined"',
+    'state=~"lost|quarantined"', "llm_",
 )  # fmt: skip
 """The servers of this test have no samples of these, or none that are shown."""
 
