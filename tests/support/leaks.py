@@ -142,28 +142,29 @@ def _children(pid: int) -> list[int]:
 def _processes() -> Generator[Thing, None, None]:
     """All descendants. Orphans among them also belong to this process, which is a subreaper.
 
-    The children of a server that runs for several tests replace each other: it restarts its workers."""
+    The descendants of a server that runs for several tests replace each other: it restarts its workers, and an engine
+    has processes of its own."""
     if not _has_children():
         return
     children = _children if LISTED else _everybodys_children()
     seen: set[int] = set()
-    todo = [os.getpid()]
+    todo = [(os.getpid(), 0)]
     while todo:
-        parent = todo.pop()
+        parent, server = todo.pop()
         for pid in children(parent):
             if pid not in seen:
                 seen.add(pid)
                 if BROWSER not in _command(pid):
-                    todo.append(pid)
+                    todo.append((pid, server or pid))
                 found = _stat(str(pid))
                 if found:
                     _family.add((pid, found[2]))
-                    yield from _process(pid, parent, *found)
+                    yield from _process(pid, parent, server, *found)
         if not todo and parent != os.getpid():
-            todo.append(os.getpid())  # processes that have lost their parent in the meantime
+            todo.append((os.getpid(), 0))  # processes that have lost their parent in the meantime
 
 
-def _process(pid: int, parent: int, state: str, _: int, started: int) -> Generator[Thing, None, None]:
+def _process(pid: int, parent: int, server: int, state: str, _: int, started: int) -> Generator[Thing, None, None]:
     command = _command(pid)
     prepared = parent != os.getpid() and any(part in command for part in PREPARED)
     if not prepared and not any(part in command for part in ONCE):
@@ -172,7 +173,7 @@ def _process(pid: int, parent: int, state: str, _: int, started: int) -> Generat
             if state == "Z"
             else f"process {pid}: {command}"
         )
-        kind = str(pid) if parent == os.getpid() else f"child of {parent}"
+        kind = f"descendant of {server}" if server else str(pid)
         yield Thing("process", ("process", pid, started), kind, what)
 
 
