@@ -57,7 +57,7 @@ export function facts(node, rows) {
 
 /** A text with a button that copies it. `name`: for data-copy and data-code. */
 export function codePanel(title, text, name) {
-	const pre = h("pre", {tabindex: 0, "data-code": name, label: title}, text)
+	const pre = h("pre", {tabindex: 0, role: "region", "data-code": name, label: title}, text)
 	const copy = button("Copy", async () => {
 		getSelection().selectAllChildren(pre)
 		const done = await navigator.clipboard?.writeText(pre.textContent).then(() => true, () => false)

@@ -52,7 +52,7 @@ function form(method, path, {parameters, requestBody}, schemas) {
 	const body = schema && h("textarea", {rows: 6, spellcheck: "false", label: `Body of ${path}`}, JSON.stringify(schemas.example(schema), null, 2))
 	const fields = schema ? schemas.rows(schema) : []
 	const status = h("span.hint", {role: "status"})
-	const result = h("pre", {"data-answer": path, tabindex: 0, label: `Response of ${path}`})
+	const result = h("pre", {"data-answer": path, tabindex: 0, role: "region", label: `Response of ${path}`})
 	const code = codePanel("curl", "", "curl")
 	const url = () => path.replace(/{(\w+)}/g, (_, name) => encodeURIComponent(places.find(([known]) => known === name)[1].value))
 	const writeCode = () => write(code.lastChild, curl(method, url(), body?.value))
