@@ -10,6 +10,8 @@ CONFORMANCE = (
     "tests/conformance/test_backends_padded.py",
 )
 
+CONVERT = "tests/process/cli/test_convert.py"
+
 TORCH_INDEX = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
 
 
@@ -24,7 +26,7 @@ class Engine(NamedTuple):
     kind: str = ""
     """Its name in the conformance suite (tests/support/workers/models/worker_models.py); "": not part of that suite."""
     tests: tuple[str, ...] = ()
-    """Files and directories with its own tests, and options of pytest."""
+    """Its own tests, and options of pytest."""
     more: tuple[str, ...] = ()
     """Further requirements and arguments for pip: oracles of its tests, an index of packages without a GPU."""
     unused: tuple[str, ...] = ()
@@ -41,7 +43,7 @@ ENGINES: tuple[Engine, ...] = (
         "tensorflow",
         ("tensorflow",),
         "tensorflow",
-        ("tests/process/worker/backends/test_tensorflow.py", "tests/process/cli/test_convert.py"),
+        ("tests/process/worker/backends/test_tensorflow.py", f"{CONVERT}::test_tensorflow_and_paddle"),
         ("tf2onnx>=1.17",),
     ),
     Engine(
@@ -49,10 +51,10 @@ ENGINES: tuple[Engine, ...] = (
         "paddle",
         ("paddle",),
         "paddle",
-        ("tests/process/worker/backends/test_paddle.py", "tests/process/cli/test_convert.py"),
+        ("tests/process/worker/backends/test_paddle.py", f"{CONVERT}::test_tensorflow_and_paddle"),
         ("paddle2onnx>=2",),
     ),
-    Engine("convert", "convert", ("onnxscript", "skl2onnx"), "", ("tests/process/cli/test_convert.py",)),
+    Engine("convert", "convert", ("onnxscript", "skl2onnx"), "", (CONVERT,)),
     Engine(
         "trees",
         "trees",
