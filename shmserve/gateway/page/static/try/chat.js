@@ -142,6 +142,11 @@ export function chat(model, chats, sees) {
 		said.before(thought)
 		let tokens = 0
 		let began = 0
+		let frame = 0
+		const show = () => {
+			frame = 0
+			write(said, whole.content)
+		}
 		write(status, "…")
 		const url = chats ? "/v1/chat/completions" : "/v1/completions"
 		const sent = JSON.stringify({...given, stream: true, stream_options: {include_usage: true}})
@@ -156,12 +161,14 @@ export function chat(model, chats, sees) {
 				}
 				tokens = usage?.completion_tokens ?? tokens + choices.length
 				if (!began && (whole.content || thought.textContent)) began = performance.now()
-				write(said, whole.content)
+				frame ||= requestAnimationFrame(show) // not for each token of a fast model
 			})
 		} catch (error) {
 			if (!running.signal.aborted) throw error
 			set(said, "data-stopped", true)
 		} finally {
+			cancelAnimationFrame(frame)
+			show()
 			if (whole.tool_calls) said.append(...whole.tool_calls.map(({function: {name, arguments: text}}) => h("pre", {"data-call": name}, `${name}(${text})`)))
 			const seconds = (performance.now() - began) / 1000
 			const speed = began && tokens > 1 ? `, ${rate((tokens - 1) / seconds)} tokens/s` : ""
