@@ -15,8 +15,7 @@ import pytest
 
 from shmserve.testing import Server
 from tests.browser.conftest import Site, serving, take
-from tests.support.browser.chromium import Chromium
-from tests.support.browser.tab import Tab, opened
+from tests.support.browser.tab import Tab
 from tests.support.gateway.language_models import LanguageModels, write_language_models
 from tests.support.gateway.running_gateway import open_gate
 from tests.support.living import until
@@ -44,12 +43,6 @@ def files(repository: Path) -> LanguageModels:
 def site(repository: Path, files: LanguageModels) -> Iterator[Site]:
     with serving(Server(repository), repository) as site:
         yield site
-
-
-@pytest.fixture
-def tab(browser: Chromium, site: Site) -> Iterator[Tab]:
-    with opened(browser, site.origin) as tab:
-        yield tab
 
 
 def say(tab: Tab, text: str) -> None:
