@@ -109,7 +109,7 @@ def test_tools_are_called_and_their_results_returned(tab: Tab) -> None:
     sent = json.loads(answer(tab, "tool_call_id"))["messages"]
     assert [one["role"] for one in sent] == ["user", "assistant", "tool"]
     assert sent[2] == {"role": "tool", "tool_call_id": "call_1", "content": "DOCUMENT"}
-    assert tab.text("#chat label[for=message]") == "Message"
+    tab.wait_for("#chat label[for=message]", "Message")
 
 
 def test_thinking_is_not_part_of_the_conversation(tab: Tab) -> None:
