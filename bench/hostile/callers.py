@@ -39,9 +39,10 @@ from bench.lib.child import Answer, Child, Handler
 from shmserve import Client
 from shmserve.gateway.auth import tokens
 from shmserve.testing import Server
-from tests.fleet import balancers, programs
+from tests.fleet import programs
 from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.gateway.running_gateway import metric
+from tests.support.system.ports import free_ports
 
 MODEL = """\
 from threading import Event
@@ -317,7 +318,7 @@ def haproxy(work: Path, targets: dict[str, int]) -> Iterator[dict[str, dict[str,
     found: dict[str, dict[str, int]] = {name: {} for name in ADDRESSES}
     text = "defaults\n    mode tcp\n    maxconn 4000\n    timeout connect 60s\n    timeout client 60s\n"
     text += "    timeout server 60s\n"
-    for (name, endpoint), port in zip(pairs, balancers.free_ports(("127.0.0.1",), len(pairs)), strict=True):
+    for (name, endpoint), port in zip(pairs, free_ports(len(pairs)), strict=True):
         found[name][endpoint] = port
         how = "" if endpoint == "zmq" else f"send-proxy-v2 source {PROXY_ADDRESS}"
         text += LISTENER.format(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 from tests import ROOT
 from tests.fleet import programs
+from tests.support.system.ports import free_ports
 
 CONFIGURATIONS = ROOT / "deploy" / "balancers"
 PATIENCE_S = 120.0
@@ -41,20 +41,6 @@ class Balancer(NamedTuple):
             connection.request(method, path)
             answer = connection.getresponse()
             return answer.status, answer.read()
-
-
-def free_ports(addresses: tuple[str, ...], count: int) -> list[int]:
-    """Ports that are currently free at all of the addresses."""
-    found: list[int] = []
-    with contextlib.ExitStack() as held:
-        while len(found) < count:
-            first = held.enter_context(socket.create_server((addresses[0], 0)))
-            port = first.getsockname()[1]
-            with contextlib.suppress(OSError):
-                for address in addresses[1:]:
-                    held.enter_context(socket.create_server((address, port)))
-                found.append(port)
-    return found
 
 
 def haproxy(ports: Ports, servers: Ports, certificate: Path) -> str:
@@ -94,7 +80,7 @@ KINDS = {
 def running(name: str, place: Path, servers: Ports, certificate: Path) -> Iterator[Balancer]:
     configure, words = KINDS[name]
     program = programs.need(name)
-    ports = Ports(*free_ports(("127.0.0.1",), 3))
+    ports = Ports(*free_ports(3))
     file = place / ("envoy.yaml" if name == "envoy" else "haproxy.cfg")
     file.write_text(configure(ports, servers, certificate))
     log = place / f"{name}.log"

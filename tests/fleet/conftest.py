@@ -18,6 +18,7 @@ from cryptography.x509.oid import NameOID
 from shmserve.testing import Server
 from tests.fleet import balancers, load, programs
 from tests.fleet.balancers import HERE, Balancer, Ports
+from tests.support.system.ports import free_ports
 
 BEHIND_A_BALANCER = ("--trusted-proxies", "127.0.0.0/8")
 """As recommended in the configurations."""
@@ -33,7 +34,7 @@ class Fleet(NamedTuple):
 
 @contextmanager
 def started(root: Path) -> Iterator[Fleet]:
-    ports = Ports(*balancers.free_ports(HERE, 2))
+    ports = Ports(*free_ports(2, *HERE))
     with ExitStack() as stack:
         servers = []
         for number, address in enumerate(HERE):

@@ -16,9 +16,10 @@ import pytest
 
 from shmserve.clients.cli.commands.status import callers_of
 from shmserve.testing import Server
-from tests.fleet import balancers, load, programs
+from tests.fleet import load, programs
 from tests.fleet.balancers import PATIENCE_S
 from tests.support.gateway.rpc import Rpcs, infer_request
+from tests.support.system.ports import free_ports
 
 pytestmark = pytest.mark.process
 
@@ -91,7 +92,7 @@ def infer_over_grpc(port: int, certificates: bytes | None) -> None:
 def test_the_server_counts_the_clients_of_the_proxy(server: Server, tmp_path: Path, certificates: bytes | None) -> None:
     targets = {name: int(server.endpoints[name].rpartition(":")[2]) for name in ("http", "grpc")}
     pairs = [(sends, target) for sends in CLIENTS for target in targets.values()]
-    ports = dict(zip(pairs, balancers.free_ports(("127.0.0.1",), len(pairs)), strict=True))
+    ports = dict(zip(pairs, free_ports(len(pairs)), strict=True))
     with haproxy(tmp_path, ports), server.client() as client:
         for count, (sends, (_, name)) in enumerate(CLIENTS.items(), 1):
             infer_over_grpc(ports[sends, targets["grpc"]], certificates)  # its client waits for the port

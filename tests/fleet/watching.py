@@ -15,7 +15,8 @@ from urllib.parse import urlencode
 
 from tests import ROOT
 from tests.fleet import programs
-from tests.fleet.balancers import PATIENCE_S, SERVERS, free_ports
+from tests.fleet.balancers import PATIENCE_S, SERVERS
+from tests.support.system.ports import free_ports
 
 DEPLOY = ROOT / "deploy" / "prometheus"
 METRICS = 8002
@@ -72,7 +73,7 @@ def configure(place: Path, targets: list[str]) -> Path:
 def running(place: Path, targets: list[str]) -> Iterator[Prometheus]:
     program = programs.need("prometheus")
     file = configure(place, targets)
-    (port,) = free_ports(("127.0.0.1",), 1)
+    (port,) = free_ports(1)
     web = programs.PLACE / "prometheus" / "usr" / "share" / "prometheus" / "web"
     command = [
         str(program), f"--config.file={file}", f"--storage.tsdb.path={place / 'data'}", "--log.level=warn",

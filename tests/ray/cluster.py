@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.fleet.balancers import free_ports
+from tests.support.system.ports import free_ports
 
 STORE_BYTES = 200 << 20
 RAYLET = b"RAY_RAYLET_PID="
@@ -82,7 +82,7 @@ def started(nodes: int) -> Iterator[Place]:
         head = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False, "temp_dir": sessions}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
-            made = Place(cluster, *free_ports(("127.0.0.1",), 2))
+            made = Place(cluster, *free_ports(2))
             for _ in range(nodes - 1):
                 made.add_node()
             ray.init(address=cluster.address, log_to_driver=False)

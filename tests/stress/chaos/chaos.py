@@ -10,10 +10,8 @@ import os
 import random
 import select
 import signal
-import socket
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
@@ -27,6 +25,7 @@ from bench.soak.run import BATCH, SLOW, batch_of
 from shmserve.testing import Server
 from tests.stress.chaos import scheduled
 from tests.stress.chaos.clients import WIDTH
+from tests.support.system.ports import free_ports
 
 CLIENTS = "tests.stress.chaos.clients"
 DTYPES = ("FP32", "INT8", "BYTES", "FP64")
@@ -358,16 +357,6 @@ def gateways(server: int) -> set[int]:
     return found
 
 
-def free_port() -> str:
-    """A port outside the kernel's ephemeral range, so that it stays free while the gateway is down."""
-    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    for port in (*range(first - 1 - os.getpid() % 8192, 1024, -1), *range(last + 1, 65536)):
-        with socket.socket() as found, suppress(OSError):
-            found.bind(("127.0.0.1", port))
-            return str(port)
-    raise OSError("no port outside of net.ipv4.ip_local_port_range is free")
-
-
 def ask_gateway(server: Server) -> None:
     """Sends a request, after which the gateway is connected to the server."""
     endpoint = HTTPConnection(server.endpoints["http"], timeout=PATIENCE)
@@ -384,7 +373,7 @@ def run_chaos(root: Path, seconds: float, seed: int, sleeping: bool = False) -> 
     segments = processes.segments()
     options = ["--worker-output-bytes", str(OUTPUT_BYTES), "--model-control-mode", "explicit"]
     options += ["--idle-unload-secs", "0.4", "--model-memory-budget", "180MiB"] if sleeping else []
-    options += ["--http-port", free_port(), *(f"--load-model={name}" for name in MODELS)]
+    options += ["--http-port", *map(str, free_ports(1)), *(f"--load-model={name}" for name in MODELS)]
     with Server(root, *options, gateway=True) as server:
         ask_gateway(server)
         idle = ServerSnapshot.of(server.pid)
