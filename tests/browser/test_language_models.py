@@ -45,15 +45,24 @@ def site(repository: Path, files: LanguageModels) -> Iterator[Site]:
         yield site
 
 
+SEND = "#chat button[type=submit]"
+LAST_ANSWER = "#talk li:last-child[data-role=assistant] .said:last-child"
+
+
 def say(tab: Tab, text: str) -> None:
+    """Sends a message after the end of the last answer: until then, the button stops the answer."""
+    tab.wait_for(SEND, "Send")
+    lines = tab.evaluate("document.querySelectorAll('#talk li').length")
     tab.write("#message", text)
-    tab.click("#chat button[type=submit]")
+    tab.click(SEND)
+    tab.wait(f"document.querySelectorAll('#talk li').length > {lines}")
 
 
 def answer(tab: Tab, expected: str) -> str:
-    """The last answer, once it contains this text."""
-    tab.wait_for("#talk li:last-child[data-role=assistant] .said:last-child", expected)
-    return tab.text("#talk li:last-child .said:last-child")
+    """The last answer, once it has ended. It contains this text."""
+    tab.wait_for(LAST_ANSWER, expected)
+    tab.wait_for(SEND, "Send")
+    return tab.text(LAST_ANSWER)
 
 
 def test_a_conversation(tab: Tab, files: LanguageModels) -> None:
@@ -61,11 +70,10 @@ def test_a_conversation(tab: Tab, files: LanguageModels) -> None:
     tab.wait_for("form#chat")
     tab.write("#system", "Be brief.")
     say(tab, "a GATE b")
-    assert answer(tab, "a") == "a"
-    assert tab.text("#chat button[type=submit]") == "Stop"
+    tab.expect_text(LAST_ANSWER, "a")
+    tab.expect_text(SEND, "Stop")
     open_gate(files.gate)
-    answer(tab, "a GATE b")
-    tab.wait_for("#chat [role=status]", "3 tokens, ")
+    assert answer(tab, "a GATE b") == "a GATE b"
     assert re.fullmatch(r"3 tokens, [\d.,]+ ?k? tokens/s", tab.text("#chat [role=status]"))
     tab.write("#temperature", "0.5")
     tab.write("#more", '{"seed": 7}')
@@ -79,15 +87,15 @@ def test_a_conversation(tab: Tab, files: LanguageModels) -> None:
     say(tab, "a FAIL")
     tab.wait_for("#talk [data-role=error] [role=alert]", "a word that fails")
     tab.click("#clear")
-    assert tab.text("#talk") == ""
+    tab.expect_text("#talk", "")
 
 
 def test_an_answer_is_stopped(tab: Tab, site: Site, files: LanguageModels) -> None:
     tab.go("#/model/talk/try")
     tab.wait_for("form#chat")
     say(tab, "FOREVER again")
-    answer(tab, "again again again")
-    tab.click("#chat button[type=submit]")
+    tab.wait_for(LAST_ANSWER, "again again again")
+    tab.click(SEND)
     tab.wait_for("#chat [role=status]", "stopped after")
     with site.server.client() as client:
         until(client, lambda: files.log.read_text() == "cancelled\n", "the end of the sequence")
@@ -102,7 +110,7 @@ def test_tools_are_called_and_their_results_returned(tab: Tab) -> None:
     say(tab, "CALL")
     tab.wait_for("#talk [data-role=error]", "Tools: ")
     tab.write("#tools", json.dumps(TOOLS))
-    tab.click("#chat button[type=submit]")
+    tab.click(SEND)
     tab.wait_for("[data-call=weather]", 'weather({"x": 1})')
     tab.wait_for("#chat label[for=message]", "Result of weather")
     say(tab, "DOCUMENT")
@@ -117,7 +125,7 @@ def test_thinking_is_not_part_of_the_conversation(tab: Tab) -> None:
     tab.wait_for("form#chat")
     say(tab, "<think> hm </think> yes")
     assert answer(tab, "yes").strip() == "yes"
-    assert tab.text("#talk li:last-child .hint").strip() == "hm"
+    tab.wait_for("#talk li:last-child .hint", "hm")
     say(tab, "DOCUMENT")
     assert "hm" not in json.loads(answer(tab, "messages"))["messages"][1]["content"]
 
@@ -151,9 +159,8 @@ def test_the_similarity_of_texts(tab: Tab) -> None:
         expected = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
         tab.write("#dimensions", str(dimensions) if dimensions < 3 else "")
         tab.click("#texts button[type=submit]")
-        tab.wait_for("#similarity", f"{expected:.4f}")
-        assert f"{dimensions} dimensions" in tab.text("#similarity")
-        assert f"length {length:.6g} [" in tab.text("#similarity")
+        for text in (f"{expected:.4f}", f"{dimensions} dimensions", f"length {length:.6g} ["):
+            tab.wait_for("#similarity", text)
     take(tab, "try-embeddings")
     tab.write("#dimensions", "9")
     tab.click("#texts button[type=submit]")
@@ -179,4 +186,4 @@ def test_tensors_are_offered_too(tab: Tab) -> None:
     tab.wait_for("form#chat")
     tab.click(".ways .chip:last-of-type")
     tab.wait_for("form#try")
-    assert tab.evaluate("document.querySelector('form#chat')") is None
+    tab.expect("document.querySelector('form#chat')", None)

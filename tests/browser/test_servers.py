@@ -3,7 +3,6 @@ accepts connections but never answers."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 from collections.abc import Iterator
@@ -20,18 +19,11 @@ from tests.support.browser.chromium import Chromium
 from tests.support.browser.tab import Tab, opened
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.living import identity
+from tests.support.system.ports import free_ports
 
 pytestmark = pytest.mark.process
 
 FIRST, SECOND, THIRD, GONE, SILENT = range(5)
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 class Fleet:
@@ -97,19 +89,18 @@ def test_all_servers_are_listed_with_their_state_and_load(tab: Tab, fleet: Fleet
     for number, state in ((FIRST, "ready"), (SECOND, "ready"), (THIRD, "refused"), (GONE, "unreachable")):
         wait_for_state(tab, fleet, number, state)
     tab.wait_for("#servers", "2 of 5 servers ready")
-    assert tab.evaluate(cell(fleet, SILENT, "requests")) == "\N{EN DASH}"
-    problems = tab.text("main")
-    assert f"{fleet.name(THIRD)}: it needs a token" in problems
-    assert f"{fleet.name(GONE)}: it does not answer, or {fleet.urls[FIRST]} is not in its --page-servers" in problems
+    tab.expect(cell(fleet, SILENT, "requests"), "\N{EN DASH}")
+    tab.wait_for("main", f"{fleet.name(THIRD)}: it needs a token")
+    tab.wait_for("main", f"{fleet.name(GONE)}: it does not answer, or {fleet.urls[FIRST]} is not in its --page-servers")
     measured = f"parseFloat({cell(fleet, SECOND, 'requests')}) > 0 && /s$/.test({cell(fleet, SECOND, 'wait')})"
     while not tab.evaluate(measured):
         ask(fleet.servers[SECOND])
-    assert tab.evaluate(cell(fleet, FIRST, "wait")) == "\N{EN DASH}"
-    assert tab.evaluate(cell(fleet, FIRST, "listed")) == "1"
+    tab.expect(cell(fleet, FIRST, "wait"), "\N{EN DASH}")
+    tab.expect(cell(fleet, FIRST, "listed"), "1")
     take(tab, "servers")
     assert tab.unnamed() == []
     tab.size(360, 740, mobile=True)
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+    tab.wait("document.documentElement.scrollWidth <= 360")
     take(tab, "servers-360")
 
 
@@ -128,7 +119,7 @@ def test_the_state_of_drained_started_and_stopped_servers_is_updated(tab: Tab, f
     finally:
         gateway.stop()
     wait_for_state(tab, fleet, GONE, "unreachable")
-    assert tab.evaluate(cell(fleet, GONE, "requests")) == "\N{EN DASH}"
+    tab.expect(cell(fleet, GONE, "requests"), "\N{EN DASH}")
     tab.wait_for("#notices", f"{fleet.name(GONE)}: unreachable")
 
 
@@ -150,7 +141,7 @@ def test_a_server_row_links_to_the_page_of_the_server(tab: Tab, fleet: Fleet) ->
     tab.click(f'[data-server="{fleet.name(SECOND)}"] td.requests')
     tab.wait_for_load(loaded)
     tab.wait_for("[data-model=echo]", "READY")
-    assert tab.evaluate("location.origin") == fleet.urls[SECOND]
+    tab.expect("location.origin", fleet.urls[SECOND])
     tab.go("#/servers")
     tab.wait_for(f'[data-server="{fleet.name(SECOND)}"]', "this server")
     wait_for_state(tab, fleet, FIRST, "ready")

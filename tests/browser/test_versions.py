@@ -32,19 +32,18 @@ def site(browser: Chromium, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield site
 
 
-def names(tab: Tab) -> list[str]:
-    found = tab.evaluate("[...document.querySelectorAll('[data-model] td.name')].map((one) => one.innerText)")
-    return [" ".join(text.split()) for text in found]
+NAMES = (
+    "[...document.querySelectorAll('[data-model] td.name')].map((one) => one.innerText.trim().split(/\\s+/).join(' '))"
+)
 
 
 def test_the_overview_shows_shares_bounds_sleep_and_drain(tab: Tab, site: Site) -> None:
     tab.wait_for("[data-model=sleeper] td.status", "ASLEEP")
     tab.wait_for("[data-model=scaled] td.instances", "1/1 (1-4)")
-    assert names(tab) == ["divided 1 90 % · @prod", "divided 2 10 % · shadow 100 %", "scaled 1", "sleeper 1"]
+    tab.expect(NAMES, ["divided 1 90 % · @prod", "divided 2 10 % · shadow 100 %", "scaled 1", "sleeper 1"])
     take(tab, "versions")
     tab.write("input[type=search]", "@prod")
-    tab.wait("document.querySelectorAll('[data-model]').length === 1")
-    assert names(tab) == ["divided 1 90 % · @prod"]
+    tab.expect(NAMES, ["divided 1 90 % · @prod"])
     with site.server.client() as client:
         tab.wait_for("#ready", "ready, up")
         client.drain()
@@ -57,16 +56,17 @@ def test_the_model_page_shows_traffic_shadow_and_aliases_of_versions(tab: Tab, s
     tab.go("#/model/divided")
     tab.wait_for("table[aria-label=Versions]", "next")
     cells = "[...row.children].map((one) => one.textContent)"
-    rows = tab.evaluate(f"[...document.querySelectorAll('table[aria-label=Versions] tbody tr')].map((row) => {cells})")
-    assert rows == [
+    rows = f"[...document.querySelectorAll('table[aria-label=Versions] tbody tr')].map((row) => {cells})"
+    expected = [
         ["1", "READY", "90 %", NONE, NONE, "divided@prod"],
         ["2", "READY", "10 %", "10 %", "100 %", ""],
         ["3", "NOT LOADED", NONE, NONE, NONE, "divided@next"],
     ]
+    tab.expect(rows, expected)
     different = "/ [1-9]\\d* different/.test(document.querySelector('main').innerText)"
     while not tab.evaluate(different):
         site.ask("divided")
-    assert "Shadow 2 compared with version 1: 0 equal" in tab.text("main")
+    tab.wait_for("main", "Shadow 2 compared with version 1: 0 equal")
     take(tab, "shadow")
     with site.server.client() as client:
         client.traffic("divided", shares={}, aliases={"prod": None, "next": None}, shadow={})
@@ -80,7 +80,6 @@ def test_the_model_page_shows_sleep_and_scaling_bounds(tab: Tab, site: Site) -> 
     tab.go("#/model/sleeper")
     tab.wait_for(".problem.mild", "Asleep")
     take(tab, "asleep")
-    awake = "!document.querySelector('.problem')"
-    while not tab.evaluate(awake):
+    while tab.evaluate("document.querySelector('.problem') !== null"):
         site.ask("sleeper")
     tab.wait_for(".problem.mild", "Asleep")

@@ -36,9 +36,8 @@ def cell(model: str, column: str) -> str:
     return f"document.querySelector('[data-model={model}] td.{column}').textContent"
 
 
-def names(tab: Tab) -> list[str]:
-    found = tab.evaluate("[...document.querySelectorAll('[data-model]')].map((row) => row.dataset.model)")
-    return list(found)
+NAMES = "[...document.querySelectorAll('[data-model]')].map((row) => row.dataset.model)"
+FOCUSED = "document.activeElement.closest('[data-model]')?.dataset.model"
 
 
 def show(tab: Tab, view: str) -> None:
@@ -53,21 +52,19 @@ def show(tab: Tab, view: str) -> None:
 
 
 def test_the_overview_lists_filters_and_sorts_models(tab: Tab, site: Site) -> None:
-    tab.wait_for("[data-model=words]", "READY")
-    assert names(tab) == MODELS
+    tab.expect(NAMES, MODELS)
     measured = f"parseFloat({cell('numbers', 'requests')}) > 0 && /s$/.test({cell('numbers', 'p99')})"
     until(tab, measured, lambda: site.ask("numbers"))
-    assert tab.evaluate(cell("words", "p99")) == "\N{EN DASH}"
+    tab.expect(cell("words", "p99"), "\N{EN DASH}")
     take(tab, "overview")
     tab.write("input[type=search]", "PIPE")
-    tab.wait("document.querySelectorAll('[data-model]').length === 1")
-    assert names(tab) == ["pipeline"]
+    tab.expect(NAMES, ["pipeline"])
     tab.write("input[type=search]", "")
-    tab.wait(f"document.querySelectorAll('[data-model]').length === {len(MODELS)}")
+    tab.expect(NAMES, MODELS)
     for direction, order in (("descending", MODELS[::-1]), ("ascending", MODELS)):
         tab.click("th.name button")
-        tab.wait(f"document.querySelector('th.name').ariaSort === '{direction}'")
-        assert names(tab) == order
+        tab.expect("document.querySelector('th.name').ariaSort", direction)
+        tab.expect(NAMES, order)
 
 
 def test_the_page_of_a_model_shows_its_batches_and_instances(tab: Tab, site: Site) -> None:
@@ -79,7 +76,7 @@ def test_the_page_of_a_model_shows_its_batches_and_instances(tab: Tab, site: Sit
     take(tab, "model")
     tab.go(VIEWS["configuration"])
     tab.wait_for("main", "max_batch_size: 8")
-    assert "FP32" in tab.text("main")
+    tab.wait_for("main", "FP32")
     take(tab, "configuration")
 
 
@@ -103,9 +100,7 @@ def test_an_ensemble_is_a_graph_with_times_on_its_edges(tab: Tab, site: Site) ->
     assert sorted(edges) == ["middle", "x", "y"]
     timed = "/\\d .?s/.test(document.querySelector('[data-tensor=middle] .time').textContent)"
     until(tab, timed, lambda: site.ask("pipeline"))
-    assert "waits" in tab.text("[data-tensor=middle] title") or tab.evaluate(
-        "document.querySelector('[data-tensor=middle] title').textContent.includes('waits')"
-    )
+    tab.wait_for("[data-tensor=middle] title", "waits")
     flowing = "document.querySelector('[data-step] .flow, [data-step] .failing')?.textContent.includes('/s')"
     until(tab, flowing, lambda: site.ask("pipeline"))
     take(tab, "ensemble")
@@ -166,7 +161,7 @@ def test_loading_and_unloading_needs_the_token(tab: Tab, site: Site) -> None:
     tab.click("[data-action=unload]")
     tab.wait("document.querySelector('#token-dialog').open")
     assert tab.questions, "unloading is confirmed"
-    assert "token" in tab.text("#token-reason")
+    tab.wait_for("#token-reason", "token")
     assert site.is_ready("negative")
     use_token(tab, site)
     tab.click("[data-action=unload]")
@@ -183,32 +178,31 @@ def test_loading_and_unloading_needs_the_token(tab: Tab, site: Site) -> None:
     assert tab.evaluate("localStorage.length + sessionStorage.length") == 0
     assert tab.evaluate("document.cookie") == ""
     tab.open("/#/model/negative")
-    assert tab.evaluate("document.querySelector('#access').textContent") == "Token", "forgotten with the page"
+    tab.expect_text("#access", "Token")  # forgotten with the page
 
 
 def test_all_controls_are_reachable_by_keyboard(tab: Tab) -> None:
-    tab.wait_for("[data-model=words]")
+    tab.expect(NAMES, MODELS)
     tab.press("/")
     tab.wait("document.activeElement.matches('input[type=search]')")
     tab.press("w")
-    tab.wait("document.querySelectorAll('[data-model]').length === 1")
+    tab.expect(NAMES, ["words"])
     tab.write("input[type=search]", "")
-    tab.wait(f"document.querySelectorAll('[data-model]').length === {len(MODELS)}")
+    tab.expect(NAMES, MODELS)
     tab.press("Escape")
     reached = []
-    for _ in range(60):
+    while len(reached) < 60 and tab.evaluate(FOCUSED) != "words":
         tab.press("Tab")
         reached.append(tab.evaluate("document.activeElement.textContent || document.activeElement.tagName"))
-        if tab.evaluate("document.activeElement.closest('[data-model]') !== null"):
-            break
-    assert tab.evaluate("document.activeElement.closest('[data-model]')?.dataset.model") == "words", reached
+    assert tab.evaluate(FOCUSED) == "words", reached
     for key, model in (("ArrowUp", "talker"), ("Home", "colours"), ("ArrowDown", "moody"), ("End", "words")):
         tab.press(key)
-        assert tab.evaluate("document.activeElement.closest('[data-model]').dataset.model") == model
+        tab.expect(FOCUSED, model)
     tab.press("Home")
+    tab.expect(FOCUSED, "colours")
     tab.press("Enter")
-    tab.wait("document.querySelector('main h1').textContent === 'colours'")
-    assert tab.evaluate("document.activeElement.tagName") == "H1", "a screen reader is told the new view"
+    tab.expect_text("main h1", "colours")
+    tab.expect("document.activeElement.tagName", "H1")  # a screen reader is told the new view
 
 
 @pytest.mark.parametrize("view", VIEWS)

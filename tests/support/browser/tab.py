@@ -139,6 +139,18 @@ class Tab:
         found, wanted = json.dumps(selector), json.dumps(text)
         self.wait(f"[...document.querySelectorAll({found})].some((one) => one.textContent.includes({wanted}))")
 
+    def await_fault(self, text: str) -> None:
+        self._browser.wait(lambda: any(text in fault for fault in self.faults), f"a fault with '{text}'")
+
+    def expect(self, expression: str, value: Any) -> None:
+        """Waits until the expression has this value."""
+        wanted = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+        self.wait(f"JSON.stringify({expression}) === {json.dumps(wanted)}")
+
+    def expect_text(self, selector: str, text: str) -> None:
+        """Waits until this is the whole text of the element."""
+        self.expect(f"document.querySelector({json.dumps(selector)})?.textContent", text)
+
     # ------------------------------------------------------------------------------------ the user
 
     def click(self, selector: str) -> None:
