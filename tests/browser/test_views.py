@@ -190,7 +190,7 @@ def test_all_controls_are_reachable_by_keyboard(tab: Tab) -> None:
     tab.write("input[type=search]", "")
     tab.expect(NAMES, MODELS)
     tab.press("Escape")
-    reached = []
+    reached: list[str] = []
     while len(reached) < 60 and tab.evaluate(FOCUSED) != "words":
         tab.press("Tab")
         reached.append(tab.evaluate("document.activeElement.textContent || document.activeElement.tagName"))

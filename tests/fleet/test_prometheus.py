@@ -6,7 +6,7 @@ import contextlib
 import http.client
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -66,12 +66,15 @@ def send(server: Server, count: int) -> None:
             client.infer("twice", {"x": np.full((1, 1), value, np.float32)})
 
 
+def rules_of(prometheus: Prometheus) -> list[dict[str, Any]]:
+    return [rule for group in prometheus.ask("/api/v1/rules")["groups"] for rule in group["rules"]]
+
+
 def test_rules_are_evaluated_without_errors(watched: Watched) -> None:
     """Every rule has been evaluated without error; the fixture has seen a result of each recording rule."""
     prometheus = watched.prometheus
-    rules = [rule for group in prometheus.ask("/api/v1/rules")["groups"] for rule in group["rules"]]
-    assert {rule["name"] for rule in rules} == set(recorded()) | set(alerts())
-    assert {rule["health"] for rule in rules} == {"ok"}
+    assert {rule["name"] for rule in rules_of(prometheus)} == set(recorded()) | set(alerts())
+    prometheus.until(lambda: {rule["health"] for rule in rules_of(prometheus)} == {"ok"})
     assert [value for _, value in prometheus.query("job:up:count")] == [2]
     assert [value for _, value in prometheus.query("job:shmserve_ready:sum")] == [2]
 

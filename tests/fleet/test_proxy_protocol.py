@@ -14,11 +14,13 @@ import grpc
 import numpy as np
 import pytest
 
+import shmserve
 from shmserve.clients.cli.commands.status import callers_of
 from shmserve.testing import Server
 from tests.fleet import load, programs
 from tests.fleet.balancers import PATIENCE_S
 from tests.support.gateway.rpc import Rpcs, infer_request
+from tests.support.living import until
 from tests.support.system.ports import free_ports
 
 pytestmark = pytest.mark.process
@@ -89,6 +91,10 @@ def infer_over_grpc(port: int, certificates: bytes | None) -> None:
         assert np.frombuffer(answer.raw_output_contents[0], np.float32)[0] == 4.0
 
 
+def requests_of_callers(client: shmserve.Client) -> dict[str, int]:
+    return {entry["user"]: entry["requests"] for entry in callers_of(client.activity())}
+
+
 def test_the_server_counts_the_clients_of_the_proxy(server: Server, tmp_path: Path, certificates: bytes | None) -> None:
     targets = {name: int(server.endpoints[name].rpartition(":")[2]) for name in ("http", "grpc")}
     pairs = [(sends, target) for sends in CLIENTS for target in targets.values()]
@@ -97,6 +103,5 @@ def test_the_server_counts_the_clients_of_the_proxy(server: Server, tmp_path: Pa
         for count, (sends, (_, name)) in enumerate(CLIENTS.items(), 1):
             infer_over_grpc(ports[sends, targets["grpc"]], certificates)  # its client waits for the port
             infer_over_http(ports[sends, targets["http"]], certificates)
-            found = {entry["user"]: entry["requests"] for entry in callers_of(client.activity())}
-            assert found[name] == 2
-            assert len(found) == count
+            until(client, lambda name=name: requests_of_callers(client).get(name) == 2)  # type: ignore[misc]
+            assert len(requests_of_callers(client)) == count

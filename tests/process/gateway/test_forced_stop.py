@@ -16,6 +16,7 @@ import grpc
 import numpy as np
 import pytest
 
+import shmserve
 from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.gateway.served_gateways import (
     ANY_PORTS,
@@ -26,7 +27,7 @@ from tests.support.gateway.served_gateways import (
     serving,
     waiting_model,
 )
-from tests.support.living import PYTHON
+from tests.support.living import PYTHON, until
 from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
@@ -54,6 +55,8 @@ def requests_in_flight(folder: Path, *options: str) -> Iterator[Serving]:
         x = np.array([[7]], np.float32)
         call = rpcs.ModelInfer.future(infer_request("waits", {"x": ("FP32", x, x.tobytes())}))
         stack.enter_context(gate.open("w"))  # blocks until the model has the first request
+        with shmserve.Client(runtime_dir=server.runtime_dir) as client:
+            until(client, lambda: client.activity()["server"]["in_flight"] == 2, "both requests")
         yield server
         status, body = answer.result(END_S)
         assert (status, json.loads(body)["error"]) == (503, STOPPED)

@@ -20,6 +20,7 @@ from shmserve.gateway.auth import tokens
 from shmserve.testing import Server
 from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.gateway.running_gateway import Gateway, model, open_gate, wait_in_flight
+from tests.support.living import until
 from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
@@ -116,7 +117,9 @@ def test_operators_see_what_the_callers_of_proxies_use(server: Server, gate: Pat
         for caller in callers:
             open_gate(gate)
             assert b"200 OK" in caller.recv(4096)
-        assert re.search(rf"^ *\d+ +{user} 192\.0\.2\.1 +0 +0 +1 ", shown(), re.MULTILINE)
+        answered = re.compile(rf"^ *\d+ +{user} 192\.0\.2\.1 +0 +0 +1 ", re.MULTILINE)
+        with server.client() as client:
+            until(client, lambda: answered.search(shown()), "the end of its request")
     gateway.stop()
 
 

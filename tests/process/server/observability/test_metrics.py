@@ -138,6 +138,7 @@ def test_a_failed_load_is_logged_once_with_a_traceback(tmp_path: Path) -> None:
         (root / "m" / "1" / "model.py").write_text(FAILS)
         with pytest.raises(shmserve.ServeError, match="JSONDecodeError"):
             client.load("m")
+        until(client, lambda: "load failed for model 'm'" in server.log)
         second = [text for text in records_of(server.log)[before:] if "JSONDecodeError" in text]
     again = "load failed for model 'm': version 1 is at UNAVAILABLE state: "
     for found, text in ((first, "model 'm' version 1 is UNAVAILABLE: "), (second, again)):
