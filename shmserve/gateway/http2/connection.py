@@ -108,7 +108,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         if self._core is not None:
-            self._core.output.accepts = False
+            self._core.output.pause()
             self._turn = self._listener.turn
 
     def resume_writing(self) -> None:

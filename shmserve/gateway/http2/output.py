@@ -50,6 +50,15 @@ class Http2Output:
     def writable(self) -> bool:
         return self.accepts and self.bytes < limits.AHEAD_BYTES
 
+    def pause(self) -> None:
+        """The socket is full."""
+        self.accepts = False
+
+    def resume(self) -> None:
+        """The socket is writable again."""
+        self.accepts = True
+        self.pump()
+
     def write(self, *control: bytes) -> None:
         self.out += control
         self.wake()

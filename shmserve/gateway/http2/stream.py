@@ -629,9 +629,8 @@ class Http2Streams:
     def resumed(self) -> None:
         """Called when the socket is writable again."""
         output = self.output
-        output.accepts = True
         self.abuse.unsent_replies = 0
-        output.pump()
+        output.resume()
         for stream in list(self.open.values()):
             if not output.writable:
                 break
