@@ -87,8 +87,8 @@ class LoadRun:
         """
         generators, settings = self._generators, self._settings
         self._rows = (await generators.ensure(self._processes)).rows
-        generators.on_samples = self._collector.add
-        self._start = start = generators.begin(self._load, self._processes, time.monotonic_ns())
+        now = time.monotonic_ns()
+        self._start = start = generators.begin(self._load, self._processes, now, self._collector.add)
         await self._wait(start, "warm-up", complete=True)
         before = dict(self._collector.used)
         await self._wait(start + settings.warmup_ns, "warm-up")

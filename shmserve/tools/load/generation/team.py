@@ -36,11 +36,11 @@ OnSamples = Callable[[int, Samples], None]
 
 
 class _Process:
-    """A generator process and the connection to it."""
+    """A generator process and the connection to it. `received` is called with its samples."""
 
-    def __init__(self, index: int, team: Generators) -> None:
+    def __init__(self, index: int, received: OnSamples) -> None:
         self.index = index
-        self._team = team
+        self._received = received
         self._answers: asyncio.Queue[Report] = asyncio.Queue()
 
     async def start(self) -> None:
@@ -62,7 +62,7 @@ class _Process:
             while True:
                 report = await read_report(self._reader)
                 if isinstance(report, Samples):
-                    self._team.on_samples(self.index, report)
+                    self._received(self.index, report)
                 else:
                     self._answers.put_nowait(report)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -106,8 +106,8 @@ class Generators:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self.on_samples: OnSamples = lambda process, samples: None
-        """Receives the samples; each load has its own."""
+        self._on_samples: OnSamples | None = None
+        """Receives the samples of the current load."""
         self._processes: list[_Process] = []
         self._active: Sequence[_Process] = ()
         self.prepared: Prepared | None = None
@@ -122,7 +122,7 @@ class Generators:
 
     async def ensure(self, count: int) -> Prepared:
         """Starts processes until there are `count`, and lets them prepare."""
-        added = [_Process(index, self) for index in range(len(self._processes), count)]
+        added = [_Process(index, self._received) for index in range(len(self._processes), count)]
         for process in added:
             await process.start()
             self._processes.append(process)
@@ -134,9 +134,14 @@ class Generators:
         assert self.prepared is not None
         return self.prepared
 
-    def begin(self, load: Load, processes: int, now: int) -> int:
-        """Starts the load. Returns the time of its start."""
+    def _received(self, process: int, samples: Samples) -> None:
+        if self._on_samples is not None:
+            self._on_samples(process, samples)
+
+    def begin(self, load: Load, processes: int, now: int, on_samples: OnSamples) -> int:
+        """Starts the load, whose samples go to `on_samples`. Returns the time of its start."""
         start = now + BEGIN_NS
+        self._on_samples = on_samples
         self._active = self._processes[:processes]
         for process in self._active:
             process.order(Begin(load, start, process.index, processes))
