@@ -39,10 +39,11 @@ class Snapshot(Struct, frozen=True):
 
 
 class Poller:
-    """One server. `name`: its displayed name. `notify` is called in the poller's thread after each read."""
+    """One server. `name`: its displayed name. `notify` is called in the poller's thread after each read, and `interval`
+    for the seconds until the next one."""
 
-    def __init__(self, name: str, source: Source, interval: float, notify: Callable[[], None]) -> None:
-        self.interval = interval
+    def __init__(self, name: str, source: Source, interval: Callable[[], float], notify: Callable[[], None]) -> None:
+        self._interval = interval
         self.snapshot = Snapshot(name, source.where)
         self._source = source
         self._notify = notify
@@ -75,7 +76,7 @@ class Poller:
             if self._closed.is_set():
                 return
             self._notify()
-            self._wake.wait(self.interval * (FIRST if first and not self.snapshot.problem else 1.0))
+            self._wake.wait(self._interval() * (FIRST if first and not self.snapshot.problem else 1.0))
             self._wake.clear()
 
     def _read(self) -> Snapshot:
@@ -102,8 +103,11 @@ class Pollers:
     """Several servers. `sources`: by displayed name; leaving the block closes them."""
 
     def __init__(self, sources: Mapping[str, Source], interval: float) -> None:
+        self._interval = interval
         self._changed = threading.Condition()
-        self._pollers = [Poller(name, source, interval, self._notified) for name, source in sources.items()]
+        self._pollers = [
+            Poller(name, source, lambda: self._interval, self._notified) for name, source in sources.items()
+        ]
 
     def __enter__(self) -> Pollers:
         for poller in self._pollers:
@@ -122,8 +126,7 @@ class Pollers:
         return [poller.snapshot for poller in self._pollers]
 
     def set_interval(self, seconds: float) -> None:
-        for poller in self._pollers:
-            poller.interval = seconds
+        self._interval = seconds
 
     def refresh(self) -> None:
         for poller in self._pollers:

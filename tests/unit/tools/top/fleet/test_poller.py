@@ -32,7 +32,7 @@ class Watched:
     def __init__(self, source: ScriptedSource, interval: float = OFTEN_S) -> None:
         self.seen: list[Snapshot] = []
         self.changed = threading.Condition()
-        self.poller = Poller("a", source, interval, self.note)
+        self.poller = Poller("a", source, lambda: interval, self.note)
 
     def note(self) -> None:
         with self.changed:
