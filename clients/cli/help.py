@@ -52,13 +52,14 @@ class _HelpAll(argparse.Action):
 
 class CommandParser(argparse.ArgumentParser):
     """`examples`: lines of the help. `also`: a row for options that `--help` does not list individually. `overview`
-    replaces the list of arguments in `--help`."""
+    replaces the list of arguments in `--help`. `synonyms`: options of other programs -> the option of this command."""
 
     def __init__(
         self,
         examples: str = "",
         also: tuple[str, str] | None = None,
         overview: Callable[[], list[str]] | None = None,
+        synonyms: Mapping[str, str] = {},
         **more: Any,
     ) -> None:
         super().__init__(
@@ -67,8 +68,7 @@ class CommandParser(argparse.ArgumentParser):
         self.examples = [line for line in examples.splitlines() if line.strip()]
         self.also = also
         self._overview = overview
-        self.synonyms: Mapping[str, str] = {}
-        """Options of other programs -> the option of this command."""
+        self._synonyms = synonyms
         rare(self.add_argument("-h", "--help", action="help", help="show the usual options"))
         rare(self.add_argument("--help-all", action=_HelpAll, help="show all options"))
 
@@ -135,7 +135,7 @@ class CommandParser(argparse.ArgumentParser):
     def stray(self, word: str) -> str:
         """The error text for an unknown option."""
         name = word.partition("=")[0]
-        meant = self.synonyms.get(name)
+        meant = self._synonyms.get(name)
         hint = f"; did you mean {meant}?" if meant else did_you_mean(name, sorted(self._option_string_actions))
         return f"unknown option {name}{hint}"
 

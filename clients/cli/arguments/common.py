@@ -7,7 +7,7 @@ import importlib
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ def add_command(
     codes: tuple[str, str] = ("done", "failed"),
     note: str = "",
     also: tuple[str, str] | None = None,
+    synonyms: Mapping[str, str] = {},
 ) -> CommandParser:
     """Adds a command, implemented by the function of this name in a module of `commands`. `about` is one sentence,
     without capital letter and full stop. `codes`: meanings of exit codes 0 and 1. `note`: more for the full help.
@@ -53,6 +54,7 @@ def add_command(
         epilog=f"{CODES.format(*codes)}{note}\nexamples:\n{examples}",
         examples=examples,
         also=also,
+        synonyms=synonyms,
     )
 
     def run(args: argparse.Namespace) -> int:
@@ -74,10 +76,11 @@ def add_server_command(
     codes: tuple[str, str] = ("done", "failed"),
     keys: bool = True,
     urls: str = "",
+    synonyms: Mapping[str, str] = {},
 ) -> CommandParser:
     """Adds a command that connects to a server. `keys`: it also works over tcp. `urls`: additional kinds of --url, for
     the help."""
-    command = add_command(commands, name, module, about, examples, codes, WHERE, ELSEWHERE)
+    command = add_command(commands, name, module, about, examples, codes, WHERE, ELSEWHERE, synonyms)
     where = command.add_mutually_exclusive_group()
     rare(
         where.add_argument(

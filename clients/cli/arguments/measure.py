@@ -85,8 +85,7 @@ def add_bench(commands: Any) -> None:
         "no request succeeded; with --until: no load kept the limit; with --compare:\n       a metric is worse",
     )
     urls = "http, https, grpc or grpcs://HOST:PORT of any KServe v2 server, "
-    command = add_server_command(commands, "bench", "bench", about, examples, codes, urls=urls)
-    command.synonyms = SYNONYMS
+    command = add_server_command(commands, "bench", "bench", about, examples, codes, urls=urls, synonyms=SYNONYMS)
     add_model(command, "?")
     _add_endpoint(command)
     _add_load(command)
