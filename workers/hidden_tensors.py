@@ -53,8 +53,7 @@ class HiddenTensors:
     def __init__(self, config: ModelConfig, folder: Path, backend: Backend, controls: bool = True) -> None:
         """`controls` false: requests contain the controls as inputs, as warm-up samples do."""
         self.sequences = config.sequence_batching is not None
-        self.states = States(config, folder, backend.text)
-        self.states.strict = backend.strict
+        self.states = States(config, folder, backend.text, backend.strict)
         self.cuts = cuts_of(config)
         self.stacked = isinstance(backend, StackedBackend)
         self.slots = self.stacked or (isinstance(backend, SeparateBackend) and backend.takes_slots)

@@ -154,9 +154,9 @@ class _Kept(Struct):
 
 
 class States:
-    """The states of all sequences of one instance."""
+    """The states of all sequences of one instance. `strict`: they must have the data type of the configuration."""
 
-    def __init__(self, config: ModelConfig, folder: Path, text: bool) -> None:
+    def __init__(self, config: ModelConfig, folder: Path, text: bool, strict: bool) -> None:
         sequence = config.sequence_batching
         entries = sequence.state if sequence is not None else ()
         self.specs = states_of(config)
@@ -169,8 +169,7 @@ class States:
             [self._initial(entry, spec, folder) for entry, spec in zip(entries, self.specs, strict=True)], 0
         )
         self._kept: dict[Key, _Kept] = {}
-        self.strict = True
-        """Whether states must have the data type of the configuration."""
+        self._strict = strict
         self._buffers = Buffers()
 
     def shapes(self, member: SequenceRequest) -> tuple[tuple[int, ...], ...]:
@@ -198,7 +197,7 @@ class States:
         what = f"state output '{spec.name}' of model '{self._model}'"
         if not isinstance(array, np.ndarray):
             raise ModelFailed(f"{what} is a {type(array).__name__}; expected an array")
-        if not self.strict and array.dtype != spec.numpy:
+        if not self._strict and array.dtype != spec.numpy:
             array = as_state(spec, array)
         if array.dtype != spec.numpy and not (not spec.item and array.dtype.kind in "SU"):
             raise ModelFailed(f"{what} has the wrong data type: expected {spec.dtype}, found {array.dtype}")
