@@ -61,12 +61,14 @@ class _Ticket(Ticket):
 class AsyncFuture(asyncio.Future[Any]):
     """The return value of `AsyncClient.submit`. Cancelling it, or the task that awaits it, cancels the request."""
 
-    _link: LoopLink
-    _ticket: Ticket
+    def __init__(self, link: LoopLink) -> None:
+        super().__init__(loop=link.bind())
+        self._link = link
+        self.ticket = _Ticket(self)
 
     def cancel(self, msg: Any = None) -> bool:
         if not self.done():
-            self._link.cancel(self._ticket)
+            self._link.cancel(self.ticket)
         return super().cancel(msg)
 
 
@@ -146,11 +148,11 @@ class AsyncClient(Queries[Awaitable[dict[str, Any]], Awaitable[list[dict[str, An
     ) -> AsyncFuture:
         """Like `infer`, but return an awaitable future immediately. Must be called in a running loop."""
         link = self._link
-        future, ticket = self._new_ticket()
+        future = AsyncFuture(link)
         if timeout is None:
             timeout = self._timeout
         link.session.infer(
-            ticket,
+            future.ticket,
             model,
             inputs,
             0.0 if timeout is None else monotonic(),
@@ -208,14 +210,6 @@ class AsyncClient(Queries[Awaitable[dict[str, Any]], Awaitable[list[dict[str, An
         link.send_soon(timeout is not None)
         return AsyncStream(link, flow)
 
-    def _new_ticket(self) -> tuple[AsyncFuture, _Ticket]:
-        loop = self._link.bind()
-        future = AsyncFuture(loop=loop)
-        ticket = _Ticket(future)
-        future._link = self._link
-        future._ticket = ticket
-        return future, ticket
-
     @overload
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32") -> np.ndarray[Any, Any]: ...
 
@@ -243,18 +237,18 @@ class AsyncClient(Queries[Awaitable[dict[str, Any]], Awaitable[list[dict[str, An
     async def _ask(
         self, what: str, model: str = "", version: int | str | None = None, timeout: float | None = None
     ) -> Any:
-        future, ticket = self._new_ticket()
+        future = AsyncFuture(self._link)
         if timeout is None:
             timeout = self._timeout
-        self._link.session.ask(ticket, what, monotonic(), model, version, timeout)
+        self._link.session.ask(future.ticket, what, monotonic(), model, version, timeout)
         self._link.send_soon(timeout is not None)
         return await future
 
     async def _operate(
         self, what: str, model: str, version: int | str | None, timeout: float | None, body: Body
     ) -> Any:
-        future, ticket = self._new_ticket()
-        self._link.session.ask(ticket, what, monotonic(), model, version, timeout, body)
+        future = AsyncFuture(self._link)
+        self._link.session.ask(future.ticket, what, monotonic(), model, version, timeout, body)
         self._link.send_soon(timeout is not None)
         return await future
 
