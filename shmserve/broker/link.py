@@ -1,4 +1,5 @@
-"""A SEQPACKET link between the broker and a worker or a client on the lane. It only moves packets.
+"""A SEQPACKET link between the broker and a worker or a client on the lane. It only moves packets; its flow decides
+when it is read.
 
 A packet carries the descriptors of its nameless Maps, or of its Load, Lend or Lease, in order. Packets that cannot be
 sent at once are queued up to a limit. A peer that exceeds the limit is disconnected with a Goodbye, which it can still
@@ -12,7 +13,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from shmserve.errors import ProtocolError, Unavailable
 from shmserve.protocol import codec as wire
@@ -33,17 +34,43 @@ _FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _TRUNCATED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _CTRUNC = int(socket.MSG_CTRUNC)
 _DONTWAIT = int(socket.MSG_DONTWAIT)
+_PEEK = int(socket.MSG_PEEK | socket.MSG_TRUNC | socket.MSG_DONTWAIT)
+
+Deliver = Callable[[int, list[Any], list[int]], None]
+"""Called with a peer, its messages and their descriptors."""
+
+
+class Flow(Protocol):
+    """Reads a link, and learns how much its peer has not read."""
+
+    def drain(self) -> None:
+        """The peer has closed. Reads what it has sent, to the end, as event loops stop watching such a socket."""
+
+    def stop(self) -> None:
+        """The link is not read any more."""
+
+    def descriptors_lost(self) -> None:
+        """The descriptors of a packet were lost. Ends the link: without the Maps, every later handle is invalid."""
+
+    def kept(self, size: int) -> None:
+        """This many bytes were queued, as the socket is full."""
+
+    def sent(self, size: int) -> None:
+        """This many queued bytes were sent."""
+
+    def dropped(self) -> None:
+        """The queued bytes will not be sent."""
 
 
 class PeerLink:
-    """`deliver(peer, messages, descriptors)` receives input; `ended(peer, reason)` is called once, at the end."""
+    """`flow` makes the flow of a link. `ended(peer, reason)` is called once, at the end."""
 
     def __init__(
         self,
         sock: socket.socket,
         peer: int,
         codec: wire.Codec,
-        deliver: Callable[[int, list[Any], list[int]], None],
+        flow: Callable[[PeerLink], Flow],
         ended: Callable[[int, str], None],
         loop: Any,
         outbox_bytes: int = OUTBOX_BYTES,
@@ -55,20 +82,21 @@ class PeerLink:
         self.maps = False
         """The outbox contains a Map, which needs its descriptor."""
         self.closing = False
+        self.readable = True
+        """The link has not ended, and no Goodbye is on its way."""
+        self.size = 0
+        """Size of the last packet received."""
+        self.unsent_bytes = 0
         self._sock: socket.socket | None = sock
         self._fd = sock.fileno()
         self._decode = codec.decode
-        self._deliver = deliver
         self._ended = ended
         self._loop = loop
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
-        self._unsent_bytes = 0
         self._outbox_bytes = outbox_bytes
         self._linger_timer: Any = None
-        self._size = 0
-        """Size of the last packet received."""
         self._buffer = _shared_buffer
-        loop.add_reader(self._fd, self._readable)
+        self.flow = flow(self)
 
     @property
     def open(self) -> bool:
@@ -76,17 +104,15 @@ class PeerLink:
 
     # ------------------------------------------------------------------------------------ input
 
-    def _readable(self) -> None:
-        for _ in range(8):  # then let other links run
-            got = self._receive()
-            if got is None:
-                return
-            messages, descriptors = got
-            self._deliver(self.peer, messages, descriptors)
-            if len(messages) < BUSY_MESSAGES:
-                return
+    def listen(self, readable: Callable[[], None]) -> None:
+        """Calls `readable` whenever packets have arrived."""
+        self._loop.add_reader(self._fd, readable)
 
-    def _receive(self) -> tuple[list[Any], list[int]] | None:
+    def ignore(self) -> None:
+        """Ends `listen`."""
+        self._loop.remove_reader(self._fd)
+
+    def receive(self) -> tuple[list[Any], list[int]] | None:
         """The messages and descriptors of the next packet. None if no packet has arrived or the link has ended."""
         sock = self._sock
         if sock is None:
@@ -96,7 +122,7 @@ class PeerLink:
         except BlockingIOError:
             return None
         except ConnectionResetError:  # the kernel reports it before packets that the peer sent earlier: read those
-            self.drain()
+            self.flow.drain()
             return None
         except OSError as error:
             self.close(error.strerror or "connection lost")
@@ -106,11 +132,11 @@ class PeerLink:
             close_all(descriptors)  # an empty packet, which may carry descriptors, counts as end of file
             self.close("")
             return None
-        self._size = size
+        self.size = size
         if flags & _TRUNCATED:
             close_all(descriptors)
             if flags & _CTRUNC:
-                self._lost_descriptors()
+                self.flow.descriptors_lost()
                 return None
             return [wire.Refused(0, f"packet exceeds the limit of {PACKET_BYTES} bytes")], []
         try:
@@ -118,21 +144,28 @@ class PeerLink:
         except ProtocolError as error:
             return [wire.Refused(0, error.message)], descriptors
 
-    def _lost_descriptors(self) -> None:
-        """Closes the link. Without the lost Maps, every later handle of the peer would be invalid."""
-        self.close(LOST)
+    def next_size(self) -> int:
+        """Size of the next packet, which is not read; 0 if there is none."""
+        try:
+            return 0 if self._sock is None else self._sock.recv_into(_one_byte, 1, _PEEK)
+        except OSError:
+            return 0
+
+    def has_more(self) -> bool:
+        """Whether the next `receive` finds a packet, or the end."""
+        try:
+            if self._sock is not None:
+                self._sock.recv_into(_one_byte, 1, _PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # the next read reports the error
+        return self._sock is not None
 
     def _stop_reading(self) -> None:
-        """Stops reading permanently."""
-        self._loop.remove_reader(self._fd)
-
-    def drain(self) -> None:
-        """Reads everything that a closed peer sent, as event loops stop watching a socket with an error."""
-        while self._sock is not None:
-            before = self._sock
-            self._readable()
-            if self._sock is before and not _has_more(before):
-                return
+        self.readable = False
+        self.ignore()
+        self.flow.stop()
 
     # ------------------------------------------------------------------------------------ output
 
@@ -176,13 +209,15 @@ class PeerLink:
             close_all(kept)
             raise
         self._unsent.append((packet, kept))
-        self._unsent_bytes += len(packet)
+        self.unsent_bytes += len(packet)
         if len(self._unsent) == 1:
             self._loop.add_writer(self._fd, self._writable)
-        if self._unsent_bytes > self._outbox_bytes and self._linger_timer is None:
+        if self.unsent_bytes > self._outbox_bytes:
             self.cut_off(
-                f"{self._unsent_bytes} unsent bytes, over the limit of {self._outbox_bytes} (client_outbox_bytes)"
+                f"{self.unsent_bytes} unsent bytes, over the limit of {self._outbox_bytes} (client_outbox_bytes)"
             )
+        else:
+            self.flow.kept(len(packet))
 
     def _try(self, packet: bytes, descriptors: list[int]) -> bool:
         """False if the socket is full. On a broken link the packet counts as sent and the queue is dropped; `drain`
@@ -199,24 +234,27 @@ class PeerLink:
             return False
         except (BrokenPipeError, ConnectionResetError):
             self._drop_unsent()
-            self._loop.call_soon(self.drain)
+            self._loop.call_soon(self.flow.drain)
         except OSError as error:
             self.close(error.strerror or "connection lost")
         return True
 
     def _writable(self) -> None:
+        before = self.unsent_bytes
         while self._unsent and self._sock is not None:
             packet, descriptors = self._unsent[0]
             if not self._try(packet, descriptors):
-                return
+                break
             if self._unsent:  # empty if the link broke and was closed
                 self._unsent.popleft()
-                self._unsent_bytes -= len(packet)
+                self.unsent_bytes -= len(packet)
                 close_all(descriptors)
-        if self._sock is not None:
+        if not self._unsent and self._sock is not None:
             self._loop.remove_writer(self._fd)
             if self.closing:
                 self.close("")
+        if self.unsent_bytes < before:
+            self.flow.sent(before - self.unsent_bytes)
 
     def cut_off(self, behind: str) -> None:
         """Replaces unsent packets with a Goodbye that contains the reason, and ends the link."""
@@ -238,8 +276,9 @@ class PeerLink:
         for _, descriptors in self._unsent:
             close_all(descriptors)
         self._unsent.clear()
-        self._unsent_bytes = 0
+        self.unsent_bytes = 0
         self.outbox = []
+        self.flow.dropped()
 
     def close(self, reason: str) -> None:
         """Closes the socket and calls `ended`, once."""
@@ -261,6 +300,40 @@ class PeerLink:
 _shared_buffer = bytearray(PACKET_BYTES + 1)
 """Shared by all links, because decoding copies each packet before the next one is read."""
 _shared_view: Any = memoryview(_shared_buffer)
+_one_byte = bytearray(1)
+
+
+class EagerFlow:
+    """Reads whatever arrives, and never waits for the peer."""
+
+    def __init__(self, link: PeerLink, deliver: Deliver) -> None:
+        self._link = link
+        self._deliver = deliver
+        link.listen(self._readable)
+
+    def _readable(self) -> None:
+        link = self._link
+        for _ in range(8):  # then let other links run
+            packet = link.receive()
+            if packet is None:
+                return
+            messages, descriptors = packet
+            self._deliver(link.peer, messages, descriptors)
+            if len(messages) < BUSY_MESSAGES:
+                return
+
+    def drain(self) -> None:
+        self._readable()
+        while self._link.has_more():
+            self._readable()
+
+    def descriptors_lost(self) -> None:
+        self._link.close(LOST)
+
+    def stop(self) -> None: ...
+    def kept(self, size: int) -> None: ...
+    def sent(self, size: int) -> None: ...
+    def dropped(self) -> None: ...
 
 
 def close_all(descriptors: list[int]) -> None:
@@ -277,16 +350,6 @@ def _shut_down_reading(sock: socket.socket) -> None:
             pass
     except OSError:
         return  # nothing left, or the peer has closed
-
-
-def _has_more(sock: socket.socket) -> bool:
-    try:
-        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # the next read reports the error
-    return True
 
 
 def _pack_with_maps(messages: list[Any], descriptor_of: Callable[[int], int | None]) -> list[tuple[bytes, list[int]]]:

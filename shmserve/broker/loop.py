@@ -19,9 +19,9 @@ from shmserve.broker.admin.answers import QueryAnswers
 from shmserve.broker.broker_memory import BrokerMemory
 from shmserve.broker.instance_workers import InstanceWorkers
 from shmserve.broker.leases import Leases
-from shmserve.broker.link import close_all
+from shmserve.broker.link import PeerLink, close_all
 from shmserve.broker.listeners.access import AccessRules, Principal
-from shmserve.broker.listeners.client_link import ClientContext, ClientLink
+from shmserve.broker.listeners.client_flow import ClientContext, ClientFlow
 from shmserve.broker.listeners.fair_turns import ClientTurns
 from shmserve.broker.listeners.lane import OWN_DESCRIPTORS, LaneListener, open_to_group, raise_descriptor_limit
 from shmserve.broker.listeners.output_backlog import OutputBacklog
@@ -145,7 +145,7 @@ class Broker:
     def _lane_opened(self, sock: socket.socket, uid: int, roles: int) -> None:
         peer = next(self._numbers)
         user = f"uid:{uid}"
-        self._links[peer] = ClientLink(sock, peer, user, _client_codec, self._clients)
+        self._links[peer] = self._clients.link(sock, peer, user, _client_codec)
         self._inbox.put(events.Opened(peer, user, "lane", roles))
 
     def _zmq_opened(self, make: Callable[[int], ZmqOutbox]) -> ZmqOutbox:
@@ -354,8 +354,9 @@ class Broker:
 
     def _pause(self, effect: effects.Pause) -> None:
         link = self._links.get(effect.peer)
-        if isinstance(link, ClientLink | ZmqOutbox):
-            link.pause(effect.until)
+        client = link.flow if isinstance(link, PeerLink) else link
+        if isinstance(client, ClientFlow | ZmqOutbox):
+            client.pause(effect.until)
 
     def _query(self, effect: effects.Query) -> None:
         for reading in self._leases.read_all():

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from shmserve.broker.listeners.client_link import ClientContext
+from shmserve.broker.listeners.client_flow import ClientContext
 from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, InputPause, refused, split, weight
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES
 from shmserve.broker.segments import Segments

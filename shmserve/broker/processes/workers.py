@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from shmserve.broker.link import PeerLink
+from shmserve.broker.link import EagerFlow, PeerLink
 from shmserve.broker.processes import children
 from shmserve.broker.processes.cgroups import ControlGroups
 from shmserve.broker.processes.memory_limits import GPU_SETTINGS, MemoryLimits
@@ -174,7 +174,7 @@ class Workers:
         )
         nice = LOAD_NICE if self._settings.is_ready() and not effect.urgent else 0
         arguments += ["--busy-poll-ns", str(self._settings.busy_poll_ns), "--load-nice", str(nice)]
-        link = PeerLink(ours, peer, _codec, host.deliver, self._link_ended, self._loop)
+        link = PeerLink(ours, peer, _codec, partial(EagerFlow, deliver=host.deliver), self._link_ended, self._loop)
         child_ends = (theirs.detach(), output.write_end)
         limits = resources.memory, resources.gpu_memory if spec.kind == "KIND_GPU" else 0
         worker = Worker(peer, spec.name, host, log_fields, link, output, arguments, limits, child_ends)
@@ -260,7 +260,7 @@ class Workers:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it exited before it became a group leader
             os.killpg(worker.pid, signal.SIGKILL)
         code = _exit_code(worker)
-        worker.link.drain()
+        worker.link.flow.drain()
         worker.output.finish()
         self._loop.remove_reader(worker.pidfd)
         os.close(worker.pidfd)

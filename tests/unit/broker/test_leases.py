@@ -8,12 +8,13 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from shmserve.broker.leases import Leases
-from shmserve.broker.link import PeerLink
+from shmserve.broker.link import EagerFlow, PeerLink
 from shmserve.core.effects import ReadLease, StartLease
 from shmserve.core.events import LeaseRead
 from shmserve.protocol import codec
@@ -39,7 +40,9 @@ class Lender:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             theirs.setblocking(False)
             self.ours[peer], self.peers[peer] = ours, theirs
-            self.links[peer] = PeerLink(ours, peer, codec.Codec(ClientMessage), _no, _no, loop)
+            self.links[peer] = PeerLink(
+                ours, peer, codec.Codec(ClientMessage), partial(EagerFlow, deliver=_no), _no, loop
+            )
         self.leases = Leases(self.links, lambda peer, event: self.events.append((peer, event)), _no)
 
     def fill(self, peer: int) -> None:

@@ -7,12 +7,13 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import uvloop
 
-from shmserve.broker.link import PeerLink
+from shmserve.broker.link import EagerFlow, PeerLink
 from shmserve.protocol import codec
 from shmserve.protocol.messages import ClientMessage, Pong
 
@@ -29,7 +30,9 @@ class Ends:
         self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.heard: list[Any] = []
         self.ended: list[str] = []
-        self.link = PeerLink(self.ours, 1, codec.Codec(ClientMessage), self.hear, self.end, loop)
+        self.link = PeerLink(
+            self.ours, 1, codec.Codec(ClientMessage), partial(EagerFlow, deliver=self.hear), self.end, loop
+        )
 
     def hear(self, peer: int, messages: list[Any], descriptors: list[int]) -> None:
         self.heard += messages
@@ -83,7 +86,7 @@ def test_the_last_messages_of_a_peer_are_read_before_its_end(ends: Ends, unread:
         ends.say(Pong(number))
     assert not ends.ended
     if drain:
-        ends.link.drain()
+        ends.link.flow.drain()
         assert ends.ended
     ends.until(lambda: ends.ended)
     assert (ends.heard, ends.ended, ends.link.open) == (LAST, [""], False)

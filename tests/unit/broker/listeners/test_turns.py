@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from shmserve.broker.link import PeerLink
 from shmserve.broker.listeners import fair_turns
-from shmserve.broker.listeners.client_link import ClientContext, ClientLink
+from shmserve.broker.listeners.client_flow import ClientContext, ClientFlow
 from shmserve.broker.listeners.fair_turns import MESSAGES, SHARE, ClientTurns
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, USERS, OutputBacklog
 from shmserve.protocol import codec
@@ -65,14 +66,14 @@ class World:
         self.ended: list[int] = []
         self.ours: dict[int, socket.socket] = {}
         self.theirs: dict[int, socket.socket] = {}
-        self.links: dict[int, ClientLink] = {}
+        self.links: dict[int, PeerLink] = {}
         context = ClientContext(
             self.loop, self._deliver, lambda peer, _: self.ended.append(peer), 64 << 20, self.turns, self.backlog
         )
         for peer in range(1, links + 1):
             ours, self.theirs[peer] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self.ours[peer] = ours
-            self.links[peer] = ClientLink(ours, peer, (users or {}).get(peer, "uid:1"), CODEC, context)
+            self.links[peer] = context.link(ours, peer, (users or {}).get(peer, "uid:1"), CODEC)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET_BYTES)  # two packets, then it is full
 
     def _due(self) -> None:
@@ -123,6 +124,11 @@ class World:
         """Sends an answer in pieces of the usual size."""
         self.links[peer].outbox += [Answer(1, bytes(32_768), True)] * (size // 32_768)
         self.links[peer].flush(lambda segment: None)
+
+    def pause(self, peer: int, until: int) -> None:
+        flow = self.links[peer].flow
+        assert isinstance(flow, ClientFlow)
+        flow.pause(until)
 
     def read(self, peer: int) -> list[Any]:
         """The messages that the client can read without waiting."""
@@ -211,7 +217,7 @@ def test_nothing_is_delivered_from_a_paused_or_closed_link(worlds: Worlds) -> No
     world = worlds(2)
     world.flood(world.theirs)
     world.turn()
-    world.links[1].pause(0)
+    world.pause(1, 0)
     world.links[2].close("enough")
     assert world.ended == [2]
     assert world.turn() == []
@@ -230,13 +236,13 @@ def test_a_pause_lasts_until_the_latest_time_or_the_end_of_the_link(
     monkeypatch.setattr(fair_turns, "time", SimpleNamespace(monotonic_ns=lambda: round(world.loop.now * 1e9)))
     world.send(1, 3)
     for until_ms in (10, 50, 20):
-        world.links[1].pause(until_ms * 1_000_000)
+        world.pause(1, until_ms * 1_000_000)
     for after in (0.01, 0.04):
         assert world.turn() == []
         assert world.loop.fire() == pytest.approx(after)
     assert len(world.turn()) == 3
     world.send(1, 3)
-    world.links[1].pause(10**9)
+    world.pause(1, 10**9)
     world.links[1].close("enough")
     assert world.loop.timers[-1].cancelled
     assert world.turn() == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
-from shmserve.broker.listeners.client_link import ClientContext
+from shmserve.broker.listeners.client_flow import ClientContext
 from shmserve.broker.listeners.fair_turns import ClientTurns
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, USERS, OutputBacklog
 from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter

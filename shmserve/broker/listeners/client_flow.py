@@ -1,13 +1,14 @@
-"""A client's SEQPACKET link: reads in fair turns, and only while the client reads its responses."""
+"""How the links of clients are read."""
 
 from __future__ import annotations
 
 import logging
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
-from shmserve.broker.link import BUSY_MESSAGES, PeerLink, close_all
+from shmserve.broker.link import BUSY_MESSAGES, Deliver, PeerLink, close_all
 from shmserve.broker.listeners.fair_turns import (
     BYTES,
     CHEAP_BYTES,
@@ -28,43 +29,45 @@ log = logging.getLogger("shmserve")
 
 PACKETS = 8
 """Maximum number of packets read in a row."""
-_PEEK = int(socket.MSG_PEEK | socket.MSG_TRUNC | socket.MSG_DONTWAIT)
-_one_byte = bytearray(1)
 
 
 class ClientContext(NamedTuple):
-    """What the links of all clients share. `deliver(peer, messages, descriptors)` and `ended(peer, reason)` are called
-    by the links; `outbox_bytes` limits what a client has not read."""
+    """Makes the links of clients. They call `deliver(peer, messages, descriptors)` and `ended(peer, reason)`;
+    `outbox_bytes` limits what a client has not read."""
 
     loop: Any
-    deliver: Callable[[int, list[Any], list[int]], None]
+    deliver: Deliver
     ended: Callable[[int, str], None]
     outbox_bytes: int
     turns: ClientTurns
     backlog: OutputBacklog
 
+    def link(self, sock: socket.socket, peer: int, user: str, codec: wire.Codec) -> PeerLink:
+        flow = partial(ClientFlow, user=user, context=self)
+        return PeerLink(sock, peer, codec, flow, self.ended, self.loop, self.outbox_bytes)
 
-class ClientLink(PeerLink):
-    """Invariant: while messages are left over, the link is queued in `turns`, paused or behind, and not read."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        peer: int,
-        user: str,
-        codec: wire.Codec,
-        context: ClientContext,
-    ) -> None:
-        loop, deliver, ended, outbox_bytes, self._turns, self._backlog = context
-        super().__init__(sock, peer, codec, deliver, ended, loop, outbox_bytes)
+class ClientFlow:
+    """Reads a client's link in fair turns, and only while the client reads its responses.
+
+    Invariant: while messages are left over, the link is queued in `turns`, paused or behind, and not read.
+    """
+
+    def __init__(self, link: PeerLink, user: str, context: ClientContext) -> None:
+        self.peer = link.peer
         self.user = user
-        self._pause = InputPause(loop)
+        self._link = link
+        self._deliver = context.deliver
+        self._turns = context.turns
+        self._backlog = context.backlog
+        self._pause = InputPause(context.loop)
         self._behind = False
         """The client does not read its responses. Its socket is not read until it has caught up."""
         self._left_over: list[Any] = []
         self._queued = False
         self._draining = False
         """The peer has closed. Event loops do not report such a socket, so it is read in turns until the end."""
+        link.listen(self._readable)
 
     def process_input(self) -> None:
         self._queued = False
@@ -76,7 +79,7 @@ class ClientLink(PeerLink):
             self._listen()
 
     def _may_read(self) -> bool:
-        return self._sock is not None and not self._pause.active and not self._behind and self._linger_timer is None
+        return self._link.readable and not self._pause.active and not self._behind
 
     def _readable(self) -> None:
         if self._take_share():
@@ -84,7 +87,7 @@ class ClientLink(PeerLink):
 
     def _take_share(self) -> bool:
         """Delivers this link's share of the turn. True if it has more input."""
-        turns = self._turns
+        link, turns = self._link, self._turns
         share = turns.share()
         if not share:
             return True
@@ -96,12 +99,12 @@ class ClientLink(PeerLink):
                 cost = weight(messages)
             else:
                 draining, self._draining = self._draining, False
-                packet = self._receive()  # sets _draining if the peer has closed
+                packet = link.receive()  # sets _draining if the peer has closed
                 if packet is None:
                     return self._draining
                 self._draining = draining
                 messages, descriptors = packet
-                turns.charge(self._size // BYTES)
+                turns.charge(link.size // BYTES)
                 cost = weight(messages)
                 if descriptors:  # do not split: any of the messages may be a Map that needs one
                     refusal = refused(messages)
@@ -113,7 +116,7 @@ class ClientLink(PeerLink):
                     cost = weight(messages)
             turns.charge(cost)
             share -= cost
-            self._deliver(self.peer, messages, descriptors)
+            self._deliver(link.peer, messages, descriptors)
             if not self._may_read():
                 return False
             if self._left_over or self._draining:
@@ -127,23 +130,17 @@ class ClientLink(PeerLink):
     def _wait(self) -> None:
         if not self._queued:
             self._queued = True
-            self._loop.remove_reader(self._fd)
+            self._link.ignore()
             self._turns.wait(self, self._is_heavy())
 
     def _is_heavy(self) -> bool:
-        """Whether the next input is expensive, by left-over messages or the size of the next packet, which is not
-        read."""
-        if self._left_over or self._sock is None:
-            return True
-        try:
-            return self._sock.recv_into(_one_byte, 1, _PEEK) > CHEAP_BYTES
-        except OSError:
-            return False
+        """Whether the next input is expensive, by left-over messages or the size of the next packet."""
+        return bool(self._left_over) or self._link.next_size() > CHEAP_BYTES
 
     def pause(self, until: int) -> None:
         """Stops reading until that time of the monotonic clock. Once its socket is full, the client's sends block."""
-        if self._sock is not None and self._linger_timer is None:
-            self._loop.remove_reader(self._fd)
+        if self._link.readable:
+            self._link.ignore()
             self._pause.extend(until, self._listen)
 
     def _listen(self) -> None:
@@ -152,23 +149,26 @@ class ClientLink(PeerLink):
         if self._left_over or self._draining:
             self._wait()
         else:
-            self._loop.add_reader(self._fd, self._readable)
+            self._link.listen(self._readable)
 
-    def _stop_reading(self) -> None:
-        super()._stop_reading()
+    def stop(self) -> None:
         self._pause.cancel()
         self._left_over = []
+        self._leave_turns()
+
+    def _leave_turns(self) -> None:
         if self._queued:
             self._queued = False
             self._turns.leave(self)
 
-    def _lost_descriptors(self) -> None:
+    def descriptors_lost(self) -> None:
         """Disconnects. The client reconnects and announces its segments again."""
         log.error("client %d disconnected: %s", self.peer, LOST)
         text = "the server has too many open files to map this client's shared memory; try again later"
-        self.outbox.append(Goodbye(Unavailable.code, text))
-        self.closing = True
-        self.flush(lambda segment: None)
+        link = self._link
+        link.outbox.append(Goodbye(Unavailable.code, text))
+        link.closing = True
+        link.flush(lambda segment: None)
 
     def drain(self) -> None:
         self._draining = True
@@ -177,29 +177,25 @@ class ClientLink(PeerLink):
 
     # ------------------------------------------------------------------------------------ output
 
-    def _keep(self, packet: bytes, descriptors: list[int]) -> None:
-        super()._keep(packet, descriptors)
-        if self._linger_timer is None:
-            self._backlog.add(self, len(packet))
-        if self._unsent_bytes > BEHIND_BYTES and not self._behind and self._linger_timer is None:
+    def cut_off(self, behind: str) -> None:
+        self._link.cut_off(behind)
+
+    def kept(self, size: int) -> None:
+        link = self._link
+        self._backlog.add(self, size)
+        if link.unsent_bytes > BEHIND_BYTES and not self._behind and link.readable:
             self._behind = True
-            self._loop.remove_reader(self._fd)
-            if self._queued:
-                self._queued = False
-                self._turns.leave(self)
+            link.ignore()
+            self._leave_turns()
             self._backlog.changed(self.peer, True)
 
-    def _writable(self) -> None:
-        before = self._unsent_bytes
-        super()._writable()
-        if self._unsent_bytes < before:
-            self._backlog.read(self, before - self._unsent_bytes)
-        if self._behind and self._unsent_bytes <= BEHIND_BYTES // 2 and self._sock is not None:
+    def sent(self, size: int) -> None:
+        self._backlog.read(self, size)
+        if self._behind and self._link.unsent_bytes <= BEHIND_BYTES // 2 and self._link.open:
             self._behind = False
             self._backlog.changed(self.peer, False)
             if self._may_read():
                 self._listen()
 
-    def _drop_unsent(self) -> None:
-        super()._drop_unsent()
+    def dropped(self) -> None:
         self._backlog.removed(self)
