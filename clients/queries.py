@@ -148,12 +148,7 @@ class Queries(ABC, Generic[Document, Documents, Text]):
         return self._operate("set_traffic", model, None, None, body)
 
     def restart(
-        self,
-        model: str,
-        *,
-        version: int | str | None = None,
-        instance: str | None = None,
-        timeout: float | None = None,
+        self, model: str, *, version: int | str | None = None, instance: str | None = None, timeout: float | None = None
     ) -> Document:
         """Replaces the processes of a model, or of one version or instance of it; returns when the new ones serve."""
         body = of_json({"instance": instance or ""})

@@ -27,15 +27,7 @@ from shmserve.clients.future import PENDING, Future
 from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
 from shmserve.session import Incoming, StreamTicket, Ticket
 from shmserve.transport.address import no_server
-from shmserve.transport.link import (
-    CLOSED,
-    INTERRUPTED,
-    MAX_PAUSE_S,
-    PAUSE_S,
-    ServerLink,
-    SessionLink,
-    open_link,
-)
+from shmserve.transport.link import CLOSED, INTERRUPTED, MAX_PAUSE_S, PAUSE_S, ServerLink, SessionLink, open_link
 
 LINGER_S = 5.0
 """Idle time after which the reader thread ends."""

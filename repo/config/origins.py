@@ -151,13 +151,7 @@ def _write(
 
 
 def _write_block(
-    lines: list[str],
-    name: str,
-    message: Any,
-    path: str,
-    indent: str,
-    value: dict[str, Any],
-    origins: Mapping[str, str],
+    lines: list[str], name: str, message: Any, path: str, indent: str, value: dict[str, Any], origins: Mapping[str, str]
 ) -> None:
     inner: list[str] = []
     _write(inner, message, path, indent + "  ", value, origins)

@@ -83,10 +83,7 @@ _rows("ModelInstanceGroup", _N, "no backend uses a secondary device", "secondary
 _rows("ModelInstanceGroup", _X, "only TensorRT has optimization profiles", "profile", only=_TENSORRT)
 _rows("ModelInstanceGroup", _Y, "loaded, never scheduled", "passive")
 _rows(
-    "ModelInstanceGroup",
-    _Y,
-    "CPU cores of the policy; if the server has no such policy, all its cores",
-    "host_policy",
+    "ModelInstanceGroup", _Y, "CPU cores of the policy; if the server has no such policy, all its cores", "host_policy"
 )
 _SECONDARY = "with `ModelInstanceGroup.secondary_devices`"
 _rows("ModelInstanceGroup.SecondaryDevice", _N, _SECONDARY, "kind", "device_id")

@@ -247,11 +247,7 @@ class Mirrors:
 
 
 def _problem(mirror: Mirror, outcome: Outcome) -> str:
-    then = {
-        "kept": "; it is served unchanged",
-        "offline": "; it is served from the cache",
-        "failed": "",
-    }[outcome.state]
+    then = {"kept": "; it is served unchanged", "offline": "; it is served from the cache", "failed": ""}[outcome.state]
     return f"model '{outcome.model}' cannot be downloaded from {mirror.address}: {outcome.text}{then}"
 
 

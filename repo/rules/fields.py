@@ -54,11 +54,7 @@ _LANGUAGE_MODELS = (
     'only Triton loads its engines; serve the checkpoint that they were made from with backend: "vllm", or its GGUF '
     'file with backend: "llamacpp"'
 )
-_INSTEAD = {
-    "fastertransformer": _LANGUAGE_MODELS,
-    "tensorrtllm": _LANGUAGE_MODELS,
-    "tensorrt_llm": _LANGUAGE_MODELS,
-}
+_INSTEAD = {"fastertransformer": _LANGUAGE_MODELS, "tensorrtllm": _LANGUAGE_MODELS, "tensorrt_llm": _LANGUAGE_MODELS}
 """What to use instead of backends that only Triton has."""
 GROUP_NAME_LENGTH = NAME_LENGTH - 8
 """Leaves room for the number that an instance's name appends."""

@@ -17,13 +17,7 @@ from msgspec import Struct
 from shmserve.repo.config.outline import escaped
 from shmserve.repo.config.problems import ProblemFunction, meant
 from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput
-from shmserve.repo.parameters import (
-    PADDING,
-    PADDING_BATCH_COST,
-    PADDING_LOOKAHEAD,
-    PADDING_MULTIPLE,
-    PADDING_OUTPUTS,
-)
+from shmserve.repo.parameters import PADDING, PADDING_BATCH_COST, PADDING_LOOKAHEAD, PADDING_MULTIPLE, PADDING_OUTPUTS
 
 _ROWS = (PADDING, PADDING_OUTPUTS, PADDING_LOOKAHEAD, PADDING_MULTIPLE, PADDING_BATCH_COST)
 _ITEM = re.compile(r"(?P<name>[^\s=]+?)(?:\[(?P<axis>[0-9]{1,3})\])?(?:=(?P<value>\S*))?")

@@ -107,9 +107,7 @@ def walk(folder: Path, hidden: bool = False) -> Iterator[tuple[str, Look, int]]:
     seen = 0
     top = os.stat(folder)
     yield "", (0, 0, 0), top.st_ctime_ns
-    todo: list[tuple[str, str, tuple[tuple[int, int], ...]]] = [
-        ("", os.fspath(folder), ((top.st_dev, top.st_ino),)),
-    ]
+    todo: list[tuple[str, str, tuple[tuple[int, int], ...]]] = [("", os.fspath(folder), ((top.st_dev, top.st_ino),))]
     while todo:
         prefix, directory, above = todo.pop()
         with os.scandir(directory) as entries:

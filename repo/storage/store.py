@@ -166,12 +166,7 @@ class _Scan:
     """The scan of one model: collects problems and continues where possible."""
 
     def __init__(
-        self,
-        path: Path,
-        backends: Collection[str],
-        gpus: Collection[int],
-        prepared: bool,
-        versions: Collection[int],
+        self, path: Path, backends: Collection[str], gpus: Collection[int], prepared: bool, versions: Collection[int]
     ) -> None:
         self._path = path
         self._prepared = prepared

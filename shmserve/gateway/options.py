@@ -26,10 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="create a token, print it and its line for --tokens-file, and exit",
     )
     parser.add_argument(
-        "--ready-fd",
-        metavar="N",
-        type=int,
-        help="write READY and NAME=PORT of each endpoint to this descriptor",
+        "--ready-fd", metavar="N", type=int, help="write READY and NAME=PORT of each endpoint to this descriptor"
     )
     parser.add_argument("--parent", metavar="PID", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--busy-poll-ns", type=int, default=0, help=argparse.SUPPRESS)

@@ -7,15 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.dtypes import ITEM_BYTES
-from shmserve.protocol.messages import (
-    CHUNK_BYTES,
-    Columns,
-    Infer,
-    InferBatch,
-    Reply,
-    Tensor,
-    TensorForm,
-)
+from shmserve.protocol.messages import CHUNK_BYTES, Columns, Infer, InferBatch, Reply, Tensor, TensorForm
 
 MIN_REQUESTS = 24
 """Minimum number of requests: smaller InferBatches make no measurable difference to throughput."""

@@ -328,12 +328,7 @@ SERVER: dict[str, tuple[Flag, ...]] = {
             "default",
             choices=("default", "ISO8601", "json"),
         ),
-        _path(
-            "log-file",
-            "FILE",
-            "append the log to this file, which is opened again after it was renamed",
-            "console",
-        ),
+        _path("log-file", "FILE", "append the log to this file, which is opened again after it was renamed", "console"),
         _each(
             "trace-config",
             "trace",
@@ -365,11 +360,7 @@ SERVER: dict[str, tuple[Flag, ...]] = {
             "directory of the server's sockets",
             "/run/shmserve if writable, else $XDG_RUNTIME_DIR/shmserve, else a temporary directory",
         ),
-        _path(
-            "config",
-            "FILE",
-            "read flags from this TOML file; the command line and the environment take precedence",
-        ),
+        _path("config", "FILE", "read flags from this TOML file; the command line and the environment take precedence"),
         _switch("hints", "print commands to try when the server is ready", False, private=True),
         _number("ready-fd", "FD", "file descriptor to which READY is written", -1, private=True),
     ),
@@ -395,12 +386,7 @@ ENDPOINTS: dict[str, tuple[Flag, ...]] = {
         _switch("allow-http", "enable the HTTP endpoint", True),
         _port("http-port", "HTTP port", 8000),
         _text(
-            "http-address",
-            "ADDRESS",
-            "address of the HTTP listener",
-            "127.0.0.1",
-            triton=_LOCAL,
-            compatible="0.0.0.0",
+            "http-address", "ADDRESS", "address of the HTTP listener", "127.0.0.1", triton=_LOCAL, compatible="0.0.0.0"
         ),
         _switch("allow-openai", "enable the OpenAI-compatible endpoints on the HTTP port, /v1", True),
         Flag(
@@ -443,24 +429,14 @@ ENDPOINTS: dict[str, tuple[Flag, ...]] = {
             minimum=1,
         ),
         _switch("reuse-http-port", "allow other servers to listen on the same ports", False),
-        _each(
-            "http-restricted-api",
-            "HTTP restriction",
-            "API,API:HEADER=VALUE",
-            "require this header for these APIs",
-        ),
+        _each("http-restricted-api", "HTTP restriction", "API,API:HEADER=VALUE", "require this header for these APIs"),
         _text("http-header-forward-pattern", "REGEX", "pass matching headers to the model as request parameters"),
     ),
     "gRPC": (
         _switch("allow-grpc", "enable the gRPC endpoint", True),
         _port("grpc-port", "gRPC port", 8001),
         _text(
-            "grpc-address",
-            "ADDRESS",
-            "address of the gRPC listener",
-            "127.0.0.1",
-            triton=_LOCAL,
-            compatible="0.0.0.0",
+            "grpc-address", "ADDRESS", "address of the gRPC listener", "127.0.0.1", triton=_LOCAL, compatible="0.0.0.0"
         ),
         Flag("grpc-roles", "roles", "ROLE,ROLE", "roles of gRPC callers", shown="as --http-roles"),
         _number(

@@ -79,11 +79,7 @@ class Block:
         return self.home.memory[self.offset : self.offset + self.size]
 
     def array(
-        self,
-        dtype: np.dtype[Any],
-        shape: tuple[int, ...],
-        *,
-        on_drop: Callable[[Block], object] | None = None,
+        self, dtype: np.dtype[Any], shape: tuple[int, ...], *, on_drop: Callable[[Block], object] | None = None
     ) -> views.Array:
         """Returns a writable array over the block. `on_drop(block)` is called when its last view is dropped (see
         views)."""

@@ -62,12 +62,7 @@ def make(
     text = _typestr.get(dtype)
     try:
         if text is not None:
-            hold.__array_interface__ = {
-                "version": 3,
-                "data": (address, not writable),
-                "shape": shape,
-                "typestr": text,
-            }
+            hold.__array_interface__ = {"version": 3, "data": (address, not writable), "shape": shape, "typestr": text}
             array = _asarray(hold)
         else:
             array = _make_rare(hold, address, dtype, shape, writable)
@@ -86,20 +81,10 @@ def _make_rare(hold: ArrayHold, address: int, dtype: np.dtype[Any], shape: tuple
         raise InvalidRequest(f"numpy dtype {dtype} cannot be read from shared memory: its elements have no fixed size")
     if dtype.isbuiltin == 1 and dtype.kind in "biufc":
         _typestr[dtype] = dtype.str
-        hold.__array_interface__ = {
-            "version": 3,
-            "data": (address, not writable),
-            "shape": shape,
-            "typestr": dtype.str,
-        }
+        hold.__array_interface__ = {"version": 3, "data": (address, not writable), "shape": shape, "typestr": dtype.str}
         return _asarray(hold)
     size = byte_count(dtype, shape)
-    hold.__array_interface__ = {
-        "version": 3,
-        "data": (address, not writable),
-        "shape": (size,),
-        "typestr": _BYTE.str,
-    }
+    hold.__array_interface__ = {"version": 3, "data": (address, not writable), "shape": (size,), "typestr": _BYTE.str}
     return np.ndarray(shape, dtype, _asarray(hold))  # type: ignore[arg-type, unused-ignore]
 
 

@@ -299,11 +299,7 @@ def _add_measurement(command: CommandParser) -> None:
     add = command.add_argument
     rare(
         add(
-            "--warmup",
-            metavar="TIME",
-            type=duration,
-            default=10**9,
-            help="unmeasured start of each load (default: 1s)",
+            "--warmup", metavar="TIME", type=duration, default=10**9, help="unmeasured start of each load (default: 1s)"
         )
     )
     rare(add("--window", metavar="TIME", type=duration, default=10**9, help="length of a window (default: 1s)"))

@@ -32,11 +32,7 @@ def add_load(commands: Any) -> None:
     add_model(command, "*")
     add = command.add_argument
     add("--all", action="store_true", help="every model in the server's repositories")
-    add(
-        "--config-json",
-        metavar="FILE",
-        help="JSON to use instead of config.pbtxt; - reads standard input",
-    )
+    add("--config-json", metavar="FILE", help="JSON to use instead of config.pbtxt; - reads standard input")
     add(
         "--file",
         metavar="NAME=PATH",

@@ -39,12 +39,7 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
     add = command.add_argument
     add("model", metavar="MODEL", type=Path, help="directory with the model's config.pbtxt")
     add("--p99", metavar="TIME", type=duration, help="limit of the 99th percentile, e.g. 20ms; not for language models")
-    add(
-        "--slo",
-        metavar="NAME=TIME,...",
-        type=objectives,
-        help="target of a language model: ttft=500ms,itl=50ms",
-    )
+    add("--slo", metavar="NAME=TIME,...", type=objectives, help="target of a language model: ttft=500ms,itl=50ms")
     add_prompts(command)
     add(
         "--memory",

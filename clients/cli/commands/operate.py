@@ -62,12 +62,7 @@ def load(args: argparse.Namespace) -> int:
 
     def one(client: BlockingQueries, model: str) -> dict[str, Any]:
         return client.load(
-            model,
-            config=config,
-            files=files,
-            previous=args.previous,
-            versions=args.version,
-            timeout=args.timeout,
+            model, config=config, files=files, previous=args.previous, versions=args.version, timeout=args.timeout
         )
 
     return _each(args, one, "loading", partial(_loaded, screen_of(args)))

@@ -74,11 +74,7 @@ def _totals(collected: Collected) -> dict[str, int]:
 
 def _about(client: BlockingQueries) -> dict[str, Any]:
     server = client.metadata()
-    return {
-        "server": server["name"],
-        "version": server["version"],
-        "recorded": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
+    return {"server": server["name"], "version": server["version"], "recorded": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
 
 def _record(args: argparse.Namespace, client: BlockingQueries, collected: Collected) -> float:

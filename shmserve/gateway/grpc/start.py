@@ -19,12 +19,7 @@ _LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}
 
 
 def make_listener(
-    args: argparse.Namespace,
-    common: GatewayLimits,
-    link: GatewayLink,
-    guard: Guard,
-    regions: Regions,
-    budget: Budget,
+    args: argparse.Namespace, common: GatewayLimits, link: GatewayLink, guard: Guard, regions: Regions, budget: Budget
 ) -> RpcListener:
     from shmserve.gateway.grpc.methods import Methods
     from shmserve.gateway.grpc.services import Services

@@ -229,12 +229,7 @@ class HttpExchange:
         self.answer(status, [openai_errors.body(status, text) if self._is_openai else error_body(text)], more=more)
 
     def answer(
-        self,
-        status: int,
-        parts: list[Buffer],
-        kind: bytes = JSON,
-        json_length: int | None = None,
-        more: bytes = b"",
+        self, status: int, parts: list[Buffer], kind: bytes = JSON, json_length: int | None = None, more: bytes = b""
     ) -> None:
         """Sends a response and continues with the next request."""
         head = self.head

@@ -89,11 +89,7 @@ class _Inference(PendingInference):
     __slots__ = ("_exchange", "_model", "_plan", "_targets")
 
     def __init__(
-        self,
-        exchange: HttpExchange,
-        model: str,
-        plan: RequestPlan,
-        targets: dict[str, Region | DeviceRegion] | None,
+        self, exchange: HttpExchange, model: str, plan: RequestPlan, targets: dict[str, Region | DeviceRegion] | None
     ) -> None:
         self._exchange = exchange
         self._model = model

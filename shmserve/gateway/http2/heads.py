@@ -18,16 +18,7 @@ from msgspec import Struct
 
 from shmserve.gateway.http2.limits import CONTINUATIONS
 from shmserve.gateway.limits.bounded_cache import BoundedCache
-from shmserve.http2.frames import (
-    END_HEADERS,
-    END_STREAM,
-    PADDED,
-    WITH_PRIORITY,
-    ErrorCode,
-    Http2Error,
-    frame,
-    reset,
-)
+from shmserve.http2.frames import END_HEADERS, END_STREAM, PADDED, WITH_PRIORITY, ErrorCode, Http2Error, frame, reset
 from shmserve.http2.frames import HEADERS as HEADERS_FRAME
 
 HEAD_BYTES = 32 * 1024

@@ -71,8 +71,7 @@ class Embeddings:
             return vector
         if count is not None and count > len(vector):
             raise BadParameter(
-                "dimensions",
-                f"'dimensions' is {count}; embeddings of model '{self._model.name}' have {len(vector)}",
+                "dimensions", f"'dimensions' is {count}; embeddings of model '{self._model.name}' have {len(vector)}"
             )
         cut = vector[:count]
         length = float(np.linalg.norm(cut))

@@ -338,13 +338,7 @@ class ChatFormat(ResponseFormat):
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self,
-        response_id: str,
-        created: int,
-        model: str,
-        top: int | None,
-        shows_usage: bool,
-        reading: Reading = PLAIN,
+        self, response_id: str, created: int, model: str, top: int | None, shows_usage: bool, reading: Reading = PLAIN
     ) -> None:
         super().__init__(response_id, created, model, top, shows_usage)
         self._reading = reading

@@ -43,12 +43,7 @@ class Generation:
     """One request of a client."""
 
     def __init__(
-        self,
-        exchange: Exchange,
-        sender: RequestSender,
-        model: str,
-        response: ResponseFormat,
-        as_events: bool,
+        self, exchange: Exchange, sender: RequestSender, model: str, response: ResponseFormat, as_events: bool
     ) -> None:
         self._exchange = exchange
         self._link = sender.link

@@ -68,8 +68,7 @@ class OpenAiRequests:
         elif len(body) > SLICE_BYTES:
             strings = CutStrings()
             exchange.work(
-                strings.cut(bytes(body), bodies.VALUES),
-                lambda _: self._begin(exchange, strings.around, strings),
+                strings.cut(bytes(body), bodies.VALUES), lambda _: self._begin(exchange, strings.around, strings)
             )
         else:
             self._begin(exchange, bytes(body))
@@ -200,15 +199,7 @@ class OpenAiRequests:
         )
         before = [Echo(text) if request.echo else None for text in prompts.texts] or [None] * len(prompts)
         self._generate(
-            exchange,
-            model,
-            request,
-            prompts.tensors(),
-            prompts.bytes,
-            before,
-            response,
-            request.logprobs,
-            response_id,
+            exchange, model, request, prompts.tensors(), prompts.bytes, before, response, request.logprobs, response_id
         )
 
     def _chat(

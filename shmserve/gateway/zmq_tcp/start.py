@@ -66,7 +66,6 @@ def listen(listener: ZmqTcpListener, args: argparse.Namespace) -> int:
     log.info("ZeroMQ with CURVE on %s, port %d, %d client keys", args.zmq_address, port, listener.keys)
     if not is_local(host_of(args.zmq_address)[0]):
         log.warning(
-            "%s is reachable from other machines: clients with a key in --zmq-keys can connect",
-            args.zmq_address,
+            "%s is reachable from other machines: clients with a key in --zmq-keys can connect", args.zmq_address
         )
     return port

@@ -77,11 +77,7 @@ async def _echo(kind: str, facts: ModelFacts) -> AsyncIterator[str]:
     """Yields the url of an echo server, which runs in a separate process for the duration of the block."""
     reader, writer = os.pipe()
     documents = {
-        "metadata": {
-            "name": "echo",
-            "inputs": list(facts.inputs.values()),
-            "outputs": list(facts.outputs.values()),
-        },
+        "metadata": {"name": "echo", "inputs": list(facts.inputs.values()), "outputs": list(facts.outputs.values())},
         "config": {"max_batch_size": facts.max_batch},
     }
     with tempfile.TemporaryDirectory(prefix="shmserve-echo-") as folder, open(reader) as ready:

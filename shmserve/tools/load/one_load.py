@@ -17,14 +17,7 @@ from msgspec.structs import replace
 from shmserve.tools.load.analysis.confidence import Stability, interval, stability
 from shmserve.tools.load.analysis.latencies import LatencyHistogram, is_decided, name_of, needed, window_percentiles
 from shmserve.tools.load.analysis.usage import Meter, Reading, used
-from shmserve.tools.load.analysis.windows import (
-    Collector,
-    GeneratorUse,
-    Responses,
-    is_long_enough,
-    timeline,
-    window_of,
-)
+from shmserve.tools.load.analysis.windows import Collector, GeneratorUse, Responses, is_long_enough, timeline, window_of
 from shmserve.tools.load.generation.schedule import describe_rate
 from shmserve.tools.load.generation.team import Generators
 from shmserve.tools.load.plan import SECOND, Closed, Load, Plan, Settings
@@ -57,14 +50,7 @@ class LoadRun:
     """One load from its start to its result."""
 
     def __init__(
-        self,
-        plan: Plan,
-        load: Load,
-        generators: Generators,
-        processes: int,
-        control: Target,
-        meter: Meter,
-        show: Show,
+        self, plan: Plan, load: Load, generators: Generators, processes: int, control: Target, meter: Meter, show: Show
     ) -> None:
         self._plan = plan
         self._settings = settings_of(plan)

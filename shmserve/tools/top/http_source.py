@@ -13,11 +13,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from shmserve import histogram
-from shmserve.errors import (
-    Internal,
-    ServeError,
-    Unsupported,
-)
+from shmserve.errors import Internal, ServeError, Unsupported
 from shmserve.repo.gpus import SHOWN_METRICS
 from shmserve.transport.http_link import HttpLink, parts_of
 

@@ -273,11 +273,7 @@ def _figures(row: Row, width: int, unknown: frozenset[str]) -> list[Line]:
             line: Line = []
             for group in block:
                 name, value = group[place] if place < len(group) else ("", "")
-                line += [
-                    (name.ljust(_LABEL), "dim"),
-                    (value.rjust(7), "plain"),
-                    ("  ", "plain"),
-                ]
+                line += [(name.ljust(_LABEL), "dim"), (value.rjust(7), "plain"), ("  ", "plain")]
             lines.append(line)
     return lines
 

@@ -127,9 +127,7 @@ class ConfirmScreen(ModalScreen[bool]):
 class HelpScreen(ModalScreen[None]):
     """The keys, and what the columns of the current table mean."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,enter,question_mark,space", "dismiss(None)", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter,question_mark,space", "dismiss(None)", show=False)]
 
     def __init__(self, table: Table, keys: Sequence[tuple[str, str]]) -> None:
         super().__init__()

@@ -117,10 +117,7 @@ class ServedModel:
     def _counts(self) -> tuple[int, int]:
         """The number of batches that the server has run, and of their rows."""
         stats = self._client.statistics(self._name)["model_stats"]
-        return (
-            sum(entry["execution_count"] for entry in stats),
-            sum(entry["inference_count"] for entry in stats),
-        )
+        return (sum(entry["execution_count"] for entry in stats), sum(entry["inference_count"] for entry in stats))
 
 
 async def closed(sender: Sender, callers: int, seconds: float) -> Observation:

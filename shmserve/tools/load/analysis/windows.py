@@ -89,15 +89,7 @@ class Collector:
             code = np.frombuffer(samples.code, np.int16)
             self._chunks.append(
                 Responses(
-                    done,
-                    latency,
-                    delay,
-                    code,
-                    np.full(len(done), process, np.int16),
-                    first,
-                    prompt,
-                    output,
-                    done[:0],
+                    done, latency, delay, code, np.full(len(done), process, np.int16), first, prompt, output, done[:0]
                 )
             )
         if samples.gap:
