@@ -34,10 +34,15 @@ EXAMPLES = 3
 """Maximum number of examples in the short help."""
 
 
-def rare(action: argparse.Action) -> argparse.Action:
-    """Leave the option out of `--help`; `--help-all` lists it."""
+def make_rare(action: argparse.Action) -> argparse.Action:
+    """Leaves the option out of `--help`; `--help-all` lists it."""
     action.rare = True  # type: ignore[attr-defined]
     return action
+
+
+def rare(add: Callable[..., argparse.Action], *names: str, **more: Any) -> argparse.Action:
+    """Adds an option that is left out of `--help`."""
+    return make_rare(add(*names, **more))
 
 
 class _HelpAll(argparse.Action):
@@ -69,8 +74,8 @@ class CommandParser(argparse.ArgumentParser):
         self.also = also
         self._overview = overview
         self._synonyms = synonyms
-        rare(self.add_argument("-h", "--help", action="help", help="show the usual options"))
-        rare(self.add_argument("--help-all", action=_HelpAll, help="show all options"))
+        rare(self.add_argument, "-h", "--help", action="help", help="show the usual options")
+        rare(self.add_argument, "--help-all", action=_HelpAll, help="show all options")
 
     # ------------------------------------------------------------------------------------ help
 

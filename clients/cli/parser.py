@@ -91,9 +91,11 @@ def parser() -> CommandParser:
     """The parser of all commands except serve, whose arguments the broker parses."""
     shmserve = CommandParser(prog="shmserve", overview=_overview, description=ABOUT, epilog=EPILOG)
     rare(
-        shmserve.add_argument(
-            "--version", action="store_true", dest="show_version", help="the same as `shmserve version`"
-        )
+        shmserve.add_argument,
+        "--version",
+        action="store_true",
+        dest="show_version",
+        help="the same as `shmserve version`",
     )
     add_color(shmserve)
     commands = shmserve.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=CommandParser)

@@ -83,33 +83,33 @@ def add_server_command(
     command = add_command(commands, name, module, about, examples, codes, WHERE, ELSEWHERE, synonyms)
     where = command.add_mutually_exclusive_group()
     rare(
-        where.add_argument(
-            "--url",
-            metavar="URL",
-            help=f"{urls}unix:///path/lane.sock, ipc:///path/broker.sock, tcp://host:port or https://host:port",
-        )
+        where.add_argument,
+        "--url",
+        metavar="URL",
+        help=f"{urls}unix:///path/lane.sock, ipc:///path/broker.sock, tcp://host:port or https://host:port",
     )
     rare(
-        where.add_argument(
-            "--runtime-dir", metavar="DIR", help="the server's runtime directory (--runtime-dir of serve)"
-        )
+        where.add_argument,
+        "--runtime-dir",
+        metavar="DIR",
+        help="the server's runtime directory (--runtime-dir of serve)",
     )
     if keys:
         text = "with tcp://: the server's public key, or the file NAME.pub"
-        rare(command.add_argument("--server-key", metavar="KEY", help=text))
+        rare(command.add_argument, "--server-key", metavar="KEY", help=text)
         text = "with tcp://: your own NAME.key, from `shmserve keygen NAME`"
-        rare(command.add_argument("--key-file", metavar="FILE", help=text))
+        rare(command.add_argument, "--key-file", metavar="FILE", help=text)
         text = "with http:// and https://: a file with the token to send"
-        rare(command.add_argument("--token-file", metavar="FILE", type=Path, help=text))
+        rare(command.add_argument, "--token-file", metavar="FILE", type=Path, help=text)
         text = "the server of this context (default: the current one, see `shmserve context`)"
-        rare(where.add_argument("--context", metavar="NAME", help=text))
+        rare(where.add_argument, "--context", metavar="NAME", help=text)
     return command
 
 
 def add_color(parser: argparse.ArgumentParser) -> None:
     text = "use colour, or not (default: on a terminal, unless NO_COLOR is set)"
-    action = parser.add_argument("--color", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
-    rare(action)
+    add = parser.add_argument
+    rare(add, "--color", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
 
 
 def add_model(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
@@ -139,7 +139,7 @@ def add_version(command: argparse.ArgumentParser) -> None:
 
 def add_backend_settings(add: Callable[..., argparse.Action]) -> None:
     text = "backend setting, as for serve; repeatable"
-    rare(add("--backend-config", metavar="BACKEND,KEY=VALUE", action="append", default=[], help=text))
+    rare(add, "--backend-config", metavar="BACKEND,KEY=VALUE", action="append", default=[], help=text)
     add_backend_directory(add)
 
 
@@ -147,7 +147,7 @@ def add_backend_directory(add: Callable[..., argparse.Action]) -> None:
     variable = "SHMSERVE_BACKEND_DIRECTORY"
     text = f"directory of custom backends, as for serve (default: ${variable})"
     default = os.environ.get(variable) or None
-    rare(add("--backend-directory", metavar="DIR", type=Path, default=default, help=text))
+    rare(add, "--backend-directory", metavar="DIR", type=Path, default=default, help=text)
 
 
 def integer(minimum: int, maximum: int = MAX_INTEGER) -> Callable[[str], int]:

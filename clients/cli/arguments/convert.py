@@ -27,7 +27,7 @@ run in a temporary server. Loading a .joblib, .pkl or .pt2 file runs any code in
     command = add_command(commands, "convert", "convert", about, examples, codes, note)
     _add_made(command, "model file or directory: .pt, .pt2, .joblib, .pkl, .pdmodel, SavedModel")
     add = command.add_argument
-    rare(add("--opset", metavar="N", type=at_least_1, help="version of the ONNX operators (default: the converter's)"))
+    rare(add, "--opset", metavar="N", type=at_least_1, help="version of the ONNX operators (default: the converter's)")
     text = "largest difference of an output, as a share of its largest value (default: %(default)s)"
     add("--tolerance", metavar="SHARE", type=positive, default=1e-3, help=text)
     add_json(command)
@@ -62,7 +62,7 @@ def _add_made(command: argparse.ArgumentParser, source: str) -> None:
     add("--input", metavar="NAME=VALUE", action="append", default=[], help=text)
     text = "shape of a random input, if 1 is too small for its variable dims"
     add("--shape", metavar="NAME=D1,D2,...", action="append", default=[], help=text)
-    rare(add("--seed", metavar="N", type=at_least_0, default=0, help="seed of the random inputs (default: 0)"))
+    rare(add, "--seed", metavar="N", type=at_least_0, default=0, help="seed of the random inputs (default: 0)")
 
 
 def add_describe(commands: Any) -> None:

@@ -57,10 +57,10 @@ def add_chat(commands: Any) -> None:
     add("--system", metavar="TEXT", help="the system prompt")
     add("--max-tokens", metavar="N", type=at_least_1, help="maximum length of an answer")
     add("--temperature", metavar="T", type=float, help="0: always the most probable token (default: the model's)")
-    rare(add("--seed", metavar="N", type=at_least_0, help="seed, for reproducible answers"))
+    rare(add, "--seed", metavar="N", type=at_least_0, help="seed, for reproducible answers")
     text = "HTTP endpoint of the server, or of any other that is OpenAI-compatible (default: http://localhost:8000)"
     add("--url", metavar="URL", default="http://localhost:8000", help=text)
-    rare(add("--token-file", metavar="FILE", type=Path, help="a file with the token to send"))
+    rare(add, "--token-file", metavar="FILE", type=Path, help="a file with the token to send")
 
 
 def _add_inputs(command: argparse.ArgumentParser) -> None:
@@ -79,16 +79,15 @@ def _add_inputs(command: argparse.ArgumentParser) -> None:
     add("--random", action="store_true", help="random data for the other inputs; dims of variable size are 1")
     add("--batch", metavar="N", type=at_least_1, help="with --random: batch size")
     rare(
-        add(
-            "--shape",
-            metavar="NAME=D1,D2,...",
-            action="append",
-            default=[],
-            help="with --random: full shape of an input",
-        )
+        add,
+        "--shape",
+        metavar="NAME=D1,D2,...",
+        action="append",
+        default=[],
+        help="with --random: full shape of an input",
     )
-    rare(add("--seed", metavar="N", type=at_least_0, help="with --random: seed, for reproducible data"))
-    rare(add("--outputs", metavar="NAME,...", help="outputs to compute (default: all)"))
+    rare(add, "--seed", metavar="N", type=at_least_0, help="with --random: seed, for reproducible data")
+    rare(add, "--outputs", metavar="NAME,...", help="outputs to compute (default: all)")
     add("--out", metavar="DIR", type=Path, help="write each output to DIR/NAME.npy")
     add(
         "--repeat",
@@ -113,7 +112,7 @@ def add_run(commands: Any) -> None:
     add("--pdb", action="store_true", help="stop in Python's debugger where the model raises")
     add_backend_settings(add)
     text = "use MODEL_DIR/configs/NAME.pbtxt if it exists"
-    rare(add("--model-config-name", metavar="NAME", default="", help=text))
+    rare(add, "--model-config-name", metavar="NAME", default="", help=text)
     add("--version", metavar="N", type=at_least_1, help="model version (default: highest)")
     add_json(command)
 

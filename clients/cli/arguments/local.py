@@ -16,7 +16,7 @@ from shmserve.clients.cli.arguments.common import (
     seconds,
 )
 from shmserve.clients.cli.commands import completion
-from shmserve.clients.cli.help import rare
+from shmserve.clients.cli.help import make_rare, rare
 from shmserve.gateway import options
 
 TARGET_GPUS, MAX_GPUS = 8, 1024
@@ -144,29 +144,28 @@ a model directory, batch size and dims come from its config.pbtxt.
     )
     add("--max-batch", metavar="N", type=at_least_1, help="build for batches of 1 to N rows")
     text = "model version, for a model directory (default: highest)"
-    rare(add("--version", metavar="N", type=at_least_1, help=text))
+    rare(add, "--version", metavar="N", type=at_least_1, help=text)
     add(
         "--precision",
         choices=("fp16", "bf16"),
         help="also compute in this type; with TensorRT 10; default, always with 11: only the types of the ONNX file",
     )
     text = "maximum device memory for the workspace of a layer"
-    rare(add("--workspace-mb", metavar="MIB", type=at_least_1, help=text))
+    rare(add, "--workspace-mb", metavar="MIB", type=at_least_1, help=text)
     text = "0 builds fastest, 5 searches longest (default: 3)"
     add("--level", type=int, choices=range(6), help=text)
-    rare(add("--timing-cache", metavar="FILE", help="timings from earlier builds (default: in ~/.cache/shmserve)"))
-    rare(add("--no-timing-cache", action="store_true", help="measure everything again"))
+    rare(add, "--timing-cache", metavar="FILE", help="timings from earlier builds (default: in ~/.cache/shmserve)")
+    rare(add, "--no-timing-cache", action="store_true", help="measure everything again")
     rare(
-        add("--version-compatible", action="store_true", help="build a plan that later TensorRT versions can also run")
+        add, "--version-compatible", action="store_true", help="build a plan that later TensorRT versions can also run"
     )
     rare(
-        add(
-            "--hardware",
-            choices=("ampere+", "same"),
-            help="build a plan for all GPUs since Ampere, or for all of the same compute capability",
-        )
+        add,
+        "--hardware",
+        choices=("ampere+", "same"),
+        help="build a plan for all GPUs since Ampere, or for all of the same compute capability",
     )
-    rare(add("--plugins", metavar="LIST", help="plug-in libraries, separated by ';'"))
+    rare(add, "--plugins", metavar="LIST", help="plug-in libraries, separated by ';'")
     add_json(command)
 
 
@@ -181,7 +180,7 @@ def add_gateway(commands: Any) -> None:
     options.add(command)
     for action in command._actions:
         if action.dest not in SHOWN:
-            rare(action)
+            make_rare(action)
 
 
 def add_keygen(commands: Any) -> None:

@@ -98,26 +98,24 @@ def add_bench(commands: Any) -> None:
 def _add_endpoint(command: CommandParser) -> None:
     add = command.add_argument
     rare(
-        add(
-            "--header",
-            metavar="NAME: VALUE",
-            type=header,
-            action="append",
-            default=[],
-            help="over HTTP and gRPC: send this header with each request; repeatable",
-        )
+        add,
+        "--header",
+        metavar="NAME: VALUE",
+        type=header,
+        action="append",
+        default=[],
+        help="over HTTP and gRPC: send this header with each request; repeatable",
     )
     rare(
-        add("--ca", metavar="FILE", help="with https:// or grpcs://: CA certificates to trust instead of the system's")
+        add, "--ca", metavar="FILE", help="with https:// or grpcs://: CA certificates to trust instead of the system's"
     )
     rare(
-        add(
-            "--client-cert",
-            metavar="FILE",
-            help="with https:// or grpcs://: the client's certificate; PEM, with its intermediates",
-        )
+        add,
+        "--client-cert",
+        metavar="FILE",
+        help="with https:// or grpcs://: the client's certificate; PEM, with its intermediates",
     )
-    rare(add("--client-key", metavar="FILE", help="private key of --client-cert (default: in the same file)"))
+    rare(add, "--client-key", metavar="FILE", help="private key of --client-cert (default: in the same file)")
 
 
 def _add_load(command: CommandParser) -> None:
@@ -139,12 +137,11 @@ def _add_load(command: CommandParser) -> None:
         "intended send time",
     )
     rare(
-        how(
-            "--replay",
-            metavar="FILE",
-            type=Path,
-            help='send at recorded times: per line, {"at": SECONDS} as for the simulator, or only the seconds',
-        )
+        how,
+        "--replay",
+        metavar="FILE",
+        type=Path,
+        help='send at recorded times: per line, {"at": SECONDS} as for the simulator, or only the seconds',
     )
     add(
         "--until",
@@ -154,22 +151,20 @@ def _add_load(command: CommandParser) -> None:
         "(default: 1:1024), or --rate LOW:HIGH",
     )
     rare(
-        add(
-            "--arrivals",
-            choices=("poisson", "constant"),
-            default="poisson",
-            help="with --rate: random or equal gaps between requests (default: %(default)s)",
-        )
+        add,
+        "--arrivals",
+        choices=("poisson", "constant"),
+        default="poisson",
+        help="with --rate: random or equal gaps between requests (default: %(default)s)",
     )
     rare(
-        add(
-            "--in-flight",
-            metavar="N",
-            type=integer(1, MAX_WAITING),
-            default=4096,
-            help="with --rate or --replay: maximum requests in flight; others wait, which counts as latency "
-            "(default: %(default)s)",
-        )
+        add,
+        "--in-flight",
+        metavar="N",
+        type=integer(1, MAX_WAITING),
+        default=4096,
+        help="with --rate or --replay: maximum requests in flight; others wait, which counts as latency "
+        "(default: %(default)s)",
     )
 
 
@@ -185,37 +180,34 @@ def _add_requests(command: CommandParser) -> None:
         "(default: random); repeatable",
     )
     rare(
-        add(
-            "--data",
-            metavar="PATH",
-            help="JSON file with all inputs, as for infer, or a directory of such files, sent in turn",
-        )
+        add,
+        "--data",
+        metavar="PATH",
+        help="JSON file with all inputs, as for infer, or a directory of such files, sent in turn",
     )
     add("-b", "--batch", metavar="N", type=at_least_1, help="rows of random inputs (default: 1)")
-    rare(add("--shape", metavar="NAME=D1,D2,...", action="append", default=[], help="full shape of a random input"))
+    rare(add, "--shape", metavar="NAME=D1,D2,...", action="append", default=[], help="full shape of a random input")
     rare(
-        add(
-            "--seed",
-            metavar="N",
-            type=at_least_0,
-            help="seed of random inputs and arrivals, to repeat a run (default: another one each time)",
-        )
+        add,
+        "--seed",
+        metavar="N",
+        type=at_least_0,
+        help="seed of random inputs and arrivals, to repeat a run (default: another one each time)",
     )
-    rare(add("--outputs", metavar="NAME,...", help="outputs to request (default: all)"))
+    rare(add, "--outputs", metavar="NAME,...", help="outputs to request (default: all)")
     add(
         "--stream",
         action="store_true",
         help="for decoupled models; also measures the time to the first response and between responses",
     )
-    rare(add("--sequence-length", metavar="N", type=at_least_1, help="send sequences of N requests"))
+    rare(add, "--sequence-length", metavar="N", type=at_least_1, help="send sequences of N requests")
     rare(
-        add(
-            "--sequences",
-            metavar="N",
-            type=integer(1, MAX_WAITING),
-            default=64,
-            help="with --sequence-length, in an open loop: sequences at a time (default: %(default)s)",
-        )
+        add,
+        "--sequences",
+        metavar="N",
+        type=integer(1, MAX_WAITING),
+        default=64,
+        help="with --sequence-length, in an open loop: sequences at a time (default: %(default)s)",
     )
     add(
         "--deadline",
@@ -224,28 +216,26 @@ def _add_requests(command: CommandParser) -> None:
         help="timeout of each request, e.g. 20ms; reports the rate of responses in time",
     )
     text = "model version (default: latest)"
-    completion.completes(rare(add("--version", metavar="N", type=at_least_1, help=text)), completion.versions)
+    completion.completes(rare(add, "--version", metavar="N", type=at_least_1, help=text), completion.versions)
 
 
 def _add_language(command: CommandParser) -> None:
     """Arguments for language models. Any of --openai and those of prompts makes `bench` send prompts, not tensors."""
     add = command.add_argument
     rare(
-        add(
-            "--openai",
-            metavar="URL",
-            help="measure a language model behind an OpenAI API, of any server: http://HOST:PORT/v1",
-        )
+        add,
+        "--openai",
+        metavar="URL",
+        help="measure a language model behind an OpenAI API, of any server: http://HOST:PORT/v1",
     )
     add_prompts(command)
     rare(
-        add(
-            "--slo",
-            metavar="NAME=TIME,...",
-            type=objectives,
-            help="report the requests per second that meet e.g. ttft=200ms,itl=50ms,e2e=5s: time to the first token, "
-            "mean time between tokens, time to the end",
-        )
+        add,
+        "--slo",
+        metavar="NAME=TIME,...",
+        type=objectives,
+        help="report the requests per second that meet e.g. ttft=200ms,itl=50ms,e2e=5s: time to the first token, "
+        "mean time between tokens, time to the end",
     )
 
 
@@ -253,110 +243,101 @@ def add_prompts(command: argparse.ArgumentParser) -> None:
     """What a language model is asked."""
     add = command.add_argument
     rare(
-        add(
-            "--prompts",
-            metavar="FILE",
-            help='prompts for a language model: per line, {"prompt": TEXT} or {"messages": [...]}, or a file of '
-            "ShareGPT",
-        )
+        add,
+        "--prompts",
+        metavar="FILE",
+        help='prompts for a language model: per line, {"prompt": TEXT} or {"messages": [...]}, or a file of ShareGPT',
     )
     rare(
-        add(
-            "--prompt-tokens",
-            metavar="N",
-            type=lengths,
-            help="length of random prompts: 128, equally distributed 64:512, or normally 256+-64 (default: 128)",
-        )
+        add,
+        "--prompt-tokens",
+        metavar="N",
+        type=lengths,
+        help="length of random prompts: 128, equally distributed 64:512, or normally 256+-64 (default: 128)",
     )
     rare(
-        add(
-            "--output-tokens",
-            metavar="N",
-            type=lengths,
-            help="max_tokens of the requests, as for --prompt-tokens (default: from --prompts, else 128)",
-        )
+        add,
+        "--output-tokens",
+        metavar="N",
+        type=lengths,
+        help="max_tokens of the requests, as for --prompt-tokens (default: from --prompts, else 128)",
     )
     rare(
-        add(
-            "--api",
-            choices=("chat", "completions"),
-            default="chat",
-            help="how prompts that are texts are sent to a language model (default: %(default)s)",
-        )
+        add,
+        "--api",
+        choices=("chat", "completions"),
+        default="chat",
+        help="how prompts that are texts are sent to a language model (default: %(default)s)",
     )
     rare(
-        add(
-            "--sampling",
-            metavar="JSON",
-            type=json_object,
-            default="{}",
-            help="other parameters of these requests, for example '{\"ignore_eos\": true}' for exact lengths",
-        )
+        add,
+        "--sampling",
+        metavar="JSON",
+        type=json_object,
+        default="{}",
+        help="other parameters of these requests, for example '{\"ignore_eos\": true}' for exact lengths",
     )
 
 
 def _add_measurement(command: CommandParser) -> None:
     add = command.add_argument
     rare(
-        add(
-            "--warmup", metavar="TIME", type=duration, default=10**9, help="unmeasured start of each load (default: 1s)"
-        )
+        add,
+        "--warmup",
+        metavar="TIME",
+        type=duration,
+        default=10**9,
+        help="unmeasured start of each load (default: 1s)",
     )
-    rare(add("--window", metavar="TIME", type=duration, default=10**9, help="length of a window (default: 1s)"))
+    rare(add, "--window", metavar="TIME", type=duration, default=10**9, help="length of a window (default: 1s)")
     rare(
-        add(
-            "--windows",
-            metavar="MIN:MAX",
-            type=windows,
-            default=(3, 10),
-            help="number of windows per load (default: 3:10)",
-        )
-    )
-    rare(
-        add(
-            "--tolerance",
-            metavar="PERCENT",
-            type=percent,
-            default=0.05,
-            help="end a load when throughput and latency are known to +- this (default: 5)",
-        )
+        add,
+        "--windows",
+        metavar="MIN:MAX",
+        type=windows,
+        default=(3, 10),
+        help="number of windows per load (default: 3:10)",
     )
     rare(
-        add(
-            "--confidence",
-            metavar="PERCENT",
-            type=percent,
-            default=0.95,
-            help="confidence level of all intervals (default: 95)",
-        )
+        add,
+        "--tolerance",
+        metavar="PERCENT",
+        type=percent,
+        default=0.05,
+        help="end a load when throughput and latency are known to +- this (default: 5)",
     )
     rare(
-        add(
-            "--percentile",
-            metavar="P",
-            type=percentile,
-            default=50.0,
-            help="latency that must be stable: p50, p90, p95, p99, p99.9 or p99.99 (default: p50)",
-        )
+        add,
+        "--confidence",
+        metavar="PERCENT",
+        type=percent,
+        default=0.95,
+        help="confidence level of all intervals (default: 95)",
     )
     rare(
-        add(
-            "--processes",
-            metavar="N",
-            type=integer(1, MAX_PROCESSES),
-            default=0,
-            help="generator processes (default: 1, and more if they are too slow: up to half of the cores, or "
-            "all for a remote server)",
-        )
+        add,
+        "--percentile",
+        metavar="P",
+        type=percentile,
+        default=50.0,
+        help="latency that must be stable: p50, p90, p95, p99, p99.9 or p99.99 (default: p50)",
     )
-    rare(add("--memory", choices=("posix", "frames"), help="with ipc://: how large tensors are passed"))
     rare(
-        add(
-            "--no-echo",
-            action="store_false",
-            dest="echo",
-            help="do not measure the generator against an echo server first, which takes 2 s",
-        )
+        add,
+        "--processes",
+        metavar="N",
+        type=integer(1, MAX_PROCESSES),
+        default=0,
+        help="generator processes (default: 1, and more if they are too slow: up to half of the cores, or "
+        "all for a remote server)",
+    )
+    rare(add, "--memory", choices=("posix", "frames"), help="with ipc://: how large tensors are passed")
+    rare(
+        add,
+        "--no-echo",
+        action="store_false",
+        dest="echo",
+        help="do not measure the generator against an echo server first, which takes 2 s",
     )
 
 
@@ -364,7 +345,7 @@ def _add_results(command: CommandParser) -> None:
     add = command.add_argument
     add("--save", metavar="FILE", type=Path, help="write the run as JSON, for --compare")
     add("--html", metavar="FILE", type=Path, help="write a report with charts")
-    rare(add("--csv", metavar="FILE", type=Path, help="write the columns of `perf_analyzer -f`"))
+    rare(add, "--csv", metavar="FILE", type=Path, help="write the columns of `perf_analyzer -f`")
     add("--compare", metavar=("OLD", "NEW"), nargs=2, type=Path, help="compare two saved runs")
     add_json(command, "print the run or the comparison as JSON")
     add_color(command)

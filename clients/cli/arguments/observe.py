@@ -76,7 +76,7 @@ def add_top(commands: Any) -> None:
     add("--filter", metavar="TEXT", default="", help="show only rows with these words")
     add("--sort", metavar="COLUMN", help="sort by this column, e.g. p99, queue or 'req/s'")
     text = "with http://: the metrics endpoint (default: port 8002 of the same host); of several servers, once for each"
-    rare(add("--metrics-url", metavar="URL", action="append", default=[], help=text))
+    rare(add, "--metrics-url", metavar="URL", action="append", default=[], help=text)
     add_color(command)
 
 
@@ -142,7 +142,7 @@ def add_trace(commands: Any) -> None:
     text = "only this model; may be given several times"
     completion.completes(add("--model", metavar="MODEL", action="append", default=[], help=text), completion.models)
     text = "maximum number of requests to keep (default: 200000, about 120 MB of JSON); others are counted"
-    rare(add("--limit", metavar="N", type=at_least_1, default=200_000, help=text))
+    rare(add, "--limit", metavar="N", type=at_least_1, default=200_000, help=text)
     add_output(command, json="print a summary as JSON")
 
 
@@ -150,4 +150,4 @@ def add_version_command(commands: Any) -> None:
     examples = "  shmserve version\n  shmserve version --runtime-dir /run/shmserve    also the version of that server\n"
     about = "print the version of this program, and of the server if one is named"
     command = add_server_command(commands, "version", "version", about, examples)
-    rare(command.add_argument("--json", action="store_true", help="print JSON"))
+    rare(command.add_argument, "--json", action="store_true", help="print JSON")

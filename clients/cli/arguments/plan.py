@@ -72,63 +72,63 @@ queue that behaves like the product's scheduler; --exact runs the scheduler itse
 def _add_service(command: CommandParser) -> None:
     add = command.add_argument
     text = "time of a batch: 5ms, 1ms+0.2ms/row, lognormal:5ms,0.4 or table:FILE (docs/sizing.md)"
-    rare(add("--service", metavar="TIME", help=text))
-    rare(add("--model", metavar="NAME", default="", help="with --from URL: the model (default: the only one)"))
-    rare(add("--delay", metavar="TIME", type=duration, help="how long a batch waits for more requests (default: 0)"))
+    rare(add, "--service", metavar="TIME", help=text)
+    rare(add, "--model", metavar="NAME", default="", help="with --from URL: the model (default: the only one)")
+    rare(add, "--delay", metavar="TIME", type=duration, help="how long a batch waits for more requests (default: 0)")
     text = "price of an instance per hour (default: 2.5)"
-    rare(add("--price", metavar="N", type=positive, default=2.5, help=text))
-    rare(add("--seconds", metavar="N", type=positive, default=0.0, help="how long requests are sent"))
-    rare(add("--seed", metavar="N", type=at_least_0, default=0, help="random seed (default: 0)"))
-    rare(add("--exact", action="store_true", help="run the product's scheduler itself, which takes longer"))
+    rare(add, "--price", metavar="N", type=positive, default=2.5, help=text)
+    rare(add, "--seconds", metavar="N", type=positive, default=0.0, help="how long requests are sent")
+    rare(add, "--seed", metavar="N", type=at_least_0, default=0, help="random seed (default: 0)")
+    rare(add, "--exact", action="store_true", help="run the product's scheduler itself, which takes longer")
 
 
 def _add_balancers(command: CommandParser) -> None:
     add = command.add_argument
     text = "load balancers; each knows only its own requests in flight (default: 1)"
-    rare(add("--balancers", metavar="N", type=integer(1, 1000), default=1, help=text))
+    rare(add, "--balancers", metavar="N", type=integer(1, 1000), default=1, help=text)
     text = "servers report their requests in flight this often; balancers add what they have sent since"
-    rare(add("--report-every", metavar="TIME", type=duration, default=0, help=text))
+    rare(add, "--report-every", metavar="TIME", type=duration, default=0, help=text)
     text = "one way between a balancer and a server (default: 250us)"
-    rare(add("--network", metavar="TIME", type=duration, default=250_000, help=text))
+    rare(add, "--network", metavar="TIME", type=duration, default=250_000, help=text)
     text = "number of different requests, for the response cache and the hash policies (default: all differ)"
-    rare(add("--keys", metavar="N", type=keys, default=0, help=text))
+    rare(add, "--keys", metavar="N", type=keys, default=0, help=text)
     text = "exponent of the Zipf distribution of the keys; 0: all keys are equally frequent (default: 1)"
-    rare(add("--skew", metavar="N", type=number, default=1.0, help=text))
+    rare(add, "--skew", metavar="N", type=number, default=1.0, help=text)
     text = "responses in the cache of each server (default: no cache)"
-    rare(add("--cache", metavar="N", type=keys, default=0, help=text))
+    rare(add, "--cache", metavar="N", type=keys, default=0, help=text)
     text = "for bounded-hash: maximum requests in flight at a server, relative to the mean (default: 1.25)"
-    rare(add("--bound", metavar="N", type=positive, default=1.25, help=text))
+    rare(add, "--bound", metavar="N", type=positive, default=1.25, help=text)
 
 
 def _add_changes(command: CommandParser) -> None:
     add = command.add_argument
     rare(
-        add("--zones", metavar="N", type=at_least_1, default=3, help="zones with equal numbers of servers (default: 3)")
+        add, "--zones", metavar="N", type=at_least_1, default=3, help="zones with equal numbers of servers (default: 3)"
     )
     text = "N servers fail at AT; repeatable"
-    rare(add("--kill", metavar="N@AT[+FOR]", type=counted, action="append", default=[], help=text))
+    rare(add, "--kill", metavar="N@AT[+FOR]", type=counted, action="append", default=[], help=text)
     text = "mean time between failures of one server (default: none)"
-    rare(add("--mtbf", metavar="TIME", type=duration, default=0, help=text))
+    rare(add, "--mtbf", metavar="TIME", type=duration, default=0, help=text)
     text = "with --mtbf: time until a server is back (default: 60s)"
-    rare(add("--repair", metavar="TIME", type=duration, default=60_000_000_000, help=text))
+    rare(add, "--repair", metavar="TIME", type=duration, default=60_000_000_000, help=text)
     text = "time until balancers stop sending to a failed server (default: 2s)"
-    rare(add("--detect", metavar="TIME", type=duration, default=2_000_000_000, help=text))
+    rare(add, "--detect", metavar="TIME", type=duration, default=2_000_000_000, help=text)
     text = "time until a connection to a failed server is given up (default: 200ms)"
-    rare(add("--connect", metavar="TIME", type=duration, default=200_000_000, help=text))
+    rare(add, "--connect", metavar="TIME", type=duration, default=200_000_000, help=text)
     text = "how often a request that reached no server is sent to another one (default: 2)"
-    rare(add("--retries", metavar="N", type=at_least_0, default=2, help=text))
+    rare(add, "--retries", metavar="N", type=at_least_0, default=2, help=text)
     text = "also retry requests that a failed server had received; they may run twice"
-    rare(add("--retry-lost", action="store_true", help=text))
+    rare(add, "--retry-lost", action="store_true", help=text)
     text = "multiply the rate by FACTOR at AT; repeatable"
-    rare(add("--surge", metavar="FACTOR@AT[+FOR]", type=factored, action="append", default=[], help=text))
+    rare(add, "--surge", metavar="FACTOR@AT[+FOR]", type=factored, action="append", default=[], help=text)
     text = "with --autoscale: requests in flight per instance to aim at (default: 1)"
-    rare(add("--target", metavar="N", type=positive, default=1.0, help=text))
+    rare(add, "--target", metavar="N", type=positive, default=1.0, help=text)
     text = "with --autoscale: time between decisions (default: 15s)"
-    rare(add("--scale-every", metavar="TIME", type=duration, default=15_000_000_000, help=text))
+    rare(add, "--scale-every", metavar="TIME", type=duration, default=15_000_000_000, help=text)
     text = "with --autoscale: time until a new server is ready (default: 60s)"
-    rare(add("--start", metavar="TIME", type=duration, default=60_000_000_000, help=text))
+    rare(add, "--start", metavar="TIME", type=duration, default=60_000_000_000, help=text)
     text = "with --autoscale: how long fewer servers must be enough before some stop (default: 300s)"
-    rare(add("--scale-down", metavar="TIME", type=duration, default=300_000_000_000, help=text))
+    rare(add, "--scale-down", metavar="TIME", type=duration, default=300_000_000_000, help=text)
 
 
 # ------------------------------------------------------------------------------------ argument types

@@ -65,13 +65,13 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
     text = "largest batch to try (default: the model's max_batch_size)"
     add("--max-batch", metavar="N", type=at_least_1, default=0, help=text)
     text = "an input: numbers, JSON, or @FILE.npy; repeatable (default: random)"
-    rare(add("-i", "--input", metavar="NAME=VALUE", action="append", default=[], help=text))
+    rare(add, "-i", "--input", metavar="NAME=VALUE", action="append", default=[], help=text)
     text = "duration of each measurement (default: 2); of a language model, enough for 30 texts"
-    rare(add("--seconds", metavar="SECONDS", type=seconds, default=2.0, help=text))
+    rare(add, "--seconds", metavar="SECONDS", type=seconds, default=2.0, help=text)
     text = "number of settings to measure on the server (default: 3)"
-    rare(add("--confirm", metavar="N", type=at_least_1, default=3, help=text))
+    rare(add, "--confirm", metavar="N", type=at_least_1, default=3, help=text)
     text = "requests of each simulation; more is slower and steadier (default: 2000)"
-    rare(add("--simulated", metavar="N", type=at_least_1, default=2000, help=text))
+    rare(add, "--simulated", metavar="N", type=at_least_1, default=2000, help=text)
     add_backend_settings(add)
     add_output(command)
 
