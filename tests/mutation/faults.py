@@ -221,7 +221,9 @@ FAULTS = (
         "self._loop.remove_reader(self.link.fileno())",
         "pass",
     ),
-    Fault("worker's last messages are lost", "shmserve/broker/processes/workers.py", "worker.link.drain()", "pass"),
+    Fault(
+        "worker's last messages are lost", "shmserve/broker/processes/workers.py", "worker.link.flow.drain()", "pass"
+    ),
     Fault(
         "any role may call an action",
         "shmserve/gateway/auth/access.py",
