@@ -6,15 +6,12 @@ tests/unit/docs/test_doc_tables.py checks that they are current.
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from shmserve import errors
 from shmserve.broker.observability import metric_definitions
-from shmserve.clients.cli.help import names_of
-from shmserve.clients.cli.parser import parser
 from shmserve.core import limits
 from shmserve.gateway.kserve.status import BY_CODE
 from shmserve.llm.figures import FIGURES, METRICS
@@ -85,14 +82,12 @@ def _differences() -> str:
 
 
 def _flags_of_triton() -> str:
-    """The flags that do something else here, or nothing. `_flags` names those that are deprecated, `_differences` those
-    with other defaults."""
+    """The flags that do something else here, or nothing. `_differences` lists those with other defaults."""
     names: dict[str, list[str]] = {}
     for name in sorted(TRITON):
         names.setdefault(_compared(name), []).append(f"`--{name}`")
-    same = ", ".join(names.pop(""))
-    rows = [(", ".join(flags), what) for what, flags in names.items()]
-    return f"{table(('Flag', 'What happens'), rows)}\n\nAs in Triton, or as listed above: {same}."
+    names.pop("")
+    return table(("Flag", "What happens"), ((", ".join(flags), what) for what, flags in names.items()))
 
 
 def _compared(name: str) -> str:
@@ -218,44 +213,6 @@ def _errors() -> str:
     return table(("Exception", "Code", "HTTP", "gRPC", "Meaning"), rows(errors.ServeError))
 
 
-def commands() -> Mapping[str, argparse.ArgumentParser]:
-    """The parser of each command. argparse has no public list of what it has been given."""
-    (found,) = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001 - argparse has no list of commands
-    return found.choices
-
-
-CONNECTION = ("runtime_dir", "url", "server_key", "key_file")
-USUAL = ("--help", "--help-all", "--color", "--watch")
-
-
-def _commands() -> str:
-    connection = [_argument(action) for action in _arguments(commands()["stats"]) if action.dest in CONNECTION]
-    shared = "Commands that connect to a server also take these arguments:\n\n" + "\n".join(connection)
-    every = (_command(name, command) for name, command in sorted(commands().items()) if name != "serve")
-    return "\n\n".join([shared, *every])
-
-
-def _command(name: str, command: argparse.ArgumentParser) -> str:
-    """The arguments of a command, except those of many commands, and those that a gateway shares with `serve`."""
-    shown = [action for action in _arguments(command) if not set(USUAL) & set(action.option_strings)]
-    shown = [action for action in shown if action.help != "print JSON"]
-    if name == "gateway":
-        shown = [action for action in shown if not {*BY_NAME} & {text.strip("-") for text in action.option_strings}]
-    else:
-        shown = [action for action in shown if action.dest not in CONNECTION]
-    head = f"### shmserve {name}\n\n{command.description}"
-    return "\n\n".join([head, "\n".join(map(_argument, shown))]) if shown else head
-
-
-def _arguments(command: argparse.ArgumentParser) -> list[argparse.Action]:
-    return [action for action in command._actions if action.help is not argparse.SUPPRESS]  # noqa: SLF001 - argparse has no list of options
-
-
-def _argument(action: argparse.Action) -> str:
-    text = (action.help or "") % {"default": action.default}
-    return f"- `{names_of(action)}`" + (f": {text}" if text else "")
-
-
 def _native_functions() -> str:
     def names(group: Group) -> str:
         return ", ".join(f"`{name}`" for name in group.functions.split())
@@ -289,7 +246,6 @@ PARTS = (
     DocPart("repository.md", "the fields", _support),
     DocPart("parameters.md", "the model parameters", lambda: sections(parameters.GROUPS, _parameters)),
     DocPart("errors.md", "the errors", _errors),
-    DocPart("settings.md", "the commands", _commands),
     DocPart("native-backends.md", "the functions", _native_functions),
     DocPart("compare.md", "the result", _peers),
 )
