@@ -1,30 +1,20 @@
-"""The functions that a backend in C or C++ can call, by what the server does. `make docs` writes them to
-docs/native-backends.md."""
+"""The functions that a backend in C or C++ can call, by what the server does."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 BACKEND, SERVER = "TRITONBACKEND_", "TRITONSERVER_"
 
-
-class Group(NamedTuple):
-    """Functions whose calls have the same effect, without their prefix."""
-
-    effect: str
-    prefix: str
-    functions: str
-
-
-GROUPS = (
-    Group("as in Triton: the backend, its model and instance", BACKEND, """
+_GROUPS = (
+    # As in Triton: the backend, its model and instance.
+    (BACKEND, """
         ApiVersion BackendArtifacts BackendConfig BackendExecutionPolicy BackendMemoryManager BackendName
         BackendSetExecutionPolicy BackendSetState BackendState ModelAutoCompleteConfig ModelBackend ModelConfig
         ModelInstanceDeviceId ModelInstanceHostPolicy ModelInstanceIsPassive ModelInstanceKind ModelInstanceModel
         ModelInstanceName ModelInstanceSetState ModelInstanceState ModelName ModelRepository ModelServer ModelSetConfig
         ModelSetState ModelState ModelVersion
     """),
-    Group("as in Triton: requests, inputs, outputs, responses and states", BACKEND, """
+    # As in Triton: requests, inputs, outputs, responses and states.
+    (BACKEND, """
         InferenceRequestTimeoutMicroseconds InferenceResponseOutput InferenceResponseOutputByName InputBuffer
         InputBufferAttributes InputBufferForHostPolicy InputProperties InputPropertiesForHostPolicy OutputBuffer
         OutputBufferAttributes RequestCorrelationId RequestCorrelationIdString RequestFlags RequestId RequestInput
@@ -34,7 +24,8 @@ GROUPS = (
         ResponseOutput ResponseSend ResponseSetBoolParameter ResponseSetDoubleParameter ResponseSetIntParameter
         ResponseSetStringParameter StateBuffer StateBufferAttributes StateNew StateUpdate
     """),
-    Group("as in Triton: values and logs", SERVER, """
+    # As in Triton: values and logs.
+    (SERVER, """
         ApiVersion BufferAttributesByteSize BufferAttributesCudaIpcHandle BufferAttributesDelete
         BufferAttributesMemoryType BufferAttributesMemoryTypeId BufferAttributesNew BufferAttributesSetByteSize
         BufferAttributesSetCudaIpcHandle BufferAttributesSetMemoryType BufferAttributesSetMemoryTypeId DataTypeByteSize
@@ -42,11 +33,14 @@ GROUPS = (
         LogMessage MemoryTypeString MessageDelete MessageNewFromSerializedJson MessageSerializeToJson ParameterBytesNew
         ParameterDelete ParameterNew ParameterTypeString StringToDataType
     """),
-    Group("memory on the GPU of the instance, and pinned; UNSUPPORTED without a GPU", BACKEND, """
+    # Memory on the GPU of the instance, and pinned; UNSUPPORTED without a GPU.
+    (BACKEND, """
         MemoryManagerAllocate MemoryManagerFree
     """),
-    Group("always memory on the host", BACKEND, "RequestOutputBufferProperties"),
-    Group("calls of other models and questions about models, like those of a Python model", SERVER, """
+    # Always memory on the host.
+    (BACKEND, "RequestOutputBufferProperties"),
+    # Calls of other models and questions about models, like those of a Python model.
+    (SERVER, """
         InferenceRequestAddInput InferenceRequestAddRequestedOutput InferenceRequestAppendInputData
         InferenceRequestAppendInputDataWithBufferAttributes InferenceRequestAppendInputDataWithHostPolicy
         InferenceRequestCancel InferenceRequestCorrelationId InferenceRequestCorrelationIdString InferenceRequestDelete
@@ -63,12 +57,14 @@ GROUPS = (
         ResponseAllocatorSetQueryFunction ServerInferAsync ServerLoadModel ServerLoadModelWithParameters
         ServerModelIsReady ServerModelTransactionProperties ServerUnloadModel ServerUnloadModelAndDependents
     """),
-    Group("metrics of the server, which remain when the backend deletes them", SERVER, """
+    # Metrics of the server, which remain when the backend deletes them.
+    (SERVER, """
         GetMetricFamilyKind GetMetricKind MetricArgsDelete MetricArgsNew MetricArgsSetHistogram MetricDelete
         MetricFamilyDelete MetricFamilyNew MetricIncrement MetricNew MetricNewWithArgs MetricObserve MetricSet
         MetricValue
     """),
-    Group("accepted and not used: the server measures all models itself", BACKEND, """
+    # Accepted and not used: the server measures all models itself.
+    (BACKEND, """
         ModelInstanceReportBatchStatistics ModelInstanceReportMemoryUsage ModelInstanceReportResponseStatistics
         ModelInstanceReportStatistics ModelInstanceResponseStatisticsDelete ModelInstanceResponseStatisticsNew
         ModelInstanceResponseStatisticsSetComputeOutputStart ModelInstanceResponseStatisticsSetError
@@ -76,15 +72,18 @@ GROUPS = (
         ModelInstanceResponseStatisticsSetResponseFactory ModelInstanceResponseStatisticsSetResponseStart
         ModelReportMemoryUsage
     """),
-    Group("accepted and not used: instances are those of the configuration", BACKEND, """
+    # Accepted and not used: instances are those of the configuration.
+    (BACKEND, """
         BackendAttributeAddPreferredInstanceGroup BackendAttributeSetParallelModelInstanceLoading
     """),
-    Group("always none", BACKEND, """
+    # Always none.
+    (BACKEND, """
         ModelInstanceProfileCount ModelInstanceProfileName ModelInstanceSecondaryDeviceCount
         ModelInstanceSecondaryDeviceProperties RequestTrace
     """),
-    Group("accepted and not used: a request has no trace", SERVER, """
+    # Accepted and not used: a request has no trace.
+    (SERVER, """
         InferenceTraceContext InferenceTraceReportActivity InferenceTraceSpawnChildTrace
     """),
 )  # fmt: skip
-FUNCTIONS = frozenset(group.prefix + name for group in GROUPS for name in group.functions.split())
+FUNCTIONS = frozenset(prefix + name for prefix, names in _GROUPS for name in names.split())

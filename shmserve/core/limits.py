@@ -89,45 +89,61 @@ class Limits(Struct, frozen=True):
 
 
 NAMED = (
-    Limit("connections", "connections of all clients; clients with the role operate are always admitted",
-          "each costs a descriptor and a few KiB; more than the number of programs on one machine"),
-    Limit("uid_connections", "connections of one user; all ZeroMQ clients count as the server's user",
-          "a quarter of the total, so that one user cannot lock out the others"),
-    Limit("requests", "requests in flight of all clients",
-          "about 100 MiB of records, and a queue of several seconds of work"),
-    Limit("client_requests", "requests in flight of one client",
-          "a longer queue does not improve batching"),
-    Limit("client_questions", "unanswered queries (readiness, metadata, metrics and the like) of one client",
-          "a gateway forwards those of all its callers; at about 300 bytes each they are cheap to keep"),
-    Limit("model_queue", "requests queued for one model version; its max_queue_size may be lower",
-          "half of `requests`, so that a stuck model leaves room for the others"),
-    Limit("model_queue_bytes", "bytes inside messages (parameters and small tensors) queued for one model version",
-          "a quarter of `queue_bytes`; tensors in shared memory do not count", FIELD_BYTES),
-    Limit("queue_bytes", "bytes inside messages of all requests in flight",
-          "memory that a server can spare without swapping", FIELD_BYTES),
-    Limit("held_bytes", "bytes of responses in shared memory that all clients hold",
-          "the output memory (--worker-output-bytes) of 16 instances"),
-    Limit("client_held_bytes", "bytes of responses in shared memory that one client holds",
-          "an eighth of `held_bytes`; above it, requests are refused until the client returns some"),
-    Limit("client_input_bytes",
-          "bytes of shared memory that requests in flight of one client have as inputs; each handle counts in full",
-          "half of the output memory of an instance (--worker-output-bytes). Requests may share the same bytes, which "
-          "need not be in memory before a worker reads them, so an input may cost its sender nothing"),
-    Limit("segments", "shared memory segments of clients, workers and the broker",
-          "each costs the broker a descriptor, and a mapping in each worker that uses it"),
-    Limit("client_segments", "shared memory segments of one client", "a client needs a few; arenas grow by doubling"),
-    Limit("client_outbox_bytes", "unsent bytes queued for one client that does not read",
-          "one second of responses at full rate; a client further behind does not catch up",
-          PACKET_BYTES),
-    Limit("outbox_bytes",
-          "unsent bytes queued for all clients that do not read; the limit of one user is a quarter",
-          "above it, the client that has read nothing for the longest time is disconnected", PACKET_BYTES),
-    Limit("leases",
-          "instances lent to clients that send one request at a time, which then bypass the broker; 0: none",
-          "each costs the broker a page of memory, and a check in each turn", 0),
-    Limit("client_errors",
-          f"protocol errors of one client per second, not counting refused requests; a client with more is throttled "
-          f"to this rate, and disconnected after {BURST_S} times as many at once; 0: no limit",
-          "enough to report a bug in a client, and a flood of invalid messages costs the others little", 0),
-    Limit("override_bytes", "bytes of the files in one load call", "models that are sent instead of stored are small"),
-)  # fmt: skip
+    # Each costs a descriptor and a few KiB; more than the number of programs on one machine.
+    Limit("connections", "connections of all clients; clients with the role operate are always admitted"),
+    # A quarter of the total, so that one user cannot lock out the others.
+    Limit("uid_connections", "connections of one user; all ZeroMQ clients count as the server's user"),
+    # About 100 MiB of records, and a queue of several seconds of work.
+    Limit("requests", "requests in flight of all clients"),
+    # A longer queue does not improve batching.
+    Limit("client_requests", "requests in flight of one client"),
+    # A gateway forwards those of all its callers; at about 300 bytes each they are cheap to keep.
+    Limit("client_questions", "unanswered queries (readiness, metadata, metrics and the like) of one client"),
+    # Half of `requests`, so that a stuck model leaves room for the others.
+    Limit("model_queue", "requests queued for one model version; its max_queue_size may be lower"),
+    # A quarter of `queue_bytes`; tensors in shared memory do not count.
+    Limit(
+        "model_queue_bytes",
+        "bytes inside messages (parameters and small tensors) queued for one model version",
+        FIELD_BYTES,
+    ),
+    # Memory that a server can spare without swapping.
+    Limit("queue_bytes", "bytes inside messages of all requests in flight", FIELD_BYTES),
+    # The output memory (--worker-output-bytes) of 16 instances.
+    Limit("held_bytes", "bytes of responses in shared memory that all clients hold"),
+    # An eighth of `held_bytes`.
+    Limit(
+        "client_held_bytes",
+        "bytes of responses in shared memory that one client holds; above it, its requests are refused",
+    ),
+    # Half of the output memory of an instance (--worker-output-bytes). Requests may share the same bytes, which need
+    # not be in memory before a worker reads them, so an input may cost its sender nothing.
+    Limit(
+        "client_input_bytes",
+        "bytes of shared memory that requests in flight of one client have as inputs; each handle counts in full",
+    ),
+    # Each costs the broker a descriptor, and a mapping in each worker that uses it.
+    Limit("segments", "shared memory segments of clients, workers and the broker"),
+    # A client needs a few; arenas grow by doubling.
+    Limit("client_segments", "shared memory segments of one client"),
+    # One second of responses at full rate; a client further behind does not catch up.
+    Limit("client_outbox_bytes", "unsent bytes queued for one client that does not read", PACKET_BYTES),
+    Limit(
+        "outbox_bytes",
+        "unsent bytes queued for all clients that do not read; the limit of one user is a quarter",
+        PACKET_BYTES,
+    ),
+    # Each costs the broker a page of memory, and a check in each turn.
+    Limit(
+        "leases", "instances lent to clients that send one request at a time, which then bypass the broker; 0: none", 0
+    ),
+    # Enough to report a bug in a client, and a flood of invalid messages costs the others little.
+    Limit(
+        "client_errors",
+        f"protocol errors of one client per second, not counting refused requests; a client with more is throttled "
+        f"to this rate, and disconnected after {BURST_S} times as many at once; 0: no limit",
+        0,
+    ),
+    # Models that are sent instead of stored are small.
+    Limit("override_bytes", "bytes of the files in one load call"),
+)

@@ -15,11 +15,10 @@ from shmserve.settings.values import fraction, number
 
 
 class Limit(NamedTuple):
-    """A limit that --limit sets: what it counts, the reason for its default, and its minimum."""
+    """A limit that --limit sets: what it counts, and its minimum."""
 
     name: str
     counts: str
-    why: str
     minimum: int = 1
 
 
@@ -37,43 +36,34 @@ class GatewayLimits(NamedTuple):
 
 
 GATEWAY_LIMITS = (
+    # Each costs a descriptor and a few KiB.
     Limit(
-        "http_connections",
-        "connections of one endpoint, HTTP or gRPC; at the limit, a new connection closes idle ones",
-        "each costs a descriptor and a few KiB",
+        "http_connections", "connections of one endpoint, HTTP or gRPC; at the limit, a new connection closes idle ones"
     ),
-    Limit(
-        "http_held_bytes",
-        "received bytes of the large request bodies of all HTTP and gRPC calls together",
-        "memory that a gateway can spare without swapping",
-    ),
+    # Memory that a gateway can spare without swapping.
+    Limit("http_held_bytes", "received bytes of the large request bodies of all HTTP and gRPC calls together"),
+    # Parsed numbers take many times as much memory and time.
     Limit(
         "http_json_bytes",
         "bytes of JSON in a request to a model; 0: as --http-max-input-size, the default with --triton-compatible",
-        "parsed numbers take many times as much memory and time",
         0,
     ),
+    # Longer than an interruption of a mobile network.
     Limit(
         "http_read_secs",
         "seconds without progress of a request that is received, or of a response that its client does not read",
-        "longer than an interruption of a mobile network",
     ),
-    Limit("http_idle_secs", "seconds between two requests of a connection", "as long as proxies keep theirs open"),
-    Limit(
-        "grpc_stream_idle_secs",
-        "seconds of a gRPC stream without a request in flight",
-        "conversations and sequences pause for minutes",
-    ),
-    Limit(
-        "gateway_input_bytes",
-        "bytes of shared memory for the input tensors of all calls",
-        "twice the `client_input_bytes` that the broker grants a gateway, as memory is returned late",
-    ),
+    # As long as proxies keep theirs open.
+    Limit("http_idle_secs", "seconds between two requests of a connection"),
+    # Conversations and sequences pause for minutes.
+    Limit("grpc_stream_idle_secs", "seconds of a gRPC stream without a request in flight"),
+    # Twice the `client_input_bytes` that the broker grants a gateway, as memory is returned late.
+    Limit("gateway_input_bytes", "bytes of shared memory for the input tensors of all calls"),
+    # Three callers leave the fourth more than a third of the gateway.
     Limit(
         "caller_share",
         "requests and input bytes that one connection, one address or one token may have in flight, as a fraction of "
         "what the others leave free; 1: no limit, for a gateway behind a balancer that sends all calls",
-        "three callers leave the fourth more than a third of the gateway",
     ),
 )
 

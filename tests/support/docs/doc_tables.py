@@ -18,8 +18,6 @@ from shmserve.llm.figures import FIGURES, METRICS
 from shmserve.protocol.actions import Action, Row
 from shmserve.repo import parameters
 from shmserve.repo.config.support import TABLE, Status
-from shmserve.repo.files import native_interface
-from shmserve.repo.files.native_interface import Group
 from shmserve.settings.flag import Flag, bytes_text
 from shmserve.settings.limits import GATEWAY_LIMITS, GatewayLimits, Limit
 from shmserve.settings.table import BY_NAME, ENDPOINTS, FLAGS, GROUPS, SERVER
@@ -133,11 +131,6 @@ def _figures() -> str:
     return table(("On the page", "In `top` and `stats`", "With `top --json`", "Meaning"), rows)
 
 
-def _queries() -> str:
-    rows = [(f"`{row.name}`", *_access(row)[:1], row.summary) for row in _rows() if row.query and row.query == row.name]
-    return table(("Query or operation", "Role", "Summary"), rows)
-
-
 def _paths() -> str:
     rows = [(_endpoints(row), *_access(row), row.summary) for row in _rows() if row.http and {*row.roles} - {"page"}]
     return table(("Method and path", "Role", "Restricted API", "Summary"), rows)
@@ -167,8 +160,8 @@ def _endpoints(row: Row) -> str:
 
 
 def _limits(rows: Iterable[Limit], values: object) -> str:
-    cells = [(f"`{row.name}`", size(row.name, getattr(values, row.name)), row.counts, row.why) for row in rows]
-    return table(("Limit", "Default", "What it counts", "Why"), cells)
+    cells = [(f"`{row.name}`", size(row.name, getattr(values, row.name)), row.counts) for row in rows]
+    return table(("Limit", "Default", "What it counts"), cells)
 
 
 def size(name: str, value: int) -> str:
@@ -213,14 +206,6 @@ def _errors() -> str:
     return table(("Exception", "Code", "HTTP", "gRPC", "Meaning"), rows(errors.ServeError))
 
 
-def _native_functions() -> str:
-    def names(group: Group) -> str:
-        return ", ".join(f"`{name}`" for name in group.functions.split())
-
-    rows = [(f"`{group.prefix}...`: {names(group)}", group.effect) for group in native_interface.GROUPS]
-    return table(("Functions", "What the server does"), rows)
-
-
 def _peers() -> str:
     """The latest result of `make compare`, without its heading."""
     newest = max((ROOT / "bench" / "results").glob("*-peers.md"))
@@ -236,7 +221,6 @@ PARTS = (
     DocPart("metrics.md", "the metrics", lambda: sections(metric_definitions.GROUPS, _metrics)),
     DocPart("llm.md", "the metrics", _language_metrics),
     DocPart("llm.md", "the figures", _figures),
-    DocPart("security.md", "the queries", _queries),
     DocPart("security.md", "the limits", lambda: _limits(limits.NAMED, limits.Limits())),
     DocPart("security.md", "the limits of a gateway", lambda: _limits(GATEWAY_LIMITS, GatewayLimits())),
     DocPart("http.md", "the paths", _paths),
@@ -246,7 +230,6 @@ PARTS = (
     DocPart("repository.md", "the fields", _support),
     DocPart("parameters.md", "the model parameters", lambda: sections(parameters.GROUPS, _parameters)),
     DocPart("errors.md", "the errors", _errors),
-    DocPart("native-backends.md", "the functions", _native_functions),
     DocPart("compare.md", "the result", _peers),
 )
 
