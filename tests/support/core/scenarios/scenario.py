@@ -6,8 +6,11 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
+from msgspec.structs import replace
+
 from shmserve.core import events
-from shmserve.core.policy import MemoryEstimate, ModelPolicy
+from shmserve.core.models import resizing
+from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy
 from shmserve.core.stats.statistics import FailureKind
 from shmserve.protocol.messages import (
     PROTOCOL,
@@ -18,6 +21,7 @@ from shmserve.protocol.messages import (
     Hello,
     Infer,
     Map,
+    More,
     Options,
     Ping,
     Return,
@@ -26,15 +30,26 @@ from shmserve.protocol.messages import (
     Wanted,
 )
 from shmserve.protocol.roles import ALL_ROLES, FORWARD, ROLES
-from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Streamed, Withdrawn
-from tests.support.core.calling import Calling
+from shmserve.protocol.worker_messages import (
+    Call,
+    Done,
+    LeaseLogged,
+    LeaseOver,
+    LoadFailed,
+    Row,
+    Rows,
+    Started,
+    Streamed,
+    Unread,
+    Withdrawn,
+)
+from tests.support.core.calling import caller_of
 from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.lease import FakeLease
 from tests.support.core.fakes.tensors import references
-from tests.support.core.policies import nanoseconds, policy_of, resource_of
-from tests.support.core.scenarios.leasing import Leasing
-from tests.support.core.scenarios.operating import Operating
-from tests.support.core.scenarios.streaming import Streaming
-from tests.support.core.scenarios.transcript import clock
+from tests.support.core.fakes.worker import FakeWorker
+from tests.support.core.policies import nanoseconds, policy_of, resource_of, scaling_of, step_of
+from tests.support.core.scenarios.transcript import Transcript, clock
 from tests.support.core.world import START
 
 Event = tuple[int, Any]
@@ -54,8 +69,11 @@ def _counts(pairs: Iterable[tuple[object, int]]) -> str:
     return ", ".join(f"{name} {count}" for name, count in pairs if count) or "none"
 
 
-class Scenario(Operating, Streaming, Leasing, Calling):
+class Scenario(Transcript):
     """A world that understands commands, and describes in `lines` what the core does."""
+
+    model = ""
+    """The model that commands mean unless they name another one."""
 
     def run(self, line: str) -> None:
         happened: list[Event] = []
@@ -323,8 +341,6 @@ class Scenario(Operating, Streaming, Leasing, Calling):
         self.crash(self.worker(name), reason, loading_error)
 
     def do_load_failed(self, name: str, text: str) -> list[Event]:
-        from shmserve.protocol.worker_messages import LoadFailed
-
         return [(self.worker(name).peer, LoadFailed("MODEL_FAILED", text))]
 
     def do_say(self, name: str, what: str, number: str = "0") -> list[Event]:
@@ -407,3 +423,265 @@ class Scenario(Operating, Streaming, Leasing, Calling):
                 why = f": {version.reason}" if version.reason else ""
                 states = ", ".join(f"{self._name_of(i)} {i.state.value}" for i in version.instances)
                 self.line(f"{version.label} {version.state.value}{why}; {states}")
+
+    # ------------------------------------------------------------------------------------ models
+
+    def scale(self, name: str, text: str) -> None:
+        """1-3,up=50ms,down=2s: bounds and delays of autoscaling."""
+        bounds, *more = text.split(",")
+        options = dict(word.split("=") for word in more)
+        self.scalings[name] = scaling_of(name, bounds, **options)
+
+    def do_scale(self, name: str, bounds: str, up: str = "50ms", down: str = "2s") -> None:
+        """scale m 1-3 up=50ms down=2s: the number of instances in the next deploy."""
+        self.scalings[name] = scaling_of(name, bounds, up, down)
+
+    def do_by_hand(self, name: str) -> None:
+        """From now on, the model's workers do not load by themselves."""
+        self.loads_itself[name] = False
+
+    def do_gpu(self, number: str, reason: str = "") -> list[Event]:
+        """gpu 1 "GPU 1 is broken": no instance may run on it. Without a reason: it is healthy again."""
+        return [(0, events.DeviceHealth(int(number), reason))]
+
+    def do_deploy(self, name: str, *versions: str, op: str = "0", present: str = "") -> list[Event]:
+        """deploy m 1:7x2 3:8 op=1: version 1 of source 7 with 2 instances, version 3 of source 8 with one. `fresh`:
+        also load what is already served. `unloaded`: the workers do not load by themselves. `present=1,3`: the versions
+        in the repository, if they are known."""
+        flags = [word for word in versions if ":" not in word]
+        targets = tuple(self._target(name, word) for word in versions if ":" in word)
+        self.loads_itself[name] = "unloaded" not in flags
+        known = tuple(map(int, present.split(","))) if present else None
+        return [(0, events.Deploy(name, targets, int(op), "fresh" in flags, known))]
+
+    def _target(self, name: str, word: str) -> events.Target:
+        number, _, what = word.partition(":")
+        source, _, instances = what.partition("x")
+        known = next(policy for (model, _), policy in self.policies.items() if model == name)
+        policy = self.policies[name, int(number)] = replace(known, version=int(number))
+        return self.target(policy, int(source), int(instances or 1))
+
+    def do_ensemble(self, name: str, *words: str, **options: str) -> None:
+        """ensemble e inputs=x:[-1] outputs=z m(x:x)->(y:t) n(x:t)->(y:z)/map:t/if:flag"""
+        steps = tuple(step_of(word) for word in words if "->" in word)
+        flags = ("single", *(word for word in words if "->" not in word))
+        self.model = name
+        policy = policy_of(name, flags, {"max_batch": "0"} | options)
+        self.deploy(replace(policy, steps=steps, ahead=int(options.get("ahead", 0))), 0)
+
+    def do_misfit(self, name: str, problem: str = "") -> None:
+        """From now on, the steps of this ensemble do not fit together, for this reason; without a reason, they fit."""
+        self.misfits[name] = problem
+
+    def do_unload(self, name: str, *flags: str, op: str = "0") -> list[Event]:
+        return [(0, events.Unload(name, int(op), "force" in flags))]
+
+    def do_restart(self, name: str, instance: str = "", version: str = "0", op: str = "0") -> list[Event]:
+        return [(0, events.Restart(name, int(version), instance, int(op)))]
+
+    def do_join(self, name: str, instance: str, *flags: str) -> None:
+        """join m m_1: as if the core had decided to add this instance to m. `unloaded`: it does not load."""
+        self.loads_itself[name] = "unloaded" not in flags
+        version = self.core.state.look_up(name, 0)
+        self.change(lambda state: resizing.join(state, version, InstanceSpec(instance)))
+
+    def do_leave(self, name: str, instance: str) -> None:
+        version = self.core.state.look_up(name, 0)
+        found = next(one for one in version.instances if one.spec.name == instance and not one.over)
+        self.change(lambda state: resizing.leave(state, version, found))
+
+    def do_traffic(self, name: str, shares: str = "", shadow: str = "", aliases: str = "") -> list[Event]:
+        """traffic m shares=1:90,2:10 shadow=2:100 aliases=prod:1,old:0; 0: no alias any more."""
+        parts, shadows, names = (
+            [pair.split(":") for pair in text.split(",") if pair] for text in (shares, shadow, aliases)
+        )
+        return [
+            (
+                0,
+                events.SetTraffic(
+                    name,
+                    {int(version): int(percent) for version, percent in parts},
+                    {alias: int(version) or None for alias, version in names},
+                    shadow={int(version): int(percent) for version, percent in shadows},
+                ),
+            )
+        ]
+
+    def do_differ(self, name: str, *outputs: str) -> None:
+        """differ m_0~ y: from now on, this shadow reports the output as different."""
+        self.worker(name).differs = set(outputs)
+
+    def do_service(self, *flags: str) -> list[Event]:
+        """service out: the server is taken out of service; `service`: it is put back."""
+        return [(0, events.SetService("out" in flags))]
+
+    def do_refuse(self, name: str, version: str, reason: str) -> list[Event]:
+        return [(0, events.Refuse(name, int(version), reason))]
+
+    # ------------------------------------------------------------------------------------ streams
+
+    def do_part(
+        self, name: str, label: str, *flags: str, count: str = "1", error: str = "", **says: str
+    ) -> list[Event]:
+        """part m_0 a1 count=3: the worker sends this many responses; `last`, and `empty`: only the end; y=none and so
+        on as for `done`."""
+        worker = self.worker(name)
+        if worker.peer not in self.slow_to:
+            worker.read()
+        code, _, text = error.partition(":")
+        worker.says = says
+        request = next(number for number in worker.streams if self._label(number) == label)
+        for index in range(int(count)):
+            final = "last" in flags and index == int(count) - 1
+            worker.part(request, final, "empty" in flags, (code, text) if error else None)
+        return [] if worker.peer in self.slow_from else self.heard(worker)
+
+    def do_unread(self, name: str, label: str) -> list[Event]:
+        """The model waits until the caller accepts more responses: those that are queued take too much memory."""
+        worker = self.worker(name)
+        assert worker.running is not None
+        return [
+            (worker.peer, Unread(next(w.request for w in worker.running.work_items if self._label(w.request) == label)))
+        ]
+
+    def do_more(self, client: str, number: str, count: str) -> list[Event]:
+        """The client allows this many more responses."""
+        who = self.named[client]
+        if int(number) in who.windows:
+            who.windows[int(number)] += int(count)
+        return [(who.peer, More(int(number), int(count)))]
+
+    # ------------------------------------------------------------------------------------ leases
+
+    def _lease_at(self, name: str) -> FakeLease:
+        lease = self.worker(name).lease
+        assert lease is not None, f"{name} is not leased"
+        return lease
+
+    def do_alone(self, client: str, numbers: str, **options: str) -> None:
+        """alone a 1-17: requests that a sends one after the other; only what concerns leases is shown."""
+        first, _, last = numbers.partition("-")
+        who, before = self.named[client], len(self.lines)
+        for number in range(int(first), int(last or first) + 1):
+            who.sends(number)
+            self.turn([(who.peer, self.make_infer(who, number, options))])
+            self.finish_running()
+        self.lines[before:] = [line for line in self.lines[before:] if "lease" in line or " map " in line]
+
+    def do_leased(self, client: str, number: str, **options: str) -> None:
+        """leased a 18: a sends a request over its lease. The worker does not begin it."""
+        who = self.named[client]
+        (lease,) = who.leases.values()
+        who.send_leased(lease, self.make_infer(who, int(number), options))
+
+    def do_begin(self, name: str, ago: str = "0s") -> None:
+        """begin m_0 ago=2ms: the worker has begun its leased request."""
+        self._lease_at(name).begin(self.now - nanoseconds(ago))
+
+    def do_serve(self, name: str, *flags: str, took: str = "0s", error: str = "") -> None:
+        """serve m_0 took=2ms: the worker runs and answers its leased request; `unanswered`: the request is recorded,
+        but not answered."""
+        code, _, text = error.partition(":")
+        failure = (code, text) if error else None
+        self.worker(name).run_leased(self.now, nanoseconds(took), failure, "unanswered" not in flags)
+
+    def do_logged(self, name: str) -> list[Event]:
+        """The worker asks the broker to read the log of its lease."""
+        return [(self.worker(name).peer, LeaseLogged(self._lease_at(name).number))]
+
+    def do_end_lease(self, name: str, *flags: str) -> list[Event]:
+        """The worker ends its lease; `unfit`: it cannot be leased."""
+        worker, lease = self.worker(name), self._lease_at(name)
+        worker.lease, lease.worker_open = None, False
+        return [(worker.peer, LeaseOver(lease.number, "unfit" in flags))]
+
+    def do_descriptors(self, *flags: str) -> None:
+        """descriptors none: the broker cannot create sockets."""
+        self.out_of_descriptors = "none" in flags
+
+    # ------------------------------------------------------------------------------------ calls
+
+    def _number(self, label: str) -> int:
+        """The broker's number of a request that workers have."""
+        return next(request.number for request in self.core.state.requests.values() if self._name(request) == label)
+
+    def do_call(self, name: str, number: str, model: str, *flags: str, **options: str) -> list[Event]:
+        """call m_0 1 n parent=a1: m_0, which runs a1, asks model n, as its call 1, and waits; with `aside`, it does not
+        wait. at=own, at=parent, at=parent+8, at=reply1: location of the input. Also size= window= timeout= version= and
+        place=own."""
+        worker = self.worker(name)
+        if worker.peer not in self.slow_to:
+            worker.read()
+        caller = caller_of(worker)
+        parent = self._number(options["parent"]) if "parent" in options else 0
+        window = int(options.get("window", 0))
+        caller.sends(int(number), window)
+        worker.waits_for |= set() if "aside" in flags else {int(number)}
+        size = int(options.get("size", 4))
+        data: Any = self._bytes_of(worker, options["at"], size, parent) if "at" in options else bytes(size)
+        policy = next((policy for (known, _), policy in self.policies.items() if known == model), None)
+        lead = (1,) if policy is not None and policy.max_batch else ()
+        specs = policy.inputs if policy is not None else ()
+        inputs = tuple(Tensor(spec.name, spec.dtype, (*lead, size // 4), data) for spec in specs)
+        outputs = None
+        if "place" in options:
+            outputs = (Wanted("y", worker.allocate("internal", 64)),)
+        worker.outbox.append(
+            Call(
+                int(number), parent, model, int(options.get("version", 0)), inputs, outputs,
+                nanoseconds(options.get("timeout", "0s")) // 1000, Options(window=window) if window else None,
+                "aside" not in flags,
+            )
+        )  # fmt: skip
+        return [] if worker.peer in self.slow_from else self.heard(worker)
+
+    def _bytes_of(self, worker: FakeWorker, text: str, size: int, parent: int) -> tuple[Handle, ...]:
+        where, _, offset = text.partition("+")
+        if where == "own":
+            handle = worker.allocate("internal", size)
+            del worker.out[handle]  # no model receives it
+            return (handle,)
+        if where == "parent":
+            whole = references(self.core.state.requests[parent].inputs)[0]
+        else:
+            whole = references(caller_of(worker).answers[int(where.removeprefix("reply"))].outputs)[0]
+        return (Handle(whole.segment, whole.offset + int(offset or 0), size),)
+
+    def do_take_back(self, name: str, number: str) -> list[Event]:
+        """The worker cancels its call."""
+        worker = self.worker(name)
+        worker.outbox.append(Cancel(int(number)))
+        return self.heard(worker)
+
+    def do_more_of(self, name: str, number: str, count: str) -> list[Event]:
+        worker = self.worker(name)
+        caller_of(worker).windows[int(number)] += int(count)
+        worker.outbox.append(More(int(number), int(count)))
+        return self.heard(worker)
+
+    def do_give_back(self, name: str, number: str) -> list[Event]:
+        """The worker returns the handles in the answer to its call."""
+        worker, caller = self.worker(name), caller_of(self.worker(name))
+        answers = caller.parts.get(int(number)) or [caller.answers[int(number)]]
+        handles = tuple(handle for answer in answers for handle in references(answer.outputs))
+        for handle in handles:
+            if caller.holds[handle]:
+                caller.give_back(handle)
+        worker.outbox.append(Return(handles))
+        return self.heard(worker)
+
+    def do_pass_on(self, name: str, output: str, number: str, size: str = "") -> None:
+        """The next batch passes on the answer to the call as this output: all of it, or its last bytes."""
+        worker = self.worker(name)
+        handle = references(caller_of(worker).answers[int(number)].outputs)[0]
+        if size:
+            handle = Handle(handle.segment, handle.offset + handle.size - int(size), int(size))
+        worker.passes[output] = handle
+
+    def do_wants(self, name: str, what: str, model: str = "") -> list[Event]:
+        """The worker sends the server a query."""
+        worker = self.worker(name)
+        number = 1000 + len(caller_of(worker).open)
+        caller_of(worker).sends(number)
+        worker.outbox.append(Ask(number, what, model))
+        return self.heard(worker)
