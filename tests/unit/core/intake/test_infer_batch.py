@@ -1,5 +1,6 @@
-"""Requests in columns have the same effects as the same requests one by one (tests/support/core/twin.py).
+"""Requests in columns have the same effects as the same requests one by one.
 
+Twins get the same requests, one as InferBatch and the other as Infer, and everything else in the same way.
 After each step all messages to clients, the batches of workers, the statistics and the clocks of both twins are equal.
 """
 
@@ -10,12 +11,345 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import asdict, replace
 
+from shmserve.core import events
+from shmserve.core.effects import Spawn
 from shmserve.core.limits import Limits
-from shmserve.core.policy import TensorSpec
-from shmserve.protocol.messages import Columns, Infer, InferBatch, Options, Tensor, TensorForm, Wanted
-from tests.support.core.twin import MODELS, TIGHT, Twin, X
+from shmserve.core.owners.cache import Placed
+from shmserve.core.policy import (
+    BatchPolicy,
+    ModelPolicy,
+    PaddingPolicy,
+    QueuePolicy,
+    SequencePolicy,
+    TensorSpec,
+    TimeoutAction,
+)
+from shmserve.protocol.batch_queue import QueuedBatch
+from shmserve.protocol.messages import (
+    Cancel,
+    Columns,
+    Fail,
+    FailHeld,
+    Infer,
+    InferBatch,
+    Options,
+    Reply,
+    ReplyBatch,
+    Return,
+    Tensor,
+    TensorForm,
+    Wanted,
+)
+from shmserve.protocol.roles import ALL_ROLES, INFER, OBSERVE
+from shmserve.protocol.worker_messages import Row, Work
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.tensors import references, replies_of
+from tests.support.core.fakes.worker import FakeWorker
+from tests.support.core.policies import step_of
+from tests.support.core.world import World
 from tests.support.hypothesis_profiles import examples
+
+MS = 10**6
+X = TensorSpec("x", "FP32", (1,))
+VARIES = TensorSpec("x", "FP32", (-1,))
+MAYBE = TensorSpec("z", "FP32", (-1,), optional=True)
+STRINGS = TensorSpec("x", "BYTES", (1,))
+Y = (TensorSpec("y", "FP32", (-1,)), TensorSpec("w", "FP32", (-1,)))
+EXPIRES = QueuePolicy(TimeoutAction.REJECT, 9 * MS, True, 3)
+PADDING = PaddingPolicy((("x", (0,)),), lookahead=5, multiple=2, batch_cost=3)
+
+
+def policy(
+    name: str, most: int, inputs: tuple[TensorSpec, ...], batching: BatchPolicy | None, **more: Any
+) -> ModelPolicy:
+    return ModelPolicy(name, 1, most, inputs, more.pop("outputs", Y), batching, **more)
+
+
+_CHAIN = (step_of("plain(x:x)->(y:t)"), step_of("pair(x:t)->(y:y)"))
+MODELS = {
+    served.name: (served, instances, large)
+    for served, instances, large in (
+        (policy("plain", 8, (X,), BatchPolicy()), 1, ""),
+        (policy("pair", 6, (VARIES,), BatchPolicy()), 2, "w"),
+        (policy("maybe", 6, (MAYBE,), BatchPolicy()), 1, ""),
+        (policy("both", 6, (VARIES, MAYBE), BatchPolicy()), 1, ""),
+        (policy("ragged", 6, (replace(VARIES, ragged=True),), BatchPolicy()), 1, ""),
+        (policy("strings", 6, (STRINGS,), BatchPolicy()), 1, ""),
+        (policy("flat", 0, (VARIES,), BatchPolicy()), 1, ""),
+        (policy("single", 4, (X,), None), 1, ""),
+        (policy("delayed", 6, (X,), BatchPolicy((4,), 5 * MS)), 1, ""),
+        (policy("ranked", 4, (VARIES,), BatchPolicy((), 5 * MS, False, 3, 2, EXPIRES)), 1, ""),
+        (policy("ordered", 4, (X,), BatchPolicy(preserve_ordering=True)), 2, ""),
+        (policy("padded", 4, (VARIES,), BatchPolicy(), padding=PADDING), 1, ""),
+        (policy("kept", 4, (X,), BatchPolicy(), cached=True), 1, ""),
+        (policy("stream", 4, (X,), BatchPolicy(), decoupled=True), 1, ""),
+        (policy("sequence", 4, (X,), None, sequence=SequencePolicy(True, 4, 30 * MS, 0, 0.5)), 1, ""),
+        (policy("chain", 4, (X,), None, outputs=(Y[0],), steps=_CHAIN), 0, ""),
+    )
+}
+NAMES = [*MODELS, "nobody"]
+LIMITS = Limits(
+    client_requests=40,
+    client_held_bytes=60,
+    backoff_ns=2 * MS,
+    backoff_max_ns=8 * MS,
+    execution_ns=0,
+    load_ns=0,
+    exit_ns=30 * MS,
+    cache_bytes=4000,
+)
+TIGHT = (
+    LIMITS,
+    replace(LIMITS, client_requests=5),
+    replace(LIMITS, model_queue=6),
+    replace(LIMITS, queue_bytes=40),
+)
+
+
+class Listener(FakeClient):
+    """A client that sends invalid messages, and records all that it receives."""
+
+    def __init__(self, client: FakeClient) -> None:
+        super().__init__(client.peer, client.name, client.plane, client.outputs)
+        self.heard: list[str] = []
+        self.in_batches: set[int] = set()
+        """Requests that it sent in columns. Only these may be answered in columns."""
+
+    def receive(self, message: Any) -> None:
+        if isinstance(message, ReplyBatch):
+            assert set(message.columns.requests) <= self.in_batches
+        for one in replies_of(message):
+            self.heard.append(repr(one))
+            if isinstance(one, Reply):
+                for handle in references(one.outputs):
+                    self.holds[handle] += 1
+                self.open.discard(one.request)
+            elif isinstance(one, (Fail, FailHeld)):
+                self.open.discard(one.request)
+
+
+class OwnMemory:
+    """The memory in which the broker keeps answers."""
+
+    def __init__(self) -> None:
+        self._offset = 0
+
+    def read(self, parts: Any) -> bytes | None:
+        return bytes(sum(part.size for part in parts))
+
+    def place(self, data: bytes, audience: str) -> Placed | None:
+        return None
+
+
+class Computing(World):
+    """A world whose workers answer each request with the first byte of its first input, and record their requests."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.given: list[Any] = []
+
+    def _spawn(self, effect: Spawn) -> None:
+        super()._spawn(effect)
+        worker = self.workers[effect.peer]
+        worker.compute = self._compute
+        worker.watch = self._note
+
+    def _note(self, worker: FakeWorker, batch: QueuedBatch) -> None:
+        self.given.append((worker.peer, repr([*batch.work_items])))
+
+    def _compute(self, worker: FakeWorker, work: Work) -> Row:
+        worker.compute = None
+        row = worker.answer_row(work, None)
+        worker.compute = self._compute
+        first = work.inputs[0].data if work.inputs else b""
+        value = first[:1] if isinstance(first, bytes) else b""
+        for tensor in row.outputs:
+            if isinstance(tensor.data, bytes) and value:
+                tensor.data = value * len(tensor.data)
+        return row
+
+
+class Twin:
+    """One of the two worlds. `batched`: requests arrive as InferBatch."""
+
+    def __init__(self, names: list[str], limits: Limits, batched: bool) -> None:
+        self.batched = batched
+        self.world = Computing(limits)
+        self.world.core.copy_with(OwnMemory())
+        self.names = names
+        for name in names:
+            self.world.deploy(*MODELS[name])
+        self.clients: list[Listener] = []
+        for audience, plane, roles in (
+            ("uid:1", "lane", ALL_ROLES),
+            ("uid:1", "zmq", ALL_ROLES),
+            ("uid:2", "lane", INFER),
+            ("uid:3", "lane", OBSERVE),
+        ):
+            self._add(self.world.connect("c", plane, "", audience, roles))
+
+    def _add(self, client: FakeClient) -> None:
+        listener = Listener(client)
+        self.clients.append(listener)
+        self.world.clients[client.peer] = listener
+
+    # ------------------------------------------------------------------------------------ steps
+
+    def client(self, which: int) -> Listener:
+        going = [client for client in self.clients if not client.ended]
+        return going[which % len(going)]
+
+    def workers(self) -> list[FakeWorker]:
+        return [worker for worker in self.world.workers.values() if not worker.dead]
+
+    def send(self, groups: list[tuple[int, list[Any]]]) -> None:
+        happened: list[tuple[int, Any]] = []
+        for which, messages in groups:
+            peer = self.client(which).peer
+            for message in messages:
+                if isinstance(message, InferBatch) and not self.batched:
+                    happened += [(peer, infer) for infer in split_up(message)]
+                else:
+                    happened.append((peer, message))
+        for peer, message in happened:
+            client = self.clients[peer - 1]
+            for infer in split_up(message) if isinstance(message, InferBatch) else [message]:
+                client.open.add(infer.request)
+                if isinstance(message, InferBatch):
+                    client.in_batches.add(infer.request)
+        self.turn(happened)
+
+    def turn(self, happened: list[tuple[int, Any]]) -> None:
+        self.world.turn(happened)
+
+    def finish(self, which: int, error: bool, took: int, columns: bool, rows_first: int) -> None:
+        running = [worker for worker in self.workers() if worker.running is not None]
+        if running:
+            worker = running[which % len(running)]
+            worker.in_columns = columns
+            worker.finish(self.world.now, took * MS, rows_first, ("MODEL_FAILED", "no") if error else None)
+            self.world.settle()
+
+    def crash(self, which: int) -> None:
+        if workers := self.workers():
+            self.world.crash(workers[which % len(workers)])
+
+    def slow(self, which: int, to: bool) -> None:
+        """Holds back messages to or from a worker, or releases them."""
+        if workers := self.workers():
+            (self.world.slow_to if to else self.world.slow_from).symmetric_difference_update(
+                {workers[which % len(workers)].peer}
+            )
+            self.world.settle()
+
+    def cancel(self, which: int, pick: int) -> None:
+        client = self.client(which)
+        known = [*sorted(client.open), 999]
+        self.turn([(client.peer, Cancel(known[pick % len(known)]))])
+
+    def give_back(self, which: int) -> None:
+        client = self.client(which)
+        held = tuple(client.holds.elements())
+        client.holds.clear()
+        if held:
+            self.turn([(client.peer, Return(held))])
+
+    def gone(self, which: int) -> None:
+        client = self.client(which)
+        client.holds.clear()
+        client.open.clear()
+        self.world.gone(client)
+        self._add(self.world.connect("new", client.plane, "", "uid:2"))
+
+    def wait(self, milliseconds: int) -> None:
+        self.world.advance(self.world.now + milliseconds * MS)
+
+    def deploy(self, which: int, source: int) -> None:
+        """Deploys another generation of a model."""
+        name = self.names[which % len(self.names)]
+        served, instances, _ = MODELS[name]
+        self.turn([(0, events.Deploy(name, (self.world.target(served, source, instances),)))])
+
+    def drain(self) -> None:
+        if not self.world.core.state.draining:
+            self.turn([(0, events.Drain(3600 * 1000 * MS))])
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def end(self) -> None:
+        """Ends everything, and asserts that nothing is left."""
+        world = self.world
+        world.slow_to.clear()
+        world.slow_from.clear()
+        world.settle()
+        for _ in range(50):
+            world.finish_all()
+            for worker in self.workers():
+                worker.end_streams()
+            world.settle()
+            self.wait(40)
+            if not world.core.state.requests:
+                break
+        assert not world.core.state.requests
+        for client in self.clients:
+            assert not client.open, f"never answered: {client.open}"
+            if not client.ended:
+                state = world.core.state.clients[client.peer]
+                assert not state.requests
+                assert not state.bytes
+                held = tuple(client.holds.elements())
+                if held:
+                    self.turn([(client.peer, Return(held))])
+                world.gone(client)
+        world.settle()
+        assert not world.core.state.ledger.holds
+        for worker in self.workers():
+            assert not worker.out
+
+    def seen(self) -> Any:
+        """Everything that must be equal for both."""
+        state = self.world.core.state
+        return {
+            "heard": [sorted(client.heard) for client in self.clients],
+            "ran": [(worker.name, worker.dead, worker.started) for worker in self.world.workers.values()],
+            "given": self.world.given,
+            "clock": (self.world.now, self.world.core.deadline()),
+            "requests": [
+                (number, request.client_number, request.state, request.deadline, request.tag, request.cost,
+                 request.inline, request.signature, request.rows, request.length, request.tensors())
+                for number, request in state.requests.items()
+            ],
+            "clients": [(peer, client.bytes, dict(client.requests)) for peer, client in state.clients.items()],
+            "queues": {
+                version.label: (version.service.queue.count, version.service.queue.bytes, version.service.queue.timed)
+                for model in state.models.values()
+                for version in model.versions.values()
+            },
+            "statistics": {
+                version.label: _flat(version.statistics)
+                for model in state.models.values()
+                for version in model.versions.values()
+            },
+        }  # fmt: skip
+
+
+def _flat(statistics: Any) -> dict[str, str]:
+    return {name: repr(value) for name, value in asdict(statistics).items() if "object at" not in repr(value)}
+
+
+def split_up(message: InferBatch) -> list[Infer]:
+    """The requests one by one; written for these tests, without the code of the core."""
+    found = []
+    columns = message.columns
+    for number, rows, blobs in zip(columns.requests, columns.rows, columns.data, strict=True):
+        inputs = tuple(
+            Tensor(form.name, form.dtype, (rows, *form.dims), blob)
+            for form, blob in zip(columns.forms, blobs, strict=True)
+        )
+        found.append(Infer(number, message.model, message.version, inputs, None, message.timeout_us))
+    return found
 
 
 class Item(NamedTuple):
