@@ -165,13 +165,6 @@ def test_an_unanswered_request_is_sent_again(
     client.infer("echo", {"own": own})
 
 
-@ways("lane")
-def test_a_step_of_a_sequence_is_not_sent_again(client: Any, broker: FakeBroker) -> None:
-    with pytest.raises(shmserve.ConnectionLost, match="in the middle of sequence 5; start it again"):
-        client.infer("die", {"x": np.int64(1)}, sequence=5)
-    assert client.infer("echo", {"x": np.int64(1)}, sequence=5, sequence_start=True)["x"] == 1
-
-
 @ways("lane", "ipc")
 def test_a_request_with_a_short_timeout_fails_while_others_wait_for_the_server(
     client: Any, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch

@@ -276,6 +276,7 @@ def test_unanswered_requests_are_repeated_on_a_new_connection() -> None:
     session.cancel(gone)
     session.disconnected()
     assert isinstance(step.error, ConnectionLost)
+    assert "in the middle of sequence 9; start it again" in str(step.error)
     assert not session.connected
     later, _ = ask(session, inputs)
     mapped, models, loaded = sent(connect(session, 2))
