@@ -1,7 +1,7 @@
 """The tables and diagrams of docs/ that are generated from tables in the source.
 
 `make docs` (`python -m tests.support.docs.doc_tables`) writes them between the markers of their pages, and
-tests/unit/docs/test_doc_tables.py checks that they are current.
+tests/unit/docs/test_docs.py checks that they are current.
 """
 
 from __future__ import annotations

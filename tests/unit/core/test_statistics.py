@@ -1,4 +1,5 @@
-"""The core's statistics, compared with numpy: durations in buckets, sums, failures by reason, loads, and refusals."""
+"""The core's statistics, compared with numpy: durations in buckets, sums, failures by reason, loads, refusals,
+and callers."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from shmserve import histogram
 from shmserve.core.limits import NAMED
+from shmserve.core.stats.callers import KEPT, CallerCounts
 from shmserve.core.stats.statistics import Statistics, limit_in
 
 NS = st.integers(0, 2**40)
@@ -65,3 +67,14 @@ def test_every_limit_is_recognised_in_an_error_text() -> None:
         assert limit_in(f"there are 7 of them, the limit ({row.name}); try again later") == row.name
     assert limit_in("no room for 5 bytes (broker-arena-bytes)") == ""
     assert not re.search("connection", limit_in("this connection (connections of others)"))
+
+
+def test_the_callers_whose_requests_took_least_are_forgotten() -> None:
+    counts = CallerCounts()
+    large, small = counts.of("large"), counts.of("small")
+    large.request_ns = 5
+    for number in range(3 * KEPT):
+        counts.of(f"user {number}").request_ns = 1
+        assert len(counts.largest(2 * KEPT)) <= KEPT
+    assert counts.of("large") is large
+    assert counts.of("small").number != small.number

@@ -1,18 +1,30 @@
-"""The pages: links resolve, commands parse, Python compiles, and every page is linked."""
+"""The pages: links resolve, commands parse, Python compiles, every page is linked, generated parts are current, and
+what pages name or quote is in the source."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
+
+import shmserve
 from bench.gpu.__main__ import MEASURES as GPU_MEASURES
 from bench.measures import ALL
 from shmserve.broker.config import command_line
 from shmserve.clients.cli import parser
+from shmserve.errors import BY_CODE
 from tests import ROOT
+from tests.site.links import broken_links
+from tests.site.stage import page_names
+from tests.support.docs import pages
+from tests.support.docs.doc_tables import DOCS, PARTS, DocPart, with_part
 from tests.support.docs.page_runner import blocks_of
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -97,3 +109,141 @@ def test_benchmarks_and_modules_in_the_pages_exist() -> None:
     }
     assert {"shmserve.sim", "shmserve.repo.samples"} <= modules
     assert [name for name in sorted(modules) if importlib.util.find_spec(name) is None] == []
+
+
+API_NAMES = re.findall(r"^::: ([\w.]+)$", pages.page("api"), re.MULTILINE)
+
+
+def test_the_page_has_all_public_names() -> None:
+    public = {f"shmserve.{name}" for name in shmserve.__all__ if name != "__version__"}
+    assert {*API_NAMES} - {"shmserve.testing.Server"} == public
+    assert len(API_NAMES) == len({*API_NAMES})
+
+
+def test_everything_public_has_a_docstring() -> None:
+    for name in API_NAMES:
+        module, _, attribute = name.rpartition(".")
+        found = getattr(importlib.import_module(module), attribute)
+        assert found.__doc__, name
+        if name in ("shmserve.Client", "shmserve.AsyncClient", "shmserve.testing.Server"):
+            methods = {key: value for key, value in inspect.getmembers(found, inspect.isfunction) if key[0] != "_"}
+            assert methods
+            assert [key for key, value in methods.items() if not value.__doc__] == []
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_generated_parts_of_pages_are_current(part: DocPart) -> None:
+    page = (DOCS / part.page).read_text()
+    assert with_part(page, part) == page, "write it with: make docs"
+
+
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+SERVICE = (ROOT / "systemd" / "shmserve.service").read_text()
+
+
+def string_constants() -> str:
+    """All string constants of the source; values in f-strings are written {}."""
+    texts = []
+    for folder in ("shmserve", "workers", "repo", "clients"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values]
+                    texts.append("".join(parts))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.append(node.value)
+    return "\n".join(texts)
+
+
+def rows(header: str) -> list[str]:
+    """The quoted words of the first column of the table with that header."""
+    table = OPERATIONS.partition(f"| {header} |")[2].partition("\n\n")[0]
+    return [word for line in table.splitlines()[2:] for word in re.findall(r"`([^`]*)`", line.split("|")[1])]
+
+
+def test_quoted_texts_are_in_the_source() -> None:
+    source = string_constants()
+    quoted = rows("Text")
+    assert len(quoted) > 10
+    assert not [text for text in quoted if text not in source]
+
+
+def test_codes_settings_and_paths_are_those_of_the_source() -> None:
+    client = {"CANCELLED", "UNKNOWN", "ALREADY_EXISTS"}  # not relevant to operators
+    assert set(rows("Code")) == set(BY_CODE) - client
+    numbers = "WatchdogSec=30 RestartSec=1 StartLimitBurst=10 StartLimitIntervalSec=300 RestartPreventExitStatus=2"
+    for setting in (*numbers.split(), "LimitNOFILE=65536"):
+        assert f"\n{setting}\n" in SERVICE
+    made = (ROOT / "Makefile").read_text() + (ROOT / "systemd" / "tmpfiles.d" / "shmserve.conf").read_text()
+    places = "/opt/shmserve /usr/lib/systemd/system /etc/shmserve /srv/shmserve/models /usr/local/bin/shmserve"
+    assert [place for place in places.split() if place not in OPERATIONS or place not in made] == []
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    configuration = (ROOT / "mkdocs.yml").read_text()
+    nav = re.findall(r"^ +- (?:.*: )?(\S+\.md)$", configuration.partition("\nnav:\n")[2], re.MULTILINE)
+    assert sorted(nav) == sorted(page_names(ROOT)), "add each page to `nav` in mkdocs.yml"
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    (tmp_path / "site" / "sub").mkdir(parents=True)
+    texts = {
+        "outside.html": "",
+        "site/a.html": '<h1 id="top">A</h1><a href="#top"></a><a href="sub/b.html#part"></a><a href="sub/"></a>'
+        '<a href="https://example.org/x"></a><a href="mailto:a@example.org"></a><img src="plot%20one.svg">',
+        "site/plot one.svg": "<svg/>",
+        "site/sub/index.html": '<a name="old"></a><a href="../a.html#top">',
+        "site/sub/b.html": '<p id="part"></p><a href="../a.html#gone"></a><a href="c.html"></a><a href="#new"></a>'
+        '<script src="code.js"></script><img src="../plot.svg"><a href="../../outside.html"></a>',
+        "site/404.html": '<a href="/nowhere.html">',
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    assert broken_links(tmp_path / "site") == [
+        "sub/b.html: #new",
+        "sub/b.html: ../../outside.html",
+        "sub/b.html: ../a.html#gone",
+        "sub/b.html: ../plot.svg",
+        "sub/b.html: c.html",
+        "sub/b.html: code.js",
+    ]
+
+
+EXAMPLES = {
+    "A backend": r"\bpaddle\b",
+    "An endpoint": r"\bLogSettings\b|\bSET_LOG\b",
+    "A field of `config.pbtxt`": r"\bmax_inflight_requests\b",
+    "A model parameter": r"\bstay_loaded\b|\bSTAY_LOADED\b",
+    "A metric": r"padded_elements",
+    "A command": r"\badd_keygen\b|\"keygen\"",
+    "A setting": r"\brepository[-_]poll[-_]secs\b",
+}
+"""Section -> what finds an existing member of its kind in the source."""
+SECTIONS = dict(re.findall(r"(?ms)^### (.*?)\n(.*?)(?=^##|\Z)", (ROOT / "CONTRIBUTING.md").read_text()))
+SOURCES = [
+    path
+    for folder in ("clients", "deploy", "repo", "shmserve", "workers")
+    for path in sorted((ROOT / folder).glob("**/*"))
+    if path.suffix in (".py", ".proto")
+] + [ROOT / "setup.cfg"]
+
+
+def named(section: str) -> list[str]:
+    """The files and folders in the first column of a table, and in the text beside them."""
+    return re.findall(r"`([a-z_]+(?:/[a-z_.]*)*\.?[a-z]*)`", SECTIONS[section])
+
+
+def having(pattern: str) -> list[Path]:
+    return [path.relative_to(ROOT) for path in SOURCES if re.search(pattern, path.read_text())]
+
+
+def test_every_table_has_an_example() -> None:
+    assert EXAMPLES.keys() == SECTIONS.keys()
+
+
+@pytest.mark.parametrize("section", EXAMPLES)
+def test_a_table_names_all_files_of_a_member_of_its_kind(section: str) -> None:
+    files, found = named(section), having(EXAMPLES[section])
+    assert len(found) > 1
+    folders = tuple(name for name in files if name.endswith("/"))
+    assert [path for path in map(str, found) if path not in files and not path.startswith(folders)] == []

@@ -1,11 +1,20 @@
-"""Which caller a request is charged to, if it came through a reverse proxy."""
+"""Which caller a request is charged to, if it came through a reverse proxy; and the headers of the PROXY
+protocol."""
 
 from __future__ import annotations
 
+import ipaddress
+import socket
+import struct
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shmserve.gateway.limits.caller_shares import PAYERS, ShareBounds, Shares
 from shmserve.gateway.limits.proxies import TrustedProxies, named_in, networks_of
+from shmserve.gateway.listeners.proxy_header import HEADER_BYTES, BadProxyHeader, client_in, size_of
+from tests.support.hypothesis_profiles import examples
 
 PROXIES = TrustedProxies(networks_of("10.0.0.0/8, 192.0.2.7, 2001:db8::/32"))
 
@@ -70,3 +79,110 @@ def test_the_callers_of_a_proxy_are_forgotten_when_idle() -> None:
         proxy.payer("", f"198.51.{number // 200}.{number % 200}")
     assert proxy.payer("", "203.0.113.9") is busy
     assert proxy.payer("", "203.0.113.8") is not idle
+
+
+SIGNATURE = bytes.fromhex("0d0a0d0a000d0a515549540a")
+V4, V6 = socket.inet_aton("203.0.113.9"), socket.inet_pton(socket.AF_INET6, "2001:db8::9")
+PORTS = struct.pack("!HH", 41000, 8000)
+TLV = b"\x05\x00\x03abc"
+
+
+def binary(command: int, family: int, rest: bytes) -> bytes:
+    return SIGNATURE + struct.pack("!BBH", command, family, len(rest)) + rest
+
+
+GOOD = {
+    b"PROXY TCP4 203.0.113.9 10.0.0.1 41000 8000\r\n": "203.0.113.9",
+    b"PROXY TCP6 2001:db8:0::9 ::1 41000 65535\r\n": "2001:db8::9",
+    b"PROXY TCP6 ::ffff:203.0.113.9 ::1 1 2\r\n": "::ffff:cb00:7109",
+    b"PROXY UNKNOWN\r\n": "",
+    b"PROXY UNKNOWN ffff::1 ffff::2 65535 65535\r\n": "",
+    binary(0x21, 0x11, V4 + V4 + PORTS): "203.0.113.9",
+    binary(0x21, 0x12, V4 + V4 + PORTS): "203.0.113.9",
+    binary(0x21, 0x11, V4 + V4 + PORTS + TLV): "203.0.113.9",
+    binary(0x21, 0x11, V4 + V4 + PORTS + bytes(HEADER_BYTES - 28)): "203.0.113.9",
+    binary(0x21, 0x21, V6 + V6 + PORTS): "2001:db8::9",
+    binary(0x21, 0x31, b"/run/client".ljust(108, b"\0") + bytes(108)): "",
+    binary(0x21, 0x00, b""): "",
+    binary(0x20, 0x11, V4 + V4 + PORTS): "",
+    binary(0x20, 0x00, TLV): "",
+}
+"""Header -> the client that it names."""
+
+MALFORMED = [
+    b"PROXY TCP4 2001:db8::9 ::1 41000 8000\r\n",
+    b"PROXY TCP6 203.0.113.9 10.0.0.1 41000 8000\r\n",
+    b"PROXY TCP4 203.0.113.9 10.0.0.1 65536 8000\r\n",
+    b"PROXY TCP4 203.0.113.9 10.0.0.1 41000\r\n",
+    b"PROXY TCP4 203.0.113.009 10.0.0.1 41000 8000\r\n",
+    b"PROXY TCP4  203.0.113.9 10.0.0.1 41000 8000\r\n",
+    b"PROXY TCP5 203.0.113.9 10.0.0.1 41000 8000\r\n",
+    b"PROXY \xff\xfe\r\n",
+    b"PROXY UNKNOWN " + b"x" * 93,
+    binary(0x11, 0x11, V4 + V4 + PORTS),
+    binary(0x22, 0x11, V4 + V4 + PORTS),
+    binary(0x21, 0x41, V6 + V6 + PORTS),
+    binary(0x21, 0x11, V4 + V4 + PORTS[:3]),
+    binary(0x21, 0x21, V4 + V4 + PORTS),
+    binary(0x21, 0x11, bytes(HEADER_BYTES - 15)),
+]
+
+
+def client_of(start: bytes) -> str:
+    size = size_of(start)
+    assert 0 < size <= len(start)
+    return client_in(start[:size])
+
+
+@pytest.mark.parametrize(("header", "client"), GOOD.items())
+@pytest.mark.parametrize("after", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01"])
+def test_a_header_ends_where_it_says_and_names_the_client(header: bytes, client: str, after: bytes) -> None:
+    assert size_of(header + after) == len(header)
+    assert client_in(header) == client
+    for end in range(len(header)):
+        assert end < size_of(header[:end]) <= len(header), "it is incomplete"
+
+
+@pytest.mark.parametrize("header", MALFORMED)
+def test_a_malformed_header_is_refused(header: bytes) -> None:
+    with pytest.raises(BadProxyHeader):
+        client_of(header)
+
+
+@pytest.mark.parametrize(
+    "start", [b"POST / HTTP/1.1", b"PRI * HTTP/2.0\r\n", b"\x16\x03\x01", b"\r\n\r\nGET", b"proxy "]
+)
+def test_other_data_is_no_header(start: bytes) -> None:
+    assert size_of(start) == 0
+
+
+addresses = st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6))
+ports = st.integers(0, 65535)
+
+
+@given(addresses, ports, ports, st.binary(max_size=50), st.booleans())
+@settings(max_examples=examples(60))
+def test_any_client_is_named_by_both_versions(
+    client: ipaddress.IPv4Address | ipaddress.IPv6Address, near: int, far: int, after: bytes, text: bool
+) -> None:
+    version = client.version
+    if text:
+        header = f"PROXY TCP{version} {client} {client} {near} {far}\r\n".encode()
+    else:
+        rest = client.packed * 2 + struct.pack("!HH", near, far)
+        header = binary(0x21, 0x11 if version == 4 else 0x21, rest)
+    assert size_of(header + after) == len(header)
+    assert client_in(header) == str(client)
+
+
+@given(st.sampled_from([b"", b"PROXY ", b"PROXY TCP4 ", SIGNATURE, SIGNATURE + b"\x21"]), st.binary(max_size=300))
+@settings(max_examples=examples(60))
+def test_any_bytes_are_a_header_or_refused_or_something_else(start: bytes, rest: bytes) -> None:
+    data = start + rest
+    try:
+        size = size_of(data)
+        assert size <= HEADER_BYTES
+        if 0 < size <= len(data):
+            ipaddress.ip_address(client_in(data[:size]) or "::")
+    except BadProxyHeader:
+        assert start

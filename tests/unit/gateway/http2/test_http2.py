@@ -1,4 +1,5 @@
-"""gRPC calls over HTTP/2 without a socket, with the package `h2` as the client."""
+"""gRPC calls over HTTP/2 without a socket, with the package `h2` as the client; and what the listener adds to its
+connections: deadlines, and an end for silent clients."""
 
 from __future__ import annotations
 
@@ -12,8 +13,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from shmserve.gateway.http2.connection import LAST_CALLS_S, Http2Connection
+from shmserve.gateway.http2.limits import Http2Limits
+from shmserve.gateway.http2.listener import DEADLINE_S, RpcListener
 from shmserve.gateway.http2.protocol import Http2
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.limits.body_budget import Budget
 from shmserve.protocol.grpc.codes import Code, RpcError
 from tests.support.gateway.http2_caller import Caller, Echo, Host, Unfinished
 from tests.support.gateway.http2_frames import (
@@ -29,6 +34,8 @@ from tests.support.gateway.http2_frames import (
     message,
     number,
 )
+from tests.support.gateway.http_connection import receive, shared
+from tests.support.gateway.manual_loop import ManualLoop
 from tests.support.hypothesis_profiles import examples
 
 
@@ -301,3 +308,35 @@ def test_events_do_not_depend_on_the_borders_of_pieces(cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(LONG)]
     expected = [[b"padded", "half closed"], [b"one", b"two", b"x" * 3000, "half closed"]]
     assert events([LONG[a:b] for a, b in pairwise(places)]) == expected
+
+
+def test_deadlines_are_kept_in_any_order() -> None:
+    loop: Any = ManualLoop()
+    listener: Any = RpcListener(shared(loop), Http2Connection, Unfinished, Http2Limits(), Budget(), lambda: None)
+    caller = Caller(listener, opening=HELLO)
+    for stream, timeout in ((1, "1H"), (3, "50m"), (5, "150m"), (7, "100m")):
+        caller.raw([frame(HEAD, 5, stream, block(("grpc-timeout", timeout)))])
+
+    def ended(seconds: float) -> list[int]:
+        loop.advance(seconds)
+        answers = [(stream, payload) for kind, _, stream, payload in caller.raw([]) if kind == HEAD]
+        assert all(b"Deadline Exceeded" in payload for _, payload in answers)
+        return [stream for stream, _ in answers]
+
+    assert ended(0.05) == []
+    assert ended(2 * DEADLINE_S) == [3]
+    assert ended(0.1) == [7, 5]
+    assert ended(3590) == []
+    assert ended(20) == [1]
+    assert listener.answers == {4: 4}
+
+
+def test_a_client_that_does_not_answer_does_not_delay_the_end() -> None:
+    host = Host()
+    connection, transport = host.connect()
+    receive(connection, HELLO)
+    connection.stop()
+    host.loop.advance(LAST_CALLS_S - 0.01)
+    assert not transport.closed
+    host.loop.advance(0.01)
+    assert transport.closed
