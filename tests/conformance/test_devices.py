@@ -1,5 +1,5 @@
-"""Every implementation of the interface to GPUs: CuPy over the stand-in of its runtime, the fake of the tests, and CuPy
-on a real device (`pytest -m gpu`).
+"""The implementation of the interface to GPUs: CuPy over the stand-in of its runtime, and on a real device
+(`pytest -m gpu`).
 """
 
 from __future__ import annotations
@@ -18,27 +18,23 @@ from shmserve.gpu.interface import ALIGN, UNIT_BYTES, ClientDevices, DeviceLost,
 from shmserve.session.gpu import cuda
 from shmserve.shm.extents.cuda import UUID_BYTES, parts_of
 from shmserve.workers.gpu import api
-from tests.support.gpu.fake_device import FakeDevice, fake_gpu
 from tests.support.workers.gpu.device_arrays import end
 from tests.support.workers.gpu.harness import standins
 
 SIZE = 1 << 20
-WAYS = ["stand-in", "fake", pytest.param("real", marks=pytest.mark.gpu)]
+WAYS = ["stand-in", pytest.param("real", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """Chooses an implementation. What a test leaves behind is an error."""
     with ExitStack() as stack:
-        if request.param == "fake":
-            gpu = stack.enter_context(fake_gpu())
-            yield request.param
-            assert set(gpu.left()) <= {"device"}, "only a client's exports are kept"
-        elif request.param == "stand-in":
+        if request.param == "stand-in":
             runtime, _ = stack.enter_context(standins())
             yield request.param
             end(runtime)
             assert runtime.state.left() == {}
+            assert runtime.state.violations == []
         else:
             cupy: Any = pytest.importorskip("cupy")
             if not cupy.is_available():
@@ -49,15 +45,6 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def device(way: str) -> GpuDevice:
     return api.open_device()
-
-
-@pytest.fixture
-def other(device: GpuDevice) -> GpuDevice:
-    """The device as another process sees it, if the implementation has processes."""
-    if not isinstance(device, FakeDevice):
-        return api.open_device()
-    with device.gpu.process("other") as other:
-        return other
 
 
 @pytest.fixture
@@ -217,8 +204,8 @@ def test_mapped_host_memory_is_pinned_if_possible(
         device.unregister(address(given))
 
 
-def test_exported_memory(device: GpuDevice, way: str, other: GpuDevice) -> None:
-    size = UNIT_BYTES
+def test_exported_memory(device: GpuDevice, way: str) -> None:
+    size, other = UNIT_BYTES, api.open_device()
     made = device.allocate(size)
     exported = device.export(made)
     assert len(exported) == 64

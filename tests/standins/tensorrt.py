@@ -218,7 +218,8 @@ class IExecutionContext:
                 self._engine.logger.log(ILogger.ERROR, f"tensor '{name}' has no address")
                 return False
             outputs = _array(memory, shape, self._dtype(name))
-            stream.add(lambda what=what, a=inputs, b=outputs, more=more: _compute(what, a, b, more))
+            used = (memory, outputs.nbytes), (self.addresses[source], 1)
+            stream.add(lambda what=what, a=inputs, b=outputs, more=more: _compute(what, a, b, more), *used)
         return True
 
     def _dtype(self, name: str) -> str:

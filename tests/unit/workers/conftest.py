@@ -1,6 +1,5 @@
-"""Fixtures for tests with a fake GPU, or with the stand-ins for CuPy and TensorRT. At the end of each test, they must
-have no memory left.
-"""
+"""Fixtures for tests with the stand-ins for CuPy and TensorRT. At the end of each test, they must have no memory left,
+and must not have been misused."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.gpu.fake_device import FakeGpu, fake_gpu
-from tests.support.workers.gpu.device_pair import Pair, TensorRtPair
+from tests.support.workers.gpu.device_pair import Pair
 from tests.support.workers.gpu.harness import standins
 from tests.support.workers.gpu.tensorrt_harness import Gpu
 
@@ -21,6 +19,7 @@ def gpu() -> Iterator[Gpu]:
     with standins() as (runtime, trt):
         yield Gpu(runtime, trt)
         assert runtime.state.left() == {}
+        assert runtime.state.violations == []
 
 
 @pytest.fixture
@@ -29,21 +28,7 @@ def runtime(gpu: Gpu) -> Any:
 
 
 @pytest.fixture
-def fake() -> Iterator[FakeGpu]:
-    with fake_gpu() as fake:
-        yield fake
-        assert fake.left() == {}
-
-
-@pytest.fixture
-def pair(fake: FakeGpu, tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(fake, tmp_path)
-    yield pair
-    pair.close()
-
-
-@pytest.fixture
-def tensorrt_pair(runtime: Any, tmp_path: Path) -> Iterator[TensorRtPair]:
-    pair = TensorRtPair(runtime, tmp_path)
+def pair(runtime: Any, tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(runtime, tmp_path)
     yield pair
     pair.close()

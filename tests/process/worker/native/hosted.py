@@ -1,5 +1,5 @@
-"""The probe inside this process, which has its memory and a fake GPU: `python -m ...hosted CASE LIBRARY`. A process can
-load one library, so each case needs its own."""
+"""The probe inside this process, which has its memory and a stand-in for a GPU: `python -m ...hosted CASE LIBRARY`. A
+process can load one library, so each case needs its own."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from shmserve.shm.strings import encode_bytes
 from shmserve.workers.backends.native import records
 from shmserve.workers.backends.native.backend import Native
 from shmserve.workers.batch.results import Results
-from tests.support.gpu.fake_device import fake_gpu
-from tests.support.workers.gpu.harness import Instance
+from tests.support.workers.gpu.harness import Instance, standins
 from tests.support.workers.native_backends import model
 from tests.support.workers.worker_harness import assert_failed
 
@@ -116,7 +115,7 @@ def host(library: Path) -> None:
 
 def gpu(library: Path) -> None:
     """An instance on a GPU gets memory there, leaves outputs there for the next step, and reads inputs there."""
-    with fake_gpu() as fake:
+    with standins() as (runtime, _):
         with probe(library, "KIND_GPU", {"pinned-memory-pool-byte-size": "1000"}) as instance:
             row = run(instance, instance.tensor("IN", X), do="describe")
             assert said(row)["instance"] == 'GPU 0 {"gpu_0":{}} 0'
@@ -129,9 +128,10 @@ def gpu(library: Path) -> None:
             second = run(instance, Tensor("IN", "FP32", X.shape, between), do="prefer gpu")
             assert (said(second)["read"], said(second)["written"]) == (records.GPU, records.CPU)
             np.testing.assert_array_equal(instance.array(second), X)
-            assert not fake.copies, "the backend reads and writes in place"
+            assert not runtime.state.named("memcpyAsync"), "the backend reads and writes in place"
             instance.free(first.outputs[0])
-        assert "pinned" not in fake.left()
+        assert "pinned" not in runtime.state.left()
+        assert runtime.state.violations == []
 
 
 def initialization(library: Path) -> None:

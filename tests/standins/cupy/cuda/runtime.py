@@ -3,6 +3,9 @@
 Invariant: asynchronous work runs only when something waits for it. So a result that is read too early, or a source that
 is reused too early, is wrong every time instead of sometimes. The work of streams in `State.eager` runs at once
 instead: with such a stream, memory that is overwritten too early is wrong every time.
+
+Memory that is used outside of its bounds, or that is released while a copy of it is pending or while it is open
+elsewhere, is a violation. Violations are kept, because the code under test may catch them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 0, 1, 2, 3
 streamNonBlocking = 1
@@ -33,6 +36,17 @@ class CUDARuntimeError(RuntimeError):
     def __init__(self, status: int) -> None:
         self.status = status
         super().__init__(_NAMES.get(status, _UNKNOWN))
+
+
+class Violation(AssertionError):
+    """The code under test misused the device."""
+
+
+class _Work(NamedTuple):
+    """`uses`: the memory that is read and written, as (address, size)."""
+
+    run: Callable[[], object]
+    uses: tuple[tuple[int, int], ...]
 
 
 class _Memory:
@@ -61,15 +75,16 @@ class _Stream:
     def __init__(self, flags: int, priority: int) -> None:
         self.flags = flags
         self.priority = priority
-        self.waiting: deque[Callable[[], object]] = deque()
+        self.waiting: deque[_Work] = deque()
         self.done = 0
-        self.captured: list[Callable[[], object]] | None = None
+        self.captured: list[_Work] | None = None
 
-    def add(self, what: Callable[[], object]) -> None:
+    def add(self, what: Callable[[], object], *uses: tuple[int, int]) -> None:
+        work = _Work(what, uses)
         if self.captured is not None:
-            self.captured.append(what)
+            self.captured.append(work)
         else:
-            self.waiting.append(what)
+            self.waiting.append(work)
             if self in state.eager:
                 self.run(self.asked)
 
@@ -79,9 +94,9 @@ class _Stream:
 
     def run(self, until: int) -> None:
         while self.done < until:
-            what = self.waiting.popleft()
+            work = self.waiting.popleft()
             self.done += 1
-            what()
+            work.run()
 
 
 class State:
@@ -99,14 +114,15 @@ class State:
         self.registered: dict[int, int] = {}
         self.streams: dict[int, _Stream] = {0: _Stream(0, 0)}
         self.events: dict[int, tuple[int, tuple[_Stream, int] | None]] = {}
-        self.graphs: dict[int, list[Callable[[], object]]] = {}
-        self.instances: dict[int, list[Callable[[], object]]] = {}
+        self.graphs: dict[int, list[_Work]] = {}
+        self.instances: dict[int, list[_Work]] = {}
         self.foreign: dict[int, int] = {}
         """Device memory of other libraries: address -> bytes."""
         self.eager: set[_Stream] = set()
         """Streams whose work runs as soon as it is queued."""
         self.failures: dict[str, int] = {}
         """Name of a function -> the status with which its next call fails."""
+        self.violations: list[Violation] = []
         self.number = 100
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -138,12 +154,24 @@ class State:
         }
         return {name: count for name, count in found.items() if count}
 
+    def has(self, address: int, size: int) -> bool:
+        """True if these bytes are memory of the device."""
+        known = [(memory.address, memory.size) for memory in (*self.device.values(), *self.opened.values())]
+        return any(at <= address and address + size <= at + length for at, length in (*known, *self.foreign.items()))
+
     def within(self, address: int, size: int) -> None:
-        for memory in (*self.device.values(), *self.opened.values()):
-            if memory.address <= address and address + size <= memory.address + memory.size:
-                return
-        if not any(start <= address and address + size <= start + length for start, length in self.foreign.items()):
+        if not self.has(address, size):
             raise CUDARuntimeError(700)
+
+    def release(self, address: int, size: int) -> None:
+        """Nothing may use the memory any more."""
+        waiting = (work for stream in self.streams.values() for work in stream.waiting)
+        if any(used < address + size and address < used + length for work in waiting for used, length in work.uses):
+            self.violate(f"memory of {size} bytes was released while work that uses it is pending")
+
+    def violate(self, text: str) -> None:
+        self.violations.append(Violation(text))
+        raise self.violations[-1]
 
     def stream(self, handle: int) -> _Stream:
         found = self.streams.get(0 if handle == 1 else handle)  # 1: cudaStreamLegacy, the default stream
@@ -212,6 +240,10 @@ def malloc(size: int) -> int:
 
 def free(address: int) -> None:
     state.call("free", address)
+    memory = state.device[address]
+    state.release(address, memory.size)
+    if any(os.path.sameopenfile(memory.descriptor, opened.descriptor) for opened in state.opened.values()):
+        state.violate(f"memory of {memory.size} bytes was freed while it is open elsewhere")
     state.device.pop(address).close()
 
 
@@ -224,6 +256,7 @@ def hostAlloc(size: int, flags: int) -> int:
 
 def freeHost(address: int) -> None:
     state.call("freeHost", address)
+    state.release(address, state.pinned[address].size)
     state.pinned.pop(address).close()
 
 
@@ -236,8 +269,10 @@ def hostRegister(address: int, size: int, flags: int) -> None:
 
 def hostUnregister(address: int) -> None:
     state.call("hostUnregister", address)
-    if state.registered.pop(address, None) is None:
+    if address not in state.registered:
         raise CUDARuntimeError(713)
+    state.release(address, state.registered[address])
+    del state.registered[address]
 
 
 def ipcGetMemHandle(address: int) -> bytes:
@@ -260,16 +295,25 @@ def ipcOpenMemHandle(handle: bytes, flags: int = cudaIpcMemLazyEnablePeerAccess)
 
 def ipcCloseMemHandle(address: int) -> None:
     state.call("ipcCloseMemHandle", address)
+    state.release(address, state.opened[address].size)
     state.opened.pop(address).close()
 
 
 def memcpyAsync(target: int, source: int, size: int, kind: int, stream: int) -> None:
     state.call("memcpyAsync", target, source, size, kind, stream)
-    if kind in (memcpyHostToDevice, memcpyDeviceToDevice):
-        state.within(target, size)
-    if kind in (memcpyDeviceToHost, memcpyDeviceToDevice):
-        state.within(source, size)
-    state.stream(stream).add(lambda: ctypes.memmove(target, source, size))
+
+    def check() -> None:
+        on_device = [target] if kind in (memcpyHostToDevice, memcpyDeviceToDevice) else []
+        on_device += [source] if kind in (memcpyDeviceToHost, memcpyDeviceToDevice) else []
+        if not all(state.has(address, size) for address in on_device):
+            state.violate(f"a copy of {size} bytes is outside of the memory of the device")
+
+    def run() -> None:
+        check()
+        ctypes.memmove(target, source, size)
+
+    check()
+    state.stream(stream).add(run, (target, size), (source, size))
 
 
 # ---------------------------------------------------------------------------------------------- streams and events
@@ -380,8 +424,8 @@ def graphInstantiate(graph: int) -> int:
 def graphLaunch(instance: int, stream: int) -> None:
     state.call("graphLaunch", instance, stream)
     found = state.stream(stream)
-    for what in state.instances[instance]:
-        found.add(what)
+    for work in state.instances[instance]:
+        found.add(work.run, *work.uses)
 
 
 def graphDestroy(graph: int) -> None:

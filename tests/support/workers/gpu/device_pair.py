@@ -1,9 +1,7 @@
-"""Two instances on a GPU: tensors of the first stay there as inputs of the second. The GPU is the fake one, or the
-stand-ins for CuPy and TensorRT."""
+"""Two instances on a GPU: tensors of the first stay there as inputs of the second."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,31 +11,51 @@ from msgspec.structs import replace
 
 from shmserve.protocol.worker_messages import Row, StepOptions, Work
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from shmserve.workers.backends.identity import Identity
 from shmserve.workers.gpu.shared import memory_of
-from tests.support.gpu.fake_device import TO_DEVICE, TO_HOST, FakeGpu
-from tests.support.gpu.fake_device import WITHIN as DEVICE_TO_DEVICE
-from tests.support.gpu.fake_processes import WIDTH, AddOne, GpuProcess, adding
 from tests.support.workers.batch_parts import Array
 from tests.support.workers.gpu.harness import Instance, adder
+from tests.support.workers.worker_harness import config
 
-HOST_TO_DEVICE, DEVICE_TO_HOST, WITHIN = TO_DEVICE, TO_HOST, DEVICE_TO_DEVICE
+HOST_TO_DEVICE, DEVICE_TO_HOST, WITHIN = 1, 2, 3
+WIDTH = 40_000
 
 
-class DevicePair(ABC):
-    """A producer, y = x + 1, and a consumer. The test takes the place of the broker between them."""
+def adding(backend: str, width: int = WIDTH) -> ModelConfig:
+    """y = x + 1, or another function of rows of this width."""
+    return config(backend, {"x": ("FP32", (width,))}, {"y": ("FP32", (width,))}, max_batch=8)
 
-    def __init__(self, producer: Instance, consumer: Instance) -> None:
-        self.producer = producer
-        self.consumer = consumer
+
+class Pair:
+    """A producer, y = x + 1 of TensorRT on the stand-ins, and a consumer, by default of the same kind. The test takes
+    the place of the broker between them."""
+
+    def __init__(self, runtime: Any, folder: Path) -> None:
+        from shmserve.workers.backends.tensorrt.backend import TensorRT
+
+        self.runtime = runtime
+        for name in ("a", "b"):
+            adder(folder / name, WIDTH)
+        self.producer = Instance(TensorRT, folder / "a", ModelConfig(name="m", backend="tensorrt"))
+        self.consumer = self.open_consumer(TensorRT, folder / "b", adding("tensorrt"))
         self._announced = 0
 
-    @abstractmethod
     def take_copies(self) -> list[tuple[int, int]]:
         """Returns (bytes, direction) of each copy since the last call."""
+        found = [(call[3], call[4]) for call in self.runtime.state.named("memcpyAsync")]
+        self.runtime.state.calls.clear()
+        return found
 
-    @abstractmethod
-    def open_consumer(self, backend: Any, folder: Path, model: ModelConfig) -> Instance: ...
+    def open_consumer(self, backend: Any, folder: Path, model: ModelConfig) -> Instance:
+        return Instance(backend, folder, model, owner=8)
+
+    def fail(self, name: str, status: int = 1) -> None:
+        """The next call of this function of the runtime fails."""
+        self.runtime.state.failures[name] = status
+
+    @property
+    def opened(self) -> int:
+        """Allocations that are open in a second process."""
+        return len(self.runtime.state.opened)
 
     def produce(self, *arrays: Array, near: tuple[str, ...] = ("y",), **more: Any) -> list[Row]:
         work_items = [replace(self.producer.work(x=array, **more), step=StepOptions(near)) for array in arrays]
@@ -91,47 +109,6 @@ class DevicePair(ABC):
     def close(self) -> None:
         self.consumer.close()
         self.producer.close()
-
-
-class Pair(DevicePair):
-    """On the fake GPU, each in a process of its own."""
-
-    producer: GpuProcess
-    consumer: GpuProcess
-
-    def __init__(self, fake: FakeGpu, folder: Path, consumer: str = "fake") -> None:
-        self.fake = fake
-        kind: Any = AddOne if consumer == "fake" else Identity
-        producer = GpuProcess(fake, "producer", folder)
-        super().__init__(producer, self.open_consumer(kind, folder, adding(consumer)))
-
-    def take_copies(self) -> list[tuple[int, int]]:
-        found, self.fake.copies[:] = list(self.fake.copies), []
-        return found
-
-    def open_consumer(self, backend: Any, folder: Path, model: ModelConfig) -> GpuProcess:
-        return GpuProcess(self.fake, "consumer", folder, 8, backend, model)
-
-
-class TensorRtPair(DevicePair):
-    """On TensorRT, with the stand-ins."""
-
-    def __init__(self, runtime: Any, folder: Path) -> None:
-        from shmserve.workers.backends.tensorrt.backend import TensorRT
-
-        self.runtime = runtime
-        for name in ("a", "b"):
-            adder(folder / name, WIDTH)
-        producer = Instance(TensorRT, folder / "a", ModelConfig(name="m", backend="tensorrt"))
-        super().__init__(producer, self.open_consumer(TensorRT, folder / "b", adding("tensorrt")))
-
-    def take_copies(self) -> list[tuple[int, int]]:
-        found = [(call[3], call[4]) for call in self.runtime.state.named("memcpyAsync")]
-        self.runtime.state.calls.clear()
-        return found
-
-    def open_consumer(self, backend: Any, folder: Path, model: ModelConfig) -> Instance:
-        return Instance(backend, folder, model, owner=8)
 
 
 def gathered(shares: Sequence[int]) -> list[tuple[int, int]]:

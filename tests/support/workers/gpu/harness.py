@@ -133,6 +133,11 @@ class Instance(Memory):
         self.free(row.outputs[index])
         return found
 
+    def is_on_device(self, row: Row) -> bool:
+        assert row.error is None, row.error
+        data: Any = row.outputs[0].data
+        return data[0].segment in self.mapped.on_device
+
     def close(self) -> None:
         self.backend.close()
         super().close()

@@ -16,7 +16,7 @@ from shmserve.protocol.worker_messages import StepOptions, rows_of
 from shmserve.repo.config import schema
 from shmserve.workers.backends.device_buffers import PINNED_SETTING
 from shmserve.workers.runner import OverlappingRunner, StackedRunner
-from tests.support.workers.gpu.device_pair import TensorRtPair, arrays
+from tests.support.workers.gpu.device_pair import Pair, arrays
 from tests.support.workers.gpu.harness import Instance, adder, plan, tensor
 from tests.support.workers.gpu.tensorrt_harness import NO_OVERLAP, Cuda, Gpu, check, config, rows, tuned
 from tests.support.workers.worker_harness import config as model
@@ -297,34 +297,32 @@ def test_models_whose_shapes_depend_on_values_do_not_overlap(gpu: Gpu, tmp_path:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_tensors_that_stay_on_the_gpu(gpu: Gpu, tensorrt_pair: TensorRtPair, order: str) -> None:
+def test_tensors_that_stay_on_the_gpu(gpu: Gpu, pair: Pair, order: str) -> None:
     """Read and written in place, by two batches on the device."""
     hurry(gpu, order)
     given = [arrays(1), arrays(2, 1)]
-    produced = [tensorrt_pair.produce(*part) for part in given]
+    produced = [pair.produce(*part) for part in given]
     batches = []
     for outputs in produced:
-        work_items = [replace(work, step=StepOptions(("y",))) for work in tensorrt_pair.pass_on(*outputs)]
-        batches.append(tensorrt_pair.consumer.runner.begin(work_items))
+        work_items = [replace(work, step=StepOptions(("y",))) for work in pair.pass_on(*outputs)]
+        batches.append(pair.consumer.runner.begin(work_items))
     for batch, part in zip(batches, given, strict=True):
-        found = tensorrt_pair.consumer.runner.finish(batch)[0]
+        found = pair.consumer.runner.finish(batch)[0]
         for row, array in zip(rows_of(found), part, strict=True):
-            tensorrt_pair.check(row, {"y": array + 2}, ("y",))
-    tensorrt_pair.give_back(*produced[0], *produced[1])
-    assert tensorrt_pair.consumer.arenas.used == tensorrt_pair.producer.arenas.used == 0
+            pair.check(row, {"y": array + 2}, ("y",))
+    pair.give_back(*produced[0], *produced[1])
+    assert pair.consumer.arenas.used == pair.producer.arenas.used == 0
 
 
-def test_memory_of_another_process_is_closed_after_the_batches_that_read_it(
-    gpu: Gpu, tensorrt_pair: TensorRtPair
-) -> None:
+def test_memory_of_another_process_is_closed_after_the_batches_that_read_it(gpu: Gpu, pair: Pair) -> None:
     (given,) = arrays(1)
-    (row,) = tensorrt_pair.produce(given)
-    work_items = tensorrt_pair.pass_on(row)
-    batch = tensorrt_pair.consumer.runner.begin(work_items)
+    (row,) = pair.produce(given)
+    work_items = pair.pass_on(row)
+    batch = pair.consumer.runner.begin(work_items)
     gpu.clear()
     (handle,) = row.outputs[0].data  # type: ignore[misc]
-    tensorrt_pair.consumer.mapped.remove(handle.segment)  # type: ignore[union-attr]
+    pair.consumer.mapped.remove(handle.segment)  # type: ignore[union-attr]
     assert [call[0] for call in gpu.state.calls] == ["deviceSynchronize", "ipcCloseMemHandle"]
-    (found,) = tensorrt_pair.consumer.runner.finish(batch)[0]
-    np.testing.assert_array_equal(tensorrt_pair.consumer.array(found), given + 2)
-    tensorrt_pair.give_back(row)
+    (found,) = pair.consumer.runner.finish(batch)[0]
+    np.testing.assert_array_equal(pair.consumer.array(found), given + 2)
+    pair.give_back(row)

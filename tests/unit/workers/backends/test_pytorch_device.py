@@ -1,5 +1,5 @@
 """PyTorch models that read and write tensors on a GPU. PyTorch computes on the host, whose memory serves as device
-memory of the fake GPU, which counts copies.
+memory of the stand-in, which counts copies.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from shmserve.protocol.worker_messages import StepOptions
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.workers.backends.device_inputs import DeviceInputs
 from shmserve.workers.batch.specs import Spec, inputs_of
-from tests.support.gpu.fake_processes import WIDTH
 from tests.support.optional import OnDemand, optional
 from tests.support.workers.gpu.device_arrays import view
-from tests.support.workers.gpu.device_pair import Pair, arrays, gathered
+from tests.support.workers.gpu.device_pair import WIDTH, Pair, arrays, gathered
 from tests.support.workers.models.worker_models import torch_forward
 from tests.support.workers.worker_harness import config
 

@@ -21,7 +21,7 @@ from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.runner import OverlappingRunner, StackedRunner
 from tests.support.optional import optional
 from tests.support.workers.gpu.device_arrays import view
-from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, TensorRtPair, arrays, gathered
+from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, Pair, arrays, gathered
 from tests.support.workers.gpu.harness import Instance
 from tests.support.workers.gpu.tensorrt_harness import Cuda, Gpu, Spec, rows
 from tests.support.workers.models.worker_models import torch_forward
@@ -163,27 +163,21 @@ def test_batches_overlap(gpu: Gpu, fake: FakeDevice, tmp_path: Path, width: int)
 
 
 @pytest.mark.parametrize("shares", [(1,), (3,), (1, 2, 1)], ids=str)
-def test_tensors_on_the_gpu_stay_there(
-    gpu: Gpu, fake: FakeDevice, tensorrt_pair: TensorRtPair, tmp_path: Path, shares: Any
-) -> None:
+def test_tensors_on_the_gpu_stay_there(gpu: Gpu, fake: FakeDevice, pair: Pair, tmp_path: Path, shares: Any) -> None:
     (tmp_path / "torch").mkdir()
     width = 40_000
     given = model(tmp_path / "torch", width, "x.add_(1)", "return x")
-    tensorrt_pair.replace_consumer(gpu_backend(), tmp_path / "torch", given)
+    pair.replace_consumer(gpu_backend(), tmp_path / "torch", given)
     sent = arrays(*shares)
-    produced = tensorrt_pair.produce(*sent)
+    produced = pair.produce(*sent)
     for near in ((), ("y",)):
-        tensorrt_pair.copies()
-        found = tensorrt_pair.consumer.run(
-            *[replace(work, step=StepOptions(near)) for work in tensorrt_pair.pass_on(*produced)]
-        )
-        assert tensorrt_pair.copies() == [*gathered(shares), *([] if near else [(sum(shares), DEVICE_TO_HOST)])]
+        pair.copies()
+        found = pair.consumer.run(*[replace(work, step=StepOptions(near)) for work in pair.pass_on(*produced)])
+        assert pair.copies() == [*gathered(shares), *([] if near else [(sum(shares), DEVICE_TO_HOST)])]
         for row, array in zip(found, sent, strict=True):
-            tensorrt_pair.check(
-                row, {"y": array + 2}, near
-            )  # the model writes to a copy: the next run gets the same input
-    tensorrt_pair.give_back(*produced)
-    assert tensorrt_pair.consumer.arenas.used == 0
+            pair.check(row, {"y": array + 2}, near)  # the model writes to a copy: the next run gets the same input
+    pair.give_back(*produced)
+    assert pair.consumer.arenas.used == 0
 
 
 def test_buffers_grow_if_dims_are_open(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:

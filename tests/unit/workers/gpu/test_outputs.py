@@ -1,4 +1,4 @@
-"""Outputs on a fake GPU: in memory of callers, and from Python models."""
+"""Outputs on a GPU: in memory of callers, and from Python models."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from shmserve.protocol.worker_messages import Row, Work
 from shmserve.workers.backends.python import pb_tensor, pb_utils
 from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.gpu.shared import memory_of
-from tests.support.gpu.fake_processes import WIDTH
 from tests.support.workers.batch_parts import Array
 from tests.support.workers.gpu.device_arrays import Foreign, read
-from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WITHIN, Pair, arrays, gathered
+from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WIDTH, WITHIN, Pair, arrays, gathered
 from tests.support.workers.worker_harness import assert_failed
 
 
@@ -94,13 +93,10 @@ def test_a_gpu_failure_while_outputs_are_scattered(pair: Pair, monkeypatch: pyte
     rows = pair.produce(*given)
     work_items = asked(pair, rows, list(places.handles))
     device: Any = memory_of(pair.consumer.mapped).cuda
-    copy, gathering = device.copy, [None] * len(work_items)
+    copy = device.copy
 
     def fail(*arguments: Any) -> None:
-        if not gathering:
-            pair.fake.fail("copy")
-        else:
-            gathering.pop()
+        pair.fail("memcpyAsync")
         copy(*arguments)
 
     monkeypatch.setattr(device, "copy", fail)

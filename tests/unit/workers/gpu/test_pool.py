@@ -19,17 +19,16 @@ from shmserve.repo.config.schema import ModelInstanceGroup
 from shmserve.shm.mapped import Mapped
 from shmserve.workers.loading import load
 from shmserve.workers.output_arenas import GPU_SETTING
-from tests.support.gpu.fake_device import FakeGpu
-from tests.support.gpu.fake_processes import WIDTH
 from tests.support.workers.batch_parts import Memory
-from tests.support.workers.gpu.device_pair import Pair, arrays
+from tests.support.workers.gpu.device_pair import WIDTH, Pair, arrays
+from tests.support.workers.gpu.tensorrt_harness import Gpu
 from tests.support.workers.worker_harness import config
 
 ROW = WIDTH * 4
 
 
 @pytest.fixture
-def memory(fake: FakeGpu) -> Iterator[Memory]:
+def memory(gpu: Gpu) -> Iterator[Memory]:
     made = Memory()
     yield made
     made.close()
@@ -42,18 +41,23 @@ def test_the_broker_and_the_worker_use_one_name_for_the_setting() -> None:
     assert GPU_SETTING == "cuda-memory-pool-byte-size" == CUDA_POOL_LIMIT
 
 
-def test_memory_is_committed_in_units_within_one_limit_for_all_audiences(fake: FakeGpu, memory: Memory) -> None:
+def used(gpu: Gpu) -> int:
+    """Bytes of device memory in use."""
+    return sum(memory.size for memory in gpu.state.device.values())
+
+
+def test_memory_is_committed_in_units_within_one_limit_for_all_audiences(gpu: Gpu, memory: Memory) -> None:
     memory.arenas.near_limit = limit = 5 * UNIT_BYTES // 2
     for audience in ("internal", "uid:1"):
         memory.arenas.allocate_near(audience, UNIT_BYTES)
-    assert fake.used == 2 * UNIT_BYTES
+    assert used(gpu) == 2 * UNIT_BYTES
     committed = f"{2 * UNIT_BYTES} of {limit} bytes are committed; raise {GPU_SETTING}"
     for audience in ("internal", "uid:1", "uid:2"):
         with pytest.raises(Unavailable, match=f"GPU memory.*{committed}"):
             memory.arenas.allocate_near(audience, UNIT_BYTES)
-    assert fake.used == 2 * UNIT_BYTES
-    fake.size, memory.arenas.near_limit = fake.used, 5 * UNIT_BYTES
-    with pytest.raises(Unavailable, match=rf"on the GPU: 0 of {fake.size} bytes are free"):
+    assert used(gpu) == 2 * UNIT_BYTES
+    gpu.state.total, memory.arenas.near_limit = used(gpu), 5 * UNIT_BYTES
+    with pytest.raises(Unavailable, match=rf"on the GPU: 0 of {gpu.state.total} bytes are free"):
         memory.arenas.allocate_near("internal", UNIT_BYTES)
 
 
@@ -108,33 +112,31 @@ def test_an_instance_has_the_limit_of_its_gpu(tmp_path: Path, given: str, expect
 # ------------------------------------------------------------------------------------------------ reuse
 
 
-def test_the_block_that_was_freed_last_is_used_next(fake: FakeGpu, memory: Memory) -> None:
+def test_the_block_that_was_freed_last_is_used_next(gpu: Gpu, memory: Memory) -> None:
     blocks = [memory.arenas.allocate_near("internal", ROW) for _ in range(3)]
-    before = fake.allocations
+    gpu.clear()
     for block in (blocks[0], blocks[2], blocks[1]):
         memory.arenas.free([Handle(block.segment, block.offset, block.size)])
     again = [memory.arenas.allocate_near("internal", ROW) for _ in range(3)]
     assert [block.address for block in again] == [blocks[1].address, blocks[2].address, blocks[0].address]
-    assert fake.allocations == before
+    assert gpu.state.named("malloc") == []
 
 
 def test_batches_allocate_nothing_on_the_gpu(pair: Pair) -> None:
     given = arrays(1, 2)
-    before = 0
     for turn in range(20):
         rows = pair.produce(*given)
         found = pair.consumer.run(*pair.pass_on(*rows))
         for row, array in zip(found, given, strict=True):
             np.testing.assert_array_equal(pair.consumer.array(row), array + 2)
         pair.give_back(*rows)
-        before = before or pair.fake.allocations
-        assert pair.fake.allocations == before, f"batch {turn} allocated memory"
+        assert not turn or pair.runtime.state.named("malloc") == [], f"batch {turn} allocated memory"
     assert pair.producer.arenas.used == 0
 
 
-@pytest.mark.parametrize("function", ["copy", "synchronize_stream"])
+@pytest.mark.parametrize("function", ["memcpyAsync", "eventSynchronize"])
 def test_a_batch_that_fails_leaves_no_block(pair: Pair, function: str) -> None:
-    pair.fake.fail(function)
+    pair.fail(function)
     (row,) = pair.produce(*arrays(1))
     assert row.error is not None
     pair.producer.failures.clear()  # their tracebacks refer to arrays

@@ -1,8 +1,7 @@
-"""Tensors that stay on a GPU from one instance to the next. The fake GPU counts the copies."""
+"""Tensors that stay on a GPU from one instance to the next. The stand-in counts the copies."""
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +17,21 @@ from shmserve.repo.config.schema import ModelConfig, ModelOptimizationPolicy, Mo
 from shmserve.shm.extents import cuda as extents
 from shmserve.shm.mapped import Mapped, OnDevice
 from shmserve.workers.backends.device_inputs import DeviceInputs
+from shmserve.workers.backends.identity import Identity
 from shmserve.workers.backends.onnx import run
 from shmserve.workers.backends.onnx.backend import Onnx
 from shmserve.workers.backends.python.backend import Python
 from shmserve.workers.gpu.shared import memory_of
-from tests.support.gpu.fake_device import FakeDevice, FakeGpu
-from tests.support.gpu.fake_processes import WIDTH, GpuProcess, adding
-from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WITHIN, Pair, arrays, gathered
+from tests.support.workers.gpu.device_pair import (
+    DEVICE_TO_HOST,
+    HOST_TO_DEVICE,
+    WIDTH,
+    WITHIN,
+    Pair,
+    adding,
+    arrays,
+    gathered,
+)
 from tests.support.workers.gpu.harness import Instance, adder
 from tests.support.workers.models.worker_models import Graph, python_model
 from tests.support.workers.worker_harness import assert_failed, config
@@ -42,7 +49,7 @@ def test_tensors_are_not_copied_through_the_host(pair: Pair, shares: tuple[int, 
             np.testing.assert_array_equal(pair.consumer.array(row), array + 2)
         pair.give_back(*rows)
     assert pair.producer.arenas.used == 0
-    assert pair.fake.left()["opened"] == 1  # once for the segment, not for each tensor
+    assert pair.opened == 1  # once for the segment, not for each tensor
 
 
 def test_a_cuda_graph_writes_to_its_recorded_addresses(runtime: Any, tmp_path: Path) -> None:
@@ -90,21 +97,20 @@ def test_an_instance_reads_its_own_output_without_opening_it(pair: Pair) -> None
     (output,) = row.outputs
     (again,) = pair.producer.run(Work(7, 2, (replace(output, name="x"),), None, "internal"))
     np.testing.assert_array_equal(pair.producer.array(again), x + 2)
-    assert "opened" not in pair.fake.left()
+    assert not pair.opened
     pair.give_back(row)
 
 
-def test_a_backend_that_cannot_read_the_gpu_gets_a_copy(fake: FakeGpu, tmp_path: Path) -> None:
-    pair = Pair(fake, tmp_path, "identity")
-    with closing(pair):
-        given = arrays(1, 2)
-        rows = pair.produce(*given)
-        pair.copies()
-        found = pair.consumer.run(*pair.pass_on(*rows))
-        assert pair.copies() == [(1, DEVICE_TO_HOST), (2, DEVICE_TO_HOST)]
-        for row, array in zip(found, given, strict=True):
-            np.testing.assert_array_equal(pair.consumer.array(row), array + 1)
-        pair.give_back(*rows)
+def test_a_backend_that_cannot_read_the_gpu_gets_a_copy(pair: Pair, tmp_path: Path) -> None:
+    pair.replace_consumer(Identity, tmp_path, adding("identity"))
+    given = arrays(1, 2)
+    rows = pair.produce(*given)
+    pair.copies()
+    found = pair.consumer.run(*pair.pass_on(*rows))
+    assert pair.copies() == [(1, DEVICE_TO_HOST), (2, DEVICE_TO_HOST)]
+    for row, array in zip(found, given, strict=True):
+        np.testing.assert_array_equal(pair.consumer.array(row), array + 1)
+    pair.give_back(*rows)
 
 
 class OnnxHere(Onnx):
@@ -156,17 +162,15 @@ def test_onnx_runtime_reads_and_writes_on_the_gpu(onnx_pair: Pair, shares: tuple
 def test_onnx_runtime_gets_large_inputs_on_the_gpu(onnx_pair: Pair, shares: tuple[int, ...]) -> None:
     """They are copied directly from callers' memory, which is pinned, as is that of outputs."""
     pair, given = onnx_pair, arrays(*shares)
-    consumer = pair.consumer
-    device = memory_of(consumer.mapped).cuda
-    assert isinstance(device, FakeDevice)
-    consumer.backend.use(DeviceInputs(device))
+    consumer, registered = pair.consumer, pair.runtime.state.registered
+    consumer.backend.use(DeviceInputs(memory_of(consumer.mapped).cuda))
     pinned: set[int] = set()
     for _ in range(2):
         pair.copies()
         work_items = [consumer.work(x=array, b=array * 2) for array in given]
         found = consumer.run(*work_items)
-        assert device.registered.keys() == (pinned or device.registered.keys()), "segments are pinned once"
-        pinned = set(device.registered)
+        assert registered.keys() == (pinned or registered.keys()), "segments are pinned once"
+        pinned = set(registered)
         assert len(pinned) >= 2, "those of inputs and of outputs"
         assert pair.copies() == [(share, HOST_TO_DEVICE) for share in shares] * 2
         for row, array in zip(found, given, strict=True):
@@ -193,7 +197,7 @@ def test_a_gpu_failure_in_onnx_runtime_fails_one_batch(onnx_pair: Pair) -> None:
     more = [
         replace(work, inputs=(*work.inputs, onnx_pair.consumer.work(b=arrays(1)[0]).inputs[0])) for work in work_items
     ]
-    onnx_pair.fake.fail("copy")
+    onnx_pair.fail("memcpyAsync")
     for row in onnx_pair.consumer.run(*more):
         assert_failed(row, "MODEL_FAILED", "the GPU failed")
     onnx_pair.consumer.failures.clear()  # their tracebacks refer to arrays
@@ -202,21 +206,20 @@ def test_a_gpu_failure_in_onnx_runtime_fails_one_batch(onnx_pair: Pair) -> None:
     onnx_pair.give_back(*rows)
 
 
-@pytest.mark.parametrize("second", ["copy", "allocate"])
+@pytest.mark.parametrize("second", ["memcpyAsync", "malloc"])
 def test_inputs_are_released_only_after_their_copies(
     onnx_pair: Pair, second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the second input fails, when the first one is queued."""
     pair, consumer = onnx_pair, onnx_pair.consumer
-    device = memory_of(consumer.mapped).cuda
-    assert isinstance(device, FakeDevice)
+    device: Any = memory_of(consumer.mapped).cuda
     near = DeviceInputs(device)
     consumer.backend.use(near)
     locate = near.locate
 
     def then_fail(group: Any, index: int, spec: Any) -> Any:
         if index == 1:
-            pair.fake.fail(second)
+            pair.fail(second)
         return locate(group, index, spec)
 
     monkeypatch.setattr(near, "locate", then_fail)
@@ -250,7 +253,8 @@ def test_outputs_that_are_copied_to_the_host(pair: Pair, case: str, tmp_path: Pa
     elif case == "full":
         producer.arenas.near_limit = 4096
     elif case == "small":
-        producer = GpuProcess(pair.fake, "small", tmp_path, model=adding("fake", 8))
+        adder(tmp_path / "small", 8)
+        producer = Instance(type(producer.backend), tmp_path / "small", adding("tensorrt", 8))
         (x,) = arrays(1, width=8)
     (row,) = producer.run(replace(producer.work(x=x, outputs=outputs), step=StepOptions(near)))
     np.testing.assert_array_equal(producer.array(row), x + 1)
@@ -265,7 +269,7 @@ def test_a_removed_segment_is_closed(pair: Pair) -> None:
     (segment,) = pair.consumer.mapped.on_device
     pair.give_back(row)
     pair.consumer.mapped.remove(segment)
-    assert "opened" not in pair.fake.left()
+    assert not pair.opened
     (failed,) = pair.consumer.run(*pair.pass_on(row))
     assert_failed(failed, "HANDLE_LOST")
 
@@ -333,7 +337,7 @@ def test_the_driver_must_confirm_the_size_of_an_allocation(pair: Pair, monkeypat
             patch.setattr(device, "room", room)
             (failed,) = pair.consumer.run(work)
         assert_failed(failed, code, text)
-        assert "opened" not in pair.fake.left(), "a refused allocation is closed again"
+        assert not pair.opened, "a refused allocation is closed again"
     np.testing.assert_array_equal(pair.consumer.array(pair.consumer.run(work)[0]), arrays(1)[0] + 2)
     pair.give_back(row)
 
@@ -341,15 +345,13 @@ def test_the_driver_must_confirm_the_size_of_an_allocation(pair: Pair, monkeypat
 def test_memory_on_another_gpu_is_not_opened(pair: Pair) -> None:
     (row,) = pair.produce(*arrays(1))
     (work,) = pair.pass_on(row)
-    exported = dict(pair.fake.exported)
-    pair.fake.exported.clear()  # its process has ended
+    pair.fail("ipcOpenMemHandle", 201)  # its process has ended
     (failed,) = pair.consumer.run(work)
     assert_failed(failed, "HANDLE_LOST", "memory of another process on the GPU can no longer be opened")
-    pair.fake.exported.update(exported)
     memory_of(pair.consumer.mapped).cuda.uuid = b"another".ljust(16, b"\0")
     (failed,) = pair.consumer.run(work)
     assert_failed(failed, "HANDLE_LOST", "the tensor is on another GPU than the model's instance")
-    assert "opened" not in pair.fake.left()
+    assert not pair.opened
     pair.consumer.mapped.on_gpu = False
     (failed,) = pair.consumer.run(work)
     assert_failed(failed, "HANDLE_LOST", "the tensor is on a GPU, and the model's instance is not")
