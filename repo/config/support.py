@@ -199,7 +199,12 @@ _rows(
     "input_map",
     "output_map",
 )
-_rows("ModelEnsembling.Step", _N, "model names are unique across all repositories", "model_namespace")
+_rows(
+    "ModelEnsembling.Step",
+    _N,
+    "a step means the ensemble's own repository if that has the model",
+    "model_namespace",
+)
 
 _rows("ModelParameter", _Y, "passed to the backend unchanged", "string_value")
 

@@ -28,6 +28,7 @@ from shmserve.core.states import RequestState, SequenceState, VersionState
 from shmserve.core.stats.callers import CallerCounts
 from shmserve.core.traffic import ALIAS, Shadow, Split, Traffic
 from shmserve.errors import InvalidRequest, NotFound
+from shmserve.protocol.namespaces import SEPARATOR, namespace_of, plain
 
 WORKERS_FROM = 1 << 30
 """Peer numbers: 0 is the broker itself; below this number are clients, numbered by the shell; from it on are workers,
@@ -69,6 +70,8 @@ class State:
         self.clients: dict[int, ClientState] = {}
         self.caller_counts = CallerCounts()
         self.models: dict[str, Model] = {}
+        self.namesakes: dict[str, list[Model]] = {}
+        """Name without the namespace -> the models that have it, one in each namespace."""
         self.ready: dict[str, Version] = {}
         """Model name or alias -> the version for requests that do not name one."""
         self.splits: dict[str, Split] = {}  # models whose requests are divided among several versions
@@ -223,6 +226,40 @@ class State:
         """Chooses, for this turn, the versions for requests that name none."""
         for name, split in self.splits.items():
             self.ready[name] = self.models[name].versions[split.choose()]
+
+    def model(self, name: str) -> Model:
+        """The model of that name, which is added if there is none."""
+        model = self.models.get(name)
+        if model is None:
+            model = self.models[name] = Model(name)
+            if SEPARATOR in name:
+                self.namesakes.setdefault(plain(name), []).append(model)
+        return model
+
+    def full_name(self, name: str, namespace: str = "") -> str:
+        """The name with a namespace: the given one if it has such a model, else that of the only one. Unknown names
+        stay as they are. Raises InvalidRequest if several namespaces have it."""
+        if not self.namesakes or name in self.models:
+            return name
+        base, at, alias = name.partition(ALIAS) if name not in self.namesakes else (name, "", "")
+        found = [model.name for model in self.namesakes.get(base, ()) if model.is_wanted]
+        own = [full for full in found if namespace_of(full) == namespace]
+        if len(own or found) > 1:
+            places = ", ".join(f"'{full}'" for full in sorted(found))
+            raise InvalidRequest(
+                f"There are {len(found)} identifiers of model '{base}' in global map, model namespace must be provided "
+                f"to resolve ambiguity: {places}"
+            )
+        if not found:  # its state tells why no request is served
+            found = [model.name for model in self.namesakes.get(base, ())]
+        return f"{(own or found)[0]}{at}{alias}" if found else name
+
+    def resolve(self, name: str, near: str = "") -> str:
+        """The full name of the model that the name means to the model `near`. Ambiguous names stay as they are."""
+        try:
+            return self.full_name(name, namespace_of(near))
+        except InvalidRequest:
+            return name
 
     def look_up(self, name: str, number: int) -> Version:
         """The version that serves requests for this name and number (0: the default version). Raises if none does."""

@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from enum import Enum, IntEnum
 from typing import Any, Protocol, TypeVar
 
+UNLOADED = "unloaded"
+"""The reason of an UNAVAILABLE version that was unloaded."""
+
 
 class RequestState(IntEnum):  # integers hash fast, and requests change state thousands of times a second
     QUEUED = 1  # in the model's queue, in the broker

@@ -88,6 +88,12 @@ SERVER: dict[str, tuple[Flag, ...]] = {
         ),
         _each("load-model", "text", "MODEL", "load this model at start, in mode explicit; * alone loads all models"),
         _seconds("repository-poll-secs", "interval between checks for changes, in mode poll; 0: never check", 15.0),
+        _switch(
+            "model-namespacing",
+            "let models in different repositories have the same name: an ensemble uses those of its own repository, "
+            "and a caller names an ambiguous model with its repository, as REPOSITORY/MODEL",
+            False,
+        ),
         _text("model-config-name", "NAME", "use configs/NAME.pbtxt of each model that has it, not config.pbtxt", ""),
         _path(
             "cache-directory",

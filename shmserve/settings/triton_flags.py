@@ -26,12 +26,6 @@ _MEMORY = (
 )
 
 TRITON_FLAGS = (
-    _ignored(
-        "model-namespacing",
-        "boolean",
-        "",
-        "model names must be unique; models of the same name in two repositories are not served",
-    ),
     _ignored("http-thread-count", "integer", "N", _THREADS),
     _ignored("grpc-infer-thread-count", "integer", "N", _THREADS),
     _ignored("grpc-infer-allocation-pool-size", "integer", "N", "memory for parsed requests is always recycled"),

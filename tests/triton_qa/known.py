@@ -35,7 +35,7 @@ FRAMING = (
 )
 BOTH = "both inputs of the request are wrong: the first one is reported, and not the first one of a hash table"
 IDLE = "needs a machine that is otherwise idle: with all cores busy the utilization stays 1"
-NAMESPACES = "the names of models are unique over all repositories"
+NAMESPACES = "the label `namespace` is the name of the repository's directory, not its path"
 UNLOGGED = "what a request says does not come into the log, so it cannot forge a record, escaped or not"
 FILE_NAME = "the name of a file in a load call that no file system takes is the caller's mistake: 400, not 500"
 BFLOAT = "as_numpy() of a BF16 tensor gives an array (of ml_dtypes), and no exception"
@@ -123,7 +123,6 @@ KNOWN: tuple[Known, ...] = (
     Known("L0_logging", "TestLogFormat.test_injection*unescaped*", UNLOGGED),
     Known("L0_model_queue", "*.test_policy_reject", TWICE),
     Known("L0_server_status", "*.test_basic", EXTENSIONS),
-    Known("L0_model_namespacing", "*.test_duplication *.test_ensemble_duplication *.test_dynamic*", NAMESPACES),
     Known("L0_lifecycle", """
         *.test_concurrent_model_load_unload
         *.test_concurrent_same_model_load_unload_stress

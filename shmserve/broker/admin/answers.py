@@ -11,7 +11,8 @@ from msgspec import Struct
 from shmserve.broker.admin.queries import Control, Shared
 from shmserve.broker.admin.readiness_probes import Probes
 from shmserve.broker.models.operations import ClientOperations
-from shmserve.protocol.messages import Answer, Ask, Cancel
+from shmserve.errors import InvalidRequest
+from shmserve.protocol.messages import Answer, Ask, Cancel, Fail
 
 NOTIFIED = 64
 """Maximum number of deferred queries answered per turn."""
@@ -81,7 +82,14 @@ class QueryAnswers:
         if isinstance(ask, Cancel):
             self._operations.cancelled(peer, ask.request)
             self._wait_no_more(peer, ask.request)
-        elif ask.what == "models":
+            return
+        if ask.model and ask.what not in ("load", "unload"):  # which also apply to all models of a name
+            try:
+                ask.model = self._control.full_name(ask.model)
+            except InvalidRequest as error:
+                self._send(peer, Fail(ask.request, error.code, error.message))
+                return
+        if ask.what == "models":
             self._models.setdefault(peer, []).append(ask)
             self._operations.refresh_from_disk(self._models_known)
         elif ask.what == "loaded" and self._control.is_loading():

@@ -15,15 +15,15 @@ from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.remote_changes import RemoteChanges
 from shmserve.core.core import Core
 from shmserve.core.models import sizes
-from shmserve.core.models.retirement import UNLOADED
 from shmserve.core.owners import activity
 from shmserve.core.owners.model import Model
 from shmserve.core.records import Instance, Version
-from shmserve.core.states import InstanceState, VersionState
+from shmserve.core.states import UNLOADED, InstanceState, VersionState
 from shmserve.core.stats.statistics import Statistics
 from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError
 from shmserve.llm.figures import with_queue
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail
+from shmserve.protocol.namespaces import plain
 from shmserve.protocol.roles import OPERATE, OPERATIONS, remove_private
 from shmserve.repo.config.schema import as_triton_json
 from shmserve.system import procfs
@@ -162,6 +162,10 @@ class Control:
         return [body[start : start + CHUNK] for start in range(0, len(body), CHUNK)]
 
     # ------------------------------------------------------------------------------------ queries
+
+    def full_name(self, name: str) -> str:
+        """The name with its namespace. Raises InvalidRequest if it is ambiguous."""
+        return self._core.state.full_name(name)
 
     def server_ready(self) -> bool:
         """Whether the server is ready. Strict: every version is READY; otherwise: loading has finished. Ignores
@@ -391,7 +395,7 @@ class Control:
         served = sorted(number for number, other in models.items() if other.state is VersionState.READY)
         lead = (-1,) if policy.max_batch else ()
         return {
-            "name": version.model,
+            "name": plain(version.model),
             "versions": [str(number) for number in served or [version.number]],
             "platform": config.platform or config.backend,
             "inputs": [{"name": t.name, "datatype": t.dtype, "shape": lead + t.dims} for t in policy.inputs],
@@ -459,7 +463,7 @@ class Control:
             last_ns = time.time_ns() - (time.monotonic_ns() - counted.last_inference_ns)
         queued = activity.queued(generations)
         return {
-            "name": version.model,
+            "name": plain(version.model),
             "version": str(version.number),
             "last_inference": last_ns // 1_000_000,
             "inference_count": counted.inference_count,

@@ -20,6 +20,7 @@ from shmserve.broker.config.command_line import parser
 from shmserve.broker.config.values import from_environment, from_toml
 from shmserve.broker.listeners.access import AccessRules
 from shmserve.broker.models.remote import RemoteSettings
+from shmserve.broker.models.repositories import namespace
 from shmserve.broker.observability.metrics import MetricSettings, metric_settings
 from shmserve.broker.processes import cpus
 from shmserve.broker.processes.gateways import GatewaySettings, arguments_of
@@ -408,6 +409,10 @@ def _check(settings: argparse.Namespace, problems: list[str]) -> None:
     problems += [fault for address in settings.remote_repositories if (fault := missing_package(address))]
     if not (settings.model_repository or settings.remote_repositories or settings.model_files or problems):
         wrong("nothing to serve: give a model file, or the directory that holds the models with --model-repository")
+    if settings.model_namespacing:
+        names = [namespace(root) for root in settings.model_repository]
+        if settings.remote_repositories or len(set(names)) < len(names):
+            wrong("--model-namespacing needs local repositories, in directories with different names")
     if settings.backend_directory is not None:
         if fault := backend_directory_problem(settings.backend_directory):
             wrong(f"--backend-directory {fault}")

@@ -24,6 +24,7 @@ from shmserve.core.owners.rate_limiter import lacking
 from shmserve.core.policy import ModelPolicy
 from shmserve.core.records import Version
 from shmserve.errors import InvalidRequest, NotFound
+from shmserve.protocol.namespaces import namespace_of, plain
 from shmserve.protocol.worker_messages import Load
 from shmserve.repo.agents.chains import Prepared
 from shmserve.repo.backends import DIRECTORY, SOURCE_FILE
@@ -212,11 +213,13 @@ class Catalog:
         if source is None:
             return "it has been replaced meanwhile"
         members: dict[str, StepModel] = {}
-        for version in sorted(versions, key=lambda version: version.number):  # the latest version counts
+        own = namespace_of(source.model)
+        numbers: dict[str, tuple[int, ...]] = {}
+        for version in sorted(versions, key=lambda one: (namespace_of(one.model) == own, one.model, one.number)):
             member = self._sources.get(version.source)
-            if member is not None and member.completed is not None:
-                others = members[version.model].versions if version.model in members else ()
-                members[version.model] = StepModel(member.completed, (*others, version.number))
+            if member is not None and member.completed is not None:  # the latest version of its own namespace counts
+                numbers[version.model] = (*numbers.get(version.model, ()), version.number)
+                members[plain(version.model)] = StepModel(member.completed, numbers[version.model])
         problems = check_graph(source.config, members)
         return "; ".join(f"{problem.path}: {problem.text}" for problem in problems)
 
@@ -345,7 +348,7 @@ class Catalog:
         source = self._sources[number]
         known = {*self.repositories.backends, source.config.backend}  # its own library may be its backend
         config = verify_completed(decode_config(data), backends=known, gpus=self.repositories.gpus)
-        if config.name != source.model:
+        if config.name != plain(source.model):
             raise InvalidRequest(f"the model changed its own name to '{config.name}', which is not allowed")
         policy = compile_policy(config, source.version)
         is_complete = source.completed is not None

@@ -16,9 +16,9 @@ from shmserve.broker.models.poller import Changes, Poll
 from shmserve.broker.models.repositories import Reading
 from shmserve.broker.observability.logs import log_record
 from shmserve.core import events
-from shmserve.core.models.retirement import UNLOADED
 from shmserve.core.owners.model import Model
 from shmserve.core.state import State
+from shmserve.core.states import UNLOADED
 from shmserve.errors import ServeError
 from shmserve.repo.storage.store import ScannedModel
 

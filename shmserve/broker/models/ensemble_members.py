@@ -5,11 +5,12 @@ Invariant: a model that was loaded by its own name is not a companion of any ens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 
-from shmserve.broker.models.repositories import Reading
+from shmserve.broker.models.repositories import Reading, Repositories
 from shmserve.core.effects import Settled
 from shmserve.errors import ServeError
+from shmserve.protocol.namespaces import plain
 from shmserve.repo.rules.ensemble_steps import steps_of
 
 
@@ -18,37 +19,42 @@ class Companions:
         self._loaded_for: dict[str, set[str]] = {}
         """Model -> the ensembles for which it was loaded."""
         self._needs: dict[str, set[str]] = {}
-        """Ensemble -> the models of its steps."""
+        """Ensemble -> its companions."""
 
-    def requested(self, reading: Reading) -> None:
+    def requested(self, model: str) -> None:
         """Records that the model is loaded by its own name."""
-        self._loaded_for.pop(reading.scanned.name, None)
-        self._note(reading)
+        self._loaded_for.pop(model, None)
 
-    def loaded_for(self, reading: Reading, ensemble: str) -> None:
+    def loaded_for(self, model: str, ensemble: str) -> None:
         """Records that the model is loaded because the ensemble needs it."""
-        self._loaded_for.setdefault(reading.scanned.name, set()).add(ensemble)
-        self._note(reading)
+        self._loaded_for.setdefault(model, set()).add(ensemble)
+        self._needs.setdefault(ensemble, set()).add(model)
 
     def needed(self, model: str, ensemble: str) -> None:
         """Records that the ensemble needs a model that is already served. A companion of other ensembles also becomes a
         companion of this one."""
         if model in self._loaded_for:
-            self._loaded_for[model].add(ensemble)
+            self.loaded_for(model, ensemble)
 
-    def _note(self, reading: Reading) -> None:
-        if reading.scanned.config is not None:
-            self._needs[reading.scanned.name] = {step.model_name for step in steps_of(reading.scanned.config)}
+    def replaced(self, model: str, ensemble: str) -> list[str]:
+        """Records that the ensemble needs this model. Returns companions of the same name in other namespaces that no
+        ensemble needs any more."""
+        others = [other for other in self._needs.get(ensemble, ()) if other != model and plain(other) == plain(model)]
+        return self._released(ensemble, others)
 
     def unloaded(self, model: str) -> list[str]:
         """Records that the model is unloaded. Returns companions that no other ensemble needs and that may be unloaded
         as well."""
         self._loaded_for.pop(model, None)
+        return self._released(model, self._needs.pop(model, ()))
+
+    def _released(self, ensemble: str, companions: Collection[str]) -> list[str]:
         alone = []
-        for name in sorted(self._needs.pop(model, ())):
+        for name in sorted(companions):
+            self._needs.get(ensemble, set()).discard(name)
             ensembles = self._loaded_for.get(name)
             if ensembles is not None:
-                ensembles.discard(model)
+                ensembles.discard(ensemble)
                 if not ensembles:
                     alone += [name, *self.unloaded(name)]
         return alone
@@ -85,9 +91,7 @@ class OperationDependencies:
         return reportable
 
 
-def needs(
-    reading: Reading, read: Callable[[str], Reading], named: Collection[str] = ()
-) -> Iterator[tuple[str, Reading]]:
+def needs(reading: Reading, repositories: Repositories, named: Collection[str] = ()) -> Iterator[tuple[str, Reading]]:
     """The models of an ensemble's steps, recursively, each with the ensemble that names it. Omits models that cannot be
     read, as the ensemble itself reports missing models, and models in `named`, which are loaded by their own names,
     with the models that those need."""
@@ -96,11 +100,12 @@ def needs(
     while todo:
         ensemble = todo.pop()
         for step in steps_of(ensemble.scanned.config) if ensemble.scanned.config is not None else ():
-            if step.model_name in seen:
+            name = repositories.resolve(step.model_name, ensemble.scanned.name)
+            if name in seen:
                 continue
-            seen.add(step.model_name)
+            seen.add(name)
             try:
-                member = read(step.model_name)
+                member = repositories.read(name)
             except (ServeError, OSError):
                 continue
             yield ensemble.scanned.name, member

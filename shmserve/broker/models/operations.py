@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -200,10 +200,11 @@ class ClientOperations:
     def _unload(self, job: Job, options: UnloadBody) -> None:
         number = self._register(job)
         self.reader.end_downloads(job.ask.model)
-        alone = self._companions.unloaded(job.ask.model)
-        for name in [job.ask.model, *(alone if options.unload_dependents else ())]:
+        same = [model.name for model in self._core.state.namesakes.get(job.ask.model, ())] or [job.ask.model]
+        alone = [other for name in same for other in self._companions.unloaded(name)]
+        for name in [*same, *(alone if options.unload_dependents else ())]:
             self._catalog.forget(name)
-            self._put(events.Unload(name, number if name == job.ask.model else 0, options.force))
+            self._put(events.Unload(name, number if name == same[0] else 0, options.force))
             if self._remote is not None and self.explicit:
                 self._remote.release(name)
         if not options.wait:
@@ -244,7 +245,7 @@ class ClientOperations:
 
     def _served(self, name: str) -> set[int]:
         """The sources of the model's READY versions."""
-        model = self._core.state.models.get(name)
+        model = self._core.state.models.get(self._core.state.resolve(name))
         versions = model.versions.values() if model is not None else ()
         return {version.source for version in versions if version.state is VersionState.READY}
 
@@ -253,12 +254,15 @@ class ClientOperations:
         self._jobs[number] = job
         return number
 
-    def _read(self, model: str, upload: Upload, kept: KeptConfig | None) -> tuple[Reading, list[tuple[str, Reading]]]:
-        """The model and, if it is an ensemble, the models that it needs."""
+    def _read(
+        self, model: str, upload: Upload, kept: KeptConfig | None
+    ) -> tuple[list[Reading], list[tuple[str, Reading]]]:
+        """The model, in each namespace that has it, and the models that ensembles among them need."""
         try:
             given = upload.unpack(self._settings.place, model)
-            reading = self._repositories.read(model, given, kept, upload.versions)
-            found = reading, list(needs(reading, self._repositories.read))
+            names = self._repositories.namesakes(model)
+            readings = [self._repositories.read(name, given, kept, upload.versions) for name in names]
+            found = readings, [pair for reading in readings for pair in needs(reading, self._repositories, names)]
         except NotDownloaded:  # retried after the download
             raise
         except BaseException:
@@ -271,19 +275,23 @@ class ClientOperations:
         """Deploys models that ensembles need and that are not served yet. Returns the operations in progress."""
         operations: set[int] = set()
         for ensemble, reading in needed:
-            model = self._core.state.models.get(reading.scanned.name)
+            name = reading.scanned.name
+            model = self._core.state.models.get(name)
             if model is not None and (model.operation is not None or model.default() is not None):
-                self._companions.needed(model.name, ensemble)
+                self._companions.needed(name, ensemble)
                 operations.update(model.operation.numbers[-1:] if model.operation is not None else ())
             else:
-                name = reading.scanned.name
                 log_record("info", f"also loading model '{name}', which '{ensemble}' needs", {"model": name})
-                self._companions.loaded_for(reading, ensemble)
+                self._companions.loaded_for(name, ensemble)
                 operations |= self.adopt(reading)
+            for other in self._companions.replaced(name, ensemble):
+                self._catalog.forget(other)
+                self._put(events.Unload(other))
         return operations
 
-    def _deploy(self, job: Job, reading: Reading, needed: Collection[tuple[str, Reading]]) -> None:
-        """Deploys the model that was read for a client's load, or reports why it cannot be served."""
+    def _deploy(self, job: Job, readings: Sequence[Reading], needed: Collection[tuple[str, Reading]]) -> None:
+        """Deploys the models that were read for a client's load, or reports why the first one cannot be served."""
+        reading, *namesakes = readings
         scanned = reading.scanned
         self._warn(reading)
         text = self._catalog.failed_load(scanned)
@@ -294,8 +302,11 @@ class ClientOperations:
             self._send(job.peer, Fail(job.ask.request, "INVALID_ARG", text))
             self._start_next(job)
             return
-        self._companions.requested(reading)
+        self._companions.requested(scanned.name)
         others = self._load_companions(needed)
+        for other in namesakes:
+            self._companions.requested(other.scanned.name)
+            others |= self.adopt(other)
         job.warnings = job.notes + tuple(text for text, _ in self._catalog.warnings(reading))
         number = self._register(job)
         self._dependencies.add(number, others)
@@ -337,7 +348,7 @@ class ClientOperations:
         if effect.code:
             self._send(job.peer, Fail(job.ask.request, effect.code, effect.text))
             return
-        model = self._core.state.models.get(job.ask.model)
+        model = self._core.state.models.get(self._core.state.resolve(job.ask.model))
         seconds = time.monotonic() - job.began
         versions = [
             {"version": str(version.number), "state": version.state.value, "seconds": round(version.took_ns / 1e9, 3)}
@@ -392,7 +403,7 @@ class ClientOperations:
     def begin(self, readings: Collection[Reading], needed: Collection[tuple[str, Reading]] = ()) -> None:
         """Deploys the models to serve from the start. `needed`: models that ensembles among them need."""
         for reading in readings:
-            self._companions.requested(reading)
+            self._companions.requested(reading.scanned.name)
             self.adopt(reading)
         self._load_companions(needed)
 

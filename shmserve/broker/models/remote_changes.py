@@ -148,7 +148,7 @@ class RemoteChanges:
         """The model with those that it needs, or the name of a model to download first."""
         try:
             reading = self._repositories.read(name)
-            return reading, list(needs(reading, self._repositories.read))
+            return reading, list(needs(reading, self._repositories))
         except NotDownloaded as missing:
             if missing.model not in failures:
                 return missing.model

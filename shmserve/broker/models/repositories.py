@@ -5,6 +5,7 @@ Invariant: this may wait for a disk, so it is called only in the reader's thread
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from shmserve.broker.models.backend_files import BackendFiles, KnownBackends, re
 from shmserve.broker.models.overrides import LoadOverride
 from shmserve.broker.models.remote import NotDownloaded
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
+from shmserve.protocol.namespaces import SEPARATOR, namespace_of, plain, qualified
 from shmserve.repo.agents.chains import AgentChains, Prepared
 from shmserve.repo.agents.registry import READ_ONCE
 from shmserve.repo.backends import in_directory, installed
@@ -65,13 +67,15 @@ class Repositories:
         gpus: Collection[int] = (),
         files: ModelFiles | None = None,
         agents: AgentChains | None = None,
+        namespacing: bool = False,
     ) -> None:
         """`generations` keeps the files of versions as they were read; None: workers read the repositories. `gpus`: the
         numbers of the GPUs that models may use. `files`: models that are single files. `agents` runs repository agents;
-        None: models that use them cannot be served."""
+        None: models that use them cannot be served. `namespacing`: each repository is a namespace."""
         self.gpus = gpus
         self._files = files
         self._folders = [*folders, *([files.folder] if files is not None else [])]
+        self._namespaces = {root.resolve(): namespace(root) for root in folders} if namespacing else {}
         self._config_name = config_name
         self._generations = generations
         self._agents = agents
@@ -90,7 +94,13 @@ class Repositories:
 
     def names_on_disk(self) -> dict[str, list[Path]]:
         self._refresh()
-        return model_names(self._folders)
+        if not self._namespaces:
+            return model_names(self._folders)
+        return {
+            qualified(space, name): paths
+            for root, space in self._namespaces.items()
+            for name, paths in model_names([root]).items()
+        }
 
     def names_now(self) -> Collection[str]:
         """The models on disk, or those of the last listing if a repository cannot be read."""
@@ -98,6 +108,19 @@ class Repositories:
             return self.names_on_disk()
         except (ServeError, OSError):
             return self.names
+
+    def namesakes(self, name: str) -> list[str]:
+        """The models on disk that have this name, with their namespaces; the name itself if there are none."""
+        if SEPARATOR in name:
+            return [name]
+        found = [qualified(space, name) for root, space in self._namespaces.items() if os.path.isdir(root / name)]
+        return found or [name]
+
+    def resolve(self, name: str, near: str) -> str:
+        """The full name of the model that a step of the ensemble `near` runs."""
+        found = self.namesakes(name)
+        own = qualified(namespace_of(near), name)
+        return own if own in found or len(found) > 1 else found[0]
 
     # ------------------------------------------------------------------------------------ models
 
@@ -113,7 +136,8 @@ class Repositories:
         if given is not None and given.folder is not None:
             return self.read_folder(given.folder, given, versions)
         self._refresh()
-        folder = find_model(self._folders, name)
+        roots = [root for root, space in self._namespaces.items() if space == namespace_of(name)]
+        folder = find_model(roots or self._folders, plain(name) if roots else name)
         if is_absent(folder):
             raise NotDownloaded(name)
         if given is None and kept is not None:
@@ -176,6 +200,8 @@ class Repositories:
         findings = load_warnings(scanned, backends=self.backends, gpus=self.gpus, prepared=prepared is not None)
         if prepared is not None and generation is None:
             scanned = scanned._replace(path=folder)
+        if folder.parent in self._namespaces:
+            scanned = scanned._replace(name=qualified(self._namespaces[folder.parent], scanned.name))
         return Reading(scanned, before, given, kept, findings, prepared, backend, tree)
 
     def _scan(
@@ -251,6 +277,11 @@ class Repositories:
 
     def read_doubled(self, name: str, folders: Sequence[Path]) -> Reading:
         return Reading(ScannedModel.failed(name, folders[0], duplicate_text(name, len(folders))))
+
+
+def namespace(repository: Path) -> str:
+    """The namespace of its models with --model-namespacing."""
+    return repository.absolute().name
 
 
 def _need_copy(agents: ModelRepositoryAgents) -> bool:

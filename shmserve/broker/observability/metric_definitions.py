@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from shmserve.broker.observability.logs import printable
+from shmserve.protocol.namespaces import SEPARATOR, namespace_of, plain
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -229,8 +230,12 @@ def label(text: str) -> str:
 
 
 def labels(names: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """`a="x",b="y"`"""
-    return ",".join(f'{name}="{label(value)}"' for name, value in zip(names, values, strict=True))
+    """`a="x",b="y"`. With --model-namespacing, a model has a label more."""
+    given = list(zip(names, values, strict=True))
+    if names[0] == "model" and SEPARATOR in values[0]:
+        given[0] = ("model", plain(values[0]))
+        given.append(("namespace", namespace_of(values[0])))
+    return ",".join(f'{name}="{label(value)}"' for name, value in given)
 
 
 class Page:

@@ -19,13 +19,12 @@ from msgspec import Struct
 from shmserve import histogram
 from shmserve.broker.observability.metric_definitions import INSTANCE, VERSION, Page, labels
 from shmserve.core.models import memory, sizes
-from shmserve.core.models.retirement import UNLOADED
 from shmserve.core.owners import activity
 from shmserve.core.owners.model import Model
 from shmserve.core.records import Instance, Version
 from shmserve.core.service.scaler import Scaler
 from shmserve.core.state import WORKERS_FROM, State
-from shmserve.core.states import InstanceState, VersionState
+from shmserve.core.states import UNLOADED, InstanceState, VersionState
 from shmserve.core.stats.statistics import FailureKind, Statistics
 from shmserve.protocol.messages import OWNER_SHIFT
 from shmserve.settings.flag import nearest_name

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from shmserve.broker.observability.logs import printable
-from shmserve.core.models.retirement import UNLOADED
 from shmserve.core.owners.model import Model
-from shmserve.core.states import VersionState
+from shmserve.core.states import UNLOADED, VersionState
 from shmserve.system.service_manager import ServiceManager
 
 HEARTBEAT_S = 5.0

@@ -38,7 +38,8 @@ class Steps:
         """Continues a sequence in the generation where it started. That can differ from the current generation and from
         the one that this run holds."""
         step = run.graph.steps[index]
-        member = sequence_scheduler.version_of(self._state, run.request.client, step.model, step.version, options)
+        name = self._state.resolve(step.model, run.request.version.model)
+        member = sequence_scheduler.version_of(self._state, run.request.client, name, step.version, options)
         if member is not None and member is not run.members[index]:
             if member.service.decoupled and not run.members[index].service.decoupled:
                 text = f"'{member.model}' of a step is decoupled, unlike its replacement"

@@ -54,7 +54,7 @@ def _take_members(state: State, run: Run) -> None:
     request = run.request
     for index in run.needed:
         step = run.graph.steps[index]
-        run.members[index] = _hold(state, run.held, step.model, step.version)
+        run.members[index] = _hold(state, run.held, state.resolve(step.model, request.version.model), step.version)
     many = frozenset(index for index, member in run.members.items() if member.service.decoupled)
     if not many:
         return
@@ -74,7 +74,7 @@ def _hold(state: State, held: Held, name: str, number: int) -> Version:
         member = held[name, number] = state.look_up(name, number)
         member.users += 1
         for step in member.service.graph.steps if member.service.graph is not None else ():
-            _hold(state, held, step.model, step.version)
+            _hold(state, held, state.resolve(step.model, member.model), step.version)
     return member
 
 

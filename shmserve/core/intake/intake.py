@@ -11,6 +11,7 @@ pinned, nothing refuses it.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -96,6 +97,8 @@ class Intake:
         """Raises if the request is refused. `waited`: the request under which the message has waited for its model to
         load."""
         state, options, inputs, outputs = self._state, message.options, message.inputs, message.outputs
+        if state.namesakes:
+            message.model = state.full_name(message.model)
         if calling is None:
             if not client.roles & _INFER:
                 self._connections.check_role(client, "infer")
@@ -298,6 +301,9 @@ class Intake:
         """Admits requests of one form, and answers those that are refused. Common properties are checked once, unless
         they need more than the usual checks."""
         state, count = self._state, len(message.columns.requests)
+        if state.namesakes:
+            with suppress(InvalidRequest):  # which answers each request
+                message.model = state.full_name(message.model)
         version = state.ready.get(message.model)
         try:
             if (

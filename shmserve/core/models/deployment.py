@@ -20,7 +20,7 @@ from shmserve.core.policy import InstanceSpec
 from shmserve.core.records import Instance, Version
 from shmserve.core.service.scaler import Scaler
 from shmserve.core.state import STOPPING, State
-from shmserve.core.states import InstanceState, VersionState
+from shmserve.core.states import UNLOADED, InstanceState, VersionState
 from shmserve.core.traffic import UNSET, Traffic
 
 _I, _V = InstanceState, VersionState
@@ -43,7 +43,7 @@ def deploy(state: State, peer: int, event: Deploy, now: int) -> None:
     if state.draining:
         _report(state, event.operation, "UNAVAILABLE", STOPPING)
         return
-    model = state.models.setdefault(event.model, Model(event.model))
+    model = state.model(event.model)
     model.reason = ""
     added: list[tuple[Version, Instance]] = []
     under_way = model.operation
@@ -96,7 +96,7 @@ def _aim(state: State, model: Model, operation: Operation, target: Target, fresh
     version = Version(model.name, number, [Instance(spec) for spec in target.instances], target.source, now)
     version.sleep_state.memory = memory.estimate_of(target, current)
     _set_scaling(state, version, target)
-    if current is not None and current.reason != retirement.UNLOADED:
+    if current is not None and current.reason != UNLOADED:
         version.statistics = current.statistics
         value.inherit(version, current)
     if target.policy is not None:
@@ -162,7 +162,7 @@ def _add(state: State, operation: Operation, version: Version, instance: Instanc
 
 
 def refuse(state: State, peer: int, event: Refuse, now: int) -> None:
-    model = state.models.setdefault(event.model, Model(event.model))
+    model = state.model(event.model)
     model.loads.failed += 1
     model.failed = FailedChange(event.reason, now)
     state.readiness_changed = True
@@ -382,7 +382,7 @@ def _commit(state: State, model: Model, operation: Operation) -> None:
             continue
         version = model.versions[number]
         version.deleted = number in operation.deleted
-        if version.reason == retirement.UNLOADED or version.state is not _V.UNAVAILABLE or not version.gone:
+        if version.reason == UNLOADED or version.state is not _V.UNAVAILABLE or not version.gone:
             retirement.retire(state, version)
             retirement.forget_deleted(model, version)
         else:
@@ -404,7 +404,7 @@ def finish_unloads(state: State) -> None:
                 retirement.stop(state, version, instance)
         if version.gone and version.finished:
             del state.changes.unloading_versions[version]
-            version.move(_V.UNAVAILABLE, retirement.UNLOADED)
+            version.move(_V.UNAVAILABLE, UNLOADED)
             model = state.models[version.model]
             if model.versions.get(version.number) is version:
                 state.log("info", f"{version.label} is unloaded", model=model.name, version=version.number)

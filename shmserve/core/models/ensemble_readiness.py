@@ -10,10 +10,9 @@ from __future__ import annotations
 from shmserve.core.effects import Compose
 from shmserve.core.events import Composed
 from shmserve.core.models import deployment
-from shmserve.core.models.retirement import UNLOADED
 from shmserve.core.records import Version
 from shmserve.core.state import State
-from shmserve.core.states import VersionState
+from shmserve.core.states import UNLOADED, VersionState
 
 _V = VersionState
 
@@ -43,7 +42,7 @@ def _evaluate(state: State, version: Version) -> None:
     assert version.service.graph is not None
     ready: list[Version] = []
     for step in version.service.graph.steps:
-        member, why, recovers = _member(state, step.model, step.version)
+        member, why, recovers = _member(state, state.resolve(step.model, version.model), step.version)
         if member is None:
             cycle = _cycle(state, version)
             if cycle:
@@ -78,6 +77,8 @@ def _member(state: State, name: str, number: int) -> tuple[Version | None, str, 
     """The version that runs a step; or None, the reason ("": it is loading), and whether it will recover by itself."""
     model = state.models.get(name)
     if model is None:
+        if name in state.namesakes:
+            return None, ": several namespaces have it, but not that of the ensemble", False
         return None, ": no such model, or it is not loaded yet", False
     version = model.versions.get(number) if number else model.default()
     if version is not None and version.state is _V.READY:
@@ -99,7 +100,7 @@ def _cycle(state: State, version: Version) -> str:
     service = version.service
     assert service.graph is not None
     way, seen = [version.model], {version.model}
-    todo = [(step.model, way) for step in service.graph.steps]
+    todo = [(state.resolve(step.model, version.model), way) for step in service.graph.steps]
     while todo:
         name, way = todo.pop()
         if name == version.model:
@@ -110,7 +111,8 @@ def _cycle(state: State, version: Version) -> str:
         seen.add(name)
         for other in (*model.versions.values(), *model.coming.values()):
             if other in state.ensembles and other.service.graph is not None:
-                todo += [(step.model, [*way, name]) for step in other.service.graph.steps]
+                steps = other.service.graph.steps
+                todo += [(state.resolve(step.model, name), [*way, name]) for step in steps]
     return ""
 
 

@@ -196,9 +196,10 @@ def loading_for(state: State, ensemble: Version) -> list[Version]:
     found: dict[Version, None] = {}
     todo, seen = [ensemble], {ensemble}
     while todo:
-        graph = todo.pop().service.graph
+        version = todo.pop()
+        graph = version.service.graph
         for step in graph.steps if graph is not None else ():
-            model = state.models.get(step.model)
+            model = state.models.get(state.resolve(step.model, version.model))
             for member in model.versions.values() if model is not None else ():
                 if member.state is not VersionState.LOADING or member in seen:
                     continue

@@ -7,12 +7,10 @@ from shmserve.core.models import loading
 from shmserve.core.owners.model import Model
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State, Timer
-from shmserve.core.states import InstanceState, VersionState
+from shmserve.core.states import UNLOADED, InstanceState, VersionState
 from shmserve.protocol.worker_messages import Stop
 
 _I, _V = InstanceState, VersionState
-
-UNLOADED = "unloaded"
 
 
 def abandon(state: State, model: Model, version: Version) -> None:

@@ -6,7 +6,7 @@ from msgspec import Struct, field
 
 from shmserve.core.events import Target
 from shmserve.core.records import Instance, Version
-from shmserve.core.states import VersionState
+from shmserve.core.states import UNLOADED, VersionState
 from shmserve.core.stats.statistics import Loads
 from shmserve.core.traffic import UNSET, Traffic
 from shmserve.errors import NotFound, Unavailable
@@ -84,6 +84,13 @@ class Model(Struct, eq=False):
     """(version that answered, shadow) -> result of the comparison of their answers -> requests."""
     traffic_set: bool = False
     """An operator has set the traffic, so loading a model does not change it."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the model is loaded, or should be, so that a name without a namespace may mean it."""
+        versions = (*self.versions.values(), *self.coming.values())
+        unwanted = (version.reason == UNLOADED or version.state is VersionState.UNLOADING for version in versions)
+        return self.operation is not None or bool(self.reason) or not all(unwanted)
 
     def default(self) -> Version | None:
         """The version that gets most of the requests that name none: the highest READY version, unless shares are

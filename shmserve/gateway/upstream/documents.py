@@ -17,6 +17,7 @@ from shmserve.gateway.kserve.json_scan import check_depth, unreadable
 from shmserve.gateway.upstream.device_regions import DeviceOrder, handle_of
 from shmserve.gateway.upstream.regions import Caller, Regions, Registration
 from shmserve.protocol.actions import Action
+from shmserve.protocol.namespaces import plain
 from shmserve.session.uploads import Body, loading, of_json, of_unload
 
 _FILE = "file:"
@@ -211,9 +212,10 @@ def _index(only_ready: bool) -> Callable[[Any], Any]:
             if only_ready and model["state"] != "READY":
                 continue
             if model["state"]:
-                matching.append({name: model[name] for name in ("name", "version", "state", "reason")})
+                entry = {name: model[name] for name in ("version", "state", "reason")}
+                matching.append({"name": plain(model["name"])} | entry)
             else:
-                matching.append({"name": model["name"]})
+                matching.append({"name": plain(model["name"])})
         return matching
 
     return show

@@ -16,7 +16,9 @@ class World:
         self.loading = {"m", "other"}
         self.sent: list[tuple[int, int]] = []
         control: Any = SimpleNamespace(
-            is_loading=lambda model="": model in self.loading, answer=lambda ask, roles, shared: [ask.request]
+            is_loading=lambda model="": model in self.loading,
+            full_name=str,
+            answer=lambda ask, roles, shared: [ask.request],
         )
         operations: Any = SimpleNamespace(cancelled=lambda peer, request: None, handle=lambda peer, ask: False)
         probes: Any = None

@@ -18,7 +18,6 @@ SAMPLES = {
     "cuda-virtual-address-size": "0:1073741824",
     "sagemaker-safe-port-range": "8000-8009",
     "enable-peer-access": "false",
-    "model-namespacing": "true",
 }
 
 

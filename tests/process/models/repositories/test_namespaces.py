@@ -1,0 +1,81 @@
+"""Models of the same name in two repositories (--model-namespacing), over HTTP as Triton's clients use it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from shmserve.testing import ANY_PORTS, Server
+from tests.support.living import generation
+
+pytestmark = pytest.mark.process
+
+ENSEMBLE = """
+platform: "ensemble" max_batch_size: 8
+input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] } ]
+ensemble_scheduling { step [ {
+  model_name: "m" input_map { key: "x" value: "x" } output_map { key: "y" value: "y" }
+} ] }
+"""
+FULL_ACCESS = ("--http-roles", "infer,observe,operate")
+X = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [1.0]}]}
+
+
+def ensemble(root: Path, name: str) -> None:
+    (root / name / "1").mkdir(parents=True)
+    (root / name / "config.pbtxt").write_text(ENSEMBLE)
+
+
+class Caller:
+    def __init__(self, address: str) -> None:
+        self._url = f"http://{address}/v2"
+
+    def post(self, path: str, body: Any = None) -> Any:
+        request = Request(f"{self._url}/{path}", json.dumps(body or {}).encode(), method="POST")
+        try:
+            with urlopen(request) as answer:
+                return json.loads(answer.read() or b"null")
+        except HTTPError as error:
+            return json.loads(error.read())["error"]
+
+    def infer(self, model: str) -> Any:
+        answer = self.post(f"models/{model}/infer", X)
+        return answer["outputs"][0]["data"][0] if isinstance(answer, dict) else answer
+
+
+def test_an_ensemble_uses_the_model_of_its_own_repository(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for root, number in ((one, 1), (two, 2)):
+        root.mkdir()
+        generation(root, "m", number)
+        ensemble(root, f"by_{root.name}")
+    options = ("--model-repository", str(two), "--model-namespacing", "true", "--model-control-mode", "explicit")
+    with Server(one, *options, *ANY_PORTS, *FULL_ACCESS, gateway=True) as server:
+        caller = Caller(server.endpoints["http"])
+        assert caller.post("repository/models/by_one/load") is None
+        assert (caller.infer("by_one"), caller.infer("m")) == (1.0, 1.0), "only one of them is loaded"
+        assert caller.post("repository/models/by_two/load") is None
+        assert (caller.infer("by_one"), caller.infer("by_two")) == (1.0, 2.0)
+        text = (
+            "There are 2 identifiers of model 'm' in global map, model namespace must be provided to resolve ambiguity"
+        )
+        assert caller.infer("m") == f"{text}: 'one/m', 'two/m'"
+        assert (caller.infer("one%2Fm"), caller.infer("two%2Fm")) == (1.0, 2.0)
+        index = caller.post("repository/index")
+        assert [entry["name"] for entry in index] == ["by_one", "m", "by_two", "m"]
+
+        shutil.move(one / "m", tmp_path / "m")
+        assert caller.post("repository/models/by_one/load") is None
+        assert (caller.infer("by_one"), caller.infer("by_two"), caller.infer("m")) == (2.0, 2.0, 2.0)
+        shutil.move(tmp_path / "m", one / "m")
+        assert caller.post("repository/models/m/load") is None
+        assert (caller.infer("by_one"), caller.infer("by_two")) == (1.0, 2.0)
+        assert caller.post("repository/models/m/unload") is None
+        assert "depends on 'm' which has no loaded version" in caller.infer("by_one")
