@@ -130,10 +130,11 @@ def _log_to_stderr(of_server: bool) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
-def _http_limits(input_bytes: int, limits: GatewayLimits) -> HttpLimits:
+def _http_limits(args: argparse.Namespace, limits: GatewayLimits) -> HttpLimits:
     return HttpLimits(
-        input_bytes=input_bytes,
-        json_bytes=limits.http_json_bytes or input_bytes,
+        input_bytes=args.http_max_input_size,
+        json_bytes=limits.http_json_bytes or args.http_max_input_size,
+        keep_idle=args.http_keep_idle,
         connections=limits.http_connections,
         read_timeout_s=limits.http_read_secs,
         idle_timeout_s=limits.http_idle_secs,
@@ -161,7 +162,7 @@ def _openings(
     openings = []
     regions = Regions(args.allow_client_shm, lambda: link.session.memory.foreign, link.send_soon)
     budget = Budget(limits.http_held_bytes, limits.caller_share)
-    http_limits = _http_limits(args.http_max_input_size, limits)
+    http_limits = _http_limits(args, limits)
     guard = guards.http
     http = make_listener(
         link, http_limits, guard.access, regions=regions, forward=guard.forward, budget=budget, openai=args.allow_openai

@@ -394,6 +394,14 @@ ENDPOINTS: dict[str, tuple[Flag, ...]] = {
         _text(
             "http-address", "ADDRESS", "address of the HTTP listener", "127.0.0.1", triton=_LOCAL, compatible="0.0.0.0"
         ),
+        _switch(
+            "http-keep-idle",
+            "at a stop, keep idle HTTP connections open until --exit-timeout-secs and answer one more request on each; "
+            "false: close them at once",
+            False,
+            triton="true; here a stop does not wait for callers that send nothing",
+            compatible=True,
+        ),
         _switch("allow-openai", "enable the OpenAI-compatible endpoints on the HTTP port, /v1", True),
         Flag(
             "http-roles",

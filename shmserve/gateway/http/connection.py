@@ -724,7 +724,9 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
             transport.close()
 
     def stop(self) -> None:
-        """Accepts no more requests after the current one."""
+        """Accepts no more requests after the current one, or after one more if the connection is idle and may stay."""
+        if self.phase == HEAD and self.listener.limits.keep_idle:
+            return
         self.keep_alive = False
         if self.exchange is not None and self.exchange.watcher is not None:
             self.exchange.watcher.stop()
@@ -734,6 +736,8 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
     def give_up(self, error: ServeError) -> None:
         if self.phase in (FILL, CHUNKS):
             self._refuse_for(error)
+        elif self.phase == HEAD and self.transport is not None:
+            self.transport.close()
 
     @property
     def idle_since(self) -> float | None:

@@ -28,6 +28,9 @@ class HttpLimits(ConnectionLimits, frozen=True):
     json_bytes: int = 16 << 20
     """Maximum size of the JSON in a request to a model: parsed numbers take many times as much memory."""
 
+    keep_idle: bool = False
+    """At a stop, idle connections stay open for one more request."""
+
     def json_size_error(self, size: int, hint: str = " Tensors sent as binary data do not count.") -> InvalidRequest:
         """The error for a request to a model whose JSON is too large."""
         limit, flag = self.input_bytes, "--http-max-input-size"

@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 
 import grpc
@@ -27,7 +28,7 @@ from tests.support.gateway.served_gateways import (
     serving,
     waiting_model,
 )
-from tests.support.living import PYTHON, until
+from tests.support.living import IDENTITY, PYTHON, until
 from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
@@ -79,6 +80,22 @@ def test_a_request_in_flight_is_answered_before_the_server_stops(tmp_path: Path)
             assert server.process.poll() is None, "it waits for its gateway"
         status, body = answer.result(END_S)
     assert (status, json.loads(body)["outputs"][0]["data"]) == (200, [7])
+
+
+def test_an_idle_connection_is_answered_once_more_while_the_server_stops(tmp_path: Path) -> None:
+    write_model(tmp_path / "models", "passes", IDENTITY, "")
+    with serving(tmp_path / "models", tmp_path, *ANY_PORTS, "--http-keep-idle", "true") as server:
+        caller = HTTPConnection("127.0.0.1", int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1]), timeout=END_S)
+        server.until("ready: serving 1 of 1")
+        for connection in (None, "close"):
+            caller.request("GET", "/v2/models/passes/ready")
+            answer = caller.getresponse()
+            answer.read()
+            assert (answer.status, answer.getheader("Connection")) == (200, connection)
+            if connection is None:
+                server.process.send_signal(signal.SIGTERM)
+                server.until(r"\[gateway\] shutting down: new requests are refused")
+        assert server.end() == 0, "it waits for nothing else"
 
 
 def test_requests_in_flight_are_answered_at_a_second_ctrl_c(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def shared(loop: Any) -> Any:
     )
 
 
-def http_listener(budget: Budget | None = None, heads: HttpHeads | None = None, **limits: int) -> Any:
+def http_listener(budget: Budget | None = None, heads: HttpHeads | None = None, **limits: Any) -> Any:
     """What connections use of their listener. `limits`: see `HttpLimits`."""
     loop: Any = ManualLoop()
     return SimpleNamespace(
