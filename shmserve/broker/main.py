@@ -297,7 +297,7 @@ class ServerProcess:
 
     def _make_span_exporter(self, state: State, gateways: Gateways) -> SpanExporter | None:
         """Exports traces for OpenTelemetry, if that is the mode."""
-        otel = otel_settings(self._settings.trace_config)
+        otel = otel_settings(self._settings.trace_config, self._settings.triton_compatible)
         if otel is None:
             return None
         require_exporter(otel.protocol)

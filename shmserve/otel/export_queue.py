@@ -22,6 +22,7 @@ class ExportQueue:
     """`report(level, text)` is called when exports begin to fail (with an empty text), and when they succeed again."""
 
     def __init__(self, settings: OtelSettings, export: Export, report: Callable[[str, str], None]) -> None:
+        self._names = settings.spans
         self._max_spans = settings.bsp_max_queue_size
         self._delay_s = settings.bsp_schedule_delay / 1000
         self._batch_spans = settings.bsp_max_export_batch_size
@@ -44,11 +45,11 @@ class ExportQueue:
     def put(self, records: Sequence[SpanRecord]) -> None:
         with self._changed:
             for record in records:
-                if self._spans + record.spans > self._max_spans:
-                    self.status.dropped += record.spans
+                if self._spans + record.spans(self._names) > self._max_spans:
+                    self.status.dropped += record.spans(self._names)
                     continue
                 self._records.append(record)
-                self._spans += record.spans
+                self._spans += record.spans(self._names)
             if self._spans >= self._batch_spans:
                 self._changed.notify()
 
@@ -74,14 +75,14 @@ class ExportQueue:
         """Takes the oldest records: at least one, up to the maximum size of an export."""
         taken: list[SpanRecord] = []
         count = 0
-        while self._records and (not taken or count + self._records[0].spans <= self._batch_spans):
+        while self._records and (not taken or count + self._records[0].spans(self._names) <= self._batch_spans):
             taken.append(self._records.popleft())
-            count += taken[-1].spans
+            count += taken[-1].spans(self._names)
         self._spans -= count
         return taken
 
     def _send(self, records: Sequence[SpanRecord]) -> None:
-        count = sum(record.spans for record in records)
+        count = sum(record.spans(self._names) for record in records)
         status = self.status
         if self._export(records):
             status.exported += count

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     errors = _LastError()
     logging.getLogger("opentelemetry").addHandler(errors)
     logging.getLogger("opentelemetry").propagate = False
-    maker = SpanMaker(bytes.fromhex(seed), settings.resource, version())
+    maker = SpanMaker(bytes.fromhex(seed), settings.resource, version(), settings.spans)
     otlp_exporter = exporter(settings)
 
     def export(records: Sequence[SpanRecord]) -> bool:

@@ -35,9 +35,11 @@ class SpanRecord(Struct, array_like=True, gc=False):
     reason: str
     lease: int
 
-    @property
-    def spans(self) -> int:
-        """The number of its spans: request, and, if a batch ran, queue and batch."""
+    def spans(self, names: str) -> int:
+        """The number of its spans: request and, if a batch ran, queue and batch. With Triton's names, a request of a
+        client has one more, and none has a queue."""
+        if names == "triton":
+            return 1 + (not self.parent) + bool(self.times)
         return 3 if self.times else 1
 
 

@@ -8,18 +8,19 @@ from typing import Any
 from msgspec import Struct, field
 
 PREFIX = "opentelemetry,"
-PROTOCOLS = ("http", "grpc")
+CHOICES = {"protocol": ("http", "grpc"), "spans": ("shmserve", "triton")}
 _MAX = 2**31 - 1
 _NUMBERS = ("bsp_max_queue_size", "bsp_schedule_delay", "bsp_max_export_batch_size", "contexts_per_second")
-KEYS = ("url", "resource", "protocol", *_NUMBERS)
+KEYS = ("url", "resource", *CHOICES, *_NUMBERS)
 
 
 class OtelSettings(Struct, frozen=True):
-    """`bsp_schedule_delay` is in ms. An empty `url` means OTEL_EXPORTER_OTLP_ENDPOINT, or a collector on this
-    machine."""
+    """`spans`: whose names they have. `bsp_schedule_delay` is in ms. An empty `url` means OTEL_EXPORTER_OTLP_ENDPOINT,
+    or a collector on this machine."""
 
     url: str = ""
     protocol: str = "http"
+    spans: str = "shmserve"
     resource: dict[str, str] = field(default_factory=dict)
     bsp_max_queue_size: int = 20_000
     bsp_schedule_delay: int = 1000
@@ -37,8 +38,8 @@ def parsed(text: str) -> tuple[str, Any]:
         if not name or not equals:
             raise ValueError(f"found '{PREFIX}{text}', expected {PREFIX}resource=NAME=VALUE")
         return key, (name, value)
-    if key == "protocol" and value not in PROTOCOLS:
-        raise ValueError(f"unknown protocol '{value}'; expected {' or '.join(PROTOCOLS)}")
+    if value not in CHOICES.get(key, (value,)):
+        raise ValueError(f"unknown {key} '{value}'; expected {' or '.join(CHOICES[key])}")
     if key == "url":
         value = value if "://" in value else f"http://{value}"  # as in Triton: the scheme may be missing
         if not re.match("https?://[^/]", value):

@@ -25,19 +25,24 @@ from shmserve.otel.records import SpanRecord
 SERVICE = "shmserve"
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _UNSET = Status(StatusCode.UNSET)
-_REQUEST, _QUEUE, _BATCH, _TRACE = b"r", b"q", b"b", b"t"
+_REQUEST, _QUEUE, _BATCH, _TRACE, _ROOT = b"r", b"q", b"b", b"t", b"c"
+_COMPUTE = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
+"""Triton's names of `SpanRecord.times`."""
 
 
 class SpanMaker:
-    """`seed` is the same for all exporter processes of a server."""
+    """`seed` is the same for all exporter processes of a server. `names`: see `OtelSettings.spans`."""
 
-    def __init__(self, seed: bytes, resource: Mapping[str, str], version: str) -> None:
+    def __init__(self, seed: bytes, resource: Mapping[str, str], version: str, names: str = "shmserve") -> None:
         self._seed = seed
+        self._names = names
         self._resource = Resource.create({"service.name": SERVICE, "service.version": version, **resource})
         self._scope = InstrumentationScope(SERVICE, version)
 
     def spans(self, records: Sequence[SpanRecord], offset: int) -> list[ReadableSpan]:
         """The spans of these records. `offset`: see `now_offset`."""
+        if self._names == "triton":
+            return [span for record in records for span in self._triton_spans(record, offset)]
         batches: dict[tuple[str, int, int], list[SpanRecord]] = defaultdict(list)
         for record in records:
             if record.batch and record.times:
@@ -83,6 +88,27 @@ class SpanMaker:
         links = [Link(self._context(other, _REQUEST)) for other in batch if other is not record]
         context = self._context(record, _BATCH)
         yield self._span("batch", context, own, inner, taken, placed, attributes, events=events, links=links)
+
+    def _triton_spans(self, record: SpanRecord, offset: int) -> Iterator[ReadableSpan]:
+        """Those that Triton makes: `InferRequest` for the request of a client, and in it a span with the name of the
+        model, with `compute` if a batch ran. Times are events."""
+        begin, end = record.arrived + offset, record.answered + offset
+        own, parent, inner = self._context(record, _REQUEST), self._parent(record), SpanKind.INTERNAL
+        status = _UNSET if record.code == "OK" else Status(StatusCode.ERROR, record.code)
+        if not record.parent:
+            done, root = Event("INFER_RESPONSE_COMPLETE", timestamp=end), self._context(record, _ROOT)
+            yield self._span("InferRequest", root, parent, SpanKind.SERVER, begin, end, {}, status, [done])
+            parent = root
+        times = (("REQUEST_START", begin), ("QUEUE_START", begin), ("REQUEST_END", end))
+        events = [Event(name, timestamp=at) for name, at in times]
+        attributes = {"triton.model_name": record.model, "triton.model_version": record.version}
+        if record.id:
+            attributes["triton.request_id"] = record.id
+        yield self._span(record.model, own, parent, inner, begin, end, attributes, status, events)
+        if record.times:
+            events = [Event(name, timestamp=at + offset) for name, at in zip(_COMPUTE, record.times, strict=True)]
+            context, begin, end = self._context(record, _BATCH), record.times[0] + offset, record.times[-1] + offset
+            yield self._span("compute", context, own, inner, begin, end, {}, events=events)
 
     def _span(
         self,

@@ -45,6 +45,8 @@ _LIBRARY = re.compile(r'^default_model_filename: "libtriton_\w+\.so"\n', re.MULT
 _OTHER_SUITES = "(cd ${TEST} && bash -ex test.sh)"
 """The script of L0_backend_python runs those in its subfolders, which are separate suites here."""
 _STOPS = re.compile(r"^(\s*)(set -e(x|o pipefail)?|exit (1|\$RET))\s*$", re.MULTILINE)
+_DOWNLOADS = re.compile(r"^(curl --proto '=https' .*|tar -xvf otelcol.*)$", re.MULTILINE)
+"""The OpenTelemetry collector, which `otelcol.py` replaces."""
 _RETURNS = re.compile(r"^if \[ \$RET -eq 1 \]; then\n(?:(?!fi$).*\n)*?\s+exit \$RET\nfi$", re.MULTILINE)
 """A script that ends after a failure stops its server first. L0_client_timeout does so between two groups of tests."""
 
@@ -68,6 +70,8 @@ def prepare(folder: Path, checkout: Path, suite: Suite, data: Path, python: Path
     place = Workplace(folder)
     shutil.copytree(checkout / "qa", place.qa)
     _lay_out(place, checkout, suite)
+    collector = f"exec {shlex.quote(sys.executable)} {shlex.quote(str(HERE / 'otelcol.py'))}"
+    _command(place.qa / suite.name / "otelcol", collector)
     for path in place.qa.rglob("*"):
         if path.suffix in TEXTS and path.is_file():
             _rewrite(path, place, data)
@@ -103,7 +107,8 @@ def _rewrite(path: Path, place: Workplace, data: Path) -> None:
     if path.suffix == ".sh":
         changed = changed.replace(_OTHER_SUITES, ":")
         first, _, rest = changed.partition("\n")
-        changed = first + PREAMBLE + _STOPS.sub(r"\1:", _RETURNS.sub(":", rest))
+        rest = rest.replace("--allow-sagemaker=true ", "")  # a server without this endpoint would not start
+        changed = first + PREAMBLE + _STOPS.sub(r"\1:", _DOWNLOADS.sub(":", _RETURNS.sub(":", rest)))
     if changed != text:
         path.write_text(changed)
 

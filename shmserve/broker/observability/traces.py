@@ -308,11 +308,12 @@ def merged(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return settings
 
 
-def otel_settings(values: Sequence[tuple[str, Any]]) -> OtelSettings | None:
-    """The settings for OpenTelemetry; None in another mode."""
+def otel_settings(values: Sequence[tuple[str, Any]], compatible: bool = False) -> OtelSettings | None:
+    """The settings for OpenTelemetry; None in another mode. `compatible`: spans have Triton's names by default."""
     if dict(values).get("trace_mode") != OPENTELEMETRY:
         return None
     options = {name.removeprefix(otel.PREFIX): value for name, value in values if name.startswith(otel.PREFIX)}
+    options.setdefault("spans", "triton" if compatible else "shmserve")
     options["resource"] = dict(value for name, value in values if name == otel.PREFIX + "resource")
     return OtelSettings(**options)
 

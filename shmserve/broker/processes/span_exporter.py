@@ -44,6 +44,7 @@ class SpanExporter:
     def __init__(self, loop: Any, settings: OtelSettings, over_limit: Callable[[], int], pids: set[int]) -> None:
         self._loop = loop
         self._over_limit = over_limit
+        self._names = settings.spans
         arguments = secrets.token_hex(32), msgspec.json.encode(settings).decode()
         self._process = HelperProcess(loop, _KIND, pids, arguments, self._started, self._read, self._ended)
         self.start = self._process.start
@@ -96,7 +97,7 @@ class SpanExporter:
                     raise BlockingIOError
                 self._process.link.send(msgspec.msgpack.encode(piece))
             except OSError:  # the process is behind, or has exited
-                self._counted.dropped += sum(record.spans for record in piece)
+                self._counted.dropped += sum(record.spans(self._names) for record in piece)
 
     def metrics(self) -> str:
         """Metrics in Prometheus format."""

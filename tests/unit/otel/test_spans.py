@@ -99,6 +99,24 @@ def test_a_batch_has_links_to_the_other_requests_in_it() -> None:
     assert not batches[3].links
 
 
+def test_spans_with_the_names_of_triton() -> None:
+    step = replace(REQUEST, number=8, parent=7, root=7, kind="step", model="a")
+    maker = SpanMaker(SEED, {}, "1", "triton")
+    spans = maker.spans([REQUEST, step, replace(step, number=9, times=())], OFFSET)
+    assert len(spans) == sum(record.spans("triton") for record in (REQUEST, step, replace(step, times=())))
+    found = {span.name: span for span in spans[:3]}
+    assert list(found) == ["InferRequest", "mlp", "compute"]
+    assert found["InferRequest"].parent is None
+    assert found["compute"].parent == found["mlp"].context
+    assert found["mlp"].parent == found["InferRequest"].context
+    assert [span.name for span in spans[3:]] == ["a", "compute", "a"]
+    assert spans[3].parent == spans[5].parent == found["mlp"].context
+    events = [(event.name, (event.timestamp - OFFSET) // US) for event in found["compute"].events]
+    assert events == [
+        ("COMPUTE_START", 120), ("COMPUTE_INPUT_END", 130), ("COMPUTE_OUTPUT_START", 180), ("COMPUTE_END", 190),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
