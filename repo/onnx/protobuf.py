@@ -65,16 +65,17 @@ def written(
     outputs: Mapping[str, Shape],
     constants: Mapping[str, NDArray[Any]],
     opset: int,
+    element: str = "int64",
 ) -> bytes:
-    """A model with INT64 inputs and FP32 outputs. Constants are FP32 or INT64."""
+    """A model with FP32 outputs. `element`: the type of its inputs. Inputs and constants are FP32 or INT64."""
     graph = bytearray(_bytes(2, b"graph"))
     for node in nodes:
         graph += _bytes(_NODE, _node(node))
     for name, array in constants.items():
         graph += _bytes(_INITIALIZER, _tensor(name, array))
-    for number, element, tensors in ((_INPUT, _INT64, inputs), (_OUTPUT, _FLOAT, outputs)):
+    for number, of_tensors, tensors in ((_INPUT, _ELEMENTS[element][0], inputs), (_OUTPUT, _FLOAT, outputs)):
         for name, shape in tensors.items():
-            graph += _bytes(number, _described(name, shape, element))
+            graph += _bytes(number, _described(name, shape, of_tensors))
     return _field(1, 0, _IR_VERSION) + _bytes(_GRAPH, graph) + _bytes(8, _field(2, 0, opset))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shmserve.repo import minilm, ocr, samples
+from shmserve.repo import minilm, networks, ocr, samples
 
 TEXT = "Handles travel, tensors stay: 64 MiB, 0 copies"
+SMALL = {
+    "bert": partial(networks.bert, 1, 32, 2, 100),
+    "densenet": partial(networks.densenet, 2, 32),
+    "inception": partial(networks.inception, 16, 75),
+}
+"""The sample networks with fewer weights."""
 OCR_MISSING = ocr.model_file() is None
 
 
@@ -35,7 +42,8 @@ def test_the_models_are_generated_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", samples.SETS)
-def test_a_set_is_built_completely_or_not_at_all(part: str, tmp_path: Path) -> None:
+def test_a_set_is_built_completely_or_not_at_all(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(networks, "SAMPLES", SMALL)
     log: list[str] = []
     names = samples.build(tmp_path, log.append, [part])
     if not any("skipped" in line for line in log):
@@ -58,6 +66,22 @@ def test_a_set_is_built_completely_or_not_at_all(part: str, tmp_path: Path) -> N
     times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     samples.build(tmp_path, log.append, [part])
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == times
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_networks_answer_batches(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(SMALL[name]())
+    network = session(tmp_path / "model.onnx")
+    random = np.random.default_rng(0)
+    if name == "bert":
+        inputs: dict[str, NDArray[Any]] = {"input_ids": random.integers(0, 100, (2, 9))}
+        inputs["attention_mask"] = np.ones((2, 9), np.int64)
+    else:
+        inputs = {"x": random.random((2, 3, *network.get_inputs()[0].shape[2:]), np.float32)}
+    (together,) = network.run(None, inputs)
+    alone = [network.run(None, {key: value[row : row + 1] for key, value in inputs.items()})[0] for row in (0, 1)]
+    np.testing.assert_allclose(together, np.concatenate(alone), rtol=1e-4, atol=1e-5)
+    assert together.std() > 0.01
 
 
 def test_skipped_samples_name_their_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

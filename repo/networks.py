@@ -1,0 +1,222 @@
+"""Networks of the sizes that guides and articles measure, as ONNX files with random weights: DenseNet-121, Inception v3
+and BERT-base. They cost as much as the trained ones, and their answers mean nothing.
+
+Of third-party packages this module needs only numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shmserve.repo.onnx.protobuf import Node, written
+
+CLASSES = 1000
+OPSET = 17
+SEED = 1
+DENSE_BLOCKS = (6, 12, 24, 16)
+INCEPTION_POOLED = (32, 64, 64)
+INCEPTION_SEVENS = (128, 160, 160, 192)
+BERT_WORDS, BERT_PLACES = 30_522, 512
+
+
+def densenet(growth: int = 32, size: int = 224) -> bytes:
+    """DenseNet-121, x [rows, 3, size, size] -> y [rows, 1000]: each layer of a block reads the outputs of all layers
+    before it. `growth`: the channels that a layer adds."""
+    net = _Network()
+    width = 2 * growth
+    x = net.pool("MaxPool", net.relu(net.norm(net.conv("x", 3, width, 7, stride=2), width)), 3, 2, same=True)
+    for number, layers in enumerate(DENSE_BLOCKS):
+        for _ in range(layers):
+            inner = net.conv(net.relu(net.norm(x, width)), width, 4 * growth)
+            added = net.conv(net.relu(net.norm(inner, 4 * growth)), 4 * growth, growth, 3)
+            x = net.node("Concat", x, added, axis=1)
+            width += growth
+        if number < len(DENSE_BLOCKS) - 1:
+            x = net.pool("AveragePool", net.conv(net.relu(net.norm(x, width)), width, width // 2), 2, 2)
+            width //= 2
+    return net.classifier(net.relu(net.norm(x, width)), width, size)
+
+
+def inception(divisor: int = 1, size: int = 299) -> bytes:
+    """Inception v3, x [rows, 3, size, size] -> y [rows, 1000]: blocks of several branches, whose outputs are joined.
+    `divisor`: all widths are divided by it."""
+    net = _Inception(divisor)
+    x = net.chain("x", (32, 3, 2, False), (32, 3, 1, False), (64, 3, 1, True))
+    x = net.chain(net.pool("MaxPool", x, 3, 2), (80, 1, 1, True), (192, 3, 1, False))
+    x = net.pool("MaxPool", x, 3, 2)
+    for pooled in INCEPTION_POOLED:
+        threes = net.chain(x, (64, 1, 1, True), (96, 3, 1, True), (96, 3, 1, True))
+        fives = net.chain(x, (48, 1, 1, True), (64, 5, 1, True))
+        x = net.joined(net.one(x, 64), fives, threes, net.pooled(x, pooled))
+    x = net.joined(
+        net.chain(x, (384, 3, 2, False)),
+        net.chain(x, (64, 1, 1, True), (96, 3, 1, True), (96, 3, 2, False)),
+        net.pool("MaxPool", x, 3, 2),
+    )
+    for wide in INCEPTION_SEVENS:
+        sevens = net.sevens(net.one(x, wide), wide, 192)
+        twice = net.sevens(net.sevens(net.one(x, wide), wide, wide), wide, 192)
+        x = net.joined(net.one(x, 192), sevens, twice, net.pooled(x, 192))
+    x = net.joined(
+        net.chain(x, (192, 1, 1, True), (320, 3, 2, False)),
+        net.chain(net.sevens(net.one(x, 192), 192, 192), (192, 3, 2, False)),
+        net.pool("MaxPool", x, 3, 2),
+    )
+    for _ in range(2):
+        threes = net.crossed(net.one(x, 384))
+        twice = net.crossed(net.chain(x, (448, 1, 1, True), (384, 3, 1, True)))
+        x = net.joined(net.one(x, 320), threes, twice, net.pooled(x, 192))
+    return net.classifier(x, net.width(x), size)
+
+
+def bert(layers: int = 12, hidden: int = 768, heads: int = 12, words: int = BERT_WORDS) -> bytes:
+    """BERT-base, input_ids, attention_mask [rows, length] -> POOLED [rows, hidden]: a vector for each text."""
+    net = _Network()
+    split, joined = net.ints(0, 0, heads, hidden // heads), net.ints(0, 0, hidden)
+    one, scale = net.number(1.0), net.number((hidden // heads) ** -0.5)
+    bias = net.node("Mul", net.node("Sub", net.node("Cast", "attention_mask", to=1), one), net.number(1e9))
+    bias = net.node("Unsqueeze", bias, net.ints(1, 2))
+    places = net.weight((BERT_PLACES, hidden), 0.02)
+    length = net.node("Shape", "input_ids", start=1, end=2)
+    x = net.node("Gather", net.weight((words, hidden), 0.02), "input_ids")
+    x = net.layer_norm(net.node("Add", x, net.node("Slice", places, net.ints(0), length, net.ints(0))), hidden)
+    for _ in range(layers):
+        query, key, value = (net.node("Reshape", net.linear(x, hidden, hidden), split) for _ in range(3))
+        query, value = (net.node("Transpose", one_of, perm=[0, 2, 1, 3]) for one_of in (query, value))
+        scores = net.node("MatMul", query, net.node("Transpose", key, perm=[0, 2, 3, 1]))
+        shares = net.node("Softmax", net.node("Add", net.node("Mul", scores, scale), bias), axis=-1)
+        seen = net.node("Transpose", net.node("MatMul", shares, value), perm=[0, 2, 1, 3])
+        x = net.layer_norm(net.node("Add", x, net.linear(net.node("Reshape", seen, joined), hidden, hidden)), hidden)
+        inner = net.gelu(net.linear(x, hidden, 4 * hidden))
+        x = net.layer_norm(net.node("Add", x, net.linear(inner, 4 * hidden, hidden)), hidden)
+    first = net.node("Gather", x, net.ints(0), axis=1)
+    pooled = net.node("Tanh", net.linear(net.node("Reshape", first, net.ints(0, hidden)), hidden, hidden))
+    net.nodes.append(Node("Identity", [pooled], ["POOLED"]))
+    ids = dict.fromkeys(("input_ids", "attention_mask"), ("rows", "length"))
+    return written(net.nodes, ids, {"POOLED": ("rows", hidden)}, net.constants, OPSET)
+
+
+SAMPLES: Mapping[str, Callable[[], bytes]] = {"bert": bert, "densenet": densenet, "inception": inception}
+"""Model of the samples -> its file."""
+
+
+class _Network:
+    """Collects nodes and weights. Each method adds a layer and returns the name of its output."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.constants: dict[str, NDArray[Any]] = {}
+        self._random = np.random.default_rng(SEED)
+
+    def node(self, op: str, *inputs: str, **attributes: float | Sequence[int]) -> str:
+        output = f"t{len(self.nodes)}"
+        self.nodes.append(Node(op, inputs, [output], attributes))
+        return output
+
+    def constant(self, value: NDArray[Any]) -> str:
+        name = f"c{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def weight(self, shape: tuple[int, ...], scale: float) -> str:
+        return self.constant(self._random.standard_normal(shape, np.float32) * np.float32(scale))
+
+    def number(self, value: float) -> str:
+        return self.constant(np.array(value, np.float32))
+
+    def ints(self, *values: int) -> str:
+        return self.constant(np.array(values, np.int64))
+
+    # ------------------------------------------------------------------------------------ of images
+
+    def conv(self, x: str, inner: int, outer: int, *kernel: int, stride: int = 1, same: bool = True) -> str:
+        """`kernel`: the height and width, or both; 1 if missing. `same`: the output has the size of the input, divided
+        by the stride."""
+        high, wide = (*kernel, *kernel, 1, 1)[:2]
+        weights = self.weight((outer, inner, high, wide), (2.0 / (inner * high * wide)) ** 0.5)
+        pads = [high // 2, wide // 2] * 2 if same else [0] * 4
+        return self.node("Conv", x, weights, kernel_shape=[high, wide], strides=[stride] * 2, pads=pads)
+
+    def norm(self, x: str, width: int) -> str:
+        scale, shift = (self.constant(np.full(width, value, np.float32)) for value in (1.0, 0.0))
+        return self.node("BatchNormalization", x, scale, shift, shift, scale)
+
+    def relu(self, x: str) -> str:
+        return self.node("Relu", x)
+
+    def pool(self, op: str, x: str, size: int, stride: int, same: bool = False) -> str:
+        pads = [size // 2] * 4 if same else [0] * 4
+        return self.node(op, x, kernel_shape=[size] * 2, strides=[stride] * 2, pads=pads)
+
+    def classifier(self, x: str, width: int, size: int) -> bytes:
+        """The file of the network that ends here."""
+        flat = self.node("Flatten", self.node("GlobalAveragePool", x))
+        weights = self.weight((width, CLASSES), width**-0.5)
+        self.nodes.append(Node("Gemm", [flat, weights, self.weight((CLASSES,), 0.01)], ["y"]))
+        shape = {"x": ("rows", 3, size, size)}
+        return written(self.nodes, shape, {"y": ("rows", CLASSES)}, self.constants, OPSET, "float32")
+
+    # ------------------------------------------------------------------------------------ of texts
+
+    def linear(self, x: str, inner: int, outer: int) -> str:
+        product = self.node("MatMul", x, self.weight((inner, outer), inner**-0.5))
+        return self.node("Add", product, self.weight((outer,), 0.01))
+
+    def layer_norm(self, x: str, width: int) -> str:
+        scale, shift = (self.constant(np.full(width, value, np.float32)) for value in (1.0, 0.0))
+        return self.node("LayerNormalization", x, scale, shift, axis=-1)
+
+    def gelu(self, x: str) -> str:
+        share = self.node("Erf", self.node("Mul", x, self.number(0.5**0.5)))
+        half = self.node("Mul", self.node("Add", share, self.number(1.0)), self.number(0.5))
+        return self.node("Mul", x, half)
+
+
+class _Inception(_Network):
+    """Remembers the width of each output, as its blocks are joined from several."""
+
+    def __init__(self, divisor: int) -> None:
+        super().__init__()
+        self._divisor = divisor
+        self._widths = {"x": 3}
+
+    def width(self, x: str) -> int:
+        return self._widths[x]
+
+    def unit(self, x: str, width: int, *kernel: int, stride: int = 1, same: bool = True) -> str:
+        outer = width // self._divisor
+        x = self.relu(self.norm(self.conv(x, self._widths[x], outer, *kernel, stride=stride, same=same), outer))
+        self._widths[x] = outer
+        return x
+
+    def chain(self, x: str, *units: tuple[int, int, int, bool]) -> str:
+        """`units`: width, kernel, stride, and whether the size stays."""
+        for width, kernel, stride, same in units:
+            x = self.unit(x, width, kernel, kernel, stride=stride, same=same)
+        return x
+
+    def one(self, x: str, width: int) -> str:
+        return self.unit(x, width)
+
+    def sevens(self, x: str, between: int, width: int) -> str:
+        return self.unit(self.unit(x, between, 1, 7), width, 7, 1)
+
+    def crossed(self, x: str) -> str:
+        return self.joined(self.unit(x, 384, 1, 3), self.unit(x, 384, 3, 1))
+
+    def pool(self, op: str, x: str, size: int, stride: int, same: bool = False) -> str:
+        pooled = super().pool(op, x, size, stride, same)
+        self._widths[pooled] = self._widths[x]
+        return pooled
+
+    def pooled(self, x: str, width: int) -> str:
+        return self.one(self.pool("AveragePool", x, 3, 1, same=True), width)
+
+    def joined(self, *parts: str) -> str:
+        x = self.node("Concat", *parts, axis=1)
+        self._widths[x] = sum(self._widths[part] for part in parts)
+        return x
