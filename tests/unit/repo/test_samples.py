@@ -112,7 +112,8 @@ def test_the_command_writes_the_named_samples(tmp_path: Path, capsys: pytest.Cap
     assert samples.main([]) == 2
     assert "usage" in capsys.readouterr().err
     assert samples.main([str(tmp_path / "other"), "basics"]) == 2
-    assert "[basic | chat | lanes | native | ocr | scan | sentiment | topics | vad | all]" in capsys.readouterr().err
+    sets = "basic | chat | lanes | native | networks | ocr | scan | sentiment | topics | vad | all"
+    assert f"[{sets}]" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
     assert samples.main([str(tmp_path / "words"), "sentiment"]) == 0
     assert sorted(path.name for path in (tmp_path / "words").iterdir()) == list(samples.SETS["sentiment"])
