@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from shmserve.tools.load.analysis.latencies import window_percentiles
@@ -27,8 +28,12 @@ GeneratorUse = dict[int, tuple[int, int]]
 """Generator process -> its CPU time so far, and the time of that reading, in ns."""
 
 
+_NONE = np.empty(0, np.int64)
+
+
 class Responses(Struct):
-    """Responses that arrived within a window."""
+    """Responses that arrived within a window: columns with an item for each. `first`, `prompt` and `output` are empty
+    without streams. `gaps`: times between the answers of all streams."""
 
     done: Array
     latency: Array
@@ -38,7 +43,7 @@ class Responses(Struct):
     first: Array
     prompt: Array
     output: Array
-    gaps: Array
+    gaps: Array = _NONE
 
     @property
     def good(self) -> Array:
@@ -64,6 +69,11 @@ class Responses(Struct):
         return int(np.logical_and.reduce([values <= (limit or np.inf) for values, limit in times]).sum())
 
 
+COLUMNS = tuple(name for name in Responses.__struct_fields__ if name != "gaps")
+_NO_CODES = np.empty(0, np.int16)
+_NOTHING = Responses(_NONE, _NONE, _NONE, _NO_CODES, _NO_CODES, _NONE, _NONE, _NONE)
+
+
 class Collector:
     """Collects samples; `take` removes those of a window. The last second is kept for the progress display."""
 
@@ -80,18 +90,13 @@ class Collector:
         self.until[process] = samples.until_ns
         self.used[process] = (samples.cpu_ns, samples.until_ns)
         self.errors[process] = samples.errors
-        done = np.frombuffer(samples.done, np.int64)
-        if len(done):
-            latency, delay, first, prompt, output = (
-                np.frombuffer(data, np.int64)
-                for data in (samples.latency, samples.delay, samples.first, samples.prompt, samples.output)
-            )
-            code = np.frombuffer(samples.code, np.int16)
-            self._chunks.append(
-                Responses(
-                    done, latency, delay, code, np.full(len(done), process, np.int16), first, prompt, output, done[:0]
-                )
-            )
+        sent = {name: getattr(samples, name) for name in COLUMNS if name != "process"}
+        columns: dict[str, Any] = {
+            name: np.frombuffer(data, np.int16 if name == "code" else np.int64) for name, data in sent.items()
+        }
+        count = len(columns["done"])
+        if count:
+            self._chunks.append(Responses(process=np.full(count, process, np.int16), **columns))
         if samples.gap:
             self._gaps.append((np.frombuffer(samples.gap_at, np.int64), np.frombuffer(samples.gap, np.int64)))
 
@@ -129,48 +134,19 @@ class Collector:
 
 
 def _chosen(chunk: Responses, where: Any) -> Responses:
-    first, prompt, output = (
-        values[where] if len(values) else values for values in (chunk.first, chunk.prompt, chunk.output)
-    )
-    return Responses(
-        chunk.done[where],
-        chunk.latency[where],
-        chunk.delay[where],
-        chunk.code[where],
-        chunk.process[where],
-        first,
-        prompt,
-        output,
-        chunk.gaps,
-    )
+    columns = {name: getattr(chunk, name) for name in COLUMNS}
+    return replace(chunk, **{name: values[where] for name, values in columns.items() if len(values)})
 
 
 def _later(chunk: Responses, end: int) -> Responses:
     return _chosen(chunk, chunk.done >= end)
 
 
-_NONE = np.empty(0, np.int64)
-
-
 def _joined(chunks: list[Responses], gaps: list[tuple[Array, Array]], start: int, end: int) -> Responses:
-    parts = [_chosen(chunk, (chunk.done >= start) & (chunk.done < end)) for chunk in chunks]
-    between = [gap[(at >= start) & (at < end)] for at, gap in gaps]
-    if not parts:
-        small = np.empty(0, np.int16)
-        spent = np.concatenate(between) if between else _NONE
-        return Responses(_NONE, _NONE, _NONE, small, small, _NONE, _NONE, _NONE, spent)
-    join = np.concatenate
-    return Responses(
-        join([part.done for part in parts]),
-        join([part.latency for part in parts]),
-        join([part.delay for part in parts]),
-        join([part.code for part in parts]),
-        join([part.process for part in parts]),
-        join([part.first for part in parts]),
-        join([part.prompt for part in parts]),
-        join([part.output for part in parts]),
-        join(between) if between else _NONE,
-    )
+    parts = [_NOTHING, *(_chosen(chunk, (chunk.done >= start) & (chunk.done < end)) for chunk in chunks)]
+    between = [_NONE, *(gap[(at >= start) & (at < end)] for at, gap in gaps)]
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
+    return Responses(gaps=np.concatenate(between), **columns)
 
 
 def window_of(found: Responses, start: int, end: int, origin: int, deadline_ns: int) -> Window:

@@ -49,6 +49,8 @@ class Samples(Struct, frozen=True, tag=True):
     """All responses up to this time have been reported."""
     cpu_ns: int
     """Processor time of the process so far."""
+    errors: list[str]
+    """All error texts so far."""
     done: bytes
     """When the response arrived."""
     latency: bytes
@@ -61,11 +63,12 @@ class Samples(Struct, frozen=True, tag=True):
     gap_at: bytes
     gap: bytes
     """Streams: the time between two answers, and when the later one arrived."""
-    errors: list[str]
-    """All error texts so far."""
     prompt: bytes = b""
     output: bytes = b""
     """Streams: numbers of tokens of a language model."""
+
+
+COLUMNS = tuple(name for name in Samples.__struct_fields__ if name not in ("until_ns", "cpu_ns", "errors"))
 
 
 class Ended(Struct, frozen=True, tag=True):

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from shmserve.errors import ServeError
-from shmserve.tools.load.generation.messages import Samples
+from shmserve.tools.load.generation.messages import COLUMNS, Samples
 from shmserve.tools.load.plan import Sequences
 from shmserve.tools.load.targets.base import Part, Slot
 
@@ -109,20 +109,8 @@ class Recorder:
         return result
 
     def take(self, now: int, cpu_ns: int) -> Samples:
-        taken = Samples(
-            now,
-            cpu_ns,
-            self.done.tobytes(),
-            self.latency.tobytes(),
-            self.delay.tobytes(),
-            self.code.tobytes(),
-            self.first.tobytes(),
-            self.gap_at.tobytes(),
-            self.gap.tobytes(),
-            list(self.errors),
-            self.prompt.tobytes(),
-            self.output.tobytes(),
-        )
+        columns = {name: getattr(self, name).tobytes() for name in COLUMNS}
+        taken = Samples(now, cpu_ns, list(self.errors), **columns)
         self._clear()
         return taken
 
