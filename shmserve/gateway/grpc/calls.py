@@ -3,6 +3,7 @@ status code and a text."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,7 +87,7 @@ class _InferTicket(PendingInference):
         self._stream.finish(code_of(error), grpc_text_of(error, self._request_id))
 
 
-class Unary:
+class Unary(ABC):
     """A call with one message in each direction."""
 
     __slots__ = ("_begun", "_payer", "_services", "_stream", "_ticket")
@@ -109,8 +110,9 @@ class Unary:
         self._begun = True
         self.begin(data)
 
+    @abstractmethod
     def begin(self, data: Buffer) -> None:
-        raise NotImplementedError
+        """Answers the message."""
 
     def half_closed(self) -> None:
         if not self._begun:

@@ -7,6 +7,7 @@ A thread would not help: the long operations hold the GIL.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
@@ -98,7 +99,7 @@ BUSY_READ_BYTES = 16 * 1024
 """Maximum size of one read when READ_BYTES or the share of the connection are used up."""
 
 
-class FairReader:
+class FairReader(ABC):
     """A connection whose reads of large bodies are bounded."""
 
     def __init__(self) -> None:
@@ -108,9 +109,9 @@ class FairReader:
         """`read_bytes`: bytes read in the iteration `read_turn`."""
 
     @property
+    @abstractmethod
     def may_read(self) -> bool:
         """Whether nothing else keeps reading paused."""
-        raise NotImplementedError
 
     def pause(self) -> None:
         self._reading = False

@@ -85,9 +85,8 @@ class Tuner:
         self._bench = bench
         self._events = events
         self._processes = processes
-        self.outcome = Outcome(model, goal)
         self._confirmation = Confirmation(bench, model, goal, events.within)
-        self.outcome.confirmed = self._confirmation.results
+        self.outcome = Outcome(model, goal, confirmed=self._confirmation.results)
 
     def run(self) -> Outcome:
         steps = (
