@@ -73,7 +73,7 @@ class CommandParser(argparse.ArgumentParser):
         self.examples = [line for line in examples.splitlines() if line.strip()]
         self.also = also
         self._overview = overview
-        self._synonyms = synonyms
+        self.synonyms = synonyms
         rare(self.add_argument, "-h", "--help", action="help", help="show the usual options")
         rare(self.add_argument, "--help-all", action=_HelpAll, help="show all options")
 
@@ -140,7 +140,7 @@ class CommandParser(argparse.ArgumentParser):
     def stray(self, word: str) -> str:
         """The error text for an unknown option."""
         name = word.partition("=")[0]
-        meant = self._synonyms.get(name)
+        meant = self.synonyms.get(name)
         hint = f"; did you mean {meant}?" if meant else did_you_mean(name, sorted(self._option_string_actions))
         return f"unknown option {name}{hint}"
 
