@@ -127,7 +127,7 @@ class Unary(ABC):
             withdraw(self._services.link, ticket)
 
     def resume(self) -> None:
-        """Nothing to resume: the single response is queued whether or not the client reads."""
+        return  # the single response is queued whether or not the client reads
 
 
 class InferCall(Unary):
