@@ -24,7 +24,7 @@ from shmserve.gateway.limits.turns import JobTurns, ReadTurns
 from shmserve.gateway.upstream.receive import Room
 from tests.support.gateway.http2_frames import GOAWAY, HEADERS, message
 from tests.support.gateway.http_connection import Transport
-from tests.support.gateway.manual_loop import ManualLoop
+from tests.support.manual_loop import ManualLoop
 
 
 class Echo:

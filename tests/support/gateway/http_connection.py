@@ -18,7 +18,7 @@ from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
 from shmserve.gateway.upstream.receive import ReceiveBuffer
 from shmserve.protocol.roles import ROLES
-from tests.support.gateway.manual_loop import ManualLoop
+from tests.support.manual_loop import ManualLoop
 
 
 class Transport:

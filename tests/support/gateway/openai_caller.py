@@ -10,7 +10,7 @@ from typing import Any
 from shmserve.errors import ServeError, Unavailable
 from shmserve.gateway.limits.turns import JobTurns
 from shmserve.gateway.upstream.exchange import JSON
-from tests.support.gateway.manual_loop import ManualLoop
+from tests.support.manual_loop import ManualLoop
 
 
 class OpenAiCaller:

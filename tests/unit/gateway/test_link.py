@@ -18,7 +18,7 @@ from shmserve.protocol import codec
 from shmserve.protocol.messages import Answer, Ask, ClientMessage, Fail, Handle, Infer, Ping, Reply, Return, Tensor
 from shmserve.session.ticket import Ticket
 from shmserve.transport.loop_link import LoopLink
-from tests.support.gateway.manual_loop import ManualLoop
+from tests.support.manual_loop import ManualLoop
 
 LARGE = 600 * 1024
 

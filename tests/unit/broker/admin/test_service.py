@@ -11,22 +11,18 @@ from shmserve.core.policy import ModelPolicy, SequencePolicy
 from shmserve.core.state import Timer
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Infer, Options
-from tests.support.broker.fake_loop import Loop
 from tests.support.core.fakes.tensors import one_input
 from tests.support.core.lent import Lent, X, Y
+from tests.support.manual_loop import ManualLoop
 
 OUT, IN = b'{"out_of_service": true}', b'{"out_of_service": false}'
 
 
-class _Loop(Loop):
+class _Loop(ManualLoop):
     """A loop that runs callbacks at once."""
 
     def call_soon(self, call: Any) -> None:
         call()
-
-    def fire(self) -> float:
-        self.timers = [timer for timer in self.timers if not timer.cancelled]
-        return super().fire()
 
 
 class Operated:
@@ -67,7 +63,7 @@ def test_repeated_changes_are_applied_once(operated: Operated) -> None:
         document = operated.control.change(body)
         assert document["out_of_service"] == operated.world.core.state.out_of_service == (body == OUT)
     assert operated.changes == [True, False]
-    assert all(timer.cancelled for timer in operated.loop.timers)
+    assert not operated.loop.timers
     for body in (b"", b"{}", b'{"out_of_service": 1}', b'{"out_of_service": true, "wait": true}'):
         with pytest.raises(InvalidRequest, match="set_service"):
             operated.control.change(body)

@@ -24,7 +24,7 @@ from shmserve.errors import Denied
 from shmserve.protocol import codec
 from shmserve.protocol.messages import BrokerMessage, Goodbye
 from shmserve.protocol.roles import ALL_ROLES, FORWARD, INFER, NO_ROLES, OBSERVE, OPERATE
-from tests.support.broker.fake_loop import Loop
+from tests.support.manual_loop import ManualLoop
 
 ME = pwd.getpwuid(os.geteuid())
 MINE = grp.getgrgid(os.getegid())
@@ -55,7 +55,7 @@ class Door:
     """A listener, and the connections that it has opened."""
 
     def __init__(self, path: Path) -> None:
-        self.loop = Loop()
+        self.loop = ManualLoop()
         self.opened: list[tuple[socket.socket, int, int]] = []
         self._path = str(path)
         self._listener = LaneListener(path, self.loop, AccessRules(), lambda *one: self.opened.append(one))
@@ -157,7 +157,7 @@ def test_a_user_with_very_many_groups(monkeypatch: pytest.MonkeyPatch, caplog: p
 def test_file_modes_do_not_depend_on_the_umask(umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.umask(umask)
     try:
-        door = LaneListener(tmp_path / "lane.sock", Loop(), AccessRules([], os.getegid()), lambda *_: None)
+        door = LaneListener(tmp_path / "lane.sock", ManualLoop(), AccessRules([], os.getegid()), lambda *_: None)
     finally:
         os.umask(before)
     open_to_group(tmp_path, os.getegid())

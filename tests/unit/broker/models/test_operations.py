@@ -19,7 +19,7 @@ from shmserve.core.core import Core
 from shmserve.core.owners.rate_limiter import ANY
 from shmserve.protocol.messages import Answer, Ask, Fail
 from shmserve.repo.compile import CoreSet
-from tests.support.broker.fake_loop import ThreadedLoop
+from tests.support.manual_loop import ThreadedLoop
 from tests.support.repo.models import GOOD, model
 
 

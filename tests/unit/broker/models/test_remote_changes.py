@@ -22,7 +22,7 @@ from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.remote.cache import ABSENT
-from tests.support.broker.fake_loop import ThreadedLoop
+from tests.support.manual_loop import ThreadedLoop
 from tests.support.repo.models import ENSEMBLE, GOOD, model
 
 CONFIGS = {"both": ENSEMBLE, "good": GOOD}

@@ -11,10 +11,10 @@ from shmserve.broker.observability.recordings import EXPIRES_S, PAGE, Recordings
 from shmserve.core.owners.recording import Recording
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
 from shmserve.protocol.messages import Infer
-from tests.support.broker.fake_loop import Loop
 from tests.support.core.fakes.tensors import one_input
 from tests.support.core.policies import plain
 from tests.support.core.world import World
+from tests.support.manual_loop import ManualLoop
 
 pytestmark = pytest.mark.usefixtures("own_log")
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("own_log")
 class Recorded(World):
     def __init__(self) -> None:
         super().__init__()
-        self.loop = Loop()
+        self.loop = ManualLoop()
         self.recordings = Recordings(self.loop, self.core.state, lambda: self.now)
         self.deploy(plain())
         self.deploy(plain("n"))
@@ -30,7 +30,6 @@ class Recorded(World):
         self.sent = 0
 
     def do(self, what: str, recording: int = 0, **more: Any) -> dict[str, Any]:
-        self.loop.timers = [timer for timer in self.loop.timers if not timer.cancelled]
         return self.recordings.change(json.dumps({"do": what, "recording": recording} | more).encode())
 
     def serve(self, count: int = 1, model: str = "m") -> None:
@@ -88,7 +87,6 @@ def test_a_recording_is_limited_and_ends_if_it_is_not_read() -> None:
     world = Recorded()
     number = world.do("start")["recording"]
     world.do("read", number)
-    world.loop.timers = [timer for timer in world.loop.timers if not timer.cancelled]
     assert world.loop.fire() == EXPIRES_S
     assert world.core.state.observers.recording is None
     with pytest.raises(NotFound, match=f"not read for {EXPIRES_S:g} s"):

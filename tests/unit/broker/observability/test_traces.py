@@ -24,9 +24,9 @@ from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
 from shmserve.otel.settings import OtelSettings
 from shmserve.protocol.messages import Handle, Infer, More, Options, Tensor
-from tests.support.broker.fake_loop import Loop
 from tests.support.broker.log_settings import log_settings
 from tests.support.core.world import World
+from tests.support.manual_loop import ManualLoop
 
 pytestmark = pytest.mark.usefixtures("own_log")
 
@@ -243,7 +243,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def test_the_file_is_json_at_any_time(tmp_path: Path) -> None:
-    path, loop = tmp_path / "t.json", Loop()
+    path, loop = tmp_path / "t.json", ManualLoop()
     path.write_text("what was there before" * 1000)
     file = TraceFile(loop, path, lambda model: 0, nothing)
     file.write(traced(1, id="mine"))
@@ -280,7 +280,7 @@ def test_steps_and_calls_are_in_the_trace_file_of_their_request(tmp_path: Path) 
         asked.append(model)
         return 1
 
-    file = TraceFile(Loop(), tmp_path / "t", frequency, nothing)
+    file = TraceFile(ManualLoop(), tmp_path / "t", frequency, nothing)
     for number in (3, 6):
         file.write(replace(traced(number, model="b"), number=number, parent=number - 1))
         file.write(replace(traced(number, model="c"), number=number - 1, parent=number - 2))
@@ -295,7 +295,7 @@ def test_steps_and_calls_are_in_the_trace_file_of_their_request(tmp_path: Path) 
 
 def test_without_a_file_traces_go_to_the_log_but_not_too_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger().addHandler(caplog.handler)
-    file = TraceFile(Loop(), None, lambda model: 0, nothing)
+    file = TraceFile(ManualLoop(), None, lambda model: 0, nothing)
     with caplog.at_level("INFO"):
         file.write(replace(traced(1), times=(), log=Log("info", "trace why: OK", {"trace_id": "why"})))
         for number in range(2 * PER_SECOND):
@@ -304,7 +304,7 @@ def test_without_a_file_traces_go_to_the_log_but_not_too_many(tmp_path: Path, ca
     texts = [record.getMessage() for record in caplog.records]
     assert texts[:2] == ["trace why: OK", "sample 1: model a, version 1, request 1"]
     assert len(texts) == 1 + PER_SECOND
-    file = TraceFile(Loop(), tmp_path / "none" / "t", lambda model: 0, nothing)
+    file = TraceFile(ManualLoop(), tmp_path / "none" / "t", lambda model: 0, nothing)
     file.write(traced(1))
     file.close()
     assert "cannot write 9 lines of traces: No such file or directory" in caplog.text

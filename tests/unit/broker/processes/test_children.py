@@ -13,14 +13,14 @@ import pytest
 from shmserve.broker.observability.log_throttle import LINES, WINDOW_S, Throttle
 from shmserve.broker.processes.children import LINE_BYTES, TAIL_LINES, Output, describe_exit, environment
 from shmserve.workers.process import log
-from tests.support.broker.fake_loop import Loop
+from tests.support.manual_loop import ManualLoop
 
 
 class Child:
     """Writes to an Output; `take` returns what has been logged since the last call."""
 
     def __init__(self, folders: Mapping[Path, Path] = MappingProxyType({})) -> None:
-        self.loop = Loop()
+        self.loop = ManualLoop()
         self._logged: list[tuple[str, str]] = []
         self.output = Output(self.loop, {"verbose": "debug", "error": "error"}, self._log, folders)
         self._end = os.fdopen(self.output.write_end, "wb", buffering=0)

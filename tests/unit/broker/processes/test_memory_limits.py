@@ -19,7 +19,7 @@ from shmserve.broker.processes.cgroups import CgroupsUnavailable, ControlGroups
 from shmserve.broker.processes.memory_limits import GPU_SETTINGS, NEAR_S, POLL_S, MemoryLimits
 from shmserve.broker.processes.workers import WorkerResources, resources_of
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
-from tests.support.broker.fake_loop import Loop
+from tests.support.manual_loop import ManualLoop
 
 MIB = 1 << 20
 
@@ -28,7 +28,7 @@ class Place:
     """A loop, the memory of each pid, and the killed processes."""
 
     def __init__(self, groups: ControlGroups | None = None, **more: Any) -> None:
-        self.loop = Loop()
+        self.loop = ManualLoop()
         self.used: dict[int, int] = {}
         self.killed: list[tuple[int, str]] = []
         self.memory = MemoryLimits(

@@ -35,8 +35,8 @@ from tests.support.gateway.http2_frames import (
     number,
 )
 from tests.support.gateway.http_connection import receive, shared
-from tests.support.gateway.manual_loop import ManualLoop
 from tests.support.hypothesis_profiles import examples
+from tests.support.manual_loop import ManualLoop
 
 
 def test_calls_in_sequence_and_at_once() -> None:

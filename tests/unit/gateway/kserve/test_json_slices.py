@@ -22,9 +22,9 @@ from shmserve.gateway.kserve.json_strings import CutStrings
 from shmserve.gateway.kserve.plans import plan_in_slices, plan_of
 from shmserve.gateway.limits.turns import SLICE_BYTES, JobTurns, SlicedWork
 from tests.support.gateway.http_connection import answered, connected, post, receive
-from tests.support.gateway.manual_loop import ManualLoop
 from tests.support.gateway.sliced_work import finished, slices_of
 from tests.support.hypothesis_profiles import examples
+from tests.support.manual_loop import ManualLoop
 
 MIB = 1 << 20
 MOST = 64 * MIB

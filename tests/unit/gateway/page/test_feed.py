@@ -26,7 +26,7 @@ from shmserve.gateway.page.requests import TRENDS, PageRequests
 from shmserve.gateway.upstream.documents import Route
 from shmserve.protocol.actions import Action
 from tests.support.clients.activity_documents import absent, counters, model
-from tests.support.gateway.manual_loop import ManualLoop
+from tests.support.manual_loop import ManualLoop
 
 Event = tuple[str, dict[str, Any]]
 
