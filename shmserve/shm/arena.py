@@ -22,7 +22,6 @@ from shmserve.shm.extents.base import Cold, Extent
 
 FIRST_BYTES = 1024 * 1024
 SEGMENT_BYTES = 32 * 1024 * 1024
-ALIGN = 64
 
 
 class Segment:
@@ -37,8 +36,8 @@ class Segment:
         self.pages = extent.pages
         self.address = extent.address
         self.memory = extent.memory
-        self.blocks = Blocks(extent.size, getattr(extent, "align", ALIGN))
-        self.cold = Cold(extent) if getattr(extent, "cold", False) else None
+        self.blocks = Blocks(extent.size, extent.align)
+        self.cold = Cold(extent) if extent.cold else None
         """Pages that must be warmed before use."""
 
     @property

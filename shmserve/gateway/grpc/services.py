@@ -25,7 +25,7 @@ from shmserve.gateway.upstream.requests import ModelRequest, RequestSender
 from shmserve.protocol.grpc.codes import Code, RpcError
 from shmserve.protocol.grpc.messages import HEALTH, INFERENCE
 from shmserve.protocol.messages import INLINE_BYTES
-from shmserve.shm.arena import ALIGN
+from shmserve.shm.extents.base import ALIGN
 
 
 class LongCall(Protocol):

@@ -18,19 +18,23 @@ from shmserve.errors import Internal, Unavailable
 from shmserve.shm import views
 from shmserve.shm.pages import Pages
 
+ALIGN = 64
 _BYTE = np.dtype("uint8")
 _AVAILABLE = re.compile(rb"^MemAvailable: +(\d+) kB$", re.MULTILINE)
 _GROUP = re.compile(rb"^0::(/.*)$", re.MULTILINE)
 
 
 class Extent(Protocol):
-    """`fd` is -1 without a descriptor, and `name` is None without a name. `memory` is writable only if `writable`."""
+    """`fd` is -1 without a descriptor, and `name` is None without a name. `memory` is writable only if `writable`.
+    `cold`: its pages must be warmed before use. `align`: alignment of the blocks in it."""
 
     kind: str
     name: str | None
     fd: int
     size: int
     writable: bool
+    cold: bool
+    align: int
 
     @property
     def memory(self) -> memoryview: ...
@@ -80,13 +84,15 @@ class MappedExtent:
     """Common code of extents that are mapped on the host."""
 
     kind = "?"
+    align = ALIGN
 
-    def __init__(self, pages: Pages, *, fd: int = -1, name: str | None = None) -> None:
+    def __init__(self, pages: Pages, *, fd: int = -1, name: str | None = None, cold: bool = False) -> None:
         self._pages: Pages | None = pages
         self.fd = fd
         self.name = name
         self.size = pages.size
         self.writable = pages.writable
+        self.cold = cold
 
     @property
     def pages(self) -> Pages:

@@ -71,6 +71,7 @@ class CudaExtent:
     align = ALIGN
     fd = -1
     writable = False
+    cold = False
 
     def __init__(self, pages: Pages, size: int, name: str) -> None:
         self._pages: Pages | None = pages

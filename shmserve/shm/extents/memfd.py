@@ -21,7 +21,6 @@ _NOEXEC_SEAL = 0x8
 
 class MemfdExtent(MappedExtent):
     kind = "memfd"
-    cold = False
 
 
 def create(size: int, seal_future_write: bool = False) -> MemfdExtent:
@@ -31,9 +30,7 @@ def create(size: int, seal_future_write: bool = False) -> MemfdExtent:
 
 def create_cold(size: int, promised: int) -> MemfdExtent:
     """Creates a sealed extent whose pages must be warmed before use. `promised`: cold bytes of other extents."""
-    extent = _create(size, False, promised)
-    extent.cold = True
-    return extent
+    return _create(size, False, promised)
 
 
 def _create(size: int, seal_future_write: bool, promised: int | None) -> MemfdExtent:
@@ -56,7 +53,7 @@ def _create(size: int, seal_future_write: bool, promised: int | None) -> MemfdEx
         if isinstance(error, OSError):
             raise failed("make", size, error) from error
         raise
-    return MemfdExtent(pages, fd=fd)
+    return MemfdExtent(pages, fd=fd, cold=promised is not None)
 
 
 def attach(fd: int, size: int, writable: bool) -> MemfdExtent:
