@@ -7,7 +7,6 @@ Clients repeat heads byte for byte, so parsed heads are cached.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import httptools
 from msgspec import Struct
@@ -97,14 +96,14 @@ class BadHead(Exception):
 
 
 class _Lines:
-    """Callbacks of the HTTP parser."""
+    """Callbacks of the HTTP parser, which it owns."""
 
     def __init__(self) -> None:
         self.target = b""
         self.headers: list[tuple[bytes, bytes]] = []
         self.complete = False
         self.keep_alive = False
-        self.parser: Any = None
+        self.parser = httptools.HttpRequestParser(self)
 
     def on_url(self, url: bytes) -> None:
         self.target += url
@@ -155,7 +154,7 @@ def parse(
     if block[: block.find(b"\r\n")].count(b" ") > 2:  # the parser accepts repeated spaces
         raise BadHead(400, "the first line of the request is not METHOD PATH HTTP/1.1")
     lines = _Lines()
-    parser = lines.parser = httptools.HttpRequestParser(lines)
+    parser = lines.parser
     try:
         parser.feed_data(block)
     except httptools.HttpParserUpgrade:

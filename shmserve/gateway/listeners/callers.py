@@ -152,7 +152,7 @@ class Callers:
         """Applies reloaded certificates and tokens."""
         if tls is not None:
             assert self._handshakes is not None
-            self._handshakes.tls = tls
+            self._handshakes.renew(tls)
 
     @property
     def connections(self) -> int:

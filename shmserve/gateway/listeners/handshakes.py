@@ -93,8 +93,7 @@ class Handshakes:
         room: Callable[[], int],
         proxies: TrustedProxies,
     ) -> None:
-        self.tls = tls
-        """The context for handshakes that start from now on."""
+        self._tls = tls
         self._loop = loop
         self._connect = connect
         self._patience_s = patience_s
@@ -117,6 +116,10 @@ class Handshakes:
         listening.setblocking(False)
         self._listening.append(listening)
         self._loop.add_reader(listening, self._accept, listening)
+
+    def renew(self, tls: ssl.SSLContext) -> None:
+        """Sets the context for handshakes that start from now on."""
+        self._tls = tls
 
     def close(self) -> None:
         """Handshakes under way may still end."""
@@ -168,7 +171,7 @@ class Handshakes:
 
     def _give_up(self, arrival: Arrival) -> None:
         """Without TLS, a client may stay silent until it has a request."""
-        if self.tls is None and not arrival.seen and arrival not in self._addresses[arrival.address].queue:
+        if self._tls is None and not arrival.seen and arrival not in self._addresses[arrival.address].queue:
             self._enqueue(arrival)
         else:
             self._drop(arrival)
@@ -281,7 +284,7 @@ class Handshakes:
         limits = {"ssl_handshake_timeout": self._patience_s, "ssl_shutdown_timeout": self._goodbye_s}
         try:
             await self._loop.connect_accepted_socket(
-                partial(self._connect, arrival.client), arrival.sock, ssl=self.tls, **(limits if self.tls else {})
+                partial(self._connect, arrival.client), arrival.sock, ssl=self._tls, **(limits if self._tls else {})
             )
         except OSError as error:  # caused by the client: no TLS, no valid certificate, too slow, or disconnected
             log.debug("TLS handshake with %s failed: %s", arrival.address, error)
