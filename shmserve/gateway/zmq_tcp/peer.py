@@ -46,6 +46,7 @@ from shmserve.protocol.messages import (
     InferBatch,
     Map,
     More,
+    Options,
     Part,
     Ping,
     Pong,
@@ -67,6 +68,7 @@ MISTAKES_S = 100
 MISTAKES = 1000
 """A client may make MISTAKES errors at once and MISTAKES_S per second; beyond that it is disconnected."""
 
+_NO_OPTIONS = Options()
 decode = codec.Codec(ClientMessage).decode
 monotonic = time.monotonic
 
@@ -279,46 +281,34 @@ class Peer:
     def _put_request(
         self, ticket: PeerRequest | PeerStream, infer: Infer, pieces: Sequence[Buffer], window: int
     ) -> None:
-        options, link = infer.options, self._link
+        options, link = infer.options or _NO_OPTIONS, self._link
         inputs = Inputs(link.session.memory)
         for tensor, piece in zip(infer.inputs, pieces, strict=True):
             inputs.add(tensor.name, tensor.dtype, tensor.shape, piece)
         outputs = outputs_of(infer)
         timeout = infer.timeout_us / 1e6 or None
         now = NO_TIME if timeout is None else monotonic()
-        if options is None:
-            link.session.infer(
-                ticket,
-                infer.model,
-                inputs.encoded(),
-                now,
-                outputs,
-                infer.version or None,
-                timeout,
-                payer=self._payer.name,
-            )
-        else:
-            parameters = options.parameters
-            if options.queue_timeout_us:
-                parameters = {**parameters, "timeout": options.queue_timeout_us}
-            link.session.infer(
-                ticket,
-                infer.model,
-                inputs.encoded(),
-                now,
-                outputs,
-                infer.version or None,
-                timeout,
-                options.priority,
-                options.sequence or None,
-                options.sequence_start,
-                options.sequence_end,
-                parameters or None,
-                options.id or None,
-                window,
-                self._payer.token,
-                self._payer.name,
-            )
+        parameters = options.parameters
+        if options.queue_timeout_us:
+            parameters = {**parameters, "timeout": options.queue_timeout_us}
+        link.session.infer(
+            ticket,
+            infer.model,
+            inputs.encoded(),
+            now,
+            outputs,
+            infer.version or None,
+            timeout,
+            options.priority or None,
+            options.sequence or None,
+            options.sequence_start,
+            options.sequence_end,
+            parameters or None,
+            options.id or None,
+            window,
+            self._payer.token,
+            self._payer.name,
+        )
         link.send_soon(timeout is not None)
 
     def _check_room(self, number: int) -> None:
