@@ -140,7 +140,13 @@ def _list(of: _Schema, max_items: int | None = None) -> _Schema:
     return {"type": "array", "items": of} | ({} if max_items is None else {"maxItems": max_items})
 
 
+def _strings(*names: str) -> dict[str, _Schema]:
+    return dict.fromkeys(names, _STRING)
+
+
 _STRING: _Schema = {"type": "string"}
+_OBJECT: _Schema = {"type": "object"}
+_OBJECTS = _list(_OBJECT)
 _BOOL: _Schema = {"type": "boolean"}
 _COUNT: _Schema = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
 _SHAPE = _list({"type": "integer", "minimum": -1}, DIMS)
@@ -201,7 +207,7 @@ SCHEMAS: dict[str, _Schema] = {
         inputs=_list(_TENSOR),
         outputs=_list(_TENSOR),
     ),
-    "Statistics": _object(("model_stats",), model_stats=_list({"type": "object"})),
+    "Statistics": _object(("model_stats",), model_stats=_OBJECTS),
     "InferRequest": _object(
         ("inputs",),
         id={"type": "string", "maxLength": NAME_LENGTH},
@@ -226,9 +232,7 @@ SCHEMAS: dict[str, _Schema] = {
     ),
     "InferResponse": _object(
         ("model_name", "model_version", "outputs"),
-        model_name=_STRING,
-        model_version=_STRING,
-        id=_STRING,
+        **_strings("model_name", "model_version", "id"),
         parameters=_PARAMETERS,
         outputs=_list(
             _object(
@@ -264,47 +268,42 @@ SCHEMAS: dict[str, _Schema] = {
         max_completion_tokens=_SAMPLING["max_tokens"],
         logprobs=_BOOL,
         top_logprobs={"type": "integer", "minimum": 0, "maximum": 20},
-        tools=_list({"type": "object"}),
+        tools=_OBJECTS,
         tool_choice={"type": ["string", "object"]},
         parallel_tool_calls=_BOOL,
         reasoning_effort=_STRING,
-        chat_template_kwargs={"type": "object"},
+        chat_template_kwargs=_OBJECT,
         add_generation_prompt=_BOOL,
         continue_final_message=_BOOL,
     ),
     "Choices": _object(
         ("id", "object", "created", "model", "choices"),
-        id=_STRING,
-        object=_STRING,
+        **_strings("id", "object", "model"),
         created=_COUNT,
-        model=_STRING,
-        choices=_list({"type": "object"}),
+        choices=_OBJECTS,
         usage=_TOKENS_USED,
     ),
     "ResponseInput": _object(
         ("model", "input"),
         model=_STRING,
-        input={"anyOf": [_STRING, _list({"type": "object"})]},
+        input={"anyOf": [_STRING, _OBJECTS]},
         instructions=_STRING,
         stream=_BOOL,
         max_output_tokens=_SAMPLING["max_tokens"],
         temperature=_SAMPLING["temperature"],
         top_p=_SAMPLING["top_p"],
-        tools=_list({"type": "object"}),
+        tools=_OBJECTS,
         tool_choice={"type": ["string", "object"]},
         parallel_tool_calls=_BOOL,
-        text={"type": "object"},
-        reasoning={"type": "object"},
-        metadata={"type": "object"},
+        text=_OBJECT,
+        reasoning=_OBJECT,
+        metadata=_OBJECT,
     ),
     "Response": _object(
         ("id", "object", "created_at", "model", "status", "output"),
-        id=_STRING,
-        object=_STRING,
+        **_strings("id", "object", "model", "status"),
         created_at=_COUNT,
-        model=_STRING,
-        status=_STRING,
-        output=_list({"type": "object"}),
+        output=_OBJECTS,
         usage={"type": ["object", "null"]},
     ),
     "Messages": _object(
@@ -318,18 +317,15 @@ SCHEMAS: dict[str, _Schema] = {
         top_p=_SAMPLING["top_p"],
         top_k={"type": "integer", "minimum": 0},
         stop_sequences=_list(_STRING),
-        tools=_list({"type": "object"}),
-        tool_choice={"type": "object"},
+        tools=_OBJECTS,
+        tool_choice=_OBJECT,
     ),
     "Message": _object(
         ("id", "type", "role", "model", "content", "stop_reason"),
-        id=_STRING,
-        type=_STRING,
-        role=_STRING,
-        model=_STRING,
-        content=_list({"type": "object"}),
+        **_strings("id", "type", "role", "model"),
+        content=_OBJECTS,
         stop_reason={"type": ["string", "null"]},
-        usage={"type": "object"},
+        usage=_OBJECT,
     ),
     "TextsToRank": _object(
         ("model", "query", "documents"),
@@ -339,28 +335,24 @@ SCHEMAS: dict[str, _Schema] = {
         top_n=_COUNT,
         return_documents=_BOOL,
     ),
-    "Ranking": _object(
-        ("id", "model", "results"), id=_STRING, model=_STRING, results=_list({"type": "object"}), usage=_TOKENS_USED
-    ),
+    "Ranking": _object(("id", "model", "results"), id=_STRING, model=_STRING, results=_OBJECTS, usage=_TOKENS_USED),
     "TextsToScore": _object(("model", "text_1", "text_2"), model=_STRING, text_1=_TEXTS, text_2=_TEXTS),
     "Scores": _object(
         ("id", "object", "model", "data"),
-        id=_STRING,
-        object=_STRING,
+        **_strings("id", "object", "model"),
         created=_COUNT,
-        model=_STRING,
-        data=_list({"type": "object"}),
+        data=_OBJECTS,
         usage=_TOKENS_USED,
     ),
     "TextToTokenize": _object(
         ("model",),
         model=_STRING,
         prompt=_STRING,
-        messages=_list({"type": "object"}),
-        tools=_list({"type": "object"}),
+        messages=_OBJECTS,
+        tools=_OBJECTS,
         add_generation_prompt=_BOOL,
         continue_final_message=_BOOL,
-        chat_template_kwargs={"type": "object"},
+        chat_template_kwargs=_OBJECT,
         add_special_tokens=_BOOL,
     ),
     "Tokens": _object(
@@ -373,15 +365,13 @@ SCHEMAS: dict[str, _Schema] = {
     "TokensToText": _object(("model", "tokens"), model=_STRING, tokens=_list(_COUNT, VALUES)),
     "Speech": _object(
         ("model", "file"),
-        model=_STRING,
+        **_strings("model", "language", "prompt"),
         file={"type": "string", "contentMediaType": "application/octet-stream"},
-        language=_STRING,
-        prompt=_STRING,
         response_format={"type": "string", "enum": ["json", "text", "verbose_json", "srt", "vtt"]},
         temperature=_SAMPLING["temperature"],
         stream=_BOOL,
     ),
-    "Transcription": _object(("text",), text=_STRING, segments=_list({"type": "object"}), usage={"type": "object"}),
+    "Transcription": _object(("text",), text=_STRING, segments=_OBJECTS, usage=_OBJECT),
     "Prompt": _object(("prompt",), prompt=_STRING),
     "TextsToEmbed": _object(
         ("model", "input"),
@@ -391,7 +381,7 @@ SCHEMAS: dict[str, _Schema] = {
         dimensions={"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
     ),
     "EmbeddingList": _object(
-        ("object", "data", "model"), object=_STRING, data=_list({"type": "object"}), model=_STRING, usage=_TOKENS_USED
+        ("object", "data", "model"), object=_STRING, data=_OBJECTS, model=_STRING, usage=_TOKENS_USED
     ),
     "Filter": _object(ready=_BOOL),
     "Index": _list(_object(("name",), name=_STRING, version=_STRING, state=_STRING, reason=_STRING)),
@@ -403,7 +393,7 @@ SCHEMAS: dict[str, _Schema] = {
         }
     ),
     "Unload": _object(parameters=_object(unload_dependents=_BOOL, force=_BOOL)),
-    "Settings": {"type": "object"},
+    "Settings": _OBJECT,
     "Regions": _list(_object(("name", "byte_size"), name=_STRING, byte_size=_COUNT)),
     "SystemRegion": _object(("key", "byte_size"), key=_STRING, offset=_COUNT, byte_size=_COUNT),
     "CudaRegion": _object(
