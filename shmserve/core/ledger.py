@@ -59,7 +59,7 @@ class LedgerSegment(Struct, eq=False):
 
     @property
     def lost(self) -> bool:
-        """Was it device memory, which is freed when its process ends? Host memory is not."""
+        """True if it was device memory, which is freed when its process ends. Host memory is not."""
         return self.orphan and self.on_device
 
 

@@ -318,7 +318,7 @@ class ClientState(Struct, eq=False):
         """See `enter`."""
 
     def has_placed(self, handle: Handle) -> bool:
-        """Was this output placed in the client's own memory, as it requested? Such outputs are not holds."""
+        """True if this output was placed in the client's own memory, as it requested. Such outputs are not holds."""
         return handle.segment >> OWNER_SHIFT == self.number
 
     def of_others(self, handles: Iterable[Handle]) -> list[Handle]:
@@ -496,7 +496,7 @@ class Instance(Struct, eq=False):
 
     @property
     def is_tentative(self) -> bool:
-        """Was it added for more throughput and has not begun to load? With a memory budget, it may never load."""
+        """True if it was added for more throughput and has not begun to load. A memory budget may prevent its load."""
         return self.joining and self.state is InstanceState.WAITING
 
     @property
