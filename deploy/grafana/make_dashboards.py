@@ -380,8 +380,16 @@ def document(dashboard: Dashboard) -> dict[str, Any]:
     panels: list[dict[str, Any]] = []
     top = 0
     for row in dashboard.rows:
-        panels.append({"id": len(panels) + 1, "type": "row", "title": row.title, "collapsed": False,
-                       "gridPos": {"x": 0, "y": top, "w": WIDTH, "h": 1}, "panels": []})  # fmt: skip
+        panels.append(
+            {
+                "id": len(panels) + 1,
+                "type": "row",
+                "title": row.title,
+                "collapsed": False,
+                "gridPos": {"x": 0, "y": top, "w": WIDTH, "h": 1},
+                "panels": [],
+            }
+        )
         left, top = 0, top + 1
         for panel in row.panels:
             if left + panel.width > WIDTH:
@@ -395,8 +403,9 @@ def document(dashboard: Dashboard) -> dict[str, Any]:
         "title": dashboard.title,
         "uid": dashboard.uid,
         "tags": ["shmserve"],
-        "links": [{"type": "dashboards", "tags": ["shmserve"], "title": "Dashboards", "includeVars": True,
-                   "keepTime": True}],
+        "links": [
+            {"type": "dashboards", "tags": ["shmserve"], "title": "Dashboards", "includeVars": True, "keepTime": True}
+        ],
         "schemaVersion": 39,
         "version": 1,
         "editable": True,
@@ -405,7 +414,7 @@ def document(dashboard: Dashboard) -> dict[str, Any]:
         "timezone": "",
         "templating": {"list": [source, *[variable(name, query) for name, query in dashboard.variables]]},
         "panels": panels,
-    }  # fmt: skip
+    }
 
 
 def variable(name: str, query: str) -> dict[str, Any]:
