@@ -210,8 +210,8 @@ def unknown_policies(config: ModelConfig, cores: CoreSet) -> tuple[str, ...]:
 
 def _bound(spec: InstanceSpec, cores: CoreSet, policy: str) -> tuple[int, ...]:
     """The cores that a host policy or a GPU assigns to an instance; empty: any of the server's."""
-    found = cores.policies.get(policy, ())
-    return found or (cores.gpus.get(spec.device, ()) if spec.kind == "KIND_GPU" else ())
+    policy_cores = cores.policies.get(policy, ())
+    return policy_cores or (cores.gpus.get(spec.device, ()) if spec.kind == "KIND_GPU" else ())
 
 
 def _dealt(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: CoreSet) -> list[tuple[int, ...]]:
@@ -270,11 +270,11 @@ def _batching(dynamic: ModelDynamicBatching) -> BatchPolicy:
 
 
 def _padding(config: ModelConfig) -> PaddingPolicy | None:
-    found = padding_of(config)
-    if found is None:
+    padding = padding_of(config)
+    if padding is None:
         return None
-    inputs = tuple((entry.name, entry.axes) for entry in found.inputs)
-    return PaddingPolicy(inputs, found.lookahead, found.multiple, found.batch_cost)
+    inputs = tuple((entry.name, entry.axes) for entry in padding.inputs)
+    return PaddingPolicy(inputs, padding.lookahead, padding.multiple, padding.batch_cost)
 
 
 def _sequence(config: ModelConfig, sequence: ModelSequenceBatching) -> SequencePolicy:

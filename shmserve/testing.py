@@ -147,12 +147,12 @@ class Server:
             self._process.kill()
             self._process.wait()
             self._process = None
-            left = [pid for pid, descriptor in workers.items() if not _ended(descriptor)]
+            remaining = [pid for pid, descriptor in workers.items() if not _ended(descriptor)]
         finally:
             for descriptor in workers.values():
                 os.close(descriptor)
-        if left:
-            raise RuntimeError(f"worker process(es) {left} have outlived their server:\n{self.log}")
+        if remaining:
+            raise RuntimeError(f"worker process(es) {remaining} have outlived their server:\n{self.log}")
 
     def __enter__(self) -> Server:
         self.start()
@@ -221,10 +221,10 @@ class Server:
                 f"the server exited unexpectedly with code {code}" if alone else f"the server stopped with code {code}"
             )
             raise RuntimeError(f"{text}:\n{self.log}")
-        left = [name for name in (LANE, BROKER) if (self.runtime_dir / name).exists()]
-        left += [path.name for pid in pids for path in _SHM.glob(f"shmserve-{pid}-*")]
-        if left:
-            raise RuntimeError(f"the server has left {', '.join(left)} behind:\n{self.log}")
+        remaining = [name for name in (LANE, BROKER) if (self.runtime_dir / name).exists()]
+        remaining += [path.name for pid in pids for path in _SHM.glob(f"shmserve-{pid}-*")]
+        if remaining:
+            raise RuntimeError(f"the server has left {', '.join(remaining)} behind:\n{self.log}")
 
     def _directory(self) -> Path:
         if self._temporary is None:

@@ -73,32 +73,32 @@ def write(contexts: Contexts) -> None:
 
 def place_of(args: argparse.Namespace) -> Place:
     """Options, then the environment, then the current context, then this user's server."""
-    given = Place(
+    options = Place(
         url=args.url,
         runtime_dir=args.runtime_dir,
         token_file=os.fspath(args.token_file) if args.token_file is not None else None,
         server_key=args.server_key,
         key_file=args.key_file,
     )
-    place = _selected(args.context, given)
-    if given.token_file and not place.is_http:
+    place = _selected(args.context, options)
+    if options.token_file and not place.is_http:
         raise Misuse("--token-file is for servers at http://... and https://...")
     return place
 
 
-def _selected(name: str | None, given: Place) -> Place:
+def _selected(name: str | None, options: Place) -> Place:
     if name is None:
-        if given.url or given.runtime_dir:
-            return given
+        if options.url or options.runtime_dir:
+            return options
         if url := os.environ.get("SHMSERVE_URL"):
-            return msgspec.structs.replace(given, url=url)
+            return msgspec.structs.replace(options, url=url)
         if os.environ.get("SHMSERVE_RUNTIME_DIR"):
-            return given
+            return options
     contexts = read()
     name = name or contexts.current
     if not name:
-        return given
-    overriding = {field: value for field in Place.__struct_fields__ if (value := getattr(given, field)) is not None}
+        return options
+    overriding = {field: value for field in Place.__struct_fields__ if (value := getattr(options, field)) is not None}
     return msgspec.structs.replace(contexts.find(name), **overriding)
 
 

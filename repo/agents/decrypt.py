@@ -53,12 +53,12 @@ def _identities(path: Path) -> Sequence[Any]:
         if content.startswith(SSH_KEY):
             return [pyrage.ssh.Identity.from_buffer(content)]
         lines = [line.strip() for line in content.decode().splitlines()]
-        found = [pyrage.x25519.Identity.from_str(line) for line in lines if line and not line.startswith("#")]
+        identities = [pyrage.x25519.Identity.from_str(line) for line in lines if line and not line.startswith("#")]
     except (OSError, ValueError, pyrage.IdentityError) as error:
         raise Refused(f"{KEY} cannot be read: {error}") from None
-    if not found:
+    if not identities:
         raise Refused(f"{KEY} has no key; `age-keygen -o FILE` makes one")
-    return found
+    return identities
 
 
 def _decrypt(source: Path, target: Path, identities: Sequence[Any]) -> None:

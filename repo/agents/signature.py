@@ -38,8 +38,8 @@ class Signature(Agent):
         except InvalidSignature:
             raise Refused(f"{SIGNATURE} is not a signature of {MANIFEST} by the key of {KEY}") from None
         expected = _expected(manifest)
-        found = set(_files(model.folder))
-        if unsigned := sorted(found - set(expected)):
+        present = set(_files(model.folder))
+        if unsigned := sorted(present - set(expected)):
             raise Refused(f"{len(unsigned)} file(s) are not in {MANIFEST}, such as '{unsigned[0]}'")
         for name, digest in expected.items():
             if digest_of(model.folder, name, "sha256") != digest:

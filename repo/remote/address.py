@@ -95,9 +95,9 @@ def _split(scheme: str, rest: str) -> tuple[str, str]:
     if scheme in ("http", "https"):
         place, _, path = rest.partition("/")
         return f"{scheme}://{place}", path.strip("/")
-    if scheme == "s3" and (found := _ENDPOINT.match(rest)):
+    if scheme == "s3" and (match := _ENDPOINT.match(rest)):
         # Like Triton, without encryption unless the address says https.
-        return f"{found[1] or 'http://'}{found[2]}:{found[3]}", rest[found.end() :].strip("/")
+        return f"{match[1] or 'http://'}{match[2]}:{match[3]}", rest[match.end() :].strip("/")
     return "", rest.strip("/")
 
 

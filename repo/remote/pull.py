@@ -104,14 +104,14 @@ def _plan(store: Store, address: RemoteAddress, last: str, name: str) -> Plan:
     listed = store.files(last)
     if any(file.path == "config.pbtxt" or file.path.partition("/")[0].isdigit() for file in listed):
         return Plan(name or last.partition("@")[0], {file.path: file for file in listed})
-    found = [file for file in listed if file.path.endswith(".gguf") and "mmproj" not in file.path]
-    if len(found) != 1:
-        raise NotFound(f"{address}: {_choice(found)}")
-    return Plan(name or PurePosixPath(found[0].path).stem, {"1/model.gguf": found[0]})
+    weights = [file for file in listed if file.path.endswith(".gguf") and "mmproj" not in file.path]
+    if len(weights) != 1:
+        raise NotFound(f"{address}: {_choice(weights)}")
+    return Plan(name or PurePosixPath(weights[0].path).stem, {"1/model.gguf": weights[0]})
 
 
-def _choice(found: Sequence[RemoteFile]) -> str:
-    if not found:
+def _choice(weights: Sequence[RemoteFile]) -> str:
+    if not weights:
         return "it has neither a configuration nor a version directory nor a GGUF file; name a file"
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return f"name one of its files: {', '.join(file.path for file in found[:SHOWN])}{more}"
+    more = f" and {len(weights) - SHOWN} more" if len(weights) > SHOWN else ""
+    return f"name one of its files: {', '.join(file.path for file in weights[:SHOWN])}{more}"

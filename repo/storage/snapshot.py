@@ -58,9 +58,9 @@ class Snapshot(NamedTuple):
 
 def take(folder: Path) -> Snapshot:
     """Takes a snapshot of the model's directory. Raises OSError if it cannot be read."""
-    found = sorted(walk(folder))
-    newest = max((changed for _, _, changed in found), default=0)
-    return Snapshot({path: look for path, look, _ in found if path}, newest)
+    entries = sorted(walk(folder))
+    newest = max((changed for _, _, changed in entries), default=0)
+    return Snapshot({path: look for path, look, _ in entries if path}, newest)
 
 
 def is_of_version(path: str, number: int) -> bool:

@@ -69,10 +69,10 @@ TRITON_FLAGS = (
 
 def notes(values: dict[str, Any]) -> list[str]:
     """Logs lines for flags that were given but have no effect."""
-    given = [flag for flag in TRITON_FLAGS if flag.note and values.get(flag.dest) is not None]
-    return [f"--{flag.name} has no effect: {flag.note}" for flag in given]
+    noted = [flag for flag in TRITON_FLAGS if flag.note and values.get(flag.dest) is not None]
+    return [f"--{flag.name} has no effect: {flag.note}" for flag in noted]
 
 
 def refusals(values: dict[str, Any]) -> list[str]:
-    given = [flag for flag in TRITON_FLAGS if flag.refused and values.get(flag.dest)]
-    return [f"--{flag.name} true is not supported: {flag.refused}" for flag in given]
+    refused = [flag for flag in TRITON_FLAGS if flag.refused and values.get(flag.dest)]
+    return [f"--{flag.name} true is not supported: {flag.refused}" for flag in refused]

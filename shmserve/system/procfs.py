@@ -56,8 +56,8 @@ def anonymous_bytes(pid: int) -> tuple[int, int]:
     if now is None:  # an old kernel
         now = whole = own_bytes(pid) // 1024
     # All from one reading: a process that frees its memory as it exits would otherwise count it twice.
-    found = [_kilobytes(status, name) for name in (b"RssAnon:", b"VmHWM:", b"VmRSS:")]
-    anonymous, highest, resident = (size or 0 for size in found)
+    sizes = [_kilobytes(status, name) for name in (b"RssAnon:", b"VmHWM:", b"VmRSS:")]
+    anonymous, highest, resident = (size or 0 for size in sizes)
     peak = anonymous + max(0, highest - resident) - ((whole or 0) - now)
     return now * 1024, max(now, peak) * 1024
 

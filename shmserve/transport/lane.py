@@ -165,7 +165,7 @@ class Lane:
             if limit is None or limit > wait or (limit < KEPT_LIMIT_S and limit < wait * 0.25):
                 self._set_limit(wait if wait < FULL_LIMIT_S else wait * 0.5)
         try:
-            size, ancillary, got, _ = self._recvmsg_into(self._buffers, ANCILLARY_BYTES, flags)
+            size, ancillary, received_flags, _ = self._recvmsg_into(self._buffers, ANCILLARY_BYTES, flags)
         except BlockingIOError:
             return None
         except ConnectionResetError:  # reported once; after that, the last packets of the server can be read
@@ -173,10 +173,10 @@ class Lane:
         except OSError as error:
             raise ConnectionLost(f"the connection to the server ended ({error.strerror})") from error
         descriptors = received(ancillary) if ancillary else []
-        if size == 0 or got & _CUT:
+        if size == 0 or received_flags & _CUT:
             for descriptor in descriptors:
                 os.close(descriptor)
-            if got & _CTRUNC:
+            if received_flags & _CTRUNC:
                 raise ConnectionLost(f"reconnecting to the server: {LOST}")
             if size:
                 raise ProtocolError(f"the server sent a packet over the limit of {PACKET_BYTES} bytes")

@@ -195,20 +195,22 @@ def _requests(args: argparse.Namespace, client: Client, model: str, config: Mode
     from shmserve.terminal import inputs
 
     known = inputs.specs(client.metadata(model))
-    given = inputs.from_arguments(args.input, known)
-    if given.keys() >= known.keys():
-        return {len(next(iter(given.values()))) if config.max_batch_size else 1: [given]}
-    left = {name: spec for name, spec in known.items() if name not in given}
-    if given and config.max_batch_size:
-        raise Misuse(f"--input is missing for {', '.join(left)}: give all inputs of the model, or none")
+    entered = inputs.from_arguments(args.input, known)
+    if entered.keys() >= known.keys():
+        return {len(next(iter(entered.values()))) if config.max_batch_size else 1: [entered]}
+    others = {name: spec for name, spec in known.items() if name not in entered}
+    if entered and config.max_batch_size:
+        raise Misuse(f"--input is missing for {', '.join(others)}: give all inputs of the model, or none")
     shapes = inputs.shapes_from(args.shape, known)
-    found: Requests = {}
+    requests: Requests = {}
     for rows in ROWS if config.max_batch_size else (1,):
         if rows <= max(config.max_batch_size, 1):
             sized = {name: (rows, *shape[1:]) if config.max_batch_size else shape for name, shape in shapes.items()}
             batch = rows if config.max_batch_size else None
-            found[rows] = [given | inputs.random(left, batch, sized, args.seed + number) for number in range(SEEDS)]
-    return found
+            requests[rows] = [
+                entered | inputs.random(others, batch, sized, args.seed + number) for number in range(SEEDS)
+            ]
+    return requests
 
 
 # ------------------------------------------------------------------------------------------------- the outcome
@@ -235,7 +237,7 @@ def _write(args: argparse.Namespace, compared: Compared, document: Mapping[str, 
     print_commands(commands)
 
 
-def _differences(found: Sequence[Difference], screen: Screen) -> str:
+def _differences(differences: Sequence[Difference], screen: Screen) -> str:
     from shmserve.terminal.console import Column
 
     columns = [
@@ -251,6 +253,6 @@ def _differences(found: Sequence[Difference], screen: Screen) -> str:
             f"{one.value:.3g}" if one.value else "-",
             f"{one.same_class:.1%}" if one.same_class is not None else "-",
         ]
-        for one in found
+        for one in differences
     ]
     return screen.table(columns, rows)

@@ -54,7 +54,7 @@ def _file(provided: Path) -> Path:
 
 
 def _shapes(texts: list[str], network: Network) -> dict[str, tuple[int, ...]]:
-    found = {}
+    sizes = {}
     for text in texts:
         name, _, dims = text.partition("=")
         if name not in network.inputs:
@@ -63,8 +63,8 @@ def _shapes(texts: list[str], network: Network) -> dict[str, tuple[int, ...]]:
             raise Misuse(
                 f"--shape {text}: input '{name}' has {len(network.inputs[name])} dims, e.g. {name}=1,3,224,224"
             )
-        found[name] = tuple(map(int, dims.split(",")))
-    return found
+        sizes[name] = tuple(map(int, dims.split(",")))
+    return sizes
 
 
 # ------------------------------------------------------------------------------------------------- output

@@ -43,20 +43,20 @@ def recorder_of(client: AnyClient) -> HttpClient:
 def read(recorder: HttpClient, versions: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     """The history of the server, and those of versions of models."""
     try:
-        found = [{"name": "all models", "version": "", **recorder.history()}]
-        return found + [
+        histories = [{"name": "all models", "version": "", **recorder.history()}]
+        return histories + [
             {"name": name, "version": number, **recorder.history(name, number)} for name, number in versions
         ]
     except ServeError as error:
         raise Failed(f"{error}; the gateway records the history: name it by --url, with --token-file") from error
 
 
-def text(found: Sequence[Mapping[str, Any]], screen: Screen) -> str:
+def text(histories: Sequence[Mapping[str, Any]], screen: Screen) -> str:
     """A column of the curve shows the highest value of a minute."""
     from shmserve.tools.top.panels import sparkline
 
     rows = []
-    for one in found:
+    for one in histories:
         requests, slowest = (_minutes(one["coarse"][name]) for name in ("requests", "p99"))
         now = {name: values[-1] for name, values in one["fine"].items()}
         rows.append(

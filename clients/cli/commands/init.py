@@ -23,9 +23,9 @@ DESCRIBE_S = 300.0
 
 
 def init(args: argparse.Namespace) -> int:
-    found = described(args) if Path(args.source).suffix in TORCH_FILES else None
+    description = described(args) if Path(args.source).suffix in TORCH_FILES else None
     try:
-        starter = starter_of(args.source, found)
+        starter = starter_of(args.source, description)
         files = write(starter, args.name, args.repository)
     except NotFound as error:
         raise Misuse(str(error)) from error

@@ -38,15 +38,15 @@ class TrustedProxies:
 
     def caller(self, named: str) -> str:
         """The address of the caller, from the value of a header; "" if it names none."""
-        found = ""
+        client = ""
         for part in reversed(named.split(",")):
             address = parsed_address(_address_in(part))
             if address is None:
                 break
-            found = str(address)
+            client = str(address)
             if not self._contains(address):
                 break
-        return found
+        return client
 
     def _contains(self, address: Address) -> bool:
         return any(address in network for network in self._networks)

@@ -91,7 +91,7 @@ class Collection(Generic[_Value]):
 
     def _taken(self, ticket: _Ticket, answer: Reply | Held) -> SlicedWork[None]:
         reply: Any = answer.reply if type(answer) is Held else answer
-        found: tuple[str, tuple[int, ...], Buffer] | None = None
+        result: tuple[str, tuple[int, ...], Buffer] | None = None
         mask: Any = None
         for number, tensor in enumerate(reply.outputs):
             data = tensor.data
@@ -99,14 +99,14 @@ class Collection(Generic[_Value]):
                 parts = answer.buffers[number]
                 data = joined(parts) if size_of(parts) <= COPY_BYTES else (yield from joined_in_slices(parts))
             if tensor.name == self._output:
-                found = tensor.dtype, tensor.shape, data
+                result = tensor.dtype, tensor.shape, data
             elif tensor.name == INPUT_TOKENS:
                 self.tokens += int.from_bytes(data, "little")
             elif tensor.name == MASK:
                 mask = np.frombuffer(data, to_numpy(tensor.dtype))
-        if found is None:
+        if result is None:
             raise ModelFailed(f"model '{self._model}' returned no output '{self._output}'")
-        dtype, shape, data = found
+        dtype, shape, data = result
         if self._pooling:
             values = yield from pooled(self._pooling, dtype, shape, data, mask)
             shape = values.shape

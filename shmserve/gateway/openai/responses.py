@@ -105,30 +105,30 @@ def without_long_strings(request: ResponsesRequest) -> ResponsesRequest:
     return replace(request, instructions=None, tools=None, text=None, metadata=None)
 
 
-def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    found: list[dict[str, Any]] = []
-    for number, item in enumerate(given):
+def _messages(conversation: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if isinstance(conversation, str):
+        return [{"role": "user", "content": conversation}]
+    messages: list[dict[str, Any]] = []
+    for number, item in enumerate(conversation):
         where = f"input[{number}]"
         match item.get("type", "message"):
             case "message":
-                found.append(_message(where, item))
+                messages.append(_message(where, item))
             case "function_call":
                 call = {"name": item.get("name"), "arguments": item.get("arguments")}
                 if not all(isinstance(value, str) for value in (*call.values(), item.get("call_id"))):
                     raise BadParameter(where, f"'{where}' needs the strings 'call_id', 'name' and 'arguments'")
                 calls = {"id": item["call_id"], "type": "function", "function": call}
-                if found and found[-1]["role"] == "assistant" and "tool_calls" in found[-1]:
-                    found[-1]["tool_calls"].append(calls)
+                if messages and messages[-1]["role"] == "assistant" and "tool_calls" in messages[-1]:
+                    messages[-1]["tool_calls"].append(calls)
                 else:
-                    found.append({"role": "assistant", "content": None, "tool_calls": [calls]})
+                    messages.append({"role": "assistant", "content": None, "tool_calls": [calls]})
             case "function_call_output":
                 content = bodies.text_parts(f"{where}.output", item.get("output"), _TEXTS)
-                found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             case kind:
                 raise BadParameter(f"{where}.type", f"items of the type {str(kind)[:40]!r} are not supported")
-    return found
+    return messages
 
 
 def _message(where: str, item: dict[str, Any]) -> dict[str, Any]:
@@ -148,16 +148,16 @@ def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
 
-def _tool_choice(given: Any) -> Any:
-    if isinstance(given, dict) and given.get("type") == "function":
-        return {"type": "function", "function": {"name": given.get("name")}}
-    return given
+def _tool_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
 
 
-def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    if given is None or given.get("type") != "json_schema":
-        return given
-    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+def _format(schema: dict[str, Any] | None) -> dict[str, Any] | None:
+    if schema is None or schema.get("type") != "json_schema":
+        return schema
+    return {"type": "json_schema", "json_schema": {name: value for name, value in schema.items() if name != "type"}}
 
 
 class ResponsesFormat(ChatFormat):

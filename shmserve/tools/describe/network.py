@@ -136,8 +136,8 @@ def _is_scalar(value: Any) -> bool:
     return value.type.tensor_type.HasField("shape") and not value.type.tensor_type.shape.dim
 
 
-def _chosen(declared: Shape, given: Shape | None, rows: int | None) -> Shape:
-    shape = given or tuple(1 if dim < 0 else dim for dim in declared)
+def _chosen(declared: Shape, sample: Shape | None, rows: int | None) -> Shape:
+    shape = sample or tuple(1 if dim < 0 else dim for dim in declared)
     return (rows, *shape[1:]) if rows is not None else shape
 
 
@@ -158,21 +158,21 @@ def _bytes(element: int, shape: Shape) -> int:
 
 
 def _operators(graph: Any, sizes: Mapping[str, Shape], weights: Mapping[str, Any]) -> list[Operators]:
-    found: dict[str, Operators] = {}
+    operators: dict[str, Operators] = {}
     counted: set[str] = set()
     for node in graph.node:
-        before = found.get(node.op_type, Operators(node.op_type, 0, 0, 0, 0))
+        before = operators.get(node.op_type, Operators(node.op_type, 0, 0, 0, 0))
         own = [name for name in node.input if name in weights and name not in counted]
         counted.update(own)
         flops = _flops(node, sizes)
-        found[node.op_type] = Operators(
+        operators[node.op_type] = Operators(
             node.op_type,
             before.calls + 1,
             before.flops + (flops or 0),
             before.parameters + sum(prod(weights[name].dims) for name in own),
             before.unknown + (flops is None),
         )
-    return sorted(found.values(), key=lambda one: (-one.flops, -one.parameters, one.kind))
+    return sorted(operators.values(), key=lambda one: (-one.flops, -one.parameters, one.kind))
 
 
 def _flops(node: Any, sizes: Mapping[str, Shape]) -> int | None:

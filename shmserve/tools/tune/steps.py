@@ -33,26 +33,26 @@ def step_uses(
     """The busiest first. `before` and `after`: documents of statistics. `instances`: of each model, and only of those
     that have some, which ensembles have not."""
     old, new = _sums(before), _sums(after)
-    found = []
+    uses = []
     for model, count in instances.items():
         batches, rows, ns = (b - a for a, b in zip(old.get(model, (0, 0, 0)), new[model], strict=True))
-        made = max(batches, 1)
-        found.append(StepUse(model, count, ns / (elapsed_ns * count), ns / made / 1e6, rows / made))
-    return sorted(found, key=lambda use: -use.busy)
+        divisor = max(batches, 1)
+        uses.append(StepUse(model, count, ns / (elapsed_ns * count), ns / divisor / 1e6, rows / divisor))
+    return sorted(uses, key=lambda use: -use.busy)
 
 
 def _sums(document: Mapping[str, Any]) -> dict[str, tuple[int, int, int]]:
     """Model -> batches, rows, and nanoseconds of its batches, over its versions."""
-    found: dict[str, tuple[int, int, int]] = {}
+    sums: dict[str, tuple[int, int, int]] = {}
     for entry in document["model_stats"]:
-        batches, rows, ns = found.get(entry["name"], (0, 0, 0))
+        batches, rows, ns = sums.get(entry["name"], (0, 0, 0))
         for sized in entry["batch_stats"]:
             count = sized["compute_infer"]["count"]
             batches += count
             rows += count * sized["batch_size"]
             ns += sum(sized[phase]["ns"] for phase in PHASES)
-        found[entry["name"]] = batches, rows, ns
-    return found
+        sums[entry["name"]] = batches, rows, ns
+    return sums
 
 
 def text(uses: Sequence[StepUse], screen: Screen) -> str:

@@ -124,10 +124,10 @@ class Collector:
         end = min(self.until.values())
         return end, self.peek(end - SECOND, end)
 
-    def error_counts(self, found: Responses) -> Counter[str]:
+    def error_counts(self, responses: Responses) -> Counter[str]:
         counts: Counter[str] = Counter()
         for process, texts in self.errors.items():
-            codes = found.code[(found.process == process) & (found.code > 0)]
+            codes = responses.code[(responses.process == process) & (responses.code > 0)]
             for code, count in zip(*np.unique(codes, return_counts=True), strict=True):
                 counts[texts[int(code) - 1]] += int(count)
         return counts
@@ -149,24 +149,24 @@ def _joined(chunks: list[Responses], gaps: list[tuple[Array, Array]], start: int
     return Responses(gaps=np.concatenate(between), **columns)
 
 
-def window_of(found: Responses, start: int, end: int, origin: int, deadline_ns: int) -> Window:
-    good = found.good
+def window_of(responses: Responses, start: int, end: int, origin: int, deadline_ns: int) -> Window:
+    good = responses.good
     return Window(
         start_ns=start - origin,
         length_ns=end - start,
         good=len(good),
-        failed=len(found.code) - len(good),
+        failed=len(responses.code) - len(good),
         late=int((good > deadline_ns).sum()) if deadline_ns else 0,
         mean_ns=float(good.mean()) if len(good) else 0.0,
         percentiles=window_percentiles(good),
     )
 
 
-def timeline(found: Responses, start: int, end: int, origin: int) -> list[Window]:
+def timeline(responses: Responses, start: int, end: int, origin: int) -> list[Window]:
     """The window in equal parts."""
     edges = [start + (end - start) * number // PARTS for number in range(PARTS + 1)]
     return [
-        window_of(_chosen(found, (found.done >= left) & (found.done < right)), left, right, origin, 0)
+        window_of(_chosen(responses, (responses.done >= left) & (responses.done < right)), left, right, origin, 0)
         for left, right in pairwise(edges)
     ]
 

@@ -88,8 +88,8 @@ class Generator:
         if prompts is not None:
             if not isinstance(target, PromptTarget):
                 raise Unsupported("prompts are sent natively or to an OpenAI API: use --openai URL, or no --url")
-            made = await make_prompts(prompts, partial(_count_tokens, target, facts, options))
-            bodies = [target.prepare_prompt(prompt, facts, options) for prompt in made]
+            written = await make_prompts(prompts, partial(_count_tokens, target, facts, options))
+            bodies = [target.prepare_prompt(prompt, facts, options) for prompt in written]
         else:
             feeds = request_inputs(plan.inputs, plan.model, facts)
             bodies = [target.prepare(feed, facts, options) for feed in feeds]

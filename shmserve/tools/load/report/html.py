@@ -97,12 +97,12 @@ def _curve(run: Run) -> str:
 
 def _tokens(run: Run) -> str:
     """Charts for a language model: tokens per second, and the times of tokens, by load."""
-    found = [(point, point.language) for point in run.points if point.language is not None]
-    if len(found) < 2:
+    measured = [(point, point.language) for point in run.points if point.language is not None]
+    if len(measured) < 2:
         return ""
     rates = [
-        Series("in", [(point.value, language.prompt_per_s.mean) for point, language in found]),
-        Series("out", [(point.value, language.output_per_s.mean) for point, language in found]),
+        Series("in", [(point.value, language.prompt_per_s.mean) for point, language in measured]),
+        Series("out", [(point.value, language.output_per_s.mean) for point, language in measured]),
     ]
     times = [
         Series(
@@ -114,8 +114,8 @@ def _tokens(run: Run) -> str:
             ],
         )
         for head, pairs in (
-            ("first token", [(point, point.first_answer) for point, _ in found]),
-            ("between tokens", [(point, language.between_tokens) for point, language in found]),
+            ("first token", [(point, point.first_answer) for point, _ in measured]),
+            ("between tokens", [(point, language.between_tokens) for point, language in measured]),
         )
         for name in ("p50", "p99")
     ]

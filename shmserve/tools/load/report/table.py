@@ -69,7 +69,7 @@ def _streams(points: Sequence[Point], screen: Screen) -> str:
 
 def _tokens(points: Sequence[Point], screen: Screen) -> str:
     """Of a language model."""
-    found = [(point, point.language) for point in points if point.language is not None]
+    measured = [(point, point.language) for point in points if point.language is not None]
     columns = [Column("tokens"), *(Column(name, right=True) for name in ("in/s", "out/s"))]
     columns += [Column(name, right=True, rank=2) for name in ("in/request", "out/request")]
     rows = [
@@ -80,17 +80,17 @@ def _tokens(points: Sequence[Point], screen: Screen) -> str:
             f"{language.prompt_tokens:,.0f}",
             f"{language.output_tokens:,.0f}",
         ]
-        for point, language in found
+        for point, language in measured
     ]
-    times = [(point.first_answer, language.between_tokens) for point, language in found]
+    times = [(point.first_answer, language.between_tokens) for point, language in measured]
     for place, head in enumerate(("first token", "between tokens")):
         for name in ("p50", "p90", "p99"):
             columns.append(Column(f"{head} {name}" if name == "p50" else name, right=True, rank=_RANKS.get(name, 0)))
             for row, pair in zip(rows, times, strict=True):
                 row.append(percentile_text(pair[place], name))
-    if any(language.good is not None for _, language in found):
+    if any(language.good is not None for _, language in measured):
         columns.append(Column("good/s", right=True))
-        for row, (_, language) in zip(rows, found, strict=True):
+        for row, (_, language) in zip(rows, measured, strict=True):
             row.append(rate_text(language.good.mean) if language.good is not None else "-")
     return screen.table(columns, rows)
 
@@ -207,29 +207,32 @@ def rate_text(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
-def share_text(found: Interval) -> str:
-    if not found.mean:
+def share_text(interval: Interval) -> str:
+    if not interval.mean:
         return "-"
-    return f"{found.half / found.mean:.1%}" if found.half < found.mean else TOO_FEW
+    return f"{interval.half / interval.mean:.1%}" if interval.half < interval.mean else TOO_FEW
 
 
-def percentile_text(found: Latencies | None, name: str) -> str:
-    value = found.percentiles.get(name) if found is not None else None
+def percentile_text(latencies: Latencies | None, name: str) -> str:
+    value = latencies.percentiles.get(name) if latencies is not None else None
     return duration_text(value.mean / SECOND) if value is not None else "-"
 
 
 # ---------------------------------------------------------------------------------------- comparison
 
 
-def comparison_text(found: RunComparison, names: tuple[str, str], screen: Screen) -> str:
+def comparison_text(comparison: RunComparison, names: tuple[str, str], screen: Screen) -> str:
     columns = [Column("load"), Column("metric"), Column(names[0], right=True), Column(names[1], right=True)]
     columns += [Column("difference", right=True), Column("interval", right=True, rank=1)]
     columns.append(Column("verdict", style=lambda text: VERDICTS.get(text, "")))
-    text = screen.table(columns, [_change_row(change) for change in found.changes])
-    verdict = screen.wrapped(f"{names[1]} is {_sentence(found, names[0])}", "", "    ", VERDICTS.get(found.verdict, ""))
-    notes = [line for note in found.notes for line in screen.wrapped(f"note: {note}", "", "    ")]
-    each = f"{found.row_confidence:.4%}".rstrip("0%").rstrip(".")
-    about = f"confidence: {found.confidence * 100:g} % for the whole verdict, which requires {each} % for each interval"
+    text = screen.table(columns, [_change_row(change) for change in comparison.changes])
+    verdict = screen.wrapped(
+        f"{names[1]} is {_sentence(comparison, names[0])}", "", "    ", VERDICTS.get(comparison.verdict, "")
+    )
+    notes = [line for note in comparison.notes for line in screen.wrapped(f"note: {note}", "", "    ")]
+    each = f"{comparison.row_confidence:.4%}".rstrip("0%").rstrip(".")
+    confidence = f"{comparison.confidence * 100:g}"
+    about = f"confidence: {confidence} % for the whole verdict, which requires {each} % for each interval"
     return "\n".join([text, "", *verdict, *notes, *screen.wrapped(about, "", "    ", FAINT)])
 
 
