@@ -15,7 +15,7 @@ from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.lease import FakeLease
 from tests.support.core.fakes.tensors import one_input
 from tests.support.core.fakes.worker import FakeWorker
-from tests.support.core.world import World
+from tests.support.core.world import Recorded
 
 MS = 10**6
 X, Y = (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),)
@@ -26,18 +26,14 @@ def model(name: str = "m", max_batch: int = 8, batching: BatchPolicy | None = BA
     return ModelPolicy(name, more.pop("version", 1), max_batch, X, Y, batching, **more)
 
 
-class Lent(World):
+class Lent(Recorded):
     """With the model `m` and a client that accepts leases. Records the messages about them."""
 
     def __init__(self, policy: ModelPolicy | None = None, instances: int = 1, **limits: Any) -> None:
         super().__init__(Limits(**limits))
         self.numbers = 0
-        self.effects: list[Any] = []
         self.deploy(policy or model(), instances)
         self.client = self.connect("a", leases=True)
-
-    def tell(self, effect: Any) -> None:
-        self.effects.append(effect)
 
     def infer(self, client: FakeClient, rows: int = 1, model: str = "m", **more: Any) -> Infer:
         """`data`: of its input, instead of inline bytes."""
@@ -87,7 +83,7 @@ class Lent(World):
         self.settle()
 
     def started(self) -> list[StartLease]:
-        return [effect for effect in self.effects if isinstance(effect, StartLease)]
+        return self.of(StartLease)
 
     @property
     def version(self) -> Version:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from shmserve.core import events, states
 from shmserve.core.core import Core
@@ -39,6 +39,7 @@ from tests.support.core.fakes.worker import FakeWorker
 
 START = 1_000_000 * 10**9
 OUTPUTS = {"lane": "memfd", "zmq": "posix"}
+T = TypeVar("T")
 
 
 class World:
@@ -330,3 +331,17 @@ class World:
         number = (client.peer << 32) + 1 + len(client.own)
         client.own[number] = size
         return Map(number, size, None if client.plane == "lane" else f"/segment-{number}")
+
+
+class Recorded(World):
+    """Keeps the effects, in order."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        super().__init__(limits)
+        self.effects: list[Any] = []
+
+    def tell(self, effect: Any) -> None:
+        self.effects.append(effect)
+
+    def of(self, kind: type[T]) -> list[T]:
+        return [effect for effect in self.effects if isinstance(effect, kind)]

@@ -14,21 +14,17 @@ from shmserve.core.intake.admission import Admission
 from shmserve.core.internal_errors import ERRORS_PER_TURN, INTERNAL_ERROR
 from shmserve.protocol.messages import Cancel, Columns, Fail, Goodbye, InferBatch, Reply, TensorForm
 from tests.support.core.policies import plain
-from tests.support.core.world import World
+from tests.support.core.world import Recorded
 
 
-class Faulty(World):
+class Faulty(Recorded):
     def __init__(self, survive: bool = True) -> None:
         super().__init__()
         self.core = Core("test", survive=survive)
-        self.effects: list[Any] = []
         self.deploy(plain())
 
-    def tell(self, effect: Any) -> None:
-        self.effects.append(effect)
-
     def logs(self) -> list[str]:
-        return [effect.text for effect in self.effects if isinstance(effect, Log) and effect.level == "critical"]
+        return [log.text for log in self.of(Log) if log.level == "critical"]
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +51,7 @@ def test_the_client_is_disconnected_and_the_rest_of_the_turn_is_processed() -> N
     good, bad = world.connect("good"), world.connect("bad")
     world.turn([bad.infer(1), bad.infer(13), good.infer(2)])
     assert bad.ended
-    sent = [effect.message for effect in world.effects if isinstance(effect, Send)]
+    sent = [effect.message for effect in world.of(Send)]
     (goodbye,) = [message for message in sent if isinstance(message, Goodbye)]
     assert goodbye.code == "INTERNAL"
     assert "thirteen" not in goodbye.text
@@ -74,7 +70,7 @@ def test_the_worker_is_killed_and_its_requests_are_run_by_another() -> None:
     client = world.connect("a")
     world.turn([client.infer(number) for number in (1, 2, 3)])
     world.finish_all()
-    (kill,) = [effect for effect in world.effects if isinstance(effect, Kill)]
+    (kill,) = world.of(Kill)
     assert f"{INTERNAL_ERROR} in its Done" in kill.reason
     for _ in range(2):
         world.advance(world.now + 10**10)

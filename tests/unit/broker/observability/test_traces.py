@@ -18,14 +18,13 @@ from shmserve.broker.observability.log_settings import LogSettings
 from shmserve.broker.observability.trace_tensors import ELEMENTS, STRING_BYTES, activities
 from shmserve.broker.observability.traces import TraceFile, TraceSettings, config, lines, merged, otel_settings
 from shmserve.core.effects import Log, Traced
-from shmserve.core.limits import Limits
 from shmserve.core.owners.trace import PER_SECOND, Sample
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
 from shmserve.otel.settings import OtelSettings
 from shmserve.protocol.messages import Handle, Infer, More, Options, Tensor
 from tests.support.broker.log_settings import log_settings
-from tests.support.core.world import World
+from tests.support.core.world import Recorded
 from tests.support.manual_loop import ManualLoop
 
 pytestmark = pytest.mark.usefixtures("own_log")
@@ -395,17 +394,12 @@ def test_trace_lines_have_the_format_of_triton() -> None:
     assert sum("timestamps" in line for line in timed) == 4
 
 
-class Sampled(World):
+class Sampled(Recorded):
     def __init__(self, policy: ModelPolicy) -> None:
-        super().__init__(Limits())
-        self.found: list[Traced] = []
+        super().__init__()
         self.deploy(policy, large="y")
         self.core.state.observers.traces.samples[""] = Sample(1, tensors=True)
         self.client = self.connect("c")
-
-    def tell(self, effect: Any) -> None:
-        if isinstance(effect, Traced):
-            self.found.append(effect)
 
 
 def test_inputs_and_outputs_of_a_request_are_traced() -> None:
@@ -415,7 +409,7 @@ def test_inputs_and_outputs_of_a_request_are_traced() -> None:
     world.turn([(world.client.peer, Infer(1, "m", 0, (x,)))])
     world.worker("m_0").finish(world.now)
     world.settle()
-    (found,) = world.found
+    (found,) = world.of(Traced)
     assert found.tensors is not None
     inputs, (y,) = found.tensors
     assert inputs == (x,)
@@ -435,6 +429,6 @@ def test_memory_of_earlier_parts_is_not_read() -> None:
     for last in (False, True):
         worker.part(request, last)
         world.turn(world.heard(worker))
-    (found,) = world.found
+    (found,) = world.of(Traced)
     assert found.tensors is not None
     assert [bool(tensor.data) for tensor in found.tensors[1]] == [False, True]

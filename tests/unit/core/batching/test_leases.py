@@ -139,7 +139,7 @@ def test_leased_requests_are_included_in_trace_sampling() -> None:
     holder = world.holder()
     world.turn([(holder.peer, LeaseLogged(world.lease().number))])
     assert not world.is_over()
-    traces = [effect for effect in world.effects if isinstance(effect, Traced)]
+    traces = world.of(Traced)
     seen = ALONE + 1  # before the lease
     places = [index for index in range(6) if (seen + index + 1) % 3 == 0]
     assert len(traces) == len(places) == 2

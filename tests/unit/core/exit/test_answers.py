@@ -31,23 +31,15 @@ from shmserve.protocol.worker_messages import Done, Row
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.policies import plain
-from tests.support.core.world import World
+from tests.support.core.world import Recorded
 
 POLICY = plain()
 LAST = 2**63 - 1
 
 
-class Recorded(World):
-    def __init__(self, limits: Limits | None = None) -> None:
-        super().__init__(limits)
-        self.effects: list[Any] = []
-
-    def tell(self, effect: Any) -> None:
-        self.effects.append(effect)
-
-    def sent(self, peer: int, kind: type) -> list[Any]:
-        found = [effect.message for effect in self.effects if isinstance(effect, Send) and effect.peer == peer]
-        return [message for message in found if isinstance(message, kind)]
+def sent(world: Recorded, peer: int, kind: type) -> list[Any]:
+    found = [effect.message for effect in world.of(Send) if effect.peer == peer]
+    return [message for message in found if isinstance(message, kind)]
 
 
 def own(worker: FakeWorker, offset: int, size: int = 4, index: int = 1) -> Handle:
@@ -96,7 +88,7 @@ def test_a_worker_that_answers_with_foreign_memory_is_killed(case: str) -> None:
         "INTERNAL",
         "model 'm' version 1 sent a response with memory that it does not own",
     )
-    assert [effect.peer for effect in world.effects if isinstance(effect, Kill)] == [worker.peer]
+    assert [effect.peer for effect in world.of(Kill)] == [worker.peer]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +124,7 @@ def test_frames_of_unknown_clients_are_freed() -> None:
 def test_welcome_contains_the_limits() -> None:
     world = Recorded(Limits(client_requests=5, client_segments=6, client_held_bytes=7))
     client = world.connect("a")
-    welcome = world.sent(client.peer, Welcome)[0]
+    welcome = sent(world, client.peer, Welcome)[0]
     assert (welcome.protocol, welcome.owner, welcome.server) == (1, client.peer, "test")
     assert welcome.limits == {
         "packet_bytes": 192 * 1024,
@@ -153,8 +145,8 @@ def test_pings_queries_and_bye() -> None:
     world = Recorded()
     client = world.connect("a")
     world.turn([(client.peer, Ping(77)), (client.peer, Pong(1)), (client.peer, Ask(5, "live"))])
-    assert world.sent(client.peer, Pong) == [Pong(77)]
-    assert [effect for effect in world.effects if isinstance(effect, Query)] == [Query(client.peer, Ask(5, "live"))]
+    assert sent(world, client.peer, Pong) == [Pong(77)]
+    assert world.of(Query) == [Query(client.peer, Ask(5, "live"))]
     world.turn([(client.peer, Bye())])
     assert client.peer not in world.clients
 
@@ -164,7 +156,7 @@ def test_segments_outside_the_range_of_a_client_disconnect_it(segment: int) -> N
     world = Recorded()
     client = world.connect("a")
     world.turn([(client.peer, Map(segment, 10))])
-    assert "not in this connection's range" in world.sent(client.peer, Goodbye)[0].text
+    assert "not in this connection's range" in sent(world, client.peer, Goodbye)[0].text
 
 
 def test_messages_of_peers_that_have_ended_are_ignored() -> None:

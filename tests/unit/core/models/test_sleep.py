@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from shmserve.core.effects import Spawn
 from shmserve.core.limits import Limits
 from shmserve.protocol.messages import DEVICE, Handle, Infer, Map, Tensor
 from tests.support.core.machine import MS
 from tests.support.core.policies import plain
-from tests.support.core.world import World
+from tests.support.core.world import Recorded, World
 
 
 def test_a_model_with_tensors_on_a_gpu_does_not_sleep() -> None:
@@ -40,21 +38,9 @@ def test_a_model_with_tensors_on_a_gpu_does_not_sleep() -> None:
     assert not ledger.segments
 
 
-class Spawning(World):
-    """Records which processes are urgent."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.urgent: list[bool] = []
-        super().__init__(limits)
-
-    def tell(self, effect: Any) -> None:
-        if isinstance(effect, Spawn):
-            self.urgent.append(effect.urgent)
-
-
 def test_loading_is_urgent_while_requests_wait_for_it() -> None:
     """A process that loads for an operator has lower priority than requests."""
-    world = Spawning(Limits(idle_unload_ns=10 * MS))
+    world = Recorded(Limits(idle_unload_ns=10 * MS))
     world.deploy(plain(), 2)
     world.advance(world.now + 10 * MS)
     client = world.connect("c")
@@ -62,4 +48,4 @@ def test_loading_is_urgent_while_requests_wait_for_it() -> None:
     world.turn([(client.peer, Infer(1, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)))])
     world.finish_running()
     world.deploy(plain(), 3)
-    assert world.urgent == [False, False, True, True, False]
+    assert [spawn.urgent for spawn in world.of(Spawn)] == [False, False, True, True, False]

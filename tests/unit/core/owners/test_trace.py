@@ -17,28 +17,20 @@ from tests.support.core.calling import caller_of
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import one_input
 from tests.support.core.policies import plain, step
-from tests.support.core.world import World
+from tests.support.core.world import Recorded
 
 MS = 1_000_000
 POLICY = plain(max_batch=256)
 
 
-class Logged(World):
+class Logged(Recorded):
     def __init__(self) -> None:
         super().__init__()
-        self.logs: list[Log] = []
-        self.samples: list[Traced] = []
         self.deploy(POLICY)
         self.client = self.connect("c")
 
-    def tell(self, effect: Any) -> None:
-        if isinstance(effect, Log):
-            self.logs.append(effect)
-        elif isinstance(effect, Traced):
-            self.samples.append(effect)
-
     def traced(self) -> list[dict[str, Any]]:
-        return [effect.fields for effect in self.logs if effect.fields and "trace_id" in effect.fields]
+        return [log.fields for log in self.of(Log) if log.fields and "trace_id" in log.fields]
 
 
 def infer(
@@ -65,7 +57,7 @@ def test_a_traced_request_of_a_batch() -> None:
         "code": "OK", "answered_us": 9000, "instance": "m_0", "batch_rows": 2, "reason": "idle",
         "queued_us": 6000, "input_us": 0, "infer_us": 3000, "output_us": 0,
     }  # fmt: skip
-    (log,) = (log for log in world.logs if log.fields and "trace_id" in log.fields)
+    (log,) = (log for log in world.of(Log) if log.fields and "trace_id" in log.fields)
     assert log.level == "info"
     assert log.text.startswith("trace why: OK, model m, version 1, ")
     assert not world.core.state.observers.traces.active
@@ -91,7 +83,7 @@ def test_traces_per_second_and_the_length_of_ids_are_limited() -> None:
     world.turn([infer(world.client, number, trace_id="x" * 1000) for number in many])
     assert len(world.core.state.observers.traces.active) == PER_SECOND
     assert {len(trace.id) for trace in world.core.state.observers.traces.active.values()} == {ID_LENGTH}
-    assert [log.level for log in world.logs if "are not traced" in log.text] == ["warning"]
+    assert [log.level for log in world.of(Log) if "are not traced" in log.text] == ["warning"]
     world.now += 1000 * MS
     world.turn([infer(world.client, 1000, trace_id="next")])
     assert len(world.core.state.observers.traces.active) == PER_SECOND + 1
@@ -106,7 +98,7 @@ def test_a_model_has_its_own_sample_beside_the_records_of_callers() -> None:
     samples["m"] = Sample(1)
     world.turn([infer(world.client, 2, timeout_us=1000, trace_id="why")])
     world.advance(world.now + 2 * MS)
-    (sample,) = world.samples
+    (sample,) = world.of(Traced)
     assert sample.log is not None
     assert sample.log.text.startswith("trace why: DEADLINE_EXCEEDED, ")
     assert sample.times == ()
@@ -134,9 +126,9 @@ def test_steps_and_calls_are_traced_with_the_request_that_they_are_for() -> None
     world.turn([*world.heard(calling), infer(world.client, 1)])
     for name in ("n_0", "m_0", "m_0"):
         world.finish(name)
-    traced = [(sample.number, sample.parent, sample.fields["model"], sample.model) for sample in world.samples]
+    traced = [(sample.number, sample.parent, sample.fields["model"], sample.model) for sample in world.of(Traced)]
     assert traced == [(4, 3, "n", "f"), (3, 2, "m", "f"), (2, 1, "e", "f"), (1, 0, "f", "f")]
-    assert all(len(sample.times) == (4 if sample.number > 2 else 0) for sample in world.samples)
+    assert all(len(sample.times) == (4 if sample.number > 2 else 0) for sample in world.of(Traced))
     assert not world.core.state.observers.traces.active
     world.turn([infer(world.client, 3, model="f")])
     assert not world.core.state.observers.traces.active, "the count is used up"
@@ -173,12 +165,12 @@ def test_a_request_with_a_sampled_context_is_traced_regardless_of_the_rate() -> 
     world.turn([infer(world.client, 4, traceparent=7), infer(world.client, 5)])
     for _ in range(5):
         world.finish_all()
-    found = {sample.fields["request"]: sample.context for sample in world.samples if not sample.parent}
+    found = {sample.fields["request"]: sample.context for sample in world.of(Traced) if not sample.parent}
     assert found == {2: TraceContext(PARENT[3:35], PARENT[36:52], True, "a=1"), 4: None}, (
         "1, 3 and 4 count for the rate"
     )
-    (child,) = [sample for sample in world.samples if sample.parent]
-    (whole,) = [sample for sample in world.samples if sample.fields["request"] == 2]
+    (child,) = [sample for sample in world.of(Traced) if sample.parent]
+    (whole,) = [sample for sample in world.of(Traced) if sample.fields["request"] == 2]
     assert (child.parent, child.root, child.context) == (whole.number, whole.number, whole.context)
     assert (child.fields["kind"], whole.root) == ("step", whole.number)
 
