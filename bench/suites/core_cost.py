@@ -1,5 +1,6 @@
 """The core's cost per request: turns of 32 Infer with 1 KB inline, batches of 32, and their Done; the same in columns;
-and requests of every other kind, as the simulator's clients and workers make them.
+the same for callers behind a gateway; and requests of every other kind, as the simulator's clients and workers make
+them.
 
     python -m bench.suites.core_cost [--requests 100000] [--profile] [--cold] [--only NAME]
 
@@ -26,7 +27,7 @@ from shmserve.core.effects import Effect, Send
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, SequencePolicy, StepPolicy, TensorSpec
 from shmserve.protocol.messages import Columns, Hello, Infer, InferBatch, Reply, ReplyBatch, Tensor, TensorForm
-from shmserve.protocol.roles import ALL_ROLES
+from shmserve.protocol.roles import ALL_ROLES, FORWARD
 from shmserve.protocol.worker_messages import Done, Execute, Row, Started
 from shmserve.sim import Closed, Constant, Load, Plan, SimModel, simulate
 
@@ -47,12 +48,27 @@ SORTS: dict[str, BatchPolicy | None] = {
     "single": None,
     "columns": BatchPolicy(),
 }
+KINDS = (
+    ("plain", 1, 64, 32, 0),
+    ("plain", 1, 128, 64, 0),
+    ("plain", 8, 64, 8, 0),
+    ("plain", 1, 1, 1, 0),
+    ("plain", 1, 64, 32, 1),
+    ("plain", 1, 64, 32, 64),
+    ("preferred", 1, 64, 32, 0),
+    ("priorities", 1, 64, 32, 0),
+    ("ordered", 1, 64, 32, 0),
+    ("single", 1, 16, 16, 0),
+    ("columns", 1, 64, 32, 0),
+    ("columns", 1, 64, 32, 1),
+)
+"""Sort, clients, requests in flight, requests per turn, and the callers for whom a client speaks in turn."""
 
 
 class Driver:
-    """Clients with a number of requests in flight, and one worker."""
+    """Clients with a number of requests in flight, and one worker. With `callers`, the clients are gateways."""
 
-    def __init__(self, sort: str, clients: int, flight: int, turn: int, cold: bool = False) -> None:
+    def __init__(self, sort: str, clients: int, flight: int, turn: int, callers: int = 0, cold: bool = False) -> None:
         self.core = Core()
         self.filler = bytearray(b"x") * COLD_BYTES if cold else None
         self.copy = bytearray(COLD_BYTES) if cold else None
@@ -60,6 +76,7 @@ class Driver:
         self.spent = 0
         self.turn = turn
         self.columns = sort == "columns"
+        self.callers = [f"caller-{number}" for number in range(callers)] or [""]
         self.numbers = 0
         self.done = 0
         self.batches: list[Execute] = []
@@ -71,7 +88,8 @@ class Driver:
         self.worker = next(iter(self.core.state.instances))
         self.handle([(self.worker, events.Compiled(policy))])
         for peer in range(1, clients + 1):
-            opened = events.Opened(peer, "uid:1000", "lane", ALL_ROLES)
+            roles = ALL_ROLES | FORWARD if callers else ALL_ROLES
+            opened = events.Opened(peer, "uid:1000", "lane", roles)
             self.handle([(0, opened), (peer, Hello(1, 1, "bench", "memfd"))])
         self.answered = [peer for _ in range(flight // clients) for peer in range(1, clients + 1)]
 
@@ -105,10 +123,12 @@ class Driver:
             self.numbers += len(peers)
             if self.columns:
                 columns = Columns(FORMS, tuple(numbers), (1,) * len(peers), ((DATA,),) * len(peers))
-                turn.append((peers[0], InferBatch("mlp", 0, columns)))
+                turn.append((peers[0], InferBatch("mlp", 0, columns, payer=self.callers[0])))
             else:
                 for peer, number in zip(peers, numbers, strict=True):
-                    turn.append((peer, Infer(number, "mlp", 0, (Tensor("x", "FP32", SHAPE, DATA),))))
+                    tensor = Tensor("x", "FP32", SHAPE, DATA)
+                    caller = self.callers[number % len(self.callers)]
+                    turn.append((peer, Infer(number, "mlp", 0, (tensor,), payer=caller)))
             self.handle(turn)
 
     def work(self) -> None:
@@ -146,8 +166,10 @@ class Driver:
                     self.batches.append(effect.message)
 
 
-def measure(sort: str, clients: int, flight: int, turn: int, requests: int, profile: bool, cold: bool) -> float:
-    driver = Driver(sort, clients, flight, turn, cold)
+def measure(
+    sort: str, clients: int, flight: int, turn: int, callers: int, requests: int, profile: bool, cold: bool
+) -> float:
+    driver = Driver(sort, clients, flight, turn, callers, cold)
     profiler = cProfile.Profile() if profile else None
     while driver.done < requests // 10:  # warm up
         driver.ask()
@@ -232,26 +254,16 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="with cold caches; takes longer: use fewer requests")
     parser.add_argument("--only", metavar="NAME", default="", help="only this kind of request")
     provided = parser.parse_args()
-    print(f"{'model':>12} {'clients':>8} {'in flight':>10} {'turn':>5} {'us per request':>15}")
-    for sort, clients, flight, turn in (
-        ("plain", 1, 64, 32),
-        ("plain", 1, 128, 64),
-        ("plain", 8, 64, 8),
-        ("plain", 1, 1, 1),
-        ("preferred", 1, 64, 32),
-        ("priorities", 1, 64, 32),
-        ("ordered", 1, 64, 32),
-        ("single", 1, 16, 16),
-        ("columns", 1, 64, 32),
-    ):
-        if provided.only not in ("", sort):
-            continue
-        spent = measure(sort, clients, flight, turn, provided.requests, provided.profile, provided.cold)
-        print(f"{sort:>12} {clients:>8} {flight:>10} {turn:>5} {spent:>15.2f}", flush=True)
+    print(f"{'model':>13} {'clients':>7} {'in flight':>10} {'turn':>5} {'callers':>8} {'us per request':>15}")
+    for kind in KINDS:
+        sort, clients, flight, turn, callers = kind
+        if provided.only in ("", sort):
+            spent = measure(*kind, provided.requests, provided.profile, provided.cold)
+            print(f"{sort:>13} {clients:>7} {flight:>10} {turn:>5} {callers or '':>8} {spent:>15.2f}", flush=True)
     for name, (_, flight, _) in _simulated().items():
         if provided.only in ("", name):
             spent = measure_simulated(name, provided.requests // 50)
-            print(f"{name:>13} {'':>7} {flight:>10} {'':>5} {spent:>15.2f}", flush=True)
+            print(f"{name:>13} {'':>7} {flight:>10} {'':>5} {'':>8} {spent:>15.2f}", flush=True)
 
 
 if __name__ == "__main__":
