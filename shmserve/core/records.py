@@ -136,7 +136,8 @@ class Request(Struct, eq=False, gc=False):
     suspect: Instance | None = None
     """The instance whose worker died while it ran this request. The request is retried once, alone."""
     special: bool = False
-    """Its response cannot take the fast path: it used shared memory, is a step, has several responses, or is traced."""
+    """Its response cannot take the fast path: it used shared memory, is a step or of a sequence, has several responses,
+    is to be cached, or is traced."""
     parts: int = 0
     """Responses sent so far."""
     responded: int = 0
@@ -700,7 +701,7 @@ class Service:
         # With preserve_ordering, a cached response must not overtake running requests.
         self.cached = caches and policy.cached and self.order is None and not (self.decoupled or sequence)
         self.plain = self.prefetch and self.graph is None and not (ordered or self.cached)
-        """No priorities, queue policy, preserved order or cache: requests take the fast path."""
+        """No priorities, queue policy, preserved order or cache: requests are queued on the fast path."""
         self.lending: Lending[ClientState] | None = lending_of(policy) if self.plain else None
         """None: its instances cannot be lent to clients."""
 

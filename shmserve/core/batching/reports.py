@@ -11,7 +11,7 @@ from shmserve.core.state import State
 from shmserve.core.states import BatchState, RequestState, move
 from shmserve.core.termination import kill, kill_for_protocol_error, watch
 from shmserve.protocol.messages import Columns, Reply, ReplyBatch, tensors_of
-from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Withdrawn, rows_of
+from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Withdrawn
 
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
@@ -43,14 +43,10 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         kill_for_protocol_error(state, version, instance, f"irregular columns of batch {message.batch}")
         return
     state.observers.batch_done(version, instance, batch, message.batch)
-    results = message.rows if columns is None else columns
-    if not service.plain:
-        for row in rows_of(results):
-            _row(state, version, instance, batch, row, taken)
-    elif columns is not None:
-        _columns(state, version, instance, batch, columns, taken)
-    else:
+    if columns is None:
         _rows(state, version, instance, batch, message)
+    else:
+        _columns(state, version, instance, batch, columns, taken)
     if state.tracing:
         count = len(message.rows if columns is None else columns.requests)
         state.log(
@@ -150,8 +146,9 @@ def withdrawn(state: State, version: Version, instance: Instance, message: Withd
 
 
 def _rows(state: State, version: Version, instance: Instance, batch: Batch[Request], done: Done) -> None:
-    """`_row` for each row; the usual ones, with all outputs inside the message, are ended and counted together."""
-    requests, append = state.requests, state.effects.append
+    """`_row` for each row. The usual ones, with all outputs inside the message and no earlier request to wait for, are
+    ended and counted together."""
+    requests, append, order = state.requests, state.effects.append, version.service.order
     taken, number = done.times[0], version.number
     usual: list[Request] = []
     try:
@@ -163,6 +160,7 @@ def _rows(state: State, version: Version, instance: Instance, batch: Batch[Reque
                 and request.state is _SENT
                 and row.error is None
                 and not request.special
+                and (order is None or order[0] is request)
             ):
                 for tensor in row.outputs:
                     if not isinstance(tensor.data, bytes):
@@ -172,25 +170,35 @@ def _rows(state: State, version: Version, instance: Instance, batch: Batch[Reque
                     append(Send(request.client.number, reply))
                     del requests[row.request]
                     usual.append(request)
+                    if order is not None:
+                        order.popleft()
                     continue
             _row(state, version, instance, batch, row, taken)
     finally:  # after an internal error, too, those that were answered have ended
         batch.remaining -= len(usual)
         batch.answered += len(usual)
         exit.end_plain(state, version, usual, taken)
+    if order:
+        exit.respond_in_order(state, version)
 
 
 def _columns(
     state: State, version: Version, instance: Instance, batch: Batch[Request], columns: Columns, taken: int
 ) -> None:
     """Like `_rows`, for columns. Each client gets one message for all of its requests that came in columns."""
-    requests, forms = state.requests, columns.forms
+    requests, forms, ordered = state.requests, columns.forms, version.service.order is not None
     usual: list[Request] = []
     replies: dict[ClientState, tuple[list[int], list[int], list[tuple[bytes, ...]]]] = {}
     try:
         for index, (own, axis, data) in enumerate(zip(columns.requests, columns.rows, columns.data, strict=True)):
             request = requests.get(own)
-            if request is None or request.batch is not batch or request.state is not _SENT or request.special:
+            if (
+                request is None
+                or request.batch is not batch
+                or request.state is not _SENT
+                or request.special
+                or ordered
+            ):
                 _row(state, version, instance, batch, Row(own, columns.tensors(index)), taken)
                 continue
             client, number = request.client, request.client_number

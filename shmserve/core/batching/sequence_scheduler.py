@@ -128,7 +128,7 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
             state.set_timer(now + options.queue_timeout_us * 1000, Timer.BACKLOG, sequence)
     same = sequence.worker_id == options.sequence
     request.options = options if same else replace(options, sequence=sequence.worker_id)
-    request.sequence = sequence
+    request.sequence, request.special = sequence, True
     sequence.requests.append(request)
     sequence.sequence_slots.waiting(request)
     sequence.over = options.sequence_end

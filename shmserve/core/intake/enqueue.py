@@ -96,7 +96,7 @@ def _cached(state: State, version: Version, request: Request, now: int) -> bool:
     entry = cache.find(key)
     if entry is None:
         if cache.use_private_copy(key, request):
-            request.miss = Miss(key, cache.clock() - began)
+            request.miss, request.special = Miss(key, cache.clock() - began), True
         return False
     state.observers.cache_hit(request, now - request.arrived + cache.clock() - began)
     state.outputs.pass_on(request, entry.handles)
