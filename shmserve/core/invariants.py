@@ -15,6 +15,7 @@ from shmserve.core.records import CallingWorker, ClientState, Instance, Request,
 from shmserve.core.service.graph import handles_of
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, InstanceState, RequestState, SequenceState, VersionState
+from shmserve.core.stats.callers import Caller
 from shmserve.protocol.messages import Handle, Reply
 
 _I = InstanceState
@@ -118,12 +119,8 @@ def _check_client_bytes(state: State, clients: Iterable[ClientState]) -> None:
         assert client.bytes == own + step_bytes[client]
         assert client.steps == steps[client]
         assert client.input_bytes == input_bytes[client]
-        for caller in client.callers.values():
-            inline = [request.inline for request in state.requests.values() if request.payer is caller]
-            assert (caller.in_flight, caller.bytes) == (len(inline), sum(inline)), (
-                f"caller {caller.name} of {client.name}"
-            )
-        assert client.active_callers == sum(caller.in_flight > 0 for caller in client.callers.values())
+    paid = Counter(request.payer for request in state.requests.values() if isinstance(request.payer, Caller))
+    assert paid == {caller: caller.in_flight for caller in state.known_callers() if caller.in_flight}
 
 
 def _check_version(state: State, version: Version, queue: list[Request]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import count
 from typing import Any, ClassVar, Protocol
 
 from msgspec import Struct, field
@@ -26,7 +27,7 @@ from shmserve.core.service.scaler import Scaler
 from shmserve.core.service.slots import SequenceSlots
 from shmserve.core.service.validation import CheckedForm, Checker
 from shmserve.core.states import InstanceState, RequestState, SequenceState, VersionState, move
-from shmserve.core.stats.callers import CallerCount, CallerCounts
+from shmserve.core.stats.callers import Caller, Callers
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.stats.statistics import Statistics
 from shmserve.protocol.messages import (
@@ -46,7 +47,6 @@ from shmserve.protocol.messages import (
     WantedOutputs,
     tensors_of,
 )
-from shmserve.protocol.roles import FORWARD
 from shmserve.protocol.worker_messages import Call, StepOptions
 
 _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
@@ -210,42 +210,6 @@ class Request(Struct, eq=False, gc=False):
         )
 
 
-CALLERS = 64
-"""Idle callers of a client that are kept before all are dropped."""
-
-
-class Caller(Struct, eq=False):
-    """One of the callers for whom a client speaks. Those of the server's gateways count like users. Those of other
-    clients share what their user has, so the client gains nothing by naming them."""
-
-    client: ClientState
-    name: str
-    number: int
-    user: str
-    count: CallerCount
-    in_flight: int = 0
-    bytes: int = 0
-    """Bytes inside the messages of its requests in flight."""
-
-    def enter(self, count: int, inline: int) -> None:
-        if not self.in_flight:
-            self.client.active_callers += 1
-            self.client.callers[self.name] = self
-            self.count = self.client.caller_counts.of(self.count.name)
-        self.in_flight += count
-        self.bytes += inline
-
-    def leave(self, inline: int, ns: int = 0, ended: int = 1) -> None:
-        """`ns`: how long the request was in the server. `ended`: 0 if it is admitted anew."""
-        count = self.count
-        count.requests += ended
-        count.request_ns += ns
-        self.in_flight -= 1
-        self.bytes -= inline
-        if not self.in_flight:
-            self.client.active_callers -= 1
-
-
 class ClientState(Struct, eq=False):
     """`outputs` is how it receives large outputs: memfd, posix or frames; empty until it has sent Hello.
 
@@ -285,37 +249,21 @@ class ClientState(Struct, eq=False):
     """It accepts ReplyHeld."""
     error_level: int = 0
     """Level of its token bucket of protocol errors, as a time: each error advances it by 1 s / client_errors."""
-    callers: dict[str, Caller] = {}
-    """Those for whom it has spoken; all with requests in flight, and some others."""
-    active_callers: int = 0
-    """The number of those with requests in flight."""
-    callers_seen: int = 0
-    caller_counts: CallerCounts = field(default_factory=CallerCounts)
-    """Those of the server."""
+    callers: Callers = field(default_factory=lambda: Callers("", False, count(-1, -1)))
+    """Those for whom the clients of its user speak."""
 
     def payer(self, name: str) -> Payer:
         """Who pays for a request that names this caller; "": the client itself."""
-        if not name:
-            return self
-        found = self.callers.get(name)
-        if found is None:
-            if len(self.callers) >= CALLERS + 2 * self.active_callers:
-                self.callers = {key: caller for key, caller in self.callers.items() if caller.in_flight}
-            self.callers_seen += 1
-            whole, trusted = f"{self.user} {name}", self.granted & FORWARD
-            number = -(self.number << 32) - self.callers_seen
-            count = self.caller_counts.of(name if trusted else whole)
-            found = self.callers[name] = Caller(self, name, number, whole if trusted else self.user, count)
-        return found
+        return self.callers[name] if name else self
 
     @property
     def in_flight(self) -> int:
         return len(self.requests) + self.steps
 
-    def enter(self, count: int, inline: int) -> None:
+    def enter(self, count: int = 1) -> None:
         """Its requests are in `requests`."""
 
-    def leave(self, inline: int, ns: int = 0, ended: int = 1) -> None:
+    def leave(self, ns: int) -> None:
         """See `enter`."""
 
     def has_placed(self, handle: Handle) -> bool:

@@ -25,7 +25,7 @@ from shmserve.core.owners.rate_limiter import Limiter
 from shmserve.core.owners.run import Runs
 from shmserve.core.records import CallingWorker, ClientState, Instance, Key, Request, Sequence, Version
 from shmserve.core.states import RequestState, SequenceState, VersionState
-from shmserve.core.stats.callers import CallerCounts
+from shmserve.core.stats.callers import Caller, Callers
 from shmserve.core.traffic import ALIAS, Shadow, Split, Traffic
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.protocol.namespaces import SEPARATOR, namespace_of, plain
@@ -68,7 +68,9 @@ class State:
         self.now = 0
         """Time of the current turn."""
         self.clients: dict[int, ClientState] = {}
-        self.caller_counts = CallerCounts()
+        self.callers: dict[tuple[str, bool], Callers] = {}
+        """By user, and whether its clients are gateways of the server."""
+        self._caller_numbers = count(-1, -1)
         self.models: dict[str, Model] = {}
         self.namesakes: dict[str, list[Model]] = {}
         """Name without the namespace -> the models that have it, one in each namespace."""
@@ -131,6 +133,16 @@ class State:
         """Heap: time, a number that makes entries comparable, kind and subject. May contain obsolete timers."""
         self._numbers, self._workers = 0, WORKERS_FROM
         self._timer_numbers = count()
+
+    def callers_of(self, user: str, trusted: bool) -> Callers:
+        """Those for whom the clients of this user speak. `trusted`: the clients are gateways of the server."""
+        found = self.callers.get((user, trusted))
+        if found is None:
+            found = self.callers[user, trusted] = Callers(user, trusted, self._caller_numbers)
+        return found
+
+    def known_callers(self) -> list[Caller]:
+        return [caller for callers in self.callers.values() for caller in callers.values()]
 
     def begin(self) -> list[Effect]:
         """Begins a turn. Returns the list that will contain its effects."""

@@ -605,15 +605,15 @@ FAULTS = (
     ),
     Fault(
         "any client may name callers that count like users",
-        "shmserve/core/records.py",
-        "whole if trusted else self.user",
-        "whole if name else self.user",
+        "shmserve/core/stats/callers.py",
+        "(whole, name) if self._trusted",
+        "(whole, name) if name",
     ),
     Fault(
         "a caller is never forgotten",
-        "shmserve/core/records.py",
-        "            self.client.active_callers -= 1\n",
-        "            pass\n",
+        "shmserve/core/exit/exit.py",
+        "    request.payer.leave(state.now - request.arrived)\n",
+        "",
     ),
     Fault(
         "requests overtake those that waited for a load",

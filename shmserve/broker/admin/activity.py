@@ -117,7 +117,7 @@ class ActivityReport:
         """The clients, and the callers for whom gateways speak, with the most requests in flight."""
         known = self._state.clients.values()
         clients = nlargest(SHOWN_CLIENTS, known, key=lambda one: (len(one.requests), one.held_bytes))
-        callers = activity.callers(known, self._state.requests.values(), self._state.caller_counts)
+        callers = activity.callers(self._state.requests.values(), self._state.known_callers())
         return [self._client(client) for client in clients] + [_caller(one) for one in callers]
 
     def _client(self, client: ClientState) -> Document:
@@ -135,16 +135,17 @@ class ActivityReport:
         }
 
 
-def _caller(caller: activity.CallerActivity) -> Document:
+def _caller(found: activity.CallerActivity) -> Document:
+    caller = found.caller
     return {
-        "number": caller.used.number,
+        "number": -caller.number,
         "name": "caller",
-        "user": caller.used.name,
+        "user": caller.label,
         "plane": "",
-        "in_flight": caller.in_flight,
-        "queued": caller.queued,
-        "requests": caller.used.requests,
-        "request_ns": caller.used.request_ns,
+        "in_flight": found.in_flight,
+        "queued": found.queued,
+        "requests": caller.finished,
+        "request_ns": caller.finished_ns,
         "held_bytes": 0,
         "segments": 0,
         "segment_bytes": 0,

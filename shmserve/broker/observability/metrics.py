@@ -328,12 +328,12 @@ class Metrics:
             in_flight -= len(client.requests)
         page.add("shmserve_client_held_bytes", held, 'client="other",name=""')
         page.add("shmserve_client_requests", in_flight, 'client="other",name=""')
-        for caller in activity.callers(clients, self._state.requests.values(), self._state.caller_counts):
-            named = labels(("caller",), (str(caller.used.number),))
-            page.add("shmserve_caller_requests_in_flight", caller.in_flight, named)
-            page.add("shmserve_caller_requests_queued", caller.queued, named)
-            page.add("shmserve_caller_requests_total", caller.used.requests, named)
-            page.add("shmserve_caller_request_seconds_total", caller.used.request_ns / 1e9, named)
+        for in_flight, queued, caller in activity.callers(self._state.requests.values(), self._state.known_callers()):
+            named = labels(("caller",), (str(-caller.number),))
+            page.add("shmserve_caller_requests_in_flight", in_flight, named)
+            page.add("shmserve_caller_requests_queued", queued, named)
+            page.add("shmserve_caller_requests_total", caller.finished, named)
+            page.add("shmserve_caller_request_seconds_total", caller.finished_ns / 1e9, named)
 
     # ------------------------------------------------------------------------------------ the server
 

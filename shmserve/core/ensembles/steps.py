@@ -105,7 +105,7 @@ class Steps:
         if source:
             run.sources[iteration.level] = request
         if busy:
-            quotas.queued += inline
+            quotas.admitted(parent.payer, inline)
         enqueue.put(state, member, step.version, request, now)
 
 

@@ -213,8 +213,7 @@ def end(state: State, request: Request) -> None:
     request.requester.ended(request)
     request.move(_ENDED)
     del state.requests[request.number]
-    if request.payer is not request.client:
-        request.payer.leave(request.inline, state.now - request.arrived)
+    request.payer.leave(state.now - request.arrived)
     if state.shadowed:
         shadow.not_repeated(state, request)
     if final is _LINGERING and is_stream(request):
@@ -239,10 +238,12 @@ def end_plain(state: State, version: Version, requests: list[Request], taken: in
         client, payer = request.client, request.payer
         del client.requests[request.client_number]
         client.bytes -= request.inline
-        if payer is not client:
-            payer.leave(request.inline, now - request.arrived)
+        arrived = request.arrived
+        if payer is not client:  # `payer.leave`
+            payer.finished += 1  # type: ignore[union-attr]
+            payer.finished_ns += now - arrived  # type: ignore[union-attr]
         rows += request.cost
-        arrivals.append(request.arrived)
+        arrivals.append(arrived)
     state.observers.answered(version, arrivals, rows, taken, now)
 
 

@@ -54,7 +54,7 @@ class Connections:
             self._state.ledger,
             user=event.audience,
             granted=event.roles,
-            caller_counts=self._state.caller_counts,
+            callers=self._state.callers_of(event.audience, bool(event.roles & roles.FORWARD)),
         )
         try:
             self._quotas.enter(client)

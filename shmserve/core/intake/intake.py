@@ -130,7 +130,7 @@ class Intake:
         if calling is not None:
             payer = calling.payer
         elif name := message.payer:  # type: ignore[union-attr]  # a Call comes with `calling`
-            payer = client.callers.get(name) or client.payer(name)
+            payer = client.callers[name]
         if waits:
             return self._wait(client, payer, number, message, version, now, blocks, waited, calling)
         service = version.service
@@ -162,7 +162,6 @@ class Intake:
             own, arrived = waited.number, waited.arrived
             waited.move(RequestState.ENDED)  # its timers end; the new request has its place in the tables
             payer = waited.payer
-            payer.leave(waited.inline, ended=0)
         request = Request(
             own, client, client, payer, number, version, inputs, outputs, options, rows, rows or 1, inline, signature,
             segments, pins, blocks, arrived, level, audience=client.audience, length=length,
@@ -171,22 +170,24 @@ class Intake:
         client.requests[number] = own
         state.requests[own] = request
         client.bytes += inline
-        if payer is not client:
-            payer.enter(1, inline)
         if size:
             request.input_bytes = size
             client.input_bytes += size
         if busy:
-            self._quotas.queued += inline
+            self._quotas.admitted(payer, inline)
         if message.timeout_us:
             request.deadline = now + message.timeout_us * 1000
         if calling is None:
+            if payer is not client and waited is None:  # `payer.enter`
+                payer.entered += 1  # type: ignore[union-attr]
             if state.shadows and not message.version and message.model in state.shadows:
                 shadow.choose(state, request, state.shadows[message.model])
             if options is not None or self._samples:
                 state.observers.admitted(version, (request,))
         else:
             _belongs(request, calling)
+            if waited is None:
+                payer.enter()
             state.observers.call_admitted(request, calling.parent)
             calling.entered(request)
         if request.deadline:
@@ -231,10 +232,9 @@ class Intake:
         if calling is not None:
             _belongs(request, calling)
         waiting.add(state, request)
-        if payer is not client:
-            payer.enter(1, inline)
+        payer.enter()
         if busy:
-            self._quotas.queued += inline
+            self._quotas.admitted(payer, inline)
         if calling is not None:
             calling.entered(request)
         return request
@@ -346,6 +346,7 @@ class Intake:
         form = checker.form(columns.forms)
         known, requests, numbers = form.by_rows, state.requests, client.requests
         deadline = now + message.timeout_us * 1000 if message.timeout_us else 0
+        payer = client.payer(message.payer)
         admitted: list[Request] = []
         like: Request | None = None
         sizes: list[int] = []
@@ -369,7 +370,7 @@ class Intake:
                     continue
                 sizes, inline = checked.sizes, checked.inline
                 like = Request(
-                    0, client, client, client, 0, version, (), None, None, rows, rows or 1, inline,
+                    0, client, client, payer, 0, version, (), None, None, rows, rows or 1, inline,
                     checked.signature, (), (), (), now, 0, 0, deadline,
                     audience=client.audience, length=checked.length, form=form,
                 )  # fmt: skip
@@ -387,11 +388,7 @@ class Intake:
                 state.set_timer(deadline, Timer.DEADLINE, request)
             admitted.append(request)
         if admitted:
-            if message.payer:
-                payer = client.payer(message.payer)
-                for request in admitted:
-                    request.payer = payer
-                payer.enter(len(admitted), sum([request.inline for request in admitted]))
+            payer.enter(len(admitted))
             if self._samples:
                 state.observers.admitted(version, admitted)
             service.queue.add_all(admitted)

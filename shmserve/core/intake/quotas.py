@@ -12,7 +12,9 @@ ZeroMQ socket is shared by all clients and must be read, so there the client's i
 
 from __future__ import annotations
 
-from shmserve.core.effects import Pause
+from collections import Counter
+
+from shmserve.core.effects import Effect, Pause
 from shmserve.core.limits import BURST_S, PATIENCE_S
 from shmserve.core.records import ClientState, Payer, Version
 from shmserve.core.state import State
@@ -40,10 +42,14 @@ class Quotas:
         self._users: dict[str, int] = {}
         self._disconnect_levels: dict[str, int] = {}
         """User -> level of the token bucket of disconnects, as a time."""
-        self.queued = 0
-        """Bytes inside the messages of all requests in flight, counted by the first `check_queue` of a turn. The caller
-        adds those of each request that it admits after `check_queue`."""
-        self._counted_at = -1
+        self._counted: list[Effect] = []
+        """The effects of the turn in which the following were counted. That is done when a limit is reached."""
+        self._parties = 0
+        """Clients and callers between whom a total is divided."""
+        self._queued = 0
+        """Bytes inside the messages of all requests in flight."""
+        self._bytes: Counter[Payer] = Counter()
+        """The same by caller."""
         least_bytes = min(limits.model_queue_bytes, limits.queue_bytes)
         self.busy = min(limits.requests, limits.model_queue, least_bytes // PACKET_BYTES)
         self.heavy = min(limits.client_held_bytes, limits.held_bytes // limits.connections)
@@ -113,16 +119,14 @@ class Quotas:
                 f"{_retry('responses have arrived')}, or add instances"
             )
         if waiting + inline > limits.model_queue_bytes:
-            if self._has_share(payer.bytes + inline, limits.model_queue_bytes):
+            if self._has_share(self._bytes_of(payer) + inline, limits.model_queue_bytes):
                 raise Unavailable(
                     f"{waiting} bytes are queued for model '{version.model}', the limit is {limits.model_queue_bytes} "
                     f"(model_queue_bytes); {_retry('responses have arrived')}, or send less inside messages"
                 )
-        if self._counted_at != now:
-            self._counted_at = now
-            self.queued = sum(client.bytes for client in self._state.clients.values())
-        queued = self.queued + inline
-        if queued > limits.queue_bytes and self._has_share(payer.bytes + inline, limits.queue_bytes):
+        self._count()
+        queued = self._queued + inline
+        if queued > limits.queue_bytes and self._has_share(self._bytes_of(payer) + inline, limits.queue_bytes):
             raise Unavailable(
                 f"{queued} bytes are inside requests in flight, the limit is {limits.queue_bytes} (queue_bytes); "
                 f"{_retry('responses have arrived')}, or send less inside messages"
@@ -156,9 +160,34 @@ class Quotas:
             )
         return ""
 
+    def admitted(self, payer: Payer, inline: int) -> None:
+        """A request that `check_queue` has allowed was admitted."""
+        self._queued += inline
+        if self._bytes:
+            self._bytes[payer] += inline
+
     def _has_share(self, used: int, limit: int) -> bool:
-        parties = sum(max(1, client.active_callers) for client in self._state.clients.values())
-        return used * parties >= limit
+        self._count()
+        return used * self._parties >= limit
+
+    def _count(self) -> None:
+        state = self._state
+        if self._counted is state.effects:
+            return
+        self._counted = state.effects
+        clients = state.clients.values()
+        self._parties = sum([callers.count_active() for callers in state.callers.values()])
+        self._parties += sum([not client.callers.active for client in clients])
+        self._queued = sum([client.bytes for client in clients])
+        self._bytes.clear()
+
+    def _bytes_of(self, payer: Payer) -> int:
+        if isinstance(payer, ClientState):
+            return payer.bytes
+        if not self._bytes:
+            for request in self._state.requests.values():
+                self._bytes[request.payer] += request.inline
+        return self._bytes[payer]
 
     # ------------------------------------------------------------------------------------ protocol errors
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from heapq import nlargest
 from typing import NamedTuple
 
-from shmserve.core.records import Caller, ClientState, Instance, Request, Version
+from shmserve.core.records import Instance, Request, Version
 from shmserve.core.states import BatchState, RequestState
-from shmserve.core.stats.callers import CallerCount, CallerCounts
+from shmserve.core.stats.callers import Caller
 
 BUSY_NS = 1_000_000_000
 BUSY_BATCHES = 10
@@ -32,26 +33,20 @@ class CallerActivity(NamedTuple):
     in_flight: int
     queued: int
     """As for `queued`."""
-    used: CallerCount
+    caller: Caller
 
 
-def callers(clients: Iterable[ClientState], requests: Iterable[Request], counts: CallerCounts) -> list[CallerActivity]:
+def callers(requests: Iterable[Request], known: Iterable[Caller]) -> list[CallerActivity]:
     """The callers of gateways with the most requests in flight, and then those whose requests took most time."""
-    in_flight: Counter[CallerCount] = Counter()
-    for client in clients:
-        for caller in client.callers.values():
-            if caller.in_flight:
-                in_flight[caller.count] += caller.in_flight
-    waiting: Counter[CallerCount] = Counter()
-    for request in requests if in_flight else ():
+    waiting: Counter[Caller] = Counter()
+    shown = nlargest(SHOWN_CALLERS, known, key=lambda caller: (caller.in_flight, caller.finished_ns))
+    for request in requests if shown else ():
         payer, batch = request.payer, request.batch
         if type(payer) is Caller and (
             request.state is RequestState.QUEUED or (batch is not None and batch.state is BatchState.OPEN)
         ):
-            waiting[payer.count] += 1
-    shown = [count for count, _ in in_flight.most_common(SHOWN_CALLERS)]
-    shown += [count for count in counts.largest(SHOWN_CALLERS + len(shown)) if count not in in_flight]
-    return [CallerActivity(in_flight[count], waiting[count], count) for count in shown[:SHOWN_CALLERS]]
+            waiting[payer] += 1
+    return [CallerActivity(caller.in_flight, waiting[caller], caller) for caller in shown]
 
 
 def in_flight(versions: Iterable[Version]) -> int:

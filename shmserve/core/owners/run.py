@@ -165,8 +165,7 @@ class Run(Struct, eq=False):
         self.in_flight[request.number], self.positions[request.number] = request, position
         request.client.steps += 1
         request.client.bytes += request.inline
-        if request.payer is not request.client:
-            request.payer.enter(1, request.inline)
+        request.payer.enter()
 
     def fail_early(self, request: Request, code: str, text: str) -> None:
         self.deliver(request, Fail(request.client_number, code, text))

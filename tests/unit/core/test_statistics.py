@@ -4,6 +4,7 @@ and callers."""
 from __future__ import annotations
 
 import re
+from itertools import count
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from shmserve import histogram
 from shmserve.core.limits import NAMED
-from shmserve.core.stats.callers import KEPT, CallerCounts
+from shmserve.core.stats.callers import KEPT, Callers
 from shmserve.core.stats.statistics import Statistics, limit_in
 
 NS = st.integers(0, 2**40)
@@ -69,12 +70,14 @@ def test_every_limit_is_recognised_in_an_error_text() -> None:
     assert not re.search("connection", limit_in("this connection (connections of others)"))
 
 
-def test_the_callers_whose_requests_took_least_are_forgotten() -> None:
-    counts = CallerCounts()
-    large, small = counts.of("large"), counts.of("small")
-    large.request_ns = 5
+def test_the_idle_callers_whose_requests_took_least_are_forgotten() -> None:
+    callers = Callers("uid:1", True, count(-1, -1))
+    large, small, active = callers["large"], callers["small"], callers["active"]
+    active.enter()
+    large.finished_ns = 5
     for number in range(3 * KEPT):
-        counts.of(f"user {number}").request_ns = 1
-        assert len(counts.largest(2 * KEPT)) <= KEPT
-    assert counts.of("large") is large
-    assert counts.of("small").number != small.number
+        callers[f"user {number}"].finished_ns = 1
+        assert len(callers) <= KEPT + 1, "the active one, too"
+    assert callers["large"] is large
+    assert callers["active"] is active
+    assert callers["small"].number != small.number
