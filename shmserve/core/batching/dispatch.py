@@ -48,12 +48,19 @@ def dispatch(state: State, version: Version, now: int) -> None:
         _try_suspect(state, version, now)
     if state.limiter is not None:
         _dispatch_limited(state, version, state.limiter, now)
+    ahead: list[Instance] | None = None
     while queue.count and state.limiter is None:
         if version.idle:
-            instance = _fewest_streams(version) if version.service.decoupled else version.idle[-1]
+            instance = _fewest_streams(version) if service.decoupled else version.idle[-1]
             if _start_batch(state, version, instance, now):
+                ahead = None
                 continue
-        if not any(_send_ahead(state, version, instance, now) for instance in busy(version)):
+        if ahead is None:
+            ahead = busy(version)
+        for instance in ahead:
+            if _send_ahead(state, version, instance, now):
+                break
+        else:
             break
     if version.wake:
         state.wakes[version] = version.wake
@@ -242,35 +249,43 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
     checked = requests[0].form or requests[-1].form
     if checked is not None and _send_columns(state, instance, batch, requests, join, checked):
         return
-    peer, limit = instance.peer, requests[0].version.service.max_work_items
-    is_open = batch.state is BatchState.OPEN
-    work_items: list[Work] = []
-    piece: list[Request] = []
+    peer, is_open = instance.peer, batch.state is BatchState.OPEN
+    pieces = _pieces(requests, requests[0].version.service.max_work_items)
+    for piece in pieces:
+        work_items = []
+        for request in piece:
+            for segment in request.segments:
+                state.ledger.show(segment, peer)
+            work_items.append(
+                Work(
+                    request.number, request.rows, request.inputs if request.form is None else request.tensors(),
+                    request.outputs, request.audience, request.options, request.slot, not request.in_shared_memory,
+                    request.forwarded is not None, request.step,
+                )
+            )  # fmt: skip
+            request.instance = instance
+            request.batch = batch
+        number = state.next_number()
+        state.send(peer, Execute(number, join, tuple(work_items), piece is not pieces[-1], is_open))
+        batch.pieces.append((number, piece))
+        join = join or number
+    batch.remaining += len(requests)
+
+
+def _pieces(requests: list[Request], limit: int) -> list[list[Request]]:
+    """Divides requests among messages, none of which has more than `limit` of them, or too many bytes."""
+    count = len(requests)
+    if count == 1 or (count <= limit and sum([request.inline for request in requests]) <= CHUNK_BYTES):
+        return [requests]
+    pieces: list[list[Request]] = [[]]
     inline = 0
     for request in requests:
-        if work_items and (inline + request.inline > CHUNK_BYTES or len(work_items) >= limit):
-            number = state.next_number()
-            state.send(peer, Execute(number, join, tuple(work_items), True, is_open))
-            batch.pieces.append((number, piece))
-            join = join or number
-            work_items, piece, inline = [], [], 0
+        if pieces[-1] and (inline + request.inline > CHUNK_BYTES or len(pieces[-1]) >= limit):
+            pieces.append([])
+            inline = 0
+        pieces[-1].append(request)
         inline += request.inline
-        for segment in request.segments:
-            state.ledger.show(segment, peer)
-        work_items.append(
-            Work(
-                request.number, request.rows, request.inputs if request.form is None else request.tensors(),
-                request.outputs, request.audience, request.options, request.slot, not request.in_shared_memory,
-                request.forwarded is not None, request.step,
-            )
-        )  # fmt: skip
-        request.instance = instance
-        request.batch = batch
-        piece.append(request)
-    batch.remaining += len(requests)
-    number = state.next_number()
-    state.send(peer, Execute(number, join, tuple(work_items), False, is_open))
-    batch.pieces.append((number, piece))
+    return pieces
 
 
 def _data_of(request: Request, checked: CheckedForm) -> tuple[bytes, ...] | None:

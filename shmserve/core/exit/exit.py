@@ -233,18 +233,15 @@ def end_plain(state: State, version: Version, requests: list[Request], taken: in
     left the table already."""
     move_all(requests, _SENT, _ENDED)
     rows, now = 0, state.now
-    arrivals = []
     for request in requests:
         client, payer = request.client, request.payer
         del client.requests[request.client_number]
         client.bytes -= request.inline
-        arrived = request.arrived
         if payer is not client:  # `payer.leave`
             payer.finished += 1  # type: ignore[union-attr]
-            payer.finished_ns += now - arrived  # type: ignore[union-attr]
+            payer.finished_ns += now - request.arrived  # type: ignore[union-attr]
         rows += request.cost
-        arrivals.append(arrived)
-    state.observers.answered(version, arrivals, rows, taken, now)
+    state.observers.answered(version, [request.arrived for request in requests], rows, taken, now)
 
 
 def _release(state: State, request: Request) -> None:

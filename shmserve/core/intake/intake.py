@@ -99,11 +99,6 @@ class Intake:
         state, options, inputs, outputs = self._state, message.options, message.inputs, message.outputs
         if state.namesakes:
             message.model = state.full_name(message.model)
-        if calling is None:
-            if not client.roles & _INFER:
-                self._connections.check_role(client, "infer")
-            if number == 0 or number in client.requests:
-                raise InvalidRequest(f"request number {number} is 0 or already in use by a request in flight")
         version = None if message.version else state.ready.get(message.model)
         going_on = waits = None
         if options is not None and options.sequence:
@@ -113,33 +108,40 @@ class Intake:
                 waits = version.unchecked.count > 0
         elif version is not None and state.loaded_versions and waited is None:  # earlier requests still wait there
             waits = version.unchecked.count > 0
+        payer: Payer = client
         if calling is not None:
             calling.check_caller()
-        elif state.draining and going_on is None and waited is None:
-            raise Unavailable(STOPPING)
-        elif len(client.requests) >= self._client_requests:
-            raise Unavailable(
-                f"{len(client.requests)} requests of this client are in flight, its limit (client_requests); wait for "
-                "responses first"
-            )
+            payer = calling.payer
+        else:
+            numbers = client.requests
+            if not client.roles & _INFER:
+                self._connections.check_role(client, "infer")
+            if number == 0 or number in numbers:
+                raise InvalidRequest(f"request number {number} is 0 or already in use by a request in flight")
+            if state.draining and going_on is None and waited is None:
+                raise Unavailable(STOPPING)
+            if len(numbers) >= self._client_requests:
+                raise Unavailable(
+                    f"{len(numbers)} requests of this client are in flight, its limit (client_requests); wait for "
+                    "responses first"
+                )
+            if name := message.payer:  # type: ignore[union-attr]  # a Call comes with `calling`
+                payer = client.callers[name]
         if version is None:
             find = partial(waiting.find, state) if calling is None else calling.find
             version = find(message.model, message.version)
             waits = version.state is VersionState.LOADING or (version.unchecked.count > 0 and waited is None)
-        payer: Payer = client
-        if calling is not None:
-            payer = calling.payer
-        elif name := message.payer:  # type: ignore[union-attr]  # a Call comes with `calling`
-            payer = client.callers[name]
         if waits:
             return self._wait(client, payer, number, message, version, now, blocks, waited, calling)
         service = version.service
         rows, signature, inline, shared, length = service.checker.check(inputs, outputs)
+        streamed, plain = service.decoupled, service.plain
         if options is not None:
             inline += options_bytes(options)
+            streamed = streamed or options.window > 0
+            plain = plain and not options.sequence
         if shared:
             inline += HANDLE_BYTES * sum([len(tensor.data) for tensor in inputs if type(tensor.data) is tuple])
-        streamed = service.decoupled or (options is not None and options.window > 0)
         busy = False
         if calling is not None:
             calling.check_form(version)
@@ -152,7 +154,6 @@ class Intake:
                     self._check_held(client)
             if streamed:
                 self._check_stream(payer, version, options)
-        plain = service.plain and (options is None or not options.sequence)
         level = 0 if plain else enqueue.level(state, client, version, message.version, options, rows, now)
         if waited is None:
             segments, pins, size = self._memory(client, message, blocks, calling) if shared else _NOTHING
@@ -165,7 +166,7 @@ class Intake:
         request = Request(
             own, client, client, payer, number, version, inputs, outputs, options, rows, rows or 1, inline, signature,
             segments, pins, blocks, arrived, level, audience=client.audience, length=length,
-            special=streamed or bool(segments),
+            special=streamed or shared,
         )  # fmt: skip
         client.requests[number] = own
         state.requests[own] = request

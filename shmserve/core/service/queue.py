@@ -520,7 +520,6 @@ class RequestQueue(Generic[R]):
 
     def _gone(self, taken: list[R]) -> None:
         self.count -= len(taken)
-        for request in taken:
-            self.bytes -= request.inline
-            if request.deadline:
-                self.timed -= 1
+        self.bytes -= sum([request.inline for request in taken])
+        if self.timed:
+            self.timed -= sum([request.deadline > 0 for request in taken])

@@ -101,6 +101,8 @@ class Checker:
         lead = 1 if policy.max_batch else 0
         padded = policy.padding.inputs if policy.padding is not None else ()
         self._padded = {name: tuple(axis + lead for axis in axes) for name, axes in padded}
+        self._alike = not (self.varies or self._padded)
+        """Requests differ in their rows only."""
 
     def check(self, inputs: tuple[Tensor, ...], outputs: WantedOutputs | None) -> Checked:
         mask = inline = 0
@@ -139,9 +141,11 @@ class Checker:
                 "put large ones into shared memory"
             )
         rows = rows if rows > 0 else 0
+        if self._alike:
+            return rows, None, inline, shared, 0
         if self._padded:
             return rows, self._padded_signature(inputs), inline, shared, self._length(inputs)
-        return rows, self._signature(inputs) if self.varies else None, inline, shared, 0
+        return rows, self._signature(inputs), inline, shared, 0
 
     def form(self, forms: tuple[TensorForm, ...]) -> CheckedForm:
         """The results for a form, initially empty. Once it has results, the same object is returned each time, so that
