@@ -263,7 +263,7 @@ class ClientState(Struct, eq=False):
     def enter(self, count: int = 1) -> None:
         """Its requests are in `requests`."""
 
-    def leave(self, ns: int) -> None:
+    def leave(self, count: int, ns: int) -> None:
         """See `enter`."""
 
     def has_placed(self, handle: Handle) -> bool:

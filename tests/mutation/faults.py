@@ -612,7 +612,7 @@ FAULTS = (
     Fault(
         "a caller is never forgotten",
         "shmserve/core/exit/exit.py",
-        "    request.payer.leave(state.now - request.arrived)\n",
+        "    request.payer.leave(1, state.now - request.arrived)\n",
         "",
     ),
     Fault(

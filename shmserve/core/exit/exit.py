@@ -213,7 +213,7 @@ def end(state: State, request: Request) -> None:
     request.requester.ended(request)
     request.move(_ENDED)
     del state.requests[request.number]
-    request.payer.leave(state.now - request.arrived)
+    request.payer.leave(1, state.now - request.arrived)
     if state.shadowed:
         shadow.not_repeated(state, request)
     if final is _LINGERING and is_stream(request):
@@ -231,17 +231,26 @@ def end(state: State, request: Request) -> None:
 def end_plain(state: State, version: Version, requests: list[Request], taken: int) -> None:
     """`end` in one pass for answered requests of a batch, of clients, that use nothing outside their messages and have
     left the table already."""
+    if not requests:
+        return
     move_all(requests, _SENT, _ENDED)
-    rows, now = 0, state.now
+    rows, now, several = 0, state.now, False
+    payer = requests[0].payer
     for request in requests:
-        client, payer = request.client, request.payer
+        client = request.client
         del client.requests[request.client_number]
         client.bytes -= request.inline
-        if payer is not client:  # `payer.leave`
-            payer.finished += 1  # type: ignore[union-attr]
-            payer.finished_ns += now - request.arrived  # type: ignore[union-attr]
         rows += request.cost
-    state.observers.answered(version, [request.arrived for request in requests], rows, taken, now)
+        if request.payer is not payer:
+            several = True
+    arrivals = [request.arrived for request in requests]
+    if several:
+        for request in requests:
+            if request.payer is not request.client:
+                request.payer.leave(1, now - request.arrived)
+    elif payer is not client:
+        payer.leave(len(arrivals), now * len(arrivals) - sum(arrivals))
+    state.observers.answered(version, arrivals, rows, taken, now)
 
 
 def _release(state: State, request: Request) -> None:

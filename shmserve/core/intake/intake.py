@@ -162,7 +162,7 @@ class Intake:
             segments, pins, size = waited.segments, waited.pins, waited.input_bytes
             own, arrived = waited.number, waited.arrived
             waited.move(RequestState.ENDED)  # its timers end; the new request has its place in the tables
-            payer = waited.payer
+            payer = waited.payer  # which has entered
         request = Request(
             own, client, client, payer, number, version, inputs, outputs, options, rows, rows or 1, inline, signature,
             segments, pins, blocks, arrived, level, audience=client.audience, length=length,

@@ -19,8 +19,7 @@ class Caller(Struct, eq=False):
     positive ones. `user`: with whom it shares. `label`: how it is shown.
 
     `entered` are its admitted requests, including steps of ensembles and calls of models, and `finished` those
-    of them that have ended. `finished_ns`: sum of the times from arrival to the end. The core counts a request directly
-    where it admits and ends it, for speed.
+    of them that have ended. `finished_ns`: sum of the times from arrival to the end.
     """
 
     number: int
@@ -37,9 +36,9 @@ class Caller(Struct, eq=False):
     def enter(self, count: int = 1) -> None:
         self.entered += count
 
-    def leave(self, ns: int) -> None:
-        """A request has ended, `ns` after it arrived."""
-        self.finished += 1
+    def leave(self, count: int, ns: int) -> None:
+        """Requests have ended. `ns`: the sum of the times since they arrived."""
+        self.finished += count
         self.finished_ns += ns
 
 
