@@ -334,6 +334,10 @@ HOST_INPUTS = _row(
 FUNCTION = _row(
     _PYTHON, "function", _text("the name of a function"), "",
     "The function with `@shmserve.model` that is the model. `shmserve serve FILE.py` sets it.", backends=("python",))
+JSON_SCHEMAS = _row(
+    _PYTHON, "json_schemas", _text('{"inputs": {NAME: SCHEMA}, "outputs": {...}, "components": {...}}'), "",
+    "JSON schemas of tensors of type BYTES, so that `generate` takes and returns objects for them, or files in base64. "
+    "Functions with `@shmserve.model` set it.")
 OVERLAP = _row(
     _GPUS, "overlap_batches", _words(YES, NO), True,
     "The copies of a batch overlap with the computation of others. With false, buffers take half the memory.",

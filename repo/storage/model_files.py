@@ -6,6 +6,7 @@
         classify/
             config.pbtxt               written from the decorator of a function in app.py
             1/model.py -> /data/app.py
+            1/imported_modules/texts.py -> /data/texts.py
 
 From there on they are models like any other. Invariant: nothing is written beside a user's file.
 """
@@ -37,6 +38,7 @@ for _engine in ENGINES:
 SAVED_MODEL = ".savedmodel"
 """The suffix of models that are directories."""
 _CONFIG_SUFFIX = ".pbtxt"
+_MODULES = "imported_modules"
 _HINTS = {
     ".joblib": "`shmserve init NAME --from {}` makes a model that loads it, with scikit-learn",
     ".pickle": "`shmserve init NAME --from {}` makes a model that loads it, with scikit-learn",
@@ -194,7 +196,8 @@ def _content(path: Path, function: FunctionModel | None) -> _Content:
     if _is_network(path):
         return _Content({f"1/{file.name}": file for file in path.iterdir() if file.is_file()}, 'backend: "vllm"\n')
     links = {f"1/{_target(path)}": path}
-    if function is not None:
+    if function is not None:  # modules are imported from where they are; the links belong to what a change is seen in
+        links |= {f"1/{_MODULES}/{module}": path.parent / module for module in function.modules}
         return _Content(links, function.config)
     links |= {f"1/{name}": path.parent / beside for name, beside in _companions(path)}
     config = path.with_suffix(_CONFIG_SUFFIX)

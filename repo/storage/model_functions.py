@@ -9,7 +9,8 @@ import ast
 import json
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidRequest
@@ -19,13 +20,18 @@ from shmserve.repo.parameters import FUNCTION, STACKED, STRICT_OUTPUTS
 
 SOURCE_BYTES = 4 * 1024 * 1024
 """Maximum size of a file that is parsed."""
+MODULES = 64
+"""Maximum number of modules beside a file that are followed."""
 CLASS = "TritonPythonModel"
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class FunctionModel(NamedTuple):
+    """`modules`: the files that the model's file imports from its folder, also indirectly, as paths in the folder."""
+
     name: str
     config: str
+    modules: tuple[str, ...] = ()
 
 
 def read_source(path: Path) -> bytes | None:
@@ -59,7 +65,8 @@ def functions_in(path: Path) -> list[FunctionModel]:
     except ValueError as error:
         raise InvalidRequest(f"{path.name} is not Python: {error}") from error
     finder = _Finder(path.name, tree)
-    models = list(finder.models())
+    modules = tuple(sorted(_modules(tree, path.parent)))
+    models = [model._replace(modules=modules) for model in finder.models()]
     has_class = CLASS in source.decode("utf-8", "replace")
     if models and any(isinstance(node, ast.ClassDef) and node.name == CLASS for node in tree.body):
         raise InvalidRequest(f"{path.name} has both a class {CLASS} and functions with @shmserve.model: keep one form")
@@ -67,6 +74,32 @@ def functions_in(path: Path) -> list[FunctionModel]:
         text = f"{path.name} has no model: put @shmserve.model above a function or class, or define a class {CLASS}"
         raise InvalidRequest(text)
     return models
+
+
+def _modules(tree: ast.Module, folder: Path) -> set[str]:
+    """Invariant: at most MODULES files are read, none of them outside of `folder`."""
+    found: set[str] = set()
+    trees = [tree]
+    while trees and len(found) < MODULES:
+        for file in sorted(_imported(trees.pop(), folder) - found):
+            found.add(file)
+            source = read_source(folder / file)
+            with suppress(SyntaxError, ValueError):  # the import in the worker reports it
+                trees.append(parse_source(source or b""))
+    return found
+
+
+def _imported(tree: ast.Module, folder: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level < 2:
+            base = node.module or ""
+            names |= {base, *(f"{base}.{alias.name}".strip(".") for alias in node.names)}
+    names |= {str(parent) for name in names for parent in PurePosixPath(name.replace(".", "/")).parents}
+    files = {f"{name.replace('.', '/')}{end}" for name in names if name.strip(".") for end in (".py", "/__init__.py")}
+    return {file for file in files if (folder / file).is_file()}
 
 
 class _Finder:

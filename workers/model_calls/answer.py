@@ -104,14 +104,17 @@ class Response(Struct, gc=False):
 
 
 def failure_of(error: Exception, instance: str, model_dir: str, trace: Trace) -> Failure:
-    """Converts an error to the error for clients. Also reports the traceback, unless the request itself is the
-    cause."""
+    """Converts an error, and its notes, to the error for clients. Also reports the traceback, unless the request itself
+    is the cause."""
     if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
         return Failure(error.code, public(text_of(error), model_dir))
     trace(f"model instance '{instance}' failed", error)
     what = text_of(error)
     if not isinstance(error, ModelFailed):
         what = f"{type(error).__name__}: {what}"
+    notes = getattr(error, "__notes__", ())
+    if notes:
+        what += f" ({'; '.join(map(str, notes))})"
     return Failure(ModelFailed.code, public(failure_text(instance, what), model_dir))
 
 

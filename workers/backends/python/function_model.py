@@ -9,8 +9,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+import os
+import traceback
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -19,8 +23,11 @@ import numpy as np
 from shmserve.dtypes import TO_CONFIG, to_numpy
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.python_values import to_array
+from shmserve.repo.parameters import JSON_SCHEMAS
 from shmserve.workers.backends.python import pb_utils
+from shmserve.workers.backends.python.codecs import TEXT, Codec, why_invalid
 from shmserve.workers.backends.python.pb_tensor import Array
+from shmserve.workers.backends.python.records import build, is_pydantic
 from shmserve.workers.backends.python.signature import Signature, Slot, signature_of
 from shmserve.workers.batch.output_checks import wire_name
 from shmserve.workers.batch.specs import matches
@@ -51,6 +58,10 @@ class _FunctionModel:
             config.add_output(_declared(slot))
         if cls.signature.streams:
             config.set_model_transaction_policy({"decoupled": True})
+        schemas = schemas_of(cls.signature)
+        if schemas:
+            text = json.dumps(schemas, separators=(",", ":"))
+            config.as_dict().setdefault("parameters", {})[JSON_SCHEMAS.name] = {"string_value": text}
         return config
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -60,6 +71,7 @@ class _FunctionModel:
             raise InvalidRequest(f"{self.signature.label}: {text}")
         target: Any = self.signature.target
         self._call: Any = target() if inspect.isclass(target) else target
+        self._line_noted = partial(_line_noted, target.__call__ if inspect.isclass(target) else target)
         self._inputs = {slot.name: slot for slot in self.signature.inputs}
 
     def _outputs(self, result: Any, rows: int | None) -> Iterator[tuple[str, Array]]:
@@ -83,10 +95,19 @@ class _FunctionModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor(*output) for output in self._outputs(result, None)])
 
     def _arguments(self, request: pb_utils.InferenceRequest) -> dict[str, Any]:
-        return {
-            tensor.name(): _decoded(self._inputs[tensor.name()], tensor.as_numpy(), False)
-            for tensor in request.inputs()
-        }
+        return self._values({tensor.name(): tensor.as_numpy() for tensor in request.inputs()}, False)
+
+    def _values(self, arrays: dict[str, Array], batch: bool) -> dict[str, Any]:
+        """The arguments of the function."""
+        values = {name: _decoded(self._inputs[name], array, batch) for name, array in arrays.items()}
+        if self.signature.record is None:
+            return values
+        parameter, kind = self.signature.record
+        try:
+            return {parameter: build(kind, values)}
+        except (TypeError, ValueError) as error:  # ValidationError of pydantic is a ValueError
+            why = why_invalid(error) if is_pydantic(kind) and hasattr(error, "errors") else f"is not valid: {error}"
+            raise InvalidRequest(f"'{kind.__name__}' {why}") from None
 
 
 class _Single(_FunctionModel):
@@ -94,11 +115,14 @@ class _Single(_FunctionModel):
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> Any:
         (request,) = requests
-        result = self._call(**self._arguments(request))
+        with self._line_noted():
+            result = self._call(**self._arguments(request))
         return self._later(result) if inspect.iscoroutine(result) else [self._response(result)]
 
     async def _later(self, coroutine: Coroutine[Any, Any, Any]) -> list[pb_utils.InferenceResponse]:
-        return [self._response(await coroutine)]
+        with self._line_noted():
+            result = await coroutine
+        return [self._response(result)]
 
 
 class _Batch(_FunctionModel):
@@ -106,11 +130,14 @@ class _Batch(_FunctionModel):
 
     def execute(self, inputs: dict[str, Array]) -> Any:
         rows = len(next(iter(inputs.values())))
-        result = self._call(**{name: _decoded(self._inputs[name], array, True) for name, array in inputs.items()})
+        with self._line_noted():
+            result = self._call(**self._values(inputs, True))
         return self._later(result, rows) if inspect.iscoroutine(result) else dict(self._outputs(result, rows))
 
     async def _later(self, coroutine: Coroutine[Any, Any, Any], rows: int) -> dict[str, Array]:
-        return dict(self._outputs(await coroutine, rows))
+        with self._line_noted():
+            result = await coroutine
+        return dict(self._outputs(result, rows))
 
 
 class _Stream(_FunctionModel):
@@ -125,22 +152,47 @@ class _Stream(_FunctionModel):
         self._thread.shutdown(wait=False)
 
     async def stream(self, request: pb_utils.InferenceRequest) -> AsyncIterator[pb_utils.InferenceResponse]:
-        loop = asyncio.get_running_loop()
-        results = self._call(**self._arguments(request))
-        if hasattr(results, "__aiter__"):
-            async for result in results:
-                yield self._response(result)
-            return
-        steps = iter(results)
-        try:
-            while (result := await loop.run_in_executor(self._thread, next, steps, _END)) is not _END:
-                yield self._response(result)
-        finally:
-            if hasattr(steps, "close"):
-                await loop.run_in_executor(self._thread, steps.close)
+        with self._line_noted():
+            loop = asyncio.get_running_loop()
+            results = self._call(**self._arguments(request))
+            if hasattr(results, "__aiter__"):
+                async for result in results:
+                    yield self._response(result)
+                return
+            steps = iter(results)
+            try:
+                while (result := await loop.run_in_executor(self._thread, next, steps, _END)) is not _END:
+                    yield self._response(result)
+            finally:
+                if hasattr(steps, "close"):
+                    await loop.run_in_executor(self._thread, steps.close)
+
+
+@contextmanager
+def _line_noted(function: Any) -> Iterator[None]:
+    """Adds a note to exceptions: the line in the function's file that raised them, or that called what did."""
+    try:
+        yield
+    except Exception as error:
+        file = inspect.unwrap(function).__code__.co_filename
+        lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+        if lines:
+            error.__notes__ = [*getattr(error, "__notes__", ()), f"{os.path.basename(file)}, line {lines[-1]}"]
+        raise
 
 
 # ------------------------------------------------------------------------------------------ values
+
+
+def schemas_of(signature: Signature) -> dict[str, Any]:
+    """The JSON schemas of the tensors that have one, and those that they refer to, for the gateways; {} if none has."""
+    found: dict[str, Any] = {"inputs": {}, "outputs": {}, "components": {}}
+    for kind, slots in (("inputs", signature.inputs), ("outputs", signature.outputs)):
+        for slot in slots:
+            if slot.codec is not None and slot.codec.schema is not None:
+                found[kind][slot.name] = slot.codec.schema
+                found["components"] |= slot.codec.components
+    return found if found["inputs"] or found["outputs"] else {}
 
 
 def _declared(slot: Slot) -> dict[str, Any]:
@@ -150,8 +202,8 @@ def _declared(slot: Slot) -> dict[str, Any]:
 def _decoded(slot: Slot, array: Array, batch: bool) -> Any:
     if slot.depth < 0:
         return array
-    if slot.text:
-        array = np.array([_text(slot, item) for item in array.flat], object).reshape(array.shape)
+    if slot.codec is not None:
+        array = _each(array, partial(_read, slot, slot.codec))
     if not slot.depth:
         return array.item()
     if batch and slot.depth == 1:
@@ -159,16 +211,38 @@ def _decoded(slot: Slot, array: Array, batch: bool) -> Any:
     return array.tolist()
 
 
-def _text(slot: Slot, item: bytes) -> str:
+def _each(array: Array, convert: Callable[[Any], Any]) -> Array:
+    converted = np.empty(array.size, object)
+    for index, item in enumerate(array.flat):
+        converted[index] = convert(item)
+    return converted.reshape(array.shape)
+
+
+def _read(slot: Slot, codec: Codec, item: bytes) -> Any:
     try:
-        return item.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"input '{slot.name}' is not UTF-8 text: {error}") from None
+        return codec.decode(item)
+    except ValueError as error:
+        raise InvalidRequest(f"input '{slot.name}' {error}") from None
+
+
+def _written(slot: Slot, value: Any, depth: int) -> Any:
+    """`value`, a list of lists to this depth, with the bytes of each item."""
+    assert slot.codec is not None
+    if not depth:
+        return slot.codec.encode(value)
+    if not isinstance(value, (list, tuple)):
+        raise TypeError("expected a list")
+    return [_written(slot, item, depth - 1) for item in value]
 
 
 def _encoded(slot: Slot, value: Any, rows: int | None, label: str) -> Array:
     """The array for an output. `rows`: number of rows of the batch."""
     where = f"{label} returned for output '{slot.name}'"
+    if slot.codec is not None and slot.codec is not TEXT:
+        try:
+            value = _written(slot, value, slot.depth)
+        except (TypeError, ValueError) as error:
+            raise ModelFailed(f"{where} {_kind(value)}: {error}") from None
     if hasattr(value, "dtype") or hasattr(value, "__array__"):
         array = np.asarray(value)
     else:

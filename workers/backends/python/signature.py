@@ -1,16 +1,17 @@
 """The inputs and outputs of a function with `@shmserve.model`, from its type hints.
 
     float, int, bool, str, bytes    one value, of type FP64, INT64, BOOL, BYTES, BYTES
+    an image, a table, a record     one value of type BYTES (codecs.py)
     list[float], list[list[int]]    a list of them, of any length
     Tensor["FP32", -1, 3]           an array
 
-With a batch, a list has one item per row, and an array has an additional leading axis. Invariant: an error names the
-function, its line, and what to write.
+The fields of a record (records.py) that is the only parameter, or the result, are inputs or outputs. With a batch, a
+list has one item per row, and an array has an additional leading axis. Invariant: an error names the function, its
+line, and what to write.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import types
 import typing
@@ -19,31 +20,37 @@ from typing import Annotated, Any, NamedTuple
 
 from shmserve.errors import InvalidRequest
 from shmserve.functions import Tensor
+from shmserve.workers.backends.python.codecs import Codec, codec_of
+from shmserve.workers.backends.python.records import Field, fields_of, is_mapping
 
 OUTPUT = "output"
 """The name of a function's only output, if its hint does not name it."""
 _SCALARS: dict[Any, str] = {float: "FP64", int: "INT64", bool: "BOOL", str: "BYTES", bytes: "BYTES"}
 _STREAMS = (AsyncGenerator, AsyncIterable, AsyncIterator, Generator, Iterable, Iterator)
 _UNIONS = (typing.Union, types.UnionType)
-_FORMS = 'shmserve.Tensor["FP32", -1, 3], float, int, bool, str, bytes, or a list of these'
+_FORMS = (
+    'shmserve.Tensor["FP32", -1, 3], float, int, bool, str, bytes, a class with fields, dict[str, ...], '
+    "PIL.Image.Image, pandas.DataFrame, polars.DataFrame, or a list of these"
+)
 _BATCH_FORMS = 'shmserve.Tensor["FP32", 3] with the dims of one row, or a list with an item for each row: list[str]'
 
 
 class Slot(NamedTuple):
     """One input or output. `depth`: 0 for a single value, -1 for an array, otherwise the nesting depth of the list.
-    `text`: values are str instead of bytes.
+    `codec`: how a value is read from, and written as, the bytes of an element.
     """
 
     name: str
     dtype: str
     dims: tuple[int, ...]
     depth: int
-    text: bool = False
+    codec: Codec | None = None
     optional: bool = False
 
 
 class Signature(NamedTuple):
-    """`target` is the function or class. `by`: how to get an output from the result."""
+    """`target` is the function or class. `by`: how to get an output from the result. `record`: the only parameter, and
+    its class, if the inputs are the fields of the class."""
 
     target: Callable[..., Any]
     label: str
@@ -52,6 +59,7 @@ class Signature(NamedTuple):
     by: str
     """"" if the result is the only output, otherwise "index", "key" or "attribute"."""
     streams: bool
+    record: tuple[str, Any] | None = None
 
 
 def signature_of(target: Any, file: str, batch: bool) -> Signature:
@@ -75,11 +83,15 @@ class _Reader:
         if "return" not in hints or hints["return"] in (None, type(None)):
             raise self._error(f"it has no type for its result: write -> followed by {self._forms}")
         result, streams = self._streamed(hints["return"])
-        inputs = tuple(self._inputs(hints))
-        if not inputs:
-            raise self._error("a model needs at least one input: add a parameter with a type hint")
+        parameters = self._parameters(hints)
+        record = self._record(parameters)
+        if record is None:
+            inputs = [self._input(name, field, f"parameter '{name}'") for name, field in parameters.items()]
+        else:
+            fields = self._fields(record[1])
+            inputs = [self._input(name, field, f"field '{name}'") for name, field in fields.items()]
         by, outputs = self._outputs(result)
-        return Signature(self._target, self._label, inputs, tuple(outputs), by, streams)
+        return Signature(self._target, self._label, tuple(inputs), tuple(outputs), by, streams, record)
 
     @property
     def _forms(self) -> str:
@@ -95,15 +107,27 @@ class _Reader:
             text = f"its type hints cannot be read: {type(error).__name__}: {error}"
             raise self._error(text) from error
 
-    def _inputs(self, hints: dict[str, Any]) -> typing.Iterator[Slot]:
+    def _parameters(self, hints: dict[str, Any]) -> dict[str, Field]:
+        found: dict[str, Field] = {}
         parameters = list(inspect.signature(self._function).parameters.values())
         for parameter in parameters[1:] if inspect.isclass(self._target) else parameters:
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise self._error(f"'{parameter}' cannot be an input: inputs have names; list each as a parameter")
             if parameter.name not in hints:
                 raise self._error(f"parameter '{parameter.name}' has no type: write {parameter.name}: {self._forms}")
-            slot = self._slot(parameter.name, hints[parameter.name], f"parameter '{parameter.name}'")
-            yield slot._replace(optional=parameter.default is not parameter.empty)
+            found[parameter.name] = Field(hints[parameter.name], parameter.default is parameter.empty)
+        if not found:
+            raise self._error("a model needs at least one input: add a parameter with a type hint")
+        return found
+
+    def _record(self, parameters: dict[str, Field]) -> tuple[str, Any] | None:
+        if len(parameters) > 1:
+            return None
+        ((name, field),) = parameters.items()
+        return (name, field.hint) if self._fields(field.hint) else None
+
+    def _input(self, name: str, field: Field, what: str) -> Slot:
+        return self._slot(name, field.hint, what)._replace(optional=not field.required)
 
     def _streamed(self, hint: Any) -> tuple[Any, bool]:
         """The hint of one response, and whether there are several."""
@@ -121,20 +145,21 @@ class _Reader:
             if Ellipsis in items:
                 raise self._error("a tuple of any length cannot be the result: write the type of each item")
             return "index", [self._result(f"{OUTPUT}_{index}", item) for index, item in enumerate(items)]
-        if typing.is_typeddict(hint):
-            return "key", [self._result(name, item) for name, item in self._fields(hint).items()]
-        if inspect.isclass(hint) and (dataclasses.is_dataclass(hint) or hasattr(hint, "_fields")):
-            return "attribute", [self._result(name, item) for name, item in self._fields(hint).items()]
+        fields = self._fields(hint)
+        if fields:
+            by = "key" if is_mapping(hint) else "attribute"
+            return by, [self._result(name, field.hint) for name, field in fields.items()]
         return "", [self._result(OUTPUT, hint)]
 
-    def _fields(self, hint: Any) -> dict[str, Any]:
+    def _fields(self, hint: Any) -> dict[str, Field]:
+        """Empty: the hint is no class with fields."""
         try:
-            fields = typing.get_type_hints(hint, include_extras=True)
+            fields = fields_of(hint)
         except Exception as error:  # a hint may be any expression
             raise self._error(f"the hints of {hint.__name__} cannot be read: {error}") from error
-        if not fields:
-            raise self._error(f"its result {hint.__name__} has no fields with type hints")
-        return fields
+        if fields is not None and not fields:
+            raise self._error(f"{hint.__name__} has no fields with type hints")
+        return fields or {}
 
     def _result(self, name: str, hint: Any) -> Slot:
         return self._slot(name, hint, f"output '{name}'" if name != OUTPUT else "its result")
@@ -145,19 +170,27 @@ class _Reader:
             tensor = next((item for item in hint.__metadata__ if isinstance(item, Tensor)), None)
             if tensor is not None:
                 return self._array(name, tensor, what)
+            hint = hint.__origin__
         if isinstance(hint, Tensor):
             return self._array(name, hint, what)
         depth = 0
         while typing.get_origin(hint) is list:
             hint, depth = typing.get_args(hint)[0], depth + 1
-        dtype = _SCALARS.get(hint) if isinstance(hint, type) else None
+        codec = self._codec(hint, what)
+        dtype = "BYTES" if codec is not None else _SCALARS.get(hint) if isinstance(hint, type) else None
         if dtype is None:
             raise self._error(f"{what} has the type {_name(hint)}: write {self._forms}")
         if self._batch and not depth:
-            text = f"{what} is one {hint.__name__}, but with batch=True there is one for each row"
-            raise self._error(f"{text}: write list[{hint.__name__}]")
+            text = f"{what} is one {_name(hint)}, but with batch=True there is one for each row"
+            raise self._error(f"{text}: write list[{_name(hint)}]")
         inner = depth - self._batch
-        return Slot(name, dtype, (-1,) * inner or (1,), depth, hint is str)
+        return Slot(name, dtype, (-1,) * inner or (1,), depth, codec)
+
+    def _codec(self, hint: Any, what: str) -> Codec | None:
+        try:
+            return codec_of(hint)
+        except Exception as error:  # of a library, about a type that it does not support
+            raise self._error(f"{what} has the type {_name(hint)}, which cannot be JSON: {error}") from error
 
     def _array(self, name: str, tensor: Tensor, what: str) -> Slot:
         if not tensor.dims:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import json
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import check_output
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from PIL import Image
 
 import shmserve
 from shmserve.clients.cli import main
@@ -24,11 +29,14 @@ pytestmark = pytest.mark.process
 APP = """
 import asyncio
 import dataclasses
+from dataclasses import dataclass
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TypedDict
 
 import numpy as np
+import polars as pl
+from PIL import Image
 
 import shmserve
 from factors import FACTOR
@@ -91,6 +99,25 @@ def wrong(how: str) -> tuple[shmserve.Tensor["FP32", 2], int]:
     return results[how]
 
 
+@dataclass
+class Order:
+    name: str
+    count: int = 1
+
+
+@shmserve.model
+def order(item: Order) -> Order:
+    if item.count > 9:
+        raise RuntimeError("too many")
+    return Order(item.name, item.count + 1)
+
+
+@shmserve.model
+def sheet(table: pl.DataFrame, picture: Image.Image, orders: list[Order]) -> pl.DataFrame:
+    column = [picture.width, *(order.count for order in orders)]
+    return table.with_columns(pl.Series("more", column))
+
+
 @shmserve.model
 def unfinished(x) -> int:
     return 1
@@ -149,7 +176,7 @@ def outputs(result: Any) -> dict[str, Any]:
 
 
 def test_functions_and_files_become_models(client: shmserve.Client) -> None:
-    ready = {"add", "scale", "lengths", "words", "count", "classify", "wrong", "my_net", "identity"}
+    ready = {"add", "scale", "lengths", "words", "count", "classify", "wrong", "order", "sheet", "my_net", "identity"}
     assert states(client) == dict.fromkeys(ready, "READY") | {"unfinished": "UNAVAILABLE"}
     reason = next(entry["reason"] for entry in client.models() if entry["name"] == "unfinished")
     assert "'unfinished' in app.py, line " in reason
@@ -167,6 +194,22 @@ def test_functions_with_defaults_bytes_and_several_outputs(client: shmserve.Clie
     assert outputs(client.infer("add", {"a": 1.5, "b": 2})) == {"output": [3.5]}
     assert outputs(client.infer("classify", {"image": b"abc"})) == {"label": [b"dog"], "scores": [1, 0]}
     assert client.config("classify")["instance_group"][0]["count"] == 2
+
+
+def test_records_images_and_tables(client: shmserve.Client) -> None:
+    assert outputs(client.infer("order", {"name": "a"})) == {"name": [b"a"], "count": [2]}
+    with pytest.raises(shmserve.ModelFailed, match=r"RuntimeError: too many \(app.py, line \d+\)"):
+        client.infer("order", {"name": "a", "count": 10})
+    picture = io.BytesIO()
+    Image.new("L", (5, 1)).save(picture, "PNG")
+    more = {"picture": picture.getvalue(), "orders": ['{"name": "b", "count": 7}']}
+    program = "import polars, sys; polars.DataFrame({'a': [1, 2]}).write_%s(sys.stdout.buffer)"
+    kinds = ("csv", "json", "parquet", "ipc")
+    for table in [check_output([sys.executable, "-c", program % kind]) for kind in kinds]:
+        result = client.infer("sheet", {"table": table, **more})["output"]
+        assert json.loads(result.item()) == [{"a": 1, "more": 5}, {"a": 2, "more": 7}]
+    with pytest.raises(shmserve.InvalidRequest, match=r"input 'orders' is not valid: .*`name`"):
+        client.infer("sheet", {"table": b"a\n1\n", **more, "orders": ["{}"]})
 
 
 def test_batches(client: shmserve.Client) -> None:
@@ -221,6 +264,8 @@ def test_changed_files_are_reloaded(folder: Path, client: shmserve.Client) -> No
     write(app, APP.replace("a + b", "a - b").replace("def words", "def terms"))
     until(client, lambda: states(client).get("terms") == "READY" and states(client).get("words") != "READY")
     until(client, lambda: outputs(client.infer("add", {"a": 1.0})) == {"output": [0]})
+    write(folder / "factors.py", "FACTOR = 3")
+    until(client, lambda: outputs(client.infer("scale", {"x": [[1, 0, 1]]})) == {"output": [[3, 0, 3]]})
     matmul(folder / "my net.onnx", 5)
     until(client, lambda: outputs(client.infer("my_net", {"x": [[1, 2]]})) == {"y": [[5, 10]]})
 

@@ -14,7 +14,21 @@ from shmserve.repo.storage.model_functions import functions_in
 def found(tmp_path: Path, source: str) -> dict[str, str]:
     path = tmp_path / "app.py"
     path.write_text(source)
-    return dict(functions_in(path))
+    return {model.name: model.config for model in functions_in(path)}
+
+
+def test_modules_beside_the_file_belong_to_its_models(tmp_path: Path) -> None:
+    package = tmp_path / "words"
+    package.mkdir()
+    (package / "__init__.py").write_text("import os, app")
+    (package / "long.py").write_text("from . import short")
+    (tmp_path / "texts.py").write_text("import missing, broken")
+    (tmp_path / "broken.py").write_text("def (")
+    (tmp_path / "other.py").touch()
+    path = tmp_path / "app.py"
+    path.write_text("import shmserve, texts\nfrom words.long import word\n@shmserve.model\ndef f(x): ...")
+    (model,) = functions_in(path)
+    assert model.modules == ("app.py", "broken.py", "texts.py", "words/__init__.py", "words/long.py")
 
 
 @pytest.mark.parametrize(

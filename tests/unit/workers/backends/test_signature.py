@@ -11,6 +11,7 @@ import pytest
 
 import shmserve
 from shmserve.errors import InvalidRequest
+from shmserve.workers.backends.python.codecs import TEXT
 from shmserve.workers.backends.python.signature import Slot, signature_of
 
 Image = Annotated[Any, shmserve.Tensor("UINT8", -1, -1, 3)]
@@ -66,7 +67,7 @@ def test_annotations_of_arguments_become_inputs() -> None:
         Slot("a", "FP64", (1,), 0),
         Slot("b", "INT64", (1,), 0),
         Slot("c", "BOOL", (1,), 0),
-        Slot("d", "BYTES", (1,), 0, True),
+        Slot("d", "BYTES", (1,), 0, TEXT),
         Slot("e", "BYTES", (1,), 0),
         Slot("f", "INT64", (-1,), 1),
         Slot("g", "FP64", (-1, -1), 2),
