@@ -109,6 +109,8 @@ class Action(str, Enum):
         gives="Model")
     OPENAPI = Row("openapi", _ANY, "This document", http=("GET /v2/openapi.json", "GET /openapi.json"),
         groups=("metadata",), gives="Any")
+    MODEL_OPENAPI = Row("model_openapi", _ANY, "The endpoints of the model as an OpenAPI document",
+        http=("GET /v2/models/{model}[/versions/{version}]/openapi.json",), groups=("metadata",), gives="Any")
     MODELS = Row("models", _READ, "All models", query="models",
         http=("POST /v2/repository/index",), grpc=("RepositoryIndex",), groups=("model-repository",), takes="Filter",
         gives="Index")

@@ -11,6 +11,8 @@ TO_MODELS = tuple(action for action in Action if action.row.groups == ("inferenc
 """Requests that run a model."""
 FORMS = frozenset((Action.TRANSCRIPTIONS,))
 """Those whose body is a form with files; the others have JSON."""
+UPLOADS = FORMS | {GENERATE, GENERATE_STREAM}
+"""Those whose body may be such a form."""
 SHARED = frozenset((Action.PAGE_EVENTS, Action.PAGE_PREFLIGHT))
 """Actions allowed to the pages of other servers."""
 PAGE = frozenset((*SHARED, *(action for action in Action if "page" in action.row.roles)))

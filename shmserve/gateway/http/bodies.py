@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.gateway import gzip_stream
-from shmserve.gateway.auth.actions import FORMS, INFER, TO_MODELS
+from shmserve.gateway.auth.actions import INFER, TO_MODELS
 from shmserve.gateway.http.heads import HttpHead
 from shmserve.gateway.http.limits import CHUNKS, HEAD_BYTES, HttpLimits
 from shmserve.gateway.kserve.answers import Buffer
@@ -116,7 +116,7 @@ class Chunks:
 def content_length_error(head: HttpHead, limits: HttpLimits) -> InvalidRequest:
     """The error for a body whose Content-Length exceeds its limit. The text depends on the kind of body."""
     action = head.route.action
-    if head.encoding or action in FORMS or (action is INFER and head.json_length is not None):
+    if head.encoding or head.has_form or (action is INFER and head.json_length is not None):
         return _body_size_error(head.length, limits.input_bytes)
     if action in TO_MODELS:
         is_openai = head.route.kind == OPENAI

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from shmserve.errors import ServeError
 from shmserve.gateway.auth.access import EndpointAccess, Unauthenticated
-from shmserve.gateway.auth.actions import PAGE, TO_MODELS
+from shmserve.gateway.auth.actions import FORMS, PAGE, TO_MODELS, UPLOADS
 from shmserve.gateway.auth.browsers import MARKS
 from shmserve.gateway.auth.header_forwarding import HeaderParameters
 from shmserve.gateway.http.limits import HEAD_WORK, HEADERS, LINE_WORK
@@ -51,6 +51,8 @@ class HttpHead(Struct):
     chunked: bool = False
     json_length: int | None = None
     """Inference-Header-Content-Length: bytes of JSON at the start of the body; binary data follows."""
+    has_form: bool = False
+    """The body is a form with files."""
     encoding: str = ""
     """Content-Encoding of the body: gzip, deflate, an unsupported one, or none."""
     accepts: str = ""
@@ -231,6 +233,7 @@ def _head(method: str, http: str, target: str, headers: Headers, keep_alive: boo
         old=http == "1.0",
         is_head=method == "HEAD",
         refusal=route if isinstance(route, NoRoute) else None,
+        has_form=isinstance(route, Route) and route.action in FORMS,
     )
     seen: set[bytes] = set()
     for written, value in headers:
@@ -255,6 +258,9 @@ def _head(method: str, http: str, target: str, headers: Headers, keep_alive: boo
                 head.chunked = True
             case b"inference-header-content-length":
                 head.json_length = _number(name, value)
+            case b"content-type":
+                is_form = value.strip().lower().startswith(b"multipart/form-data")
+                head.has_form = head.has_form or (is_form and head.route.action in UPLOADS)
             case b"content-encoding":
                 head.encoding = _encoding(value)
             case b"accept-encoding":

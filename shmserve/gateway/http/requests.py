@@ -21,9 +21,9 @@ from shmserve.errors import (
     Unsupported,
 )
 from shmserve.gateway.auth.access import EndpointAccess
-from shmserve.gateway.auth.actions import FORMS, GENERATE, GENERATE_STREAM, INFER, PAGE, TO_MODELS
+from shmserve.gateway.auth.actions import GENERATE, GENERATE_STREAM, INFER, PAGE, TO_MODELS
 from shmserve.gateway.auth.header_forwarding import Forward, HeaderParameters
-from shmserve.gateway.http import openapi
+from shmserve.gateway.http import model_openapi, openapi
 from shmserve.gateway.http.bodies import content_length_error
 from shmserve.gateway.http.connection import BINARY, JSON, HttpConnection, HttpExchange, HttpListener
 from shmserve.gateway.http.heads import HttpHead, HttpHeads
@@ -32,6 +32,7 @@ from shmserve.gateway.http.routes import API_ROUTES, KSERVE_ROUTES, METRICS_ROUT
 from shmserve.gateway.kserve.answers import Buffer, Held, JsonPieces, large_as_json, pieces_in_slices, response
 from shmserve.gateway.kserve.generate import (
     ONE,
+    GenerateForm,
     GenerateRequest,
     advice,
     event,
@@ -197,10 +198,10 @@ class _Generation(PendingStream):
             part: Any = self.parts.popleft()
             exchange = self._exchange
             if is_large(part):
-                work = generated_in_slices(self._model, self._plan, part, exchange.hold)
+                work = generated_in_slices(self._model, self._plan, self._config, part, exchange.hold)
                 exchange.work(work, lambda parts: exchange.answer(200, parts), self._fail)
             else:
-                exchange.answer(200, [generated(self._model, self._plan, part)])
+                exchange.answer(200, [generated(self._model, self._plan, self._config, part)])
 
     def _send_on(self) -> None:
         """Sends the responses that have arrived, as far as the client reads them."""
@@ -212,7 +213,7 @@ class _Generation(PendingStream):
                 large = part
             else:
                 self._begin_events()
-                exchange.send_event(event(generated(self._model, self._plan, part)))
+                exchange.send_event(event(generated(self._model, self._plan, self._config, part)))
         if session.outbox.messages:
             self._link.send_soon()
         if large is not None:
@@ -226,7 +227,11 @@ class _Generation(PendingStream):
     def _encode(self, part: Held) -> None:
         exchange = self._exchange
         self._encoding = True
-        exchange.work(generated_in_slices(self._model, self._plan, part, exchange.hold), self._send_large, self._fail)
+        exchange.work(
+            generated_in_slices(self._model, self._plan, self._config, part, exchange.hold),
+            self._send_large,
+            self._fail,
+        )
         if self._encoding and not self.ended:
             exchange.wait_for(self, self.on_part)  # a client that disconnects also cancels the request
 
@@ -295,7 +300,7 @@ class Requests:
     def prepare(self, exchange: HttpExchange, first: Buffer) -> None:
         """Chooses the buffers for the body, of which only `first` has arrived."""
         head, action = exchange.head, exchange.head.route.action
-        is_json = action in TO_MODELS and action not in FORMS and head.json_length is None and not head.encoding
+        is_json = action in TO_MODELS and not head.has_form and head.json_length is None and not head.encoding
         if is_json and head.length > self._limits.json_bytes:
             raise content_length_error(head, self._limits)
         if action is not INFER or head.json_length is None or head.encoding:
@@ -373,7 +378,7 @@ class Requests:
             except InvalidRequest as error:
                 self._refuse_infer(exchange, error)
         elif route.action is GENERATE or route.action is GENERATE_STREAM:
-            self._begin_generate(exchange, bytes(body))
+            self._begin_generate(exchange, body)
         elif route.kind == OPENAI:
             self._begin_openai(exchange, body)
         elif route.kind == QUERY:
@@ -385,11 +390,13 @@ class Requests:
             self._page.begin(exchange)
         elif route.action is Action.OPENAPI:
             exchange.answer(200, [openapi.text(self._openai is not None)])
+        elif route.action is Action.MODEL_OPENAPI:
+            self._ask_config(exchange, lambda config: exchange.answer(200, [model_openapi.text(route, config)]))
         else:
             self._begin_query(exchange, bytes(body))
 
     def _begin_openai(self, exchange: HttpExchange, body: Buffer) -> None:
-        if len(body) > self._limits.json_bytes and exchange.head.route.action not in FORMS:
+        if len(body) > self._limits.json_bytes and not exchange.head.has_form:
             raise self._limits.json_size_error(len(body), "")
         assert self._openai is not None
         self._openai.begin(exchange, body)
@@ -528,14 +535,14 @@ class Requests:
             return
         exchange.wait_for(ticket)
 
-    def _begin_generate(self, exchange: HttpExchange, body: bytes) -> None:
+    def _begin_generate(self, exchange: HttpExchange, body: Buffer) -> None:
         route, link = exchange.head.route, self._link
         as_events = route.action is GENERATE_STREAM
         if exchange.head.encoding:
             raise Unsupported(f"Unsupported compression type '{exchange.head.encoding[:40]}': generate supports none")
         if as_events and exchange.head.old:
             raise Unsupported("generate_stream requires HTTP/1.1")
-        if len(body) > self._limits.json_bytes:
+        if len(body) > self._limits.json_bytes and not exchange.head.has_form:
             raise self._limits.json_size_error(len(body))
 
         def send(config: Any, planned: tuple[RequestPlan, list[Piece]]) -> None:
@@ -547,13 +554,20 @@ class Requests:
         def go_on(config: Any) -> None:
             exchange.work(self._generate_plan(request, config), partial(send, config))
 
-        request = GenerateRequest(body)
+        request: GenerateRequest | GenerateForm
+        if exchange.head.has_form:
+            request = GenerateForm()
+            exchange.work(request.read(body), lambda _: self._ask_config(exchange, go_on))
+            return
+        request = GenerateRequest(bytes(body))
         if len(body) > SLICE_BYTES:
             exchange.work(request.cut(), lambda _: self._ask_config(exchange, go_on))
         else:
             self._ask_config(exchange, go_on)
 
-    def _generate_plan(self, request: GenerateRequest, config: Any) -> SlicedWork[tuple[RequestPlan, list[Piece]]]:
+    def _generate_plan(
+        self, request: GenerateRequest | GenerateForm, config: Any
+    ) -> SlicedWork[tuple[RequestPlan, list[Piece]]]:
         plan = yield from request.plan(config)
         pieces = yield from self._sender.placed([b"" if spec.data is None else spec.data for spec in plan.inputs])
         return plan, pieces

@@ -1,5 +1,5 @@
-"""The generate extension: a JSON object whose keys are inputs and parameters becomes a RequestPlan, and a response
-becomes such an object.
+"""The generate extension: a JSON object whose keys are inputs and parameters, or a form with such fields, becomes a
+RequestPlan, and a response becomes such an object.
 
 Invariant: the model's configuration decides what a key means, never its value.
 """
@@ -7,19 +7,23 @@ Invariant: the model's configuration decides what a key means, never its value.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.answers import PLACE, Buffer, Held, joined, pieces_in_slices, size_of, spliced
+from shmserve.gateway.kserve.forms import Form, form_of
 from shmserve.gateway.kserve.json_scan import check_depth, unreadable
+from shmserve.gateway.kserve.json_schemas import JsonSchemas, Schema, from_element, is_file, schemas_of, to_element
 from shmserve.gateway.kserve.json_strings import CutStrings
-from shmserve.gateway.kserve.json_tensors import to_bytes, to_json
+from shmserve.gateway.kserve.json_tensors import check_count, to_bytes, to_json
 from shmserve.gateway.kserve.plans import InputPlan, RequestPlan, Value, options_of, tensor_type
-from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
+from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, SlicedWork
+from shmserve.protocol.messages import Tensor
+from shmserve.shm.strings import decode_bytes, encode_bytes
 
 ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
@@ -31,6 +35,30 @@ _SHOWN = 8
 """Number of keys that an error text names."""
 _OWN = ("id", "parameters")
 _encode = msgspec.json.Encoder().encode
+
+
+class GenerateForm:
+    """A request to generate whose body is a form. Files are the bytes of their inputs, texts are what JSON would have
+    as the value."""
+
+    def __init__(self) -> None:
+        self._form = Form({}, {})
+
+    def read(self, body: Buffer) -> SlicedWork[None]:
+        """Called first."""
+        self._form = yield from form_of(body)
+
+    def plan(self, config: Mapping[str, Any]) -> SlicedWork[RequestPlan]:
+        """`config`: the model's configuration."""
+        inputs, schemas = _inputs_of(config), schemas_of(config)
+        document: dict[str, Any] = {}
+        for name, field in self._form.fields.items():
+            document[name] = _field_value(name, field, inputs.get(name), schemas)
+        for name, files in self._form.files.items():
+            if name not in inputs:
+                raise InvalidRequest(f"the file '{name[:80]}' is not an input of the model. {_form(inputs)}")
+            document[name] = yield from _as_strings(name, inputs[name], files)
+        return _plan_of(document, inputs, config, schemas)
 
 
 class GenerateRequest:
@@ -48,21 +76,67 @@ class GenerateRequest:
 
     def plan(self, config: Mapping[str, Any]) -> SlicedWork[RequestPlan]:
         """`config`: the model's configuration."""
-        inputs = {one["name"]: one for one in config.get("input", [])}
+        inputs = _inputs_of(config)
         document = _read(self._text, inputs)
         if self._strings is not None:
             yield from self._strings.restore(document)
             yield
-        return _plan_of(document, inputs, (1,) if config.get("max_batch_size", 0) else ())
+        return _plan_of(document, inputs, config, schemas_of(config))
 
 
-def _plan_of(document: dict[str, Any], inputs: Mapping[str, Any], lead: tuple[int, ...]) -> RequestPlan:
+class _Strings(NamedTuple):
+    """The encoded elements of an input that came as files."""
+
+    items: int
+    data: bytearray
+
+
+def _inputs_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {one["name"]: one for one in config.get("input", [])}
+
+
+def _as_strings(name: str, config: Mapping[str, Any], files: list[memoryview]) -> SlicedWork[_Strings]:
+    if tensor_type(config) != "BYTES":
+        raise InvalidRequest(f"input '{name}' of {tensor_type(config)} cannot be a file: send its value as a field")
+    data = bytearray(sum(len(file) + 4 for file in files))
+    at = 0
+    for file in files:
+        data[at : at + 4] = len(file).to_bytes(4, "little")
+        at += 4
+        for begin in range(0, len(file), COPY_BYTES):  # the input of the request, beside the body that is dropped
+            part = file[begin : begin + COPY_BYTES]
+            data[at : at + len(part)] = part
+            at += len(part)
+            yield
+    return _Strings(len(files), data)
+
+
+def _field_value(name: str, field: str | list[str], config: Mapping[str, Any] | None, schemas: JsonSchemas) -> Any:
+    """Texts and files are written as they are, all other values as JSON."""
+    if config is None or isinstance(field, list):
+        return field
+    schema = schemas.inputs.get(name)
+    if tensor_type(config) == "BYTES" and (schema is None or is_file(schema)):
+        return field
+    text = field.encode()
+    check_depth(text)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the field '{name}' of the form is not JSON: {error}") from None
+
+
+def _plan_of(
+    document: dict[str, Any], inputs: Mapping[str, Any], config: Mapping[str, Any], schemas: JsonSchemas
+) -> RequestPlan:
+    lead = (1,) if config.get("max_batch_size", 0) else ()
+    known = schemas.inputs
     specs: list[InputPlan] = []
     parameters: dict[str, Value] = {}
     request_id = ""
     for name, value in document.items():
         if name in inputs:
-            specs.append(_spec(name, inputs[name], lead, value))
+            specs.append(_spec(name, inputs[name], lead, value, known.get(name)))
         elif name == "id":
             request_id = value if type(value) is str else str(_scalar("id", value, inputs))
         elif name == "parameters":
@@ -70,7 +144,7 @@ def _plan_of(document: dict[str, Any], inputs: Mapping[str, Any], lead: tuple[in
             for one in nested:
                 if one in document:
                     raise InvalidRequest(f"input '{one[:80]}' already exists in request")
-            specs += [_spec(one, inputs[one], lead, nested[one]) for one in nested]
+            specs += [_spec(one, inputs[one], lead, nested[one], known.get(one)) for one in nested]
         else:
             _add(parameters, name, value, inputs)
     return RequestPlan(tuple(specs), 0, options_of(request_id, parameters))
@@ -119,7 +193,7 @@ def _form(inputs: Mapping[str, Any]) -> str:
 
 
 def _value_form(config: Mapping[str, Any]) -> str:
-    dtype, several = tensor_type(config), any(int(dim) != 1 for dim in config["dims"])
+    dtype, several = tensor_type(config), not _is_one(config["dims"])
     return f"{f'[{dtype}, ...]' if several else dtype}{' (optional)' if config.get('optional') else ''}"
 
 
@@ -153,10 +227,15 @@ def _add(parameters: dict[str, Value], name: str, value: Any, inputs: Mapping[st
     parameters[name] = _scalar(name, value, inputs)
 
 
-def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: Any) -> InputPlan:
+def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: Any, schema: Schema | None) -> InputPlan:
     """`value`: one element, or a list of all elements in order."""
     dims = [int(dim) for dim in config["dims"]]
-    count = len(value) if type(value) is list else 1
+    if schema is not None and not isinstance(value, _Strings):
+        values = [value] if _is_one(dims) else value  # an element may be a list
+        if type(values) is not list:
+            raise InvalidRequest(f"input '{name}' has several values: send a list")
+        value = _Strings(len(values), bytearray(encode_bytes([to_element(name, schema, one) for one in values])))
+    count = value.items if isinstance(value, _Strings) else len(value) if type(value) is list else 1
     variable = [index for index, dim in enumerate(dims) if dim < 0]
     if len(variable) > 1:
         dims = [1] * (len(dims) - 1) + [count]
@@ -165,19 +244,37 @@ def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: An
         dims[variable[0]] = count // others if others else 0
     shape = (*lead, *dims)
     dtype = tensor_type(config)
+    if isinstance(value, _Strings):
+        check_count(name, shape, count)
+        return InputPlan(name, dtype, shape, len(value.data), value.data)
     data = to_bytes(name, dtype, shape, value)
     return InputPlan(name, dtype, shape, len(data), data)
 
 
-def generated(model: str, plan: RequestPlan, answer: Held) -> bytes:
+def generated(model: str, plan: RequestPlan, config: Mapping[str, Any], answer: Held) -> bytes:
     """One response as an object: outputs of one element as values, others as flat lists."""
-    document = _about(model, plan, answer)
+    document, schemas = _about(model, plan, answer), schemas_of(config).outputs
     for tensor, parts in zip(answer.reply.outputs, answer.buffers, strict=True):
+        if tensor.name in schemas:
+            document[tensor.name] = _json_values(config, schemas[tensor.name], tensor, parts)
+            continue
         text = to_json(tensor.name, tensor.dtype, tensor.shape, joined(parts))
         if elements(tensor.shape) == 1:
             text = msgspec.Raw(bytes(text)[1:-1])
         document[tensor.name] = text
     return _encode(document)
+
+
+def _json_values(config: Mapping[str, Any], schema: Schema, tensor: Tensor, parts: list[Buffer]) -> Any:
+    """A list, unless the model always returns one element."""
+    elements: list[bytes] = decode_bytes(joined(parts), tensor.shape).ravel().tolist()
+    values = [from_element(schema, element) for element in elements]
+    dims = next((one["dims"] for one in config.get("output", []) if one["name"] == tensor.name), [-1])
+    return values[0] if len(values) == 1 and _is_one(dims) else values
+
+
+def _is_one(dims: Sequence[Any]) -> bool:
+    return all(int(dim) == 1 for dim in dims)
 
 
 def is_large(answer: Held) -> bool:
@@ -186,11 +283,18 @@ def is_large(answer: Held) -> bool:
 
 
 def generated_in_slices(
-    model: str, plan: RequestPlan, answer: Held, hold: Callable[[int], None]
+    model: str, plan: RequestPlan, config: Mapping[str, Any], answer: Held, hold: Callable[[int], None]
 ) -> SlicedWork[list[Buffer]]:
     """The same for a large response, in pieces. `hold`: see `pieces_in_slices`."""
-    document = _about(model, plan, answer)
-    outputs = list(zip(answer.reply.outputs, answer.buffers, strict=True))
+    document, schemas = _about(model, plan, answer), schemas_of(config).outputs
+    outputs = []
+    for tensor, parts in zip(answer.reply.outputs, answer.buffers, strict=True):
+        if tensor.name in schemas:
+            hold(2 * size_of(parts))
+            document[tensor.name] = _json_values(config, schemas[tensor.name], tensor, parts)
+            yield
+        else:
+            outputs.append((tensor, parts))
     pieces = yield from pieces_in_slices(outputs, hold)
     for tensor, _ in outputs:
         document[tensor.name] = PLACE  # it may replace a key from above, in its place

@@ -48,9 +48,13 @@ def to_bytes(name: str, dtype: str, shape: tuple[int, ...], data: Any) -> bytes:
     """The values of `data` as the bytes of the tensor."""
     _check_dtype(name, dtype)
     values = _flat(name, data)
-    if len(values) != math.prod(shape):
-        raise _other_count(name, shape, str(len(values)))
+    check_count(name, shape, len(values))
     return _converted(name, dtype, values)
+
+
+def check_count(name: str, shape: tuple[int, ...], count: int) -> None:
+    if count != math.prod(shape):
+        raise _other_count(name, shape, str(count))
 
 
 def cut_to_bytes(

@@ -15,17 +15,17 @@ import msgspec
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 from shmserve.gateway.auth.actions import FORMS
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.kserve.forms import Form, form_of
 from shmserve.gateway.kserve.json_strings import CutStrings
 from shmserve.gateway.kserve.plans import InputPlan, RequestPlan
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import ShareExceeded
 from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES
-from shmserve.gateway.openai import bodies, forms, images, inputs, messages, models, responses, scores, speech, tokens
+from shmserve.gateway.openai import bodies, images, inputs, messages, models, responses, scores, speech, tokens
 from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling, TextsRequest
 from shmserve.gateway.openai.embeddings import Embeddings
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, Echo, ResponseFormat
-from shmserve.gateway.openai.forms import Form
 from shmserve.gateway.openai.generation import Generation
 from shmserve.gateway.openai.inputs import SamplingInputs
 from shmserve.gateway.openai.messages import MessagesFormat
@@ -64,7 +64,7 @@ class OpenAiRequests:
         elif action is Action.OPENAI_MODEL:
             self._show_model(exchange)
         elif action in FORMS:
-            exchange.work(forms.form_of(body), partial(self._begin_speech, exchange))
+            exchange.work(form_of(body), partial(self._begin_speech, exchange))
         elif len(body) > SLICE_BYTES:
             strings = CutStrings()
             exchange.work(
@@ -124,7 +124,7 @@ class OpenAiRequests:
         request, completion = speech.request_of(form)
         if exchange.head.old and request.stream:
             raise Unsupported("a stream requires HTTP/1.1")
-        transcribe = partial(self._transcribe, exchange, request, completion, form.files["file"])
+        transcribe = partial(self._transcribe, exchange, request, completion, form.files["file"][-1])
         self._ask_config(exchange, models.check_name(request.model), transcribe)
 
     def _transcribe(

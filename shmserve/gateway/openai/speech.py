@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 from shmserve.errors import ModelFailed, NotFound
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.kserve.forms import Form
 from shmserve.gateway.kserve.generate import event
 from shmserve.gateway.kserve.plans import InputPlan
 from shmserve.gateway.limits.turns import COPY_BYTES, SlicedWork
@@ -18,7 +19,6 @@ from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import CompletionRequest
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.formats import DONE, Choice, ResponseFormat
-from shmserve.gateway.openai.forms import Form
 from shmserve.gateway.openai.inputs import text_tensor
 from shmserve.gateway.openai.models import AUDIO, PROMPT, SEGMENTS, LanguageModel
 from shmserve.gateway.openai.texts import Delta, Usage
@@ -43,7 +43,7 @@ def request_of(form: Form) -> tuple[TranscriptionRequest, CompletionRequest]:
     request = bodies.converted(form.fields, TranscriptionRequest)
     if request.stream and request.response_format not in ("json", "text"):
         raise BadParameter("stream", f"'stream' is not possible with the format {request.response_format}")
-    if not form.files.get("file"):
+    if not form.files.get("file", [b""])[-1]:
         raise BadParameter("file", "the form has no 'file', or an empty one")
     more = {} if request.language is None else {"language": request.language}
     completion = CompletionRequest(

@@ -46,6 +46,9 @@ def server(shared_server: SharedServer, repository: Path, gate: Path) -> Iterato
     model(repository, "types", list(ITEM_BYTES), "[ -1, -1 ]", 0)
     model(repository, "row", ["FP32"], "[ -1 ]", 8, "dynamic_batching { }\n")
     talker(repository)
+    text = 'name: "x" data_type: TYPE_STRING dims: [ 1 ]'
+    echo = f'backend: "identity" input [ {{ {text} }} ] output [ {{ {text.replace("x", "y", 1)} }} ]'
+    write_model(repository, "echo", echo)
     with shared_server.serving(repository) as running:
         yield running
 
@@ -88,6 +91,28 @@ def test_generate(gateway: Gateway) -> None:
     ):
         status, answer = gateway.ask("POST", "/v2/models/talker/generate", body)
         assert (status, text in json.loads(answer)["error"]) == (400, True)
+
+
+def test_a_form_may_be_larger_than_json(gateway: Gateway) -> None:
+    def upload(size: int) -> tuple[int, Any]:
+        head = b'--x\r\nContent-Disposition: form-data; name="x"; filename="f"\r\n\r\n'
+        body = head + b"a" * size + b"\r\n--x--\r\n"
+        kind = {"Content-Type": "multipart/form-data; boundary=x"}
+        status, answer = gateway.ask("POST", "/v2/models/echo/generate", body, **kind)
+        return status, json.loads(answer)
+
+    status, answer = upload(3_000_000)
+    assert (status, len(answer["y"])) == (200, 3_000_000)
+    status, answer = upload(8_000_000)
+    assert (status, "--http-max-input-size" in answer["error"]) == (400, True)
+
+
+def test_the_openapi_document_of_a_model(gateway: Gateway) -> None:
+    status, answer = gateway.ask("GET", "/v2/models/echo/openapi.json")
+    body = json.loads(answer)["paths"]["/v2/models/echo/generate"]["post"]["requestBody"]["content"]
+    schema = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
+    assert (status, body["application/json"]["schema"]) == (200, schema)
+    assert gateway.ask("GET", "/v2/models/nope/openapi.json")[0] == 404
 
 
 def test_generate_waits_for_a_loading_model(server: SharedServer, gateway: Gateway, tmp_path: Path) -> None:

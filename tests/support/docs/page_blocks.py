@@ -120,6 +120,7 @@ NOT_RUN = {
     ("guides/securing", "shmserve serve"): SERVER,
     ("http", "shmserve gateway"): GATEWAY,
     ("http", "curl localhost:8000/v2/models/my_model"): REQUESTS,
+    ("http", "curl localhost:8000/v2/models/find"): REQUESTS,
     ("compare", "make compare"): BENCH,
     ("install", "pip install"): "installs; tests/process/service/test_install.py installs a wheel",
     ("lifecycle", "import shmserve"): "needs a server in the mode explicit; tests/process/models has these calls",

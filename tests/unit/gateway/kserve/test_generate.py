@@ -10,10 +10,11 @@ import pytest
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.answers import Held
-from shmserve.gateway.kserve.generate import GenerateRequest, event, generated, generated_in_slices
+from shmserve.gateway.kserve.generate import GenerateForm, GenerateRequest, event, generated, generated_in_slices
 from shmserve.gateway.kserve.plans import InputPlan, RequestOptions, RequestPlan
 from shmserve.gateway.upstream.documents import error_body
 from shmserve.protocol.messages import Handle, Part, Tensor
+from shmserve.shm.strings import decode_bytes
 from tests.support.gateway.sliced_work import finished
 
 
@@ -94,6 +95,79 @@ def test_the_text_of_an_error_may_have_lone_surrogates() -> None:
     assert json.loads(error_body(str(caught.value)))["error"]
 
 
+SCHEMAS = {"inputs": {"item": {"type": "object"}, "items": {"type": "object"}, "image": {"contentEncoding": "base64"}}}
+SCHEMAS["outputs"] = SCHEMAS["inputs"]
+TYPED = config(item=("STRING", [1]), items=("STRING", ["-1"]), image=("STRING", [1]), text=("STRING", [1]),
+               n=("INT32", [1]), many=("FP32", [-1]))  # fmt: skip
+TYPED["parameters"] = {"json_schemas": {"string_value": json.dumps(SCHEMAS)}}
+TYPED["output"] = TYPED["input"]
+
+
+def values_of(plan: RequestPlan) -> dict[str, list[bytes]]:
+    return {spec.name: decode_bytes(spec.data, spec.shape).tolist() for spec in plan.inputs if spec.dtype == "BYTES"}
+
+
+def test_inputs_with_a_schema_are_json_or_files() -> None:
+    request = {"item": [1, {"a": None}], "items": [{"b": 1}, {}], "image": "data:image/png;base64,AAEC", "text": "AAEC"}
+    plan = generate_plan(json.dumps(request).encode(), TYPED)
+    items = [b'{"b":1}', b"{}"]
+    expected = {"item": [b'[1,{"a":null}]'], "items": items, "image": [b"\0\1\2"], "text": [b"AAEC"]}
+    assert values_of(plan) == expected
+    for wrong, message in [(b'"image": "?"', "not base64"), (b'"image": 1', "a string in"), (b'"items": {}', "a list")]:
+        with pytest.raises(InvalidRequest, match=message):
+            generate_plan(b"{%b}" % wrong, TYPED)
+
+
+def test_outputs_with_a_schema_are_json_or_files() -> None:
+    tensors = (
+        Tensor("item", "BYTES", (1,), b"\2\0\0\0[]"),
+        Tensor("items", "BYTES", (1,), b"\2\0\0\0{}"),
+        Tensor("image", "BYTES", (1,), b"\3\0\0\0\0\1\2"),
+    )
+    held = Held(Part(1, 3, tensors), [[bytes(tensor.data)] for tensor in tensors])  # type: ignore[arg-type]
+    expected = {"item": [], "items": [{}], "image": "AAEC"}
+    whole = generated("m", RequestPlan((), 0, RequestOptions()), TYPED, held)
+    slices = generated_in_slices("m", RequestPlan((), 0, RequestOptions()), TYPED, held, lambda size: None)
+    for text in (whole, b"".join(map(bytes, finished(slices)))):
+        assert json.loads(text) == {"model_name": "m", "model_version": "3", **expected}
+
+
+def form_plan(*parts: tuple[str, bytes, bool]) -> RequestPlan:
+    """A part is a name, a value, and whether it is a file."""
+    body = b""
+    for name, value, is_file in parts:
+        more = b'; filename="f"' if is_file else b""
+        body += b'--x\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n' % (name.encode(), more, value)
+    request = GenerateForm()
+    finished(request.read(body + b"--x--\r\n"))
+    return finished(request.plan(TYPED))
+
+
+def test_forms() -> None:
+    plan = form_plan(
+        ("image", b"\xff\0", True), ("items", b"1", True), ("items", b"22", True), ("text", "ü".encode(), False),
+        ("n", b"3", False), ("many", b"[1, 2]", False), ("item", b'{"a": 1}', False), ("id", b"me", False),
+        ("top", b"4", False),
+    )  # fmt: skip
+    expected = {"image": [b"\xff\0"], "items": [b"1", b"22"], "text": ["ü".encode()], "item": [b'{"a":1}']}
+    assert values_of(plan) == expected
+    numbers = {spec.name: (spec.shape, spec.data) for spec in plan.inputs if spec.dtype != "BYTES"}
+    assert numbers == {"n": ((1,), b"\3\0\0\0"), "many": ((2,), np.array([1, 2], np.float32).tobytes())}
+    assert plan.options == RequestOptions("me", parameters={"top": "4"})
+
+
+@pytest.mark.parametrize(("part", "message"), [
+    (("n", b"x", False), "the field 'n' of the form is not JSON"), (("n", b"[" * 200, False), "nesting depth"),
+    (("n", b"1", True), "input 'n' of INT32 cannot be a file"), (("other", b"", True), "is not an input of the model"),
+    (("image", b"?", False), "not base64"),
+])  # fmt: skip
+def test_invalid_forms_are_refused(part: tuple[str, bytes, bool], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        form_plan(part)
+    with pytest.raises(InvalidRequest, match="has 1 elements, and 2 are given"):
+        form_plan(("text", b"a", True), ("text", b"b", True))
+
+
 def test_a_response_and_its_event() -> None:
     tensors = (
         Tensor("one", "FP32", (1, 1), np.array([0.5], np.float32).tobytes()),
@@ -102,11 +176,11 @@ def test_a_response_and_its_event() -> None:
     )
     half = np.array([0.5], np.float32).tobytes()
     held = Held(Part(1, 3, tensors), [[half], [b"\2\0\0\0hi"], [memoryview(b"\1\2"), memoryview(b"\3")]])
-    text = generated("m", RequestPlan((), 0, RequestOptions("me")), held)
+    text = generated("m", RequestPlan((), 0, RequestOptions("me")), {}, held)
     assert json.loads(text) == {
         "model_name": "m", "model_version": "3", "id": "me", "one": 0.5, "text": "hi", "more": [1, 2, 3],
     }  # fmt: skip
-    in_slices = generated_in_slices("m", RequestPlan((), 0, RequestOptions("me")), held, lambda size: None)
+    in_slices = generated_in_slices("m", RequestPlan((), 0, RequestOptions("me")), {}, held, lambda size: None)
     assert b"".join(finished(in_slices)) == text
     assert event(text) == b"data: " + text + b"\n\n"
     assert b"\n" not in text

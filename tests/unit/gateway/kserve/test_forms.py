@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidRequest
+from shmserve.gateway.kserve.forms import FIELD_BYTES, Form, form_of
 from shmserve.gateway.limits.turns import COPY_BYTES
-from shmserve.gateway.openai.forms import FIELD_BYTES, Form, form_of
 
 LINES = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--x--\r\n'
 
@@ -45,7 +45,7 @@ def test_fields_and_files(size: int) -> None:
     body = written([("a", "ü".encode(), None), ("f", content, "ä b.wav"), ("l[]", b"1", None), ("l[]", b"2", None)])
     found = read(body)
     assert found.fields == {"a": "ü", "l[]": ["1", "2"]}
-    assert {name: bytes(data) for name, data in found.files.items()} == {"f": content}
+    assert {name: list(map(bytes, files)) for name, files in found.files.items()} == {"f": [content]}
 
 
 @pytest.mark.parametrize(("body", "text"), [

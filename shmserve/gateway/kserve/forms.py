@@ -23,10 +23,11 @@ _NAME = re.compile(rb'^content-disposition:[ \t]*form-data;.*?\bname="([^"]*)"(.
 
 
 class Form(Struct, frozen=True):
-    """`fields`: texts by name, or lists of texts for names that end with []. `files`: contents by name."""
+    """`fields`: texts by name, or lists of texts for names that end with []. `files`: contents by name, of which there
+    are several for a name that is repeated."""
 
     fields: dict[str, str | list[str]]
-    files: dict[str, memoryview]
+    files: dict[str, list[memoryview]]
 
 
 def form_of(body: Buffer) -> SlicedWork[Form]:
@@ -42,7 +43,7 @@ def form_of(body: Buffer) -> SlicedWork[Form]:
         name, is_file, begin = _head(view, at)
         end = yield from _found(delimiter, view, begin)
         if is_file:
-            form.files[name] = view[begin:end]
+            form.files.setdefault(name, []).append(view[begin:end])
         elif end - begin > FIELD_BYTES:
             text = f"the field '{name[:80]}' of the form has {end - begin} bytes; the limit is {FIELD_BYTES}"
             raise InvalidRequest(text)

@@ -1,0 +1,93 @@
+"""An OpenAPI 3.1 document for one model: what `generate` takes and returns, from the model's configuration and the JSON
+schemas of its tensors. Generated clients then have a class for each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from shmserve.gateway.http.openapi import BYTES, EVENTS, FORM, JSON
+from shmserve.gateway.kserve.json_schemas import is_file, schemas_of
+from shmserve.gateway.kserve.plans import tensor_type
+from shmserve.gateway.upstream.documents import Route
+from shmserve.version import version
+
+_Schema = dict[str, Any]
+_KINDS = {"BOOL": "boolean", "BYTES": "string", "FP16": "number", "BF16": "number", "FP32": "number", "FP64": "number"}
+"""Data type -> JSON type; the others are integers."""
+_ERROR: _Schema = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
+_FILE: _Schema = {"type": "string", "contentMediaType": BYTES}
+
+
+def text(route: Route, config: Mapping[str, Any]) -> bytes:
+    """`route`: of the request for the document, with the model and the version that it names."""
+    return json.dumps(document(route, config)).encode()
+
+
+def document(route: Route, config: Mapping[str, Any]) -> _Schema:
+    schemas = schemas_of(config)
+    inputs = {one["name"]: _tensor(one, schemas.inputs.get(one["name"])) for one in config.get("input", [])}
+    outputs = {one["name"]: _output(one, schemas.outputs.get(one["name"])) for one in config.get("output", [])}
+    required = [one["name"] for one in config.get("input", []) if not one.get("optional")]
+    takes = _object(inputs, required)
+    parts = {one["name"]: _part(one, inputs[one["name"]]) for one in config.get("input", [])}
+    gives = _object({"model_name": {"type": "string"}, "model_version": {"type": "string"}, **outputs}, list(outputs))
+    content: _Schema = {JSON: {"schema": takes}, FORM: {"schema": _object(parts, required)}}
+    decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
+    of_version = f"/versions/{route.version}" if route.version else ""
+    base = f"/v2/models/{route.model}{of_version}"
+    event = {"type": "string", "contentMediaType": JSON, "contentSchema": gives}
+    answers = {
+        "generate": ("The outputs of the model", {JSON: {"schema": gives}}),
+        "generate_stream": ("The outputs of each response, as a server-sent event", {EVENTS: {"schema": event}}),
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": route.model, "version": route.version or version()},
+        "paths": {
+            f"{base}/{name}": {"post": _operation(name, content, *answer)}
+            for name, answer in answers.items()
+            if not decoupled or name == "generate_stream"
+        },
+        "components": {
+            "schemas": schemas.components,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"token": []}],
+    }
+
+
+def _operation(name: str, takes: _Schema, description: str, gives: _Schema) -> _Schema:
+    return {
+        "operationId": name,
+        "requestBody": {"content": takes, "required": True},
+        "responses": {
+            "200": {"description": description, "content": gives},
+            "default": {"description": "Error", "content": {JSON: {"schema": _ERROR}}},
+        },
+    }
+
+
+def _object(properties: _Schema, required: list[str]) -> _Schema:
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def _tensor(config: Mapping[str, Any], schema: _Schema | None) -> _Schema:
+    one = schema if schema is not None else {"type": _KINDS.get(tensor_type(config), "integer")}
+    if all(int(dim) == 1 for dim in config["dims"]):
+        return one
+    return {"type": "array", "items": one}
+
+
+def _output(config: Mapping[str, Any], schema: _Schema | None) -> _Schema:
+    """Numbers and texts are returned without a list if there is one of them."""
+    described = _tensor(config, schema)
+    if schema is not None or described["type"] != "array":
+        return described
+    return {"anyOf": [described["items"], described]}
+
+
+def _part(config: Mapping[str, Any], schema: _Schema) -> _Schema:
+    """A field of a form. Texts and files are sent as they are."""
+    return _FILE if is_file(schema) else schema
