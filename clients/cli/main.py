@@ -14,24 +14,14 @@ from collections.abc import Sequence
 
 from shmserve.clients.cli.commands import completion
 from shmserve.clients.cli.commands.base import complain, next_step
+from shmserve.clients.cli.commands.run import serve
 from shmserve.clients.cli.parser import parser
 from shmserve.errors import ServeError
-from shmserve.extras import missing, missing_text
-from shmserve.paths import python
-from shmserve.system import interrupts
+from shmserve.extras import missing_text
 from shmserve.terminal import streams
 from shmserve.terminal.errors import Failed, Misuse
 
 TRITON = "tritonserver"
-
-
-def _serve(options: Sequence[str]) -> int:
-    """Replaces this process with the broker."""
-    if text := missing("serve"):
-        print(f"shmserve serve: {text}", file=sys.stderr)
-        return 1
-    interrupts.block_until_exec()
-    os.execv(sys.executable, [*python(), "-m", "shmserve.broker", *options])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if completion.wanted():
         completion.complete(parser())
     if words[:1] == ["serve"]:
-        return _serve(words[1:])
+        return serve(words[1:])
     if words[:1] == [TRITON]:
-        return _serve(["--triton-compatible", *words[1:]])
+        return serve(["--triton-compatible", *words[1:]])
     command = next((word for word in words if not word.startswith("-")), "")
     with streams.errors_in_one_line(f"shmserve {command}".rstrip()):
         return _run(words)

@@ -36,6 +36,7 @@ USUAL = (
         ("init", "create a model directory with a commented configuration"),
         ("check", "check a model repository before it is served"),
         ("run", "run one model in this terminal, without a server"),
+        ("dev", "serve a file, and load it again when it is saved"),
     ),
     (
         ("models", "list models, their states and processes"),
@@ -111,6 +112,7 @@ def parser() -> CommandParser:
         infer.add_infer,
         infer.add_chat,
         infer.add_run,
+        infer.add_dev,
         measure.add_bench,
         observe.add_stats,
         observe.add_top,

@@ -98,6 +98,21 @@ def _add_inputs(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_dev(commands: Any) -> None:
+    examples = """  shmserve dev app.py
+  shmserve dev app.py --http-port 9000
+"""
+    note = """
+The models of a Python file, its modules beside it included, are loaded again when they are saved; while the new code
+cannot be loaded, the old code keeps serving. Errors are printed here and shown on the web page. OPTION is any option of
+`shmserve serve`.
+"""
+    about = "serve a file while you edit it; saving it loads it again"
+    command = add_command(commands, "dev", "run", about, examples, ("stopped", "cannot start"), note)
+    command.add_argument("file", metavar="FILE", help="a file with models: app.py, model.onnx, ...")
+    command.add_argument("options", metavar="OPTION", nargs=argparse.REMAINDER, help="an option of `shmserve serve`")
+
+
 def add_run(commands: Any) -> None:
     examples = """  shmserve run models/mlp --random
   shmserve run models/mlp --input x=@x.npy --repeat 100

@@ -1,4 +1,4 @@
-"""The commands that run another program of the package: run, build, gateway.
+"""The commands that run another program of the package: serve, dev, run, build, gateway.
 
 Invariant: this module does not examine the model; the arguments of `run` and `build` are passed on as one JSON
 document.
@@ -9,12 +9,35 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 from shmserve.clients.cli.commands.base import order_of
+from shmserve.extras import missing
 from shmserve.paths import python
 from shmserve.system import interrupts
 from shmserve.terminal.errors import Failed
+
+FOLLOW = (
+    "--model-control-mode=poll",
+    "--repository-poll-secs=0.05",
+    "--strict-readiness=false",
+    "--exit-on-error=false",
+)
+"""Options of a server that loads a file again as soon as it is saved, and serves on when that fails."""
+
+
+def serve(options: Sequence[str]) -> int:
+    """Replaces this process with the broker."""
+    if text := missing("serve"):
+        print(f"shmserve serve: {text}", file=sys.stderr)
+        return 1
+    interrupts.block_until_exec()
+    os.execv(sys.executable, [*python(), "-m", "shmserve.broker", *options])
+
+
+def dev(args: argparse.Namespace) -> int:
+    return serve([*FOLLOW, args.file, *args.options])
 
 
 def run(args: argparse.Namespace) -> NoReturn:

@@ -91,10 +91,7 @@ class DiskChanges:
         for text in changes.problems:
             log.error("%s", text)
         for reading in changes.readings:
-            log_record(
-                "info", f"model '{reading.scanned.name}' has changed in the repository", {"model": reading.scanned.name}
-            )
-            self._operations.adopt(reading)
+            self._operations.follow(reading)
         for name in changes.removed:
             self.unload_removed(name)
         self._repositories.names = changes.names

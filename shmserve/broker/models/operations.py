@@ -90,6 +90,8 @@ class ClientOperations:
         """Models with a load or rollback in progress -> those queued behind it."""
         self._replacing: dict[int, tuple[str, set[int]]] = {}
         """Operation -> the model, and the sources that were served when it began."""
+        self._following: dict[int, tuple[str, float]] = {}
+        """Operation -> the model that has changed on disk, and when that was seen."""
         self._name_waiters: list[Callable[[], None]] = []
         self._names_running = False
         self.untidy = False
@@ -339,6 +341,11 @@ class ClientOperations:
         if model_and_sources is not None and not effect.code:
             self._catalog.replaced(*model_and_sources)
         self.untidy = True
+        followed = self._following.pop(effect.operation, None)
+        if followed is not None and not effect.code:  # the core logs failures
+            name, since = followed
+            text = f"model '{name}' serves the change after {time.monotonic() - since:.2f} s"
+            log_record("info", text, {"model": name})
         if job is None:
             return
         self._answer(job, effect)
@@ -406,6 +413,12 @@ class ClientOperations:
             self._companions.requested(reading.scanned.name)
             self.adopt(reading)
         self._load_companions(needed)
+
+    def follow(self, reading: Reading) -> None:
+        """Deploys a model that has changed on disk."""
+        name, now = reading.scanned.name, time.monotonic()
+        log_record("info", f"model '{name}' has changed in the repository", {"model": name})
+        self._following |= dict.fromkeys(self.adopt(reading), (name, now))
 
     def adopt(self, reading: Reading) -> set[int]:
         """Deploys or refuses a model that was read. Returns the operations that this starts."""

@@ -27,7 +27,7 @@ def commands() -> dict[str, Any]:
 
 
 ASKING = {"models", "load", "unload", "restart", "infer", "stats", "top", "ready", "config", "version", "demo"}
-ALONE = {"run", "check", "init", "build", "completion"}
+ALONE = {"run", "dev", "check", "init", "build", "completion"}
 """Commands that do not connect to a server."""
 
 
