@@ -35,7 +35,6 @@ USUAL = (
         ("serve", "start a server; Ctrl-C stops it"),
         ("init", "create a model directory with a commented configuration"),
         ("check", "check a model repository before it is served"),
-        ("run", "run one model in this terminal, without a server"),
         ("dev", "serve a file, and load it again when it is saved"),
     ),
     (
@@ -49,7 +48,6 @@ USUAL = (
     (
         ("load", "load a model, or reload what has changed"),
         ("unload", "finish a model's requests and stop its processes"),
-        ("restart", "replace a model's processes"),
     ),
     (
         ("infer", "send a request and print the outputs"),
@@ -73,6 +71,8 @@ OTHERS = (
     "plan",
     "pull",
     "quantize",
+    "restart",
+    "run",
     "trace",
     "traffic",
     "version",
