@@ -216,7 +216,7 @@ EXAMPLES = {
     "A model parameter": r"\bstay_loaded\b|\bSTAY_LOADED\b",
     "A metric": r"padded_elements",
     "A command": r"\badd_keygen\b|\"keygen\"",
-    "A setting": r"\brepository[-_]poll[-_]secs\b",
+    "A setting": r"(?<!-)\brepository[-_]poll[-_]secs\b",
 }
 """Section -> what finds an existing member of its kind in the source."""
 SECTIONS = dict(re.findall(r"(?ms)^### (.*?)\n(.*?)(?=^##|\Z)", (ROOT / "CONTRIBUTING.md").read_text()))
