@@ -49,12 +49,6 @@ def plots(results: dict[str, Rows]) -> dict[str, str]:
             P99,
             series(shown, lambda row: f"{row['policy'].partition('-')[0]} {row['gpus']:,}", "every_ms", "p99_ms"),
         ),
-        "balancers": lines(
-            "least, by the number of balancers",
-            Axis("balancers", log=True),
-            P99,
-            series(results["balancers"], lambda row: f"{row['gpus']:,} GPUs", "balancers", "p99_ms"),
-        ),
         "zone": lines(
             "A zone fails",
             seconds,

@@ -54,21 +54,19 @@ _rows("ModelConfig", _Y, "0: tensors have no batch dimension", "max_batch_size")
 _rows("ModelConfig", _Y, "tensors of requests and responses", "input", "output")
 _rows("ModelConfig", _Y, "inputs computed from the shapes in the batch", "batch_input")
 _rows("ModelConfig", _Y, "outputs split by the shapes in the batch", "batch_output")
-_rows("ModelConfig", _Y, "see its fields", "optimization")
+_rows("ModelConfig", _Y, "see below", "optimization")
 _rows("ModelConfig", _Y, "requests are combined into batches", "dynamic_batching")
 _rows("ModelConfig", _Y, "requests with the same sequence id run in order on one instance", "sequence_batching")
-_rows(
-    "ModelConfig", _Y, "see its fields; parameters step[i].map and step[i].if are not in Triton", "ensemble_scheduling"
-)
+_rows("ModelConfig", _Y, "see below; parameters step[i].map and step[i].if are not in Triton", "ensemble_scheduling")
 _rows("ModelConfig", _Y, "worker processes of the model", "instance_group")
 _rows("ModelConfig", _Y, "name of the model file in the version directory", "default_model_filename")
 _rows("ModelConfig", _N, "only TensorRT has files per compute capability", "cc_model_filenames", only=_TENSORRT)
 _rows("ModelConfig", _N, "metrics do not have model-specific labels yet", "metric_tags")
 _rows("ModelConfig", _Y, "passed to the backend; the server itself reads [some](parameters.md)", "parameters")
 _rows("ModelConfig", _Y, "run by every instance before it accepts requests", "model_warmup")
-_rows("ModelConfig", _Y, "see its fields", "model_operations", "model_transaction_policy", "response_cache")
+_rows("ModelConfig", _Y, "see below", "model_operations", "model_transaction_policy", "response_cache")
 _rows("ModelConfig", _Y, "plug-ins that check or replace the model's files before it loads", "model_repository_agents")
-_rows("ModelConfig", _Y, "see its fields", "model_metrics")
+_rows("ModelConfig", _Y, "see below", "model_metrics")
 
 _LIMITER = "with --rate-limit execution_count"
 _rows("ModelRateLimiter", _Y, _LIMITER, "resources", "priority")
@@ -124,7 +122,7 @@ _rows("ModelVersionPolicy.Specific", _Y, "a version without a directory causes a
 
 _ON_GPU = "only TensorRT and PyTorch on a GPU use it"
 _MEMORY = "tensors are read in place, without staging buffers on the CPU"
-_rows("ModelOptimizationPolicy", _Y, "see its fields", "graph", "cuda", "execution_accelerators")
+_rows("ModelOptimizationPolicy", _Y, "see below", "graph", "cuda", "execution_accelerators")
 _rows("ModelOptimizationPolicy", _N, _ON_GPU, "priority", "gather_kernel_buffer_threshold", only=_QUEUED)
 _rows("ModelOptimizationPolicy", _N, _MEMORY, "input_pinned_memory", "output_pinned_memory", only=_QUEUED)
 _rows("ModelOptimizationPolicy", _N, "a batch accepts requests until it starts", "eager_batching")

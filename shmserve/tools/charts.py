@@ -181,15 +181,17 @@ def _svg(title: str, parts: Sequence[str], names: Sequence[tuple[str, str]]) -> 
 
 FILE_STYLE = (
     "text { font-family: system-ui, sans-serif; font-size: 12px; fill: #1b1f24; } .t { font-weight: 600; "
-    "font-size: 14px; } .s { font-size: 11px; } .g { stroke: #d0d7de; } .a { stroke: #1b1f24; }"
+    "font-size: 14px; } .s { font-size: 11px; } .g { stroke: #d0d7de; } .a { stroke: #1b1f24; } .p { fill: #fff; }\n"
+    "@media (prefers-color-scheme: dark) { text { fill: #e6edf3; } .g { stroke: #30363d; } .a { stroke: #e6edf3; } "
+    ".p { fill: #0d1117; } }"
 )
 
 
 def standalone(svg: str) -> str:
-    """A chart as a file of its own, readable on any background."""
+    """A chart as a file of its own, light or dark as the page that shows it."""
     head, _, rest = svg.partition(">")
     head = head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
-    return f'{head}>\n<style>{FILE_STYLE}</style>\n<rect width="100%" height="100%" fill="#fff"/>{rest}\n'
+    return f'{head}>\n<style>{FILE_STYLE}</style>\n<rect width="100%" height="100%" class="p"/>{rest}\n'
 
 
 class Ranked(Struct, frozen=True):

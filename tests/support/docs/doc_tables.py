@@ -1,20 +1,20 @@
 """The tables and diagrams of docs/ that are generated from tables in the source.
 
-`make docs` (`python -m tests.support.docs.doc_tables`) writes them between the markers of their pages, and
-tests/unit/docs/test_docs.py checks that they are current.
+`make docs` (`python -m tests.support.docs.doc_tables`) writes them between the markers of their pages, and the terminal
+recording of the home page; tests/unit/docs/test_docs.py checks that they are current.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shmserve import errors
 from shmserve.broker.observability import metric_definitions
 from shmserve.core import limits
 from shmserve.gateway.kserve.status import BY_CODE
-from shmserve.llm.figures import FIGURES, METRICS
+from shmserve.llm.figures import METRICS, Metric
 from shmserve.protocol.actions import Action, Row
 from shmserve.repo import parameters
 from shmserve.repo.config.support import TABLE, Status
@@ -23,6 +23,7 @@ from shmserve.settings.limits import GATEWAY_LIMITS, GatewayLimits, Limit
 from shmserve.settings.table import BY_NAME, ENDPOINTS, FLAGS, GROUPS, SERVER
 from shmserve.workers.backends.onnx.options import PARAMETERS, SETTINGS, Parameter
 from tests import ROOT
+from tests.support.docs import terminal
 
 DOCS = ROOT / "docs"
 _NAMES = """
@@ -45,6 +46,7 @@ trace-level trace-rate trace-count trace-log-frequency
 """
 TRITON = _NAMES.split()
 """The flags of tritonserver."""
+EVERY_MODEL = "all but ensembles"
 
 
 class DocPart(NamedTuple):
@@ -60,19 +62,22 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines)
 
 
+def items(rows: Iterable[tuple[str, str, str]]) -> str:
+    """A list of names, each with facts in parentheses (or none) and a text."""
+    return "\n".join(f"- {name} ({facts}): {text}" if facts else f"- {name}: {text}" for name, facts, text in rows)
+
+
 def sections(groups: Collection[str], made: Callable[[str], str]) -> str:
     return "\n\n".join(f"### {group}\n\n{made(group)}" for group in groups)
 
 
 def _flags(group: str) -> str:
-    return "\n".join(_flag(flag) for flag in GROUPS[group] if not flag.private)
+    return items((_names(flag), flag.default_text, flag.help_text) for flag in GROUPS[group] if not flag.private)
 
 
-def _flag(flag: Flag) -> str:
-    name = f"- `--{flag.name}{' ' + flag.metavar if flag.metavar else ''}`"
-    if flag.alias:
-        name += f", `--{flag.alias}`"
-    return f"{name} ({flag.default_text}): {flag.help_text}" if flag.default_text else f"{name}: {flag.help_text}"
+def _names(flag: Flag) -> str:
+    name = f"`--{flag.name}{' ' + flag.metavar if flag.metavar else ''}`"
+    return f"{name}, `--{flag.alias}`" if flag.alias else name
 
 
 def _differences() -> str:
@@ -107,50 +112,47 @@ def _value(value: object) -> str:
 
 
 def _metrics(group: str) -> str:
-    return table(
-        ("Metric", "Type", "Labels", "Meaning"),
-        [
-            (f"`{family.name}`", family.kind, " ".join(f"`{name}`" for name in family.labels), family.help)
-            for family in metric_definitions.FAMILIES
-            if family.group == group
-        ],
+    return items(
+        (f"`{family.name}`", "; ".join([family.kind, *map(code, family.labels)]), family.help)
+        for family in metric_definitions.FAMILIES
+        if family.group == group
     )
 
 
+def code(name: str) -> str:
+    return f"`{name}`"
+
+
 def _language_metrics() -> str:
-    rows = []
-    for metric in METRICS:
-        more = "by instance" if metric.by_instance else f"by `{metric.label}`" if metric.label else ""
-        text = f"{metric.help} ({more})" if more else metric.help
-        rows.append((f"`{metric.name}`", f"`{metric.key}`", metric.kind, text))
-    return table(("Metric", "In statistics", "Type", "Meaning"), rows)
+    def facts(metric: Metric) -> str:
+        label = "model_instance" if metric.by_instance else metric.label
+        return "; ".join([metric.kind, *map(code, filter(None, [label])), f"{code(metric.key)} in statistics"])
 
-
-def _figures() -> str:
-    rows = [(figure.name, f"`{figure.head}`", f"`{figure.key}`", figure.help) for figure in FIGURES]
-    return table(("On the page", "In `top` and `stats`", "With `top --json`", "Meaning"), rows)
+    return items((code(metric.name), facts(metric), metric.help) for metric in METRICS)
 
 
 def _paths() -> str:
-    rows = [(_endpoints(row), *_access(row), row.summary) for row in _rows() if row.http and {*row.roles} - {"page"}]
-    return table(("Method and path", "Role", "Restricted API", "Summary"), rows)
+    return items(
+        (_endpoints(row), _access(row), row.summary) for row in _rows() if row.http and {*row.roles} - {"page"}
+    )
 
 
 def _calls() -> str:
-    rows = [
-        (", ".join(f"`{name}`" for name in row.grpc if "." not in name), *_access(row), row.summary)
+    return items(
+        (", ".join(code(name) for name in row.grpc if "." not in name), _access(row), row.summary)
         for row in _rows()
         if row.grpc
-    ]
-    return table(("Call", "Role", "Restricted API", "Summary"), rows)
+    )
 
 
 def _rows() -> list[Row]:
     return [action.row for action in Action]
 
 
-def _access(row: Row) -> tuple[str, str]:
-    return "any" if row.roles == Action.LIVE.row.roles else " or ".join(row.roles), " ".join(row.groups)
+def _access(row: Row) -> str:
+    """The roles that may use it, and the group with which it can be restricted."""
+    roles = "any role" if row.roles == Action.LIVE.row.roles else " or ".join(row.roles)
+    return "; ".join([roles, *row.groups])
 
 
 def _endpoints(row: Row) -> str:
@@ -160,8 +162,7 @@ def _endpoints(row: Row) -> str:
 
 
 def _limits(rows: Iterable[Limit], values: object) -> str:
-    cells = [(f"`{row.name}`", size(row.name, getattr(values, row.name)), row.counts) for row in rows]
-    return table(("Limit", "Default", "What it counts"), cells)
+    return items((code(row.name), size(row.name, getattr(values, row.name)), row.counts) for row in rows)
 
 
 def size(name: str, value: int) -> str:
@@ -169,29 +170,37 @@ def size(name: str, value: int) -> str:
     return bytes_text(value) if name.endswith("_bytes") else str(value)
 
 
-def _onnx(first: str, parameters: dict[str, Parameter]) -> str:
-    rows = [(f"`{name}`", row.default or "the engine's", row.meaning) for name, row in parameters.items()]
-    return table((first, "Default", "Meaning"), rows)
+def _onnx(parameters: dict[str, Parameter]) -> str:
+    return items((code(name), row.default or "the engine's", row.meaning) for name, row in parameters.items())
 
 
 def _support() -> str:
-    messages: dict[str, list[str]] = {}
+    """The fields of each message; those of a message with the same note share a line."""
+    messages: dict[str, dict[str, list[str]]] = {}
     for field, entry in TABLE.items():
         message, _, name = field.rpartition(".")
         status = "" if entry.status is Status.HONOURED else f"*{entry.status.value}*: "
-        messages.setdefault(message, []).append(f"- `{name}`: {status}{entry.note}")
-    return "\n\n".join(f"`{message}`\n\n" + "\n".join(rows) for message, rows in messages.items())
+        messages.setdefault(message, {}).setdefault(f"{status}{entry.note}", []).append(code(name))
+    return "\n\n".join(
+        f"`{message}`\n\n" + items((", ".join(names), "", note) for note, names in notes.items())
+        for message, notes in messages.items()
+    )
 
 
 def _parameters(group: str) -> str:
-    rows = [
-        (f"`{row.name}`", row.kind.expected, row.default_text, row.help, ", ".join(row.backends) or row.models)
+    page = parameters.GROUPS[group]
+    rows = items(
+        (code(row.name), f"{row.kind.expected}; default: {row.default_text}", f"{row.help}{_models(row)}")
         for row in parameters.TABLE.values()
         if row.group == group
-    ]
-    head = ("Parameter", "Value", "Default", "What it does", "Models")
-    page = parameters.GROUPS[group]
-    return f"See [{page.partition('#')[0]}]({page}).\n\n{table(head, rows)}"
+    )
+    return f"See [{page.partition('#')[0]}]({page}).\n\n{rows}"
+
+
+def _models(row: parameters.ServerParameter[Any]) -> str:
+    """For which models, unless those are all but ensembles."""
+    models = ", ".join(row.backends) or row.models
+    return "" if models == EVERY_MODEL else f" For {models}."
 
 
 def _errors() -> str:
@@ -220,13 +229,12 @@ PARTS = (
     DocPart("settings.md", "Triton's defaults", _defaults_of_triton),
     DocPart("metrics.md", "the metrics", lambda: sections(metric_definitions.GROUPS, _metrics)),
     DocPart("llm.md", "the metrics", _language_metrics),
-    DocPart("llm.md", "the figures", _figures),
     DocPart("security.md", "the limits", lambda: _limits(limits.NAMED, limits.Limits())),
     DocPart("security.md", "the limits of a gateway", lambda: _limits(GATEWAY_LIMITS, GatewayLimits())),
     DocPart("http.md", "the paths", _paths),
     DocPart("grpc.md", "the calls", _calls),
-    DocPart("onnx.md", "the parameters", lambda: _onnx("Parameter", PARAMETERS)),
-    DocPart("onnx.md", "the settings", lambda: _onnx("Setting", SETTINGS)),
+    DocPart("onnx.md", "the parameters", lambda: _onnx(PARAMETERS)),
+    DocPart("onnx.md", "the settings", lambda: _onnx(SETTINGS)),
     DocPart("repository.md", "the fields", _support),
     DocPart("parameters.md", "the model parameters", lambda: sections(parameters.GROUPS, _parameters)),
     DocPart("errors.md", "the errors", _errors),
@@ -248,6 +256,7 @@ def main() -> None:
     for part in PARTS:
         page = DOCS / part.page
         page.write_text(with_part(page.read_text(), part))
+    terminal.FILE.write_text(terminal.recording())
 
 
 if __name__ == "__main__":

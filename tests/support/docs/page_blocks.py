@@ -18,6 +18,7 @@ RUN = {
     "guides/securing": False,
     "guides/upgrading": True,
     "http": True,
+    "index": False,
     "native-backends": False,
     "sequences": False,
     "triton": False,

@@ -42,7 +42,7 @@ def server_metrics() -> dict[str, Metric]:
         ends = ("_bucket", "_sum", "_count") if one.edges else ("",)
         found |= {one.name + end: Metric(one.kind, frozenset((*VERSION, *more))) for end in ends}
     page = (ROOT / "docs" / "metrics.md").read_text()
-    for name, kind, labels in re.findall(r"^\| `(shmserve_gateway_\w+)` \| (\w+) \| ([^|]*)\|", page, re.MULTILINE):
+    for name, kind, labels in re.findall(r"^- `(shmserve_gateway_\w+)` \((\w+)([^)]*)\)", page, re.MULTILINE):
         found[name] = Metric(kind, frozenset(re.findall(r"`(\w+)`", labels)))
     return found
 

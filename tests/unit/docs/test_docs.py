@@ -23,7 +23,7 @@ from shmserve.errors import BY_CODE
 from tests import ROOT
 from tests.site.links import broken_links
 from tests.site.stage import page_names
-from tests.support.docs import pages
+from tests.support.docs import pages, terminal
 from tests.support.docs.doc_tables import DOCS, PARTS, DocPart, with_part
 from tests.support.docs.page_runner import blocks_of
 
@@ -135,6 +135,19 @@ def test_everything_public_has_a_docstring() -> None:
 def test_generated_parts_of_pages_are_current(part: DocPart) -> None:
     page = (DOCS / part.page).read_text()
     assert with_part(page, part) == page, "write it with: make docs"
+
+
+def test_the_terminal_recording_is_that_of_the_home_page() -> None:
+    assert terminal.FILE.read_text() == terminal.recording(), "draw it with: make docs"
+
+
+def test_figures_have_dark_variants_and_are_shown() -> None:
+    texts = "".join(page.read_text() for page in DOCS.glob("**/*.md"))
+    figures = list((DOCS / "figures").glob("*.svg"))
+    assert figures
+    for figure in figures:
+        assert "@media (prefers-color-scheme: dark)" in figure.read_text(), figure.name
+        assert f"(figures/{figure.name})" in texts
 
 
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()

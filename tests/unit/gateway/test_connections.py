@@ -91,4 +91,4 @@ def test_the_metrics_are_documented() -> None:
     names = re.findall("# TYPE (\\S+)", text)
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert len(names) == 13
-    assert not [name for name in names if f"| `{name}` |" not in page]
+    assert not [name for name in names if f"- `{name}` (" not in page]
