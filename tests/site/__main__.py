@@ -1,7 +1,7 @@
 """`python -m tests.site`: builds the site in build/site and checks its links.
 
 The generator is installed in build/site-env, if missing. If it cannot be installed, nothing is built, and the reason is
-printed.
+printed. The site loads nothing from other hosts: Mermaid, which draws the diagrams, is a file of the site.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from tests import ROOT
 from tests.site.links import broken_links
 from tests.site.stage import stage
+from tests.support import npm
 
 PACKAGES = ("zensical==0.0.73", "mkdocstrings-python==2.0.11", "ruff==0.17.6")
 """ruff formats the signatures of the API reference."""
@@ -22,6 +24,8 @@ MADE = ENVIRONMENT / ".made"
 PAGES = ROOT / "build" / "site-pages"
 SITE = ROOT / "build" / "site"
 INSTALL_S = 400
+MERMAID = "mermaid@12.3.0"
+MERMAID_FILE = ROOT / "build" / "mermaid" / "mermaid.min.js"
 
 
 def install() -> str:
@@ -49,6 +53,7 @@ def build() -> int:
     command = [str(ENVIRONMENT / "bin" / "zensical"), "build", "--clean", "--strict"]
     if status := subprocess.call(command, cwd=ROOT, env=os.environ | {"NO_COLOR": "1"}):
         return status
+    add_mermaid(SITE, MERMAID_FILE)
     if broken := broken_links(SITE):
         print("broken links:", *broken, sep="\n  ")
         return 1
@@ -56,8 +61,18 @@ def build() -> int:
     return 0
 
 
+def add_mermaid(site: Path, file: Path) -> None:
+    """Lets the pages with diagrams load Mermaid from the site, before the theme would load it from elsewhere."""
+    shutil.copyfile(file, site / "assets" / file.name)
+    for page in site.glob("**/*.html"):
+        text = page.read_text()
+        if 'class="mermaid"' in text:
+            script = f'<script src="{"../" * (len(page.relative_to(site).parts) - 1)}assets/{file.name}"></script>'
+            page.write_text(text.replace("</head>", f"{script}</head>", 1))
+
+
 def main() -> int:
-    if reason := install():
+    if reason := install() or npm.install(MERMAID, f"dist/{MERMAID_FILE.name}", MERMAID_FILE):
         print(f"the site is not built, as its generator could not be installed: {reason}")
         return 0
     return build()

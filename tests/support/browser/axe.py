@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import tarfile
 from typing import Any
 
 from tests import ROOT
+from tests.support import npm
 from tests.support.browser.tab import Tab
 
 PACKAGE = "axe-core@4.14.1"
@@ -15,19 +14,7 @@ FILE = ROOT / "build" / "axe" / "axe.min.js"
 
 def install() -> str:
     """Downloads axe-core, unless it is there. Returns why that failed, or ""."""
-    if FILE.exists():
-        return ""
-    FILE.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        npm = ["npm", "pack", "--silent", PACKAGE]
-        packed = subprocess.run(npm, cwd=FILE.parent, check=True, capture_output=True, text=True, timeout=120)
-        with tarfile.open(FILE.parent / packed.stdout.split()[-1]) as archive:
-            script = archive.extractfile(f"package/{FILE.name}")
-            assert script is not None
-            FILE.write_bytes(script.read())
-    except (OSError, subprocess.SubprocessError, tarfile.TarError, KeyError) as error:
-        return str(error)
-    return ""
+    return npm.install(PACKAGE, FILE.name, FILE)
 
 
 def findings(tab: Tab) -> list[str]:
