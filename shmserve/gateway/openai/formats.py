@@ -5,6 +5,7 @@ Invariant: a chunk is one line, `data: {...}`, and an empty line. The part that 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -200,14 +201,20 @@ class Choice:
         self.calls: CallReader | None = None
         """Reads tool calls from the text."""
 
+    def add_text(self, text: str) -> int:
+        """Returns the number of bytes that this makes."""
+        if not text:
+            return 0
+        self.texts.append(_encode(text)[1:-1])
+        return len(self.texts[-1])
 
-class ResponseFormat:
-    """`top`: number of alternatives to each token that were requested; None: no log probabilities. `shows_usage`: the
-    stream ends with the number of tokens."""
+
+class ChoicesFormat(ABC):
+    """A StreamFormat for choices. `top`: number of alternatives to each token that were requested; None: no log
+    probabilities."""
 
     object = chunk_object = ""
     kind = JSON
-    """Content type of a response that is sent as a whole."""
 
     def __init__(self, response_id: str, created: int, model: str, top: int | None, shows_usage: bool) -> None:
         self.id = response_id
@@ -219,11 +226,7 @@ class ResponseFormat:
         self._end = b'],"usage":null}\n\n' if shows_usage else b"]}\n\n"
 
     def add(self, choice: Choice, delta: Delta) -> int:
-        """Adds to a response that is sent as a whole. Returns the number of bytes that this makes."""
-        size = 0
-        if delta.text:
-            choice.texts.append(_encode(delta.text)[1:-1])
-            size += len(choice.texts[-1])
+        size = choice.add_text(delta.text)
         if self.top is not None:
             tokens = logprobs_of(delta, self.top)
             for name, values in (self._lists(choice, tokens) if tokens else {}).items():
@@ -251,35 +254,29 @@ class ResponseFormat:
         parts.append(b"]}" if counted is None else b'],"usage":%b}' % _encode(counted))
         return parts
 
-    def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
-        """The events for a part; empty if there is nothing to send to the client."""
-        raise NotImplementedError
-
-    def echo_chunk(self, index: int, echo: Echo) -> bytes:
-        """The event with the prompt, before those with what the model adds."""
-        raise NotImplementedError
+    @abstractmethod
+    def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes: ...
 
     def end(self, choices: list[Choice], usage: Usage) -> bytes:
-        """The last events of a stream."""
         return self._usage_chunk(usage) + DONE if self.shows_usage else DONE
 
     def error(self, body: bytes) -> bytes:
-        """The event that ends a stream, from the body of an error."""
         return event(body)
 
     def _usage_chunk(self, usage: Usage) -> bytes:
         return self._start + b'],"usage":' + _encode(_usage(usage)) + b"}\n\n"
 
+    @abstractmethod
     def _content(self, choice: Choice) -> list[bytes]:
         """The fields of a whole response with the text of a choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _lists(self, choice: Choice, tokens: list[TokenLogprobs]) -> dict[str, list[Any]]:
         """The lists of the response with log probabilities."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _all_tokens(self, choice: Choice) -> list[bytes]:
-        raise NotImplementedError
+        """All log probabilities of a choice, in a whole response."""
 
     def _finish(self, choice: Choice, delta: Delta) -> bytes:
         choice.finish = delta.finish or choice.finish
@@ -290,7 +287,7 @@ class ResponseFormat:
         return reason
 
 
-class CompletionFormat(ResponseFormat):
+class CompletionFormat(ChoicesFormat):
     object = chunk_object = "text_completion"
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
@@ -310,6 +307,7 @@ class CompletionFormat(ResponseFormat):
         )
 
     def echo_chunk(self, index: int, echo: Echo) -> bytes:
+        """The event with the prompt, before those with what the model adds."""
         return b'%b{"index":%d,"text":"%b","logprobs":null,"finish_reason":null}%b' % (
             self._start,
             index,
@@ -334,7 +332,7 @@ class CompletionFormat(ResponseFormat):
         return [*parts, b"}"]
 
 
-class ChatFormat(ResponseFormat):
+class ChatFormat(ChoicesFormat):
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def __init__(

@@ -4,14 +4,15 @@ events."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from shmserve.errors import ServeError
+from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.plans import RequestPlan
 from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 from shmserve.gateway.openai import errors
 from shmserve.gateway.openai.fan_out import FanOut, Planned
-from shmserve.gateway.openai.formats import Choice, Echo, ResponseFormat
+from shmserve.gateway.openai.formats import Choice, CompletionFormat, Echo
 from shmserve.gateway.openai.texts import Delta, PartReader, Usage
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.requests import PendingStream, RequestSender, serve_error
@@ -22,6 +23,36 @@ AT_ONCE = 32
 
 
 _END = object()
+
+
+class ResponseFormat(Protocol):
+    """A response that is sent as a whole. `kind`: its content type."""
+
+    @property
+    def kind(self) -> bytes: ...
+
+    def add(self, choice: Choice, delta: Delta) -> int:
+        """Adds a part. Returns the number of bytes that this makes."""
+
+    def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
+        """The body, in pieces."""
+
+
+class StreamFormat(ResponseFormat, Protocol):
+    """A response that is sent as a whole or as a stream of events. `shows_usage`: the stream ends with the number of
+    tokens."""
+
+    @property
+    def shows_usage(self) -> bool: ...
+
+    def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
+        """The events for a part; empty if there is nothing to send to the client."""
+
+    def end(self, choices: list[Choice], usage: Usage) -> bytes:
+        """The last events."""
+
+    def error(self, body: bytes) -> bytes:
+        """The event that ends a stream, from the body of an error."""
 
 
 class _Stream(PendingStream):
@@ -40,22 +71,27 @@ class _Stream(PendingStream):
 
 
 class Generation:
-    """One request of a client."""
+    """One request of a client. `events`: None for a response that is sent as a whole."""
 
     def __init__(
-        self, exchange: Exchange, sender: RequestSender, model: str, response: ResponseFormat, as_events: bool
+        self,
+        exchange: Exchange,
+        sender: RequestSender,
+        model: str,
+        response: ResponseFormat,
+        events: StreamFormat | None = None,
     ) -> None:
         self._exchange = exchange
         self._link = sender.link
         self._requests: FanOut[_Stream] = FanOut(exchange, sender, model, AT_ONCE, self._cannot_continue, WINDOW)
         self._model = model
         self._response = response
-        self._as_events = as_events
+        self._events = events
         self._count = self._apart = 1
         self._choices: list[Choice] = []
         self._usages: list[Usage] = []
-        self._echo = False
-        """The choices begin with their prompts."""
+        self._echo: CompletionFormat | None = None
+        """The format of a stream whose choices begin with their prompts."""
         self._begun = False
         """The stream of events has begun."""
         self._working = False
@@ -70,7 +106,8 @@ class Generation:
         that its choices begin with, and `count` the number of its choices."""
         self._count = count
         self._apart = apart
-        self._echo = any(before)
+        if any(before) and isinstance(self._events, CompletionFormat):
+            self._echo = self._events
         self._choices = [Choice(echo) for echo in before for _ in range(count)]
         self._requests.begin(self._streams(plans), self._resume)
 
@@ -124,12 +161,12 @@ class Generation:
     def _take(self, stream: _Stream, events: list[bytes]) -> Iterator[None]:
         """Takes the parts of a stream of events as far as the client reads them. `events`: receives the events that are
         not sent yet, in case of an exception."""
-        exchange, link = self._exchange, self._link
-        if self._echo and self._as_events and (stream.parts or (stream.ended and stream.error is None)):
-            yield from self._echoes(stream)
+        exchange, link, response = self._exchange, self._link, self._events
+        if self._echo is not None and (stream.parts or (stream.ended and stream.error is None)):
+            yield from self._echoes(stream, self._echo)
             if self._requests.cancelled or not self._choices[stream.first + self._count - 1].begun:
                 return  # the client does not read
-        while stream.parts and (not self._as_events or exchange.writable):
+        while stream.parts and (response is None or exchange.writable):
             part: Any = link.session.next_part(stream)
             for added in stream.reader.deltas(part):
                 if added is None:
@@ -139,10 +176,10 @@ class Generation:
                         return
                     continue
                 choice = stream.first + added[0]
-                if self._as_events:
-                    events.append(self._response.chunk(choice, self._choices[choice], added[1]))
-                else:
+                if response is None:
                     self._add(self._choices[choice], added[1])
+                else:
+                    events.append(response.chunk(choice, self._choices[choice], added[1]))
         if link.session.outbox.messages:
             link.send_soon()
         if stream.parts or not stream.ended:
@@ -158,7 +195,7 @@ class Generation:
             self._exchange.hold(self._uncounted)
             self._uncounted = 0
 
-    def _echoes(self, stream: _Stream) -> Iterator[None]:
+    def _echoes(self, stream: _Stream, response: CompletionFormat) -> Iterator[None]:
         """Sends the prompt as the first event of each choice, as far as the client reads them."""
         for index in range(stream.first, stream.first + self._count):
             choice = self._choices[index]
@@ -167,7 +204,7 @@ class Generation:
             if self._requests.cancelled or not self._exchange.writable:
                 return
             choice.begun = True
-            self._send([self._response.echo_chunk(index, choice.echo)])
+            self._send([response.echo_chunk(index, choice.echo)])
             if len(choice.echo.text) > SLICE_BYTES:
                 yield
 
@@ -177,29 +214,28 @@ class Generation:
         self._requests.ended(stream)
         if self._requests.cancelled:
             return
-        if self._as_events:
-            events += self._reasons(stream.first)
+        response = self._events
+        if response is not None:
+            events += self._reasons(stream.first, response)
         if not self._requests.done:
             self._send(events)
             return
         usage = _total(self._usages, self._apart)
-        if not self._as_events:
+        if response is None:
             for choice in self._choices:
                 if choice.finish is None:
                     self._add(choice, Delta("", "stop"))
             self._exchange.answer(200, self._response.whole(self._choices, usage), self._response.kind)
             return
-        events.append(self._response.end(self._choices, usage))
+        events.append(response.end(self._choices, usage))
         self._begin_events()
         self._exchange.end_events(b"".join(events))
         events.clear()
 
-    def _reasons(self, first: int) -> list[bytes]:
+    def _reasons(self, first: int, response: StreamFormat) -> list[bytes]:
         """Events for the choices whose finish reason the model has not given: clients expect one."""
         choices = [(index, self._choices[index]) for index in range(first, first + self._count)]
-        return [
-            self._response.chunk(index, choice, Delta("", "stop")) for index, choice in choices if choice.finish is None
-        ]
+        return [response.chunk(index, choice, Delta("", "stop")) for index, choice in choices if choice.finish is None]
 
     def _send(self, events: list[bytes]) -> None:
         data = events[0] if len(events) == 1 else b"".join(events)
@@ -222,11 +258,11 @@ class Generation:
         self._cannot_continue(error)
 
     def _cannot_continue(self, error: ServeError) -> None:
-        if not self._begun:
+        if not self._begun or self._events is None:
             self._exchange.fail(error)
             return
         _, body = errors.response(error)
-        self._exchange.end_events(self._response.error(body))
+        self._exchange.end_events(self._events.error(body))
 
 
 def _total(usages: list[Usage], apart: int) -> Usage:

@@ -25,8 +25,8 @@ from shmserve.gateway.openai import bodies, images, inputs, messages, models, re
 from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling, TextsRequest
 from shmserve.gateway.openai.embeddings import Embeddings
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, Echo, ResponseFormat
-from shmserve.gateway.openai.generation import Generation
+from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, Echo
+from shmserve.gateway.openai.generation import Generation, ResponseFormat, StreamFormat
 from shmserve.gateway.openai.inputs import SamplingInputs
 from shmserve.gateway.openai.messages import MessagesFormat
 from shmserve.gateway.openai.models import MESSAGES, TOOL_CALLS, LanguageModel
@@ -93,11 +93,11 @@ class OpenAiRequests:
                 go_on = partial(self._chat, exchange, request, strings, partial(self._responses_format, shown))
             case Action.TOKENIZE:
                 request = prompt = tokens.tokenize_request(text)
-                response: ResponseFormat = TokenizeFormat(request.model)
+                response: ResponseFormat = TokenizeFormat()
                 go_on = partial(self._convert, exchange, prompt, strings, "tokenize", response)
             case Action.DETOKENIZE:
                 request = prompt = tokens.detokenize_request(text)
-                response = DetokenizeFormat(request.model)
+                response = DetokenizeFormat()
                 go_on = partial(self._convert, exchange, prompt, strings, "detokenize", response)
             case Action.SCORE:
                 request = score = scores.score_request(text)
@@ -308,7 +308,7 @@ class OpenAiRequests:
         prompts: Iterator[list[InputPlan]],
         prompt_bytes: int,
         before: list[Echo | None],
-        response: ResponseFormat,
+        response: StreamFormat,
         logprobs: int | None,
         response_id: str,
         forced: ForcedCalls | None = None,
@@ -322,7 +322,7 @@ class OpenAiRequests:
         echoed = n * prompt_bytes if any(before) else 0
         _hold(exchange, len(before) * apart, apart * prompt_bytes + len(before) * apart * sampling.bytes, echoed)
         plans = self._plans(prompts, sampling, inputs.flag_tensors(model, names), apart)
-        generation = Generation(exchange, self._sender, model.name, response, stream)
+        generation = Generation(exchange, self._sender, model.name, response, response if stream else None)
         generation.begin(plans, [echo for echo in before for _ in range(apart)], together, apart)
 
     def _plans(
@@ -363,7 +363,7 @@ class OpenAiRequests:
                 raise InvalidRequest(f"the prompt has {size} bytes; the limit to {task} is {PROMPT_BYTES}")
             _hold(exchange, 1, size, 0)
             unset = SamplingInputs(model, {}, bodies.request_options("", request), 1)
-            generation = Generation(exchange, self._sender, model.name, response, False)
+            generation = Generation(exchange, self._sender, model.name, response)
             generation.begin(self._plans(iter([prompt]), unset, flags, 1), [None], 1)
 
         if isinstance(request, ChatRequest):

@@ -18,10 +18,11 @@ from shmserve.gateway.limits.turns import COPY_BYTES, SlicedWork
 from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import CompletionRequest
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.formats import DONE, Choice, ResponseFormat
+from shmserve.gateway.openai.formats import DONE, Choice
 from shmserve.gateway.openai.inputs import text_tensor
 from shmserve.gateway.openai.models import AUDIO, PROMPT, SEGMENTS, LanguageModel
 from shmserve.gateway.openai.texts import Delta, Usage
+from shmserve.gateway.upstream.exchange import JSON
 
 _TEXT = b"text/plain; charset=utf-8"
 _encode = msgspec.json.Encoder().encode
@@ -75,20 +76,20 @@ def speech_tensors(model: LanguageModel, prompt: str, audio: memoryview) -> Slic
     return [text_tensor(model, PROMPT, prompt.encode()), model.inputs[AUDIO].plan(data)]
 
 
-class TranscriptionFormat(ResponseFormat):
+class TranscriptionFormat:
     """A transcription, or the events of its stream. It has one choice."""
 
+    shows_usage = False
+
     def __init__(self, request: TranscriptionRequest) -> None:
-        super().__init__("", 0, request.model, None, False)
         self._format = request.response_format
         self._language = request.language
         self._segments: list[Any] = []
-        if self._format not in ("json", "verbose_json"):
-            self.kind = _TEXT
+        self.kind = JSON if self._format in ("json", "verbose_json") else _TEXT
 
     def add(self, choice: Choice, delta: Delta) -> int:
         self._segments += delta.segments or ()
-        return super().add(choice, delta)
+        return choice.add_text(delta.text)
 
     def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
         text: list[Buffer] = [*choices[0].texts]
@@ -117,6 +118,9 @@ class TranscriptionFormat(ResponseFormat):
     def end(self, choices: list[Choice], usage: Usage) -> bytes:
         text = b"".join(choices[0].texts)
         return event(b'{"type":"transcript.text.done","text":"%b"%b}' % (text, self._counted(usage))) + DONE
+
+    def error(self, body: bytes) -> bytes:
+        return event(body)
 
     def _timed(self) -> list[dict[str, Any]]:
         try:

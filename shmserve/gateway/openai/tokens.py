@@ -11,8 +11,9 @@ from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.formats import Choice, ResponseFormat
+from shmserve.gateway.openai.formats import Choice
 from shmserve.gateway.openai.texts import Delta, Usage
+from shmserve.gateway.upstream.exchange import JSON
 
 PROMPT_BYTES = 1 << 20
 """Maximum size of a prompt that is converted: the tokens of the response are decoded at once."""
@@ -69,9 +70,10 @@ def detokenize_request(text: bytes) -> CompletionRequest:
     return CompletionRequest(model=request.model, prompt=request.tokens)
 
 
-class TokenizeFormat(ResponseFormat):
-    def __init__(self, model: str) -> None:
-        super().__init__("", 0, model, None, False)
+class TokenizeFormat:
+    kind = JSON
+
+    def __init__(self) -> None:
         self._count = 0
         self._tokens: list[Buffer] = []
 
@@ -87,9 +89,11 @@ class TokenizeFormat(ResponseFormat):
         return [head[:-1] + b',"tokens":[', *self._tokens, b"]}"]
 
 
-class DetokenizeFormat(ResponseFormat):
-    def __init__(self, model: str) -> None:
-        super().__init__("", 0, model, None, False)
+class DetokenizeFormat:
+    kind = JSON
+
+    def add(self, choice: Choice, delta: Delta) -> int:
+        return choice.add_text(delta.text)
 
     def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
         return [b'{"prompt":"', *choices[0].texts, b'"}']

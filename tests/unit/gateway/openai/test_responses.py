@@ -26,7 +26,6 @@ from shmserve.gateway.openai.formats import (
     Choice,
     CompletionFormat,
     Echo,
-    ResponseFormat,
     ToolCalls,
     chat_logprobs,
     completion_logprobs,
@@ -212,7 +211,7 @@ TEXTS = st.text(max_size=6)
 @settings(max_examples=examples(60))
 @given(st.sampled_from([ChatFormat, CompletionFormat]), st.lists(TEXTS, min_size=1, max_size=5), TEXTS, st.booleans())
 def test_the_chunks_add_up_to_the_whole_response(
-    kind: type[ResponseFormat], texts: list[str], model: str, shows_usage: bool
+    kind: type[ChatFormat | CompletionFormat], texts: list[str], model: str, shows_usage: bool
 ) -> None:
     found = kind("id", 5, model, None, shows_usage)
     streamed, whole, data = Choice(), Choice(), b""
@@ -247,7 +246,7 @@ def test_text_beside_tool_calls() -> None:
 
 
 @pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
-def test_log_probabilities_of_a_whole_response(kind: type[ResponseFormat]) -> None:
+def test_log_probabilities_of_a_whole_response(kind: type[ChatFormat | CompletionFormat]) -> None:
     """They are encoded as they arrive. The result equals that of all tokens at once."""
     found, choice = kind("id", 5, "m", 1, False), Choice()
     entries = [{"5": {"logprob": -1.0 - index, "decoded_token": word}} for index, word in enumerate(("a", "bc", "d"))]
@@ -277,7 +276,8 @@ def test_unknown_usage_is_omitted() -> None:
 
 def generation(client: OpenAiCaller, prompts: int, as_events: bool = True, echoes: Sequence[Echo | None] = ()) -> None:
     connection: Any = client
-    made = Generation(connection, connection, "m", CompletionFormat("id", 5, "m", None, False), as_events)
+    response = CompletionFormat("id", 5, "m", None, False)
+    made = Generation(connection, connection, "m", response, response if as_events else None)
     made.begin(iter([RequestPlan((), 0, RequestOptions())] * prompts), list(echoes) or [None] * prompts, 1)
 
 
