@@ -54,6 +54,17 @@ class _More(Struct):
     prompt_logprobs: Buffer = b""
 
 
+_FIELDS = {
+    "finish_reason": "finish",
+    "logprobs": "logprobs",
+    "token_ids": "ids",
+    TOOL_CALLS: "tool_calls",
+    models.SEGMENTS: "segments",
+    models.PROMPT_LOGPROBS: "prompt_logprobs",
+}
+"""Output of the model -> the field that has its string for a choice."""
+
+
 class Usage(Struct):
     """Number of tokens; None: the model does not count them."""
 
@@ -139,33 +150,18 @@ class PartReader:
         """What the other outputs have for each choice; adds the numbers of tokens."""
         choices = [_More() for _ in range(self._count)]
         for name, tensor in tensors.items():
-            match name:
-                case "finish_reason":
-                    for one, raw in zip(choices, self._strings(name, tensor), strict=True):
-                        one.finish = raw
-                case "logprobs":
-                    for one, raw in zip(choices, self._strings(name, tensor), strict=True):
-                        one.logprobs = raw
-                case "tool_calls":
-                    for one, raw in zip(choices, self._strings(name, tensor), strict=True):
-                        one.tool_calls = raw
-                case models.SEGMENTS:
-                    for one, raw in zip(choices, self._strings(name, tensor), strict=True):
-                        one.segments = raw
-                case models.PROMPT_LOGPROBS:
-                    for one, raw in zip(choices, self._strings(name, tensor), strict=True):
-                        one.prompt_logprobs = raw
-                case "token_ids" if tensor[0] == "BYTES":
-                    for one, raw in zip(choices, self._strings(name, tensor), strict=True):
-                        one.ids = raw
-                case "token_ids" if self._count == 1:
+            if name == "token_ids" and tensor[0] != "BYTES":
+                if self._count == 1:
                     choices[0].ids = self._numbers(name, tensor)
-                case models.INPUT_TOKENS:
-                    self.usage.prompt = sum(self._numbers(name, tensor))
-                case "max_model_len":
-                    self.usage.context = sum(self._numbers(name, tensor))
-                case "num_output_tokens":
-                    self.usage.completion = (self.usage.completion or 0) + sum(self._numbers(name, tensor))
+            elif name in _FIELDS:
+                for one, raw in zip(choices, self._strings(name, tensor), strict=True):
+                    setattr(one, _FIELDS[name], raw)
+            elif name == models.INPUT_TOKENS:
+                self.usage.prompt = sum(self._numbers(name, tensor))
+            elif name == "max_model_len":
+                self.usage.context = sum(self._numbers(name, tensor))
+            elif name == "num_output_tokens":
+                self.usage.completion = (self.usage.completion or 0) + sum(self._numbers(name, tensor))
         return choices
 
     def _add(self, delta: Delta, more: _More) -> None:
