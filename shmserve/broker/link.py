@@ -40,7 +40,7 @@ Deliver = Callable[[int, list[Any], list[int]], None]
 """Called with a peer, its messages and their descriptors."""
 
 
-class Flow(Protocol):
+class LinkFlow(Protocol):
     """Reads a link, and learns how much its peer has not read."""
 
     def drain(self) -> None:
@@ -70,7 +70,7 @@ class PeerLink:
         sock: socket.socket,
         peer: int,
         codec: wire.Codec,
-        flow: Callable[[PeerLink], Flow],
+        flow: Callable[[PeerLink], LinkFlow],
         ended: Callable[[int, str], None],
         loop: Any,
         outbox_bytes: int = OUTBOX_BYTES,

@@ -38,7 +38,7 @@ class _Operation:
         self.complete = False
 
 
-class Queries:
+class SessionQueries:
     """Pending queries and operations. `tickets` and `outbox` are the session's."""
 
     def __init__(self, tickets: dict[int, Ticket], outbox: SessionOutbox) -> None:

@@ -69,7 +69,7 @@ from shmserve.session.encode import UntypedInput, check_size, encode_inputs, opt
 from shmserve.session.leases import LeaseSockets, SessionLeases
 from shmserve.session.memory import SessionMemory
 from shmserve.session.outbox import Packet, SessionOutbox
-from shmserve.session.queries import Queries
+from shmserve.session.queries import SessionQueries
 from shmserve.session.resend import LOADED, Resume, renew, send_again
 from shmserve.session.staging import place_device_tensors, restage
 from shmserve.session.streams import StreamTicket
@@ -127,7 +127,7 @@ class Session:
         """Queued messages, which `take` packs."""
         self.urgent = False
         """Call `take` soon, even if no user calls anything: for example for a Pong, or for returns after Reclaim."""
-        self.queries = Queries(self.tickets, self.outbox)
+        self.queries = SessionQueries(self.tickets, self.outbox)
         self._operations_to_send = self.queries.to_send
         self._leases = SessionLeases(self._tickets, self.memory, lease_sockets)
         self._leased_models = self._leases.by_model

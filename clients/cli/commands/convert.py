@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.repo.starters.starter import Starter
     from shmserve.terminal.console import Screen
-    from shmserve.tools.convert.agreement import Ask, Difference
+    from shmserve.tools.convert.agreement import Ask, OutputDifference
     from shmserve.tools.convert.originals import Original
 
 START_S, ASK_S, LOAD_S = 60.0, 120.0, 600.0
@@ -45,7 +45,7 @@ class Compared(NamedTuple):
     original: Original
     starter: Starter
     requests: Requests
-    differences: list[Difference]
+    differences: list[OutputDifference]
     ask: tuple[Ask, Ask]
 
 
@@ -237,7 +237,7 @@ def _write(args: argparse.Namespace, compared: Compared, document: Mapping[str, 
     print_commands(commands)
 
 
-def _differences(differences: Sequence[Difference], screen: Screen) -> str:
+def _differences(differences: Sequence[OutputDifference], screen: Screen) -> str:
     from shmserve.terminal.console import Column
 
     columns = [

@@ -37,7 +37,7 @@ KNOWN_BYTES = 1024
 """With fewer bytes of a message, the service may not be able to choose memory for it yet."""
 
 
-class State(IntEnum):
+class StreamState(IntEnum):
     """RFC 9113, 5.1. A stream is idle before it has an object. None is reserved, as the server pushes nothing."""
 
     OPEN = 0
@@ -56,7 +56,7 @@ class Event(IntEnum):
     RESET_SENT = 3
 
 
-OPEN, HALF_CLOSED_REMOTE, HALF_CLOSED_LOCAL, CLOSED = State
+OPEN, HALF_CLOSED_REMOTE, HALF_CLOSED_LOCAL, CLOSED = StreamState
 END_RECEIVED, END_SENT, RESET_RECEIVED, RESET_SENT = Event
 """Module-level names, because reading an attribute of an Enum takes 0.2 us."""
 _MOVES = {

@@ -19,7 +19,7 @@ TIMED_S = 1.0
 """Time that measuring one kind of request takes, unless LEAST_RUNS take longer."""
 
 
-class Difference(NamedTuple):
+class OutputDifference(NamedTuple):
     """How far an output differs, over all requests. `largest`: the largest difference of two elements; for outputs
     that are not floats, the share of elements that differ. `value`: the largest absolute value of the original.
     `same_class`: the share of rows whose largest element is at the same place; None if rows have no classes."""
@@ -34,7 +34,7 @@ class Difference(NamedTuple):
         return self.largest <= tolerance * max(self.value, 1.0)
 
 
-def differences(originals: Sequence[Answer], others: Sequence[Answer]) -> list[Difference]:
+def differences(originals: Sequence[Answer], others: Sequence[Answer]) -> list[OutputDifference]:
     """Outputs are matched by name, or by position if one has another name. Raises ModelFailed for outputs that cannot
     be compared."""
     names, new = list(originals[0]), list(others[0])
@@ -44,7 +44,7 @@ def differences(originals: Sequence[Answer], others: Sequence[Answer]) -> list[D
     return [_difference(b, [answer[a] for answer in originals], [answer[b] for answer in others]) for a, b in pairs]
 
 
-def _difference(name: str, originals: Sequence[Array], others: Sequence[Array]) -> Difference:
+def _difference(name: str, originals: Sequence[Array], others: Sequence[Array]) -> OutputDifference:
     largest, value = 0.0, 0.0
     same = rows = 0
     for a, b in zip(originals, others, strict=True):
@@ -63,7 +63,7 @@ def _difference(name: str, originals: Sequence[Array], others: Sequence[Array]) 
         if a.ndim > 1 and a.shape[-1] > 1:
             agreed = np.argmax(a, axis=-1) == np.argmax(b, axis=-1)
             same, rows = same + int(agreed.sum()), rows + agreed.size
-    return Difference(name, largest, value, same / rows if rows else None)
+    return OutputDifference(name, largest, value, same / rows if rows else None)
 
 
 def times(asks: Sequence[Ask], requests: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -255,7 +255,7 @@ def style(column: Column, row: Mapping[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------ selection
 
 
-class Layout(Struct, frozen=True):
+class ColumnLayout(Struct, frozen=True):
     """Columns with their widths, in the order of display."""
 
     columns: tuple[Column, ...]
@@ -265,7 +265,7 @@ class Layout(Struct, frozen=True):
 
 def choose(
     table: Table, rows: Sequence[Mapping[str, Any]], width: int, unknown: frozenset[str] = frozenset()
-) -> Layout:
+) -> ColumnLayout:
     """The most important columns that fit. Columns without a value in any row give way to more important ones, and are
     left out from rank RARE on."""
     gap = 2 if width >= WIDE else 1
@@ -291,20 +291,20 @@ def choose(
             widths[column.key] += more
             remaining -= more
     shown = tuple(column for column in table.columns if column.key in widths)
-    return Layout(shown, tuple(widths[column.key] for column in shown), gap)
+    return ColumnLayout(shown, tuple(widths[column.key] for column in shown), gap)
 
 
 def _longest(column: Column, rows: Sequence[Mapping[str, Any]], unknown: frozenset[str]) -> int:
     return max((text_width(cell(column, row, unknown)) for row in rows), default=0)
 
 
-def heading(layout: Layout) -> list[str]:
+def heading(layout: ColumnLayout) -> list[str]:
     return [
         pad(column.head, width, not column.is_text) for column, width in zip(layout.columns, layout.widths, strict=True)
     ]
 
 
-def spans(layout: Layout, row: Mapping[str, Any], unknown: frozenset[str] = frozenset()) -> Line:
+def spans(layout: ColumnLayout, row: Mapping[str, Any], unknown: frozenset[str] = frozenset()) -> Line:
     """The cells of a row, padded or cut to the widths of their columns, with the gaps between them."""
     line: Line = []
     for column, width in zip(layout.columns, layout.widths, strict=True):

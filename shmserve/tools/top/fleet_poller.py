@@ -20,7 +20,7 @@ CLOSE_S = 1.0
 """How long `close` waits for reads in progress to end. Threads are daemons, so a later end does not delay the exit."""
 
 
-class Snapshot(Struct, frozen=True):
+class ServerSnapshot(Struct, frozen=True):
     """What is known about a server. `problem`: why its last read failed. `view` is the view of its last answer, None
     before the first. Times are those of the monotonic clock; `asked`: when the unanswered read began."""
 
@@ -44,7 +44,7 @@ class Poller:
 
     def __init__(self, name: str, source: Source, interval: Callable[[], float], notify: Callable[[], None]) -> None:
         self._interval = interval
-        self.snapshot = Snapshot(name, source.where)
+        self.snapshot = ServerSnapshot(name, source.where)
         self._source = source
         self._notify = notify
         self._before: Mapping[str, Any] | None = None
@@ -79,7 +79,7 @@ class Poller:
             self._wake.wait(self._interval() * (FIRST if first and not self.snapshot.problem else 1.0))
             self._wake.clear()
 
-    def _read(self) -> Snapshot:
+    def _read(self) -> ServerSnapshot:
         try:
             document = self._source.read()
         except ServeError as error:
@@ -122,7 +122,7 @@ class Pollers:
             poller.join(max(0.0, end - time.monotonic()))
 
     @property
-    def snapshots(self) -> Sequence[Snapshot]:
+    def snapshots(self) -> Sequence[ServerSnapshot]:
         return [poller.snapshot for poller in self._pollers]
 
     def set_interval(self, seconds: float) -> None:

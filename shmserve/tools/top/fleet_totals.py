@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from shmserve.protocol.rates import Row, percentiles
 from shmserve.tools.top.columns import MODELS, Column, Table
-from shmserve.tools.top.fleet_poller import Snapshot
+from shmserve.tools.top.fleet_poller import ServerSnapshot
 from shmserve.tools.top.view import NOT_LOADED, View
 
 READY, NOT_READY, DRAINING = "READY", "NOT READY", "DRAINING"
@@ -106,7 +106,7 @@ class FleetView(Struct):
         return {"servers": self.servers, "models": self.models, "by-server": self.by_server}[name]
 
 
-def make_fleet_view(snapshots: Sequence[Snapshot], now: float, interval: float) -> FleetView:
+def make_fleet_view(snapshots: Sequence[ServerSnapshot], now: float, interval: float) -> FleetView:
     """`now`: time of the monotonic clock. Unreachable servers have a row but do not count."""
     servers = [_server(snapshot, now, interval) for snapshot in snapshots]
     common = Counter(row["release"] for row in servers if row["release"]).most_common(1)
@@ -126,7 +126,7 @@ def make_fleet_view(snapshots: Sequence[Snapshot], now: float, interval: float) 
 # ------------------------------------------------------------------------------------------ servers
 
 
-def _server(snapshot: Snapshot, now: float, interval: float) -> Row:
+def _server(snapshot: ServerSnapshot, now: float, interval: float) -> Row:
     view = snapshot.view
     row: Row = dict.fromkeys([column.key for column in SERVERS.columns])
     row |= {
@@ -147,7 +147,7 @@ def _server(snapshot: Snapshot, now: float, interval: float) -> Row:
     return row | _values(snapshot, view) if view is not None else row
 
 
-def _values(snapshot: Snapshot, view: View) -> Row:
+def _values(snapshot: ServerSnapshot, view: View) -> Row:
     """The values of the last answer."""
     server = view.server
     used, total = server["machine_memory_used_bytes"], server["machine_memory_bytes"]
@@ -185,7 +185,7 @@ def _instances(rows: Iterable[Row]) -> str | None:
 # ------------------------------------------------------------------------------------------ models
 
 
-def _model(name: str, rows: list[Row], known: Sequence[Snapshot]) -> Row:
+def _model(name: str, rows: list[Row], known: Sequence[ServerSnapshot]) -> Row:
     """`rows`: the model's versions on all servers."""
     loaded = [row for row in rows if row["state"] != NOT_LOADED]
     having = {row["server"] for row in loaded}
@@ -232,7 +232,7 @@ def _versions_text(serving: Sequence[Row], servers: set[str], different: bool) -
 # ------------------------------------------------------------------------------------------ all servers
 
 
-def _total(servers: Sequence[Row], known: Sequence[Snapshot]) -> Row:
+def _total(servers: Sequence[Row], known: Sequence[ServerSnapshot]) -> Row:
     states = Counter(row["state"] for row in servers)
     models = [row for snapshot in known if snapshot.view for row in snapshot.view.models]
     intervals = [snapshot.view.interval for snapshot in known if snapshot.view and snapshot.view.interval is not None]

@@ -14,7 +14,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from shmserve.protocol.rates import Row
-from shmserve.tools.top.columns import Column, Layout, Table, choose, heading, spans
+from shmserve.tools.top.columns import Column, ColumnLayout, Table, choose, heading, spans
 from shmserve.tools.top.texts import Line, pad
 
 STYLES = {
@@ -70,7 +70,7 @@ class TableView(ScrollView):
         self.table = table
         self.rows: list[Row] = []
         self.cursor = 0
-        self._layout = Layout((), ())
+        self._layout = ColumnLayout((), ())
         self._arranged_for = 0
         """The width for which the columns were chosen."""
         self._unknown: frozenset[str] = frozenset()
@@ -107,7 +107,7 @@ class TableView(ScrollView):
         self.refresh()
 
     @property
-    def layout_of_columns(self) -> Layout:
+    def layout_of_columns(self) -> ColumnLayout:
         """The layout for the current width, which changes when the scrollbar appears or disappears."""
         width = max(1, self.scrollable_content_region.width)
         if width != self._arranged_for:

@@ -23,11 +23,11 @@ from shmserve.errors import QueueTimeout, Unavailable
 from shmserve.repo.config.schema import ModelConfig, as_triton_json
 from shmserve.system import procfs
 from shmserve.tools.load.generation.schedule import send_times
-from shmserve.tools.load.generation.sending import Sender, Timer
+from shmserve.tools.load.generation.sending import LoadSender, MonotonicTimer
 from shmserve.tools.load.measure import measure
 from shmserve.tools.load.plan import SECOND, Endpoint, Open, Plan
 from shmserve.tools.load.record import Point
-from shmserve.tools.load.targets.base import RequestOptions
+from shmserve.tools.load.targets.base import TargetOptions
 from shmserve.tools.load.targets.native import NativeTarget
 from shmserve.tools.tune.bench import Observation
 
@@ -88,7 +88,7 @@ class ServedModel:
         load = Open(rate, seed=self._seed)
         return self._observed(0, lambda sender: opened(sender, load, seconds, give_up_ns))
 
-    def _observed(self, length: int, run: Callable[[Sender], Any]) -> Observation:
+    def _observed(self, length: int, run: Callable[[LoadSender], Any]) -> Observation:
         if length not in self._known:
             self._known[length] = self._inputs(length)
         gc.collect()
@@ -101,11 +101,11 @@ class ServedModel:
         finally:
             gc.unfreeze()
 
-    async def _run(self, feeds: Sequence[Mapping[str, Any]], run: Callable[[Sender], Any]) -> Observation:
-        target, timer = NativeTarget(Endpoint(url=self._client.url)), Timer()
+    async def _run(self, feeds: Sequence[Mapping[str, Any]], run: Callable[[LoadSender], Any]) -> Observation:
+        target, timer = NativeTarget(Endpoint(url=self._client.url)), MonotonicTimer()
         facts = await target.facts(self._name, "")
-        bodies = [target.prepare(feed, facts, RequestOptions(model=self._name)) for feed in feeds]
-        sender = Sender(bodies, target.slot, monotonic_ns, timer.until)
+        bodies = [target.prepare(feed, facts, TargetOptions(model=self._name)) for feed in feeds]
+        sender = LoadSender(bodies, target.slot, monotonic_ns, timer.until)
         try:
             result: Observation = await run(sender)
             return result
@@ -120,7 +120,7 @@ class ServedModel:
         return (sum(entry["execution_count"] for entry in stats), sum(entry["inference_count"] for entry in stats))
 
 
-async def closed(sender: Sender, callers: int, seconds: float) -> Observation:
+async def closed(sender: LoadSender, callers: int, seconds: float) -> Observation:
     """A load that ends at the first error."""
     recorder, minimum = sender.recorder, max(LEAST, 2 * callers)
     begin = monotonic_ns() + round(seconds * WARM_SHARE * SECOND)
@@ -137,7 +137,7 @@ async def closed(sender: Sender, callers: int, seconds: float) -> Observation:
     return observation(sender, recorded(sender)[0] >= begin, begin)
 
 
-async def opened(sender: Sender, load: Open, seconds: float, give_up_ns: float) -> Observation:
+async def opened(sender: LoadSender, load: Open, seconds: float, give_up_ns: float) -> Observation:
     """A load that ends early if requests fail, or too many of them wait."""
     limit = min(max(50, round(load.rate * give_up_ns / SECOND)), MAX_IN_FLIGHT - 1)
     start = monotonic_ns() + SECOND // 100
@@ -152,7 +152,7 @@ async def opened(sender: Sender, load: Open, seconds: float, give_up_ns: float) 
     return observation(sender, done - latency >= begin, begin, overloaded)
 
 
-def observation(sender: Sender, counts: Any, begin: int, overloaded: bool = False) -> Observation:
+def observation(sender: LoadSender, counts: Any, begin: int, overloaded: bool = False) -> Observation:
     """The result of the requests that count, from the time `begin` on."""
     done, latency, delay, code = recorded(sender)
     errors = sender.recorder.errors
@@ -176,7 +176,7 @@ def observation(sender: Sender, counts: Any, begin: int, overloaded: bool = Fals
     )
 
 
-def recorded(sender: Sender) -> tuple[Any, Any, Any, Any]:
+def recorded(sender: LoadSender) -> tuple[Any, Any, Any, Any]:
     """The times of all responses: of their arrival, since the intended time, how late each was sent; and its code."""
     recorder = sender.recorder
     done, latency, delay, code = map(np.array, (recorder.done, recorder.latency, recorder.delay, recorder.code))

@@ -34,9 +34,9 @@ from shmserve.tools.load.generation.messages import (
 from shmserve.tools.load.generation.prompts import make_prompts
 from shmserve.tools.load.generation.request_data import mean_rows, request_inputs
 from shmserve.tools.load.generation.schedule import send_times, share
-from shmserve.tools.load.generation.sending import Answers, Recorder, Sender, SequenceIds, Timer
+from shmserve.tools.load.generation.sending import Answers, LoadSender, MonotonicTimer, Recorder, SequenceIds
 from shmserve.tools.load.plan import CHAT, Closed, Plan
-from shmserve.tools.load.targets.base import ModelFacts, Prompt, PromptTarget, RequestOptions, Target
+from shmserve.tools.load.targets.base import ModelFacts, Prompt, PromptTarget, Target, TargetOptions
 from shmserve.tools.load.targets.native import open_target
 
 FLUSH_S = 0.1
@@ -46,8 +46,8 @@ class Generator:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._target: Target | None = None
-        self._timer = Timer()
-        self._sender: Sender | None = None
+        self._timer = MonotonicTimer()
+        self._sender: LoadSender | None = None
         self._plan: Plan | None = None
 
     def tell(self, report: Report) -> None:
@@ -65,7 +65,7 @@ class Generator:
             self.tell(Ended(unanswered))
 
     @property
-    def _the_sender(self) -> Sender:
+    def _the_sender(self) -> LoadSender:
         if self._sender is None:
             raise RuntimeError("not prepared")
         return self._sender
@@ -75,7 +75,7 @@ class Generator:
         self._target = target = open_target(plan.endpoint)
         facts = await target.facts(plan.model, plan.version)
         prompts = plan.prompts
-        options = RequestOptions(
+        options = TargetOptions(
             model=plan.model,
             version=plan.version,
             outputs=plan.inputs.outputs,
@@ -94,7 +94,7 @@ class Generator:
             feeds = request_inputs(plan.inputs, plan.model, facts)
             bodies = [target.prepare(feed, facts, options) for feed in feeds]
             rows = mean_rows(feeds, facts.max_batch)
-        self._sender = Sender(
+        self._sender = LoadSender(
             bodies,
             target.slot,
             time.monotonic_ns,
@@ -133,7 +133,7 @@ class Generator:
         self._timer.close()
 
 
-async def _count_tokens(target: PromptTarget, facts: ModelFacts, options: RequestOptions, prompt: Prompt) -> int:
+async def _count_tokens(target: PromptTarget, facts: ModelFacts, options: TargetOptions, prompt: Prompt) -> int:
     """The number of tokens of a prompt, from a request for one token."""
     answers = Answers(Recorder(), 0, lambda: 0)
     await (await target.slot()).stream(target.prepare_prompt(prompt, facts, options), None, answers)

@@ -29,7 +29,7 @@ class _Times(ctypes.Structure):
     _fields_ = [(name, ctypes.c_long) for name in ("interval_s", "interval_ns", "value_s", "value_ns")]
 
 
-class Timer:
+class MonotonicTimer:
     """Waits for times of CLOCK_MONOTONIC, one at a time."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class SequenceIds:
         return self._next
 
 
-class Sender:
+class LoadSender:
     """`bodies` are sent round robin. `open_slot` opens a slot; `until` waits for a time of `clock`."""
 
     def __init__(

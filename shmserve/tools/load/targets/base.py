@@ -40,7 +40,7 @@ def optional_inputs(config: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(spec["name"] for spec in config.get("input", ()) if spec.get("optional"))
 
 
-class RequestOptions(Struct, frozen=True, kw_only=True):
+class TargetOptions(Struct, frozen=True, kw_only=True):
     """Options that all requests of a run share."""
 
     model: str
@@ -100,7 +100,7 @@ class Target(Protocol):
 
     async def facts(self, model: str, version: str) -> ModelFacts: ...
 
-    def prepare(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions) -> Any:
+    def prepare(self, arrays: Arrays, facts: ModelFacts, options: TargetOptions) -> Any:
         """The request with these inputs, in the form that `Slot.send` takes."""
         ...
 
@@ -117,6 +117,6 @@ class Target(Protocol):
 class PromptTarget(Target, Protocol):
     """A target that also takes requests to language models."""
 
-    def prepare_prompt(self, prompt: Prompt, facts: ModelFacts, options: RequestOptions) -> Any:
+    def prepare_prompt(self, prompt: Prompt, facts: ModelFacts, options: TargetOptions) -> Any:
         """The request in the form that `Slot.stream` takes. Raises Unsupported if the model does not take it."""
         ...

@@ -12,7 +12,7 @@ from shmserve.errors import ConnectionLost, ModelFailed, Unsupported
 from shmserve.protocol.grpc.messages import INFERENCE, POOL, message_class, methods
 from shmserve.tools.load.plan import Endpoint
 from shmserve.tools.load.targets import base
-from shmserve.tools.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot, latest_statistics
+from shmserve.tools.load.targets.base import Arrays, ModelFacts, Part, Slot, TargetOptions, latest_statistics
 from shmserve.tools.load.targets.connecting import connect, explained, tls_of
 from shmserve.tools.load.targets.grpc_connection import GrpcConnection, framed, head_block
 from shmserve.tools.load.targets.kserve import facts_of, parameters, raw_bytes
@@ -37,7 +37,7 @@ class GrpcTarget:
         config = (await self._ask("ModelConfig", name=model, version=version)).get("config", {})
         return facts_of(metadata, config, server)
 
-    def prepare(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions) -> Any:
+    def prepare(self, arrays: Arrays, facts: ModelFacts, options: TargetOptions) -> Any:
         request = self._request(model_name=options.model, model_version=options.version)
         for name, array in arrays.items():
             request.inputs.add(name=name, datatype=facts.inputs[name]["datatype"], shape=list(array.shape))
@@ -102,7 +102,7 @@ class GrpcTarget:
 class _Body:
     """An encoded request with its gRPC prefix. Protobuf accepts fields in any order, so parameters are appended."""
 
-    def __init__(self, request: Any, options: RequestOptions, kind: Any) -> None:
+    def __init__(self, request: Any, options: TargetOptions, kind: Any) -> None:
         self._options, self._kind = options, kind
         self._base: bytes = request.SerializeToString()
         self._whole = framed(self._base + self._more(None, False))

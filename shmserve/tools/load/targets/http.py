@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from shmserve.errors import ModelFailed
 from shmserve.tools.load.plan import Endpoint
-from shmserve.tools.load.targets.base import Arrays, ModelFacts, Part, RequestOptions, Slot, latest_statistics
+from shmserve.tools.load.targets.base import Arrays, ModelFacts, Part, Slot, TargetOptions, latest_statistics
 from shmserve.tools.load.targets.connecting import explained
 from shmserve.tools.load.targets.http_connection import DATA, HttpCaller, HttpConnections
 from shmserve.tools.load.targets.kserve import facts_of, json_values, parameters, raw_bytes
@@ -30,7 +30,7 @@ class HttpTarget:
         metadata = await get(path)
         return facts_of(metadata, await get(f"{path}/config", {}), server)
 
-    def prepare(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions) -> Any:
+    def prepare(self, arrays: Arrays, facts: ModelFacts, options: TargetOptions) -> Any:
         kind = _StreamBody if options.stream else _Body
         return kind(arrays, facts, options, self._connections.head)
 
@@ -51,7 +51,7 @@ def _model_path(model: str, version: str) -> str:
 class _Body:
     """A request. Its JSON is encoded again only for the parts of sequences, its tensors never."""
 
-    def __init__(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions, head: str) -> None:
+    def __init__(self, arrays: Arrays, facts: ModelFacts, options: TargetOptions, head: str) -> None:
         self._options = options
         self._start = f"POST {_model_path(options.model, options.version)}/infer HTTP/1.1\r\n{head}".encode()
         raw = {name: raw_bytes(array) for name, array in arrays.items()}
@@ -89,7 +89,7 @@ class _Body:
 class _StreamBody:
     """A request to generate_stream, which takes plain JSON: one row, and no choice of outputs."""
 
-    def __init__(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions, head: str) -> None:
+    def __init__(self, arrays: Arrays, facts: ModelFacts, options: TargetOptions, head: str) -> None:
         path = f"{_model_path(options.model, options.version)}/generate_stream"
         self._start = f"POST {path} HTTP/1.1\r\n{head}Content-Type: application/json\r\n"
         self._options = options

@@ -21,7 +21,7 @@ END_OF_EVENT = b"\n\n"
 OnEvent = Callable[[bytes], None]
 
 
-class HttpConnection(asyncio.Protocol):
+class HttpClientConnection(asyncio.Protocol):
     """A connection with one request at a time; httptools calls the `on_` methods."""
 
     def __init__(self) -> None:
@@ -107,8 +107,8 @@ class HttpConnections:
             f"{name}: {value}\r\n" for name, value in endpoint.headers
         )
         """The first headers of each request."""
-        self._connections: list[HttpConnection] = []
-        self._control: HttpConnection | None = None
+        self._connections: list[HttpClientConnection] = []
+        self._control: HttpClientConnection | None = None
 
     async def caller(self) -> HttpCaller:
         connection = await self._connect()
@@ -119,8 +119,8 @@ class HttpConnections:
         for connection in (*self._connections, *filter(None, [self._control])):
             connection.close()
 
-    async def _connect(self) -> HttpConnection:
-        return await connect(HttpConnection, self._endpoint, self._tls)
+    async def _connect(self) -> HttpClientConnection:
+        return await connect(HttpClientConnection, self._endpoint, self._tls)
 
     async def get(self, path: str, default: Any = None) -> Any:
         """A document; `default` if the server does not have it."""
@@ -143,7 +143,9 @@ class HttpConnections:
 class HttpCaller:
     """Sends one request at a time, and connects again if the server has closed the connection."""
 
-    def __init__(self, connection: HttpConnection, connect: Callable[[], Awaitable[HttpConnection]]) -> None:
+    def __init__(
+        self, connection: HttpClientConnection, connect: Callable[[], Awaitable[HttpClientConnection]]
+    ) -> None:
         self._connection = connection
         self._connect = connect
 

@@ -18,9 +18,9 @@ from shmserve.tools.load.targets.base import (
     Part,
     Prompt,
     Receiver,
-    RequestOptions,
     Slot,
     Target,
+    TargetOptions,
     latest_statistics,
     optional_inputs,
 )
@@ -54,7 +54,7 @@ class NativeTarget:
             server={"name": str(server["name"]), "version": str(server["version"])},
         )
 
-    def prepare(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions) -> Any:
+    def prepare(self, arrays: Arrays, facts: ModelFacts, options: TargetOptions) -> Any:
         inputs = {
             name: Raw("BF16", value) if facts.inputs[name]["datatype"] == "BF16" else value
             for name, value in arrays.items()
@@ -69,7 +69,7 @@ class NativeTarget:
             options.model,
         )
 
-    def prepare_prompt(self, prompt: Prompt, facts: ModelFacts, options: RequestOptions) -> Any:
+    def prepare_prompt(self, prompt: Prompt, facts: ModelFacts, options: TargetOptions) -> Any:
         """The inputs of Triton's vLLM backend, as far as the model has them."""
         messages = prompt.messages or [{"role": "user", "content": prompt.text}]
         is_chat = prompt.messages is not None or options.chat

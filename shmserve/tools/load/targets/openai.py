@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from shmserve.errors import ModelFailed, NotFound, Unsupported
 from shmserve.tools.load.plan import Endpoint
-from shmserve.tools.load.targets.base import Arrays, ModelFacts, Part, Prompt, Receiver, RequestOptions, Slot
+from shmserve.tools.load.targets.base import Arrays, ModelFacts, Part, Prompt, Receiver, Slot, TargetOptions
 from shmserve.tools.load.targets.connecting import explained
 from shmserve.tools.load.targets.http_connection import HttpCaller, HttpConnections, error_text
 
@@ -63,10 +63,10 @@ class OpenAiTarget:
             inputs={}, outputs={}, decoupled=True, server={"name": self._endpoint.url or "", "version": ""}
         )
 
-    def prepare(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions) -> Any:
+    def prepare(self, arrays: Arrays, facts: ModelFacts, options: TargetOptions) -> Any:
         raise Unsupported("an OpenAI API takes prompts, no tensors")
 
-    def prepare_prompt(self, prompt: Prompt, facts: ModelFacts, options: RequestOptions) -> Any:
+    def prepare_prompt(self, prompt: Prompt, facts: ModelFacts, options: TargetOptions) -> Any:
         body: dict[str, Any] = {"model": options.model, "max_tokens": prompt.max_tokens}
         chat = prompt.messages or (options.chat and [{"role": "user", "content": prompt.text}])
         body |= {"messages": chat} if chat else {"prompt": prompt.text}

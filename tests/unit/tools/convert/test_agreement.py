@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 from shmserve.errors import ModelFailed
-from shmserve.tools.convert.agreement import Difference, differences
+from shmserve.tools.convert.agreement import OutputDifference, differences
 
 
 def test_floats_differ_by_the_largest_element_over_all_requests() -> None:
     originals = [{"y": np.array([[1.0, 2.0]], np.float32)}, {"y": np.array([[-8.0, 3.0]], np.float32)}]
     others = [{"y": np.array([[1.5, 1.0]], np.float32)}, {"y": np.array([[-8.0, 3.25]], np.float32)}]
     (found,) = differences(originals, others)
-    assert found == Difference("y", 1.0, 8.0, 0.5)
+    assert found == OutputDifference("y", 1.0, 8.0, 0.5)
     assert (found.within(0.125), found.within(0.124)) == (True, False)
 
 
 def test_other_types_differ_by_the_share_of_elements() -> None:
     (found,) = differences([{"label": np.array([[1], [2], [3], [4]])}], [{"label": np.array([1, 2, 3, 0])}])
-    assert found == Difference("label", 0.25, 0.0, None)
+    assert found == OutputDifference("label", 0.25, 0.0, None)
     texts = [np.array([b"a", b"b"], object), np.array([b"a", b"c"], object)]
     assert differences([{"t": texts[0]}], [{"t": texts[1]}])[0].largest == 0.5
 

@@ -20,7 +20,7 @@ from shmserve.tools.load.generation.sending import Answers, Recorder
 from shmserve.tools.load.plan import Endpoint
 from shmserve.tools.load.targets.connecting import connect
 from shmserve.tools.load.targets.http import HttpTarget
-from shmserve.tools.load.targets.http_connection import HttpConnection
+from shmserve.tools.load.targets.http_connection import HttpClientConnection
 from shmserve.tools.load.targets.openai import OpenAiTarget
 from tests.support.hypothesis_profiles import examples
 
@@ -36,7 +36,7 @@ def chunked(events: list[bytes], size: int, status: str = "200 OK") -> bytes:
 
 
 async def asked(pieces: list[bytes]) -> tuple[tuple[int, bytes], list[bytes]]:
-    connection = HttpConnection()
+    connection = HttpClientConnection()
     connection.connection_made(mock.create_autospec(asyncio.Transport))
     seen: list[bytes] = []
     answer = connection.ask(b"", seen.append)
@@ -134,4 +134,4 @@ def test_no_descriptor_for_another_connection(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", full)
     with pytest.raises(ConnectionLost, match=r"cannot open one more connection .*: use fewer callers"):
-        asyncio.run(connect(HttpConnection, Endpoint(url="http://127.0.0.1:1"), None))
+        asyncio.run(connect(HttpClientConnection, Endpoint(url="http://127.0.0.1:1"), None))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import Unavailable
-from shmserve.tools.load.generation.sending import Sender, SequenceIds
+from shmserve.tools.load.generation.sending import LoadSender, SequenceIds
 from shmserve.tools.load.plan import Sequences
 from shmserve.tools.load.targets.base import Part, Slot
 from tests.support.hypothesis_profiles import examples
@@ -91,11 +91,11 @@ def waited(arrivals: Sequence[int], services: Sequence[int]) -> list[int]:
     return found
 
 
-def sender_to(server: Server, bodies: Sequence[str] = ("body",), **options: Any) -> Sender:
-    return Sender(list(bodies), server.open_slot, server.time.clock, server.time.until, **options)
+def sender_to(server: Server, bodies: Sequence[str] = ("body",), **options: Any) -> LoadSender:
+    return LoadSender(list(bodies), server.open_slot, server.time.clock, server.time.until, **options)
 
 
-async def stopped(sender: Sender, time: Time) -> Any:
+async def stopped(sender: LoadSender, time: Time) -> Any:
     """What the sender has recorded, after those of its requests that are in flight."""
     stopping = asyncio.ensure_future(sender.stop(1))
     await time.run(time.now + 1000)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from shmserve.errors import ConnectionLost, ModelFailed, QueueTimeout, ServeError, Unavailable
 from shmserve.repo.config.schema import ModelConfig
-from shmserve.tools.load.generation.sending import Sender
+from shmserve.tools.load.generation.sending import LoadSender
 from shmserve.tools.load.plan import SECOND, Open
 from shmserve.tools.load.targets.base import Part
 from shmserve.tools.tune import served
@@ -78,13 +78,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 
 def observed(
-    slot: ScriptedSlot, load: Callable[[Sender], Coroutine[Any, Any, Observation]], clock: FakeTime
+    slot: ScriptedSlot, load: Callable[[LoadSender], Coroutine[Any, Any, Observation]], clock: FakeTime
 ) -> Observation:
     async def opened_slot() -> ScriptedSlot:
         return slot
 
     async def run() -> Observation:
-        return await asyncio.wait_for(load(Sender([{}], opened_slot, clock.read, clock.until)), 60)
+        return await asyncio.wait_for(load(LoadSender([{}], opened_slot, clock.read, clock.until)), 60)
 
     return asyncio.run(run())
 

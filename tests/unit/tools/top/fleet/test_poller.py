@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from shmserve.errors import ConnectionLost
-from shmserve.tools.top.fleet_poller import Poller, Pollers, Snapshot
+from shmserve.tools.top.fleet_poller import Poller, Pollers, ServerSnapshot
 from tests.support.clients.activity_documents import counters, document, model
 from tests.unit.tools.top.fleet.scripted import PATIENCE_S, Document, ScriptedSource
 
@@ -24,13 +24,13 @@ def failing(number: int) -> Document:
     raise ConnectionLost("no server at b (refused)")
 
 
-def by_name(fleet: Pollers) -> dict[str, Snapshot]:
+def by_name(fleet: Pollers) -> dict[str, ServerSnapshot]:
     return {snapshot.name: snapshot for snapshot in fleet.snapshots}
 
 
 class Watched:
     def __init__(self, source: ScriptedSource, interval: float = OFTEN_S) -> None:
-        self.seen: list[Snapshot] = []
+        self.seen: list[ServerSnapshot] = []
         self.changed = threading.Condition()
         self.poller = Poller("a", source, lambda: interval, self.note)
 
@@ -39,7 +39,7 @@ class Watched:
             self.seen.append(self.poller.snapshot)
             self.changed.notify_all()
 
-    def wait_for(self, count: int) -> list[Snapshot]:
+    def wait_for(self, count: int) -> list[ServerSnapshot]:
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.seen) >= count, PATIENCE_S)
             return self.seen

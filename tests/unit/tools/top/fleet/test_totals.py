@@ -9,7 +9,7 @@ import pytest
 from shmserve.llm.figures import figures_of
 from shmserve.protocol.rates import Row
 from shmserve.tools.top.columns import select, sort
-from shmserve.tools.top.fleet_poller import Snapshot, times_of
+from shmserve.tools.top.fleet_poller import ServerSnapshot, times_of
 from shmserve.tools.top.fleet_totals import BY_SERVER, FLEET_MODELS, FLEET_TABLES, SERVERS, make_fleet_view
 from shmserve.tools.top.plain import fleet_document, fleet_summary, fleet_tables_of, fleet_text
 from shmserve.tools.top.texts import line_text
@@ -30,15 +30,15 @@ def served(name: str, count: int, bucket: int, version: str = "1", **more: Any) 
 
 def snapshot(
     name: str, *models: tuple[Any, Any], problem: str = "", asked: float | None = None, **facts: Any
-) -> Snapshot:
+) -> ServerSnapshot:
     before = document(0, *[first for first, _ in models])
     after = document(2, *[second for _, second in models], gpus=facts.pop("gpus", []))
     after["server"] |= facts
     view = make_view(before, after)
-    return Snapshot(name, f"http://{name}", view, times_of(view), problem, NOW - 1, asked)
+    return ServerSnapshot(name, f"http://{name}", view, times_of(view), problem, NOW - 1, asked)
 
 
-def view_of(*snapshots: Snapshot) -> Any:
+def view_of(*snapshots: ServerSnapshot) -> Any:
     return make_fleet_view(snapshots, NOW, INTERVAL_S)
 
 
@@ -113,8 +113,8 @@ def test_states_of_servers() -> None:
         snapshot("gone", served("m", 10, FAST), problem="no server at gone"),
         snapshot("slow", served("m", 10, FAST), asked=NOW - 4),
         snapshot("brisk", served("m", 10, FAST), asked=NOW - 0.1),
-        Snapshot("never", "http://never", problem="no server at never"),
-        Snapshot("new", "http://new", asked=NOW),
+        ServerSnapshot("never", "http://never", problem="no server at never"),
+        ServerSnapshot("new", "http://new", asked=NOW),
     )
     states = {one["server"]: (one["state"], one["reason"]) for one in view.servers}
     assert states == {
@@ -162,7 +162,7 @@ def test_a_server_of_which_everything_and_one_of_which_nothing_is_known() -> Non
         (found,) = view.table(table.name)
         never = {"reason", "cache_hits", "share", "queued", *figures_of({}, {})} if table is BY_SERVER else set()
         assert not [column.key for column in table.columns if found.get(column.key) is None and column.key not in never]
-    view = view_of(Snapshot("a", "http://a", problem="no server"))
+    view = view_of(ServerSnapshot("a", "http://a", problem="no server"))
     assert (view.models, view.by_server, view.total["requests_per_s"], view.total["p99"]) == ([], [], None, None)
     assert "UNREACHABLE" in fleet_text(view, fleet_tables_of(None), "", None, 80)
 
