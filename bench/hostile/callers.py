@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.lib import models
+from bench.lib import models, processes
 from bench.lib.child import Answer, Child, Handler
 from shmserve import Client
 from shmserve.gateway.auth import tokens
@@ -272,16 +272,20 @@ def honest(way: str, model: str, place: dict[str, Any]) -> Handler:
     pauses = random.Random(models.SEED)
 
     def handle(seconds: float) -> Answer:
-        waits, failed = [], []
+        waits, failed, stolen = [], [], []
         end = perf_counter() + seconds
         while (start := perf_counter()) < end:
+            before = processes.stolen()
             try:
                 call()
             except Exception as error:
                 failed.append(f"{way}: {error}")
             waits.append(1000 * (perf_counter() - start))
+            stolen.append(1000 * (processes.stolen() - before))
             Event().wait(pauses.uniform(*PAUSE_S))
-        return {"worst": max(waits), "median": median(waits), "calls": len(waits), "failed": failed}
+        worst = max(waits)
+        lost = stolen[waits.index(worst)]
+        return {"worst": worst, "stolen": lost, "median": median(waits), "calls": len(waits), "failed": failed}
 
     return handle
 
@@ -356,7 +360,8 @@ class Route(NamedTuple):
 
 
 def cell(work: Path, route: Route, name: str, way: str, seconds: float) -> str:
-    """The longest wait beside an attack and, in parentheses, alone."""
+    """The longest wait beside an attack and, in parentheses, alone. If the hypervisor gave the processors to others
+    meanwhile, says for how long."""
     place = route.ports["honest"] | {
         "token": route.tokens["honest"],
         "timeout": TIMEOUT_S if name == "held" else PATIENCE_S,
@@ -373,7 +378,8 @@ def cell(work: Path, route: Route, name: str, way: str, seconds: float) -> str:
     for problem in (alone["failed"] + beside["failed"])[:1]:
         print(problem, file=sys.stderr)
     failed = f", {len(beside['failed'])} of {beside['calls']} failed" if beside["failed"] else ""
-    return f"{beside['worst']:.0f} ({alone['worst']:.0f}){failed}"
+    stolen = f", {beside['stolen']:.0f} stolen" if beside["stolen"] else ""
+    return f"{beside['worst']:.0f} ({alone['worst']:.0f}){stolen}{failed}"
 
 
 def run(work: Path, names: list[str], seconds: float) -> Iterator[str]:

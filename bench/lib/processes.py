@@ -126,8 +126,18 @@ class OtherLoad:
 
 def _busy() -> float:
     """Busy time of all cores in seconds."""
-    user, nice, system, _, _, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split(None, 11)[1:11])
-    return (user + nice + system + irq + softirq + steal) / TICKS
+    user, nice, system, _, _, irq, softirq, *_ = _times()
+    return (user + nice + system + irq + softirq) / TICKS + stolen()
+
+
+def stolen() -> float:
+    """Processor seconds that the hypervisor has given to others."""
+    return _times()[7] / TICKS
+
+
+def _times() -> list[int]:
+    """The processor times of the machine since its start, in ticks."""
+    return list(map(int, Path("/proc/stat").read_text().split(None, 11)[1:11]))
 
 
 def _ours() -> float:
