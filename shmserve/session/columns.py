@@ -9,12 +9,13 @@ from msgspec import Struct
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.protocol.messages import CHUNK_BYTES, Columns, Infer, InferBatch, Reply, Tensor, TensorForm
 
-MIN_REQUESTS = 24
-"""Minimum number of requests: smaller InferBatches make no measurable difference to throughput."""
+MIN_REQUESTS = 12
+"""Minimum number of requests. For sender, broker and worker together, an InferBatch of 8 costs as much as 8 messages,
+and one of 16 costs an eighth less."""
 
 
 def in_batches(messages: list[Any], limit: int) -> list[Any]:
-    """Replaces LEAST or more consecutive requests of one form by InferBatches of up to `limit`. Keeps the order.
+    """Replaces MIN_REQUESTS or more consecutive requests of one form by InferBatches of up to `limit`. Keeps the order.
 
     Every request pays for this check, so requests with a single input are compared without a call."""
     if len(messages) < MIN_REQUESTS:
