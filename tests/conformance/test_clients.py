@@ -105,19 +105,12 @@ def test_small_tensors_are_inline_and_large_ones_are_not(client: Any, broker: Fa
     assert kinds == [bytes] * 12 + [shared] * 4, "a message has at most 48 KiB inline"
 
 
-def test_many_requests_in_flight(client: Any) -> None:
-    x = np.arange(8 * 40, dtype=np.float32).reshape(8, 40)
-    futures = [client.submit("echo", {"x": x + number}) for number in range(300)]
-    for number, future in enumerate(futures):
-        np.testing.assert_array_equal(future.result()["x"], x + number)
-
-
 def test_more_requests_than_buffers_hold_before_a_result_is_read(client: Any) -> None:
     """Sends 4 KiB in each direction. The broker does not read while it cannot write."""
     x = np.zeros(1024, np.float32)
     futures = [client.submit("echo", {"x": x + number}) for number in range(1500)]
     for number, future in enumerate(futures):
-        assert future.result()["x"][-1] == number
+        assert (future.result()["x"] == number).all()
 
 
 # ------------------------------------------------------------------------------------------------ shared memory
