@@ -22,8 +22,8 @@ from shmserve.workers.loading import THREADS, _threads
 from shmserve.workers.process.exit_codes import Exit
 from shmserve.workers.warmup import requests_of, title
 from tests.support.workers.in_process import load_failure, loaded
-from tests.support.workers.models.worker_models import DTYPES, config_name, identity_echo, python_model
-from tests.support.workers.worker_harness import WorkerProcess, config, running, work
+from tests.support.workers.models.worker_models import DTYPES, identity_echo, python_model
+from tests.support.workers.worker_harness import WorkerProcess, config, config_name, running, work
 
 RECORDER = """\
 import json

@@ -327,6 +327,16 @@ def config(
     )
 
 
+def config_name(dtype: str) -> str:
+    return "STRING" if dtype == "BYTES" else dtype
+
+
+def echo_config(backend: str, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
+    """For each data type, an input with the prefix x and an output with the prefix y."""
+    inputs, outputs = ({f"{prefix}{dtype}": (config_name(dtype), dims) for dtype in dtypes} for prefix in "xy")
+    return config(backend, inputs, outputs, max_batch=max_batch)
+
+
 def gone(pidfd: int) -> bool:
     """Waits until the process behind a pidfd has ended."""
     return bool(select.select([pidfd], [], [], PATIENCE_S)[0])

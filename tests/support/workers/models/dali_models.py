@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.repo.config.schema import ModelConfig
-from tests.support.workers.worker_harness import config
+from tests.support.workers.worker_harness import config, echo_config
 
 INSTALLED = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
 X, Y = {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}
@@ -44,8 +44,7 @@ def echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: in
         return tuple(source(fn, types, f"x{dtype}", dtype, len(dims)) for dtype in dtypes)
 
     pipeline(folder, make)
-    inputs, outputs = ({f"{prefix}{dtype}": (dtype, dims) for dtype in dtypes} for prefix in "xy")
-    return config("dali", inputs, outputs, max_batch=max_batch)
+    return echo_config("dali", dtypes, dims, max_batch)
 
 
 def failing(folder: Path) -> ModelConfig:

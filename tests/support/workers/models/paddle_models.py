@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from shmserve.repo.config.schema import ModelConfig
-from tests.support.workers.worker_harness import config
+from tests.support.workers.worker_harness import config, echo_config
 
 INSTALLED = importlib.util.find_spec("paddle") is not None
 if INSTALLED:  # imported now: the import and the first run start threads, which would count as leaks of a test
@@ -73,9 +73,7 @@ def echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: in
         return inputs, [paddle.assign(tensor) for tensor in inputs]
 
     save(folder, build)
-    inputs = {f"x{dtype}": (dtype, dims) for dtype in dtypes}
-    outputs = {f"y{dtype}": (dtype, dims) for dtype in dtypes}
-    return _json(config("paddle", inputs, outputs, max_batch=max_batch))
+    return _json(echo_config("paddle", dtypes, dims, max_batch))
 
 
 def failing(folder: Path) -> ModelConfig:

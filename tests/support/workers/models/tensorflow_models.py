@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.repo.config.schema import ModelConfig
-from tests.support.workers.worker_harness import config
+from tests.support.workers.worker_harness import config, echo_config
 
 INSTALLED = importlib.util.find_spec("tensorflow") is not None
 if INSTALLED:  # imported now: the import and the first graph start threads, which would count as leaks
@@ -83,9 +83,7 @@ def echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: in
         return inputs, {f"y{name[1:]}": tf.identity(tensor, f"y{name[1:]}") for name, tensor in inputs.items()}
 
     saved_model(folder, make)
-    tensors = {dtype: ("STRING" if dtype == "BYTES" else dtype, dims) for dtype in dtypes}
-    inputs, outputs = ({f"{prefix}{dtype}": tensors[dtype] for dtype in dtypes} for prefix in "xy")
-    return config("tensorflow", inputs, outputs, max_batch=max_batch)
+    return echo_config("tensorflow", dtypes, dims, max_batch)
 
 
 def failing(folder: Path) -> ModelConfig:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.repo.config.schema import ModelConfig
-from tests.support.workers.worker_harness import config
+from tests.support.workers.worker_harness import config, echo_config
 
 DTYPES = (
     *("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64"),
@@ -114,9 +114,7 @@ def echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: in
         graph.node("SHAPE", [x], [shape], of="ShapeOptions", outType=2)
         graph.node("RESHAPE", [x, shape], [y])
     graph.save(folder)
-    tensors = {dtype: ("STRING" if dtype == "BYTES" else dtype, dims) for dtype in dtypes}
-    inputs, outputs = ({f"{prefix}{dtype}": tensors[dtype] for dtype in dtypes} for prefix in "xy")
-    return config("tflite", inputs, outputs, max_batch=max_batch)
+    return echo_config("tflite", dtypes, dims, max_batch)
 
 
 def failing(folder: Path) -> ModelConfig:

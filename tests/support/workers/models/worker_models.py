@@ -20,7 +20,7 @@ import tests
 from shmserve.protocol.messages import Options, Tensor
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from tests.support.workers.models import dali_models, paddle_models, tensorflow_models, tflite_models
-from tests.support.workers.worker_harness import config
+from tests.support.workers.worker_harness import config, echo_config
 
 NUMERIC = ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64")
 DTYPES = (*NUMERIC, "BF16", "BYTES")
@@ -91,18 +91,6 @@ def needs(kind: Kind) -> None:
         pytest.skip(f"{kind.library} is not installed")
 
 
-def _tensors(prefix: str, dtypes: Sequence[str], dims: Sequence[int]) -> dict[str, tuple[str, Sequence[int]]]:
-    return {f"{prefix}{dtype}": (config_name(dtype), dims) for dtype in dtypes}
-
-
-def config_name(dtype: str) -> str:
-    return "STRING" if dtype == "BYTES" else dtype
-
-
-def _echo_config(backend: str, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
-    return config(backend, _tensors("x", dtypes, dims), _tensors("y", dtypes, dims), max_batch=max_batch)
-
-
 def version_folder(folder: Path) -> Path:
     path = folder / "1"
     path.mkdir(parents=True, exist_ok=True)
@@ -117,7 +105,7 @@ def on_gpu(given: ModelConfig, number: int = 0) -> ModelConfig:
 
 
 def identity_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
-    return _echo_config("identity", dtypes, dims, max_batch)
+    return echo_config("identity", dtypes, dims, max_batch)
 
 
 def identity_failing(folder: Path) -> ModelConfig:
@@ -138,7 +126,7 @@ def python_model(folder: Path, source: str) -> None:
 
 def python_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
     python_model(folder, PYTHON_ECHO)
-    return _echo_config("python", dtypes, dims, max_batch)
+    return echo_config("python", dtypes, dims, max_batch)
 
 
 def python_failing(folder: Path) -> ModelConfig:
@@ -211,7 +199,7 @@ def onnx_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batc
         graph.input(f"x{dtype}", dtype, full).output(f"y{dtype}", dtype, full)
         graph.node("Identity", [f"x{dtype}"], [f"y{dtype}"])
     graph.save(folder)
-    return _echo_config("onnxruntime", dtypes, dims, max_batch)
+    return echo_config("onnxruntime", dtypes, dims, max_batch)
 
 
 def onnx_failing(folder: Path) -> ModelConfig:
@@ -277,7 +265,7 @@ def openvino_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_
         for dtype, node in zip(dtypes, inputs, strict=True)
     ]
     openvino_save(folder, inputs, results)
-    return _echo_config("openvino", dtypes, dims, max_batch)
+    return echo_config("openvino", dtypes, dims, max_batch)
 
 
 def openvino_failing(folder: Path) -> ModelConfig:
@@ -330,7 +318,7 @@ def torch_forward(folder: Path, arguments: str, *lines: str) -> Path:
 def torch_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
     arguments = [f"x{dtype}: {'List[str]' if dtype == 'BYTES' else 'Tensor'}" for dtype in dtypes]
     torch_forward(folder, ", ".join(arguments), f"return {', '.join(f'x{dtype}' for dtype in dtypes)},")
-    return _echo_config("pytorch", dtypes, dims, max_batch)
+    return echo_config("pytorch", dtypes, dims, max_batch)
 
 
 def torch_failing(folder: Path) -> ModelConfig:
@@ -359,7 +347,7 @@ def _plan(folder: Path, dtypes: Sequence[str], dims: Sequence[int], op: str) -> 
 
 def tensorrt_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
     _plan(folder, dtypes, [-1, *dims] if max_batch else dims, "copy")
-    return on_gpu(_echo_config("tensorrt", dtypes, dims, max_batch))
+    return on_gpu(echo_config("tensorrt", dtypes, dims, max_batch))
 
 
 def tensorrt_failing(folder: Path) -> ModelConfig:
@@ -413,7 +401,7 @@ def trees_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_bat
     """The width is TREES_WIDTH, unless the last dim differs."""
     features = TREES_WIDTH if dims[-1] == -1 else dims[-1]
     tree_model(features).serialize(version_folder(folder) / "checkpoint.tl")
-    found = _echo_config("fil", dtypes, (*dims[:-1], features), max_batch)
+    found = echo_config("fil", dtypes, (*dims[:-1], features), max_batch)
     return replace(found, default_model_filename="checkpoint.tl")
 
 
