@@ -43,13 +43,3 @@ def test_labels_and_scores(client: shmserve.Client) -> None:
     assert words.shape == (len(TEXTS), 32)
     best = client.infer("sentiment_classifier", {"WORDS": words}, outputs={"SCORES": shmserve.TopK(1)})["SCORES"]
     assert [text.decode().rpartition(":")[2] for text in best[:, 0]] == labels
-
-
-def test_concurrent_requests_to_the_ensemble_and_to_a_step(client: shmserve.Client) -> None:
-    texts = [text for text in TEXTS for _ in range(8)]
-    direct = [client.submit("sentiment_classifier", {"WORDS": np.zeros((1, 32), np.int64)}) for _ in texts]
-    futures = [client.submit("sentiment", {"TEXT": column(text)}) for text in texts]
-    assert [future.result()["LABEL"][0, 0].decode() for future in futures] == [TEXTS[text][0] for text in texts]
-    neutral = np.exp([0, 0.8, 0])
-    for future in direct:
-        np.testing.assert_allclose(future.result()["SCORES"][0], neutral / neutral.sum(), rtol=1e-5)

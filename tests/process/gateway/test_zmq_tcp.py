@@ -1,26 +1,17 @@
-"""ZeroMQ over tcp as users run it: keys from the command, a server that starts its gateway, clients in Python and on
-the command line.
-"""
+"""ZeroMQ over tcp as users run it: keys from the command, a server that starts its gateway, and commands."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-import shmserve
-from shmserve.clients.cli import main
-from shmserve.dtypes import ITEM_BYTES
 from shmserve.testing import Server
 from shmserve.transport.keys import read_pair
-from tests.conformance.client_ways import NUMBERS, data
-from tests.support.clients.client_faces import FACES
+from tests.process.cli.commands import run
 from tests.support.gateway.running_gateway import model
 
 pytestmark = pytest.mark.process
@@ -33,28 +24,18 @@ class Door:
         self.folder = folder
         self.url = f"tcp://{server.endpoints['zmq']}"
 
-    def keys(self, name: str) -> dict[str, Any]:
-        return {"server_key": self.folder / "server.pub", "key_file": self.folder / f"{name}.key"}
-
     def where(self, name: str) -> list[str]:
-        """The same for a command: its options."""
-        keys = self.keys(name)
-        return ["--url", self.url, "--server-key", str(keys["server_key"]), "--key-file", str(keys["key_file"])]
-
-
-def shmserve_command(*words: str) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main.main(words)
-    return code, out.getvalue(), err.getvalue()
+        """The options of a command."""
+        server, own = self.folder / "server.pub", self.folder / f"{name}.key"
+        return ["--url", self.url, "--server-key", str(server), "--key-file", str(own)]
 
 
 @pytest.fixture(scope="module")
 def listener(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     repository, folder = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("keys")
-    model(repository, "all", list(ITEM_BYTES), "[ -1 ]", 0)
+    model(repository, "all", ["FP32"], "[ -1 ]", 0)
     for name, roles in (("server", "infer"), ("alice", "infer,observe,operate"), ("bob", "infer")):
-        assert shmserve_command("keygen", name, "--out", str(folder), "--roles", roles)[0] == 0
+        assert run("keygen", name, "--out", str(folder), "--roles", roles)[0] == 0
     (folder / "keys").write_text((folder / "alice.pub").read_text() + (folder / "bob.pub").read_text())
     options = ["--zmq-address", "tcp://127.0.0.1:0", "--zmq-server-key", str(folder / "server.key")]
     server = Server(repository, *options, "--zmq-keys", str(folder / "keys"), gateway=True)
@@ -65,19 +46,6 @@ def listener(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     assert read_pair(folder / "alice.key").secret not in server.log
 
 
-@pytest.mark.parametrize("face", list(FACES))
-@pytest.mark.parametrize("size", [3, 5000])
-def test_tensors_of_all_types(listener: Door, face: str, size: int) -> None:
-    given: dict[str, Any] = {f"i_{name}": data(name, (size,)) for name in NUMBERS}
-    given["i_BF16"] = shmserve.Raw("BF16", given["i_BF16"].view(np.uint16))
-    words = np.array([b"x" * (n % 50) for n in range(size)], object)
-    with FACES[face](listener.url, **listener.keys("bob"), timeout=60) as client:
-        found = client.infer("all", given | {"i_BYTES": words})
-    for name in NUMBERS:
-        assert found[f"o_{name}"].tobytes() == data(name, (size,)).tobytes(), name
-    assert found["o_BYTES"].tolist() == words.tolist()
-
-
 def test_commands_over_tcp_need_keys_and_roles(listener: Door) -> None:
     for words, code, text in (
         (["models", "--json", *listener.where("alice")], 0, '"name": "all"'),
@@ -85,12 +53,12 @@ def test_commands_over_tcp_need_keys_and_roles(listener: Door) -> None:
         (["ready", "--url", listener.url], 2, "tcp:// needs --server-key (or SHMSERVE_SERVER_KEY)"),
         (["ready", *listener.where("bob")], 0, ""),
     ):
-        found, out, err = shmserve_command(*words)
+        found, out, err = run(*words)
         assert (found, text in out + err) == (code, True), (words, out, err)
 
 
 def test_keygen_writes_a_key_pair_and_overwrites_none(tmp_path: Path) -> None:
-    code, out, _ = shmserve_command("keygen", "alice", "--out", str(tmp_path / "new"))
+    code, out, _ = run("keygen", "alice", "--out", str(tmp_path / "new"))
     assert code == 0
     key, public = tmp_path / "new" / "alice.key", tmp_path / "new" / "alice.pub"
     assert (key.stat().st_mode & 0o777, public.stat().st_mode & 0o022) == (0o600, 0)
@@ -99,13 +67,13 @@ def test_keygen_writes_a_key_pair_and_overwrites_none(tmp_path: Path) -> None:
     assert pair.secret not in out
     assert str(key) in out
     before = key.read_bytes()
-    code, _, err = shmserve_command("keygen", "alice", "--out", str(tmp_path / "new"))
+    code, _, err = run("keygen", "alice", "--out", str(tmp_path / "new"))
     assert code == 1
     assert "File exists" in err
     assert key.read_bytes() == before
     for words in (["../x"], ["-x"], ["a", "--roles", "root"]):
         with contextlib.suppress(SystemExit):
-            assert shmserve_command("keygen", "--out", str(tmp_path), *words)[0] == 2
+            assert run("keygen", "--out", str(tmp_path), *words)[0] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
-    code, out, _ = shmserve_command("keygen", "bob", "--out", str(tmp_path), "--json")
+    code, out, _ = run("keygen", "bob", "--out", str(tmp_path), "--json")
     assert json.loads(out)["public_key"] == read_pair(tmp_path / "bob.key").public

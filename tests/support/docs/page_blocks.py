@@ -125,7 +125,7 @@ NOT_RUN = {
     ("compare", "make compare"): BENCH,
     ("install", "pip install"): "installs; tests/process/service/test_install.py installs a wheel",
     ("lifecycle", "import shmserve"): "needs a server in the mode explicit; tests/process/models has these calls",
-    ("llm", "shmserve serve"): "needs a large model; tests/process/docs/test_examples_chat.py serves a small one",
+    ("llm", "shmserve serve"): "needs a large model; tests/process/models/language serves small ones",
     ("many-models", "shmserve serve"): SERVER,
     ("many-models", "INFO"): OUTPUT,
     ("metrics", "shmserve stats --prometheus >"): "writes a file for another program",
