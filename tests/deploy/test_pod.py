@@ -145,7 +145,7 @@ def test_the_pre_stop_drain_loses_no_request(mortal: Pod) -> None:
 def test_a_request_in_flight_at_sigterm_is_answered(mortal: Pod) -> None:
     """Without a drain, as if preStop had failed, the request is answered and the pod ends by itself."""
     answers: list[int] = []
-    long = threading.Thread(target=lambda: answers.append(mortal.ask("/v2/models/waits/infer", 8000, body(2.0)).status))
+    long = threading.Thread(target=lambda: answers.append(mortal.ask("/v2/models/waits/infer", 8000, body(8.0)).status))
     long.start()
     in_flight = re.compile(rb'^shmserve_model_requests_in_flight\{model="waits",version="1"\} 1$', re.MULTILINE)
     while not in_flight.search(mortal.ask("/metrics", 8002).body):

@@ -16,6 +16,8 @@ from tests.support.system.ports import free_ports
 
 CONFIGURATIONS = ROOT / "deploy" / "balancers"
 PATIENCE_S = 120.0
+PAUSE_S = 0.05
+"""Between two questions: other suites run beside this one."""
 HTTP, GRPC, TLS = 8000, 8001, 8443
 """Ports in the configurations."""
 SERVERS = ("10.0.0.11", "10.0.0.12", "10.0.0.13")
@@ -101,6 +103,12 @@ def running(name: str, place: Path, servers: Ports, certificate: Path) -> Iterat
             raise
 
 
+def await_end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Waits for the end of the process, or for this time."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+
+
 def _await_ready(balancer: Balancer) -> None:
     """Waits until the balancer sees a ready server."""
     end = time.monotonic() + PATIENCE_S
@@ -108,5 +116,6 @@ def _await_ready(balancer: Balancer) -> None:
         with contextlib.suppress(OSError, http.client.HTTPException):
             if balancer.status("/v2/health/ready")[0] == 200:
                 return
+        await_end(balancer.process, PAUSE_S)
         assert balancer.process.poll() is None, balancer.log.read_text()
         assert time.monotonic() < end, balancer.log.read_text()

@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 
 from tests import ROOT
 from tests.fleet import programs
-from tests.fleet.balancers import PATIENCE_S, SERVERS
+from tests.fleet.balancers import PATIENCE_S, PAUSE_S, SERVERS, await_end
 from tests.support.system.ports import free_ports
 
 DEPLOY = ROOT / "deploy" / "prometheus"
@@ -46,6 +46,7 @@ class Prometheus(NamedTuple):
         """Polls until `holds` returns something true, and returns it. Prometheus has no event for that."""
         end = time.monotonic() + PATIENCE_S
         while not (found := holds()):
+            await_end(self.process, PAUSE_S)
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < end, self.log.read_text()
         return found
