@@ -34,12 +34,16 @@ def tensors(*texts: str) -> str:
     return "[" + ", ".join(found) + "]"
 
 
+def config_text(backend: str, inputs: str, outputs: str, more: str = "") -> str:
+    """The configuration of a model, with its tensors in this notation."""
+    return f'backend: "{backend}" input {tensors(*inputs.split())} output {tensors(*outputs.split())} {more}\n'
+
+
 def model(
     root: Path, name: str, source: str = "", more: str = "", outputs: tuple[str, ...] = ("y",), dims: str = ""
 ) -> None:
     """Writes a Python model, or an identity if there is no source."""
-    inputs = tensors(f"x:FP32:{dims}")
-    config = f'backend: "{"python" if source else "identity"}" input {inputs} output {tensors(*outputs)} {more}'
+    config = config_text("python" if source else "identity", f"x:FP32:{dims}", " ".join(outputs), more)
     write_model(root, name, config, source)
 
 

@@ -23,7 +23,8 @@ from shmserve.dtypes import ITEM_BYTES, TO_CONFIG
 from shmserve.repo import samples
 from shmserve.testing import Server
 from tests.process.cli import commands
-from tests.support.model_files import write_model
+from tests.support.ensemble_models import tensors
+from tests.support.model_files import parameters, write_model
 from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
@@ -35,13 +36,8 @@ EVERY = "".join(
     for name in ITEM_BYTES
     for kind, letter in (("input", "in"), ("output", "out"))
 )
-IDENTITY = """
-input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
-output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 1 ] }} ]
-parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}
-"""
-SLOW = IDENTITY.format(key="delay_us", value="300000")
-FAILING = IDENTITY.format(key="fail", value="no luck\\ntoday")
+SLOW = f"input {tensors('x:FP32:[1]')} output {tensors('y:FP32:[1]')} {parameters(delay_us='300000')}"
+FAILING = SLOW.replace("delay_us", "fail").replace("300000", "no luck\\ntoday")
 
 
 def add_model(repository: Path, name: str, text: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from shmserve.testing import Server
 from tests.support.clients.client_faces import connect
+from tests.support.ensemble_models import config_text
 from tests.support.living import write
 from tests.support.shared_server import SharedServer
 from tests.support.workers.models.worker_models import Graph
@@ -28,12 +29,9 @@ W = WEIGHTS.standard_normal((WIDTH, STATES)).astype(np.float32)
 U = (WEIGHTS.standard_normal((STATES, STATES)) / STATES).astype(np.float32)
 V = WEIGHTS.standard_normal((STATES, 2)).astype(np.float32)
 
-RECURRENT = f"""
-backend: "onnxruntime" max_batch_size: 8
-input [ {{ name: "x" data_type: TYPE_FP32 dims: [ {WIDTH} ] }} ]
-output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 2 ] }} ]
-instance_group [ {{ count: 2 kind: KIND_CPU }} ]
-"""
+RECURRENT = config_text(
+    "onnxruntime", f"x:FP32:[{WIDTH}]", "y:FP32:[2]", "max_batch_size: 8 instance_group { count: 2 kind: KIND_CPU }"
+)
 STATE = f"""
   max_sequence_idle_microseconds: 60000000
   state [ {{ input_name: "h" output_name: "h2" data_type: TYPE_FP32 dims: [ {STATES} ] }} ]

@@ -22,18 +22,15 @@ from shmserve.testing import Server
 from shmserve.workers.model_calls.stream import ROW_BYTES
 from tests.process.cli.commands import run
 from tests.support.clients.client_faces import connect
+from tests.support.ensemble_models import config_text
 from tests.support.model_files import write_model
 from tests.support.shared_server import SharedServer
 from tests.support.workers.models.stream_models import HEAD, IN_EXECUTE
 
 pytestmark = pytest.mark.process
 
-CONFIG = """
-name: "{name}" backend: "python" max_batch_size: 8 dynamic_batching {{ }}
-input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
-output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }} ]
-model_transaction_policy {{ decoupled: true }}
-"""
+MORE = "max_batch_size: 8 dynamic_batching { } model_transaction_policy { decoupled: true }"
+CONFIG = config_text("python", "x:FP32:[1]", "y", MORE)
 REPORT = """\
 def report(request, word):
     with open(wishes(request)["report"], "w") as file:
@@ -88,7 +85,7 @@ def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory
     repository = tmp_path_factory.mktemp("models")
     sources = {"repeat": REPEAT, "tokens": TOKENS, "fails": FAILS, "counted": REPEAT, "inside": IN_EXECUTE}
     for name, source in sources.items():
-        write_model(repository, name, CONFIG.format(name=name), HEAD + REPORT + source)
+        write_model(repository, name, CONFIG, HEAD + REPORT + source)
     with shared_server.serving(repository) as running:
         # Named segments stay while their workers live: create all that the tests need before the leak check starts.
         with shmserve.Client(running.zmq_url) as client:

@@ -12,16 +12,12 @@ import pytest
 
 import shmserve
 from shmserve.testing import Server
+from tests.support.ensemble_models import config_text
 from tests.support.model_files import parameters, python_model, write_model
 
 pytestmark = pytest.mark.process
 
-CONFIG = """backend: "python"
-max_batch_size: 4
-input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
-output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
-dynamic_batching { }
-"""
+CONFIG = config_text("python", "x", "y", "max_batch_size: 4 dynamic_batching { }")
 MODEL = python_model(
     """
     if self.first:

@@ -8,21 +8,16 @@ from shmserve.testing import Server
 from shmserve.tools.load import record
 from shmserve.tools.load.measure import measure
 from shmserve.tools.load.plan import SECOND, Endpoint, Plan, Settings
+from tests.support.ensemble_models import config_text
+from tests.support.model_files import parameters
 
 END_S = 60
 SERVICE_NS = 20_000_000
 QUICK = Settings(warmup_ns=SECOND // 50, window_ns=SECOND // 20, min_windows=2, max_windows=2, least=3)
 SHORT = ["--warmup", "20ms", "--window", "50ms", "--windows", "2:2", "--no-echo"]
 KINDS = ("lane", "ipc", "tcp", "http", "grpc")
-SLOW = f"""
-name: "slow" backend: "identity" max_batch_size: 0
-input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
-output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 1 ] }} ]
-parameters {{ key: "delay_us" value: {{ string_value: "{SERVICE_NS // 1000}" }} }}
-"""
-SEQUENCE = """
-sequence_batching { direct { } max_sequence_idle_microseconds: 60000000 }
-"""
+SLOW = config_text("identity", "x:FP32:[1]", "y:FP32:[1]", parameters(delay_us=str(SERVICE_NS // 1000)))
+SEQUENCE = "sequence_batching { direct { } max_sequence_idle_microseconds: 60000000 }"
 
 
 class BenchServer:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.process.cli.commands import COMMAND
 from tests.support.docs import pages
+from tests.support.ensemble_models import config_text, ensemble
 from tests.support.model_files import parameters, write_model
 from tests.support.workers.models import gguf_models
 
@@ -42,18 +43,7 @@ class TritonPythonModel:
         given = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)]) for x in given]
 """
-IDENTITY = """
-backend: "identity" max_batch_size: 4
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } ]
-"""
-ENSEMBLE = """
-platform: "ensemble" max_batch_size: 4
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } ]
-ensemble_scheduling { step [
-  { model_name: "quick" input_map { key: "x" value: "x" } output_map { key: "y" value: "m" } },
-  { model_name: "mlp" input_map { key: "x" value: "m" } output_map { key: "y" value: "y" } }
-] }
-"""
+BATCHES = "max_batch_size: 4"
 QUICK = "--p99 200ms --seconds 0.1 --instances 1-2 --confirm 1 --simulated 200 --json"
 
 
@@ -162,8 +152,9 @@ def test_an_interrupt_prints_the_results_so_far(folder: Path) -> None:
 
 
 def test_the_bottleneck_of_an_ensemble_is_named(folder: Path) -> None:
-    write_model(folder / "models", "quick", IDENTITY)
-    write_model(folder / "models", "both", ENSEMBLE)
+    models, (x, y) = folder / "models", ("x:FP32:[2]", "y:FP32:[2]")
+    write_model(models, "quick", config_text("identity", x, y, BATCHES))
+    ensemble(models, "both", x, y, "quick(x:x)->(y:m)", "mlp(x:m)->(y:y)", more=BATCHES)
     ended = ran(folder, "tune", "models/both", *QUICK.split())
     assert ended.returncode == 1
     assert [step["model"] for step in json.loads(ended.stdout)["steps"]] == ["mlp", "quick"]

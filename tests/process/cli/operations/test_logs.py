@@ -16,16 +16,13 @@ import pytest
 
 from shmserve.testing import Server
 from tests.process.cli.commands import IMPATIENT, run
+from tests.support.ensemble_models import config_text
 from tests.support.living import PATIENCE_S, identity
 from tests.support.model_files import python_model, write_model
 
 pytestmark = pytest.mark.process
 
-CONFIG = """
-backend: "python"
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
-output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
-"""
+CONFIG = config_text("python", "x:FP32:[1]", "y:FP32:[1]")
 TALKS = python_model('os.write(1, b"heard %d\\n" % int(x[0])); return self.respond(x)')
 
 

@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 
 import shmserve
+from tests.support.ensemble_models import config_text
 from tests.support.launch import identity
 from tests.support.model_files import write_model
 from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
-CONFIG = """
-backend: "python"
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [ 4 ] } ]
-"""
+CONFIG = config_text("python", "x:FP32:[1]", "y:FP32:[4]")
 MODEL = """
 import asyncio
 from multiprocessing import get_context

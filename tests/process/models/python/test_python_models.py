@@ -13,6 +13,7 @@ import pytest
 import shmserve
 from shmserve.shm import views
 from tests.support.docs import pages
+from tests.support.ensemble_models import config_text
 from tests.support.launch import Launched
 from tests.support.living import until
 from tests.support.model_files import parameters, write_model
@@ -33,38 +34,25 @@ pytestmark = pytest.mark.process
 
 LARGE = np.arange(300_000, dtype=np.float32).reshape(1, -1)
 
-CONFIG = """
-backend: "python" max_batch_size: 4
-input [ {{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }} ]
-output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }} ]
-{more}
-"""
-ON_THE_PAGE = """
-backend: "python" max_batch_size: {batch}
-input [ {{ name: "{given}" data_type: {dtype} dims: [ -1 ] }} ]
-output [ {{ name: "{made}" data_type: {made_dtype} dims: [ -1 ] }} ]
-{more}
-"""
 IS_STACKED = parameters(stacked="true")
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 
 def add(repository: Path, name: str, source: str, more: str = "") -> None:
-    write_model(repository, name, CONFIG.format(more=more), source)
+    write_model(repository, name, config_text("python", "x", "y", f"max_batch_size: 4 {more}"), source)
 
 
 def on_the_page(repository: Path) -> None:
     """Writes the models of the page, and the model that they call."""
     blocks = pages.blocks(pages.page("python"), "python")
-    for name, sign, batch, given, dtype, made, made_dtype, more in (
-        ("centred", "x.mean", 8, "X", "TYPE_FP32", "Y", "TYPE_FP32", IS_STACKED),
-        ("asks", 'model_name="scale"', 8, "X", "TYPE_FP32", "Y", "TYPE_FP32", ""),
-        ("words", "words_total", 0, "TEXT", "TYPE_STRING", "COUNT", "TYPE_INT32", ""),
+    for name, sign, given, made, more in (
+        ("centred", "x.mean", "X", "Y", f"max_batch_size: 8 {IS_STACKED}"),
+        ("asks", 'model_name="scale"', "X", "Y", "max_batch_size: 8"),
+        ("words", "words_total", "TEXT:STRING", "COUNT:INT32", ""),
     ):
         (source,) = [block for block in blocks if sign in block]
-        text = ON_THE_PAGE.format(batch=batch, given=given, dtype=dtype, made=made, made_dtype=made_dtype, more=more)
-        write_model(repository, name, text, source)
-    config = CONFIG.format(more="").replace('"x"', '"X"').replace('"y"', '"Y"')
+        write_model(repository, name, config_text("python", given, made, more), source)
+    config = config_text("python", "X", "Y", "max_batch_size: 4")
     write_model(repository, "scale", config, LEAF.replace('"y"', '"Y"').replace("leaf_requests", "scale_requests"))
 
 

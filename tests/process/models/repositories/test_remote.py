@@ -14,6 +14,7 @@ import shmserve
 from shmserve.repo.remote.download import PIECE_BYTES
 from shmserve.testing import Server
 from tests.support import living
+from tests.support.ensemble_models import ensemble
 from tests.support.launch import await_end, children_of
 from tests.support.living import answer, generation, index, states, until
 from tests.support.repo.object_store import CREDENTIALS, KEY_ID, SECRET, ObjectStore, Proxy, object_store, proxy_of
@@ -91,15 +92,6 @@ def test_models_are_loaded_on_request(store: ObjectStore, proxy: Proxy, tmp_path
         assert states(client, "other") == {"1": "UNAVAILABLE"}
 
 
-ENSEMBLE = """
-platform: "ensemble" max_batch_size: 8
-input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] } ]
-output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] } ]
-ensemble_scheduling { step [ { model_name: "step" model_version: -1
-  input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } } ] }
-"""
-
-
 def test_a_killed_download_is_resumed_and_the_secret_is_not_exposed(
     store: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
@@ -107,8 +99,7 @@ def test_a_killed_download_is_resumed_and_the_secret_is_not_exposed(
     put(store, tmp_path, "step", 3)
     store.put("repo/step/1/weights.bin", os.urandom(PIECE_BYTES + 1000))
     local = tmp_path / "local"
-    (local / "both" / "1").mkdir(parents=True)
-    living.write(local / "both" / "config.pbtxt", ENSEMBLE)
+    ensemble(local, "both", "x", "y", "step(x:x)->(y:y)", more="max_batch_size: 8")
     options = ("--model-repository", proxy.url, "--model-control-mode", "explicit")
     cache = ("--cache-directory", str(tmp_path / "cache"))
     last = f"bytes={PIECE_BYTES}-"

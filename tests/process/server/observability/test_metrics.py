@@ -17,6 +17,7 @@ from shmserve.errors import ModelFailed
 from shmserve.testing import Server
 from tests.process.server.processes.test_supervision import write
 from tests.support.broker.metrics import Seen
+from tests.support.ensemble_models import config_text
 from tests.support.launch import Launched
 from tests.support.living import until
 from tests.support.model_files import python_model, write_model
@@ -102,12 +103,7 @@ def test_the_last_output_of_a_crashed_worker_is_logged_and_reported(server: Serv
 # ------------------------------------------------------------------------------------------ logs
 
 
-FAILING_CONFIG = """
-backend: "python"
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
-output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
-instance_group [ { count: 2 kind: KIND_CPU } ]
-"""
+FAILING_CONFIG = config_text("python", "x:FP32:[1]", "y:FP32:[1]", "instance_group { count: 2 kind: KIND_CPU }")
 RAISES = python_model("json.loads('{')")
 FAILS = python_model("return self.respond(x)", "json.loads('{')")
 X = {"x": np.ones(1, np.float32)}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import shmserve
+from tests.support.ensemble_models import config_text
 from tests.support.launch import Launched
 from tests.support.model_files import python_model, write_model
 
@@ -16,12 +17,7 @@ pytestmark = pytest.mark.process
 
 CORE = min(os.sched_getaffinity(0))
 VARIABLES = ("SHMSERVE_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-CONFIG = """
-backend: "python" max_batch_size: 0
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
-output [ { name: "y" data_type: TYPE_STRING dims: [ -1 ] } ]
-instance_group [ { count: 1 kind: KIND_CPU } ]
-"""
+CONFIG = config_text("python", "x:FP32:[1]", "y:STRING", "instance_group { count: 1 kind: KIND_CPU }")
 LOOK = python_model(
     f"""
     square = np.ones((400, 400), np.float32)

@@ -14,6 +14,7 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests import STANDINS
+from tests.support.ensemble_models import config_text, ensemble
 from tests.support.living import until
 from tests.support.model_files import python_model, write_model
 from tests.support.workers.gpu.harness import adder
@@ -28,21 +29,10 @@ REPORT = python_model(
     self.seen = f"{args['model_instance_kind']} {args['model_instance_device_id']} {visible}"
     """,
 )
-CONFIG = """
-backend: "python"
-input { name: "x" data_type: TYPE_FP32 dims: 1 } output { name: "seen" data_type: TYPE_STRING dims: 1 }
-instance_group [ %s ]
-"""
+CONFIG = config_text("python", "x:FP32:[1]", "seen:STRING:[1]", "instance_group [ %s ]")
 
 
 PLAN = 'backend: "tensorrt" instance_group { kind: KIND_GPU gpus: %d }'
-ENSEMBLE = """
-platform: "ensemble" max_batch_size: 8
-input { name: "x" data_type: TYPE_FP32 dims: 40000 } output { name: "y" data_type: TYPE_FP32 dims: 40000 }
-ensemble_scheduling { %s }
-"""
-STEP = """step { model_name: "%s" model_version: -1
-input_map { key: "x" value: "%s" } output_map { key: "y" value: "%s" } }"""
 
 
 def planned(repository: Path, name: str, gpu: int) -> None:
@@ -51,9 +41,9 @@ def planned(repository: Path, name: str, gpu: int) -> None:
 
 
 def chained(repository: Path, name: str, *models: str) -> None:
-    tensors = ["x", *[f"t{number}" for number in range(len(models) - 1)], "y"]
-    steps = [STEP % step for step in zip(models, tensors, tensors[1:], strict=False)]
-    write_model(repository, name, ENSEMBLE % "\n".join(steps))
+    between = ["x", *[f"t{number}" for number in range(len(models) - 1)], "y"]
+    steps = [f"{model}(x:{one})->(y:{other})" for model, one, other in zip(models, between, between[1:], strict=False)]
+    ensemble(repository, name, "x:FP32:[40000]", "y:FP32:[40000]", *steps, more="max_batch_size: 8")
 
 
 @contextmanager
@@ -127,13 +117,13 @@ def test_a_worker_sees_its_own_gpu(server: Server, client: shmserve.Client) -> N
 def test_tensors_between_steps_on_one_gpu_stay_on_it(journal: Path, client: shmserve.Client) -> None:
     x = np.arange(80_000, dtype=np.float32).reshape(2, 40_000)
     models = ("first", "second", "other", "third")
-    for ensemble in ("apart", "same"):
+    for name in ("apart", "same"):
         clear(journal)
-        futures = [client.submit(ensemble, {"x": x}) for _ in range(4)]
+        futures = [client.submit(name, {"x": x}) for _ in range(4)]
         for future in futures:
             np.testing.assert_array_equal(future.result()["y"], x + 3)
         found = {model: copies(journal, model) for model in models}
-        if ensemble == "apart":
+        if name == "apart":
             assert found == {"first": {"1", "2"}, "second": set(), "other": {"1", "2"}, "third": {"1", "2"}}
     # Copies within the device gather the requests of a batch.
     assert [found[model] - {"3"} for model in models] == [{"1"}, set(), set(), {"2"}]

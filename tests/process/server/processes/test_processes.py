@@ -24,6 +24,7 @@ from shmserve.workers import bootstrap
 from shmserve.workers.process.environment import NEEDED, command
 from shmserve.workers.process.exit_codes import Exit
 from tests import ROOT
+from tests.support.ensemble_models import config_text
 from tests.support.living import until
 from tests.support.model_files import parameters, python_model, write_model
 
@@ -49,12 +50,7 @@ MODEL = python_model(
         self.only_here = None
     """,
 )
-CONFIG = """
-backend: "python" max_batch_size: 0
-input [ { name: "x" data_type: TYPE_STRING dims: [ 1 ] } ]
-output [ { name: "y" data_type: TYPE_STRING dims: [ 1 ] } ]
-instance_group [ { count: 1 kind: KIND_CPU } ]
-"""
+CONFIG = config_text("python", "x:STRING:[1]", "y:STRING:[1]", "instance_group { count: 1 kind: KIND_CPU }")
 
 
 class Place:

@@ -15,6 +15,7 @@ import pytest
 import shmserve
 from shmserve.errors import DeadlineExceeded, ModelFailed, Unavailable
 from shmserve.testing import Server
+from tests.support.ensemble_models import config_text
 from tests.support.living import until
 from tests.support.model_files import parameters, python_model, write_model
 from tests.support.shared_server import SharedServer
@@ -31,18 +32,12 @@ MODEL = python_model(
     return self.respond(x * 2)
     """
 )
-CONFIG = """
-backend: "python" max_batch_size: 16
-input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
-output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 1 ] }} ]
-dynamic_batching {{ max_queue_delay_microseconds: 50000 preferred_batch_size: 16 }}
-instance_group [ {{ count: {count} kind: KIND_CPU }} ]
-{more}
-"""
+BATCHES = "dynamic_batching { max_queue_delay_microseconds: 50000 preferred_batch_size: 16 }"
+CONFIG = config_text("python", "x:FP32:[1]", "y:FP32:[1]", f"max_batch_size: 16 {BATCHES}")
 
 
 def write(repository: Path, name: str, more: str = "", count: int = 1) -> Path:
-    return write_model(repository, name, CONFIG.format(count=count, more=more), MODEL)
+    return write_model(repository, name, CONFIG + f"instance_group {{ count: {count} kind: KIND_CPU }} {more}", MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +108,7 @@ if os.path.exists("{flag}"):
         pass
 return self.respond(x)
 """
-HANGING_CONFIG = """
-backend: "python" max_batch_size: 4
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
-output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
-dynamic_batching { }
-"""
+HANGING_CONFIG = config_text("python", "x:FP32:[1]", "y:FP32:[1]", "max_batch_size: 4 dynamic_batching { }")
 
 
 class Hung:

@@ -25,9 +25,10 @@ from shmserve.broker.processes.zygote import reap
 from shmserve.errors import ModelFailed, Unavailable
 from shmserve.workers import zygote
 from shmserve.workers.zygote import CannotFork
+from tests.support.ensemble_models import config_text
 from tests.support.launch import Launched, await_end, children_of, descriptors_of, identity
 from tests.support.living import pids, until
-from tests.support.model_files import python_model, write_model
+from tests.support.model_files import parameters, python_model, write_model
 
 pytestmark = pytest.mark.process
 
@@ -45,13 +46,8 @@ MODEL = python_model(
     """,
     "self.random = [random.random(), np.random.random(), os.urandom(4).hex()]",
 )
-CONFIG = """
-backend: "python" max_batch_size: 0
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
-output [ { name: "y" data_type: TYPE_STRING dims: [ 1 ] } ]
-instance_group [ { count: 1 kind: KIND_CPU } ]
-parameters { key: "retry_alone" value { string_value: "false" } }
-"""
+MORE = "instance_group { count: 1 kind: KIND_CPU }\n" + parameters(retry_alone="false")
+CONFIG = config_text("python", "x:FP32:[1]", "y:STRING:[1]", MORE)
 
 
 class Place:
@@ -194,10 +190,7 @@ def test_reap_waits_only_for_unknown_children() -> None:
 # ------------------------------------------------------------------------------------------ children of models
 
 
-CHILD_CONFIG = """
-backend: "python" max_batch_size: 1
-input { name: "x" data_type: TYPE_FP32 dims: -1 } output { name: "y" data_type: TYPE_INT64 dims: -1 }
-"""
+CHILD_CONFIG = config_text("python", "x", "y:INT64", "max_batch_size: 1")
 STARTS_CHILD = 'import subprocess; self.child = subprocess.Popen(["sleep", "100000"])'
 FORKS = python_model("return self.respond(np.array([[self.child.pid]], np.int64))", STARTS_CHILD)
 

@@ -18,6 +18,7 @@ import shmserve
 from shmserve.shm.extents.cuda import uuid_bytes
 from shmserve.testing import Server
 from tests.process.server.processes.test_gpus import GPUS, chained, clear, copies, planned, serving_on_gpus
+from tests.support.ensemble_models import config_text
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.model_files import parameters, python_model, write_model
 from tests.support.workers.gpu.device_arrays import Foreign, end, read, write
@@ -26,10 +27,7 @@ from tests.support.workers.gpu.harness import standins
 pytestmark = pytest.mark.process
 
 WIDTH = 40_000
-PASS = """
-backend: "identity" max_batch_size: 8
-input { name: "x" data_type: TYPE_FP32 dims: 40000 } output { name: "y" data_type: TYPE_FP32 dims: 40000 }
-"""
+PASS = config_text("identity", "x:FP32:[40000]", "y:FP32:[40000]", "max_batch_size: 8")
 ON_GPU = PASS.replace("identity", "python") + "instance_group { kind: KIND_GPU gpus: 0 }"
 ADD_ONE = python_model("return self.respond(x + 1)")
 ON_GPU_ARRAY = """

@@ -23,17 +23,13 @@ import shmserve
 from shmserve.core.service.lending import ALONE
 from shmserve.testing import Server
 from tests.support.clients.client_faces import FACES
+from tests.support.ensemble_models import config_text
 from tests.support.living import PATIENCE_S, pids, until
 from tests.support.model_files import python_model, write_model
 
 pytestmark = pytest.mark.process
 
-CONFIG = """
-backend: "{backend}" max_batch_size: 8
-input [ {{ name: "x" data_type: TYPE_FP32 dims: [ {dims} ] }} ]
-output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 2 ] }} ]
-dynamic_batching {{ }}
-"""
+MORE = "max_batch_size: 8 dynamic_batching { }"
 COMMANDS = """
 command = x[0, 0]
 if command == -1:
@@ -72,9 +68,9 @@ class Leases:
 def leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Leases]:
     repository, flags = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("flags")
     source = python_model(MODEL.format(flags=flags))
-    write_model(repository, "m", CONFIG.format(backend="python", dims=2), source)
-    write_model(repository, "large", CONFIG.format(backend="python", dims=-1), python_model(LARGE))
-    write_model(repository, "identity", CONFIG.format(backend="identity", dims=2))
+    write_model(repository, "m", config_text("python", "x:FP32:[2]", "y:FP32:[2]", MORE), source)
+    write_model(repository, "large", config_text("python", "x:FP32:[-1]", "y:FP32:[2]", MORE), python_model(LARGE))
+    write_model(repository, "identity", config_text("identity", "x:FP32:[2]", "y:FP32:[2]", MORE))
     with Server(repository, "--exit-timeout-secs", "5", gateway=True) as server:
         yield Leases(server, flags)
     assert "internal error" not in server.log.lower()

@@ -11,6 +11,7 @@ import pytest
 
 from shmserve.testing import Server
 from tests.process.server.processes.test_gpus import chained
+from tests.support.ensemble_models import config_text
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.model_files import python_model, write_model
 from tests.support.workers.models.worker_models import Graph
@@ -35,10 +36,7 @@ class Journal:
 
 sys.meta_path.insert(0, Journal)
 """
-TENSORS = """
-max_batch_size: 8
-input { name: "x" data_type: TYPE_FP32 dims: 40000 } output { name: "y" data_type: TYPE_FP32 dims: 40000 }
-"""
+TENSORS = ("x:FP32:[40000]", "y:FP32:[40000]", "max_batch_size: 8")
 CLIENT = """
 import asyncio, sys
 import numpy as np
@@ -86,9 +84,9 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_no_process_imports_a_module_for_gpus(tmp_path: Path, journal: Path) -> None:
     repository = tmp_path / "models"
-    write_model(repository, "same", f'backend: "identity" {TENSORS}')
-    write_model(repository, "code", f'backend: "python" {TENSORS}', python_model("return self.respond(x + 1)"))
-    engine = write_model(repository, "engine", f'backend: "onnxruntime" {TENSORS}')
+    write_model(repository, "same", config_text("identity", *TENSORS))
+    write_model(repository, "code", config_text("python", *TENSORS), python_model("return self.respond(x + 1)"))
+    engine = write_model(repository, "engine", config_text("onnxruntime", *TENSORS))
     graph = Graph().input("x", "FP32", [-1, 40000]).output("y", "FP32", [-1, 40000])
     graph.node("Identity", ["x"], ["y"]).save(engine)
     chained(repository, "both", "code", "same")

@@ -22,19 +22,14 @@ from shmserve.shm.strings import encode_bytes
 from shmserve.workers.backends.native import records
 from shmserve.workers.backends.native.backend import Native
 from shmserve.workers.batch.results import Results
+from tests.support.ensemble_models import config_text
 from tests.support.workers.gpu.harness import Instance, standins
 from tests.support.workers.native_backends import model
 from tests.support.workers.worker_harness import assert_failed
 
-CONFIG = """
-backend: "probe"
-max_batch_size: 8
-input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
-input { name: "TEXT" data_type: TYPE_STRING dims: [ -1 ] optional: true }
-output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
-output { name: "TEXT" data_type: TYPE_STRING dims: [ -1 ] }
-instance_group { kind: %s }
-"""
+CONFIG = config_text(
+    "probe", "IN TEXT:STRING:[-1]:optional:true", "OUT TEXT:STRING", "max_batch_size: 8 instance_group { kind: %s }"
+)
 X = np.arange(4000, dtype=np.float32).reshape(4, 1000)
 FREED = {"CPU": "freed", "CPU_PINNED": "freed once", "GPU": "freed once"}
 

@@ -15,25 +15,14 @@ import pytest
 import shmserve
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError
 from shmserve.testing import Server
+from tests.support.ensemble_models import config_text, ensemble
 from tests.support.shared_server import SharedServer
 from tests.support.workers.native_backends import compiled, model
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("native")]
 HERE = Path(__file__).parent
-ECHO = """
-backend: "probe"
-max_batch_size: 8
-input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
-input { name: "TEXT" data_type: TYPE_STRING dims: [ -1 ] optional: true }
-output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
-output { name: "TEXT" data_type: TYPE_STRING dims: [ -1 ] }
-"""
-NUMBERS = """
-backend: "probe"
-max_batch_size: 8
-input { name: "IN" data_type: TYPE_FP32 dims: [ 1 ] }
-output { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }
-"""
+ECHO = config_text("probe", "IN TEXT:STRING:[-1]:optional:true", "OUT TEXT:STRING", "max_batch_size: 8 ")
+NUMBERS = config_text("probe", "IN:FP32:[1]", "OUT:FP32:[1]", "max_batch_size: 8 ")
 SUM = """
 sequence_batching {
   state { input_name: "SUM_IN" output_name: "SUM_OUT" data_type: TYPE_FP32 dims: [ 1 ]
@@ -54,18 +43,6 @@ model_warmup {
   inputs { key: "IN" value { data_type: TYPE_FP32 dims: [ 1 ] zero_data: true } }
 }
 """
-TWICE = """
-platform: "ensemble"
-max_batch_size: 8
-input { name: "X" data_type: TYPE_FP32 dims: [ -1 ] }
-output { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] }
-ensemble_scheduling {
-  step { model_name: "echo" model_version: -1
-         input_map { key: "IN" value: "X" } output_map { key: "OUT" value: "between" } }
-  step { model_name: "echo" model_version: -1
-         input_map { key: "IN" value: "between" } output_map { key: "OUT" value: "Y" } }
-}
-"""
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 BIG = np.arange(8000, dtype=np.float32).reshape(1, 8000)
 
@@ -82,7 +59,7 @@ def server(
     root = tmp_path_factory.mktemp("models")
     model(root, "echo", library, ECHO + "dynamic_batching { }")
     model(root, "caller", library, ECHO)
-    plain = NUMBERS.replace("[ 1 ]", "[ -1 ]") + "dynamic_batching { }"
+    plain = NUMBERS.replace("[1]", "[-1]") + "dynamic_batching { }"
     model(root, "plain", library, plain)
     for what in ("late", "fail"):
         model(root, what, library, f'{plain} parameters {{ key: "do" value {{ string_value: "always {what}" }} }}')
@@ -97,8 +74,7 @@ def server(
     model(root, "iterated_stream", library, f"{iterated} model_transaction_policy {{ decoupled: true }}")
     model(root, "warm", library, NUMBERS + WARM)
     model(root, "warm_stream", library, f"{NUMBERS} {WARM} model_transaction_policy {{ decoupled: true }}")
-    (root / "twice" / "1").mkdir(parents=True)
-    (root / "twice" / "config.pbtxt").write_text(TWICE)
+    ensemble(root, "twice", "X", "Y", "echo(IN:X)->(OUT:t)", "echo(IN:t)->(OUT:Y)", more="max_batch_size: 8")
     model(root, "completed", library, 'backend: "probe"')
     with shared_server.serving(root) as running:
         with running.client() as client:

@@ -20,6 +20,8 @@ import pytest
 
 import shmserve
 from shmserve.testing import Server
+from tests.support.ensemble_models import config_text
+from tests.support.model_files import write_model
 from tests.support.workers.native_backends import run
 
 pytestmark = pytest.mark.process
@@ -34,34 +36,17 @@ BACKENDS = {
     "recommended": (f"{EXAMPLES}/recommended/src/recommended.cc",),
     "bls": tuple(f"{EXAMPLES}/bls/src/{name}.cc" for name in ("backend", "bls", "bls_utils")),
 }
-SIXTEEN = "".join(
-    f'{way} {{ name: "{name}{number}" data_type: TYPE_FP32 dims: [ 16 ] }}\n'
-    for way, name in (("input", "INPUT"), ("output", "OUTPUT"))
-    for number in (0, 1)
-)
+SIXTEEN = ("INPUT0:FP32:[16] INPUT1:FP32:[16]", "OUTPUT0:FP32:[16] OUTPUT1:FP32:[16]")
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 MODELS = {
-    "identity": """
-        max_batch_size: 64
-        dynamic_batching { }
-        input { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1 ] }
-        output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] }""",
-    "square": f"""
-        input {{ name: "IN" data_type: TYPE_INT32 dims: [ 1 ] }}
-        output {{ name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }} {DECOUPLED}""",
-    "repeat": f"""
-        input {{ name: "IN" data_type: TYPE_INT32 dims: [ -1 ] }}
-        input {{ name: "DELAY" data_type: TYPE_UINT32 dims: [ -1 ] }}
-        input {{ name: "WAIT" data_type: TYPE_UINT32 dims: [ 1 ] }}
-        output {{ name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }}
-        output {{ name: "IDX" data_type: TYPE_UINT32 dims: [ 1 ] }} {DECOUPLED}""",
-    "recommended": """
-        max_batch_size: 8
-        dynamic_batching { max_queue_delay_microseconds: 1000 }
-        input { name: "IN0" data_type: TYPE_INT32 dims: [ 4 ] }
-        output { name: "OUT0" data_type: TYPE_INT32 dims: [ 4 ] }""",
+    "identity": ("INPUT0", "OUTPUT0", "max_batch_size: 64 dynamic_batching { }"),
+    "square": ("IN:INT32:[1]", "OUT:INT32:[1]", DECOUPLED),
+    "repeat": ("IN:INT32 DELAY:UINT32 WAIT:UINT32:[1]", "OUT:INT32:[1] IDX:UINT32:[1]", DECOUPLED),
+    "recommended": (
+        "IN0:INT32:[4]", "OUT0:INT32:[4]", "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 1000 }"
+    ),
     "bls": SIXTEEN,
-}
+}  # fmt: skip
 ADD_SUB = """
 import triton_python_backend_utils as utils
 
@@ -94,25 +79,8 @@ def build(target: Path) -> None:
         (target / name).mkdir()
         library = target / name / f"libtriton_{name}.so"
         own = [str(sources / file) for file in files]
-        run(
-            [
-                *compiler,
-                "-shared",
-                "-o",
-                str(library),
-                *own,
-                str(target / "utilities.o"),
-                "-Wl,--no-as-needed",
-                str(stub),
-            ]
-        )
-
-
-def write(root: Path, name: str, config: str, program: str = "") -> None:
-    (root / name / "1").mkdir(parents=True)
-    (root / name / "config.pbtxt").write_text(config)
-    if program:
-        (root / name / "1" / "model.py").write_text(program)
+        linked = [*own, str(target / "utilities.o"), "-Wl,--no-as-needed", str(stub)]
+        run([*compiler, "-shared", "-o", str(library), *linked])
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +91,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         pytest.skip("no C++ compiler is installed")
     directory, root = tmp_path_factory.mktemp("backends"), tmp_path_factory.mktemp("models")
     build(directory)
-    for name, config in MODELS.items():
-        write(root, name, f'backend: "{name}" {config}')
+    for name, described in MODELS.items():
+        write_model(root, name, config_text(name, *described))
     for name in ("addsub_python", "addsub_onnx"):
-        write(root, name, f'backend: "python" {SIXTEEN}', ADD_SUB)
+        write_model(root, name, config_text("python", *SIXTEEN), ADD_SUB)
     options = ["--backend-directory", str(directory), "--backend-config=native,prefer=identity"]
     with Server(root, *options, gateway=True) as running:
         with running.client() as client:
@@ -184,12 +152,8 @@ def test_nvidias_python_backend_runs_a_model(tmp_path: Path) -> None:
     directory = tmp_path / "backends"
     shutil.copytree(PYTHON_BACKEND, directory / "python")
     numpy = os.environ.get("SHMSERVE_TRITON_NUMPY", "")
-    write(
-        tmp_path / "models",
-        "add_sub",
-        f'backend: "python" {SIXTEEN}',
-        f"import sys\nsys.path.insert(0, {numpy!r})\n{ADD_SUB}",
-    )
+    source = f"import sys\nsys.path.insert(0, {numpy!r})\n{ADD_SUB}"
+    write_model(tmp_path / "models", "add_sub", config_text("python", *SIXTEEN), source)
     options = ["--backend-directory", str(directory), "--backend-config=native,prefer=python"]
     with Server(tmp_path / "models", *options) as server, server.client() as client:
         result = client.infer("add_sub", {"INPUT0": A, "INPUT1": B})

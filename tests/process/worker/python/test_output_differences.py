@@ -17,6 +17,7 @@ from shmserve.protocol.worker_messages import Row
 from shmserve.session.decode import output_of
 from shmserve.session.memory import SessionMemory
 from shmserve.workers.loading import LoadedModel
+from tests.support.ensemble_models import config_text, ensemble
 from tests.support.model_files import write_model
 from tests.support.shared_server import SharedServer
 from tests.support.workers.in_process import inline, loaded, run, value
@@ -153,38 +154,16 @@ def test_strict_outputs(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------ a whole server
 
-CONFIG = """
-backend: "python" max_batch_size: 8 dynamic_batching { }
-input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] } ]
-output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }, { name: "z" data_type: TYPE_FP32 dims: [ -1 ] } ]
-"""
-PLAIN = """
-backend: "identity" max_batch_size: 8
-input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] } ]
-"""
-CHAIN = """
-platform: "ensemble" max_batch_size: 8
-input [ {{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }} ] output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }} ]
-ensemble_scheduling {{ step [
-  {{ model_name: "differs" input_map {{ key: "x" value: "x" }} output_map {{ key: "y" value: "{name}" }} }}{rest}
-] }}
-"""
-SECOND = """,
-  { model_name: "plain" input_map { key: "x" value: "m" } output_map { key: "y" value: "y" } }"""
-
 
 @pytest.fixture(scope="module")
 def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     root = tmp_path_factory.mktemp("models")
-    models = {
-        "differs": (CONFIG, MODEL),
-        "plain": (PLAIN, ""),
-        "last": (CHAIN.format(name="y", rest=""), ""),
-        "chain": (CHAIN.format(name="m", rest=SECOND), ""),
-    }
-    for name, (text, source) in models.items():
-        write_model(root, name, text, source)
-    with shared_server.serving(root, *models) as server:
+    batches = "max_batch_size: 8"
+    write_model(root, "differs", config_text("python", "x", "y z", f"{batches} dynamic_batching {{ }}"), MODEL)
+    write_model(root, "plain", config_text("identity", "x", "y", batches))
+    ensemble(root, "last", "x", "y", "differs(x:x)->(y:y)", more=batches)
+    ensemble(root, "chain", "x", "y", "differs(x:x)->(y:m)", "plain(x:m)->(y:y)", more=batches)
+    with shared_server.serving(root, "differs", "plain", "last", "chain") as server:
         yield server
 
 
