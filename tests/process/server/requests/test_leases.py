@@ -221,17 +221,15 @@ def test_clients_of_a_gateway_share_its_lease(leases: Leases) -> None:
         until(observer, lambda: "\nshmserve_leases 0\n" in observer.metrics())  # those of earlier tests have ended
         before = leases.counts("large")
         for width in (2, WIDE):
-            count = 0
-            while "\nshmserve_leases 1\n" not in observer.metrics():
+            count = leased = 0
+            while leased < 20:  # in a row: while the gateway asks for its page, a request goes to the broker
+                leased = leased + 1 if "\nshmserve_leases 1\n" in observer.metrics() else 0
                 ask(count, width)
                 count += 1
-                assert count < 4096, "the gateway got no lease"
-            for number in range(100):
-                ask(number, width)
-                assert "\nshmserve_leases 1\n" in observer.metrics(), "it went to the broker, which needed the instance"
+                assert count < 4096, "the gateway got no lease, or lost it"
             observer.infer("large", inputs())  # this ends the lease
             until(observer, lambda: "\nshmserve_leases 0\n" in observer.metrics())
-            before = (before[0] + count + 101, *before[1:])
+            before = (before[0] + count + 1, *before[1:])
         for number in range(ALONE):
             ask(number)
         for pid in pids(observer, "large").values():
