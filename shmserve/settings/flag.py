@@ -58,7 +58,7 @@ class Flag(NamedTuple):
     def help_text(self) -> str:
         if self.replaced_by:
             return f"deprecated: {self.help}"
-        return f"{self.help}; may be given several times" if self.repeatable else self.help
+        return f"{self.help}; repeatable" if self.repeatable else self.help
 
     @property
     def default_text(self) -> str:

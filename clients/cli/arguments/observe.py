@@ -139,7 +139,7 @@ def add_trace(commands: Any) -> None:
     add("--seconds", metavar="N", type=seconds, default=5.0, help="how long to record (default: 5); Ctrl-C ends it too")
     text = "the file to write (default: trace.json); compressed if its name ends with .gz"
     add("-o", "--output", metavar="FILE", type=Path, default=Path("trace.json"), help=text)
-    text = "only this model; may be given several times"
+    text = "only this model; repeatable"
     completion.completes(add("--model", metavar="MODEL", action="append", default=[], help=text), completion.models)
     text = "maximum number of requests to keep (default: 200000, about 120 MB of JSON); others are counted"
     rare(add, "--limit", metavar="N", type=at_least_1, default=200_000, help=text)

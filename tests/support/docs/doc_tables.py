@@ -86,18 +86,11 @@ def _differences() -> str:
 
 def _flags_of_triton() -> str:
     """The flags that do something else here, or nothing. `_differences` lists those with other defaults."""
-    names: dict[str, list[str]] = {}
-    for name in sorted(TRITON):
-        names.setdefault(_compared(name), []).append(f"`--{name}`")
-    names.pop("")
-    return table(("Flag", "What happens"), ((", ".join(flags), what) for what, flags in names.items()))
-
-
-def _compared(name: str) -> str:
-    flag = BY_NAME[name]
-    if flag.note:
-        return f"accepted, no effect: {flag.note}"
-    return f"`false` is accepted; `true` is refused: {flag.refused}" if flag.refused else ""
+    unused = ", ".join(f"`--{name}`" for name in sorted(TRITON) if BY_NAME[name].note)
+    refused = [
+        (f"`--{name} true`", "refused", BY_NAME[name].refused) for name in sorted(TRITON) if BY_NAME[name].refused
+    ]
+    return f"{items(refused)}\n- accepted without effect, for the reason in the log: {unused}"
 
 
 def _defaults_of_triton() -> str:
