@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shmserve.errors import ServeError, Unavailable
 from shmserve.protocol.messages import Failure
@@ -75,15 +76,17 @@ def load(
     limit = int(order.settings.get(HOST_SETTING, LIMIT_BYTES))
     pins = _pins(order, config)
     _check_unchanged(pins)
-    backend = kind_of(config, context)(context)
+    kind = kind_of(config, context)
     on_gpu = near_limit(order.settings.get(GPU_SETTING, ""), device.number)
     arenas = Arenas(order.owner, outbox, mapped, limit, on_gpu)
     inbox = Inbox(order.owner, link, outbox, mapped, arenas) if link is not None and outbox is not None else None
-    if link is not None and outbox is not None and inbox is not None and backend.asks:
+    if link is not None and outbox is not None and inbox is not None and kind.asks:
         from shmserve.workers.model_calls.calls import OutgoingCalls  # few backends need it
 
-        backend.calls = OutgoingCalls(outbox, arenas, mapped, link.fileno(), inbox.read)
-        inbox.add(backend.calls.handlers)
+        calls = OutgoingCalls(outbox, arenas, mapped, link.fileno(), inbox.read)
+        inbox.add(calls.handlers)
+        context = replace(context, calls=calls)
+    backend = kind(context)
     try:
         if context.auto_complete:
             config = backend.complete(config)

@@ -40,7 +40,8 @@ class GpuTensor(NamedTuple):
 
 class Context(Struct, frozen=True):
     """The context of an instance. `folder` is the model's directory, `version_folder` the version's. `threads`: the
-    number of threads for the engine if the configuration does not set it; 0: the engine decides."""
+    number of threads for the engine if the configuration does not set it; 0: the engine decides. `calls` sends the
+    calls of its models to the server; None without a server, and for a backend that does not ask for it."""
 
     model: str
     version: int
@@ -49,6 +50,7 @@ class Context(Struct, frozen=True):
     version_folder: Path
     settings: dict[str, str]
     threads: int = 0
+    calls: OutgoingCalls | None = None
 
     def setting(self, backend: str, key: str, default: str = "") -> str:
         """Returns a --backend-config value for this backend, or the value for all backends."""
@@ -101,12 +103,11 @@ class Backend:
     probes = False
     """Whether the model reports its own readiness, through `probe`."""
     asks = False
-    """Whether its models can make calls to the server: then `calls` is set."""
-    calls: OutgoingCalls | None = None
-    """Sends the calls of its models, if there is a server."""
+    """Whether its models can make calls to the server: then its context has `calls`."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.calls = context.calls
 
     @classmethod
     def chosen(cls, config: ModelConfig) -> type[Backend]:
