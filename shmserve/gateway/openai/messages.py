@@ -5,7 +5,7 @@ Invariant: in a stream, one block is open at a time; it is closed before the nex
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -25,6 +25,18 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 _encode = msgspec.json.Encoder().encode
 
 
+class _Thinking(Struct, forbid_unknown_fields=True):
+    """`budget_tokens` has no effect: only `max_tokens` limits the thinking."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def shown(self) -> bool:
+        return self.type != "disabled" and self.display != "omitted"
+
+
 class MessagesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     messages: list[dict[str, Any]]
@@ -37,7 +49,7 @@ class MessagesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     stop_sequences: list[str] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
+    thinking: _Thinking | None = None
 
     metadata: Any = None
     service_tier: Any = None
@@ -46,11 +58,10 @@ class MessagesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(MessagesRequest)
 
 
-def request_of(text: bytes) -> ChatRequest:
-    """The chat that the request becomes."""
+def request_of(text: bytes) -> tuple[ChatRequest, bool]:
+    """The chat that the request becomes, and whether its answer shows the thinking of the model."""
     request = bodies.decoded(_decoder, text)
-    if request.thinking is not None and request.thinking.get("type") != "disabled":
-        raise BadParameter("thinking", "'thinking' is not supported")
+    thinking = request.thinking
     choice = request.tool_choice or {}
     messages: list[dict[str, Any]] = []
     if request.system is not None:
@@ -69,9 +80,10 @@ def request_of(text: bytes) -> ChatRequest:
         tools=None if request.tools is None else [_tool(number, tool) for number, tool in enumerate(request.tools)],
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
+        chat_template_kwargs=None if thinking is None else {"enable_thinking": thinking.type != "disabled"},
     )
     bodies.check_chat(chat)
-    return chat
+    return chat, thinking is not None and thinking.shown
 
 
 def _messages(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -86,10 +98,13 @@ def _messages(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else block
         if kind == "text" or (kind == _IMAGE and role == "user"):
             parts.append(block)
+        elif kind == "thinking" and role == "assistant" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": _encode(block.get("input", {})).decode()}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
@@ -99,9 +114,10 @@ def _messages(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         else:
             raise BadParameter(f"{where}.content", f"a block of the type {str(kind)[:40]!r} is not supported there")
     said = bodies.text_parts(f"{where}.content", parts, _TEXTS, _IMAGE)
+    more = {"reasoning_content": "".join(thoughts)} if thoughts else {}
     if calls:
-        return [*results, {"role": role, "content": said or None, "tool_calls": calls}]
-    return [*results, {"role": role, "content": said}] if said or not results else results
+        return [*results, {"role": role, "content": said or None, **more, "tool_calls": calls}]
+    return [*results, {"role": role, "content": said, **more}] if said or not results else results
 
 
 def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
@@ -125,27 +141,32 @@ def _tool_choice(choice: dict[str, Any]) -> Any:
 class MessagesFormat(ChatFormat):
     """A message, or the events of its stream. It has one choice."""
 
-    def __init__(self, response_id: str, model: str, reading: Reading) -> None:
+    def __init__(self, response_id: str, model: str, shows_thinking: bool, reading: Reading) -> None:
         super().__init__(response_id, 0, model, None, True, reading)
         self._document = {"id": response_id, "type": "message", "role": "assistant", "model": model}
+        self._shows_thinking = shows_thinking
         self._blocks = 0
         """Blocks that have begun."""
-        self._call: int | None = None
-        """The call whose block is open; None: a block of text is, or none."""
-        self._open = False
+        self._open: str | int | None = None
+        """The block that is open: its type, or the index of its call."""
 
     # ------------------------------------------------------------------------------------ as a whole
 
     def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
         (choice,) = choices
         reason = _REASONS.get(self._reason(choice.finish or "stop", choice), "end_turn")
-        parts: list[Buffer] = [_encode(self._document)[:-1], b',"content":[']
+        blocks: list[list[Buffer]] = []
+        if choice.thoughts and self._shows_thinking:
+            blocks.append([b'{"type":"thinking","signature":"","thinking":"', *choice.thoughts, b'"}'])
         if choice.texts:
-            parts += [b'{"type":"text","text":"', *choice.texts, b'"}']
-        for number, call in enumerate(choice.tool_calls.whole()):
+            blocks.append([b'{"type":"text","text":"', *choice.texts, b'"}'])
+        for call in choice.tool_calls.whole():
             function = call["function"]
             block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": _input(function)}
-            parts += [b"," if number or choice.texts else b"", _encode(block)]
+            blocks.append([_encode(block)])
+        parts: list[Buffer] = [_encode(self._document)[:-1], b',"content":[']
+        for number, pieces in enumerate(blocks):
+            parts += [b",", *pieces] if number else pieces
         ends = {"stop_reason": reason, "stop_sequence": None, "usage": _usage(usage)}
         return [*parts, b"],", _encode(ends)[1:]]
 
@@ -164,15 +185,16 @@ class MessagesFormat(ChatFormat):
             }
             events.append(_event("message_start", message=begun))
         delta = self._read(choice, delta)
+        if delta.thought and self._shows_thinking:
+            events += self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            events.append(self._delta({"type": "thinking_delta", "thinking": delta.thought}))
         if delta.text:
-            if not self._open or self._call is not None:
-                events += self._begin(None, {"type": "text", "text": ""})
+            events += self._begin("text", {"type": "text", "text": ""})
             events.append(self._delta({"type": "text_delta", "text": delta.text}))
         for piece in choice.tool_calls.add(delta.tool_calls) if delta.tool_calls else ():
             function = piece["function"]
-            if self._call != piece["index"]:
-                block = {"type": "tool_use", "id": piece.get("id"), "name": function.get("name"), "input": {}}
-                events += self._begin(piece["index"], block)
+            block = {"type": "tool_use", "id": piece.get("id"), "name": function.get("name"), "input": {}}
+            events += self._begin(piece["index"], block)
             events.append(self._delta({"type": "input_json_delta", "partial_json": function.get("arguments") or ""}))
         if delta.finish is not None:
             choice.finish = delta.finish
@@ -188,9 +210,12 @@ class MessagesFormat(ChatFormat):
     def error(self, body: bytes) -> bytes:
         return _event("error", error=msgspec.json.decode(anthropic_body(body))["error"])
 
-    def _begin(self, call: int | None, block: dict[str, Any]) -> list[bytes]:
+    def _begin(self, which: str | int, block: dict[str, Any]) -> list[bytes]:
+        """Opens the block, unless it is open."""
+        if self._open == which:
+            return []
         closed = self._close()
-        self._open, self._call = True, call
+        self._open = which
         self._blocks += 1
         return [*closed, _event("content_block_start", index=self._blocks - 1, content_block=block)]
 
@@ -198,9 +223,9 @@ class MessagesFormat(ChatFormat):
         return _event("content_block_delta", index=self._blocks - 1, delta=delta)
 
     def _close(self) -> list[bytes]:
-        if not self._open:
+        if self._open is None:
             return []
-        self._open, self._call = False, None
+        self._open = None
         return [_event("content_block_stop", index=self._blocks - 1)]
 
 

@@ -85,8 +85,8 @@ class OpenAiRequests:
                 request = chat = bodies.chat(text)
                 go_on = partial(self._chat, exchange, chat, strings, self._chat_format)
             case Action.MESSAGES:
-                request = messages.request_of(text)
-                go_on = partial(self._chat, exchange, request, strings, self._messages_format)
+                request, shows = messages.request_of(text)
+                go_on = partial(self._chat, exchange, request, strings, partial(self._messages_format, shows))
             case Action.RESPONSES:
                 given, request = responses.request_of(text)
                 shown = given if strings is None else responses.without_long_strings(given)
@@ -265,8 +265,10 @@ class OpenAiRequests:
         now = int(time.time())
         return ChatFormat(f"chatcmpl-{number}", now, request.model, top, shows_usage, reading)
 
-    def _messages_format(self, request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
-        return MessagesFormat(f"msg_{number}", request.model, reading)
+    def _messages_format(
+        self, shows_thinking: bool, request: ChatRequest, number: str, reading: Reading
+    ) -> ChatFormat:
+        return MessagesFormat(f"msg_{number}", request.model, shows_thinking, reading)
 
     def _responses_format(
         self, given: ResponsesRequest, request: ChatRequest, number: str, reading: Reading

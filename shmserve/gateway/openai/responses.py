@@ -23,12 +23,16 @@ from shmserve.gateway.openai.texts import Delta, Usage
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS = ("input_text", "output_text", "text")
+_REASONING = "reasoning_text"
+_ENCRYPTED = "reasoning.encrypted_content"
+"""What clients ask for to continue without state. They need not: the reasoning is returned as text."""
 _encode = msgspec.json.Encoder().encode
 
 
 class _Reasoning(Struct, forbid_unknown_fields=True):
     effort: str | None = None
-    summary: None = None
+    summary: str | None = None
+    """Has no effect: the whole reasoning is returned."""
 
 
 class _Text(Struct, forbid_unknown_fields=True):
@@ -78,8 +82,9 @@ def request_of(text: bytes) -> tuple[ResponsesRequest, ChatRequest]:
             )
     if request.background:
         raise BadParameter("background", "'background' is not supported")
-    if request.include:
-        raise BadParameter("include", f"'include' with '{request.include[0][:80]}' is not supported")
+    for name in request.include or ():
+        if name != _ENCRYPTED:
+            raise BadParameter("include", f"'include' with '{name[:80]}' is not supported")
     if request.truncation not in (None, "disabled"):
         raise BadParameter("truncation", "'truncation' must be 'disabled'")
     messages = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
@@ -109,11 +114,16 @@ def _messages(conversation: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     if isinstance(conversation, str):
         return [{"role": "user", "content": conversation}]
     messages: list[dict[str, Any]] = []
+    thought: dict[str, Any] = {}
     for number, item in enumerate(conversation):
         where = f"input[{number}]"
+        before, thought = thought, {}
         match item.get("type", "message"):
+            case "reasoning":
+                thought = {"reasoning_content": _thought(where, item)}
             case "message":
-                messages.append(_message(where, item))
+                message = _message(where, item)
+                messages.append({**message, **before} if message["role"] == "assistant" else message)
             case "function_call":
                 call = {"name": item.get("name"), "arguments": item.get("arguments")}
                 if not all(isinstance(value, str) for value in (*call.values(), item.get("call_id"))):
@@ -122,13 +132,18 @@ def _messages(conversation: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 if messages and messages[-1]["role"] == "assistant" and "tool_calls" in messages[-1]:
                     messages[-1]["tool_calls"].append(calls)
                 else:
-                    messages.append({"role": "assistant", "content": None, "tool_calls": [calls]})
+                    messages.append({"role": "assistant", "content": None, **before, "tool_calls": [calls]})
             case "function_call_output":
                 content = bodies.text_parts(f"{where}.output", item.get("output"), _TEXTS)
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             case kind:
                 raise BadParameter(f"{where}.type", f"items of the type {str(kind)[:40]!r} are not supported")
     return messages
+
+
+def _thought(where: str, item: dict[str, Any]) -> str:
+    parts = bodies.text_parts(f"{where}.content", item.get("content") or "", (_REASONING,))
+    return parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
 
 
 def _message(where: str, item: dict[str, Any]) -> dict[str, Any]:
@@ -160,6 +175,25 @@ def _format(schema: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {name: value for name, value in schema.items() if name != "type"}}
 
 
+class _TextItem(Struct, frozen=True):
+    """A kind of item with a text. `fields` are those of the item, `part_fields` those of its part, and `event_fields`
+    those of the events with its text."""
+
+    prefix: str
+    part: str
+    fields: dict[str, Any] = {}
+    part_fields: dict[str, Any] = {}
+    event_fields: dict[str, Any] = {}
+
+
+_TEXT_ITEMS = {
+    "reasoning": _TextItem("rs", _REASONING, {"summary": [], "encrypted_content": None}),
+    "message": _TextItem(
+        "msg", "output_text", {"role": "assistant"}, {"annotations": [], "logprobs": []}, {"logprobs": []}
+    ),
+}
+
+
 class ResponsesFormat(ChatFormat):
     """A response, or the events of its stream. It has one choice."""
 
@@ -167,11 +201,12 @@ class ResponsesFormat(ChatFormat):
         super().__init__(response_id, created, request.model, None, True, reading)
         self._request = request
         self._number = 0
-        self._message_id = ""
-        """Of the item with the text, once it has begun."""
-        self._text: list[str] = []
         self._items: list[dict[str, Any]] = []
         """The items that have begun."""
+        self._open = ""
+        """The type of the last item, if it is a text that can go on."""
+        self._text: list[str] = []
+        """The pieces of that text."""
         self._calls: dict[int, int] = {}
         """Index of a call -> that of its item."""
         self._document = {
@@ -201,7 +236,7 @@ class ResponsesFormat(ChatFormat):
         delta = self._read(choice, delta)
         choice.finish = delta.finish or choice.finish
         self._grow(choice, delta)
-        return len(delta.text)
+        return len(delta.thought) + len(delta.text)
 
     def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
         self._reason(choices[0].finish or "stop", choices[0])
@@ -242,13 +277,15 @@ class ResponsesFormat(ChatFormat):
     def _grow(self, choice: Choice, delta: Delta) -> list[bytes]:
         """Adds to the items. Returns the events."""
         events: list[bytes] = []
-        if delta.text:
-            events += self._begin_message()
-            self._text.append(delta.text)
-            events.append(self._of_text("response.output_text.delta", delta=delta.text, logprobs=[]))
+        for kind, text in (("reasoning", delta.thought), ("message", delta.text)):
+            if text:
+                events += self._begin_text(kind)
+                self._text.append(text)
+                events.append(self._of_text("delta", delta=text))
         for piece in choice.tool_calls.add(delta.tool_calls) if delta.tool_calls else ():
             at = self._calls.get(piece["index"])
             if at is None:
+                events += self._end_text()
                 at = self._calls[piece["index"]] = len(self._items)
                 function = piece["function"]
                 item = {"type": "function_call", "id": f"fc_{uuid4().hex}", "call_id": piece["id"]}
@@ -261,34 +298,54 @@ class ResponsesFormat(ChatFormat):
             events.append(self._event("response.function_call_arguments.delta", **where, delta=more))
         return events
 
-    def _begin_message(self) -> list[bytes]:
-        if self._message_id:
+    def _begin_text(self, kind: str) -> list[bytes]:
+        if self._open == kind:
             return []
-        self._message_id = f"msg_{uuid4().hex}"
-        item = {"type": "message", "id": self._message_id, "role": "assistant", "status": "in_progress", "content": []}
+        events = self._end_text()
+        self._open = kind
+        given = _TEXT_ITEMS[kind]
+        item = {"type": kind, "id": f"{given.prefix}_{uuid4().hex}", "status": "in_progress", **given.fields}
+        item["content"] = []
         self._items.append(item)
         at = len(self._items) - 1
-        added = self._event("response.output_item.added", output_index=at, item=dict(item))
-        return [added, self._of_text("response.content_part.added", part=_part(""))]
+        events.append(self._event("response.output_item.added", output_index=at, item=dict(item)))
+        events.append(self._of_item("response.content_part.added", content_index=0, part=_part(given, "")))
+        return events
+
+    def _end_text(self) -> list[bytes]:
+        """Ends the text that can go on, if there is one."""
+        if not self._open:
+            return []
+        given, text = _TEXT_ITEMS[self._open], "".join(self._text)
+        part = _part(given, text)
+        events = [
+            self._of_text("done", text=text),
+            self._of_item("response.content_part.done", content_index=0, part=part),
+        ]
+        self._items[-1]["content"] = [part]
+        self._open = ""
+        self._text.clear()
+        return [*events, self._done(len(self._items) - 1)]
 
     def _of_text(self, kind: str, **more: Any) -> bytes:
-        at = next(number for number, item in enumerate(self._items) if item["id"] == self._message_id)
-        return self._event(kind, item_id=self._message_id, output_index=at, content_index=0, **more)
+        given = _TEXT_ITEMS[self._open]
+        return self._of_item(f"response.{given.part}.{kind}", content_index=0, **more, **given.event_fields)
+
+    def _of_item(self, kind: str, **more: Any) -> bytes:
+        """An event of the last item."""
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **more)
+
+    def _done(self, at: int) -> bytes:
+        self._items[at]["status"] = "completed"
+        return self._event("response.output_item.done", output_index=at, item=self._items[at])
 
     def _finish_items(self) -> list[bytes]:
-        events: list[bytes] = []
-        for at, item in enumerate(self._items):
-            item["status"] = "completed"
-            if item["type"] == "message":
-                text = "".join(self._text)
-                item["content"] = [_part(text)]
-                events.append(self._of_text("response.output_text.done", text=text, logprobs=[]))
-                events.append(self._of_text("response.content_part.done", part=_part(text)))
-            else:
-                where = {"output_index": at, "item_id": item["id"], "name": item["name"]}
-                done = self._event("response.function_call_arguments.done", **where, arguments=item["arguments"])
-                events.append(done)
-            events.append(self._event("response.output_item.done", output_index=at, item=item))
+        events = self._end_text()
+        for at in self._calls.values():
+            item = self._items[at]
+            where = {"output_index": at, "item_id": item["id"], "name": item["name"]}
+            events.append(self._event("response.function_call_arguments.done", **where, arguments=item["arguments"]))
+            events.append(self._done(at))
         return events
 
     def _final(self, choice: Choice, usage: Usage) -> dict[str, Any]:
@@ -298,8 +355,8 @@ class ResponsesFormat(ChatFormat):
         return document
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(given: _TextItem, text: str) -> dict[str, Any]:
+    return {"type": given.part, "text": text, **given.part_fields}
 
 
 def _usage(usage: Usage) -> dict[str, Any] | None:

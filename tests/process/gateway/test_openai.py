@@ -29,7 +29,7 @@ from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
-openai = optional("openai")
+openai, anthropic = optional("openai"), optional("anthropic")
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 
@@ -202,10 +202,45 @@ def test_the_thinking_of_a_model_is_not_its_answer(client: Any) -> None:
     deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**given, stream=True)]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == " hm ü "
     assert "".join(delta.content or "" for delta in deltas) == " yes no"
-    assert client.responses.create(model="thinks", input=given["messages"]).output_text == " yes no"
     form = {"type": "json_object"}
     found = client.chat.completions.create(**given, response_format=form).choices[0].message
     assert found.content == "<think> hm ü </think> yes no"
+
+
+def test_the_thinking_in_responses(client: Any) -> None:
+    """It is an item before the message, and goes back to the model with the items of a later request."""
+    given: dict[str, Any] = {"model": "thinks", "include": ["reasoning.encrypted_content"]}
+    asked = user("<think> hm ü </think> yes no")
+    whole = client.responses.create(input=asked, **given)
+    with client.responses.stream(input=asked, **given) as stream:
+        kinds = [event.type.removeprefix("response.") for event in stream]
+        streamed = stream.get_final_response()
+    for found in (whole, streamed):
+        assert found.output_text == " yes no"
+        assert [item.type for item in found.output] == ["reasoning", "message"]
+        assert [part.text for part in found.output[0].content] == [" hm ü "]
+    assert kinds.index("reasoning_text.done") < kinds.index("output_text.delta") < kinds.index("output_text.done")
+    items = [item.model_dump(exclude_none=True) for item in whole.output]
+    later = client.responses.create(model="talk", input=[*asked, *items, *user("DOCUMENT")])
+    assert json.loads(later.output_text)["messages"][1]["reasoning_content"] == " hm ü "
+
+
+def test_the_thinking_in_messages(client: Any) -> None:
+    given: dict[str, Any] = {"model": "thinks", "max_tokens": 99, "messages": user("<think> hm </think> yes no")}
+    with anthropic.Anthropic(base_url=str(client.base_url).removesuffix("/v1/"), api_key="none") as claude:
+        enabled = {"type": "enabled", "budget_tokens": 1024}
+        whole = claude.messages.create(thinking=enabled, **given)
+        with claude.messages.stream(thinking=enabled, **given) as stream:
+            streamed = stream.get_final_message()
+        for found in (whole, streamed):
+            assert [block.type for block in found.content] == ["thinking", "text"]
+            assert (found.content[0].thinking, found.content[1].text) == (" hm ", " yes no")
+        assert [block.type for block in claude.messages.create(**given).content] == ["text"]
+        history = [{"role": "assistant", "content": [block.model_dump() for block in whole.content]}, *user("DOCUMENT")]
+        later = claude.messages.create(model="talk", max_tokens=99, messages=history, thinking={"type": "disabled"})
+    document = json.loads(later.content[0].text)
+    assert document["messages"][0]["reasoning_content"] == " hm "
+    assert document["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 def test_log_probabilities_of_the_prompt(client: Any) -> None:

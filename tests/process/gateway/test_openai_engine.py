@@ -437,7 +437,7 @@ def test_errors_of_messages(claude: Any) -> None:
     with pytest.raises(anthropic.NotFoundError, match=r"not_found_error.*unknown model: 'nothing'"):
         claude.messages.create(**asked | {"model": "nothing"})
     for more, text in (
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "'thinking' is not supported"),
+        ({"thinking": {"type": "deep"}}, "Invalid value for 'thinking.type'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "an image that is not in base64"),
         ({"messages": [{"role": "system", "content": "a"}]}, "must be 'user' or 'assistant'"),
     ):
