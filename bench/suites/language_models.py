@@ -1,10 +1,12 @@
 """A language model through the server, in the bare engine, and through the engine's own server: `python -m
-bench.suites.language_models MODEL.gguf`, or `DIRECTORY --peer HOST:PORT` with `vllm serve DIRECTORY` at that address.
+bench.suites.language_models [MODEL]`, where the model is a GGUF file, by default that of the sample `chat`, or a
+directory for vLLM.
 
-For each number of streams that start at once, measures in turn llama.cpp in a separate process, llama-server, the lane,
-`generate_stream` and `/v1/completions`. Prints the medians over the rounds of the time to the first token, the time
-between tokens, the tokens per second, and the processor time per token of all processes, each compared with the first
-way. The engine has `--threads` threads.
+For each number of streams that start at once, measures in turn the bare engine (llama.cpp in a separate process), the
+engine's own server (llama-server or `vllm serve`), the lane, `generate_stream` and `/v1/completions`, or those of
+`--ways`. Prints the medians over the rounds of the time to the first token, the time between tokens, the tokens per
+second, and the processor time per token of all processes, each compared with the first way. llama.cpp has `--threads`
+threads.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import threading
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+import urllib.request
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
@@ -27,6 +30,10 @@ from typing import Any
 import numpy as np
 
 from bench.lib import processes
+from bench.lib.child import Answer, Child, Handler
+from bench.peers.running import running
+from shmserve.repo import samples
+from shmserve.testing import Server
 
 Times = list[list[float]]
 """For each stream: when it was sent, and when each of its tokens arrived."""
@@ -65,10 +72,10 @@ def llama_cpp(model: str, threads: int, port: int = 0) -> Any:
         return xllamacpp.Server(parameters)
 
 
-def bare(model: str, threads: int) -> Callable[[list[str], int], Times]:
+def bare(model: str, threads: int) -> Handler:
     server = llama_cpp(model, threads)
 
-    def run(texts: list[str], tokens: int) -> Times:
+    def run(texts: list[str], tokens: int) -> Answer:
         results: Times = []
 
         def one(text: str) -> None:
@@ -83,25 +90,30 @@ def bare(model: str, threads: int) -> Callable[[list[str], int], Times]:
             thread.start()
         for thread in running:
             thread.join()
-        return results
+        return {"times": results}
 
     return run
 
 
-def llama_server(model: str, threads: int) -> Callable[[list[str], int], Times]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def llama_server(model: str, threads: int) -> Handler:
+    port = free_port()
     server = llama_cpp(model, threads, port)
     run = http(f"127.0.0.1:{port}", "m")
 
-    def with_server(texts: list[str], tokens: int) -> Times:
+    def with_server(texts: list[str], tokens: int) -> Answer:
         assert server is not None, "it serves as long as it is referred to"
         return run(texts, tokens)
 
     return with_server
 
 
-def lane(url: str) -> Callable[[list[str], int], Times]:
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+def lane(url: str) -> Handler:
     import shmserve
 
     async def one(client: shmserve.AsyncClient, text: str, tokens: int) -> list[float]:
@@ -121,10 +133,10 @@ def lane(url: str) -> Callable[[list[str], int], Times]:
             await client.ready("m")
             return list(await asyncio.gather(*(one(client, text, tokens) for text in texts)))
 
-    return lambda texts, tokens: asyncio.run(all_of(texts, tokens))
+    return handler(all_of)
 
 
-def http(address: str, openai: str) -> Callable[[list[str], int], Times]:
+def http(address: str, openai: str) -> Handler:
     """`openai`: the name of the model at OpenAI's endpoint; "": generate_stream is used."""
     host, _, port = address.rpartition(":")
     path = "/v1/completions" if openai else "/v2/models/m/generate_stream"
@@ -153,44 +165,29 @@ def http(address: str, openai: str) -> Callable[[list[str], int], Times]:
     async def all_of(texts: list[str], tokens: int) -> Times:
         return list(await asyncio.gather(*(one(text, tokens) for text in texts)))
 
-    return lambda texts, tokens: asyncio.run(all_of(texts, tokens))
+    return handler(all_of)
+
+
+def handler(all_of: Callable[[list[str], int], Coroutine[Any, Any, Times]]) -> Handler:
+    return lambda texts, tokens: {"times": asyncio.run(all_of(texts, tokens))}
 
 
 # ---------------------------------------------------------------------------------------------- the measurement
 
 
-def child(end: Connection, make: Callable[..., Callable[[list[str], int], Times]], arguments: tuple[Any, ...]) -> None:
-    run = make(*arguments)
-    while True:
-        order = end.recv()
-        if order is None:
-            return
-        end.send(run(*order))
-
-
 class Way:
-    """A process that runs streams in one of the ways."""
+    """A process that runs streams in one of the ways. `pid`: that of the server that it uses; 0: none."""
 
-    def __init__(self, server: int, make: Callable[..., Callable[[list[str], int], Times]], *arguments: Any) -> None:
-        """`server`: pid of the server that it uses; 0: none."""
-        self._server = server
-        context = multiprocessing.get_context("spawn")
-        self._end, theirs = context.Pipe()
-        self._process = context.Process(target=child, args=(theirs, make, arguments), daemon=True)
-        self._process.start()
+    def __init__(self, pid: int, make: Callable[..., Handler], **given: Any) -> None:
+        self._pid = pid
+        self.child = Child(f"{__spec__.name}:{make.__name__}", **given)
 
-    def __call__(self, texts: list[str], tokens: int) -> Times:
-        self._end.send((texts, tokens))
-        result: Times = self._end.recv()
-        return result
+    def run(self, texts: list[str], tokens: int) -> Times:
+        times: Times = self.child.ask(texts=texts, tokens=tokens)["times"]
+        return times
 
     def busy_seconds(self) -> float:
-        assert self._process.pid is not None
-        return processes.busy_seconds(self._process.pid) + (processes.busy_seconds(self._server) if self._server else 0)
-
-    def close(self) -> None:
-        self._end.send(None)
-        self._process.join()
+        return sum(processes.busy_seconds(pid) for pid in (self.child.pid, self._pid) if pid)
 
 
 def summary(times: Times, tokens: int) -> tuple[float, float]:
@@ -207,40 +204,56 @@ def summary(times: Times, tokens: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?", default=samples.chat_model_file())
+    parser.add_argument("--ways", nargs="+", help="default: all; the first one is what the others are compared with")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--words", type=int, default=32, help="length of the prompts")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--peer", default="", metavar="HOST:PORT", help="the engine's own server, for a directory")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        version = Path(folder) / "m" / "1"
+    if arguments.model is None:
+        parser.error("give a model, or install the sample `chat` with `make samples`")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        version = Path(folder) / "models" / "m" / "1"
         version.mkdir(parents=True)
         write_model(version, arguments.model.resolve(), arguments.threads)
-        from shmserve.testing import Server
+        server = stack.enter_context(Server(version.parent.parent, gateway=True))
+        makers: dict[str, Callable[[], Way]] = {
+            "bare": lambda: Way(0, bare, model=str(arguments.model), threads=arguments.threads),
+            "llama-server": lambda: Way(0, llama_server, model=str(arguments.model), threads=arguments.threads),
+        }
+        if arguments.model.is_dir():
+            makers = {"vllm serve": lambda: vllm_serve(stack, arguments.model, Path(folder))}
+        makers |= {
+            "lane": lambda: Way(server.pid, lane, url=server.url),
+            "HTTP": lambda: Way(server.pid, http, address=server.endpoints["http"], openai=""),
+            "OpenAI": lambda: Way(server.pid, http, address=server.endpoints["http"], openai="m"),
+        }
+        ways = {name: makers[name]() for name in arguments.ways or makers}
+        for way in ways.values():
+            stack.enter_context(way.child)
+        measure(ways, arguments)
 
-        with Server(folder, gateway=True) as server:
-            if arguments.peer:
-                ways = {"vllm serve": Way(0, http, arguments.peer, str(arguments.model))}
-            else:
-                engine = (str(arguments.model), arguments.threads)
-                ways = {"bare": Way(0, bare, *engine), "llama-server": Way(0, llama_server, *engine)}
-            ways |= {
-                "lane": Way(server.pid, lane, server.url),
-                "HTTP": Way(server.pid, http, server.endpoints["http"], ""),
-                "OpenAI": Way(server.pid, http, server.endpoints["http"], "m"),
-            }
-            measure(ways, arguments)
-            for way in ways.values():
-                way.close()
+
+def vllm_serve(stack: ExitStack, model: Path, work: Path) -> Way:
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    for name, value in vllm_arguments(model).items():
+        command += [f"--{name.replace('_', '-')}", str(value)] if name != "model" else []
+    peer = stack.enter_context(running("vllm", command, {}, work))
+    peer.await_success(urllib.request.Request(f"http://127.0.0.1:{port}/health"))
+    return Way(peer.pid, http, address=f"127.0.0.1:{port}", openai=str(model))
+
+
+def vllm_arguments(model: Path) -> dict[str, Any]:
+    return {"model": str(model), "max_num_seqs": SLOTS, "max_model_len": CONTEXT}
 
 
 def write_model(version: Path, model: Path, threads: int) -> None:
     if model.is_dir():
-        engine = {"model": str(model), "max_num_seqs": SLOTS, "max_model_len": CONTEXT}
-        (version / "model.json").write_text(json.dumps(engine))
+        (version / "model.json").write_text(json.dumps(vllm_arguments(model)))
         (version.parent / "config.pbtxt").write_text('backend: "vllm"\n')
         return
     os.symlink(model, version / "model.gguf")
@@ -251,7 +264,7 @@ def write_model(version: Path, model: Path, threads: int) -> None:
 
 def measure(ways: dict[str, Way], arguments: argparse.Namespace) -> None:
     for way in ways.values():
-        way(prompts(1, arguments.words, 0), 4)
+        way.run(prompts(1, arguments.words, 0), 4)
     print("| streams | | first token, ms | between tokens, ms | tokens/s | processor ms/token |")
     print("| ---: | --- | ---: | ---: | ---: | ---: |")
     for streams in arguments.streams:
@@ -261,7 +274,7 @@ def measure(ways: dict[str, Way], arguments: argparse.Namespace) -> None:
             for name in names:
                 texts = prompts(streams, arguments.words, number)
                 began, busy = perf_counter(), ways[name].busy_seconds()
-                times = ways[name](texts, arguments.tokens)
+                times = ways[name].run(texts, arguments.tokens)
                 count = streams * arguments.tokens
                 rate = count / (perf_counter() - began)
                 used = (ways[name].busy_seconds() - busy) / count * 1e3

@@ -265,9 +265,7 @@ class OpenAiRequests:
         now = int(time.time())
         return ChatFormat(f"chatcmpl-{number}", now, request.model, top, shows_usage, reading)
 
-    def _messages_format(
-        self, shows_thinking: bool, request: ChatRequest, number: str, reading: Reading
-    ) -> ChatFormat:
+    def _messages_format(self, shows_thinking: bool, request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
         return MessagesFormat(f"msg_{number}", request.model, shows_thinking, reading)
 
     def _responses_format(
