@@ -72,7 +72,7 @@ class Loop:
         self._stopping = False
         self._streams = backend.streams
         if self._streams is not None:
-            self._streams.connect(self._send_response, self._report_unread, runner.row, runner.discard)
+            self._streams.connect(self._send_response, self._report_unread, runner.row, runner.discard, outbox.flush)
         self._calls = backend.calls
         self._prober = backend.probe
         self._comparisons = Comparisons(mapped, runner.discard)
@@ -186,11 +186,9 @@ class Loop:
 
     def _report_unread(self, request: int) -> None:
         self._outbox.add(Unread(request))
-        self._outbox.flush()
 
     def _send_response(self, row: Row) -> None:
-        """Sends a response immediately, because the time until the model's next one is not bounded."""
+        """It is flushed soon, because the time until the model's next one is not bounded."""
         self._outbox.add(Streamed((row,)))
         if self._calls is not None:
             self._calls.sent((row,))
-        self._outbox.flush()

@@ -372,7 +372,7 @@ def _repeat(
     streams = model.backend.streams
     unread: list[int] = []  # stays empty: the request has no window
     if streams is not None:
-        streams.connect(sent.append, unread.append, model.runner.row, model.runner.discard)
+        streams.connect(sent.append, unread.append, model.runner.row, model.runner.discard, lambda: None)
     seconds = []
     outputs: list[dict[str, Array]] = []
     for repetition in range(1, times + 1):

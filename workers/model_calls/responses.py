@@ -14,6 +14,7 @@ from asyncio import AbstractEventLoop, Future
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from itertools import count
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -60,6 +61,10 @@ class OpenResponses:
         self.withdrawn: set[int] = set()
         """Cancelled requests without a stream, in the running or the next batch."""
         self._forgotten: deque[ResponseSender] = deque()
+        self._tickets = count(1)
+        """One for each call of `send_soon`."""
+        self._last_ticket = self._served = 0
+        """A ticket that was taken lately, and how many calls have had the turn: if fewer, others follow."""
         self._poll = select.poll()
         self._wakeup_fd = -1
         self._reading = False
@@ -86,11 +91,12 @@ class OpenResponses:
         report_unread: Callable[[int], None],
         row: Callable[[Work, Response], Row],
         discard: Callable[[Row], None],
+        flush: Callable[[], None],
     ) -> None:
-        """`send_response` sends a response, `report_unread` reports a request for whose caller the model waits, `row`
-        creates a response, `discard` frees one that is not sent."""
+        """`send_response` queues a response, `report_unread` a report of a request for whose caller the model waits,
+        and `flush` sends them. `row` creates a response, `discard` frees one that is not sent."""
         self._send_response, self._report_unread = send_response, report_unread
-        self._row, self._discard = row, discard
+        self._row, self._discard, self._flush = row, discard, flush
         self.connected = True
 
     # ------------------------------------------------------------------------------------ for the loop
@@ -287,25 +293,40 @@ class OpenResponses:
         self, stream: ResponseSender, response: Response | None, final: bool, loop: AbstractEventLoop | None
     ) -> Awaitable[None]:
         """Like `send`, for callers that must not block: a response without room is queued. A coroutine of `loop` can
-        and should await the result."""
+        and should await the result. Responses of threads that wait for the turn at the same time are sent together."""
         if self._nothing_to_send(stream, response):
             return SENT
         sent_at = monotonic_ns()
+        self._last_ticket = next(self._tickets)
         with self.turn:
-            if not self._begin_to_send(stream, response, final):
-                return SENT
-            if self._sent_at_once(stream, response, final, sent_at):
-                return SENT
-            if len(stream.kept) >= KEPT and response is not None:
-                text = f"{KEPT} answers wait for a caller that does not read"
-                advice = "; the model should await what send() returns" if loop is not None else ""
-                self.fail(stream, Failure(Unavailable.code, text + advice))
-                return SENT
-            row = self._row_of(stream, response, final, sent_at)
-            stream.final = stream.final or final
-            sent: Future[None] | None = None if loop is None else loop.create_future()
-            stream.keep(row, sent)
-            return SENT if sent is None else sent
+            self._served += 1
+            try:
+                return self._send_or_keep(stream, response, final, loop, sent_at)
+            finally:
+                self._flush_unless_followed()
+
+    def _send_or_keep(
+        self,
+        stream: ResponseSender,
+        response: Response | None,
+        final: bool,
+        loop: AbstractEventLoop | None,
+        sent_at: int,
+    ) -> Awaitable[None]:
+        if not self._begin_to_send(stream, response, final):
+            return SENT
+        if self._sent_at_once(stream, response, final, sent_at):
+            return SENT
+        if len(stream.kept) >= KEPT and response is not None:
+            text = f"{KEPT} answers wait for a caller that does not read"
+            advice = "; the model should await what send() returns" if loop is not None else ""
+            self.fail(stream, Failure(Unavailable.code, text + advice))
+            return SENT
+        row = self._row_of(stream, response, final, sent_at)
+        stream.final = stream.final or final
+        sent: Future[None] | None = None if loop is None else loop.create_future()
+        stream.keep(row, sent)
+        return SENT if sent is None else sent
 
     def is_cancelled(self, request: int, stream: ResponseSender | None) -> bool:
         """Whether the request was cancelled, according to the messages received so far."""
@@ -404,11 +425,17 @@ class OpenResponses:
             self._changed()
 
     def _send_over(self, send: Callable[[Sent], None], sent: Sent) -> None:
-        """Sends a report. A lost link is recorded and not raised to the model; the main thread raises it."""
-        if self.lost is not None:
+        if self.lost is None:
+            send(sent)
+            self._flush_unless_followed()
+
+    def _flush_unless_followed(self) -> None:
+        """Sends what is queued, unless a thread waits for the turn in `send_soon`, which does so next. A lost link is
+        recorded and not raised to the model; the main thread raises it."""
+        if self._served < self._last_ticket or self.lost is not None or not self.connected:
             return
         try:
-            send(sent)
+            self._flush()
         except ConnectionLost as error:
             self._link_lost(error)
 
