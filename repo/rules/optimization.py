@@ -67,7 +67,7 @@ def setting_problems(config: ModelConfig) -> Iterator[SettingProblem]:
             field, text = graph_spec_problem(spec, config.max_batch_size, names)
             if text and "KIND_GPU" in kinds:
                 yield SettingProblem(f"optimization.cuda.graph_spec[{index}].{field}", text)
-    if text := _template_problem(config):
+    if CHAT_TEMPLATE.is_set(config) and (text := template_problem(CHAT_TEMPLATE.read(config), config.backend)):
         yield SettingProblem(CHAT_TEMPLATE.path, text)
 
 
@@ -122,16 +122,13 @@ def graph_spec_problem(
     return "", ""
 
 
-def _template_problem(config: ModelConfig) -> str:
-    """What is wrong with the chat template; "" if nothing is, or jinja2 is not installed. The template is not run."""
-    if not CHAT_TEMPLATE.is_set(config):
-        return ""
+def template_problem(text: str, backend: str) -> str:
+    """What is wrong with a chat template; "" if nothing is, or jinja2 is not installed. The template is not run."""
     try:
         from jinja2 import Environment, TemplateSyntaxError
     except ImportError:
         return ""
-    text = CHAT_TEMPLATE.read(config)
-    if config.backend == "llamacpp":
+    if backend == "llamacpp":
         text = _GENERATION.sub("", text)
     # Without the optimizer, which would compute constant expressions.
     environment = Environment(extensions=["jinja2.ext.loopcontrols"], optimized=False, autoescape=False)

@@ -20,13 +20,14 @@ from shmserve.repo.config.problems import nearest
 from shmserve.repo.config.schema import ModelConfig, ModelOutput
 from shmserve.repo.files.companions import WARMUP, data_bytes, read_labels
 from shmserve.repo.files.elf import read_library
+from shmserve.repo.files.gguf import chat_template
 from shmserve.repo.files.native_library import library_problem, missing_libraries
 from shmserve.repo.files.safe_paths import open_inside
 from shmserve.repo.load import CONFIG_FILE
 from shmserve.repo.onnx.differences import differences
 from shmserve.repo.onnx.header import NotOnnx, TooLarge, read_header
-from shmserve.repo.parameters import FUNCTION
-from shmserve.repo.rules.optimization import setting_problems
+from shmserve.repo.parameters import CHAT_TEMPLATE, FUNCTION
+from shmserve.repo.rules.optimization import setting_problems, template_problem
 from shmserve.repo.storage.model_functions import CLASS, parse_source, read_source
 
 ERROR, WARNING = "error", "warning"
@@ -234,11 +235,24 @@ def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[Fin
         )
     elif config.backend == "onnxruntime":
         yield from _onnx(path, name, config)
+    elif config.backend == "llamacpp":
+        yield from _gguf(path, name, config)
     elif config.backend == "python" and (source := read_source(path)) is not None:
         yield from _source(name, source, FUNCTION.is_set(config))
         if path.stat().st_mode & stat.S_IWOTH:
             hint = "the server runs it: chmod o-w"
             yield Finding(WARNING, name, "it is writable by every user of this machine", hint)
+
+
+def _gguf(path: Path, name: str, config: ModelConfig) -> Iterator[Finding]:
+    try:
+        template = "" if CHAT_TEMPLATE.is_set(config) else chat_template(path)
+    except InvalidRequest as error:
+        yield Finding(ERROR, name, error.message)
+        return
+    if problem := template_problem(template, config.backend):
+        hint = f"set the parameter {CHAT_TEMPLATE.name}"
+        yield Finding(ERROR, name, f"its chat template is {problem}", hint)
 
 
 def _operator_libraries(folder: Path, version: int, config: ModelConfig) -> Iterator[Finding]:

@@ -50,6 +50,13 @@ def template(text: str) -> str:
     return f'parameters {{ key: "chat_template" value {{ string_value: "{text}" }} }}\n'
 
 
+def gguf(template: str) -> bytes:
+    """The header of a file with this chat template."""
+    key, text = b"tokenizer.chat_template", template.encode()
+    start = struct.pack(f"<4sIQQQ{len(key)}s", b"GGUF", 3, 0, 1, len(key), key)
+    return start + struct.pack(f"<IQ{len(text)}s", 8, len(text), text)
+
+
 def without_config(root: Path, name: str, files: dict[str, str | bytes]) -> None:
     (model(root, name, files=files) / "config.pbtxt").unlink()
 
@@ -100,6 +107,7 @@ MISTAKES: list[Mistake] = [
     lambda root: model(root, "levelled", ONNX + "optimization { graph { level: 3 } }", {"1/model.onnx": network()}),
     lambda root: model(root, "custom", ONNX + LIBRARIES, {"1/model.onnx": network(), "1/ours.so": "", "all.so": ""}),
     lambda root: model(root, "chatty", GOOD + template("{% for m in messages %}\\n{{ m.role }}{% endif %}")),
+    lambda root: model(root, "gguf", 'backend: "llamacpp"\n', {"1/model.gguf": gguf("{% for m in messages %}")}),
     lambda root: model(root, "filtered", GOOD + template("{{ messages | shout }}")),
     # files that the configuration refers to
     lambda root: model(root, "unlabelled", LABELS),

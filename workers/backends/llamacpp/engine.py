@@ -11,11 +11,12 @@ from __future__ import annotations
 import base64
 import http.client
 import os
+import re
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,6 +44,7 @@ import xllamacpp
 
 _SILENT, _ERRORS = 0, 1
 """Log levels of the engine."""
+_ERROR_LINE = re.compile(r"^[\d.]+ E +(.+)$", re.MULTILINE)
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 _Answer = TypeVar("_Answer", bound=Struct)
 
@@ -108,13 +110,16 @@ class Engine:
             self._server, self._socket = _started(settings, self._key, _SILENT)
         except RuntimeError:
             # Load again with logging, because the engine only logs the reason.
-            log_message(f"llama.cpp cannot load {settings.file.name}")
-            try:
-                self._server, self._socket = _started(settings, self._key, _ERRORS)
-            except RuntimeError as error:
-                raise ModelFailed(
-                    f"llama.cpp cannot load {settings.file.name}; the log of the server has its messages"
-                ) from error
+            with tempfile.TemporaryFile() as log:
+                try:
+                    with _logging_to(log.fileno()):
+                        self._server, self._socket = _started(settings, self._key, _ERRORS)
+                except RuntimeError as error:
+                    log.seek(0)
+                    text = log.read().decode(errors="replace").replace(str(settings.file), settings.file.name)
+                    for line in text.splitlines():
+                        log_message(line)
+                    raise ModelFailed(f"llama.cpp cannot load {settings.file.name}: {_reason(text)}") from error
 
     def prepared(self, generation: Generation) -> Callable[[Listener], None]:
         body = self._common | body_of(generation, self._defaults)
@@ -205,6 +210,24 @@ def _started(settings: Settings, key: str, verbosity: int) -> tuple[Any, int]:
         path = Path(folder) / "http.sock"
         server = xllamacpp.Server(_parameters(settings, path, key, verbosity))
         return server, os.open(path, os.O_PATH | os.O_CLOEXEC)
+
+
+@contextmanager
+def _logging_to(descriptor: int) -> Iterator[None]:
+    """The engine writes its log to the standard error."""
+    before = os.dup(2)
+    os.dup2(descriptor, 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def _reason(log: str) -> str:
+    """The first error in the log of the engine, in which a line is `TIME E FUNCTION: TEXT`."""
+    found = _ERROR_LINE.search(log)
+    return " ".join(found[1].split()) if found is not None else "the log of the server has its messages"
 
 
 def _parameters(settings: Settings, path: Path, key: str, verbosity: int) -> Any:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from shmserve.errors import Unsupported
+from shmserve.repo.files.gguf import trained_context
 from shmserve.repo.parameters import CHAT_TEMPLATE
 from shmserve.workers.backends.language.sampling import adapters_of, defaults_of
-from shmserve.workers.backends.llamacpp.files import trained_context
 from shmserve.workers.backends.llamacpp.parameters import UNSUPPORTED
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.process.device import device_of, visible_number

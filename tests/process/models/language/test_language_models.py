@@ -33,6 +33,10 @@ def test_invalid_model_files_and_settings_are_reported(tmp_path: Path) -> None:
     wrong_type = 'input [ { name: "text_input" data_type: TYPE_UINT8 dims: [ 1 ] } ]\n'
     broken(tmp_path / "garbage", b"garbage" * 99)
     broken(tmp_path / "half", b"")
+    template = gguf_models.TEMPLATE.encode()
+    file = gguf_models.write(tmp_path / "model.gguf").read_bytes()
+    broken(tmp_path / "template", file.replace(template, template.replace(b"endfor", b"endfur")))
+    (tmp_path / "model.gguf").unlink()
     broken(tmp_path / "slots", slots="999")
     broken(tmp_path / "context", context_length="513")
     broken(tmp_path / "cache", cache_type="f17")
@@ -47,7 +51,8 @@ def test_invalid_model_files_and_settings_are_reported(tmp_path: Path) -> None:
         reasons = {entry["name"]: entry["reason"] for entry in client.models()}
     words = {
         "garbage": "model.gguf is not a GGUF file that llama.cpp can run: it does not begin with 'GGUF'",
-        "half": "llama.cpp cannot load model.gguf; the log of the server has its messages",
+        "half": "llama.cpp cannot load model.gguf: llama_model_load: error loading model: tensor",
+        "template": "llama.cpp cannot load model.gguf: common_chat_templates_init: error: Unknown statement: endfur",
         "slots": "parameter slots of model 'slots' must be a number of sequences from 1 to 256, not '999'",
         "context": "must be at most 512, the context length for which the model was trained, not '513'",
         "cache": "must be one of f32",

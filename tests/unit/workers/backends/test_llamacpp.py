@@ -21,7 +21,7 @@ from shmserve.workers.backends.language.engine import Limits, Listener, Step
 from shmserve.workers.backends.language.replies import Reply
 from shmserve.workers.backends.language.requests import RETURNED, Generation
 from shmserve.workers.backends.language.sampling import Defaults, Sampling, defaults_of, merged, sampling_in
-from shmserve.workers.backends.llamacpp.files import trained_context
+from shmserve.repo.files.gguf import chat_template, trained_context
 from shmserve.workers.backends.llamacpp.parameters import UNSUPPORTED, engine_parameters
 from shmserve.workers.backends.llamacpp.pieces import Pieces
 from shmserve.workers.backends.llamacpp.settings import Settings
@@ -35,6 +35,7 @@ from tests.support.workers.models import gguf_models
 def test_the_header_of_a_file(tmp_path: Path) -> None:
     file = gguf_models.write(tmp_path / "model.gguf", context=1234)
     assert trained_context(file) == 1234
+    assert chat_template(file) == gguf_models.TEMPLATE
     data = file.read_bytes()
     file.write_bytes(data.replace(b"llama.context_length", b"llama.context_lenght"))
     assert trained_context(file) == 0, "the whole header was read"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +15,7 @@ _FORMATS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?",
 """Type of a number -> its format."""
 _STRING, _ARRAY = 8, 9
 _ARCHITECTURE = "general.architecture"
+_TEMPLATE = "tokenizer.chat_template"
 _KEYS = 4096
 _TEXT = 1 << 16
 
@@ -21,24 +23,9 @@ _TEXT = 1 << 16
 def trained_context(path: Path) -> int:
     """The context length for which the model was trained; 0 if the header does not contain it. Raises InvalidRequest
     for a file that is not a model."""
-    with path.open("rb") as file:
-        try:
-            return _trained_context(file)
-        except (struct.error, KeyError, ValueError) as error:
-            reason = str(error) if type(error) is ValueError else "its header is damaged or cut off"
-            raise InvalidRequest(f"{path.name} is not a GGUF file that llama.cpp can run: {reason}") from error
-
-
-def _trained_context(file: BinaryIO) -> int:
-    if file.read(4) != MAGIC:
-        raise ValueError("it does not begin with 'GGUF'")
-    version, _, keys = struct.unpack("<IQQ", file.read(20))
-    if not 2 <= version <= 3:
-        raise ValueError(f"its version is {version}, and only 2 and 3 are supported")
     architecture = ""
     found: dict[str, int] = {}
-    for _ in range(min(keys, _KEYS)):
-        key, value = _text(file), _value(file)
+    for key, value in _header(path):
         if key == _ARCHITECTURE and isinstance(value, str):
             architecture = value
         elif key.endswith(".context_length") and isinstance(value, int):
@@ -47,8 +34,38 @@ def _trained_context(file: BinaryIO) -> int:
         if wanted in found:
             return found[wanted]
     if not architecture:
-        raise ValueError("it does not name an architecture")
+        raise _unusable(path, "it does not name an architecture")
     return 0
+
+
+def chat_template(path: Path) -> str:
+    """The chat template; "" if the header contains none, or a very long one. Raises InvalidRequest like
+    `trained_context`."""
+    return next((value for key, value in _header(path) if key == _TEMPLATE and isinstance(value, str)), "")
+
+
+def _header(path: Path) -> Iterator[tuple[str, object]]:
+    """The keys and their values, as `_value` reads them."""
+    with path.open("rb") as file:
+        try:
+            yield from _pairs(file)
+        except (struct.error, KeyError, ValueError) as error:
+            reason = str(error) if type(error) is ValueError else "its header is damaged or cut off"
+            raise _unusable(path, reason) from error
+
+
+def _unusable(path: Path, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"{path.name} is not a GGUF file that llama.cpp can run: {reason}")
+
+
+def _pairs(file: BinaryIO) -> Iterator[tuple[str, object]]:
+    if file.read(4) != MAGIC:
+        raise ValueError("it does not begin with 'GGUF'")
+    version, _, keys = struct.unpack("<IQQ", file.read(20))
+    if not 2 <= version <= 3:
+        raise ValueError(f"its version is {version}, and only 2 and 3 are supported")
+    for _ in range(min(keys, _KEYS)):
+        yield _text(file), _value(file)
 
 
 def _text(file: BinaryIO) -> str:
