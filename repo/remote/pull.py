@@ -23,7 +23,7 @@ from shmserve.repo.remote.address import RemoteAddress, parse_address
 from shmserve.repo.remote.cache import Cache, CacheFull, Slot
 from shmserve.repo.remote.credentials import Redactor
 from shmserve.repo.remote.download import PAUSE_S, PIECE_BYTES, Download
-from shmserve.repo.remote.stores import Missing, RemoteFile, Store, StoreError, open_store
+from shmserve.repo.remote.stores import HubStore, Missing, RemoteFile, Store, StoreError, open_store
 
 CONNECTIONS = 8
 SHOWN = 8
@@ -45,21 +45,25 @@ class Plan(NamedTuple):
 
 
 class Pull:
-    """`name`: of the model; "": that of the file or directory. Raises InvalidRequest, NotFound or Unavailable."""
+    """`name`: of the model; "": that of the file or directory. `max_bytes`: of the model; 0: no limit. Raises
+    InvalidRequest, NotFound or Unavailable."""
 
-    def __init__(self, url: str, repository: Path, name: str = "") -> None:
+    def __init__(self, url: str, repository: Path, name: str = "", max_bytes: int = 0) -> None:
         self._address = parse_address(url)
         self._repository = repository
-        parent, _, last = self._address.path.rpartition("/")
+        self._max_bytes = max_bytes or _NO_LIMIT
         try:
-            self._store = open_store(self._address._replace(path=parent), Redactor())
-            self.plan = _plan(self._store, self._address, last, name)
+            self._store, self.plan = _planned(self._address, name)
         except Missing as error:
             raise NotFound(f"{self._address}: {error}") from error
         except StoreError as error:
             raise Unavailable(f"{self._address}: {error}") from error
         if not MODEL_NAME.fullmatch(self.plan.name):
             raise InvalidRequest(f"'{escaped(self.plan.name)}' cannot be the name of a model; expected {NAME_RULE}")
+        if self.plan.size > self._max_bytes:
+            raise InvalidRequest(
+                f"the model has {self.plan.size} bytes, more than the limit of {max_bytes} (--max-size)"
+            )
         self.folder = repository / self.plan.name
         if self.folder.exists():
             raise InvalidRequest(f"{self.folder} exists; remove it, or choose another --name")
@@ -82,7 +86,7 @@ class Pull:
             root.parent.rmdir()
 
     def _fetch(self, slot: Slot, advance: Callable[[int], None], piece_bytes: int, pause_s: float) -> None:
-        cache, pieces = Cache(slot.folder, _NO_LIMIT), ThreadPoolExecutor(CONNECTIONS, "piece")
+        cache, pieces = Cache(slot.folder, self._max_bytes), ThreadPoolExecutor(CONNECTIONS, "piece")
         download = Download(cache, pieces, lambda _: None, advance, threading.Event().wait, piece_bytes, pause_s)
         tree = slot.folder / "trees" / "new"
         try:
@@ -95,6 +99,16 @@ class Pull:
         finally:
             pieces.shutdown(cancel_futures=True)
         tree.rename(self.folder)
+
+
+def _planned(address: RemoteAddress, name: str) -> tuple[Store, Plan]:
+    parent, _, last = address.path.rpartition("/")
+    if address.scheme == "hf" and PurePosixPath(last).suffix not in _ONE_FILE:
+        hub = open_store(address, Redactor())
+        if isinstance(hub, HubStore) and (network := hub.network()):
+            return hub, Plan(name or network, {file.path: file for file in hub.files(network)})
+    store = open_store(address._replace(path=parent), Redactor())
+    return store, _plan(store, address, last, name)
 
 
 def _plan(store: Store, address: RemoteAddress, last: str, name: str) -> Plan:

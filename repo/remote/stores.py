@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shmserve.extras import install_command, outdated
+from shmserve.repo.backends import NETWORK
 from shmserve.repo.remote.address import PACKAGES, RemoteAddress
 from shmserve.repo.remote.cache import CacheFull
 from shmserve.repo.remote.credentials import Redactor, client_options
@@ -25,6 +26,10 @@ READ_S = 30.0
 MAX_FILES = 200_000
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _PART_BYTES = 255
+_WEIGHTS = ".safetensors"
+_NETWORK_FILES = (_WEIGHTS, ".jinja", ".json", ".model", ".tiktoken", ".txt")
+"""Suffixes of the files of a network. Others are the same weights in other formats, and code."""
+_NETWORK_CONFIG = b'backend: "vllm"\n'
 
 
 class RemoteFile(NamedTuple):
@@ -76,7 +81,8 @@ def open_store(address: RemoteAddress, redact: Redactor) -> Store:
     if address.extra == "http":
         http: type[Store] = import_module("shmserve.repo.remote.http_store").HttpStore
         return http(address, redact)
-    return S3Store(address, redact) if address.scheme == "s3" else Store(address, redact)
+    kinds: dict[str, type[Store]] = {"s3": S3Store, "hf": HubStore}
+    return kinds.get(address.scheme, Store)(address, redact)
 
 
 class Store:
@@ -246,6 +252,39 @@ class S3Store(Store):
         # A public bucket: there are no credentials anywhere.
         self._fs = self._make(self._options, anonymous=True)
         return super()._call(work, model)
+
+
+class HubStore(Store):
+    """A store of Hugging Face. A directory with a network is a repository of one model, which vLLM runs: its files are
+    those of version 1."""
+
+    _network: str | None = None
+
+    def network(self) -> str:
+        """The name of that model; "": the directory is like those of other stores, or is an owner of repositories."""
+        if self._network is None:
+            owner, _, name = self.address.path.rpartition("/")
+            entries = self._call(self._list) if owner else ()
+            files = {_last(entry["name"]) for entry in entries if entry["type"] == "file"}
+            found = NETWORK in files and any(file.endswith(_WEIGHTS) for file in files)
+            self._network = name.partition("@")[0] if found else ""
+        return self._network
+
+    def models(self) -> list[str]:
+        return [self.network()] if self.network() else super().models()
+
+    def files(self, model: str) -> list[RemoteFile]:
+        if not self.network():
+            return super().files(model)
+        if model != self.network():
+            raise Missing(f"the repository has no model '{model}'")
+        root = self._root()
+        files = [self._file(root, entry["name"], entry) for entry in self._call(self._list) if entry["type"] == "file"]
+        found = [file._replace(path=f"1/{file.path}") for file in files if file.path.endswith(_NETWORK_FILES)]
+        return checked(model, [*found, RemoteFile("config.pbtxt", "", len(_NETWORK_CONFIG), "1")])
+
+    def read(self, file: RemoteFile, start: int, end: int) -> bytes:
+        return super().read(file, start, end) if file.key else _NETWORK_CONFIG[start:end]
 
 
 def _code(error: BaseException | None) -> str:

@@ -31,6 +31,7 @@ MAX_NS = 10**18
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|min|m|h)?")
 _UNITS = {"us": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "min": 60e9, "h": 3600e9}
 ELSEWHERE = ("--url URL, --runtime-dir DIR", "the server (default: this user's)")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE)
 
 
 def add_command(
@@ -209,3 +210,12 @@ def span(text: str) -> tuple[int, int]:
     if result[0] > result[1]:
         raise argparse.ArgumentTypeError(f"'{text}': the upper bound is below the lower bound")
     return result
+
+
+def size(text: str) -> int:
+    """2GiB, 512M or a number of bytes. Units are binary."""
+    result = _SIZE.fullmatch(text.strip())
+    value = round(float(result[1]) * 1024 ** (" KMGT".index(result[2].upper()) if result[2] else 0)) if result else 0
+    if not value:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size above 0, such as 512MiB or 2GiB")
+    return value

@@ -14,6 +14,7 @@ from shmserve.clients.cli.arguments.common import (
     add_server_command,
     at_least_1,
     seconds,
+    size,
 )
 from shmserve.clients.cli.commands import completion
 from shmserve.clients.cli.help import make_rare, rare
@@ -102,13 +103,13 @@ file is copied. Nothing is overwritten.
 
 def add_pull(commands: Any) -> None:
     examples = """  shmserve pull hf://OWNER/REPOSITORY/chat-Q4_K_M.gguf
-  shmserve pull hf://OWNER/REPOSITORY --name chat
+  shmserve pull hf://OWNER/REPOSITORY --name chat --max-size 8GiB
   shmserve pull s3://BUCKET/models/resnet --repository /srv/models
 """
     note = """
 URL is a model's directory as in a model repository, or one file: a GGUF, ONNX or other model file. Of a Hugging Face
-repository with one GGUF file, this file is taken. An interrupted download is resumed by the same command. Credentials
-are read from the same places as by `serve`.
+repository, its only GGUF file is taken, or the network with its tokenizer, for vLLM. An interrupted download is resumed
+by the same command. Credentials are read from the same places as by `serve`.
 """
     about = "download a model into a model repository"
     codes = ("downloaded", "not downloaded")
@@ -116,6 +117,8 @@ are read from the same places as by `serve`.
     add = command.add_argument
     add("url", metavar="URL", help="address of the model: s3://, gs://, as://, http(s):// or hf://")
     add("--name", metavar="NAME", default="", help="name of the model (default: that of the file or directory)")
+    text = "download nothing if the model is larger, e.g. 8GiB (default: no limit)"
+    add("--max-size", metavar="SIZE", type=size, default=0, help=text)
     text = "model repository, created if it does not exist (default: ./models)"
     add("--repository", metavar="DIR", type=Path, default=Path("models"), help=text)
 

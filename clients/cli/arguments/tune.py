@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,11 @@ from shmserve.clients.cli.arguments.common import (
     duration,
     positive,
     seconds,
+    size,
     span,
 )
 from shmserve.clients.cli.arguments.measure import add_prompts, objectives
 from shmserve.clients.cli.help import rare
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE)
 
 
 def add_tune(commands: Any) -> None:
@@ -74,12 +71,3 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
     rare(add, "--simulated", metavar="N", type=at_least_1, default=2000, help=text)
     add_backend_settings(add)
     add_output(command)
-
-
-def size(text: str) -> int:
-    """2GiB, 512M or a number of bytes. Units are binary."""
-    result = _SIZE.fullmatch(text.strip())
-    value = round(float(result[1]) * 1024 ** (" KMGT".index(result[2].upper()) if result[2] else 0)) if result else 0
-    if not value:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a size above 0, such as 512MiB or 2GiB")
-    return value

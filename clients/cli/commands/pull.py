@@ -20,7 +20,7 @@ _STEP = 10
 
 def pull(args: argparse.Namespace) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    job = Pull(args.url, args.repository, args.name)
+    job = Pull(args.url, args.repository, args.name, args.max_size)
     progress = _Progress(job.plan.name, job.plan.size, sys.stderr.isatty())
     try:
         job.run(progress.advance)

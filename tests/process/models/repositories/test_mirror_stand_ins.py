@@ -182,6 +182,24 @@ def test_pull_downloads_a_model(hub: type[_Hub], tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "models").iterdir()} == {"tiny.Q4_0", "tiny", "served"}
 
 
+NETWORK = {"config.json": b"{}", "model.safetensors": b"w" * 9, "tokenizer.json": b"t"}
+MODEL = {f"1/{name}": data for name, data in NETWORK.items()} | {"config.pbtxt": b'backend: "vllm"\n'}
+"""What becomes of it."""
+
+
+def test_a_network_is_a_model_of_vllm(hub: type[_Hub], tmp_path: Path) -> None:
+    hub.files = {**NETWORK, "pytorch_model.bin": b"p", "onnx/model.onnx": b"o", "README.md": b"r"}
+    words = ("hf://owner/models@main", "--repository", tmp_path / "pulled")
+    _, err = pull(*words, "--max-size", "10", code=1)
+    assert "the model has 28 bytes, more than the limit of 10 (--max-size)" in err
+    pull(*words, "--max-size", "1KiB")
+    assert files_in(tmp_path / "pulled" / "models") == MODEL
+    with mirrored("hf://owner/models", tmp_path / "cache") as mirror:
+        assert mirror.sync("models").state == "published"
+        assert mirror.files("models") == MODEL
+        assert mirror.sync("models").state == "unchanged"
+
+
 @pytest.mark.parametrize(("url", "text"), [
     ("hf://owner/models/b.gguf", "it has no file 'b.gguf'"),
     ("hf://owner/models", "name one of its files: x.gguf, y.gguf"),

@@ -15,13 +15,13 @@ import pytest
 
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable, Unsupported
 from shmserve.protocol.worker_messages import Work
+from shmserve.repo.files.gguf import chat_template, trained_context
 from shmserve.repo.load import parse
 from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.language.engine import Limits, Listener, Step
 from shmserve.workers.backends.language.replies import Reply
 from shmserve.workers.backends.language.requests import RETURNED, Generation
 from shmserve.workers.backends.language.sampling import Defaults, Sampling, defaults_of, merged, sampling_in
-from shmserve.repo.files.gguf import chat_template, trained_context
 from shmserve.workers.backends.llamacpp.parameters import UNSUPPORTED, engine_parameters
 from shmserve.workers.backends.llamacpp.pieces import Pieces
 from shmserve.workers.backends.llamacpp.settings import Settings
