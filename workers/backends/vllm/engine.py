@@ -20,6 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from shmserve.errors import InvalidRequest
 from shmserve.workers.backends.language.engine import Limits, Step
 from shmserve.workers.backends.vllm.parameters import messages_of, parameters_of
+from shmserve.workers.backends.vllm.tools import CallReaders, ToolParsers
 from shmserve.workers.model_calls.coroutines import Coroutines
 from shmserve.workers.process.exit_codes import Exit, exit_process
 from shmserve.workers.process.log import log_message
@@ -53,6 +54,7 @@ class VllmEngine:
             self._coroutines.close()
             raise
         self._tokenizer = self._engine.get_tokenizer()
+        self._tools = ToolParsers(settings.tool_parser, self._tokenizer) if settings.tool_parser else None
         config = self._engine.vllm_config
         cache = (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size
         self.limits = Limits(config.scheduler_config.max_num_seqs, config.model_config.max_model_len, max(1, cache))
@@ -62,17 +64,28 @@ class VllmEngine:
     def prepared(self, generation: Generation) -> Callable[[Listener], None]:
         values, structured = parameters_of(generation, self._defaults)
         try:
+            calls = self._call_readers(generation)
+            if calls is not None and not calls.skip_special_tokens:
+                values["skip_special_tokens"] = False
             if structured:
                 values["structured_outputs"] = StructuredOutputsParams(**structured)
             parameters = SamplingParams(output_kind=RequestOutputKind.DELTA, **values)
         except (TypeError, ValueError, VLLMClientError) as error:
             raise InvalidRequest(f"vLLM: {error}") from error
-        return partial(self._run, generation, parameters)
+        return partial(self._run, generation, parameters, calls)
 
-    def _run(self, generation: Generation, parameters: SamplingParams, listener: Listener) -> None:
+    def _call_readers(self, generation: Generation) -> CallReaders | None:
+        chat = generation.chat or {}
+        if self._tools is None or generation.forced or not chat.get("tools") or chat.get("tool_choice") == "none":
+            return None
+        return self._tools.reader(chat, generation.count)
+
+    def _run(
+        self, generation: Generation, parameters: SamplingParams, calls: CallReaders | None, listener: Listener
+    ) -> None:
         prompt = self._prompt(generation)
         adapter = self._adapters.get(generation.sampling.lora_name or "")
-        running = self._coroutines.submit(self._generate(prompt, parameters, adapter, listener))
+        running = self._coroutines.submit(self._generate(prompt, parameters, adapter, calls, listener))
         listener.abort_with(running.cancel)
         try:
             running.result()
@@ -85,12 +98,17 @@ class VllmEngine:
             exit_process(Exit.INTERNAL)
 
     async def _generate(
-        self, prompt: Any, parameters: SamplingParams, adapter: LoRARequest | None, listener: Listener
+        self,
+        prompt: Any,
+        parameters: SamplingParams,
+        adapter: LoRARequest | None,
+        calls: CallReaders | None,
+        listener: Listener,
     ) -> None:
         outputs = self._engine.generate(prompt, parameters, str(next(self._numbers)), lora_request=adapter)
         try:
             async for output in outputs:
-                if listener.step([_step(one, output) for one in output.outputs]):
+                if listener.step([_step(one, output, calls) for one in output.outputs]):
                     break
         finally:
             await outputs.aclose()
@@ -138,11 +156,13 @@ async def _started(arguments: AsyncEngineArgs) -> AsyncLLM:
     return await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
 
 
-def _step(text: Any, output: Any) -> Step:
+def _step(text: Any, output: Any, calls: CallReaders | None) -> Step:
     step = Step(text.index, text.text, generated=len(text.token_ids), finish=text.finish_reason or "")
     step.prompt = len(output.prompt_token_ids or ())
     if step.finish:
         step.cached = max(0, output.num_cached_tokens or 0)
+    if calls is not None:
+        calls.read(step, list(text.token_ids), output.prompt_token_ids)
     for token, scores in zip(text.token_ids, text.logprobs or (), strict=False):
         step.ids.append(token)
         step.scores.append({str(other): _described(score) for other, score in scores.items()})

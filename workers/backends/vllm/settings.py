@@ -21,16 +21,19 @@ if TYPE_CHECKING:
 
 FILE = "model.json"
 MODEL = "model"
+TOOL_PARSER = "tool_parser"
 PARAMETERS = {"slots": "max_num_seqs", "context_length": "max_model_len"}
 """Parameters that all engines have -> arguments of this one."""
 
 
 class Settings(Struct, frozen=True):
-    """`arguments`: those of the engine. `threads`: of the engine on a CPU; 0: it decides."""
+    """`arguments`: those of the engine. `threads`: of the engine on a CPU; 0: it decides. `tool_parser`: reads the tool
+    calls that the model makes by itself; "": nothing does."""
 
     arguments: dict[str, Any]
     threads: int
     chat_template: str
+    tool_parser: str
     adapters: dict[str, Path]
     defaults: Defaults
 
@@ -46,7 +49,8 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
         places = max(len(adapters) + 1, arguments.get("max_loras", 0))
         arguments = {"enable_lora": True, **arguments, "max_loras": places}
     defaults = defaults_of(config, UNSUPPORTED, adapters)
-    return Settings(arguments, context.threads, CHAT_TEMPLATE.read(config), adapters, defaults)
+    tool_parser = parameters.text(TOOL_PARSER)
+    return Settings(arguments, context.threads, CHAT_TEMPLATE.read(config), tool_parser, adapters, defaults)
 
 
 def _arguments(config: ModelConfig, context: Context) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def _write_llamacpp(repository: Path, prompts: Sequence[str], count: int) -> Exp
 
 
 def _write_vllm(repository: Path, prompts: Sequence[str], count: int) -> Expected:
-    version = _version(repository, "vllm", slots=str(SLOTS))
+    version = _version(repository, "vllm", slots=str(SLOTS), tool_parser="hermes")
     network = version / "network"
     network.mkdir()
     asked = [(prompt, count, False) for prompt in prompts]

@@ -228,6 +228,28 @@ def test_demanded_tool_calls(engine: Text) -> None:
         assert json.loads(call["function"]["arguments"])["city"] == "Oslo"
 
 
+def test_tool_calls_of_the_model_itself(engine: Text) -> None:
+    if engine.kind.name != "vllm":
+        pytest.skip("the format of the calls is known from the template of a model")
+    called = 'Let me see. <tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    for choice, expected in ({}, ["weather"]), ({"tool_choice": "none"}, []):
+        chat = {"messages": [{"role": "user", "content": "?"}], "tools": tools, **choice}
+        given = {"messages": json.dumps(chat), "return_finish_reason": True}
+        sampling = {"structured_outputs": {"choice": [called]}, "max_tokens": 400, "ignore_eos": False}
+        for found in (
+            list(engine.stream("", sampling=sampling, **given)),
+            [engine.complete("", sampling=sampling, **given)],
+        ):
+            pieces = [call for part in found if "tool_calls" in part for call in json.loads(part["tool_calls"][0])]
+            names = [piece["function"]["name"] for piece in pieces if piece["function"].get("name")]
+            assert names == expected
+            arguments = "".join(piece["function"].get("arguments", "") for piece in pieces)
+            assert json.loads(arguments or "{}") == ({"city": "Oslo"} if expected else {})
+            assert said(iter(found)).strip() == ("Let me see." if expected else called)
+            assert found[-1]["finish_reason"].tolist() == [b"tool_calls" if expected else b"stop"]
+
+
 def test_adapters(engine: Text) -> None:
     prompt = PROMPTS[0]
     assert said(engine.stream(prompt, sampling={"lora_name": ADAPTER})) == engine.adapted
