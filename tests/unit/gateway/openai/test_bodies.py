@@ -307,7 +307,7 @@ def test_contents_that_are_no_texts(content: Any, text: str) -> None:
 def test_a_result_of_a_tool_is_a_message_of_its_own() -> None:
     content = [*result("warm"), {"type": "text", "text": "And?"}]
     body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
-    assert messages.request_of(json.dumps(body).encode()).messages == [
+    assert messages.request_of(json.dumps(body).encode())[0].messages == [
         {"role": "tool", "tool_call_id": "t", "content": "warm"},
         {"role": "user", "content": [{"type": "text", "text": "And?"}]},
     ]
