@@ -50,8 +50,8 @@ from shmserve.repo.rules.padding import padding_of
 from shmserve.repo.rules.parameter_rules import scaled_groups
 
 _US = 1000
-DEFAULT_SLOTS = {"llamacpp": 4, "vllm": 0}
-"""Backend of language models -> the default of its parameter `slots`; 0: it depends on the machine."""
+DEFAULT_SLOTS = {"llamacpp": 4, "vllm": 256}
+"""Backend of language models -> the default of its parameter `slots`."""
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 ON_DEVICE = frozenset({"tensorrt", "onnxruntime", "pytorch"})
 """Backends that can read and write tensors on their process's GPU."""

@@ -16,10 +16,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from shmserve.errors import ConnectionLost, Denied, Internal, ServeError
-from shmserve.gateway.auth.actions import CHANGES, TO_MODELS
+from shmserve.errors import ConnectionLost, Denied, Internal, InvalidRequest, ServeError
+from shmserve.gateway.auth.actions import CHANGES, FORMS, TO_MODELS
 from shmserve.gateway.http.routes import NoRoute, resolve
 from shmserve.gateway.kserve.status import BY_CODE, http_of
+from shmserve.gateway.openai.forms import form_of
 from shmserve.gateway.upstream.documents import Route
 from shmserve.protocol.actions import Action
 from shmserve.protocol.grpc.messages import INFERENCE, message_class, read
@@ -38,6 +39,7 @@ STREAMED = (
     Action.CHAT_COMPLETIONS,
     Action.RESPONSES,
     Action.MESSAGES,
+    Action.TRANSCRIPTIONS,
 )
 """Actions whose responses may arrive over time."""
 OPENAI = frozenset(action for action in TO_MODELS if not any("{model}" in path for path in action.row.http))
@@ -83,6 +85,9 @@ def http_target(route: Route, fields: dict[str, str], body: bytes) -> Target:
     )
     if target.opaque:
         return target
+    if route.action in FORMS:
+        target.model = _model_in_form(body)
+        return target
     length = fields.get(HEADER_LENGTH, "")
     text = body[: int(length)] if length.isascii() and length.isdecimal() else body
     if route.action in OPENAI or (not target.sequence and b'"sequence_id"' in text):
@@ -93,6 +98,18 @@ def http_target(route: Route, fields: dict[str, str], body: bytes) -> Target:
         target.model = target.model or document.model
         target.sequence = target.sequence or str(document.parameters.sequence_id or "")
     return target
+
+
+def _model_in_form(body: bytes) -> str:
+    work = form_of(body)
+    try:
+        while True:
+            next(work)
+    except StopIteration as end:
+        model = end.value.fields.get("model", "")
+        return model if isinstance(model, str) else ""
+    except InvalidRequest:
+        return ""  # the server reports the error
 
 
 def grpc_target(name: str, message: bytes) -> Target:

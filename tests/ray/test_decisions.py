@@ -158,6 +158,9 @@ shmserve_model_memory_bytes{model="b",version="1",place="host"} 40
     assert free_bytes("") == math.inf
 
 
+FORM = b'--a\r\nContent-Disposition: form-data; name="model"\r\n\r\nspeech\r\n--a--\r\n'
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "body", "target"),
     [
@@ -169,6 +172,8 @@ shmserve_model_memory_bytes{model="b",version="1",place="host"} 40
         ("/v2/models/m/infer", {"inference-header-content-length": "2"}, b'{}"sequence_id"', Target("m")),
         ("/v2/models/m/infer", {"content-encoding": "gzip"}, b"...", Target("m", opaque=True)),
         ("/v1/chat/completions", {}, b'{"model": "chat"}', Target("chat")),
+        ("/v1/audio/transcriptions", {}, FORM, Target("speech")),
+        ("/v1/audio/transcriptions", {}, FORM[:-9], Target()),
     ],
 )
 def test_target_of_http_requests(path: str, fields: dict[str, str], body: bytes, target: Target) -> None:

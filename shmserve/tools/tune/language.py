@@ -20,8 +20,11 @@ from shmserve.repo.config.schema import ModelConfig, ModelParameter, parameter
 from shmserve.tools.load.plan import DEFAULT_OUTPUT, Closed, Objectives, Plan, Prompts, Settings
 from shmserve.tools.load.record import Point
 
-DEFAULTS = {"llamacpp": {"slots": 4, "prompt_batch": 512, "context_length": 4096}}
-"""Backend -> the parameters that can be tuned, and their defaults."""
+DEFAULTS = {
+    "llamacpp": {"slots": 4, "prompt_batch": 512, "context_length": 4096},
+    "vllm": {"slots": 256, "prompt_batch": 0, "context_length": 0},
+}
+"""Backend -> the parameters that can be tuned, and their defaults; 0: the engine chooses one for the model."""
 MOST_SLOTS = 256
 GAIN = 1.05
 """Factor by which more slots must raise the tokens per second for still more to be tried."""
@@ -132,14 +135,16 @@ class LanguageTuner:
         self.trials: list[Trial] = []
 
     def run(self) -> None:
-        start = replace(self.model.current, context_length=max(self.model.current.context_length, self._needed))
+        start = self.model.current
+        if start.context_length:
+            start = replace(start, context_length=max(start.context_length, self._needed))
         self._try(start)
         for setting in self._more_slots(replace(start, slots=1)):
             self._try(setting)
         best = self.chosen
         if best is not None:
             for size in PROMPT_BATCHES:
-                if size <= best.setting.context_length:
+                if size <= (best.setting.context_length or size):
                     self._try(replace(best.setting, prompt_batch=size))
 
     @property

@@ -155,9 +155,13 @@ def test_scaling() -> None:
     assert (policy.cores, policy.quota, policy.slots) == (4, 3, 0)
 
 
-@pytest.mark.parametrize(("given", "slots"), [({}, 4), ({"slots": "16"}, 16)])
-def test_scaling_knows_the_slots_of_language_models(given: dict[str, str], slots: int) -> None:
-    text = 'name: "m" backend: "llamacpp" instance_group { kind: KIND_CPU }' + parameters(max_instances="2", **given)
+@pytest.mark.parametrize(("backend", "given", "slots"), [
+    ("llamacpp", {}, 4), ("llamacpp", {"slots": "16"}, 16), ("vllm", {}, 256), ("vllm", {"slots": "16"}, 16),
+])  # fmt: skip
+def test_scaling_knows_the_slots_of_language_models(backend: str, given: dict[str, str], slots: int) -> None:
+    text = f'name: "m" backend: "{backend}" instance_group {{ kind: KIND_CPU }}' + parameters(
+        max_instances="2", **given
+    )
     policy = compile_scaling(parse(text))
     assert policy is not None
     assert policy.slots == slots

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from shmserve.errors import Unsupported
+from shmserve.repo.compile import DEFAULT_SLOTS
 from shmserve.repo.files.gguf import trained_context
 from shmserve.repo.parameters import CHAT_TEMPLATE
 from shmserve.workers.backends.language.sampling import adapters_of, defaults_of
@@ -28,7 +29,6 @@ KEPT_PROMPTS = "prompt_cache_mb"
 DRAFT, GPU_LAYERS = "draft_model", "n_gpu_layers"
 RANK = "rank"
 POOLINGS = ("mean", "cls", "last", RANK)
-DEFAULT_SLOTS = 4
 ALL_LAYERS = 999
 LARGEST_CONTEXT = 4096
 """Context length of models trained for a longer one, unless the configuration sets it."""
@@ -76,7 +76,7 @@ def settings_of(config: ModelConfig, context: Context, has_gpu: bool) -> Setting
     file = context.model_file(config, "model.gguf")
     trained = trained_context(file)
     length = parameters.whole(CONTEXT, 0) or min(trained or DEFAULT_CONTEXT, LARGEST_CONTEXT)
-    slots = parameters.whole(SLOTS, DEFAULT_SLOTS)
+    slots = parameters.whole(SLOTS, DEFAULT_SLOTS[config.backend])
     if not 1 <= slots <= 256:
         raise parameters.wrong(SLOTS, "a number of sequences from 1 to 256")
     if trained and length > trained:

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.backends import NETWORK
+from shmserve.repo.compile import DEFAULT_SLOTS
 from shmserve.repo.parameters import CHAT_TEMPLATE
 from shmserve.workers.backends.language.sampling import Defaults, adapters_of, defaults_of
 from shmserve.workers.backends.parameters import Parameters
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 FILE = "model.json"
 MODEL = "model"
 TOOL_PARSER = "tool_parser"
-PARAMETERS = {"slots": "max_num_seqs", "context_length": "max_model_len"}
+SLOTS = "max_num_seqs"
+PARAMETERS = {"slots": SLOTS, "context_length": "max_model_len", "prompt_batch": "max_num_batched_tokens"}
 """Parameters that all engines have -> arguments of this one."""
 
 
@@ -43,6 +45,7 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
     adapters = adapters_of(config, context)
     arguments, parameters = _arguments(config, context), Parameters(config)
     arguments |= {name: value for key, name in PARAMETERS.items() if (value := parameters.whole(key, 0))}
+    arguments.setdefault(SLOTS, DEFAULT_SLOTS[config.backend])
     if adapters:
         # On a CPU, vLLM 0.32 runs requests without an adapter with the last one if the batch has others that name one:
         # an empty place is the last one.

@@ -59,8 +59,8 @@ class Served:
         return replace(result, language=language, first_answer=latencies([50_000_000]))
 
 
-def tuned(served: Served, memory: int = 0, prompts: Prompts = Prompts()) -> LanguageTuner:  # noqa: B008
-    model = TunedLanguageModel(TEXT, replace(parse(TEXT), name="m"))
+def tuned(served: Served, memory: int = 0, prompts: Prompts = Prompts(), text: str = TEXT) -> LanguageTuner:  # noqa: B008
+    model = TunedLanguageModel(text, replace(parse(text), name="m"))
     tuner = LanguageTuner(served, model, LanguageGoal(Objectives(ttft=1), prompts, memory), lambda text: None)
     tuner.run()
     return tuner
@@ -88,6 +88,14 @@ def test_the_context_becomes_long_enough_for_the_prompts() -> None:
     tuner = tuned(Served(100), prompts=Prompts(words=Lengths(5000, 6000), output=Lengths(100, 100)))
     assert {trial.setting.context_length for trial in tuner.trials} == {6144}
     assert '"6144"' in tuner.diff("f")
+
+
+def test_the_context_that_an_engine_chooses_is_left_to_it() -> None:
+    served = Served(100)
+    tuner = tuned(served, text=TEXT.replace("llamacpp", "vllm"))
+    assert tuner.chosen is not None
+    assert (tuner.chosen.setting.slots, tuner.chosen.setting.prompt_batch) == (8, 256)
+    assert all("context_length" not in config.parameters for config in served.configs)
 
 
 def test_a_setting_that_cannot_be_loaded_ends_the_search_for_more_slots() -> None:
