@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from shmserve.llm.figures import FIGURES
 from shmserve.protocol.rates import Row, percentiles
 from shmserve.tools.top.columns import MODELS, Column, Table
 from shmserve.tools.top.fleet_poller import ServerSnapshot
@@ -24,6 +25,9 @@ SERVING = frozenset({"READY", "RELOADING", "DEGRADED", "ASLEEP"})
 """States of a version that answers requests."""
 SILENT_S = 3.0
 """A server that has not answered for this long, and for longer than an interval, has the state NO ANSWER."""
+
+_SUMMED = tuple(figure for figure in FIGURES if figure.unit in ("count", "rate"))
+"""The figures of language models that can be added."""
 
 SERVERS = Table(
     "servers",
@@ -75,6 +79,7 @@ FLEET_MODELS = Table(
         Column("busy", "busy", "share", 10, "share of time in which instances ran a batch"),
         Column("memory_bytes", "mem", "bytes", 15, "memory of its processes (PSS)"),
         Column("gpu_memory_bytes", "gpu mem", "bytes", 22, "memory of its processes on GPUs"),
+        *(Column(one.key, one.head, one.unit, 16 + one.rank / 100, one.help, rare=True) for one in _SUMMED),
         Column("reason", "reason", "text", 17, "why it is not, or not fully, served, and where", 24),
     ),
 )
@@ -210,6 +215,7 @@ def _model(name: str, rows: list[Row], known: Sequence[ServerSnapshot]) -> Row:
             key: _sum(row[key] for row in rows)
             for key in ("requests_per_s", "failed_per_s", "queued", "in_flight", "memory_bytes", "gpu_memory_bytes")
         },
+        **{one.key: _sum(row[one.key] for row in rows) for one in _SUMMED},
         "queue_seconds": _weighted(rows, "queue_seconds"),
         "mean_batch": (_sum(row["rows_per_s"] for row in rows) or 0.0) / batches if batches else None,
         "busy": sum(row["busy"] * row["ready"] for row in rows if row["busy"] is not None) / ready if ready else None,
@@ -242,6 +248,7 @@ def _total(servers: Sequence[Row], known: Sequence[ServerSnapshot]) -> Row:
         "releases": dict(Counter(row["release"] for row in servers if row["release"]).most_common()),
         "interval": max(intervals, default=None),
         **{key: _sum(row[key] for row in servers) for key in ("requests_per_s", "failed_per_s", "queued", "in_flight")},
+        "generated_tokens_per_s": _sum(row["generated_tokens_per_s"] for row in models),
         "queue_seconds": _weighted(models, "queue_seconds"),
         **percentiles(_merged(counts for snapshot in known for counts in snapshot.times.values())),
     }

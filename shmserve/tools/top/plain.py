@@ -104,6 +104,8 @@ def fleet_summary(view: FleetView, width: int) -> list[Line]:
         labelled("queued", number_text(total["queued"], count_text), "warn" if total["queued"] else "plain"),
         labelled("in flight", number_text(total["in_flight"], count_text)),
     ]
+    if total["generated_tokens_per_s"] is not None:
+        second.append(labelled("tok/s", number_text(total["generated_tokens_per_s"], rate_text)))
     return [joined(first, width), joined(second, width)]
 
 

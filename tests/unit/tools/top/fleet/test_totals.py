@@ -73,6 +73,19 @@ def test_models_are_summed_and_percentiles_merged() -> None:
     assert row(view.models, model="m")["queue_seconds"] == view.total["queue_seconds"] == mean, "weighted by requests"
 
 
+def test_figures_of_language_models_are_summed() -> None:
+    def chat(tokens: int, texts: int) -> tuple[Any, Any]:
+        counts = [{"running": texts, "slots": 4, "generated_tokens": count} for count in (0, tokens)]
+        first, second = (model("m", language=one) for one in counts)
+        return first, second
+
+    view = view_of(snapshot("a", chat(100, 1)), snapshot("b", chat(300, 4), served("other", 1, FAST)))
+    found = row(view.models, model="m")
+    assert (found["texts"], found["slots"], found["generated_tokens_per_s"]) == (5, 8, 200)
+    assert row(view.models, model="other")["generated_tokens_per_s"] is None
+    assert "tok/s 200" in line_text(fleet_summary(view, 200)[1])
+
+
 @pytest.mark.parametrize(
     ("there", "here", "state", "versions", "servers"),
     [
@@ -160,7 +173,7 @@ def test_a_server_of_which_everything_and_one_of_which_nothing_is_known() -> Non
     assert (found["gpu"], found["gpu_memory_share"], found["memory_share"], found["cpu"]) == (0.75, 0.75, 0.25, 0.25)
     for table in (SERVERS, FLEET_MODELS, BY_SERVER):
         (found,) = view.table(table.name)
-        never = {"reason", "cache_hits", "share", "queued", *figures_of({}, {})} if table is BY_SERVER else set()
+        never = {*figures_of({}, {}), *(("reason", "cache_hits", "share", "queued") if table is BY_SERVER else ())}
         assert not [column.key for column in table.columns if found.get(column.key) is None and column.key not in never]
     view = view_of(ServerSnapshot("a", "http://a", problem="no server"))
     assert (view.models, view.by_server, view.total["requests_per_s"], view.total["p99"]) == ([], [], None, None)
