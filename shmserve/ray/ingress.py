@@ -19,8 +19,8 @@ from starlette.responses import Response, StreamingResponse
 from shmserve.errors import ConnectionLost, Denied, Internal, InvalidRequest, ServeError
 from shmserve.gateway.auth.actions import CHANGES, FORMS, TO_MODELS
 from shmserve.gateway.http.routes import NoRoute, resolve
+from shmserve.gateway.kserve.forms import form_of
 from shmserve.gateway.kserve.status import BY_CODE, http_of
-from shmserve.gateway.openai.forms import form_of
 from shmserve.gateway.upstream.documents import Route
 from shmserve.protocol.actions import Action
 from shmserve.protocol.grpc.messages import INFERENCE, message_class, read

@@ -303,21 +303,21 @@ class ResponsesFormat(ChatFormat):
             return []
         events = self._end_text()
         self._open = kind
-        given = _TEXT_ITEMS[kind]
-        item = {"type": kind, "id": f"{given.prefix}_{uuid4().hex}", "status": "in_progress", **given.fields}
+        item_kind = _TEXT_ITEMS[kind]
+        item = {"type": kind, "id": f"{item_kind.prefix}_{uuid4().hex}", "status": "in_progress", **item_kind.fields}
         item["content"] = []
         self._items.append(item)
         at = len(self._items) - 1
         events.append(self._event("response.output_item.added", output_index=at, item=dict(item)))
-        events.append(self._of_item("response.content_part.added", content_index=0, part=_part(given, "")))
+        events.append(self._of_item("response.content_part.added", content_index=0, part=_part(item_kind, "")))
         return events
 
     def _end_text(self) -> list[bytes]:
         """Ends the text that can go on, if there is one."""
         if not self._open:
             return []
-        given, text = _TEXT_ITEMS[self._open], "".join(self._text)
-        part = _part(given, text)
+        item_kind, text = _TEXT_ITEMS[self._open], "".join(self._text)
+        part = _part(item_kind, text)
         events = [
             self._of_text("done", text=text),
             self._of_item("response.content_part.done", content_index=0, part=part),
@@ -328,8 +328,8 @@ class ResponsesFormat(ChatFormat):
         return [*events, self._done(len(self._items) - 1)]
 
     def _of_text(self, kind: str, **more: Any) -> bytes:
-        given = _TEXT_ITEMS[self._open]
-        return self._of_item(f"response.{given.part}.{kind}", content_index=0, **more, **given.event_fields)
+        item_kind = _TEXT_ITEMS[self._open]
+        return self._of_item(f"response.{item_kind.part}.{kind}", content_index=0, **more, **item_kind.event_fields)
 
     def _of_item(self, kind: str, **more: Any) -> bytes:
         """An event of the last item."""
@@ -355,8 +355,8 @@ class ResponsesFormat(ChatFormat):
         return document
 
 
-def _part(given: _TextItem, text: str) -> dict[str, Any]:
-    return {"type": given.part, "text": text, **given.part_fields}
+def _part(kind: _TextItem, text: str) -> dict[str, Any]:
+    return {"type": kind.part, "text": text, **kind.part_fields}
 
 
 def _usage(usage: Usage) -> dict[str, Any] | None:
