@@ -32,7 +32,13 @@ class Vllm(LanguageBackend):
 
 def _set_environment(settings: Settings) -> None:
     """Sets variables that the engine's own processes read. Those of the operator take precedence."""
-    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CONFIGURE_LOGGING": "0"}
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CONFIGURE_LOGGING": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",  # otherwise the interface to which the name of the machine belongs
+    }
     if settings.threads:
         defaults["OMP_NUM_THREADS"] = str(settings.threads)
     for name, value in defaults.items():

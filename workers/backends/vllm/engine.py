@@ -1,9 +1,11 @@
 """vLLM in this process. Its scheduler and the network run in processes of its own; an event loop in a thread of this
-process receives what they generate."""
+process receives what they generate. The sockets between them are in a private directory, which others cannot enter."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from functools import partial
@@ -47,11 +49,14 @@ class VllmEngine:
             for number, (name, path) in enumerate(settings.adapters.items(), 1)
         }
         self._numbers = count(1)
+        self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", self._sockets.name)
         self._coroutines = Coroutines()
         try:
             self._engine = self._coroutines.submit(_started(arguments)).result()
         except BaseException:
             self._coroutines.close()
+            self._sockets.cleanup()
             raise
         self._tokenizer = self._engine.get_tokenizer()
         self._tools = ToolParsers(settings.tool_parser, self._tokenizer) if settings.tool_parser else None
@@ -150,6 +155,7 @@ class VllmEngine:
     def close(self) -> None:
         self._coroutines.close()
         self._engine.shutdown()
+        self._sockets.cleanup()
 
 
 async def _started(arguments: AsyncEngineArgs) -> AsyncLLM:
