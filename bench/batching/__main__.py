@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from bench.fleet.plots import series
+from bench.lib.charts import standalone
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
 from shmserve.sim import Affine, Load, Plan, Poisson, SimModel, simulate
-from shmserve.tools.charts import Axis, lines, standalone
+from shmserve.tools.charts import Axis, lines
 
 BATCH_NS, ROW_NS = 2_000_000, 250_000
 SIZES = (1, 4, 16, 32)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.fleet.experiments import GPUS
-from shmserve.tools.charts import Axis, Series, lines, standalone
+from bench.lib.charts import standalone
+from shmserve.tools.charts import Axis, Series, lines
 
 Rows = list[dict[str, Any]]
 P99 = Axis("p99 in ms", log=True)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.lib.charts import Ranked, rankings
 from bench.peers.report import OURS, Cell
-from shmserve.tools.charts import COLORS, Ranked, rankings
+from shmserve.tools.charts import COLORS
 
 TITLES = {
     "shmserve": "shmserve",

@@ -28,12 +28,13 @@ from typing import Any
 import numpy as np
 
 from bench.lib import models, table
+from bench.lib.charts import Ranked, rankings
 from bench.lib.clock import durations, in_turn
 from bench.lib.models import onnx_model
 from bench.published import text_models, texts
 from shmserve.repo import networks
 from shmserve.testing import Server
-from shmserve.tools.charts import COLORS, Ranked, rankings
+from shmserve.tools.charts import COLORS
 
 PATIENCE_S = 60.0
 CHART = Path(__file__).parents[2] / "docs" / "figures" / "published.svg"

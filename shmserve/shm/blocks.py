@@ -44,12 +44,6 @@ class Blocks:
     def free_bytes(self) -> int:
         return self.size - self.used
 
-    @property
-    def largest_free(self) -> int:
-        """The largest request that would succeed now."""
-        self._settle()
-        return self._fits[-1][0] & ~self._mask if self._fits else 0
-
     def allocate(self, size: int) -> int | None:
         """Returns the offset of a new block of at least `size` bytes, or None if none fits. 0 bytes take one unit."""
         if size < 0:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from bench.lib import table
+from bench.lib.charts import RANKED_BAR
 from bench.lib.wrk import Post, Turn
 from bench.peers import chart, report, workloads
 from bench.peers.report import Cell
 from bench.peers.running import running
-from shmserve.tools.charts import RANKED_BAR
 
 ANSWERS = """
 import http.server, subprocess, sys, time
