@@ -146,7 +146,7 @@ class AsyncClient(Queries[Awaitable[dict[str, Any]], Awaitable[list[dict[str, An
         parameters: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> AsyncFuture:
-        """Like `infer`, but return an awaitable future immediately. Must be called in a running loop."""
+        """Like `infer`, but returns an awaitable future immediately. Must be called in a running loop."""
         link = self._link
         future = AsyncFuture(link)
         if timeout is None:

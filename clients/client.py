@@ -131,7 +131,7 @@ class Client(BlockingQueries):
         parameters: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> Future:
-        """Like `infer`, but return a future immediately.
+        """Like `infer`, but returns a future immediately.
 
         The request is also sent immediately, with one exception: in a loop that collects a result and submits the next
         request while more results have already arrived, up to 32 requests are sent together, at the latest by the next

@@ -75,7 +75,7 @@ class HttpClient(BlockingQueries):
         version: int | str | None = None,
         timeout: float | None = None,
     ) -> Result:
-        """Runs the model, and return its outputs."""
+        """Runs the model, and returns its outputs."""
         tensors = {name: plain_input(name, value) for name, value in inputs.items()}
         document: dict[str, Any] = {
             "inputs": [

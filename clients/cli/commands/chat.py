@@ -1,4 +1,4 @@
-"""`shmserve chat`: a conversation with a language model, through the OpenAI-compatible endpoint of a gateway."""
+"""`shmserve chat`: holds a conversation with a language model, through the OpenAI-compatible endpoint of a gateway."""
 
 from __future__ import annotations
 

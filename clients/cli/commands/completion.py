@@ -30,7 +30,7 @@ Completer = Callable[..., "list[str]"]
 
 
 def completion(args: argparse.Namespace) -> int:
-    """`shmserve completion SHELL`: print the shell code that enables completion."""
+    """`shmserve completion SHELL`: prints the shell code that enables completion."""
     try:
         from argcomplete.shell_integration import shellcode
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""`shmserve drain`: take the server out of service before an upgrade, and wait until it is empty."""
+"""`shmserve drain`: takes the server out of service before an upgrade, and waits until it is empty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shmserve stats --history`: curves of the last hour, which a gateway has recorded."""
+"""`shmserve stats --history`: shows curves of the last hour, which a gateway has recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shmserve logs`: the latest records of the server's log, and with --follow also new ones.
+"""`shmserve logs`: prints the latest records of the server's log, and with --follow also new ones.
 
 Invariant: a record is printed once. The server numbers records, and each query asks for those after the last one read.
 """

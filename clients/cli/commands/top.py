@@ -1,4 +1,4 @@
-"""`shmserve top`: a live view of one or several servers, or snapshots of them as text or JSON."""
+"""`shmserve top`: shows a live view of one or several servers, or snapshots of them as text or JSON."""
 
 from __future__ import annotations
 

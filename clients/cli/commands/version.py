@@ -1,4 +1,4 @@
-"""`shmserve version`: the version of the program, and of a server if one is named."""
+"""`shmserve version`: prints the version of the program, and of a server if one is named."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class LatencyHistogram:
         self._total = 0
 
     def add(self, values: NDArray[np.int64]) -> None:
-        """Record many values with one call per bucket."""
+        """Records many values with one call per bucket."""
         if not len(values):
             return
         limited = np.clip(values, 1, HIGHEST)
