@@ -13,6 +13,7 @@ TRITON_QA := build/triton-qa-env
 QA ?= $(TRITON_QA_CHECKOUT)
 RELEASE := build/release-env
 DIST := dist
+DEB := build/deb
 GPU_WHEELS := .whl
 GPU_PYTHON ?= python3
 # Their wheels hold networks. What the packages themselves need to run is large and not needed here.
@@ -26,7 +27,7 @@ ARGS ?=
 ENGINES ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test test-long test-engines browser-test test-fleet test-package gpu-wheels gpu-test gpu-rehearsal mutation package release-check tritonclient triton-qa triton-qa-quick check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart compare-published batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test test-long test-engines browser-test test-fleet test-package gpu-wheels gpu-test gpu-rehearsal mutation package deb sign-image release-check tritonclient triton-qa triton-qa-quick check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart compare-published batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -66,6 +67,7 @@ help:
 	@echo '  make fleet-plots       the plots of docs/sizing.md'
 	@echo 'Release and install'
 	@echo '  make package           build sdist, wheel, checksums and SBOM in $(DIST)'
+	@echo '  make deb               a Debian package with the service, in dist/'
 	@echo '  make release-check     check whether this commit can be released as VERSION'
 	@echo '  make install-systemd   as root: install the service in PREFIX=$(PREFIX)'
 	@echo '  make uninstall-systemd as root: remove it; settings and models are kept'
@@ -124,6 +126,17 @@ package: $(RELEASE)/.made
 	@$(RELEASE)/bin/python -m deploy.release.build $(DIST)
 	@$(RELEASE)/bin/python -m deploy.release.sbom $(DIST)
 	@$(RELEASE)/bin/python -m twine check --strict $(DIST)/shmserve-*.whl $(DIST)/shmserve-*.tar.gz
+
+# In the workflow that has pushed the image: signed with the workflow's identity, without a key.
+sign-image:
+	@cosign sign --yes $(IMAGE)
+
+# With the engines of EXTRAS, for the Python of this system.
+deb:
+	@rm -rf $(DEB)
+	@umask 022 && $(MAKE) --no-print-directory install-systemd PYTHON=/usr/bin/python3 DESTDIR=$(CURDIR)/$(DEB) \
+	  PREFIX=/opt/shmserve COMMAND=$(CURDIR)/$(DEB)/usr/bin/shmserve > /dev/null
+	@$(PYTHON) -m deploy.release.deb $(DEB) $(DIST)
 
 tritonclient: $(VENV)/.made
 	@test -e $(TRITONCLIENT)/.made || $(MAKE) --no-print-directory $(TRITONCLIENT)/.made \
