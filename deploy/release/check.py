@@ -10,6 +10,13 @@ from pathlib import Path
 
 from deploy.release.build import ROOT
 
+NAMED = {
+    "deploy/container/Dockerfile": ("ARG VERSION={}",),
+    "deploy/helm/shmserve/Chart.yaml": ("version: {}", "appVersion: {}"),
+    "deploy/kubernetes/base/kustomization.yaml": ("    newTag: {}",),
+    "docs/release-notes.md": ("# shmserve {}",),
+}
+"""File -> lines that have the version."""
 _VERSION = re.compile(r"\d+\.\d+\.\d+(rc\d+)?")
 
 
@@ -18,6 +25,7 @@ def problems(root: Path, version: str) -> list[str]:
         return [f"'{version}' is not a version such as 1.2.3 or 1.2.3rc1"]
     return [
         *_of_metadata((root / "setup.cfg").read_text(), version),
+        *_of_lines(root, version),
         *_of_changes((root / "CHANGELOG.md").read_text(), version),
         *_of_git(root, version),
     ]
@@ -34,6 +42,16 @@ def _of_metadata(text: str, version: str) -> list[str]:
         for key in ("url", "project_urls")
         if not metadata.get(key)
     ]
+    return found
+
+
+def _of_lines(root: Path, version: str) -> list[str]:
+    found = []
+    for name, lines in NAMED.items():
+        text = (root / name).read_text().splitlines()
+        found += [
+            f"{name}: no line '{line.strip()}'" for line in (one.format(version) for one in lines) if line not in text
+        ]
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.release.check import main, problems
+from deploy.release.check import NAMED, main, problems
 from tests import ROOT
 
 SETUP = """[metadata]
@@ -38,6 +38,9 @@ def git(root: Path, *words: str) -> None:
 def root(tmp_path: Path) -> Path:
     (tmp_path / "setup.cfg").write_text(SETUP)
     (tmp_path / "CHANGELOG.md").write_text(CHANGES)
+    for name, lines in NAMED.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("\n".join(line.format("1.2.3") for line in lines))
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "--quiet", "--message=release")
@@ -57,6 +60,7 @@ def test_versions_tags_and_changes_of_the_checkout(root: Path, capsys: pytest.Ca
         assert problems(root, version) == [f"'{version}' is not a version such as 1.2.3 or 1.2.3rc1"]
     assert problems(root, "1.3.0") == [
         "setup.cfg: version is 1.2.3, not 1.3.0",
+        *(f"{name}: no line '{line.format('1.3.0').strip()}'" for name, lines in NAMED.items() for line in lines),
         "CHANGELOG.md: no section '## 1.3.0 - YYYY-MM-DD'",
     ]
     git(root, "commit", "--quiet", "--allow-empty", "--message=more")
@@ -87,6 +91,10 @@ def test_missing_project_urls_are_reported(root: Path) -> None:
 def test_invalid_sections_of_the_changelog_are_reported(root: Path, old: str, new: str, problem: str) -> None:
     (root / "CHANGELOG.md").write_text(CHANGES.replace(old, new))
     assert problems(committed(root), "1.2.3") == [f"CHANGELOG.md: {problem}"]
+
+
+def test_every_file_of_this_tree_names_the_version() -> None:
+    assert [problem for problem in problems(ROOT, "0.1.0") if "no line" in problem] == []
 
 
 def test_only_the_documented_problems_remain_in_this_tree() -> None:
