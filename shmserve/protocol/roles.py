@@ -99,6 +99,9 @@ def remove_private(what: str, answer: Any) -> None:
     elif what == "report":
         for error in answer["errors"]:
             error["text"] = ""
+        for journey in answer["slow"] + answer["failed"]:
+            for one in (journey, *journey["steps"]):
+                one["text"] = one["id"] = ""
     elif what == "activity":
         for client in answer["clients"]:
             client["user"] = ""

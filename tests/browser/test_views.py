@@ -146,6 +146,25 @@ def test_failures_appear_on_an_open_model_page(tab: Tab, site: Site) -> None:
     tab.wait("document.querySelector('table[aria-label=Instances]').textContent.includes('ready')")
 
 
+def test_the_timelines_of_slow_and_failed_requests(tab: Tab, site: Site) -> None:
+    site.ask("moody", 1)
+    with pytest.raises(shmserve.ModelFailed):
+        site.ask("moody", -1)
+    tab.go("#/model/moody")
+    tab.wait("document.querySelectorAll('.journey').length >= 2")
+    assert "MODEL_FAILED" in tab.text(".journey summary")
+    tab.click(".journey summary")
+    tab.wait("document.querySelector('.journey[open] .lanes svg').ariaLabel.startsWith('moody_0_0: queue ')")
+    site.ask("moody", 2)
+    tab.wait("document.querySelector('.journey[open]')")
+    take(tab, "journey")
+    site.ask("pipeline")
+    tab.go("#/model/pipeline")
+    tab.click(".journey summary")
+    tab.wait("document.querySelectorAll('.journey[open] .lanes li').length >= 3")
+    tab.wait_for(".journey[open] .lanes", "compute")
+
+
 def use_token(tab: Tab, site: Site) -> None:
     if not tab.evaluate("document.querySelector('#token-dialog').open"):
         tab.click("#access")

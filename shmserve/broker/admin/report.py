@@ -7,6 +7,7 @@ from typing import Any
 
 from shmserve.core.records import Version
 from shmserve.core.service.graph import EnsembleGraph
+from shmserve.core.stats.journeys import Journey
 from shmserve.core.stats.statistics import Statistics, StepCount
 
 Document = dict[str, Any]
@@ -24,17 +25,43 @@ def document(version: Version, metadata: Document | None, config: Document, text
         "text": text,
         "labels": [output["name"] for output in config.get("output", ()) if output.get("label_filename")],
         "errors": _errors(version.statistics),
+        "slow": [_journey(one, _start()) for one in version.statistics.journeys.recent_slow()],
+        "failed": [_journey(one, _start()) for one in version.statistics.journeys.recent_failed()],
         "graph": None if graph is None else _graph(version, graph),
     }
 
 
 def _errors(counted: Statistics) -> list[Document]:
     """The last errors, the newest first."""
-    start = time.time() - time.monotonic_ns() / 1e9
+    start = _start()
     return [
         {"time": round(start + error.at / 1e9, 3), "code": error.code, "text": error.text, "count": error.count}
         for error in reversed(counted.errors)
     ]
+
+
+def _start() -> float:
+    """When the monotonic clock was 0, in seconds since 1970."""
+    return time.time() - time.monotonic_ns() / 1e9
+
+
+def _journey(journey: Journey, start: float) -> Document:
+    """`times`: in ns since the request arrived."""
+    return {
+        "model": journey.model,
+        "version": str(journey.version),
+        "time": round(start + journey.arrived / 1e9, 3),
+        "took_ns": journey.took_ns,
+        "rows": journey.rows,
+        "id": journey.id,
+        "code": journey.code,
+        "text": journey.text,
+        "instance": journey.instance,
+        "batch_rows": journey.batch_rows,
+        "reason": journey.reason,
+        "times": [at - journey.arrived for at in journey.times],
+        "steps": [{"begin_ns": step.arrived - journey.arrived} | _journey(step, start) for step in journey.steps],
+    }
 
 
 def _graph(version: Version, graph: EnsembleGraph) -> Document:

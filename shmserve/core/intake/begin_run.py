@@ -34,6 +34,7 @@ def begin(state: State, request: Request) -> None:
     needed = graph.needed(tuple(wanted))
     held = {} if outer is None else outer.held
     levels = graph.levels(needed, _NONE)
+    state.observers.run_begun(request)
     run = Run(request, state.ledger, state.runs, graph, needed, wanted, held, levels, times=[0, 0, 0])
     request.move(RequestState.CHAINED)
     state.runs[request.number] = run

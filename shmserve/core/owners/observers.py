@@ -19,10 +19,14 @@ from shmserve.core.records import Instance, Request, Version
 from shmserve.core.service.batch import Batch
 from shmserve.core.service.form import Reason
 from shmserve.core.service.padding import rounded
+from shmserve.core.stats.journeys import SAMPLED_NS, STEPS, Journey
 from shmserve.core.stats.statistics import FailureKind, limit_in
 from shmserve.errors import ModelFailed, ServeError, Unavailable
 from shmserve.protocol.messages import Tensor
 from shmserve.protocol.worker_messages import Row
+
+FOLLOWED = 64
+"""Maximum number of requests to ensembles in flight that are followed."""
 
 
 class Turn(Protocol):
@@ -42,6 +46,10 @@ class Observers:
         self._turn = turn
         self.traces = Traces()
         self.recording: Recording | None = None
+        self._followed: dict[int, list[Journey]] = {}
+        """Number of an ensemble's request in flight that is followed -> its steps that have run."""
+        self._error = (0, "")
+        """When the last request that has failed arrived, and the text of its error."""
         self.refusals: dict[str, int] = {}
         """Number of refused requests, by the limit that they exceeded, or else by error code."""
 
@@ -59,6 +67,13 @@ class Observers:
         for request in requests:
             if request.options is not None and PARAMETER in request.options.parameters:
                 self._trace_by_id(request)
+
+    def run_begun(self, request: Request) -> None:
+        """A request to an ensemble is followed if one is due."""
+        journeys, now = request.version.statistics.journeys, self._turn.now
+        if now >= journeys.sample_at and len(self._followed) < FOLLOWED:
+            journeys.sample_at = now + SAMPLED_NS
+            self._followed[request.number] = []
 
     def child_admitted(self, request: Request, parent: Request | None) -> None:
         """A step of the ensemble `parent`, or a call that a model makes for `parent`."""
@@ -90,6 +105,17 @@ class Observers:
         """A batch has run. Called before its responses are processed."""
         if self.traces.active:
             batch.number = number
+        now, journeys = self._turn.now, version.statistics.journeys
+        pieces = batch.pieces
+        if pieces and pieces[0][1]:
+            oldest = pieces[0][1][0]
+            if journeys.is_slow(oldest.arrived, now) and oldest.batch is batch:
+                journeys.add_slow(_journey(oldest, now), now)
+        if self._followed:
+            for request in batch.requests():
+                steps = self._followed.get(request.parent)
+                if steps is not None and len(steps) < STEPS:
+                    steps.append(_journey(request, now))
         if self.recording is not None:
             self.recording.batch_done(version, instance, batch, number, self._turn.now)
 
@@ -115,7 +141,14 @@ class Observers:
                 statistics.failed(FailureKind.BACKEND, ModelFailed.code, "", placed - arrived, placed)
             else:
                 self.answered(version, [arrived], cost, taken, placed)
-            statistics.batch_done(cost, 0 if failed else 1, reason, (taken, ready, computed, placed), placed)
+            times = (taken, ready, computed, placed)
+            statistics.batch_done(cost, 0 if failed else 1, reason, times, placed)
+            journeys = statistics.journeys
+            if journeys.is_slow(arrived, placed):
+                about = (lease.instance.spec.name, cost, reason.value, times)
+                code = ModelFailed.code if failed else ""
+                journey = Journey(version.model, version.number, arrived, placed, rows, "", code, "", *about)
+                journeys.add_slow(journey, placed)
         if self.recording is not None:
             self.recording.leased(lease, requests, reason, iter(self._turn.next_number, 0))
         if self.traces.samples:
@@ -205,12 +238,16 @@ class Observers:
     def failed(self, version: Version, arrived: int, code: str, text: str, kind: FailureKind | None = None) -> None:
         """A request that was admitted has failed. `kind` None: its code says why."""
         now = self._turn.now
+        self._error = arrived, text
         version.statistics.failed(kind, code, text, now - arrived, now)
         if self._turn.tracing:
             self._turn.log("debug", f"{version.label} failed a request: {code}: {text}", model=version.model)
 
     def ended(self, request: Request, code: str) -> None:
         """The final response was sent. `code` "": the request succeeded."""
+        steps = self._followed.pop(request.number, None) if self._followed else None
+        if code or steps:
+            self._keep(request, code, steps or [])
         if self.traces.active:
             record = self.traces.end(request, code, self._turn.now)
             if record is not None:
@@ -218,8 +255,20 @@ class Observers:
         if self.recording is not None:
             self.recording.ended(request, code, self._turn.now)
 
+    def _keep(self, request: Request, code: str, steps: list[Journey]) -> None:
+        now, journeys = self._turn.now, request.version.statistics.journeys
+        journey = _journey(request, now)
+        journey.steps = steps
+        if code:
+            arrived, text = self._error
+            journey.code, journey.text = code, text if arrived == request.arrived else ""
+            journeys.failed.append(journey)
+        elif journeys.is_slow(request.arrived, now):
+            journeys.add_slow(journey, now)
+
     def forgotten(self, request: Request) -> None:
         """The request has left the core, with or without a response."""
+        self._followed.pop(request.number, None)
         if self.traces.active:
             self.traces.forget(request)
 
@@ -249,3 +298,14 @@ class Observers:
             version.statistics.scaled_up += instances
         else:
             version.statistics.scaled_down -= instances
+
+
+def _journey(request: Request, now: int) -> Journey:
+    version, instance, batch, options = request.version, request.instance, request.batch, request.options
+    journey = Journey(version.model, version.number, request.arrived, now, request.rows)
+    if options is not None:
+        journey.id = options.id
+    if instance is not None and batch is not None:
+        journey.instance, journey.batch_rows = instance.spec.name, batch.rows
+        journey.reason, journey.times = batch.reason.value, batch.times
+    return journey

@@ -15,6 +15,7 @@ from msgspec import Struct, field
 from shmserve import histogram
 from shmserve.core.limits import NAMED
 from shmserve.core.service.form import Reason
+from shmserve.core.stats.journeys import Journeys
 from shmserve.core.stats.latencies import FirstResponses, Summaries
 
 
@@ -175,6 +176,7 @@ class Statistics(Struct):
 
     streams: StreamTimes | None = None
     """For decoupled models."""
+    journeys: Journeys = field(default_factory=Journeys)
     errors: list[RecentError] = []
     """The latest RECENT_ERRORS different errors, oldest first."""
     steps: list[StepCount] | None = None

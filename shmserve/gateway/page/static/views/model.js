@@ -7,10 +7,12 @@ import {NOTHING, bytes, clock, count, duration, plural, rate, share} from "../fo
 import {between} from "../rates.js"
 import {modelPath, route} from "../route.js"
 import {graph} from "./ensemble.js"
+import {journeys} from "./journeys.js"
 import {logPart} from "./logs.js"
 import {stateCell} from "./overview.js"
 
 const REFETCH_MS = 1000
+const JOURNEYS_MS = 5000
 const REASONS = {
 	full: "nothing more fits",
 	preferred: "has a preferred size",
@@ -64,7 +66,8 @@ export function modelView(store, {model, version}) {
 	}
 
 	function refresh({row, version: number, counters}) {
-		const now = JSON.stringify([changes, row.state, row.loading_seconds, row.reloading, counters.failed, counters.rejected, row.ensemble && counters.success])
+		const now = JSON.stringify([changes, row.state, row.loading_seconds, row.reloading, counters.failed, counters.rejected, row.ensemble && counters.success,
+			counters.success > 0 && Math.floor(Date.now() / JOURNEYS_MS)])
 		if (timer || now === fetched) return
 		timer = setTimeout(() => (timer = 0), REFETCH_MS)
 		fetched = now
@@ -146,6 +149,7 @@ function problemsOf(entry, known) {
 
 function livePart(store) {
 	let seeded = null
+	const opened = new Set() // requests whose timeline is open
 	const time = curves([chart("Requests per second", rate, ["all", "accent", "requests"], ["failed", "bad", "failed"]),
 		chart("Latency", duration, ["p99", "accent", "p99"], ["p50", "plain", "p50"]),
 		chart("Queue", count, ["requests", "accent", "queue"])], () => recorded(seeded.name, seeded.version))
@@ -155,7 +159,7 @@ function livePart(store) {
 	const figures = h("dl.facts")
 	const totals = h("dl.facts")
 	const panels = {graph: ["Steps", "wide"], split: ["Where the time goes"], sizes: ["Batch sizes"], reasons: ["Why batches were sent"],
-		errors: ["Last errors", "wide"], traffic: ["Versions", "wide"], instances: ["Instances", "wide"]}
+		journeys: ["Slow and failed requests", "wide"], errors: ["Last errors", "wide"], traffic: ["Versions", "wide"], instances: ["Instances", "wide"]}
 	for (const [id, [title, kind]] of Object.entries(panels)) panels[id] = panel(title, kind, h("div"))
 
 	function fill(id, hint, source, make) {
@@ -188,6 +192,7 @@ function livePart(store) {
 		fill("split", hint, Object.keys(PARTS).map(id => since[id]), () => split(since))
 		fill("sizes", hint, since.sizes, () => shares("Batch sizes", since.sizes, rows => ({label: plural(rows, "row")})))
 		fill("reasons", hint, !row.ensemble && since.reasons, () => shares("Reasons", since.reasons, reason => ({label: `${reason}: ${REASONS[reason]}`})))
+		fill("journeys", "open one for its timeline", detail?.slow && (detail.slow.length || detail.failed.length) && [detail.slow, detail.failed], () => journeys(detail, opened, REASONS))
 		fill("errors", "", detail?.errors?.length && detail.errors, () => detail.errors.map(errorNode))
 		const traffic = store.traffic(entry.name)
 		const versions = store.versions(entry.name).map(({version, state}) => [version, state])
