@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+
 from shmserve.clients.queries import BlockingQueries
-from shmserve.errors import Internal, Unsupported
+from shmserve.errors import Internal, ModelFailed, Unsupported
 from shmserve.protocol.messages import Reply, Tensor
+from shmserve.python_values import to_array
 from shmserve.session import Result
 from shmserve.session.decode import inline_result
 from shmserve.session.encode import plain_input
@@ -58,7 +61,7 @@ class HttpClient(BlockingQueries):
         return path if version in _NO_VERSION else f"{path}/versions/{version}"
 
     def metrics(self) -> str:
-        raise Unsupported("metrics over HTTP have an endpoint of their own: GET /metrics on --metrics-port")
+        return self._link.text("GET", f"{self._path}/shmserve/metrics")
 
     def history(self, model: str = "", version: str = "") -> dict[str, Any]:
         """What the gateway has recorded in the last hour, of the server or of a version of a model."""
@@ -87,14 +90,33 @@ class HttpClient(BlockingQueries):
         if outputs is not None:
             document["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
         text = json.dumps(document).encode()
-        path = f"{self._path}/v2/models/{quote(model, safe='')}"
-        path += "/infer" if version in _NO_VERSION else f"/versions/{version}/infer"
+        path = self._model_path(model, version, "infer")
         with closing(self._link.another(timeout)) as link:
             body = b"".join([text, *(data for _, _, data in tensors.values())])
             return _result(link.ask("POST", path, body, {JSON_SIZE: str(len(text))}))
 
-    def stream(self, *_: object, **__: object) -> Any:
-        raise Unsupported("responses of a stream are not sent over HTTP; connect over the lane, ipc or tcp instead")
+    @contextmanager
+    def stream(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        outputs: Iterable[str] | None = None,
+        version: int | str | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[Iterator[Result]]:
+        """Runs the model, and returns its responses as they arrive. They come as JSON, in which an output is a list."""
+        dtypes = {one["name"]: one["datatype"] for one in self.metadata(model, version)["outputs"]}
+        wanted = dtypes.keys() if outputs is None else frozenset(outputs)
+        document = {name: _json_values(name, value) for name, value in inputs.items()}
+        body = json.dumps(document | ({"timeout": round(timeout * 1e6)} if timeout else {})).encode()
+        with closing(self._link.another(timeout)) as link:
+            events = link.events(self._model_path(model, version, "generate_stream"), body)
+            yield (_part(event, {name: dtypes[name] for name in dtypes if name in wanted}) for event in events)
+
+    def _model_path(self, model: str, version: int | str | None, what: str) -> str:
+        of_version = "" if version in _NO_VERSION else f"/versions/{version}"
+        return f"{self._path}/v2/models/{quote(model, safe='')}{of_version}/{what}"
 
     def _pause(self, seconds: float) -> None:
         self._closed.wait(seconds)
@@ -103,6 +125,31 @@ class HttpClient(BlockingQueries):
         """Closes the connection; a call in progress fails."""
         self._closed.set()
         self._link.close()
+
+
+def _json_values(name: str, value: Any) -> list[Any]:
+    """The elements in order, as generate takes them."""
+    values = np.asarray(value).ravel().tolist()
+    try:
+        return [one.decode() if isinstance(one, bytes) else one for one in values]
+    except UnicodeDecodeError:
+        raise Unsupported(f"input '{name}' is not text; streams over HTTP have JSON only, use another url") from None
+
+
+def _part(event: bytes, dtypes: Mapping[str, str]) -> Result:
+    try:
+        document = json.loads(event)
+        if "error" in document:
+            raise ModelFailed(document["error"])
+        tensors = []
+        for name, dtype in dtypes.items():
+            if name in document:
+                value = document[name]
+                array = to_array(value if isinstance(value, list) else [value], dtype)
+                tensors.append(Tensor(name, *plain_input(name, array)))
+        return inline_result(Reply(0, int(document.get("model_version") or 0), tuple(tensors), {}))
+    except (KeyError, TypeError, ValueError) as error:
+        raise Internal(f"the server's answer is not that of generate_stream: {error!r}") from error
 
 
 def _result(answer: HttpAnswer) -> Result:

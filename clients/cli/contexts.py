@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
@@ -31,7 +34,7 @@ class Place(Struct, frozen=True, omit_defaults=True):
 
     @property
     def token(self) -> str:
-        return "" if self.token_file is None else token_of(Path(self.token_file))
+        return "" if self.token_file is None else token_of(Path(self.token_file), str(self.url))
 
 
 class Contexts(Struct, omit_defaults=True):
@@ -102,11 +105,23 @@ def _selected(name: str | None, options: Place) -> Place:
     return msgspec.structs.replace(contexts.find(name), **overriding)
 
 
-def token_of(file: Path) -> str:
+def token_of(file: Path, *urls: str) -> str:
+    """`urls`: of the servers that it is sent to. Warns if others can read it on the way."""
     try:
         text = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise Misuse(f"cannot read a token from {file}: {getattr(error, 'strerror', None) or error}") from error
     if not text or not text.isascii() or not text.isprintable() or " " in text:
         raise Misuse(f"cannot read a token from {file}: expected one word of ASCII characters")
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
+            print(f"shmserve: warning: the token is sent to {url} without encryption; use https://", file=sys.stderr)
     return text
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

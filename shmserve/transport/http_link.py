@@ -7,7 +7,7 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -90,6 +90,19 @@ class HttpLink:
         if answer.status != 200:
             raise _error(answer, f"{method} {path}")
         return answer
+
+    def events(self, path: str, body: bytes) -> Iterator[bytes]:
+        """The data of the server-sent events that answer a POST, as they arrive."""
+        try:
+            self._connection.request("POST", path, body, self._headers | {"Content-Type": "application/json"})
+            answer = self._connection.getresponse()
+            if answer.status != 200:
+                raise _error(HttpAnswer(answer.status, answer.read(MAX_RESPONSE_BYTES), 0), f"POST {path}")
+            while line := answer.readline(MAX_RESPONSE_BYTES):
+                if line.startswith(b"data: "):
+                    yield line[len(b"data: ") :].rstrip()
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._lost(error) from error
 
     def status(self, method: str, path: str) -> int:
         return self._request(method, path, None, {}).status

@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 
 def chat(args: argparse.Namespace) -> int:
-    endpoint = Endpoint(args.url, token_of(args.token_file) if args.token_file is not None else "")
+    endpoint = Endpoint(args.url, token_of(args.token_file, args.url) if args.token_file is not None else "")
     sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
     conversation = Conversation(endpoint, args.model, args.system, {k: v for k, v in sampling.items() if v is not None})
     if args.prompt or not sys.stdin.isatty():

@@ -181,11 +181,11 @@ def _openers(args: argparse.Namespace) -> dict[str, Callable[[], Source]]:
     from shmserve.tools.top.http_source import HttpSource
     from shmserve.tools.top.sources import ServerSource
 
-    token = token_of(args.token_file) if args.token_file is not None else ""
     metrics = iter(args.metrics_url)
     results: dict[str, Callable[[], Source]] = {}
     urls = {server: _url(server) for server in args.server}
     over_http = [url for url in urls.values() if url.startswith(("http://", "https://"))]
+    token = token_of(args.token_file, *over_http) if args.token_file is not None else ""
     if len(set(urls.values())) < len(args.server):
         raise Misuse("a server is named twice")
     if args.metrics_url and len(args.metrics_url) != len(over_http):

@@ -53,7 +53,7 @@ _OF_MODEL = {Action.READY: Action.MODEL_READY, Action.METADATA: Action.MODEL_MET
 
 
 def _query_paths() -> list[Path]:
-    """What clients may ask over the lane, for commands over HTTP. Metrics have an endpoint."""
+    """What clients may ask over the lane, for commands over HTTP."""
     parts = ("", "/versions/{version}", "/models/{model}", "/models/{model}/versions/{version}")
     asked = [Action(what) for what in QUERIES if what != Action.METRICS]
     return [
@@ -65,7 +65,7 @@ def _query_paths() -> list[Path]:
 
 
 _PATHS = _paths()
-QUERY_PATHS = _query_paths()
+QUERY_PATHS = [*_query_paths(), Path("/shmserve/metrics", {"GET": Action.METRICS})]
 METRICS = [path for path in _PATHS if path.template == "/metrics"]
 """The only path of the metrics endpoint."""
 PAGE_PATHS = [path for path in _PATHS if not PAGE.isdisjoint(path.wants.values())]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import trustme
 
+from shmserve.clients.cli.contexts import token_of
 from shmserve.testing import Server
 from tests.process.cli.commands import run
 from tests.support.gateway.credentials import digest
@@ -48,24 +53,80 @@ def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             gateway.stop()
 
 
+TASKS = (
+    ("ready", "the server is ready"),
+    ("models a b", "READY"),
+    ("infer a --random --seed 1 --json", '"model": "a"'),
+    ("infer a --random --stream", "part 1 after"),
+    ("config a", "max_batch_size"),
+    ("stats a b", "requests"),
+    ("stats --prometheus", "nv_inference_request_success"),
+    ("load a", "a"),
+    ("traffic a 1=100", "100 %"),
+    ("unload b --no-wait", "b"),
+    ("logs a --lines 1", "INFO"),
+    ("drain --no-wait", "out of service"),
+    ("drain --undrain", "in service again"),
+    ("restart a", "a"),
+)
+"""Commands, and a part of what they print."""
+AS_ANOTHER_USER = """
+import contextlib, io, json, os, sys
+from shmserve.clients.cli import main
+
+def run(words):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        return main.main([*words.split(), "--context", "operator"]), out.getvalue()
+
+tasks = json.loads(sys.argv[1])
+[run(words) for words in tasks]
+os.setgid(65534)
+os.setuid(65534)
+print(json.dumps([run(words) for words in tasks]))
+"""
+"""The first round imports what the other user may not be able to read."""
+
+
 @pytest.mark.usefixtures("contexts")
 def test_commands_over_https_do_what_they_do_locally() -> None:
-    for words, part in (
-        ("ready", "the server is ready"),
-        ("models a b", "READY"),
-        ("infer a --random --seed 1 --json", '"model": "a"'),
-        ("config a", "max_batch_size"),
-        ("stats a b", "requests"),
-        ("load a", "a"),
-        ("traffic a 1=100", "100 %"),
-        ("unload b --no-wait", "b"),
-        ("logs a --lines 1", "INFO"),
-        ("drain --no-wait", "out of service"),
-        ("drain --undrain", "in service again"),
-        ("restart a", "a"),
-    ):
+    for words, part in TASKS:
         results = [run(*words.split(), "--context", name) for name in ("local", "operator")]
         assert [(code, part in out, err) for code, out, err in results] == [(0, True, "")] * 2, (words, results)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.usefixtures("contexts")
+def test_another_user_does_the_same_over_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This user may not use the local socket, and has a copy of the context, the token and the certificate."""
+    with TemporaryDirectory() as folder:
+        home = Path(folder)
+        for name in ("operator", "trusted", "config/shmserve/contexts.json"):
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            text = (tmp_path / name).read_text().replace(str(tmp_path), folder)
+            (home / name).write_text(text)
+        for path in (home, *home.rglob("*")):
+            os.chown(path, 65534, 65534)
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
+        monkeypatch.setenv("SSL_CERT_FILE", str(home / "trusted"))
+        command = [sys.executable, "-c", AS_ANOTHER_USER, json.dumps([words for words, _ in TASKS])]
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    for (words, part), (code, out) in zip(TASKS, results, strict=True):
+        assert (code, part in out) == (0, True), (words, out, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("url", "warned"),
+    [("http://models.example", True), ("http://127.0.0.1:1", False), ("http://localhost:1", False),
+     ("https://models.example", False)],
+)  # fmt: skip
+def test_a_token_without_encryption_is_warned_of(
+    url: str, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text("secret")
+    assert token_of(tmp_path / "token", url) == "secret"
+    assert ("without encryption; use https://" in capsys.readouterr().err) is warned
 
 
 @pytest.mark.usefixtures("contexts")
