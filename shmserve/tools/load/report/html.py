@@ -1,4 +1,6 @@
-"""A run as one HTML page: throughput against latency, the split of the server's time, histograms and timelines."""
+"""A run as one HTML page. First what it found, and throughput against latency; then all loads, the split of the
+server's time, histograms and timelines.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,10 @@ ROWS = Axis("rows", lambda rows: f"{rows:g}" if rows == int(rows) else "")
 def html_text(run: Run) -> str:
     title = f"{run.plan.model} on {run.server.get('name', '')} {run.server.get('version', '')}".strip()
     parts = [
+        f"<p><b>{escape(_finding(run))}</b></p>",
+        _curve(run),
         f"<p>{escape(_summary(run))}</p>",
         _table(run),
-        _curve(run),
         _tokens(run),
         _split(run),
         *(part for point in run.points for part in _of_point(point)),
@@ -41,6 +44,20 @@ def html_text(run: Run) -> str:
     if run.echo is not None:
         parts.append(f"<p>{escape(echo_text(run.echo))}</p>")
     return page(title, parts)
+
+
+def _finding(run: Run) -> str:
+    """The best load: the highest one within the limit, or, without a limit, that with the most throughput."""
+    within = [point for point in run.points if run.plan.limit is None or point.value == run.best]
+    if not within:
+        return f"No load met {run.plan.limit}." if run.points else "Nothing was measured."
+    best = max(within, key=lambda point: point.throughput.mean)
+    facts = [f"{rate_text(best.throughput.mean)} requests/s at {best.load}"]
+    facts += [
+        f"{name} {percentile_text(best.latency, name)}" for name in ("p50", "p99") if name in best.latency.percentiles
+    ]
+    failed = sum(point.failed for point in run.points)
+    return ", ".join([*facts, f"{failed:,} failed" if failed else "none failed"]) + "."
 
 
 def _summary(run: Run) -> str:

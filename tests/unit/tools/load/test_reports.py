@@ -129,6 +129,21 @@ def test_the_page_is_complete_escaped_and_links_to_nothing() -> None:
     assert "&lt;m&gt;" in text
 
 
+@pytest.mark.parametrize(
+    ("best", "limited", "found"),
+    [
+        (None, False, r"<b>[\d,.]+ requests/s at concurrency 4, p50 .*, p99 .*, none failed\.</b>"),
+        (1.0, True, r"<b>[\d,.]+ requests/s at concurrency 1, p50 "),
+        (None, True, r"<b>No load met p99\.9 &lt;= 5 ms\.</b>"),
+    ],
+)
+def test_the_page_begins_with_what_was_found(best: float | None, limited: bool, found: str) -> None:
+    limit = Limit(99.9, 5_000_000) if limited else None
+    text = html_text(replace(RUN, plan=replace(RUN.plan, limit=limit), best=best))
+    assert re.search(found, text)
+    assert text.index("<b>") < text.index("<svg") < text.index("<table>")
+
+
 def test_a_chart_keeps_the_order_of_its_points() -> None:
     series = Series("s", [(1, 10), (2, 100), (4, 1000)], [9, 90, 900], [11, 110, 1100], ["a", "b", "c"])
     chart = ElementTree.fromstring(lines("title", Axis("x"), Axis("y", log=True), [series]))
