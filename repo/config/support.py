@@ -43,6 +43,7 @@ def _rows(message: str, status: Status, note: str, *fields: str, only: tuple[str
 _Y, _N, _X = Status.HONOURED, Status.NO_EFFECT, Status.REFUSED
 _TENSORRT = ("tensorrt",)
 _ONNX = ("onnxruntime",)
+WITH_OPERATORS = ("onnxruntime", "pytorch", "tensorflow")
 _QUEUED = ("tensorrt", "pytorch")
 
 _rows("ModelConfig", _Y, "must equal the directory name; default: that name", "name")
@@ -215,8 +216,8 @@ _rows("ModelWarmup.Input", _Y, "zeros, or empty strings", "zero_data")
 _rows("ModelWarmup.Input", _Y, "random numbers, or empty strings", "random_data")
 _rows("ModelWarmup.Input", _Y, "file with raw bytes in the model's directory warmup", "input_data_file")
 
-_OPERATORS = "only ONNX Runtime has custom operator libraries"
-_rows("ModelOperations", _X, _OPERATORS, "op_library_filename", only=_ONNX)
+_OPERATORS = "only ONNX Runtime, PyTorch and TensorFlow load libraries of operators"
+_rows("ModelOperations", _X, _OPERATORS, "op_library_filename", only=WITH_OPERATORS)
 _rows("ModelTransactionPolicy", _Y, "a request may have any number of responses", "decoupled")
 _rows("ModelRepositoryAgents", _Y, "called in this order; at the end in reverse order", "agents")
 _rows("ModelRepositoryAgents.Agent", _Y, "of checksum, signature, decrypt, convert or a plug-in", "name", "parameters")

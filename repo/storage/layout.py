@@ -18,6 +18,7 @@ from shmserve.repo.config.complete import ENGINES, is_ensemble
 from shmserve.repo.config.outline import escaped, escaped_name
 from shmserve.repo.config.problems import nearest
 from shmserve.repo.config.schema import ModelConfig, ModelOutput
+from shmserve.repo.config.support import WITH_OPERATORS
 from shmserve.repo.files.companions import WARMUP, data_bytes, read_labels
 from shmserve.repo.files.elf import read_library
 from shmserve.repo.files.gguf import chat_template
@@ -256,9 +257,9 @@ def _gguf(path: Path, name: str, config: ModelConfig) -> Iterator[Finding]:
 
 
 def _operator_libraries(folder: Path, version: int, config: ModelConfig) -> Iterator[Finding]:
-    """Libraries with operators for ONNX Runtime, which are in the version's directory or the model's."""
+    """Libraries with operators for the engine, which are in the version's directory or the model's."""
     names = config.model_operations.op_library_filename if config.model_operations is not None else ()
-    for index, name in enumerate(names if config.backend == "onnxruntime" else ()):
+    for index, name in enumerate(names if config.backend in WITH_OPERATORS else ()):
         if not any((place / name).is_file() for place in (folder / str(version), folder)):
             model = escaped_name(folder.name)
             text = f"there is no file '{escaped(name)}' in {model}/{version} or {model}"

@@ -71,6 +71,18 @@ class Context(Struct, frozen=True):
         """The number of threads for an engine that does not choose it: at most the number of available CPUs."""
         return self.threads or len(os.sched_getaffinity(0))
 
+    def operator_libraries(self, config: ModelConfig) -> list[Path]:
+        """The libraries of model_operations.op_library_filename, from the version's directory or the model's, or by
+        their absolute paths. Raises NotFound."""
+        names = config.model_operations.op_library_filename if config.model_operations is not None else ()
+        return [self._library(name) for name in names]
+
+    def _library(self, name: str) -> Path:
+        for folder in (self.version_folder, self.folder):
+            if (folder / name).is_file():
+                return folder / name
+        raise NotFound(f"model_operations.op_library_filename: model '{self.model}' has no file '{name}'")
+
     def model_file(
         self, config: ModelConfig, default: str, name: str | None = None, exists: Callable[[Path], bool] = Path.is_file
     ) -> Path:

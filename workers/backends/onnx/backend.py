@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnxruntime as ort
 
-from shmserve.errors import ModelFailed, NotFound, ServeError, Unavailable, Unsupported
+from shmserve.errors import ModelFailed, ServeError, Unavailable, Unsupported
 from shmserve.repo.config.complete import with_scalars
 from shmserve.workers.backends.base import Context, GpuTensor, StackedBackend
 from shmserve.workers.backends.model_facts import completed, match, none_missing
@@ -197,9 +197,8 @@ class Onnx(StackedBackend):
             self._plan = session_plan = self.planned(config)
             for note in session_plan.notes:
                 log_message(f"model '{config.name}': {note}")
-            libraries = config.model_operations.op_library_filename if config.model_operations is not None else ()
             self._options = _run_options(session_plan)
-            self._session = self._start(config.name, path, session_plan, [self._library(name) for name in libraries])
+            self._session = self._start(config.name, path, session_plan, self.context.operator_libraries(config))
         return self._session
 
     def _start(self, model: str, path: Path, session_plan: SessionPlan, libraries: list[Path]) -> Any:
@@ -224,14 +223,6 @@ class Onnx(StackedBackend):
             if name not in running:
                 raise lost(model, name)
         return session
-
-    def _library(self, name: str) -> Path:
-        """Finds a library in the version's directory or the model's, or by its absolute path."""
-        for folder in (self.context.version_folder, self.context.folder):
-            path = folder / name
-            if path.is_file():
-                return path
-        raise NotFound(f"model_operations.op_library_filename: model '{self.context.model}' has no file '{name}'")
 
 
 def _is_model(path: Path) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -232,6 +233,8 @@ class Torch(OverlappingBackend):
             path = self.context.model_file(config, "model.pt")
             self._device = _device(config, self.context.instance)
             self._set_threads(Parameters(config))
+            for library in self.context.operator_libraries(config):
+                _load(config.name, library)
             self._program = open_program(path, self._device)
         return self._program
 
@@ -272,6 +275,14 @@ class Torch(OverlappingBackend):
             self._modes.enter_context(torch.inference_mode())
         else:
             self._modes.enter_context(torch.no_grad())
+
+
+def _load(model: str, library: Path) -> None:
+    """Loads a library that registers operators."""
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        raise ModelFailed(f"unable to load model '{model}': {library.name}: {error}") from error
 
 
 def _strings(spec: Spec, value: Any, rows: int) -> Array:

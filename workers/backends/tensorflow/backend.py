@@ -130,6 +130,8 @@ class TensorFlow(StackedBackend):
         if self._program is None:
             files = [name for name in _FILES if (self.context.version_folder / name).exists()]
             path = self.context.model_file(config, (files or _FILES)[0], exists=Path.exists)
+            for library in self.context.operator_libraries(config):
+                _load(config.name, library)
             self._program = SavedModel(path, Parameters(config)) if path.is_dir() else FrozenGraph(path)
         return self._program
 
@@ -149,3 +151,11 @@ class TensorFlow(StackedBackend):
         match(model, "output", self._outputs, declared(self._outputs, program.outputs, program.find_output))
         needed = program.needed([spec.name for spec in self._outputs], [spec.name for spec in self._inputs])
         none_missing(model, self._inputs, [TensorFacts(name, "", ()) for name in needed])
+
+
+def _load(model: str, library: Path) -> None:
+    """Loads a library that registers operators."""
+    try:
+        tf.load_op_library(str(library))
+    except (tf.errors.OpError, RuntimeError) as error:
+        raise ModelFailed(f"unable to load model '{model}': {library.name}: {error}") from error

@@ -5,6 +5,8 @@ The oracle is numpy, since bare PyTorch is too similar to the code under test.
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -18,13 +20,13 @@ from msgspec.structs import replace
 from shmserve.dtypes import to_numpy
 from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Return, Tensor, Wanted
-from shmserve.repo.config.schema import ModelConfig
+from shmserve.repo.config.schema import ModelConfig, ModelOperations
 from shmserve.workers.backends.base import Context
 from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.specs import Spec, inputs_of, outputs_of
 from tests.support.optional import OnDemand, optional
 from tests.support.workers.batch_parts import Parts
-from tests.support.workers.in_process import loaded
+from tests.support.workers.in_process import load_failure, loaded
 from tests.support.workers.models.worker_models import on_gpu, torch_class, torch_forward, torch_script, version_folder
 from tests.support.workers.worker_harness import config, running, work
 
@@ -366,3 +368,25 @@ def test_on_a_gpu(tmp_path: Path, program: bool) -> None:
             assert (worker.value(row) == x * 2).all()
             assert worker.value(row, 1).tolist() == [[1.0], [1.0]]
             worker.send(Return(row.outputs[0].data))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------- operators of others
+
+
+def test_libraries_of_operators_are_loaded(tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    torch_forward(tmp_path, "x", "return x")
+    given = replace(
+        config("pytorch", {"x": ("FP32", (2,))}, {"y": ("FP32", (2,))}),
+        model_operations=ModelOperations(op_library_filename=("libours.so",)),
+    )
+    assert "model 'm' has no file 'libours.so'" in load_failure(given, tmp_path).text
+    (tmp_path / "libours.so").write_text("no library")
+    assert "unable to load model 'm': libours.so: " in load_failure(given, tmp_path).text
+    if compiler is None:
+        pytest.skip("there is no C compiler here")
+    (tmp_path / "ours.c").write_text("int registered = 1;")
+    command = [compiler, "-shared", "-fPIC", "-o", str(tmp_path / "libours.so"), str(tmp_path / "ours.c")]
+    subprocess.run(command, check=True)
+    with running(given, tmp_path) as worker:
+        assert "libours.so" in Path(f"/proc/{worker.process.pid}/maps").read_text()
