@@ -19,6 +19,8 @@ from shmserve.clients.cli.arguments.common import (
 from shmserve.clients.cli.arguments.measure import add_prompts, objectives
 from shmserve.clients.cli.help import rare
 
+OBJECTIVES = ("throughput", "latency", "memory")
+
 
 def add_tune(commands: Any) -> None:
     examples = """  shmserve tune models/mlp --p99 20ms --memory 2GiB
@@ -52,6 +54,8 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
         default=0.0,
         help="hold the limit at N requests per second (default: find the highest rate)",
     )
+    text = "with --rate, prefer the lowest p99 (latency) or the least memory (default: the fewest instances)"
+    add("--objective", choices=OBJECTIVES, default="", help=text)
     add("--apply", action="store_true", help="write the changes to config.pbtxt, if the target is held")
     add("--html", metavar="FILE", type=Path, help="write a report with curves")
     text = "also compare with an earlier run: FILE has what --json printed"

@@ -122,6 +122,10 @@ def _missed(outcome: Outcome) -> str:
 def _goal(args: argparse.Namespace) -> Goal:
     from shmserve.tools.tune.goal import Goal
 
+    if args.objective == "throughput" and args.rate:
+        raise Misuse("--objective throughput finds the highest rate: leave out --rate")
+    if args.objective in ("latency", "memory") and not args.rate:
+        raise Misuse(f"--objective {args.objective} compares settings under a load: give it with --rate")
     return Goal(
         args.p99,
         args.rate,
@@ -132,6 +136,7 @@ def _goal(args: argparse.Namespace) -> Goal:
         args.seconds,
         args.confirm,
         args.simulated,
+        args.objective,
     )
 
 

@@ -7,7 +7,8 @@ from msgspec import Struct
 
 class Goal(Struct, frozen=True):
     """`rate`: requests per second that must hold the p99; 0: find the highest rate that does. `memory`: bytes for all
-    instances; 0: no limit. `lengths`: range of the dims of -1. `instances`: range of the instance count."""
+    instances; 0: no limit. `lengths`: range of the dims of -1. `instances`: range of the instance count. `objective`:
+    what is best among the settings that hold the p99 at `rate`; empty: the fewest instances."""
 
     p99_ns: int
     rate: float = 0.0
@@ -21,6 +22,7 @@ class Goal(Struct, frozen=True):
     """Number of candidates to measure on the server."""
     simulated: int = 2000
     """Number of requests in a simulation."""
+    objective: str = ""
 
     @property
     def target(self) -> str:

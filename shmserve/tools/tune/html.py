@@ -7,6 +7,7 @@ from html import escape
 from shmserve.tools import charts
 from shmserve.tools.charts import COLORS, Axis, Series, html_table, lines
 from shmserve.tools.tune.goal import per_s
+from shmserve.tools.tune.predict import Prediction
 from shmserve.tools.tune.reasons import MIB, MS, reasons
 from shmserve.tools.tune.report import diff, headline, measured
 from shmserve.tools.tune.space import pair_text
@@ -34,6 +35,7 @@ def page(outcome: Outcome, path: str) -> str:
         _changes(diff(outcome, path)),
         _candidates(outcome),
         _load_chart(outcome),
+        _memory_chart(outcome),
         _service_chart(outcome),
         f"<p>{outcome.searched} settings simulated; {escape(times)}.</p>",
     ]
@@ -79,6 +81,20 @@ def _load_chart(outcome: Outcome) -> str:
     series.append(Series("limit", ((0.0, limit), (max(ends), limit)), dashed=True, color=len(COLORS) - 1))
     text = "<p>Values above three times the limit are drawn at the top.</p>"
     return text + lines("Load and latency", Axis("requests per second"), Axis("p99 in ms"), series)
+
+
+def _memory_chart(outcome: Outcome) -> str:
+    """What memory buys: all predictions, and the settings that no other beats with as little memory."""
+    goal = outcome.goal
+
+    def place(each: Prediction) -> tuple[float, float]:
+        return outcome.memory_of(each.candidate) / MIB, each.p99_ns / MS if goal.rate else each.rate
+
+    best = Series("best for its memory", tuple(map(place, outcome.frontier)), color=0)
+    others = tuple(place(each) for each in outcome.ranked if each not in outcome.frontier)
+    what = Axis("predicted p99 in ms" if goal.rate else "predicted requests per second")
+    series = [best, *([Series("other settings", others, is_line=False, color=4)] if others else [])]
+    return lines("Memory and " + ("latency" if goal.rate else "throughput"), Axis("MiB of all instances"), what, series)
 
 
 def _service_chart(outcome: Outcome) -> str:

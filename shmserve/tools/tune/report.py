@@ -153,6 +153,7 @@ def as_json(outcome: Outcome, path: str) -> dict[str, Any]:
         "model": outcome.model.name,
         "p99_ms": goal.p99_ns / MS,
         "rate": goal.rate or None,
+        "objective": goal.objective or None,
         "memory_bytes": goal.memory or None,
         "interrupted": outcome.interrupted or None,
         "holds": outcome.holds,
@@ -186,6 +187,15 @@ def as_json(outcome: Outcome, path: str) -> dict[str, Any]:
         "memory": [
             {"instances": count, "threads": threads or None, "bytes": size}
             for (count, threads), size in sorted(outcome.times.memory.items())
+        ],
+        "frontier": [
+            {
+                "settings": settings(each.candidate),
+                "bytes": outcome.memory_of(each.candidate),
+                "rate": each.rate,
+                "p99_ms": _ms(each.p99_ns),
+            }
+            for each in outcome.frontier
         ],
         "simulated": outcome.searched,
         "seconds": {name: round(seconds, 2) for name, seconds in outcome.seconds.items()},

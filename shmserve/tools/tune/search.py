@@ -169,7 +169,9 @@ class Search:
         memory = self._memory((candidate.instances, candidate.threads))
         cores = candidate.instances * max(candidate.threads, 1)
         if self._goal.rate:  # the cheapest that holds the p99
-            return (candidate.instances, memory, cores, result.p99_ns)
+            cheapest = (candidate.instances, memory, cores, result.p99_ns)
+            first = {"latency": round(log(result.p99_ns) / ALIKE), "memory": memory}.get(self._goal.objective, 0)
+            return (first, *cheapest)
         changes = len(self._model.edits(candidate))
         return (-round(log(result.rate) / ALIKE), candidate.instances, cores, changes, -result.rate)
 

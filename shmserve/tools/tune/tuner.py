@@ -62,6 +62,20 @@ class Outcome(Struct):
     def prediction(self, candidate: Candidate | None) -> Prediction | None:
         return next((each for each in self.ranked if each.candidate == candidate), None)
 
+    def memory_of(self, candidate: Candidate) -> int:
+        """Measured bytes of its instances; 0: unknown."""
+        return self.times.memory.get((candidate.instances, candidate.threads), 0)
+
+    @property
+    def frontier(self) -> list[Prediction]:
+        """What memory buys: the settings that no other beats with as little memory, the smallest first."""
+        value = (lambda each: -each.p99_ns) if self.goal.rate else (lambda each: each.rate)
+        found: list[Prediction] = []
+        for each in sorted(self.ranked, key=lambda each: (self.memory_of(each.candidate), -value(each))):
+            if not found or value(each) > value(found[-1]):
+                found.append(each)
+        return found
+
     @property
     def holds(self) -> bool:
         """Whether the chosen candidate has held the p99 on the server."""
@@ -200,6 +214,8 @@ def choose(outcome: Outcome) -> Candidate | None:
         return outcome.ranked[0].candidate  # only the current setting has been measured
     if goal.rate:
         good = [each for each in tried if each.holds_at(goal.rate)]
+        if good and goal.objective == "latency":
+            return min(good, key=lambda each: each.p99_ns(goal.rate)).candidate
         if good:  # in the order of the search, the cheapest first
             order = [each.candidate for each in outcome.ranked]
             place = {candidate: number for number, candidate in enumerate(order)}

@@ -145,15 +145,20 @@ def test_the_memory_limit_bounds_the_number_of_instances() -> None:
     assert "they would need about 200 MiB, and --memory allows 150 MiB" in outcome.times.skipped[0]
 
 
-def test_a_target_rate_takes_the_fewest_instances() -> None:
+@pytest.mark.parametrize(("objective", "instances"), [("", 1), ("memory", 1), ("latency", 2)])
+def test_a_target_rate_takes_the_fewest_instances_or_the_objective(objective: str, instances: int) -> None:
     # 1000 requests/s: one instance can do 2000, and batches of 1 can do 500.
-    goal = Goal(30 * MS, rate=1000.0, confirm=2, simulated=QUICK)
+    goal = Goal(30 * MS, rate=1000.0, confirm=2, simulated=QUICK, instances=(1, 2), objective=objective)
     bench = SimulatedBench(sweet)
     outcome = Tuner(bench, tuned(CONFIG.replace("count: 1", "count: 2")), goal, Events()).run()
     assert outcome.chosen is not None
-    assert outcome.chosen.instances == 1
-    assert outcome.chosen.batch > 2
+    assert outcome.chosen.instances == instances
+    assert outcome.chosen.batch > 2 or objective == "latency"
     assert outcome.holds
+    sizes = [each["bytes"] for each in report.as_json(outcome, "x")["frontier"]]
+    assert sizes == sorted(set(sizes)), "more memory only for a lower p99"
+    assert EACH_MIB * MIB in sizes
+    assert "Memory and latency" in html.page(outcome, "x")
     assert set(bench.opened) == {1000.0}
     assert "At 1,000 requests/s the p99 is" in report.text(outcome, Screen(False))
 
