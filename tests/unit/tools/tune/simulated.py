@@ -40,8 +40,12 @@ def tuned(text: str = CONFIG, cores: int = 2) -> TunedModel:
 
 
 class SimulatedBench:
-    def __init__(self, service: Service, failing: Callable[[int], bool] = lambda count: False) -> None:
+    def __init__(
+        self, service: Service, failing: Callable[[int], bool] = lambda count: False, requests: int = 2000
+    ) -> None:
+        """`requests`: in a measurement at a rate."""
         self._service = service
+        self._requests = requests
         self._failing = failing
         self._seed = 100
         self.applied: list[ModelConfig] = []
@@ -58,7 +62,7 @@ class SimulatedBench:
 
     def open(self, rate: float, seconds: float, give_up_ns: float) -> Observation:
         self.opened.append(rate)
-        return self._run(Poisson(rate), 2000)
+        return self._run(Poisson(rate), self._requests)
 
     def _run(self, arrivals: Closed | Poisson, requests: int) -> Observation:
         config = self.applied[-1]
