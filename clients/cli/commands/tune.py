@@ -12,10 +12,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.cli.commands.base import StatusLine, print_json, screen_of
 from shmserve.clients.cli.commands.bench import asks, prompts_of
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 CONFIG = "config.pbtxt"
 ASK_S = 30.0
 START_S = 60.0
+SAMPLES = 8
+"""Number of different inputs for the steps of an ensemble."""
 CALLERS = 16
 """Requests in flight when the steps of an ensemble are compared."""
 SEED = 1
@@ -58,6 +61,8 @@ def tune(args: argparse.Namespace) -> int:
     goal = _goal(args)
     screen = screen_of(args)
     before = _earlier(args, folder, goal)
+    if _is_ensemble(folder):
+        return _tune_ensemble(args, folder, goal, screen)
     outcome = _tuned(args, folder, goal, screen)
     from shmserve.tools.tune import compared, report
 
@@ -200,8 +205,6 @@ def _tuned(args: argparse.Namespace, folder: Path, goal: Goal, screen: Screen) -
     from shmserve.tools.tune.tuner import Tuner
 
     with _serving(args, folder) as (client, config):
-        if config.ensemble_scheduling is not None:
-            _find_bottleneck(args, client, config, screen)
         check_tunable(config)
         cores = len(os.sched_getaffinity(0))
         model = TunedModel(_read(folder / CONFIG), config, cores, args.max_batch)
@@ -247,8 +250,61 @@ def _tune_language(args: argparse.Namespace, folder: Path) -> int:
     return 0 if chosen is not None else 1
 
 
-def _find_bottleneck(args: argparse.Namespace, client: Client, config: ModelConfig, screen: Screen) -> NoReturn:
-    """Prints how busy the steps of an ensemble are under load. Raises Failed, which names the one to tune first."""
+def _is_ensemble(folder: Path) -> bool:
+    from shmserve.repo.load import parse
+
+    return parse(_read(folder / CONFIG)).ensemble_scheduling is not None
+
+
+def _tune_ensemble(args: argparse.Namespace, folder: Path, goal: Goal, screen: Screen) -> int:
+    """The same for all steps of an ensemble together."""
+    from shmserve.repo.compile import compile_policy
+    from shmserve.repo.config.schema import from_triton_json
+    from shmserve.tools.tune import joint
+    from shmserve.tools.tune.report import unified
+    from shmserve.tools.tune.served import ServedModel
+    from shmserve.tools.tune.space import TunedModel, check_tunable
+
+    if args.rate or args.html is not None or args.compare is not None:
+        raise Misuse("an ensemble is tuned for the highest rate: leave out --rate, --html and --compare")
+    cores = len(os.sched_getaffinity(0))
+    with _serving(args, folder) as (client, config):
+        _show_steps(args, client, config, screen)
+        inputs = _inputs(args, client, config)
+        samples = [
+            joint.inputs_of_steps(config, given, lambda name, given: client.infer(name, given))
+            for given in inputs(goal.typical_length)[:SAMPLES]
+        ]
+        steps = []
+        for name in samples[0]:
+            member, text = from_triton_json(client.config(name)), _read(folder.parent / name / CONFIG)
+            check_tunable(member)
+            served = ServedModel(client, name, partial(_same, [sample[name] for sample in samples]))
+            steps.append(joint.Step(TunedModel(text, member, cores, args.max_batch), served))
+        bench = ServedModel(client, config.name, inputs)
+        with StatusLine() as status:
+            tuner = joint.JointTuner(compile_policy(config, 1), bench, steps, goal, cores, status.show)
+            outcome = tuner.run()
+    if args.json:
+        print_json({"model": config.name, "p99_ms": goal.p99_ns / 1e6} | joint.as_json(tuner, steps))
+    else:
+        print(joint.text(tuner, steps, screen))
+    held = outcome.best is not None and outcome.rate(outcome.best.settings) > 0
+    for step, chosen in zip(steps, outcome.best.settings if outcome.best is not None else (), strict=False):
+        file = folder.parent / step.model.name / CONFIG
+        if not args.json and (changes := unified(step.model.text, step.model.text_of(chosen), _shown(file))):
+            print(f"\n{changes}", end="")
+        if args.apply and held:
+            _apply(file, step.model.text, step.model.text_of(chosen))
+    return 0 if held else 1
+
+
+def _same(requests: Sequence[Mapping[str, Any]], length: int) -> Sequence[Mapping[str, Any]]:
+    return requests
+
+
+def _show_steps(args: argparse.Namespace, client: Client, config: ModelConfig, screen: Screen) -> None:
+    """Prints how busy the steps of an ensemble are under load."""
     from shmserve.tools.tune import steps
     from shmserve.tools.tune.served import ServedModel
 
@@ -262,14 +318,8 @@ def _find_bottleneck(args: argparse.Namespace, client: Client, config: ModelConf
     elapsed_ns = monotonic_ns() - start
     instances = {name: count for name, count in counts.items() if count}
     uses = steps.step_uses(before, client.statistics(), instances, elapsed_ns)
-    if args.json:
-        print_json({"model": config.name, "steps": [use._asdict() for use in uses]})
-    else:
-        print(steps.text(uses, screen))
-    raise Failed(
-        f"{config.name} is an ensemble, whose steps have the settings. The bottleneck is {uses[0].model}, which is "
-        f"busy {uses[0].busy:.0%} of the time with {CALLERS} requests in flight: tune it first"
-    )
+    if not args.json:
+        print(f"{steps.text(uses, screen)}\n\nThe bottleneck is {uses[0].model}, with {CALLERS} requests in flight.\n")
 
 
 def _inputs(

@@ -45,7 +45,10 @@ def diff(outcome: Outcome, path: str) -> str:
     """The changes of config.pbtxt as a unified diff; empty if there are none."""
     if outcome.chosen is None:
         return ""
-    before, after = outcome.model.text, outcome.model.text_of(outcome.chosen)
+    return unified(outcome.model.text, outcome.model.text_of(outcome.chosen), path)
+
+
+def unified(before: str, after: str, path: str) -> str:
     names = (path, path) if path.startswith("/") else (f"a/{path}", f"b/{path}")
     lines = unified_diff(before.splitlines(), after.splitlines(), *names, lineterm="")
     return "\n".join(lines) + "\n" if before != after else ""

@@ -69,12 +69,14 @@ class Outcome(Struct):
     @property
     def frontier(self) -> list[Prediction]:
         """What memory buys: the settings that no other beats with as little memory, the smallest first."""
-        value = (lambda each: -each.p99_ns) if self.goal.rate else (lambda each: each.rate)
         found: list[Prediction] = []
-        for each in sorted(self.ranked, key=lambda each: (self.memory_of(each.candidate), -value(each))):
-            if not found or value(each) > value(found[-1]):
+        for each in sorted(self.ranked, key=lambda each: (self.memory_of(each.candidate), -self._value(each))):
+            if not found or self._value(each) > self._value(found[-1]):
                 found.append(each)
         return found
+
+    def _value(self, each: Prediction) -> float:
+        return -each.p99_ns if self.goal.rate else each.rate
 
     @property
     def holds(self) -> bool:

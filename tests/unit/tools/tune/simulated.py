@@ -34,8 +34,9 @@ Service = Callable[[int, int, int], float]
 """Instances, threads, rows -> ms."""
 
 
-def tuned(text: str = CONFIG, cores: int = 2) -> TunedModel:
-    context = ModelContext("net", frozenset({"onnxruntime"}), ["model.onnx"], ())
+def tuned(text: str = CONFIG, cores: int = 2, name: str = "net") -> TunedModel:
+    text = text.replace('name: "net"', f'name: "{name}"')
+    context = ModelContext(name, frozenset({"onnxruntime"}), ["model.onnx"], ())
     return TunedModel(text, examine(text.encode(), "config.pbtxt", context).require(), cores)
 
 
@@ -64,17 +65,22 @@ class SimulatedBench:
         self.opened.append(rate)
         return self._run(Poisson(rate), self._requests)
 
-    def _run(self, arrivals: Closed | Poisson, requests: int) -> Observation:
+    def model(self) -> SimModel:
+        """The model as it is served now."""
         config = self.applied[-1]
         count, threads = config.instance_group[0].count, int(parameter(config, "intra_op_thread_count") or 1)
-        if self._failing(count):
-            return Observation(0.0, 1.0, 0.0, 0.0, failed=3, error="out of memory")
         entries = tuple((rows, self._service(count, threads, rows) * MS) for rows in SIZES)
         policy: ModelPolicy = compile_policy(config, 1)
-        model = SimModel(policy, compile_instances(config), Measured(entries, 0.0, SPREAD))
+        return SimModel(policy, compile_instances(config), Measured(entries, 0.0, SPREAD))
+
+    def _run(self, arrivals: Closed | Poisson, requests: int) -> Observation:
+        config = self.applied[-1]
+        if self._failing(config.instance_group[0].count):
+            return Observation(0.0, 1.0, 0.0, 0.0, failed=3, error="out of memory")
+        model = self.model()
         self._seed += 1
-        plan = Plan((model,), (Load("net", arrivals),), requests=requests, seed=self._seed)
-        result = simulate(plan).models["net"]
+        plan = Plan((model,), (Load(config.name, arrivals),), requests=requests, seed=self._seed)
+        result = simulate(plan).models[config.name]
         latency, batches = result.latency, sum(result.batches.values())
         known = tuple(latency.quantile(share / 200) for share in range(1, 200))
         refused, in_time = sum(result.failed.values()), 0.99 * result.sent / result.answered
