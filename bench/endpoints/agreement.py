@@ -69,7 +69,7 @@ def by_perf_analyzer(tool: Path, server: Serving, protocol: str, concurrency: in
 def by_wrk(tool: str, address: str, concurrency: int, seconds: float, work: Path) -> Turn:
     data = [0.5] * ROW
     body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, ROW], "data": data}]}).encode()
-    post = wrk.Post(f"http://{address}/v2/models/{MODEL}/infer", {"Content-Type": "application/json"}, body)
+    post = wrk.Post(f"http://{address}/v2/models/{MODEL}/infer", {"Content-Type": "application/json"}, (body,))
     return wrk.run(tool, post, concurrency, seconds, work)
 
 

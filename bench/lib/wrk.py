@@ -12,9 +12,20 @@ from pathlib import Path
 SCRIPT = """
 wrk.method = "POST"
 {headers}
-local file = io.open("{body}", "rb")
-wrk.body = file:read("*a")
-file:close()
+local bodies = {{}}
+for number = 1, {count} do
+  local file = io.open("{body}" .. number, "rb")
+  bodies[number] = file:read("*a")
+  file:close()
+end
+wrk.body = bodies[1]
+if {count} > 1 then
+  local turn = 0
+  request = function()
+    turn = turn % {count} + 1
+    return wrk.format(nil, nil, nil, bodies[turn])
+  end
+end
 done = function(summary, latency, requests)
   local errors = summary.errors
   io.write(string.format('RESULT {{"count": %d, "us": %d, "p50": %d, "p99": %d, "failed": %d}}\\n', summary.requests,
@@ -33,18 +44,19 @@ class Turn:
 
 @dataclass(frozen=True)
 class Post:
-    """A request that is sent repeatedly."""
+    """Requests that are sent repeatedly, in turn."""
 
     url: str
     headers: Mapping[str, str]
-    body: bytes
+    bodies: tuple[bytes, ...]
 
 
 def run(tool: str, post: Post, connections: int, seconds: float, work: Path) -> Turn:
     body, script = work / "wrk.body", work / "wrk.lua"
-    body.write_bytes(post.body)
+    for number, content in enumerate(post.bodies, 1):
+        body.with_name(f"{body.name}{number}").write_bytes(content)
     headers = "\n".join(f'wrk.headers["{name}"] = "{value}"' for name, value in post.headers.items())
-    script.write_text(SCRIPT.format(headers=headers, body=body))
+    script.write_text(SCRIPT.format(headers=headers, body=body, count=len(post.bodies)))
     command = [tool, "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "-s", str(script), post.url]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     line = re.search(r"^RESULT (.*)$", output, re.MULTILINE)

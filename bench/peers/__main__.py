@@ -79,7 +79,6 @@ class Compared:
     def __init__(self, workload: PeerWorkload, tool: str, seconds: float, work: Path, stack: ExitStack) -> None:
         self.workload = workload
         self._tool, self._seconds, self._work, self._stack = tool, seconds, work, stack
-        self._row = workload.row()
         self._started: dict[tuple[str, int], tuple[Running, Post]] = {}
         self.failures: dict[str, str] = {}
 
@@ -99,9 +98,9 @@ class Compared:
 
     def _start(self, server: PeerServer, batch: int) -> tuple[Running, Post]:
         running, url = self._stack.enter_context(server.started(self.workload, batch, self._work))
-        post = server.post(url, self.workload, self._row)
+        post = server.post(url, self.workload)
         y = numbers(running.await_answer(post))
-        if not np.allclose(y, expected(self.workload, self._row, self._work), rtol=NEAR, atol=NEAR):
+        if not np.allclose(y, expected(self.workload, self.workload.payloads()[0], self._work), rtol=NEAR, atol=NEAR):
             raise RuntimeError(f"a wrong answer of {y.size} numbers: {y[:4]}")
         running.pause()
         return running, post

@@ -55,7 +55,7 @@ class Running:
 
     def await_answer(self, post: Post) -> bytes:
         """The first answer, without the JSON before the tensors of KServe's protocol."""
-        return self.await_success(urllib.request.Request(post.url, post.body, dict(post.headers)))
+        return self.await_success(urllib.request.Request(post.url, post.bodies[0], dict(post.headers)))
 
     def await_success(self, request: urllib.request.Request) -> bytes:
         """Most of these servers give no other notification that they are ready."""

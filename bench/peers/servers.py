@@ -12,12 +12,11 @@ from pathlib import Path
 from bench.endpoints import servers as endpoints
 from bench.lib.wrk import Post
 from bench.peers.running import Running, running
-from bench.peers.workloads import Array, PeerWorkload, json_post, kserve_post, network, raw_post, repository
+from bench.peers.workloads import APPS, PeerWorkload, json_post, kserve_post, network, raw_post, repository
 
-APPS = Path(__file__).parent / "apps"
 ENVIRONMENTS = Path(__file__).parents[2] / "build" / "peers"
 BATCH = endpoints.BATCH
-ENGINE = "onnxruntime"
+ENGINE = ("onnxruntime", "tokenizers", "pillow")
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class PeerServer:
 
     name: str
     command: Callable[[Start], Command]
-    post: Callable[[str, PeerWorkload, Array], Post]
+    post: Callable[[str, PeerWorkload], Post]
     packages: tuple[str, ...] = ()
     one_for_all: bool = False
     """Batching does not delay a single request, so one server is used for all loads."""
@@ -50,14 +49,15 @@ class PeerServer:
         return ENVIRONMENTS / self.name / "bin" / "python" if self.packages else Path(sys.executable)
 
     def is_installed(self) -> bool:
-        return not self.packages or (ENVIRONMENTS / self.name / ".made").exists()
+        made = ENVIRONMENTS / self.name / ".made"
+        return not self.packages or (made.exists() and made.read_text() == " ".join(self.packages))
 
     def install(self) -> None:
         place = ENVIRONMENTS / self.name
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
         pip = [str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
         subprocess.run([*pip, *self.packages], check=True)
-        (place / ".made").touch()
+        (place / ".made").write_text(" ".join(self.packages))
 
     def versions(self) -> str:
         """The version of its first package, e.g. "mosec 0.9.8"."""
@@ -123,16 +123,16 @@ SERVERS = (
         "triton",
         _triton,
         kserve_post,
-        ("nvidia-pytriton==0.7.0", "tritonclient[all]==2.73.0", ENGINE, "numpy<2"),
+        ("nvidia-pytriton==0.7.0", "tritonclient[all]==2.73.0", *ENGINE, "numpy<2"),
         one_for_all=True,
     ),
     PeerServer(
         "mosec",
         _app("mosec_app.py", "--address", "127.0.0.1", "--port", "{port}"),
         raw_post("/inference"),
-        ("mosec", ENGINE),
+        ("mosec", *ENGINE),
     ),
-    PeerServer("litserve", _app("litserve_app.py", "{port}"), raw_post("/predict"), ("litserve", ENGINE)),
-    PeerServer("bentoml", _bentoml, json_post("/infer"), ("bentoml", ENGINE)),
-    PeerServer("ray", _app("ray_app.py", "{port}"), raw_post("/"), ("ray[serve]", ENGINE)),
+    PeerServer("litserve", _app("litserve_app.py", "{port}"), raw_post("/predict"), ("litserve", *ENGINE)),
+    PeerServer("bentoml", _bentoml, json_post("/infer"), ("bentoml", *ENGINE)),
+    PeerServer("ray", _app("ray_app.py", "{port}"), raw_post("/"), ("ray[serve]", *ENGINE)),
 )

@@ -22,7 +22,7 @@ class Api(litserve.LitAPI):
         return list(output)
 
     def predict(self, x):
-        return self.model(x) if self.max_batch_size > 1 else self.model(x[None])[0]
+        return self.model(x) if self.max_batch_size > 1 else self.model(stacked([x]))[0]
 
     def encode_response(self, output):
         return Response(content=output.tobytes(), media_type="application/octet-stream")

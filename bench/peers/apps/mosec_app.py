@@ -17,7 +17,7 @@ class Infer(Worker):
 
     def forward(self, data):
         if BATCH == 1:
-            return self.model(data[None])[0]
+            return self.model(stacked([data]))[0]
         return list(self.model(stacked(data)))
 
 

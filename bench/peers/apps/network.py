@@ -3,9 +3,11 @@
 The same models as in the repository that shmserve and Triton serve: the same files, and one thread for the engine.
 """
 
+import base64
 import os
 
 import numpy as np
+from pipelines import PIPELINES
 
 WORKLOAD = os.environ["PEER_WORKLOAD"]
 BATCH = int(os.environ["PEER_BATCH"])
@@ -21,6 +23,8 @@ def make():
         return lambda x: x
     if WORKLOAD == "first":
         return lambda x: x[:, :1].copy()
+    if WORKLOAD in PIPELINES:
+        return PIPELINES[WORKLOAD](os.path.dirname(os.environ["PEER_ONNX"]))
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -30,8 +34,17 @@ def make():
 
 
 def decode(data):
+    if WORKLOAD in PIPELINES:
+        return bytes(data)
     return np.frombuffer(data, np.float32).reshape(SHAPES[WORKLOAD])
 
 
+def decode_text(text):
+    """The bytes of a pipeline that JSON carries."""
+    return base64.b64decode(text) if WORKLOAD == "images" else text.encode()
+
+
 def stacked(rows):
+    if WORKLOAD in PIPELINES:
+        return rows
     return rows[0][None] if len(rows) == 1 else np.stack(rows)

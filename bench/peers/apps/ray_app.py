@@ -22,7 +22,7 @@ class Infer:
 
     async def __call__(self, request: Request) -> Response:
         row = decode(await request.body())
-        y = self.model(row[None])[0] if BATCH == 1 else await self.batched(row)
+        y = self.model(stacked([row]))[0] if BATCH == 1 else await self.batched(row)
         return Response(y.tobytes(), media_type="application/octet-stream")
 
 

@@ -43,7 +43,7 @@ def test_the_report_of_wrk_is_parsed(tmp_path: Path) -> None:
 
     result = 'RESULT {"count": 500, "us": 2000000, "p50": 1500, "p99": 1600, "failed": %d}'
     assert taken(result % 0) == Turn(250.0, 1500, 1600)
-    assert '"shape": [1, 16]' in (tmp_path / "wrk.body").read_text()
+    assert '"shape": [1, 16]' in (tmp_path / "wrk.body1").read_text()
     with pytest.raises(RuntimeError, match="wrk: 3 of 500 requests failed"):
         taken(result % 3)
     with pytest.raises(RuntimeError, match="wrk printed no result: nothing"):

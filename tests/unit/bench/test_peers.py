@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import select
 import socket
@@ -77,22 +78,28 @@ def test_the_chart_sorts_servers_and_leaves_out_failed_ones() -> None:
 
 @pytest.mark.parametrize("workload", workloads.WORKLOADS, ids=lambda workload: workload.name)
 def test_every_request_format_carries_the_same_values(workload: workloads.PeerWorkload) -> None:
-    row = workload.row()
-    kserve = workloads.kserve_post("http://x", workload, row)
-    size = int(kserve.headers["Inference-Header-Content-Length"])
-    (x,) = json.loads(kserve.body[:size])["inputs"]
-    assert x["shape"] == ([1] if workload.batches else []) + list(workload.shape)
-    assert kserve.body[size:] == workloads.raw_post("/p")("http://x", workload, row).body
-    lists = workloads.json_post("/p")("http://x", workload, row)
+    payloads = workload.payloads()
+    kserve, raw = workloads.kserve_post("http://x", workload), workloads.raw_post("/p")("http://x", workload)
+    lists = workloads.json_post("/p")("http://x", workload)
     assert lists.url == "http://x/p"
-    assert (np.array(json.loads(lists.body)["x"][0], np.float32) == row).all()
+    size = int(kserve.headers["Inference-Header-Content-Length"])
+    for payload, own, alone, text in zip(payloads, kserve.bodies, raw.bodies, lists.bodies, strict=True):
+        (x,) = json.loads(own[:size])["inputs"]
+        (value,) = json.loads(text)["x"]
+        assert x["shape"] == ([1] if workload.batches else []) + list(workload.shape)
+        if isinstance(payload, bytes):
+            assert own[size:] == len(payload).to_bytes(4, "little") + payload
+            assert alone == payload == (value.encode() if workload.name == "texts" else base64.b64decode(value))
+        else:
+            assert own[size:] == alone == payload.tobytes()
+            assert (np.array(value, np.float32) == payload).all()
 
 
 def test_a_server_pauses_and_ends_with_its_daemons(tmp_path: Path) -> None:
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
         port = made.getsockname()[1]
-    post = Post(f"http://127.0.0.1:{port}/", {"Content-Type": "text/plain"}, b"hello")
+    post = Post(f"http://127.0.0.1:{port}/", {"Content-Type": "text/plain"}, (b"hello",))
     with running("it", [sys.executable, "-c", ANSWERS, str(port)], {}, tmp_path) as server:
         assert server.await_answer(post) == b"hello"
         members = server.members()
@@ -102,7 +109,7 @@ def test_a_server_pauses_and_ends_with_its_daemons(tmp_path: Path) -> None:
             while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
                 select.select([], [], [], 0.01)
         server.resume()
-        assert server.await_answer(Post(post.url, {"Head-Size": "2"}, b"{}hello")) == b"hello"
+        assert server.await_answer(Post(post.url, {"Head-Size": "2"}, (b"{}hello",))) == b"hello"
     assert not server.members()
     with pytest.raises(ConnectionRefusedError):
         HTTPConnection("127.0.0.1", port).connect()
