@@ -54,8 +54,6 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
         default=0.0,
         help="hold the limit at N requests per second (default: find the highest rate)",
     )
-    text = "with --rate, prefer the lowest p99 (latency) or the least memory (default: the fewest instances)"
-    add("--objective", choices=OBJECTIVES, default="", help=text)
     add("--apply", action="store_true", help="write the changes to config.pbtxt, if the target is held")
     add("--html", metavar="FILE", type=Path, help="write a report with curves")
     text = "also compare with an earlier run: FILE has what --json printed"
@@ -65,6 +63,8 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
     add("--instances", metavar="N[-M]", type=span, default=(1, 16), help="instances to try (default: 1-16)")
     text = "largest batch to try (default: the model's max_batch_size)"
     add("--max-batch", metavar="N", type=at_least_1, default=0, help=text)
+    text = "with --rate, prefer the lowest p99 (latency) or the least memory (default: the fewest instances)"
+    rare(add, "--objective", choices=OBJECTIVES, default="", help=text)
     text = "an input: numbers, JSON, or @FILE.npy; repeatable (default: random)"
     rare(add, "-i", "--input", metavar="NAME=VALUE", action="append", default=[], help=text)
     text = "duration of each measurement (default: 2); of a language model, enough for 30 texts"
