@@ -21,7 +21,7 @@ def torch_kind(path: Path) -> TorchKind:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError):  # what `zipfile` raises for a damaged archive
-        text = f"'{path.name}' is no file of PyTorch: neither TorchScript nor a torch.export package"
+        text = f"'{path.name}' is not a file of PyTorch: neither TorchScript nor a torch.export package"
         raise InvalidRequest(text) from None
     if any("/data/aotinductor/" in name for name in names):
         return TorchKind.COMPILED

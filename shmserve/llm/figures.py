@@ -50,9 +50,11 @@ METRICS = (
     Metric("ended", "llm_request_success_total", "counter", "texts that have ended",
            label="finished_reason"),
     Metric("first_token", "llm_time_to_first_token_seconds", "histogram",
-           "from the start in the engine to the first token", _FIRST_S),
-    Metric("between_tokens", "llm_inter_token_latency_seconds", "histogram", "between tokens of a text", _BETWEEN_S),
-    Metric("whole", "llm_e2e_request_latency_seconds", "histogram", "from start to end in the engine", _WHOLE_S),
+           "time from the start in the engine to the first token", _FIRST_S),
+    Metric("between_tokens", "llm_inter_token_latency_seconds", "histogram",
+           "time between tokens of a text", _BETWEEN_S),
+    Metric("whole", "llm_e2e_request_latency_seconds", "histogram",
+           "time of a text in the engine, from start to end", _WHOLE_S),
 )  # fmt: skip
 PREFIX = "llm_"
 """The beginning of all names of METRICS."""

@@ -430,7 +430,7 @@ ENDPOINTS: dict[str, tuple[Flag, ...]] = {
             "page-servers",
             "servers",
             "URL,URL",
-            "show these servers, such as http://gpu1:8000, together on the web page; their web pages may read this "
+            "show these servers, such as http://gpu1:8000, together on the web page, and let their pages read this "
             "server's state; use the same list on all of them",
             shown="none",
         ),

@@ -75,7 +75,9 @@ The bound of a model is the time that its arithmetic takes at this machine's spe
 tensors from memory takes, whichever is longer. A real model is slower. Measuring the machine takes a few seconds.
 """
     about = "show a model's operators, parameters and FLOPs, and how fast this machine could run it"
-    command = add_command(commands, "describe", "describe", about, examples, ("described", "cannot be read"), note)
+    command = add_command(
+        commands, "describe", "describe", about, examples, ("described", "the model cannot be read"), note
+    )
     add = command.add_argument
     add("model", metavar="FILE|DIR", type=Path, help="ONNX file, or model directory with one")
     text = "rows of a batch; repeat for several (default: 1, 8 and 32 if the model can batch)"

@@ -66,7 +66,7 @@ def add_doctor(commands: Any) -> None:
   shmserve doctor --json
 """
     about = "check whether this machine can run a server, and show how to fix problems"
-    codes = ("a server can run here", "something stops it")
+    codes = ("a server can run here", "a problem prevents a server from starting")
     command = add_command(commands, "doctor", "doctor", about, examples, codes)
     text = "the directory in which a server runs, or is to run (default: that of this user)"
     command.add_argument("--runtime-dir", metavar="DIR", type=Path, help=text)
@@ -151,7 +151,7 @@ a model directory, batch size and dims come from its config.pbtxt.
     add(
         "--precision",
         choices=("fp16", "bf16"),
-        help="also compute in this type; with TensorRT 10; default, always with 11: only the types of the ONNX file",
+        help="with TensorRT 10: also compute in this type (default: only in the types of the ONNX file)",
     )
     text = "maximum device memory for the workspace of a layer"
     rare(add, "--workspace-mb", metavar="MIB", type=at_least_1, help=text)

@@ -133,8 +133,8 @@ def _add_load(command: CommandParser) -> None:
         "--rate",
         metavar="N",
         type=rates,
-        help="requests per second, regardless of the server; ranges as for --concurrency; latency counts from the "
-        "intended send time",
+        help="requests per second, regardless of the server; latency counts from the intended send time, and ranges "
+        "are as for --concurrency",
     )
     rare(
         how,

@@ -46,7 +46,7 @@ def add_stats(commands: Any) -> None:
     text = "print all metrics in the Prometheus format"
     command.add_argument("--prometheus", action="store_true", help=text)
     command.add_argument(
-        "--callers", action="store_true", help="show the callers of gateways that take most, for operators"
+        "--callers", action="store_true", help="for operators: show the callers of gateways that use the most"
     )
     add_output(command, watch=True)
 
@@ -136,7 +136,13 @@ def add_trace(commands: Any) -> None:
 """
     command = add_server_command(commands, "trace", "trace", about, examples)
     add = command.add_argument
-    add("--seconds", metavar="N", type=seconds, default=5.0, help="how long to record (default: 5); Ctrl-C ends it too")
+    add(
+        "--seconds",
+        metavar="N",
+        type=seconds,
+        default=5.0,
+        help="how long to record (default: 5); Ctrl-C also ends the recording",
+    )
     text = "the file to write (default: trace.json); compressed if its name ends with .gz"
     add("-o", "--output", metavar="FILE", type=Path, default=Path("trace.json"), help=text)
     text = "only this model; repeatable"

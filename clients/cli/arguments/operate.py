@@ -44,7 +44,7 @@ def add_load(commands: Any) -> None:
     add(
         "--previous",
         action="store_true",
-        help="restore what was served before the last load; ignores the repository; allowed in every "
+        help="restore what was served before the last load, without reading the repository; works in every "
         "--model-control-mode",
     )
     version = add(
@@ -121,19 +121,19 @@ def add_traffic(commands: Any) -> None:
 
 
 def add_drain(commands: Any) -> None:
-    examples = """  shmserve drain                      wait until it is empty
+    examples = """  shmserve drain                      wait until the server is empty
   shmserve drain --timeout 300 --json
   shmserve drain --undrain            put it back into service
 """
     about = "take the server out of service, and wait until it has finished its requests"
     codes = (
-        "empty (with --no-wait and --undrain: done)",
-        "not empty within --timeout, which leaves the server out of service; or failed",
+        "the server is empty (with --no-wait and --undrain: done)",
+        "failed, or not empty within --timeout, which leaves the server out of service",
     )
     command = add_server_command(commands, "drain", "drain", about, examples, codes)
     add = command.add_argument
     add("--undrain", action="store_true", help="put the server back into service")
-    add("--no-wait", action="store_false", dest="wait", help="do not wait until it is empty")
+    add("--no-wait", action="store_false", dest="wait", help="do not wait until the server is empty")
     add("--timeout", metavar="SECONDS", type=seconds, help="maximum time to wait (default: no limit)")
     text = "time without a request after which the server is empty (default: 5); a balancer needs seconds to notice"
     add("--quiet", metavar="SECONDS", type=seconds, help=text)

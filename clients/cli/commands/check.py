@@ -99,9 +99,8 @@ def checked_text(checked: Checked, quiet: bool, strict: bool, screen: Screen) ->
         for finding in model.findings:
             lines += _finding_lines(finding, "" if quiet else "  ", shown, screen)
     if not quiet:
-        total = len(checked.models)
-        good = sum(model.ok for model in checked.models)
-        lines.append(f"{_number(total, 'model')}, {good} ok: {_counted(checked.all()) or 'no problems'}")
+        total = _number(len(checked.models), "model")
+        lines.append(f"{total} checked, {_counted(checked.all()) or 'no problems'}")
     return "\n".join(lines)
 
 

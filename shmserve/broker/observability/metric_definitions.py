@@ -187,7 +187,7 @@ FAMILIES = (
     ),
     *_rows(
         MACHINE,
-        ("nv_cpu_utilization", "gauge", (), "from 0 to 1, all cores together, over --metrics-interval-ms or more"),
+        ("nv_cpu_utilization", "gauge", (), "CPU utilization, from 0 to 1, over --metrics-interval-ms or more"),
         ("nv_cpu_memory_total_bytes", "gauge", (), "memory of the machine"),
         ("nv_cpu_memory_used_bytes", "gauge", (), "memory of the machine that is not available to other programs"),
         ("nv_gpu_utilization", "gauge", GPU, "fraction of time, from 0 to 1, in which anything ran on the GPU"),
@@ -195,7 +195,7 @@ FAMILIES = (
         ("nv_gpu_memory_used_bytes", "gauge", GPU, "memory of the GPU in use, by all processes"),
         ("nv_gpu_power_usage", "gauge", GPU, "power draw in watts"),
         ("nv_gpu_power_limit", "gauge", GPU, "enforced power limit in watts"),
-        ("nv_energy_consumption", "counter", GPU, "joules since the driver was loaded"),
+        ("nv_energy_consumption", "counter", GPU, "energy used since the driver was loaded, in joules"),
         ("shmserve_gpu_out_of_service", "gauge", GPU,
          "1 if the GPU has failed, so that no instance runs on it, else 0"),
         ("shmserve_gpu_reset_needed", "gauge", GPU,

@@ -203,7 +203,7 @@ class Quotas:
                 self._state.effects.append(Pause(client.number, pause_until))
             return ""
         return (
-            f"this client makes more than {rate} protocol errors per second, its limit (client_errors); "
+            f"this client causes more than {rate} protocol errors per second, its limit (client_errors); "
             f"{_retry('the client is fixed')}"
         )
 

@@ -112,7 +112,7 @@ lost  2 errors, 1 warning
   models/lost/config.pbtxt:5:1: max_batch_size: found -2, expected 0 or more
 typo  1 error
   models/typo/config.pbtxt:1:1: backnd: ModelConfig has no such field; did you mean "backend"?
-3 models, 1 ok: 3 errors, 2 warnings
+3 models checked, 3 errors, 2 warnings
 """,
         "",
     )
@@ -126,10 +126,10 @@ models/typo/config.pbtxt:1:1: backnd: ModelConfig has no such field; did you mea
 
 def test_exit_codes_and_last_lines(tmp_path: Path) -> None:
     identity(tmp_path / "good", "echo")
-    assert run(tmp_path / "good") == ("echo  ok\n1 model, 1 ok: no problems\n", "")
+    assert run(tmp_path / "good") == ("echo  ok\n1 model checked, no problems\n", "")
     assert run(tmp_path / "good", "--quiet") == ("", "")
     (tmp_path / "good" / "stray").write_text("")
-    assert run(tmp_path / "good")[0].endswith("1 model, 1 ok: 1 warning\n")
+    assert run(tmp_path / "good")[0].endswith("1 model checked, 1 warning\n")
     run(tmp_path / "good", "--strict", code=1)
     assert "is not a directory" in run(tmp_path / "nowhere", code=2)[1]
     assert "--model-config-name" in run(tmp_path / "good", "--model-config-name", "../x", code=2)[1]
@@ -164,7 +164,7 @@ def test_each_model_is_loaded(tmp_path: Path, temporary: Path) -> None:
     lines = out.splitlines()
     heads = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines if not line.startswith(" ")}
     failed = dict.fromkeys(("crash", "ensemble", "imports", "typo"), "1 error")
-    assert heads == failed | {"adds": "ok", "good": "ok", "6": "models, 2 ok: 4 errors"}
+    assert heads == failed | {"adds": "ok", "good": "ok", "6": "models checked, 4 errors"}
     assert "      | about to crash" in lines
     why = f"  {root}/crash/1: could not be loaded: its worker process ended while loading: signal SIGABRT"
     assert why in lines

@@ -317,7 +317,7 @@ def no_archive(folder: Path) -> ModelConfig:
     ("make", "kind", "text"),
     [
         (no_file, NotFound, "version 1 of model 'm' has no file 'model.pt'"),
-        (no_archive, InvalidRequest, "'model.pt' is no file of PyTorch"),
+        (no_archive, InvalidRequest, "'model.pt' is not a file of PyTorch"),
         (no_program, InvalidRequest, "'model.pt' holds no program: save it with torch.jit.save"),
         (lambda folder: scripted(folder, INTRA_OP_THREAD_COUNT="many"), InvalidRequest, "at least 0, not 'many'"),
         (lambda folder: scripted(folder, INFERENCE_MODE="maybe"), InvalidRequest, "INFERENCE_MODE.*true or false"),

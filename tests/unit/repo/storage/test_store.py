@@ -59,8 +59,8 @@ def scanned(*roots: Path, backends: Collection[str] = BACKENDS) -> dict[str, Sca
         (("data.pkl",), None, ["m/1: 'model.pt' holds no program: save it with torch.jit.save"]),
         (("data.pkl", "constants.pkl"), None, ["input: not given.* `shmserve init NAME --from FILE`", "output: not"]),
         ((), None, ["m/1: 'model.pt' holds no program"]),
-        (("constants.pk\u0142",), (6, 0x63), ["'model.pt' is no file of PyTorch"]),
-        (("constants.pk\u0142",), (46, 0xFF), ["'model.pt' is no file of PyTorch"]),
+        (("constants.pk\u0142",), (6, 0x63), ["'model.pt' is not a file of PyTorch"]),
+        (("constants.pk\u0142",), (46, 0xFF), ["'model.pt' is not a file of PyTorch"]),
     ],
     ids=["weights", "program", "empty", "damaged version", "damaged name"],
 )
