@@ -8,7 +8,7 @@ A model repeats the words of its prompt, one word per token; choice i begins wit
     IMAGES       the token is the JSON of the checksums of the images
     FAIL         fails
     GATE         waits until the gate, a named pipe, is opened
-    FOREVER      repeats a word every few milliseconds until the request is cancelled, and then writes a line to the log
+    FOREVER      repeats a word twenty times a second until the request is cancelled, and then writes a line to the log
     CALL         calls the first tool with {"x": 1}; as a stream, in two pieces
 """
 
@@ -128,7 +128,7 @@ class Sequence:
     def go_on(self):
         while not self.sender.is_cancelled():
             self.respond([self.words[1] + " "])
-            select.select([], [], [], 0.005)
+            select.select([], [], [], 0.05)
         with open(self.log, "a") as log:
             log.write("cancelled\\n")
 
