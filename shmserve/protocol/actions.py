@@ -79,6 +79,9 @@ class Action(str, Enum):
         http=("POST /v1/responses",), groups=("inference",), changes=True, takes="ResponseInput", gives="Response")
     MESSAGES = Row("messages", _INFER, "Anthropic-compatible: messages; with `stream`, as server-sent events",
         http=("POST /v1/messages",), groups=("inference",), changes=True, takes="Messages", gives="Message")
+    COUNT_TOKENS = Row("count_tokens", _INFER, "Anthropic-compatible: the number of tokens of a message",
+        http=("POST /v1/messages/count_tokens",), groups=("inference",), changes=True, takes="MessagesToCount",
+        gives="InputTokens")
     EMBEDDINGS = Row("embeddings", _INFER, "OpenAI-compatible: embeddings",
         http=("POST /v1/embeddings",), groups=("inference",), changes=True, takes="TextsToEmbed", gives="EmbeddingList")
     RERANK = Row("rerank", _INFER, "Jina-compatible: documents, ordered by their relevance to a query",

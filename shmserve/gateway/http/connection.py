@@ -216,7 +216,7 @@ class HttpExchange:
     def fail(self, error: ServeError, request_id: str = "", more: bytes = b"") -> None:
         if self._is_openai:
             status, body = openai_errors.response(error)
-            if self.head.route.action is Action.MESSAGES:
+            if self.head.route.action in (Action.MESSAGES, Action.COUNT_TOKENS):
                 body = openai_errors.anthropic_body(body)
         else:
             status, body = http_of(error), error_body(http_text_of(error, request_id))

@@ -319,7 +319,18 @@ SCHEMAS: dict[str, _Schema] = {
         stop_sequences=_list(_STRING),
         tools=_OBJECTS,
         tool_choice=_OBJECT,
+        thinking=_OBJECT,
     ),
+    "MessagesToCount": _object(
+        ("model", "messages"),
+        model=_STRING,
+        messages=_list(_object(("role", "content"), role=_STRING, content={"type": ["string", "array"]})),
+        system={"type": ["string", "array"]},
+        tools=_OBJECTS,
+        tool_choice=_OBJECT,
+        thinking=_OBJECT,
+    ),
+    "InputTokens": _object(("input_tokens",), input_tokens=_COUNT),
     "Message": _object(
         ("id", "type", "role", "model", "content", "stop_reason"),
         **_strings("id", "type", "role", "model"),

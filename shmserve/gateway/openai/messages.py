@@ -37,30 +37,54 @@ class _Thinking(Struct, forbid_unknown_fields=True):
         return self.type != "disabled" and self.display != "omitted"
 
 
-class MessagesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the tokens of a prompt follow from."""
+
     model: str
     messages: list[dict[str, Any]]
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: _Thinking | None = None
+
+
+class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     stop_sequences: list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: _Thinking | None = None
 
     metadata: Any = None
     service_tier: Any = None
 
 
 _decoder = msgspec.json.Decoder(MessagesRequest)
+_counted = msgspec.json.Decoder(CountRequest)
 
 
 def request_of(text: bytes) -> tuple[ChatRequest, bool]:
     """The chat that the request becomes, and whether its answer shows the thinking of the model."""
     request = bodies.decoded(_decoder, text)
+    chat = _chat(
+        request,
+        stream=request.stream,
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop=request.stop_sequences or None,
+    )
+    return chat, request.thinking is not None and request.thinking.shown
+
+
+def counted(text: bytes) -> ChatRequest:
+    """The chat whose prompt is counted."""
+    return _chat(bodies.decoded(_counted, text))
+
+
+def _chat(request: CountRequest, **more: Any) -> ChatRequest:
     thinking = request.thinking
     choice = request.tool_choice or {}
     messages: list[dict[str, Any]] = []
@@ -71,19 +95,14 @@ def request_of(text: bytes) -> tuple[ChatRequest, bool]:
     chat = ChatRequest(
         model=request.model,
         messages=messages,
-        stream=request.stream,
-        max_tokens=request.max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        stop=request.stop_sequences or None,
         tools=None if request.tools is None else [_tool(number, tool) for number, tool in enumerate(request.tools)],
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
         chat_template_kwargs=None if thinking is None else {"enable_thinking": thinking.type != "disabled"},
+        **more,
     )
     bodies.check_chat(chat)
-    return chat, thinking is not None and thinking.shown
+    return chat
 
 
 def _messages(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ from shmserve.gateway.openai.responses import ResponsesFormat, ResponsesRequest
 from shmserve.gateway.openai.scores import RerankRequest, ScoreRequest, Scores
 from shmserve.gateway.openai.speech import TranscriptionFormat, TranscriptionRequest
 from shmserve.gateway.openai.templates import WAITING_BYTES, ChatTemplates, continued_prompt, template_values
-from shmserve.gateway.openai.tokens import PROMPT_BYTES, DetokenizeFormat, TokenizeFormat
+from shmserve.gateway.openai.tokens import PROMPT_BYTES, CountFormat, DetokenizeFormat, TokenizeFormat
 from shmserve.gateway.upstream.documents import BrokerQuery, config_query
 from shmserve.gateway.upstream.exchange import Exchange, ask_for
 from shmserve.gateway.upstream.requests import RequestSender
@@ -95,6 +95,9 @@ class OpenAiRequests:
                 request = prompt = tokens.tokenize_request(text)
                 response: ResponseFormat = TokenizeFormat()
                 go_on = partial(self._convert, exchange, prompt, strings, "tokenize", response)
+            case Action.COUNT_TOKENS:
+                request = chat = messages.counted(text)
+                go_on = partial(self._convert, exchange, chat, strings, "tokenize", CountFormat())
             case Action.DETOKENIZE:
                 request = prompt = tokens.detokenize_request(text)
                 response = DetokenizeFormat()

@@ -89,6 +89,13 @@ class TokenizeFormat:
         return [head[:-1] + b',"tokens":[', *self._tokens, b"]}"]
 
 
+class CountFormat(TokenizeFormat):
+    """As Anthropic's endpoint answers."""
+
+    def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
+        return [_encode({"input_tokens": self._count})]
+
+
 class DetokenizeFormat:
     kind = JSON
 

@@ -412,6 +412,16 @@ def test_messages(claude: Any, expected: list[str]) -> None:
     assert (streamed.stop_reason, streamed.usage.output_tokens) == ("max_tokens", 24)
 
 
+def test_tokens_of_messages(client: Any, claude: Any) -> None:
+    """As many as the template makes of the chat."""
+    messages = [{"role": "user", "content": "Why?"}]
+    counted = claude.messages.count_tokens(model="text", system="Be brief.", messages=messages).input_tokens
+    chat = [{"role": "system", "content": "Be brief."}, *messages]
+    assert counted == post(client, "/tokenize", model="text", messages=chat)["count"]
+    with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
+        claude.messages.count_tokens(model="nothing", messages=messages)
+
+
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 def test_tool_use(claude: Any, choice: Any) -> None:
     functions = [tool["function"] for tool in TOOLS]
