@@ -24,6 +24,8 @@ from shmserve.workers.backends.python.records import fields_of, is_pydantic
 Schema = dict[str, Any]
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Others are not decoded: some of them start programs."""
+PIXELS = 64 << 20
+"""Maximum number of pixels of an image: a small file can have many."""
 _REFERENCE = "#/components/schemas/{%s}"
 _ROWS: Schema = {"type": "array", "items": {"type": "object"}}
 _IMAGE: Schema = {"type": "string", "contentEncoding": "base64", "contentMediaType": "image/png"}
@@ -67,6 +69,9 @@ def _image(data: bytes) -> Any:
 
     try:
         image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+        pixels = image.width * image.height
+        if pixels > PIXELS:
+            raise ValueError(f"has {pixels} pixels; the limit is {PIXELS}")
         image.load()
     except UnidentifiedImageError:
         raise ValueError(f"is not an image; expected one of {', '.join(IMAGE_FORMATS)}") from None

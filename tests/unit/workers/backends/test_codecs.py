@@ -103,6 +103,13 @@ def test_what_cannot_be_read_is_refused(hint: Any, data: bytes, text: str) -> No
         codec(hint).decode(data)
 
 
+def test_an_image_with_too_many_pixels_is_refused() -> None:
+    file = io.BytesIO()
+    Image.new("1", (1 << 13, 1 << 13 | 1)).save(file, "PNG")
+    with pytest.raises(ValueError, match="has 67117056 pixels; the limit is 67108864"):
+        codec(Image.Image).decode(file.getvalue())
+
+
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP"])
 def test_images(kind: str) -> None:
     file = io.BytesIO()
