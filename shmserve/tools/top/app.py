@@ -15,7 +15,7 @@ from shmserve.protocol.rates import Row
 from shmserve.terminal.tables import visible
 from shmserve.tools.top.columns import TABLES, Table
 from shmserve.tools.top.panels import TrendHistory, summary, wrapped
-from shmserve.tools.top.screens import ConfirmScreen, DetailScreen, Lines
+from shmserve.tools.top.screens import ConfirmScreen, DetailScreen, Lines, LogScreen
 from shmserve.tools.top.sources import Source
 from shmserve.tools.top.table_view import TableView
 from shmserve.tools.top.tables_app import KEYS_OF_TABLES, OF_TABLES, SLOW_S, TablesApp, keys_line
@@ -31,11 +31,12 @@ KEYS = (
     ("r", "restart"),
     ("?", "help"),
 )
-DETAIL_KEYS = (("Esc", "back"), ("l", "load"), ("u", "unload"), ("r", "restart"), ("Up Down", "scroll"))
+DETAIL_KEYS = (("Esc", "back"), ("l", "load"), ("u", "unload"), ("r", "restart"), ("g", "log"), ("Up Down", "scroll"))
 HELP = (
     ("1 2 3 4, Tab", "models, instances, clients, GPUs"),
     ("Enter", "one model in detail; Esc goes back"),
     ("l u r", "load, unload, restart what is selected"),
+    ("g", "the log of the selected model"),
     *KEYS_OF_TABLES,
 )
 QUESTIONS = {
@@ -51,8 +52,11 @@ class TopApp(TablesApp):
     """One server."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(key, f"operate('{what}')", show=False, priority=True)
-        for key, what in (("l", "load"), ("u", "unload"), ("r", "restart"))
+        *(
+            Binding(key, f"operate('{what}')", show=False, priority=True)
+            for key, what in (("l", "load"), ("u", "unload"), ("r", "restart"))
+        ),
+        Binding("g", "show_log", show=False, priority=True),
     ]
 
     def __init__(
@@ -167,7 +171,7 @@ class TopApp(TablesApp):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Disables the keys for tables on the screen of one model."""
-        if action == "operate":  # allowed on all screens that are not dialogs
+        if action in ("operate", "show_log"):  # allowed on all screens that are not dialogs
             action = "end"
         return bool(super().check_action(action, parameters)) and not (
             isinstance(self.screen, DetailScreen) and action in OF_TABLES
@@ -210,6 +214,21 @@ class TopApp(TablesApp):
                 self.run_worker(self.operate(what, str(row["model"]), version, instance, name), group="operations")
 
         self.push_screen(screen, decided)
+
+    def action_show_log(self) -> None:
+        row = self._subject()
+        if row is None:
+            self.say("select a model or an instance first", "warn")
+        else:
+            self.run_worker(self._show_log(str(row["model"])), group="logs", exclusive=True)
+
+    async def _show_log(self, model: str) -> None:
+        try:
+            records = await asyncio.to_thread(self.source.log, model)
+        except ServeError as error:
+            self.say(f"the log of model '{visible(model)}' cannot be read: {error}", "bad")
+        else:
+            self.push_screen(LogScreen(model, records))
 
     async def operate(self, what: str, model: str, version: int | None, instance: str, name: str) -> None:
         text = f"{DOING[what]} {name}"

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from shmserve import histogram
 from shmserve.errors import Internal, ServeError, Unsupported
 from shmserve.repo.gpus import SHOWN_METRICS
+from shmserve.tools.top.sources import Record
 from shmserve.transport.http_link import HttpLink, parts_of
 
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
@@ -158,6 +159,12 @@ class HttpSource:
             self._operating.remove(connection)
             connection.close()
         return []
+
+    def log(self, model: str) -> Sequence[Record]:
+        """Only gateways of shmserve have this."""
+        path = f"{self._path}/shmserve/logs/models/{quote(model, safe='')}"
+        records: Sequence[Record] = _object(self._api.call("GET", path))["records"]
+        return records
 
     def close(self) -> None:
         for connection in list(self._operating):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -15,11 +16,16 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widgets import Button
 
+from shmserve.terminal.tables import visible
 from shmserve.tools.top.columns import Table
 from shmserve.tools.top.panels import TrendHistory, detail, wrapped
+from shmserve.tools.top.sources import Record
 from shmserve.tools.top.table_view import strip_of
 from shmserve.tools.top.texts import Line, pad
 from shmserve.tools.top.view import View
+
+LEVELS = {"debug": "dim", "warning": "warn", "error": "bad", "critical": "bad"}
+"""Level of a record -> style."""
 
 
 class Lines(ScrollView):
@@ -122,6 +128,38 @@ class ConfirmScreen(ModalScreen[bool]):
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         self.dismiss(event.button.id == "yes")
+
+
+class LogScreen(ModalScreen[None]):
+    """The latest records of a model's log; the last ones are shown first if they do not fit."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter,g", "dismiss(None)", show=False)]
+
+    def __init__(self, model: str, records: Sequence[Record]) -> None:
+        super().__init__()
+        self._model = model
+        self._records = records
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="help"):
+            yield Lines(id="explained")
+
+    def on_mount(self) -> None:
+        explained = self.query_one("#explained", Lines)
+        explained.can_focus = True
+        explained.focus()
+
+    def on_resize(self, event: Resize) -> None:
+        explained = self.query_one("#explained", Lines)
+        width = max(20, explained.scrollable_content_region.width)
+        lines: list[Line] = [[(f"Log of {visible(self._model)}", "strong"), ("  Esc closes this.", "dim")], []]
+        for record in self._records:
+            at = time.strftime("%H:%M:%S", time.localtime(record["time"]))
+            level = str(record["level"])
+            text = f"{at} {level.upper()} {record['text']}"
+            lines += wrapped(text, width, LEVELS.get(level, "plain"))
+        explained.show(lines if self._records else [*lines, [("no records", "dim")]])
+        explained.scroll_end(animate=False)
 
 
 class HelpScreen(ModalScreen[None]):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+Record = Mapping[str, Any]
+"""A record of the log: `time`, `level`, `text` and others."""
 OPERATIONS = ("load", "unload", "restart")
 FIRST = 0.25
 """A live view reads a second time after this fraction of its interval, to show rates early."""
@@ -29,6 +31,9 @@ class Source(Protocol):
         """Runs an operation until it is complete, and returns the warnings about it. Version and instance are for
         restarts: None and "" mean all."""
 
+    def log(self, model: str) -> Sequence[Record]:
+        """The latest records of the model's log."""
+
     def close(self) -> None:
         """Ends calls in progress."""
 
@@ -48,6 +53,8 @@ class Operator(Protocol):
     def restart(
         self, model: str, *, version: int | str | None = None, instance: str | None = None
     ) -> dict[str, Any]: ...
+
+    def logs(self, model: str | None = None) -> dict[str, Any]: ...
 
     def close(self) -> None: ...
 
@@ -76,6 +83,10 @@ class ServerSource:
         else:
             answer = client.restart(model, version=version, instance=instance or None)
         return list(answer.get("warnings", ()))
+
+    def log(self, model: str) -> Sequence[Record]:
+        records: Sequence[Record] = self._client.logs(model)["records"]
+        return records
 
     def close(self) -> None:
         self._client.close()

@@ -13,7 +13,7 @@ from textual.pilot import Pilot
 from shmserve.errors import ConnectionLost, Denied
 from shmserve.tools.top.app import TopApp
 from shmserve.tools.top.columns import MODELS
-from shmserve.tools.top.screens import ConfirmScreen, DetailScreen, HelpScreen
+from shmserve.tools.top.screens import ConfirmScreen, DetailScreen, HelpScreen, LogScreen
 from tests.support.clients.activity_documents import client, counters, document, gpu, instance, model
 from tests.support.clients.app_driver import NEVER_S, SIZES, AppDriver
 from tests.unit.tools.top.fleet.scripted import ScriptedSource
@@ -52,6 +52,11 @@ class OperatedSource(ScriptedSource):
         if self.error is not None:
             raise self.error
         return ["it is old"] if what == "load" else []
+
+    def log(self, model: str) -> list[dict[str, Any]]:
+        if self.error is not None:
+            raise self.error
+        return [{"time": 0.0, "level": "error", "text": f"{model} failed [red]{number}"} for number in range(50)]
 
 
 class Driver(AppDriver[TopApp]):
@@ -218,6 +223,18 @@ async def test_enter_shows_the_details_of_a_model(top: Driver) -> None:
     await top.press("escape")
     await top.until(lambda: not isinstance(top.app.screen, DetailScreen))
     assert top.names == ["alpha", "broken"]
+
+
+@driven()
+async def test_the_log_of_a_model(top: Driver) -> None:
+    await top.press("down", "g")
+    await top.until(lambda: isinstance(top.app.screen, LogScreen) and "ERROR beta failed [red]49" in top.text)
+    await top.press("g")
+    await top.until(lambda: not isinstance(top.app.screen, LogScreen))
+    top.source.error = Denied("it needs the role operate")
+    await top.press("enter", "g")
+    await top.until(lambda: "the log of model 'beta' cannot be read: it needs the role operate" in top.message)
+    await top.press("escape")
 
 
 @driven()

@@ -38,6 +38,9 @@ class ScriptedSource:
     def operate(self, what: str, model: str, version: int | None, instance: str) -> list[str]:
         raise AssertionError("not from a view of several servers")
 
+    def log(self, model: str) -> list[Document]:
+        raise AssertionError("not from a view of several servers")
+
     def release(self) -> None:
         self.gate.set()
 
