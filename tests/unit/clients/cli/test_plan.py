@@ -56,7 +56,7 @@ def test_the_default_rate_is_a_share_of_the_capacity(capsys: pytest.CaptureFixtu
 def test_all_policies(capsys: pytest.CaptureFixture[str]) -> None:
     """Policies by key are only included if there are keys. The page has all of them."""
     assert arguments.POLICIES == simulated.POLICIES
-    assert set(re.findall(r"^\| `([a-z][a-z-]*)` \|", pages.page("sizing"), re.MULTILINE)) == set(simulated.POLICIES)
+    assert set(re.findall(r"^- `([a-z][a-z-]*)`: ", pages.page("sizing"), re.MULTILINE)) == set(simulated.POLICIES)
     assert [each["policy"] for each in results(f"{QUICK} --policy all", capsys)] == [
         "random", "round-robin", "two-choices", "least",
     ]  # fmt: skip
