@@ -40,6 +40,9 @@ PATIENCE_S = 60.0
 CHART = Path(__file__).parents[2] / "docs" / "figures" / "published.svg"
 INCEPTION_IMAGE, DENSENET_IMAGE = [3, 299, 299], [3, 224, 224]
 CALLERS = 8
+PHASED = 50
+"""Requests whose time is divided into phases."""
+PHASES = ("queue", "compute_input", "compute_infer", "compute_output", "success")
 BATCHES = 8
 """Batches of 64 texts in the work of the hand-made service and of the server."""
 Rates = Mapping[str, float]
@@ -220,7 +223,26 @@ def pipeline(work: Path, seconds: float, rounds: int) -> Rates:
             ("loop", "labels_loop", vector),
         ):
             parties[name] = partial(_callers, partial(client.infer, model, inputs), seconds, 1)
-        return _medians(rounds, parties)
+        rates = _medians(rounds, parties)
+        before = client.statistics()
+        for _ in range(PHASED):
+            ensemble()
+        for line in phases(before, client.statistics()):
+            print(line, file=sys.stderr)
+        return rates
+
+
+def phases(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The mean time of each phase of each model that was called between these two documents of statistics."""
+    old = {entry["name"]: entry["inference_stats"] for entry in before["model_stats"]}
+    lines = []
+    for entry in after["model_stats"]:
+        name, stats = entry["name"], entry["inference_stats"]
+        count = stats["success"]["count"] - old[name]["success"]["count"]
+        if count:
+            times = {phase: (stats[phase]["ns"] - old[name][phase]["ns"]) / count / 1e6 for phase in PHASES}
+            lines.append(f"{name}: " + ", ".join(f"{phase} {ms:.3f} ms" for phase, ms in times.items()))
+    return lines
 
 
 def service(work: Path, seconds: float, rounds: int) -> Rates:

@@ -40,3 +40,13 @@ def test_the_forms_of_a_step_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [array.tolist() for array in fast] == [array.tolist() for array in loop]
     vectors = np.random.default_rng(0).random((5, 64), np.float32)
     assert texts.labels_numpy(vectors).tolist() == texts.labels_loop(vectors).tolist()
+
+
+def test_the_phases_of_called_models_are_means() -> None:
+    def document(count: int, ns: int) -> dict[str, object]:
+        stats = {name: {"count": count, "ns": ns} for name in published.PHASES}
+        return {"model_stats": [{"name": "a", "inference_stats": stats}]}
+
+    (line,) = published.phases(document(1, 5_000_000), document(3, 9_000_000))
+    assert line.startswith("a: queue 2.000 ms, compute_input 2.000 ms")
+    assert published.phases(document(3, 1), document(3, 1)) == []
