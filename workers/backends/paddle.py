@@ -134,8 +134,11 @@ class Paddle(StackedBackend):
         options.set_cpu_math_library_num_threads(parameters.whole("cpu_threads", 0) or self.context.engine_threads)
         if not parameters.flag("enable_mkldnn", True):
             options.disable_onednn()
-        elif parameters.whole("capacity", 0):
-            options.set_onednn_cache_capacity(parameters.whole("capacity", 0))
+        else:
+            if parameters.whole("capacity", 0):
+                options.set_onednn_cache_capacity(parameters.whole("capacity", 0))
+            if parameters.flag("enable_mkldnn_bfloat16", False):
+                options.enable_onednn_bfloat16()
         try:
             return inference.create_predictor(options)
         except (RuntimeError, ValueError) as error:

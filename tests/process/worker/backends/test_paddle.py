@@ -15,6 +15,7 @@ from shmserve.repo.config.schema import (
     ModelOptimizationPolicy,
     ModelOptimizationPolicyExecutionAccelerators,
     ModelOptimizationPolicyExecutionAcceleratorsAccelerator,
+    ModelParameter,
 )
 from tests.support.workers.in_process import load_failure
 from tests.support.workers.models import paddle_models
@@ -106,6 +107,16 @@ def test_configured_names_are_matched_with_the_model(
     )
     _, found = run(replace(given, default_model_filename="model.json"), tmp_path)
     check(found[outputs[0]], found[outputs[1]])
+
+
+def test_bfloat16_is_less_precise(tmp_path: Path) -> None:
+    paddle_models.save(tmp_path, linear)
+    found = {}
+    for flag in ("false", "true"):
+        parameters = {"enable_mkldnn_bfloat16": ModelParameter(string_value=flag)}
+        found[flag] = run(replace(bare("model.json"), parameters=parameters), tmp_path)[1]
+    for name, exact in found["false"].items():
+        np.testing.assert_allclose(found["true"][name], exact, rtol=0.02, atol=0.02)
 
 
 def accelerated(name: str, **parameters: str) -> ModelOptimizationPolicy:
