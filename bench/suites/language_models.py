@@ -31,7 +31,7 @@ import numpy as np
 
 from bench.lib import processes
 from bench.lib.child import Answer, Child, Handler
-from bench.peers.running import running
+from bench.peers.running import START_S, running
 from shmserve.repo import samples
 from shmserve.testing import Server
 
@@ -218,7 +218,7 @@ def main() -> None:
         version = Path(folder) / "models" / "m" / "1"
         version.mkdir(parents=True)
         write_model(version, arguments.model.resolve(), arguments.threads)
-        server = stack.enter_context(Server(version.parent.parent, gateway=True))
+        server = stack.enter_context(Server(version.parent.parent, gateway=True, start_timeout=START_S))
         makers: dict[str, Callable[[], Way]] = {
             "bare": lambda: Way(0, bare, model=str(arguments.model), threads=arguments.threads),
             "llama-server": lambda: Way(0, llama_server, model=str(arguments.model), threads=arguments.threads),

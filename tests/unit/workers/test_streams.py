@@ -1,8 +1,9 @@
-"""Cancelling a stream in the worker, with the model's threads interleaved in the worst way."""
+"""Streams in the worker, with the model's threads interleaved in the worst way."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from shmserve.protocol.messages import Options, Tensor
 from shmserve.protocol.worker_messages import Row, Work
 from shmserve.workers.model_calls.answer import Response
 from shmserve.workers.model_calls.responses import OpenResponses
+from shmserve.workers.model_calls.stream import ResponseSender
 
 WINDOW = 2
 
@@ -76,6 +78,41 @@ def test_a_cancelled_coroutine_does_not_resume_when_the_window_opens(loop: Eager
     assert task.cancelled()
     assert (passed, len(said)) == (WINDOW, WINDOW)
     assert seen == [True], "the model asks is_cancelled() when it ends"
+    streams.turn.acquire()
+    streams.stop(linked=True)
+    streams.close()
+
+
+def test_what_waiting_threads_send_together_is_complete_and_in_order() -> None:
+    streams = OpenResponses(decoupled=True)
+    queued: list[Row] = []
+    packets: list[list[Row]] = []
+
+    def flush() -> None:
+        packets.append(queued.copy())
+        queued.clear()
+
+    def row(work: Work, response: Any) -> Row:
+        return Row(work.request, tuple(response.outputs))
+
+    streams.connect(queued.append, lambda _: None, row, lambda _: None, flush)
+    opened = [streams.begin(Work(number, 1, (), None, "internal")) for number in range(8)]
+
+    def model(stream: ResponseSender) -> None:
+        for index in range(50):
+            streams.send_soon(stream, Response([index]), index == 49, None)  # type: ignore[list-item]
+
+    threads = [threading.Thread(target=model, args=(stream,)) for stream in opened]
+    for thread in threads:
+        thread.start()
+    streams.turn.release()
+    for thread in threads:
+        thread.join()
+    assert queued == []
+    sent: list[tuple[int, Any]] = [(row.request, row.outputs[0]) for packet in packets for row in packet]
+    assert {number: [index for request, index in sent if request == number] for number in range(8)} == {
+        number: list(range(50)) for number in range(8)
+    }
     streams.turn.acquire()
     streams.stop(linked=True)
     streams.close()
