@@ -1,4 +1,4 @@
-"""Checks the links of a built site: the files and anchors that they name exist."""
+"""Checks a built site: the files and anchors that its links name exist, and it loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ class _Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.links: set[str] = set()
+        self.loaded: set[str] = set()
+        """Images and scripts of other hosts."""
         self.anchors: set[str] = set()
         self.feed(text)
 
@@ -23,7 +25,8 @@ class _Page(HTMLParser):
             if value and (name == "id" or (tag == "a" and name == "name")):
                 self.anchors.add(value)
             elif value and name == _LINKING.get(tag):
-                self.links.add(value)
+                foreign = tag not in ("a", "link") and urlsplit(value).netloc
+                (self.loaded if foreign else self.links).add(value)
 
 
 def broken_links(site: Path) -> list[str]:
@@ -34,6 +37,7 @@ def broken_links(site: Path) -> list[str]:
     pages = {path: _Page(path.read_text()) for path in sorted(site.glob("**/*.html")) if path.name != "404.html"}
     broken = []
     for path, page in pages.items():
+        broken += [f"{path.relative_to(site)}: {link}" for link in sorted(page.loaded)]
         for link in sorted(page.links):
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:

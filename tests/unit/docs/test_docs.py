@@ -207,12 +207,14 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
         "site/plot one.svg": "<svg/>",
         "site/sub/index.html": '<a name="old"></a><a href="../a.html#top">',
         "site/sub/b.html": '<p id="part"></p><a href="../a.html#gone"></a><a href="c.html"></a><a href="#new"></a>'
-        '<script src="code.js"></script><img src="../plot.svg"><a href="../../outside.html"></a>',
+        '<script src="code.js"></script><img src="https://example.org/x.png">'
+        '<img src="../plot.svg"><a href="../../outside.html"></a>',
         "site/404.html": '<a href="/nowhere.html">',
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     assert broken_links(tmp_path / "site") == [
+        "sub/b.html: https://example.org/x.png",
         "sub/b.html: #new",
         "sub/b.html: ../../outside.html",
         "sub/b.html: ../a.html#gone",
