@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests and measures the GPU code of a checkout: tests/gpu/run.sh WHEELHOUSE OUT (docs/gpu-development.md).
+# Tests and measures the GPU code of a checkout: tests/gpu/run.sh WHEELHOUSE OUT (docs/development.md).
 #
 # No package index is needed: WHEELHOUSE has the wheels of tests/gpu/wheels.txt. They are installed in a temporary
 # folder; the checkout is used in place. Each part has its own time limit, and a part that fails does not stop the
