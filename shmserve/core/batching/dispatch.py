@@ -48,20 +48,21 @@ def dispatch(state: State, version: Version, now: int) -> None:
         _try_suspect(state, version, now)
     if state.limiter is not None:
         _dispatch_limited(state, version, state.limiter, now)
-    ahead: list[Instance] | None = None
-    while queue.count and state.limiter is None:
-        if version.idle:
-            instance = _fewest_streams(version) if service.decoupled else version.idle[-1]
-            if _start_batch(state, version, instance, now):
-                ahead = None
-                continue
-        if ahead is None:
-            ahead = busy(version)
-        for instance in ahead:
-            if _send_ahead(state, version, instance, now):
+    else:
+        ahead: list[Instance] | None = None
+        while queue.count:
+            if version.idle:
+                instance = _fewest_streams(version) if service.decoupled else version.idle[-1]
+                if _start_batch(state, version, instance, now):
+                    ahead = None
+                    continue
+            if ahead is None:
+                ahead = busy(version)
+            for instance in ahead:
+                if _send_ahead(state, version, instance, now):
+                    break
+            else:
                 break
-        else:
-            break
     if version.wake:
         state.wakes[version] = version.wake
     elif state.wakes:
@@ -250,7 +251,7 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
     if checked is not None and _send_columns(state, instance, batch, requests, join, checked):
         return
     peer, is_open = instance.peer, batch.state is BatchState.OPEN
-    pieces = _pieces(requests, requests[0].version.service.max_work_items)
+    pieces = [requests] if len(requests) == 1 else _pieces(requests, requests[0].version.service.max_work_items)
     for piece in pieces:
         work_items = []
         for request in piece:
@@ -274,8 +275,7 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
 
 def _pieces(requests: list[Request], limit: int) -> list[list[Request]]:
     """Divides requests among messages, none of which has more than `limit` of them, or too many bytes."""
-    count = len(requests)
-    if count == 1 or (count <= limit and sum([request.inline for request in requests]) <= CHUNK_BYTES):
+    if len(requests) <= limit and sum([request.inline for request in requests]) <= CHUNK_BYTES:
         return [requests]
     pieces: list[list[Request]] = [[]]
     inline = 0

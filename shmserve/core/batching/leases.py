@@ -33,14 +33,14 @@ def count_alone(state: State, version: Version, lending: Lending[ClientState], r
     instance."""
     request = requests[0]
     client = request.client
-    waiting = version.service.queue.count
-    if len(requests) > 1 or waiting or len(client.requests) > 1 or not _plain(state, lending, request):
+    several = len(requests) > 1 or len(client.requests) > 1 or version.service.queue.count > 0
+    if several or not client.leases or not _plain(state, lending, request):
         lending.client = None
     elif client is lending.client:
         lending.alone += 1
         return
     else:
-        lending.client = client if client.leases else None
+        lending.client = client
     lending.alone = 0
 
 

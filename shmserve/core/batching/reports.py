@@ -175,8 +175,9 @@ def _rows(state: State, version: Version, instance: Instance, batch: Batch[Reque
                     continue
             _row(state, version, instance, batch, row, taken)
     finally:  # after an internal error, too, those that were answered have ended
-        batch.remaining -= len(usual)
-        batch.answered += len(usual)
+        count = len(usual)
+        batch.remaining -= count
+        batch.answered += count
         exit.end_plain(state, version, usual, taken)
     if order:
         exit.respond_in_order(state, version)

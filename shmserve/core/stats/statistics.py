@@ -352,13 +352,14 @@ class Statistics(Struct):
     def batch_done(self, rows: int, answered: int, reason: Reason, times: tuple[int, int, int, int], now: int) -> None:
         """Counts a batch. Its times count once for the batch, and for each of its requests that succeeded."""
         taken, ready, computed, placed = times
-        self._add_batch(rows, ready - taken, computed - ready, placed - computed)
-        self.input_ns += (ready - taken) * answered
-        self.infer_ns += (computed - ready) * answered
-        self.output_ns += (placed - computed) * answered
+        spent = input_ns, infer_ns, output_ns = ready - taken, computed - ready, placed - computed
+        self._add_batch(rows, input_ns, infer_ns, output_ns)
+        self.input_ns += input_ns * answered
+        self.infer_ns += infer_ns * answered
+        self.output_ns += output_ns * answered
         self.batch_times[(placed - taken).bit_length()] += 1
         self.execution_count += 1
         self.last_inference_ns = now
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
         if self.summaries is not None:
-            self.summaries.computed(answered, (ready - taken, computed - ready, placed - computed), now)
+            self.summaries.computed(answered, spent, now)
