@@ -52,4 +52,4 @@ def test_every_state_has_a_row_and_is_reachable() -> None:
 def test_the_page_explains_every_reason() -> None:
     text = PAGE.read_text()
     for reason in Reason:
-        assert f"| `{reason.value}` |" in text
+        assert f"- `{reason.value}`:" in text
