@@ -105,12 +105,9 @@ class Observers:
         """A batch has run. Called before its responses are processed."""
         if self.traces.active:
             batch.number = number
-        now, journeys = self._turn.now, version.statistics.journeys
-        pieces = batch.pieces
-        if pieces and pieces[0][1]:
-            oldest = pieces[0][1][0]
-            if journeys.is_slow(oldest.arrived, now) and oldest.batch is batch:
-                journeys.add_slow(_journey(oldest, now), now)
+        now, journeys, oldest = self._turn.now, version.statistics.journeys, batch.pieces[0][1][0]
+        if journeys.is_slow(oldest.arrived, now) and oldest.batch is batch:
+            journeys.add_slow(_journey(oldest, now), now)
         if self._followed:
             for request in batch.requests():
                 steps = self._followed.get(request.parent)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from heapq import heapify, heappop, heapreplace
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
@@ -298,18 +298,17 @@ class PriorityLevel(Generic[R]):
         active = self.active
         if len(active) == 1:
             return active[0].ready[:count]
-        heads = [(share.charged + share.ready[0].cost, order, 0) for order, share in enumerate(active)]
+        heads = [(share.charged + share.ready[0].cost, order, 0, share.ready) for order, share in enumerate(active)]
         heapify(heads)
         found: list[R] = []
-        while heads and len(found) < count:
-            charged, order, place = heads[0]
-            ready = active[order].ready
+        for _ in range(count):
+            if not heads:
+                break
+            charged, order, place, ready = heappop(heads)
             found.append(ready[place])
             place += 1
             if place < len(ready):
-                heapreplace(heads, (charged + ready[place].cost, order, place))
-            else:
-                heappop(heads)
+                heappush(heads, (charged + ready[place].cost, order, place, ready))
         return found
 
     def take(self, count: int) -> list[R]:
