@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
@@ -16,6 +15,7 @@ import pytest
 from shmserve.repo import samples
 from shmserve.testing import Server
 from tests import ROOT
+from tests.process.cli.commands import COMMAND
 from tests.support.docs import pages
 from tests.support.shared_server import SharedServer
 
@@ -31,8 +31,9 @@ SERVED = {name for part in samples.READY_TO_SERVE for name in samples.SETS[part]
 
 
 def commands() -> list[list[str]]:
+    """Except tune, whose networks have hundreds of megabytes: test_samples.py runs smaller ones."""
     found = [shlex.split(line, comments=True) for line in pages.commands("examples")]
-    return [words[1:] for words in found if words[0] == "shmserve" and words[1] != "serve"]
+    return [words[1:] for words in found if words[0] == "shmserve" and words[1] not in ("serve", "tune")]
 
 
 def run(*command: str, cwd: Path = ROOT, **environment: str) -> str:
@@ -58,12 +59,12 @@ def server(place: Path, shared_server: SharedServer) -> Iterator[Server]:
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands(server: Server, place: Path, words: list[str]) -> None:
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", *words]
+    command = [*COMMAND, *words]
     said = run(*command, cwd=place, SHMSERVE_RUNTIME_DIR=str(server.runtime_dir))
     if words[:2] == ["infer", "sentiment"]:
         assert re.search("positive.*negative", said)
     if words[0] == "check":
-        assert "23 models, 23 ok" in said
+        assert "23 models checked, no problems" in said
 
 
 def test_programs(server: Server) -> None:
