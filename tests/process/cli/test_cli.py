@@ -76,7 +76,7 @@ def run(server: Server | None, *words: str, code: int = 0, text: str = "") -> st
 
 
 def run_apart(server: Server | None, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", *words]
+    command = [*commands.COMMAND, *words]
     return subprocess.run(command, env=environment(server), capture_output=True, text=True, check=False, timeout=END_S)
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 
 from shmserve.gateway.auth import tokens
 from shmserve.testing import Server
+from tests.process.cli.commands import COMMAND
 from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.gateway.running_gateway import Gateway, model, open_gate, wait_in_flight
 from tests.support.living import until
@@ -107,7 +107,7 @@ def test_operators_see_what_the_callers_of_proxies_use(server: Server, gate: Pat
         wait_in_flight(server, 2, 2)
 
         def shown(*options: str) -> str:
-            command = [sys.executable, "-m", "shmserve.clients.cli.main", "stats", "--callers", "--url", server.url]
+            command = [*COMMAND, "stats", "--callers", "--url", server.url]
             return subprocess.run([*command, *options], check=True, capture_output=True, text=True).stdout
 
         found = json.loads(shown("--json"))["caller_stats"]

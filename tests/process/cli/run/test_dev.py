@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import shmserve
+from tests.process.cli.commands import COMMAND
 from tests.support.living import until, write
 
 pytestmark = pytest.mark.process
@@ -20,16 +20,7 @@ def test_saved_files_are_served(tmp_path: Path) -> None:
     app, words, run = tmp_path / "app.py", tmp_path / "words.py", tmp_path / "run"
     app.write_text(APP)
     words.write_text("word = 'a'")
-    command = [
-        sys.executable,
-        "-m",
-        "shmserve.clients.cli.main",
-        "dev",
-        str(app),
-        "--no-gateway",
-        "--runtime-dir",
-        str(run),
-    ]
+    command = [*COMMAND, "dev", str(app), "--no-gateway", "--runtime-dir", str(run)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

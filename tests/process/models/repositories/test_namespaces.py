@@ -12,25 +12,13 @@ from urllib.request import Request, urlopen
 import pytest
 
 from shmserve.testing import ANY_PORTS, Server
+from tests.support.ensemble_models import ensemble
 from tests.support.living import generation
 
 pytestmark = pytest.mark.process
 
-ENSEMBLE = """
-platform: "ensemble" max_batch_size: 8
-input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] } ]
-output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] } ]
-ensemble_scheduling { step [ {
-  model_name: "m" input_map { key: "x" value: "x" } output_map { key: "y" value: "y" }
-} ] }
-"""
 FULL_ACCESS = ("--http-roles", "infer,observe,operate")
 X = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [1.0]}]}
-
-
-def ensemble(root: Path, name: str) -> None:
-    (root / name / "1").mkdir(parents=True)
-    (root / name / "config.pbtxt").write_text(ENSEMBLE)
 
 
 class Caller:
@@ -55,7 +43,7 @@ def test_an_ensemble_uses_the_model_of_its_own_repository(tmp_path: Path) -> Non
     for root, number in ((one, 1), (two, 2)):
         root.mkdir()
         generation(root, "m", number)
-        ensemble(root, f"by_{root.name}")
+        ensemble(root, f"by_{root.name}", "x", "y", "m(x:x)->(y:y)", more="max_batch_size: 8")
     options = ("--model-repository", str(two), "--model-namespacing", "true", "--model-control-mode", "explicit")
     with Server(one, *options, *ANY_PORTS, *FULL_ACCESS, gateway=True) as server:
         caller = Caller(server.endpoints["http"])

@@ -24,6 +24,7 @@ from shmserve.workers import bootstrap
 from shmserve.workers.process.environment import NEEDED, command
 from shmserve.workers.process.exit_codes import Exit
 from tests import ROOT
+from tests.process.cli.commands import COMMAND
 from tests.support.ensemble_models import config_text
 from tests.support.living import until
 from tests.support.model_files import parameters, python_model, write_model
@@ -157,7 +158,7 @@ def test_an_archive_is_unpacked_once_for_all_instances_and_shmserve_run(place: P
 
 
 def shmserve_run(folder: Path, what: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", "run", str(folder), "--input", f"x={what}", *words]
+    command = [*COMMAND, "run", str(folder), "--input", f"x={what}", *words]
     caches = os.environ | {"CACHE_DIRECTORY": str(folder.parent / "caches")}
     return subprocess.run(command, env=caches, capture_output=True, text=True, timeout=60, check=False)
 
