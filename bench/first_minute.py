@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,7 @@ def main(port: int) -> int:
         subprocess.run([sys.executable, "-m", "venv", place / "env"], check=True)
         pip = [f"{place}/env/bin/pip", "install", "--quiet", "--disable-pip-version-check", f"{ROOT}[runtime]"]
         subprocess.run(pip, check=True, stderr=subprocess.DEVNULL)
-        installed = time.monotonic() - began
+        installed, cpu = time.monotonic() - began, sum(os.times()[2:4])
         app = place / "app.py"
         app.write_text(APP.format("first"))
         options = ["--http-port", str(port), "--allow-grpc", "false", "--allow-metrics", "false"]
@@ -61,7 +62,7 @@ def main(port: int) -> int:
                 reloads.append(time.monotonic() - saved)
             server.terminate()
     slowest = max(reloads)
-    print(f"first answer after {first:.1f} s, of which pip took {installed:.1f} s; at most {FIRST_S:g} s")
+    print(f"first answer after {first:.1f} s; at most {FIRST_S:g} s; pip took {installed:.1f} s ({cpu:.1f} s of CPU)")
     print(f"reloads: {', '.join(f'{one:.2f}' for one in reloads)} s; at most {RELOAD_S:g} s")
     return int(first > FIRST_S or slowest > RELOAD_S)
 
