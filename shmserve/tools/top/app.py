@@ -185,6 +185,17 @@ class TopApp(TablesApp):
         if row is not None and "model" in row:
             self.push_screen(DetailScreen(row["model"], row["version"], self.view, self.history), lambda _: self.draw())
             self.call_after_refresh(self.draw)
+            self.run_worker(self._seed(row["model"], row["version"]), group="history")
+
+    async def _seed(self, model: str, version: int | None) -> None:
+        """Shows the minutes before this program was started."""
+        try:
+            curves = await asyncio.to_thread(self.source.history, model, version)
+        except ServeError as error:
+            self.say(f"no history of model '{visible(model)}' from the gateway: {error}", "dim")
+        else:
+            self.history.seed(model, version, curves, max(1, round(self.interval)))
+            self.draw()
 
     def _subject(self) -> Row | None:
         """The model or the instance that keys apply to."""

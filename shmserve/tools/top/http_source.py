@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 from shmserve import histogram
 from shmserve.errors import Internal, ServeError, Unsupported
 from shmserve.repo.gpus import SHOWN_METRICS
-from shmserve.tools.top.sources import Record
+from shmserve.tools.top.sources import Curves, Record, curves_of
 from shmserve.transport.http_link import HttpLink, parts_of
 
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
@@ -165,6 +165,9 @@ class HttpSource:
         path = f"{self._path}/shmserve/logs/models/{quote(model, safe='')}"
         records: Sequence[Record] = _object(self._api.call("GET", path))["records"]
         return records
+
+    def history(self, model: str, version: int | None) -> Curves:
+        return curves_of(self._api, self._path, model, version)
 
     def close(self) -> None:
         for connection in list(self._operating):

@@ -15,6 +15,7 @@ from shmserve.llm.figures import FIGURES
 from shmserve.protocol.rates import Row
 from shmserve.terminal.tables import visible
 from shmserve.tools.top.columns import INSTANCES, NUMBERS, STATES, choose, heading, spans
+from shmserve.tools.top.sources import Curves
 from shmserve.tools.top.texts import (
     NOTHING,
     UNKNOWN,
@@ -49,6 +50,8 @@ class Trends(Struct):
     requests_per_s: deque[float | None] = field(default_factory=lambda: deque(maxlen=KEPT))
     p99: deque[float | None] = field(default_factory=lambda: deque(maxlen=KEPT))
     queued: deque[float | None] = field(default_factory=lambda: deque(maxlen=KEPT))
+    seeded: bool = False
+    """Whether it has what was recorded before the first refresh."""
 
 
 class TrendHistory:
@@ -66,6 +69,17 @@ class TrendHistory:
                 for name in ("requests_per_s", "p99", "queued"):
                     getattr(samples, name).append(row[name])
         self._samples = kept
+
+    def seed(self, model: str, version: int | None, curves: Curves, step: int) -> None:
+        """Puts every `step`-th of the recorded values before the samples, which begin when they were recorded."""
+        samples = self._samples.get((model, version))
+        if samples is None or samples.seeded:
+            return
+        samples.seeded = True
+        for name, curve in (("requests_per_s", "requests"), ("p99", "p99"), ("queued", "queue")):
+            kept: deque[float | None] = getattr(samples, name)
+            recorded = list(curves.get(curve, ()))[::-1][::step][len(kept) :]
+            kept.extendleft(recorded[: KEPT - len(kept)])
 
     def of(self, model: str, version: int | None) -> Trends:
         return self._samples.get((model, version)) or Trends()

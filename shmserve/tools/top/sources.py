@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, Protocol
+from urllib.parse import quote
+
+from shmserve.transport.http_link import HttpLink
 
 Record = Mapping[str, Any]
 """A record of the log: `time`, `level`, `text` and others."""
+Curves = Mapping[str, Sequence[float | None]]
 OPERATIONS = ("load", "unload", "restart")
 FIRST = 0.25
 """A live view reads a second time after this fraction of its interval, to show rates early."""
@@ -34,6 +39,9 @@ class Source(Protocol):
     def log(self, model: str) -> Sequence[Record]:
         """The latest records of the model's log."""
 
+    def history(self, model: str, version: int | None) -> Curves:
+        """What the gateway has recorded in the last five minutes, once a second; {} if nothing records it."""
+
     def close(self) -> None:
         """Ends calls in progress."""
 
@@ -57,6 +65,15 @@ class Operator(Protocol):
     def logs(self, model: str | None = None) -> dict[str, Any]: ...
 
     def close(self) -> None: ...
+
+
+def curves_of(link: HttpLink, path: str, model: str, version: int | None) -> Curves:
+    """`path`: of the gateway, before that of the history."""
+    if version is None:
+        return {}
+    found: dict[str, Any] = link.call("GET", f"{path}/page/history/{quote(model, safe='')}/versions/{version}")
+    curves: Curves = found["fine"]
+    return curves
 
 
 class ServerSource:
@@ -87,6 +104,13 @@ class ServerSource:
     def log(self, model: str) -> Sequence[Record]:
         records: Sequence[Record] = self._client.logs(model)["records"]
         return records
+
+    def history(self, model: str, version: int | None) -> Curves:
+        port = self._client.activity()["server"].get("ports", {}).get("http")
+        if port is None:
+            return {}
+        with closing(HttpLink("http", f"localhost:{port}", "")) as link:
+            return curves_of(link, "", model, version)
 
     def close(self) -> None:
         self._client.close()

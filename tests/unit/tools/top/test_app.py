@@ -53,6 +53,10 @@ class OperatedSource(ScriptedSource):
             raise self.error
         return ["it is old"] if what == "load" else []
 
+    def history(self, model: str, version: int | None) -> dict[str, list[float | None]]:
+        curve: list[float | None] = [*[50.0] * 8, *[0.0] * 8]
+        return {"requests": curve} if (model, version) == ("beta", 1) else {}
+
     def log(self, model: str) -> list[dict[str, Any]]:
         if self.error is not None:
             raise self.error
@@ -210,8 +214,10 @@ async def test_the_filter_selects_rows_by_name(top: Driver) -> None:
 
 @driven()
 async def test_enter_shows_the_details_of_a_model(top: Driver) -> None:
+    top.app.interval = 2.0
     await top.press("down", "enter")
     await top.until(lambda: isinstance(top.app.screen, DetailScreen) and "beta  version 1" in top.text)
+    await top.until(lambda: "████▁" in top.text)  # recorded before the first refresh, every other second
     assert "50.0" in top.text
     assert "beta_0_1" in top.text
     assert "alpha" not in top.text

@@ -69,6 +69,21 @@ def test_a_server_with_few_fields_and_a_gpu_out_of_service() -> None:
     assert "GPU 1 is out of service: Xid 79" in table
 
 
+def test_recorded_values_come_before_the_samples() -> None:
+    history = TrendHistory()
+    history.add(served())
+    (own,) = history.of("mlp", 1).requests_per_s
+    recorded: dict[str, list[float | None]] = {"requests": [*map(float, range(10))], "p99": [None, 0.5], "queue": []}
+    history.seed("mlp", 1, recorded, 2)
+    samples = history.of("mlp", 1)
+    assert list(samples.requests_per_s) == [1.0, 3.0, 5.0, 7.0, own], "the last recorded one is the sample's"
+    assert [len(values) for values in (samples.p99, samples.queued)] == [1, 1]
+    history.seed("mlp", 1, recorded, 1)
+    assert len(samples.requests_per_s) == 5, "once"
+    history.seed("gone", 1, recorded, 1)
+    assert not history.of("gone", 1).requests_per_s
+
+
 def test_bars_sparklines_and_wrapped_texts() -> None:
     assert line_text(bar(0.5, 12)) == "[||||||   50%]"
     assert line_text(bar(1.7, 12)) == "[||||||||170%]"

@@ -41,6 +41,9 @@ class ScriptedSource:
     def log(self, model: str) -> list[Document]:
         raise AssertionError("not from a view of several servers")
 
+    def history(self, model: str, version: int | None) -> dict[str, list[float | None]]:
+        return {}
+
     def release(self) -> None:
         self.gate.set()
 
