@@ -20,7 +20,7 @@ from shmserve.repo.config.outline import escaped
 from shmserve.repo.config.problems import Problem, place_of
 from shmserve.repo.config.schema import ModelConfig, ModelRepositoryAgents, ModelVersionPolicy
 from shmserve.repo.rules.ensembles import StepModel, check_graph
-from shmserve.repo.rules.fields import completion_warnings
+from shmserve.repo.rules.fields import completion_warnings, unknown_policies
 from shmserve.repo.storage.layout import (
     ERROR,
     WARNING,
@@ -115,12 +115,15 @@ def check(
     directory: str | Path = "",
     config_name: str = "",
     completed: Mapping[str, ModelConfig] | None = None,
+    policies: Collection[str] | None = None,
+    namespacing: bool = False,
 ) -> Checked:
     """All problems of the repositories. Raises InvalidRequest for a root that is not a directory, or a bad config_name.
 
     `backends` are those of the server, by default the installed ones; `gpus` are its devices. `directory`: its
     --backend-directory. `completed` has the final
-    configurations of models that were loaded, so that ensembles can be checked completely.
+    configurations of models that were loaded, so that ensembles can be checked completely. `policies`: the names of its
+    host policies; None: unknown. `namespacing`: repositories may have models of the same name.
     """
     if config_name:
         check_config_name(config_name)
@@ -128,13 +131,13 @@ def check(
         if not root.is_dir():
             raise InvalidRequest(_not_a_directory(root))
     host = frozenset(backends) if backends is not None else installed()
-    repositories = _RepositoryCheck(host, gpus, directory, config_name, completed or {})
+    repositories = _RepositoryCheck(host, gpus, directory, config_name, completed or {}, policies)
     seen: set[Path] = set()
     for root in roots:
         if root.resolve() not in seen:
             seen.add(root.resolve())
             repositories.add_root(root)
-    return repositories.done()
+    return repositories.done(unique=not namespacing)
 
 
 def _not_a_directory(root: Path) -> str:
@@ -198,12 +201,14 @@ class _RepositoryCheck:
         directory: str | Path,
         config_name: str,
         completed: Mapping[str, ModelConfig],
+        policies: Collection[str] | None,
     ) -> None:
         self._backends = backends
         self._gpus = gpus
         self._directory = directory
         self._config_name = config_name
         self._completed = completed
+        self._policies = policies
         self._findings: list[CheckFinding] = []
         self._models: list[_ModelCheck] = []
 
@@ -225,12 +230,18 @@ class _RepositoryCheck:
         if final is not None and scanned.written is not None:
             for text in completion_warnings(scanned.written, final):
                 model.add_finding(Finding(WARNING, "", text, path="max_batch_size"))
+        if self._policies is not None and scanned.config is not None:
+            for name in unknown_policies(scanned.config, self._policies):
+                text = f"unknown host policy '{name}': its instances use all cores"
+                model.add_finding(Finding(WARNING, "", text, path="instance_group", hint="see --host-policy"))
         return model
 
     # ------------------------------------------------------------------------------------------- across models
 
-    def done(self) -> Checked:
-        self._add_duplicates()
+    def done(self, unique: bool) -> Checked:
+        """`unique`: a model has one repository only."""
+        if unique:
+            self._add_duplicates()
         members = self._members()
         for model in self._models:
             if not model.ensemble or model.config is None:

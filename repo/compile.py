@@ -202,12 +202,6 @@ def _stream_slots(config: ModelConfig) -> int:
     return int(text) if text.isdecimal() else DEFAULT_SLOTS[config.backend]
 
 
-def unknown_policies(config: ModelConfig, cores: CoreSet) -> tuple[str, ...]:
-    """Host policies that the model names but the server does not have; these instances may use all cores."""
-    named = {group.host_policy for group in config.instance_group if group.host_policy}
-    return tuple(sorted(named - set(cores.policies)))
-
-
 def _bound(spec: InstanceSpec, cores: CoreSet, policy: str) -> tuple[int, ...]:
     """The cores that a host policy or a GPU assigns to an instance; empty: any of the server's."""
     policy_cores = cores.policies.get(policy, ())

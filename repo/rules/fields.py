@@ -337,3 +337,9 @@ def _others(config: ModelConfig, problem: ProblemFunction) -> None:
         file_name(f'cc_model_filenames["{capability}"]', name, problem)
     for index, name in enumerate(config.model_operations.op_library_filename if config.model_operations else ()):
         file_name(f"model_operations.op_library_filename[{index}]", name, problem)
+
+
+def unknown_policies(config: ModelConfig, policies: Collection[str]) -> tuple[str, ...]:
+    """Host policies that the model names but the server does not have; these instances may use all cores."""
+    named = {group.host_policy for group in config.instance_group if group.host_policy}
+    return tuple(sorted(named - set(policies)))

@@ -47,6 +47,10 @@ def add_check(commands: Any) -> None:
         "--target", metavar="cpu|gpu[:N]", type=_target, help="check for a machine without GPUs, or with N (default: 8)"
     )
     add_backend_directory(add)
+    text = "a --host-policy of the server: warn of models that name another one; repeatable"
+    rare(add, "--host-policy", metavar="NAME[,...]", action="append", help=text)
+    text = "the server has this flag: repositories may have models of the same name"
+    rare(add, "--model-namespacing", action="store_true", help=text)
     add_output(command, watch=True)
 
 

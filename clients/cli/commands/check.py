@@ -67,10 +67,18 @@ def _checked(args: argparse.Namespace) -> Checked:
     try:
         gpus = discover().numbers if args.target is None else args.target
         directory = args.backend_directory or ""
-        checked = check(roots, backends=_backends(args), gpus=gpus, directory=directory, config_name=name)
+        checked = check(
+            roots, backends=_backends(args), gpus=gpus, directory=directory, config_name=name, **_server(args)
+        )
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
     return _with_load(roots, checked, args) if args.load else checked
+
+
+def _server(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags of the server, given here, change for a check."""
+    names = None if args.host_policy is None else [text.partition(",")[0] for text in args.host_policy]
+    return {"policies": names, "namespacing": args.model_namespacing}
 
 
 def _backends(args: argparse.Namespace) -> frozenset[str]:
@@ -157,7 +165,13 @@ def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace
     gpus = discover().numbers
     directory = args.backend_directory or ""
     checked = check(
-        roots, backends=_backends(args), gpus=gpus, directory=directory, config_name=name, completed=completed
+        roots,
+        backends=_backends(args),
+        gpus=gpus,
+        directory=directory,
+        config_name=name,
+        completed=completed,
+        **_server(args),
     )
     return _judged(checked, index, _lines_of_workers(log), args.timeout)
 

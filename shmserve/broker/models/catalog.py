@@ -35,14 +35,13 @@ from shmserve.repo.compile import (
     compile_scaling,
     compile_traffic,
     memory_estimate,
-    unknown_policies,
 )
 from shmserve.repo.config.complete import is_ensemble
 from shmserve.repo.config.origins import as_text, origins
 from shmserve.repo.config.schema import ModelConfig, as_triton_json, decode_config, encode_config
 from shmserve.repo.parameters import IN_PLACE
 from shmserve.repo.rules.ensembles import StepModel, check_graph
-from shmserve.repo.rules.fields import completion_warnings, verify_completed
+from shmserve.repo.rules.fields import completion_warnings, unknown_policies, verify_completed
 from shmserve.repo.storage.generation import Generation
 from shmserve.repo.storage.store import ScannedModel
 
@@ -227,7 +226,7 @@ class Catalog:
         """Findings for the model's owner, each with a hint; "" if the finding includes it."""
         findings = [(finding.relative, finding.hint) for finding in reading.findings]
         config = reading.scanned.config
-        policies = unknown_policies(config, self._cores) if config is not None else ()
+        policies = unknown_policies(config, self._cores.policies) if config is not None else ()
         text = "unknown host policy '{}' (--host-policy): its instances use all cores"
         return findings + [(text.format(name), "") for name in policies]
 

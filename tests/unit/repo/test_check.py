@@ -82,6 +82,15 @@ def test_what_a_library_lacks_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     ]
 
 
+def test_host_policies_that_the_server_lacks_are_named(tmp_path: Path) -> None:
+    group = 'instance_group { kind: KIND_CPU host_policy: "%s" }'
+    for name in ("fast", "slow"):
+        model(tmp_path, name, GOOD.replace('"good"', f'"{name}"') + group % name)
+    assert lines(check([tmp_path], backends=["identity"])) == []
+    (line,) = lines(check([tmp_path], backends=["identity"], policies=["fast"]))
+    assert line.endswith("instance_group: unknown host policy 'slow': its instances use all cores")
+
+
 def test_a_model_in_two_repositories(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     model(one, "same")
@@ -89,6 +98,8 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
     model(two, "other")
     checked = run(one, two, one)
     text = "error: same: model appears in two or more repositories: 'same' is also in"
+    allowed = check([one, two], backends=["identity"], namespacing=True)
+    assert not any(text in line for line in lines(allowed))
     assert lines(checked) == [
         f"{text} {two}",
         f"{text} {one}",

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from shmserve.broker.processes.cpus import HostPolicy, as_list, cpu_list, host_policy, quota, resolve, survey
 from shmserve.core.policy import InstanceSpec
-from shmserve.repo.compile import CoreSet, compile_instances, unknown_policies
+from shmserve.repo.compile import CoreSet, compile_instances
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.repo.rules.fields import unknown_policies
 
 
 def tree(sys: Path, nodes: dict[int, str], gpus: dict[str, str] | None = None) -> Path:
@@ -139,7 +140,7 @@ def test_instances_get_the_cores_of_their_policy() -> None:
     cores = CoreSet(tuple(range(8)), TWO.nodes, {"cpu": (0, 1, 2, 3, 4, 5), "big": (6, 7)})
     config = model(group(3), group(1, "b", host_policy="big"), group(1, "c", host_policy="other"))
     assert dealt(config, cores) == [(cores.policies["cpu"], 2)] * 3 + [((6, 7), 2), ((), 8)]
-    assert unknown_policies(config, cores) == ("other",)
+    assert unknown_policies(config, cores.policies) == ("other",)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 12), st.integers(2, 4))
