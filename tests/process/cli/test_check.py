@@ -253,7 +253,7 @@ def test_progress_is_shown_on_one_line_of_a_terminal(tmp_path: Path, temporary: 
     with Terminal([*COMMAND, "check", "--load", str(tmp_path / "models")], 80, 24, {}) as terminal:
         assert terminal.ends() == 0
     assert b"\r\x1b[Kloading: 1 of 1, " in terminal.raw
-    assert terminal.text.split() == ["good", "ok", "1", "model,", "1", "ok:", "no", "problems"]
+    assert terminal.text.split() == ["good", "ok", "1", "model", "checked,", "no", "problems"]
 
 
 def test_a_failed_start_of_the_temporary_server_is_reported(tmp_path: Path, temporary: Path) -> None:
