@@ -244,12 +244,13 @@ def end_plain(state: State, version: Version, requests: list[Request], taken: in
         if request.payer is not payer:
             several = True
     arrivals = [request.arrived for request in requests]
-    if several:
+    if not several:
+        if payer is not client:
+            payer.leave(len(arrivals), now * len(arrivals) - sum(arrivals))
+    elif any(state.callers.values()):
         for request in requests:
             if request.payer is not request.client:
                 request.payer.leave(1, now - request.arrived)
-    elif payer is not client:
-        payer.leave(len(arrivals), now * len(arrivals) - sum(arrivals))
     state.observers.answered(version, arrivals, rows, taken, now)
 
 
