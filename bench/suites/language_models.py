@@ -153,7 +153,7 @@ def http(address: str, openai: str) -> Handler:
         writer.write(head.encode() + body)
         status = await reader.readline()
         if not status.startswith(b"HTTP/1.1 200 "):
-            raise RuntimeError(f"{path} answered {status!r}")
+            raise RuntimeError(f"{address}{path} answered {status!r}: {await reader.read(2000)!r}")
         while (line := await reader.readline()) != b"0\r\n":
             if not line:
                 raise RuntimeError("the server closed the connection")
@@ -239,12 +239,12 @@ def main() -> None:
 def vllm_serve(stack: ExitStack, model: Path, work: Path) -> Way:
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
     for name, value in vllm_arguments(model).items():
         command += [f"--{name.replace('_', '-')}", str(value)] if name != "model" else []
     peer = stack.enter_context(running("vllm", command, {}, work))
     peer.await_success(urllib.request.Request(f"http://127.0.0.1:{port}/health"))
-    return Way(peer.pid, http, address=f"127.0.0.1:{port}", openai=str(model))
+    return Way(peer.pid, http, address=f"127.0.0.1:{port}", openai="m")
 
 
 def vllm_arguments(model: Path) -> dict[str, Any]:
