@@ -15,7 +15,7 @@ from shmserve.core.ledger import INTERNAL
 from shmserve.core.models import memory
 from shmserve.core.owners.plan import FITTED, plans_of
 from shmserve.core.owners.run import Run, StepPosition
-from shmserve.core.records import Version
+from shmserve.core.records import Request, Version
 from shmserve.core.service import graph
 from shmserve.core.service.graph import FittedInputs, StepInput, StepPlan
 from shmserve.core.state import State
@@ -60,9 +60,8 @@ class Steps:
         step, client, options = run.graph.steps[index], parent.client, parent.options
         final = plan.final
         outputs = plan.outputs if not final or parent.outputs is None else _placed(run, index, plan)
-        classes = outputs is not plan.outputs and any(wanted.classes for wanted in outputs)
         try:
-            inputs, rows, signature, inline, length = _fitted(plan, member, given, outputs, classes)
+            inputs, rows, signature, inline, length = _fitted(plan, member, given, outputs)
         except ServeError as error:
             if step.mapped:  # the caller adds the position
                 raise
@@ -99,7 +98,7 @@ class Steps:
             if not (step.mapped or member.service.cached):
                 request.forwarded = run.forwarded
         near = _near(state, run, index, member) if plan.policy.leaves_on_device and not final else ()
-        labels = _labels(run, index) if classes else ()
+        labels = _labels(run, index) if outputs is not plan.outputs else ()
         request.step = StepOptions(near, labels) if near or labels else None
         run.entered(request, position)
         if source:
@@ -114,15 +113,13 @@ def _fitted(
     member: Version,
     given: list[tuple[StepInput, Tensor]],
     outputs: tuple[Wanted, ...],
-    classes: bool,
 ) -> tuple[tuple[Tensor, ...], int, object, int, int]:
     """The inputs in the shapes of the model, and the results of their check: rows, signature, bytes inside messages and
-    length. Raises if the model does not accept them or the outputs. Outputs are checked again only if some are
-    requested as `classes`."""
+    length. Raises if the model does not accept them or the outputs."""
     service = member.service
     key = tuple([(one.own, tensor.dtype, tensor.shape) for one, tensor in given])
     known = plan.fitted.get(key)
-    if known is not None and not classes:
+    if known is not None:
         inputs = tuple(
             [
                 Tensor(one.own, tensor.dtype, shape, tensor.data)
@@ -232,15 +229,20 @@ def _without_sequence(options: Options | None) -> Options | None:
 
 
 def _labels(run: Run, index: int) -> tuple[LabelFile, ...]:
-    """Label files for the classification outputs of a step: those of the outermost ensemble that has any."""
-    policy = run.request.version.policy
-    assert policy is not None
-    files = {spec.name: spec.labels for spec in policy.outputs}
-    outer = run.request.step
-    files |= {given.output: (given.folder, given.file) for given in (outer.labels if outer is not None else ())}
+    """Label files for the classification outputs of a step."""
     labels = []
     for own, name in run.graph.steps[index].outputs:
-        wanted, file = run.wanted.get(name), files.get(name)
-        if wanted is not None and wanted.classes and file is not None:
+        wanted = run.wanted.get(name)
+        if wanted is not None and wanted.classes and (file := _label_file(run.request, name)) is not None:
             labels.append(LabelFile(own, *file))
     return tuple(labels)
+
+
+def _label_file(request: Request, output: str) -> tuple[str, str] | None:
+    """The folder and file for an output of an ensemble: those of the outermost ensemble that has any."""
+    for outer in request.step.labels if request.step is not None else ():
+        if outer.output == output:
+            return outer.folder, outer.file
+    policy = request.version.policy
+    assert policy is not None
+    return next((spec.labels for spec in policy.outputs if spec.name == output), None)
