@@ -145,13 +145,6 @@ def test_a_mapped_step_runs_for_each_row(client: shmserve.Client, rows: int, wid
     assert y.tolist() == (x + 1).tolist() or not rows
 
 
-def test_outputs_of_mapped_steps_cannot_be_written_to_an_array_of_the_client(client: shmserve.Client) -> None:
-    place = client.empty((2, 2), "float32")
-    error = client.submit("each", {"x": numbers(2, 2)}, outputs={"y": place}).exception(living.PATIENCE_S)
-    assert isinstance(error, shmserve.Unsupported)
-    assert "'y' is produced by a mapped step" in str(error)
-
-
 @pytest.mark.parametrize("size", [3, 50_000])
 def test_conditional_steps(client: shmserve.Client, size: int) -> None:
     x = np.ones(size, np.float32)
