@@ -17,6 +17,7 @@ from shmserve.protocol.messages import Wanted
 from shmserve.protocol.worker_messages import StepOptions
 from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup, ModelParameter
+from shmserve.workers.backends.device_buffers import Pinned
 from tests.support.workers.gpu.harness import adder, plan, tensor
 from tests.support.workers.gpu.tensorrt_harness import NO_OVERLAP, Cuda, Gpu, Spec, check, config, rows, tuned
 from tests.support.workers.worker_harness import config as model
@@ -303,20 +304,22 @@ def test_staging_buffers_are_pinned_unless_the_configuration_disables_it(gpu: Gp
             assert len(gpu.state.named("hostAlloc")) == count
 
 
-def test_the_pinned_pool_has_a_limit(gpu: Gpu, tmp_path: Path) -> None:
-    """Pinned segments are evicted least recently used first, after waiting for the device; unmapped segments are
-    unpinned."""
+def test_the_pinned_pool_has_a_limit(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned segments are evicted least recently used first, after waiting for the device, unless they were used
+    recently; unmapped segments are unpinned."""
     width = 100_000
     adder(tmp_path, width)
-    for limit, least, most in ((1 << 19, 0, 0), (3 << 20, 1, 3 << 20), (1 << 30, 2, 1 << 30)):
+    evicts = ["deviceSynchronize", "hostUnregister"]
+    limits = ((1 << 19, 0, 0, 0), (3 << 20, 0, 1, 6), (3 << 20, 64, 1, 0), (1 << 30, 0, 2, 0))
+    for limit, recent, least, evictions in limits:
+        monkeypatch.setattr(f"{Pinned.__module__}.RECENT_USES", recent)
         with gpu.load(tmp_path, settings={"pinned-memory-pool-byte-size": str(limit)}) as instance:
             gpu.clear()
             for _ in range(3):
                 check(instance, 1, 2, width=width)
-                assert sum(gpu.state.registered.values()) <= most
+                assert sum(gpu.state.registered.values()) <= limit
             assert len(gpu.state.registered) >= least
-            if gpu.state.named("hostUnregister"):
-                assert gpu.state.named("deviceSynchronize")
+            assert [call[0] for call in gpu.state.calls if call[0] in evicts] == evicts * evictions
             for segment in list(instance.client.segments):
                 instance.mapped.remove(segment.id)
             assert len(gpu.state.registered) <= 1
