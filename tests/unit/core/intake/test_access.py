@@ -249,6 +249,14 @@ def test_named_memory_on_the_lane_needs_the_role_operate() -> None:
     assert "needs the role operate" in farewell(announce(core, 2, "/made"))
 
 
+def test_memory_of_a_worker_cannot_be_announced_by_its_name() -> None:
+    """Although the worker made it for this user."""
+    core = Core()
+    connect(core, 1)
+    core.state.ledger.announce(WORKERS_FROM, Map(WORKERS_FROM << OWNER_SHIFT | 1, 4096, "/made"), "posix:uid:1000")
+    assert "has already been announced" in farewell(announce(core, 1, "/made"))
+
+
 def test_roles_that_may_not_register_gpu_memory() -> None:
     """The server's user, root, and users that --access allows to operate, over the link that has their credentials."""
     core = Core()
