@@ -94,6 +94,48 @@ FAULTS = (
         "if False:",
     ),
     Fault(
+        "every row of a mapped step is placed in the same memory",
+        "shmserve/core/ensembles/steps.py",
+        "if wanted.place is not None and step.mapped:",
+        "if False:",
+    ),
+    Fault(
+        "rows of a mapped step after the first are not requested",
+        "shmserve/core/ensembles/advance.py",
+        "            elif run.mapped:\n                self._queue_rows(run)\n",
+        "",
+    ),
+    Fault(
+        "an output of an ensemble has the shape of its step",
+        "shmserve/core/ensembles/advance.py",
+        "shape = graph.reshape(graph.fit(shape, inner, batches), inner, spec.dims, batches)",
+        "pass",
+    ),
+    Fault(
+        "an input of an ensemble is not reshaped",
+        "shmserve/core/intake/begin_run.py",
+        "if spec.reshape is not None and spec.name == tensor.name:",
+        "if False:",
+    ),
+    Fault(
+        "classes of an ensemble have no labels",
+        "shmserve/core/ensembles/steps.py",
+        "_labels(run, index) if outputs is not plan.outputs else ()",
+        "()",
+    ),
+    Fault(
+        "the inputs of an ended source stay",
+        "shmserve/core/ensembles/advance.py",
+        "            del run.sources[iteration.level]\n            self._have_read(run, iteration, index)",
+        "            del run.sources[iteration.level]\n            iteration.remaining -= 1",
+    ),
+    Fault(
+        "memory in use by a device is unpinned",
+        "workers/backends/device_buffers.py",
+        "        self._cuda.settle()",
+        "        pass",
+    ),
+    Fault(
         "a step's request does not end",
         "shmserve/core/ensembles/advance.py",
         "exit.end(self._state, step)",
