@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.core.effects import Traced
+from shmserve.core.limits import Limits
 from shmserve.core.owners.trace import Sample
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.core.service.validation import _FORMS, Checker
@@ -33,6 +34,7 @@ from shmserve.protocol.messages import (
     InferBatch,
     Ping,
     Pong,
+    Reclaim,
     Reply,
     ReplyBatch,
     Tensor,
@@ -280,6 +282,22 @@ ALIKE: dict[str, tuple[str, Columns, str]] = {
     "too few bytes": ("m", replace(columns(5), data=((bytes(2),),) * 5), "INVALID_ARG"),
     "an unknown model": ("nobody", columns(5), "NOT_FOUND"),
 }
+
+
+def test_columns_of_a_client_that_holds_too_much_are_refused() -> None:
+    world = World(Limits(client_held_bytes=3))
+    world.deploy(ModelPolicy("m", 1, 8, (X,), Y, BatchPolicy()), large="y")
+    client = world.connect("c")
+    world.turn([client.infer(1)])
+    world.finish()
+    told = world.clients[client.peer] = Told(client)
+    told.sends(2)
+    told.sends(3)
+    world.turn([(client.peer, InferBatch("m", 0, columns(2, first=2)))])
+    reclaim, refusal = told.messages
+    assert isinstance(reclaim, Reclaim)
+    assert (refusal.requests, refusal.code) == ((2, 3), "UNAVAILABLE")
+    assert "client_held_bytes" in refusal.text
 
 
 @pytest.mark.parametrize("name", ALIKE)
