@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from shmserve import histogram
 from shmserve.core.limits import NAMED
 from shmserve.core.stats.callers import KEPT, Callers
 from shmserve.core.stats.statistics import Statistics, limit_in
+from tests.support.core.policies import plain
+from tests.support.core.world import World
 
 NS = st.integers(0, 2**40)
 
@@ -81,3 +84,15 @@ def test_the_idle_callers_whose_requests_took_least_are_forgotten() -> None:
     assert callers["large"] is large
     assert callers["active"] is active
     assert callers["small"].number != small.number
+
+
+def test_the_times_of_all_requests_of_a_batch_are_counted_for_their_caller() -> None:
+    world = World()
+    world.deploy(plain())
+    client = world.connect("c")
+    world.now += 5
+    world.turn([(client.peer, replace(client.infer(number)[1], payer="caller")) for number in (1, 2)])
+    world.now += 3
+    world.finish()
+    caller = world.core.state.clients[client.peer].callers["caller"]
+    assert (caller.finished, caller.finished_ns) == (2, 6)
