@@ -185,6 +185,30 @@ FAULTS = (
         "given = ()",
     ),
     Fault(
+        "memory of a worker can be announced by its name",
+        "shmserve/core/intake/admission.py",
+        "segment.owner >= WORKERS_FROM or segment.audience",
+        "segment.audience",
+    ),
+    Fault(
+        "columns of a client that holds too much are taken",
+        "shmserve/core/intake/intake.py",
+        "and client.held_bytes <= self._heavy and not",
+        "and not",
+    ),
+    Fault(
+        "a suspect has a queue timeout",
+        "shmserve/core/intake/enqueue.py",
+        "not request.delayed and not request.suspect",
+        "not request.delayed",
+    ),
+    Fault(
+        "time in which a batch waits for several callers counts twice",
+        "shmserve/core/service/batch.py",
+        "        self.stalled_since = now\n        del",
+        "        del",
+    ),
+    Fault(
         "quota of segments off by one",
         "shmserve/core/intake/quotas.py",
         "if len(client.segments) >= limits.client_segments:",
