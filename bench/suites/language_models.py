@@ -39,6 +39,8 @@ Times = list[list[float]]
 """For each stream: when it was sent, and when each of its tokens arrived."""
 WORDS = ("the", "of", "and", "to", "a", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with")
 SLOTS, CONTEXT = 32, 512
+VARIABLES = ("--model-environment", "VLLM_*", "--model-environment", "HF_*")
+"""So that both servers have those of the engine."""
 
 
 def prompts(count: int, words: int, seed: int) -> list[str]:
@@ -218,7 +220,7 @@ def main() -> None:
         version = Path(folder) / "models" / "m" / "1"
         version.mkdir(parents=True)
         write_model(version, arguments.model.resolve(), arguments.threads)
-        server = stack.enter_context(Server(version.parent.parent, gateway=True, start_timeout=START_S))
+        server = stack.enter_context(Server(version.parent.parent, *VARIABLES, gateway=True, start_timeout=START_S))
         makers: dict[str, Callable[[], Way]] = {
             "bare": lambda: Way(0, bare, model=str(arguments.model), threads=arguments.threads),
             "llama-server": lambda: Way(0, llama_server, model=str(arguments.model), threads=arguments.threads),
