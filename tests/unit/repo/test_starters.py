@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from shmserve.repo.check import check
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.repo.starters.starter import KINDS, Described, starter_of, write
 
-FILES = {"pt": "x", "json": '{"learner":{}}', "gguf": "GGUF"}
-"""Suffix -> what a file begins with."""
+FILES = {"pt": b"x", "json": b'{"learner":{}}', "gguf": struct.pack("<4sIQQ", b"GGUF", 3, 0, 0)}
+"""Suffix -> a file without a network."""
 SETTING = re.compile(r"^( *)#(?=\S)", re.MULTILINE)
 
 
@@ -85,7 +86,7 @@ def test_every_setting_that_is_turned_off_is_valid(kind: str, tmp_path: Path) ->
     source = {"onnx": save(tmp_path / "a.onnx", ["n", 3, "h", "w"])}.get(kind, kind)
     if kind in FILES:
         source = tmp_path / f"net.{kind}"
-        source.write_text(FILES[kind])
+        source.write_bytes(FILES[kind])
     text = config_of(tmp_path / "r", source)
     found = list(SETTING.finditer(text))
     assert len(found) >= 6

@@ -7,7 +7,6 @@ import {NOTHING, bytes, clock, count, duration, plural, rate, share} from "../fo
 import {between} from "../rates.js"
 import {modelPath, route} from "../route.js"
 import {graph} from "./ensemble.js"
-import {journeys} from "./journeys.js"
 import {logPart} from "./logs.js"
 import {stateCell} from "./overview.js"
 
@@ -150,6 +149,7 @@ function problemsOf(entry, known) {
 function livePart(store) {
 	let seeded = null
 	const opened = new Set() // requests whose timeline is open
+	let timelines = null // their code, once there is one to show
 	const time = curves([chart("Requests per second", rate, ["all", "accent", "requests"], ["failed", "bad", "failed"]),
 		chart("Latency", duration, ["p99", "accent", "p99"], ["p50", "plain", "p50"]),
 		chart("Queue", count, ["requests", "accent", "queue"])], () => recorded(seeded.name, seeded.version))
@@ -167,6 +167,12 @@ function livePart(store) {
 		show(node, source)
 		write(node.firstChild.lastChild, hint)
 		if (source) refill(node.lastChild, source, make)
+	}
+
+	async function fillRequests(detail) {
+		const requests = detail?.slow && (detail.slow.length || detail.failed.length) && [detail.slow, detail.failed]
+		if (requests) timelines ??= await import("./journeys.js").catch(() => null)
+		fill("journeys", "open one for its timeline", timelines && requests, () => timelines.journeys(detail, opened, REASONS))
 	}
 
 	function update(entry, since, recent, detail) {
@@ -192,7 +198,7 @@ function livePart(store) {
 		fill("split", hint, Object.keys(PARTS).map(id => since[id]), () => split(since))
 		fill("sizes", hint, since.sizes, () => shares("Batch sizes", since.sizes, rows => ({label: plural(rows, "row")})))
 		fill("reasons", hint, !row.ensemble && since.reasons, () => shares("Reasons", since.reasons, reason => ({label: `${reason}: ${REASONS[reason]}`})))
-		fill("journeys", "open one for its timeline", detail?.slow && (detail.slow.length || detail.failed.length) && [detail.slow, detail.failed], () => journeys(detail, opened, REASONS))
+		fillRequests(detail)
 		fill("errors", "", detail?.errors?.length && detail.errors, () => detail.errors.map(errorNode))
 		const traffic = store.traffic(entry.name)
 		const versions = store.versions(entry.name).map(({version, state}) => [version, state])
