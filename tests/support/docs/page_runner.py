@@ -102,7 +102,7 @@ class PageRunner:
     def command(self, line: str) -> str:
         """Runs a line of a shell block. Returns what it prints."""
         words = shlex.split(line, comments=True)
-        if words[:1] == ["shmserve"] and words[1] in ("serve", "tritonserver"):
+        if words[:1] == ["shmserve"] and words[1] in ("serve", "dev", "tritonserver"):
             self._serve([word for word in words[1:] if word != "&"])
             return ""
         if words[:2] == ["pip", "install"]:  # the suite has installed what it needs

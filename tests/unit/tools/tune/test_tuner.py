@@ -106,7 +106,7 @@ def test_the_report_has_the_diff_and_the_changed_text(found: Outcome) -> None:
     assert len(known["service_times"]) == len(found.times.samples)
     page = html.page(found, "net/config.pbtxt")
     drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(drawings) == 2
+    assert len(drawings) == 3
     assert all(len(ElementTree.fromstring(each)) > 10 for each in drawings)
     assert "preferred_batch_size: [ 8 ]" in page
 
