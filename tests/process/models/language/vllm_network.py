@@ -28,7 +28,7 @@ TEMPLATE = (
 def tokenizer() -> Any:
     library = import_module("tokenizers")
     bytes_ = library.pre_tokenizers.ByteLevel.alphabet()
-    names = [*SPECIAL, *sorted(bytes_, key=lambda one: not " " < one < "\x7f")]  # printable ones first
+    names = [*SPECIAL, *sorted(bytes_, key=lambda one: (not " " < one < "\x7f", one))]  # printable ones first
     made = library.Tokenizer(library.models.BPE({name: place for place, name in enumerate(names)}, []))
     made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = library.decoders.ByteLevel()
