@@ -48,10 +48,10 @@ def deliver(state: State, request: Request, message: Reply | Fail) -> None:
             _store(state, request, message)
         request.requester.deliver(request, message)
         state.observers.responded(request, message.outputs)
-        end_answered(state, request, "")
+        end_answered(state, request)
     else:
         request.requester.deliver(request, message)
-        end_answered(state, request, message.code)
+        end_answered(state, request, message.code, message.text)
 
 
 def _store(state: State, request: Request, message: Reply) -> None:
@@ -73,7 +73,7 @@ def respond_part(
     part = Part(request.client_number, request.version.number, outputs, parameters, last)
     request.requester.deliver(request, part)
     if last:
-        end_answered(state, request, "")
+        end_answered(state, request)
 
 
 def respond_in_order(state: State, version: Version) -> None:
@@ -122,7 +122,7 @@ def fail_early(state: State, request: Request, code: str, text: str) -> None:
     if request.state is _DONE:  # already counted
         request.requester.deliver(request, Fail(request.client_number, code, text))
         _drop_reply(state, request)
-        end_answered(state, request, code)
+        end_answered(state, request, code, text)
         return
     chain = state.runs.get(request.number)
     if chain is not None:
@@ -131,7 +131,7 @@ def fail_early(state: State, request: Request, code: str, text: str) -> None:
         return
     state.observers.failed(version, request.arrived, code, text)
     request.requester.fail_early(request, code, text)
-    state.observers.ended(request, code)
+    state.observers.ended(request, code, text)
     linger(state, request)
 
 
@@ -201,9 +201,9 @@ def released(state: State, request: Request) -> None:
     end(state, request)
 
 
-def end_answered(state: State, request: Request, code: str) -> None:
-    """Ends a request after its (last) response."""
-    state.observers.ended(request, code)
+def end_answered(state: State, request: Request, code: str = "", text: str = "") -> None:
+    """Ends a request after its (last) response. `code` and `text`: of its error."""
+    state.observers.ended(request, code, text)
     end(state, request)
 
 

@@ -48,8 +48,6 @@ class Observers:
         self.recording: Recording | None = None
         self._followed: dict[int, list[Journey]] = {}
         """Number of an ensemble's request in flight that is followed -> its steps that have run."""
-        self._error = (0, "")
-        """When the last request that has failed arrived, and the text of its error."""
         self.refusals: dict[str, int] = {}
         """Number of refused requests, by the limit that they exceeded, or else by error code."""
 
@@ -235,16 +233,15 @@ class Observers:
     def failed(self, version: Version, arrived: int, code: str, text: str, kind: FailureKind | None = None) -> None:
         """A request that was admitted has failed. `kind` None: its code says why."""
         now = self._turn.now
-        self._error = arrived, text
         version.statistics.failed(kind, code, text, now - arrived, now)
         if self._turn.tracing:
             self._turn.log("debug", f"{version.label} failed a request: {code}: {text}", model=version.model)
 
-    def ended(self, request: Request, code: str) -> None:
-        """The final response was sent. `code` "": the request succeeded."""
+    def ended(self, request: Request, code: str, text: str) -> None:
+        """The final response was sent. `code` "": the request succeeded; `text`: of the error."""
         steps = self._followed.pop(request.number, None) if self._followed else None
         if code or steps:
-            self._keep(request, code, steps or [])
+            self._keep(request, code, text, steps or [])
         if self.traces.active:
             record = self.traces.end(request, code, self._turn.now)
             if record is not None:
@@ -252,13 +249,12 @@ class Observers:
         if self.recording is not None:
             self.recording.ended(request, code, self._turn.now)
 
-    def _keep(self, request: Request, code: str, steps: list[Journey]) -> None:
+    def _keep(self, request: Request, code: str, text: str, steps: list[Journey]) -> None:
         now, journeys = self._turn.now, request.version.statistics.journeys
         journey = _journey(request, now)
         journey.steps = steps
         if code:
-            arrived, text = self._error
-            journey.code, journey.text = code, text if arrived == request.arrived else ""
+            journey.code, journey.text = code, text
             journeys.failed.append(journey)
         elif journeys.is_slow(request.arrived, now):
             journeys.add_slow(journey, now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from shmserve.core.policy import BatchPolicy
 from shmserve.core.stats.journeys import KEPT, SAMPLED_NS, WINDOW_NS, Journey, Journeys
 from shmserve.protocol.messages import Options
 from tests.support.core.policies import plain, step
@@ -61,6 +62,18 @@ def test_a_slow_request_and_a_failed_one() -> None:
     expired, failed = journeys(world).recent_failed()
     assert (failed.code, failed.text, failed.instance) == ("MODEL_FAILED", "no luck", "m_0")
     assert (expired.code, expired.times, expired.text[:23]) == ("DEADLINE_EXCEEDED", (), "Request timeout expired")
+
+
+def test_a_failure_that_is_delivered_later_keeps_its_text() -> None:
+    world = World()
+    world.deploy(plain(max_batch=1, batching=BatchPolicy(preserve_ordering=True)), instances=2)
+    client = world.connect("c")
+    world.turn([client.infer(number, "m", 1, 0, None) for number in (1, 2, 3)])
+    world.finish("m_0", error=("MODEL_FAILED", "the second one"))
+    world.turn([client.infer(4, "m", 1, 1000, None)])
+    world.advance(world.now + 2 * MS)
+    world.finish("m_1")
+    assert "the second one" in [one.text for one in journeys(world).recent_failed()]
 
 
 def test_one_run_of_an_ensemble_at_a_time_is_followed_with_its_steps() -> None:
