@@ -40,7 +40,7 @@ def callers(requests: Iterable[Request], known: Iterable[Caller]) -> list[Caller
     """The callers of gateways with the most requests in flight, and then those whose requests took most time."""
     waiting: Counter[Caller] = Counter()
     shown = nlargest(SHOWN_CALLERS, known, key=lambda caller: (caller.in_flight, caller.finished_ns))
-    for request in requests if shown else ():
+    for request in requests if shown and shown[0].in_flight else ():
         payer, batch = request.payer, request.batch
         if type(payer) is Caller and (
             request.state is RequestState.QUEUED or (batch is not None and batch.state is BatchState.OPEN)
