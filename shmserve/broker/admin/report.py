@@ -17,6 +17,7 @@ def document(version: Version, metadata: Document | None, config: Document, text
     """`config` and `text` are the loaded configuration, as JSON and as annotated text. `metadata`: None while
     loading."""
     graph = version.service.graph
+    start = time.time() - time.monotonic_ns() / 1e9  # of the monotonic clock
     return {
         "name": version.model,
         "version": str(version.number),
@@ -24,25 +25,19 @@ def document(version: Version, metadata: Document | None, config: Document, text
         "config": config,
         "text": text,
         "labels": [output["name"] for output in config.get("output", ()) if output.get("label_filename")],
-        "errors": _errors(version.statistics),
-        "slow": [_journey(one, _start()) for one in version.statistics.journeys.recent_slow()],
-        "failed": [_journey(one, _start()) for one in version.statistics.journeys.recent_failed()],
+        "errors": _errors(version.statistics, start),
+        "slow": [_journey(one, start) for one in version.statistics.journeys.recent_slow()],
+        "failed": [_journey(one, start) for one in version.statistics.journeys.recent_failed()],
         "graph": None if graph is None else _graph(version, graph),
     }
 
 
-def _errors(counted: Statistics) -> list[Document]:
-    """The last errors, the newest first."""
-    start = _start()
+def _errors(counted: Statistics, start: float) -> list[Document]:
+    """The last errors, the newest first. `start`: when the monotonic clock was 0, in seconds since 1970."""
     return [
         {"time": round(start + error.at / 1e9, 3), "code": error.code, "text": error.text, "count": error.count}
         for error in reversed(counted.errors)
     ]
-
-
-def _start() -> float:
-    """When the monotonic clock was 0, in seconds since 1970."""
-    return time.time() - time.monotonic_ns() / 1e9
 
 
 def _journey(journey: Journey, start: float) -> Document:
