@@ -126,8 +126,8 @@ class OtherLoad:
 
 def _busy() -> float:
     """Busy time of all cores in seconds."""
-    user, nice, system, _, _, irq, softirq, *_ = _times()
-    return (user + nice + system + irq + softirq) / TICKS + stolen()
+    user, nice, system, _, _, irq, softirq, steal, *_ = _times()
+    return (user + nice + system + irq + softirq + steal) / TICKS
 
 
 def stolen() -> float:
