@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import sys
 import tempfile
 import threading
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.endpoints.servers import free_port
 from bench.lib import processes
 from bench.lib.child import Answer, Child, Handler
 from bench.peers.running import START_S, running
@@ -107,12 +107,6 @@ def llama_server(model: str, threads: int) -> Handler:
         return run(texts, tokens)
 
     return with_server
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 def lane(url: str) -> Handler:
