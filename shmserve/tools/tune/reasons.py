@@ -139,7 +139,7 @@ def _instances(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     for text in _throughput(outcome):
         yield f"Instances: {chosen.instances}. {text}"
     result = outcome.of(chosen)
-    maximum = outcome.times.memory.get((chosen.instances, chosen.threads), 0)
+    maximum = outcome.memory_of(chosen)
     under_load = result.memory if result is not None else 0
     if maximum or under_load:
         low, high = sorted((under_load or maximum, maximum or under_load))
