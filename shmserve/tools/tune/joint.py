@@ -26,7 +26,7 @@ from shmserve.tools.tune.confirm import FACTOR, GIVE_UP, RatePoint, point
 from shmserve.tools.tune.fit import Fit, Pair, fit
 from shmserve.tools.tune.goal import Goal, per_s
 from shmserve.tools.tune.measure import Measurement
-from shmserve.tools.tune.predict import LATENCIES, MAX_REQUESTS, PRECISION
+from shmserve.tools.tune.predict import PRECISION, p99_ns, request_count
 from shmserve.tools.tune.space import Candidate, TunedModel
 
 ROUNDS = 3
@@ -138,13 +138,10 @@ class JointTuner:
             service = step.fits[candidate.instances, candidate.threads].service()
             models.append(SimModel(step.model.policy_of(candidate), step.model.instances_of(candidate), service))
         load = Load(self._policy.name, Poisson(rate), 1, (goal.rows, goal.rows), lengths=goal.lengths)
-        count = min(max(goal.simulated, round(rate * LATENCIES * goal.p99_ns / 1e9)), MAX_REQUESTS)
-        result = simulate(Plan(tuple(models), (load,), requests=count, seed=1)).models
-        whole = result[self._policy.name]
-        asked = whole.answered + sum(whole.failed.values())
-        late = 0.99 * asked > whole.answered
-        p99 = float("inf") if late else whole.latency.quantile(0.99 * asked / max(whole.answered, 1))
-        return JointPrediction(settings, rate, p99, tuple(result[step.model.name].utilisation for step in self._steps))
+        plan = Plan(tuple(models), (load,), requests=request_count(goal, rate), seed=1)
+        result = simulate(plan).models
+        busy = tuple(result[step.model.name].utilisation for step in self._steps)
+        return JointPrediction(settings, rate, p99_ns(result[self._policy.name]), busy)
 
     def holds(self, prediction: JointPrediction) -> bool:
         """Whether the p99, the cores and the memory suffice."""

@@ -11,7 +11,7 @@ from math import inf
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shmserve.sim import Load, Plan, Poisson, SimModel, simulate
+from shmserve.sim import Load, ModelResult, Plan, Poisson, SimModel, simulate
 from shmserve.tools.tune.fit import Fit, Pair, Spread
 from shmserve.tools.tune.goal import Goal
 from shmserve.tools.tune.space import Candidate, TunedModel
@@ -47,6 +47,18 @@ class Prediction(Struct, frozen=True):
     utilisation: float
 
 
+def request_count(goal: Goal, rate: float, longer: int = 1) -> int:
+    """Requests of a simulation at this rate. `longer`: factor for its length."""
+    return min(max(longer * goal.simulated, round(rate * LATENCIES * goal.p99_ns / 1e9)), MAX_REQUESTS)
+
+
+def p99_ns(result: ModelResult) -> float:
+    """The 99th percentile of all requests. A refused request misses the target."""
+    asked = result.answered + sum(result.failed.values())
+    late = 0.99 * asked > result.answered
+    return inf if late else result.latency.quantile(0.99 * asked / max(result.answered, 1))
+
+
 class RatePredictor(Struct, frozen=True):
     """`fits` and `spread` describe the service times, `link_ns` the delay of a message, and `message_ns` the time that
     the server and the callers spend on a message."""
@@ -72,14 +84,11 @@ class RatePredictor(Struct, frozen=True):
         policy = self.model.policy_of(candidate)
         model = SimModel(policy, self.model.instances_of(candidate), service)
         load = Load(policy.name, Poisson(rate), CLIENTS, (goal.rows, goal.rows), lengths=goal.lengths)
-        count = min(max(longer * goal.simulated, round(rate * LATENCIES * goal.p99_ns / 1e9)), MAX_REQUESTS)
+        count = request_count(goal, rate, longer)
         plan = Plan((model,), (load,), requests=count, seed=1, link_ns=self.link_ns, message_ns=self.message_ns)
         result = simulate(plan).models[policy.name]
-        latency, asked = result.latency, result.answered + sum(result.failed.values())
-        # A refused request misses the target.
-        late = 0.99 * asked > result.answered
-        p99 = inf if late else latency.quantile(0.99 * asked / max(result.answered, 1))
-        return Prediction(candidate, rate, latency.quantile(0.5), p99, result.mean_batch, result.utilisation)
+        p50 = result.latency.quantile(0.5)
+        return Prediction(candidate, rate, p50, p99_ns(result), result.mean_batch, result.utilisation)
 
     def holds(self, prediction: Prediction) -> bool:
         return prediction.p99_ns <= self.goal.p99_ns
