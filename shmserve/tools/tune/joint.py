@@ -26,7 +26,7 @@ from shmserve.tools.tune.confirm import FACTOR, GIVE_UP, RatePoint, point
 from shmserve.tools.tune.fit import Fit, Pair, fit
 from shmserve.tools.tune.goal import Goal, per_s
 from shmserve.tools.tune.measure import Measurement
-from shmserve.tools.tune.predict import PRECISION, p99_ns, request_count
+from shmserve.tools.tune.predict import PRECISION, RatePredictor, p99_ns, request_count
 from shmserve.tools.tune.space import Candidate, TunedModel
 
 ROUNDS = 3
@@ -154,8 +154,8 @@ class JointTuner:
 
     def highest(self, settings: Settings, floor: float = 0.0) -> JointPrediction | None:
         """The prediction at the highest rate that holds; None if no rate above `floor` does."""
-        pairs = list(zip(self._steps, settings, strict=True))
-        high = min(_capacity(step, candidate, self._goal.rows) for step, candidate in pairs)
+        pairs = zip(self._steps, settings, strict=True)
+        high = min(RatePredictor(step.model, self._goal, step.fits).capacity(candidate) for step, candidate in pairs)
         best: JointPrediction | None = None
         low = floor
         if floor and (high <= floor or not self.holds(self.at(settings, floor))):
@@ -214,13 +214,6 @@ class JointTuner:
     def _apply(self, settings: Settings) -> None:
         for step, candidate in zip(self._steps, settings, strict=True):
             step.bench.apply(step.model.config_of(candidate))
-
-
-def _capacity(step: Step, candidate: Candidate, rows: int) -> float:
-    """An upper limit for the requests per second."""
-    known = step.fits[candidate.instances, candidate.threads]
-    sizes = {size for size, _ in known.entries if size <= candidate.batch} | {candidate.batch, rows}
-    return max(known.rows_per_s(size) for size in sizes) / rows
 
 
 # ------------------------------------------------------------------------------------------------- the report
