@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shmserve.terminal.console import Screen
     from shmserve.tools.tune.goal import Goal
     from shmserve.tools.tune.predict import Prediction
+    from shmserve.tools.tune.served import ServedModel
     from shmserve.tools.tune.tuner import Events, Outcome
 
 CONFIG = "config.pbtxt"
@@ -269,8 +270,10 @@ def _tune_ensemble(args: argparse.Namespace, folder: Path, goal: Goal, screen: S
         raise Misuse("an ensemble is tuned for the highest rate: leave out --rate, --html and --compare")
     cores = len(os.sched_getaffinity(0))
     with _serving(args, folder) as (client, config):
-        _show_steps(args, client, config, screen)
         inputs = _inputs(args, client, config)
+        bench = ServedModel(client, config.name, inputs)
+        if not args.json:
+            print(_steps_text(client, config, bench, args.seconds, screen))
         samples = [
             joint.inputs_of_steps(config, given, lambda name, given: client.infer(name, given))
             for given in inputs(goal.typical_length)[:SAMPLES]
@@ -281,7 +284,6 @@ def _tune_ensemble(args: argparse.Namespace, folder: Path, goal: Goal, screen: S
             check_tunable(member)
             served = ServedModel(client, name, partial(_same, [sample[name] for sample in samples]))
             steps.append(joint.Step(TunedModel(text, member, cores, args.max_batch), served))
-        bench = ServedModel(client, config.name, inputs)
         with StatusLine() as status:
             tuner = joint.JointTuner(compile_policy(config, 1), bench, steps, goal, cores, status.show)
             outcome = tuner.run()
@@ -303,23 +305,20 @@ def _same(requests: Sequence[Mapping[str, Any]], length: int) -> Sequence[Mappin
     return requests
 
 
-def _show_steps(args: argparse.Namespace, client: Client, config: ModelConfig, screen: Screen) -> None:
-    """Prints how busy the steps of an ensemble are under load."""
+def _steps_text(client: Client, config: ModelConfig, bench: ServedModel, seconds: float, screen: Screen) -> str:
+    """Measures how busy the steps of an ensemble are under load."""
     from shmserve.tools.tune import steps
-    from shmserve.tools.tune.served import ServedModel
 
     assert config.ensemble_scheduling is not None
     names = {step.model_name for step in config.ensemble_scheduling.step}
     counts = {entry["name"]: len(entry["instances"]) for entry in client.models() if entry["name"] in names}
-    served = ServedModel(client, config.name, _inputs(args, client, config))
-    served.closed(CALLERS, args.seconds)  # what happens only once does not count
+    bench.closed(CALLERS, seconds)  # what happens only once does not count
     before, start = client.statistics(), monotonic_ns()
-    served.closed(CALLERS, args.seconds)
+    bench.closed(CALLERS, seconds)
     elapsed_ns = monotonic_ns() - start
     instances = {name: count for name, count in counts.items() if count}
     uses = steps.step_uses(before, client.statistics(), instances, elapsed_ns)
-    if not args.json:
-        print(f"{steps.text(uses, screen)}\n\nThe bottleneck is {uses[0].model}, with {CALLERS} requests in flight.\n")
+    return f"{steps.text(uses, screen)}\n\nThe bottleneck is {uses[0].model}, with {CALLERS} requests in flight.\n"
 
 
 def _inputs(
