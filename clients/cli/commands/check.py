@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shmserve.clients.cli.temporary_server import TemporaryServer
     from shmserve.clients.client import Client
     from shmserve.repo.check import Checked, CheckedModel, CheckFinding
+    from shmserve.repo.config.schema import ModelConfig
 
 ASK_S = 10.0
 START_S = 60.0
@@ -60,25 +61,30 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> Checked:
-    from shmserve.repo.check import check
-
     roots = [Path(root) for root in args.roots]
-    name = args.model_config_name or ""
     try:
-        gpus = discover().numbers if args.target is None else args.target
-        directory = args.backend_directory or ""
-        checked = check(
-            roots, backends=_backends(args), gpus=gpus, directory=directory, config_name=name, **_server(args)
-        )
+        checked = _check(args, roots)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
     return _with_load(roots, checked, args) if args.load else checked
 
 
-def _server(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags of the server, given here, change for a check."""
-    names = None if args.host_policy is None else [text.partition(",")[0] for text in args.host_policy]
-    return {"policies": names, "namespacing": args.model_namespacing}
+def _check(
+    args: argparse.Namespace, roots: Sequence[Path], completed: Mapping[str, ModelConfig] | None = None
+) -> Checked:
+    """The problems that a server with these options would have. `completed`: the configurations of loaded models."""
+    from shmserve.repo.check import check
+
+    return check(
+        roots,
+        backends=_backends(args),
+        gpus=discover().numbers if args.target is None else args.target,
+        directory=args.backend_directory or "",
+        config_name=args.model_config_name or "",
+        completed=completed,
+        policies=None if args.host_policy is None else [text.partition(",")[0] for text in args.host_policy],
+        namespacing=args.model_namespacing,
+    )
 
 
 def _backends(args: argparse.Namespace) -> frozenset[str]:
@@ -146,7 +152,6 @@ def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace
     backends completed, which ensembles depend on.
     """
     from shmserve.clients.cli.temporary_server import TemporaryServer, ended_in_order
-    from shmserve.repo.check import check
 
     name = args.model_config_name or ""
     options = ["--model-config-name", name] if name else []
@@ -162,18 +167,7 @@ def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace
             progress.show(index)
         completed = _completed(client, index)
         log = server.log
-    gpus = discover().numbers
-    directory = args.backend_directory or ""
-    checked = check(
-        roots,
-        backends=_backends(args),
-        gpus=gpus,
-        directory=directory,
-        config_name=name,
-        completed=completed,
-        **_server(args),
-    )
-    return _judged(checked, index, _lines_of_workers(log), args.timeout)
+    return _judged(_check(args, roots, completed), index, _lines_of_workers(log), args.timeout)
 
 
 def _await_load(server: TemporaryServer, client: Client, timeout: float | None, progress: _Progress) -> None:
