@@ -85,7 +85,7 @@ class HttpClient(BlockingQueries):
                 {"name": name, "datatype": dtype, "shape": shape, "parameters": {"binary_data_size": len(data)}}
                 for name, (dtype, shape, data) in tensors.items()
             ],
-            "parameters": {"binary_data_output": True} | ({"timeout": round(timeout * 1e6)} if timeout else {}),
+            "parameters": {"binary_data_output": True} | _timeout(timeout),
         }
         if outputs is not None:
             document["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
@@ -107,12 +107,14 @@ class HttpClient(BlockingQueries):
     ) -> Iterator[Iterator[Result]]:
         """Runs the model, and returns its responses as they arrive. They come as JSON, in which an output is a list."""
         dtypes = {one["name"]: one["datatype"] for one in self.metadata(model, version)["outputs"]}
-        wanted = dtypes.keys() if outputs is None else frozenset(outputs)
+        if outputs is not None:
+            wanted = frozenset(outputs)
+            dtypes = {name: dtype for name, dtype in dtypes.items() if name in wanted}
         document = {name: _json_values(name, value) for name, value in inputs.items()}
-        body = json.dumps(document | ({"timeout": round(timeout * 1e6)} if timeout else {})).encode()
+        body = json.dumps(document | _timeout(timeout)).encode()
         with closing(self._link.another(timeout)) as link:
             events = link.events(self._model_path(model, version, "generate_stream"), body)
-            yield (_part(event, {name: dtypes[name] for name in dtypes if name in wanted}) for event in events)
+            yield (_part(event, dtypes) for event in events)
 
     def _model_path(self, model: str, version: int | str | None, what: str) -> str:
         of_version = "" if version in _NO_VERSION else f"/versions/{version}"
@@ -125,6 +127,10 @@ class HttpClient(BlockingQueries):
         """Closes the connection; a call in progress fails."""
         self._closed.set()
         self._link.close()
+
+
+def _timeout(seconds: float | None) -> dict[str, Any]:
+    return {"timeout": round(seconds * 1e6)} if seconds else {}
 
 
 def _json_values(name: str, value: Any) -> list[Any]:
