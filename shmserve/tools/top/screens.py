@@ -130,7 +130,23 @@ class ConfirmScreen(ModalScreen[bool]):
         self.dismiss(event.button.id == "yes")
 
 
-class LogScreen(ModalScreen[None]):
+class ReadingScreen(ModalScreen[None]):
+    """A text over the tables. Keys scroll it."""
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="help"):
+            yield Lines(id="explained")
+
+    def on_mount(self) -> None:
+        self.text.can_focus = True
+        self.text.focus()
+
+    @property
+    def text(self) -> Lines:
+        return self.query_one("#explained", Lines)
+
+
+class LogScreen(ReadingScreen):
     """The latest records of a model's log; the last ones are shown first if they do not fit."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter,g", "dismiss(None)", show=False)]
@@ -140,29 +156,19 @@ class LogScreen(ModalScreen[None]):
         self._model = model
         self._records = records
 
-    def compose(self) -> ComposeResult:
-        with Vertical(id="help"):
-            yield Lines(id="explained")
-
-    def on_mount(self) -> None:
-        explained = self.query_one("#explained", Lines)
-        explained.can_focus = True
-        explained.focus()
-
     def on_resize(self, event: Resize) -> None:
-        explained = self.query_one("#explained", Lines)
-        width = max(20, explained.scrollable_content_region.width)
+        width = max(20, self.text.scrollable_content_region.width)
         lines: list[Line] = [[(f"Log of {visible(self._model)}", "strong"), ("  Esc closes this.", "dim")], []]
         for record in self._records:
             at = time.strftime("%H:%M:%S", time.localtime(record["time"]))
             level = str(record["level"])
             text = f"{at} {level.upper()} {record['text']}"
             lines += wrapped(text, width, LEVELS.get(level, "plain"))
-        explained.show(lines if self._records else [*lines, [("no records", "dim")]])
-        explained.scroll_end(animate=False)
+        self.text.show(lines if self._records else [*lines, [("no records", "dim")]])
+        self.text.scroll_end(animate=False)
 
 
-class HelpScreen(ModalScreen[None]):
+class HelpScreen(ReadingScreen):
     """The keys, and what the columns of the current table mean."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter,question_mark,space", "dismiss(None)", show=False)]
@@ -172,11 +178,7 @@ class HelpScreen(ModalScreen[None]):
         self._table = table
         self._keys = keys
 
-    def compose(self) -> ComposeResult:
-        with Vertical(id="help"):
-            yield Lines(id="explained")
-
-    def on_mount(self) -> None:
+    def on_mount(self) -> None:  # and that of ReadingScreen: Textual calls both
         heads = [column.head for column in self._table.columns]
         width = max(map(len, (*[key for key, _ in self._keys], *heads))) + 4
         lines: list[Line] = [[("Keys", "strong")]]
@@ -184,7 +186,4 @@ class HelpScreen(ModalScreen[None]):
         lines += [[], [(f"Columns of {self._table.title}", "strong")]]
         lines += [[(pad(f"  {one.head}", width), "good"), (one.about, "plain")] for one in self._table.columns]
         lines += [[], [("Esc closes this.", "dim")]]
-        explained = self.query_one("#explained", Lines)
-        explained.show(lines)
-        explained.can_focus = True
-        explained.focus()
+        self.text.show(lines)
