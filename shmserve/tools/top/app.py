@@ -185,7 +185,8 @@ class TopApp(TablesApp):
         if row is not None and "model" in row:
             self.push_screen(DetailScreen(row["model"], row["version"], self.view, self.history), lambda _: self.draw())
             self.call_after_refresh(self.draw)
-            self.run_worker(self._seed(row["model"], row["version"]), group="history")
+            if not self.history.of(row["model"], row["version"]).seeded:
+                self.run_worker(self._seed(row["model"], row["version"]), group="history")
 
     async def _seed(self, model: str, version: int | None) -> None:
         """Shows the minutes before this program was started."""
