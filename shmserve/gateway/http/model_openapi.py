@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shmserve.gateway.http.openapi import BYTES, EVENTS, FORM, JSON
+from shmserve.gateway.kserve.generate import has_one_element
 from shmserve.gateway.kserve.json_schemas import is_file, schemas_of
 from shmserve.gateway.kserve.plans import tensor_type
 from shmserve.gateway.upstream.documents import Route
@@ -18,6 +19,7 @@ _KINDS = {"BOOL": "boolean", "BYTES": "string", "FP16": "number", "BF16": "numbe
 """Data type -> JSON type; the others are integers."""
 _ERROR: _Schema = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
 _FILE: _Schema = {"type": "string", "contentMediaType": BYTES}
+"""A field of a form. It has the bytes of the file, not base64."""
 
 
 def text(route: Route, config: Mapping[str, Any]) -> bytes:
@@ -31,7 +33,7 @@ def document(route: Route, config: Mapping[str, Any]) -> _Schema:
     outputs = {one["name"]: _output(one, schemas.outputs.get(one["name"])) for one in config.get("output", [])}
     required = [one["name"] for one in config.get("input", []) if not one.get("optional")]
     takes = _object(inputs, required)
-    parts = {one["name"]: _part(one, inputs[one["name"]]) for one in config.get("input", [])}
+    parts = {name: _FILE if is_file(schema) else schema for name, schema in inputs.items()}
     gives = _object({"model_name": {"type": "string"}, "model_version": {"type": "string"}, **outputs}, list(outputs))
     content: _Schema = {JSON: {"schema": takes}, FORM: {"schema": _object(parts, required)}}
     decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
@@ -75,9 +77,7 @@ def _object(properties: _Schema, required: list[str]) -> _Schema:
 
 def _tensor(config: Mapping[str, Any], schema: _Schema | None) -> _Schema:
     one = schema if schema is not None else {"type": _KINDS.get(tensor_type(config), "integer")}
-    if all(int(dim) == 1 for dim in config["dims"]):
-        return one
-    return {"type": "array", "items": one}
+    return one if has_one_element(config["dims"]) else {"type": "array", "items": one}
 
 
 def _output(config: Mapping[str, Any], schema: _Schema | None) -> _Schema:
@@ -86,8 +86,3 @@ def _output(config: Mapping[str, Any], schema: _Schema | None) -> _Schema:
     if schema is not None or described["type"] != "array":
         return described
     return {"anyOf": [described["items"], described]}
-
-
-def _part(config: Mapping[str, Any], schema: _Schema) -> _Schema:
-    """A field of a form. Texts and files are sent as they are."""
-    return _FILE if is_file(schema) else schema

@@ -171,7 +171,7 @@ def _read(text: bytes, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def advice(plan: RequestPlan, config: Mapping[str, Any]) -> str:
     """What to change in a request that lacks required inputs; "" if it has them all."""
-    inputs = {one["name"]: one for one in config.get("input", [])}
+    inputs = _inputs_of(config)
     named = {spec.name for spec in plan.inputs}
     if not any(name not in named and not one.get("optional") for name, one in inputs.items()):
         return ""
@@ -193,7 +193,7 @@ def _form(inputs: Mapping[str, Any]) -> str:
 
 
 def _value_form(config: Mapping[str, Any]) -> str:
-    dtype, several = tensor_type(config), not _is_one(config["dims"])
+    dtype, several = tensor_type(config), not has_one_element(config["dims"])
     return f"{f'[{dtype}, ...]' if several else dtype}{' (optional)' if config.get('optional') else ''}"
 
 
@@ -231,7 +231,7 @@ def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: An
     """`value`: one element, or a list of all elements in order."""
     dims = [int(dim) for dim in config["dims"]]
     if schema is not None and not isinstance(value, _Strings):
-        values = [value] if _is_one(dims) else value  # an element may be a list
+        values = [value] if has_one_element(dims) else value  # an element may be a list
         if type(values) is not list:
             raise InvalidRequest(f"input '{name}' has several values: send a list")
         value = _Strings(len(values), bytearray(encode_bytes([to_element(name, schema, one) for one in values])))
@@ -270,10 +270,11 @@ def _json_values(config: Mapping[str, Any], schema: Schema, tensor: Tensor, part
     elements: list[bytes] = decode_bytes(joined(parts), tensor.shape).ravel().tolist()
     values = [from_element(schema, element) for element in elements]
     dims = next((one["dims"] for one in config.get("output", []) if one["name"] == tensor.name), [-1])
-    return values[0] if len(values) == 1 and _is_one(dims) else values
+    return values[0] if len(values) == 1 and has_one_element(dims) else values
 
 
-def _is_one(dims: Sequence[Any]) -> bool:
+def has_one_element(dims: Sequence[Any]) -> bool:
+    """`dims`: of a tensor in a model's configuration, without the batch dimension."""
     return all(int(dim) == 1 for dim in dims)
 
 
