@@ -6,11 +6,13 @@ The boundary is the first line of the body, so the header Content-Type is not ne
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.kserve.json_tensors import joined_in_slices
 from shmserve.gateway.limits.turns import COPY_BYTES, SlicedWork
 
 PARTS = 64
@@ -51,6 +53,11 @@ def form_of(body: Buffer) -> SlicedWork[Form]:
             _add(form.fields, name, bytes(view[begin:end]))
         at = end + 2 + len(boundary)
     raise InvalidRequest(f"the form has more than {PARTS} parts")
+
+
+def encoded_files(files: Sequence[memoryview]) -> SlicedWork[bytearray]:
+    """The files as elements of a tensor of type BYTES, copied out of the body."""
+    return joined_in_slices([part for file in files for part in (len(file).to_bytes(4, "little"), file)])
 
 
 def _head(view: memoryview, at: int) -> tuple[str, bool, int]:

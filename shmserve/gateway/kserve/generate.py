@@ -15,13 +15,13 @@ import msgspec
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.answers import PLACE, Buffer, Held, joined, pieces_in_slices, size_of, spliced
-from shmserve.gateway.kserve.forms import Form, form_of
+from shmserve.gateway.kserve.forms import Form, encoded_files, form_of
 from shmserve.gateway.kserve.json_scan import check_depth, unreadable
 from shmserve.gateway.kserve.json_schemas import JsonSchemas, Schema, from_element, is_file, schemas_of, to_element
 from shmserve.gateway.kserve.json_strings import CutStrings
 from shmserve.gateway.kserve.json_tensors import check_count, to_bytes, to_json
 from shmserve.gateway.kserve.plans import InputPlan, RequestPlan, Value, options_of, tensor_type
-from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, SlicedWork
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 from shmserve.protocol.messages import Tensor
 from shmserve.shm.strings import decode_bytes, encode_bytes
 
@@ -98,17 +98,7 @@ def _inputs_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def _as_strings(name: str, config: Mapping[str, Any], files: list[memoryview]) -> SlicedWork[_Strings]:
     if tensor_type(config) != "BYTES":
         raise InvalidRequest(f"input '{name}' of {tensor_type(config)} cannot be a file: send its value as a field")
-    data = bytearray(sum(len(file) + 4 for file in files))
-    at = 0
-    for file in files:
-        data[at : at + 4] = len(file).to_bytes(4, "little")
-        at += 4
-        for begin in range(0, len(file), COPY_BYTES):  # the input of the request, beside the body that is dropped
-            part = file[begin : begin + COPY_BYTES]
-            data[at : at + len(part)] = part
-            at += len(part)
-            yield
-    return _Strings(len(files), data)
+    return _Strings(len(files), (yield from encoded_files(files)))
 
 
 def _field_value(name: str, field: str | list[str], config: Mapping[str, Any] | None, schemas: JsonSchemas) -> Any:

@@ -11,10 +11,10 @@ from msgspec import Meta, Struct
 
 from shmserve.errors import ModelFailed, NotFound
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.kserve.forms import Form
+from shmserve.gateway.kserve.forms import Form, encoded_files
 from shmserve.gateway.kserve.generate import event
 from shmserve.gateway.kserve.plans import InputPlan
-from shmserve.gateway.limits.turns import COPY_BYTES, SlicedWork
+from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import CompletionRequest
 from shmserve.gateway.openai.errors import BadParameter
@@ -69,10 +69,7 @@ def check_model(model: LanguageModel, request: TranscriptionRequest) -> None:
 
 
 def speech_tensors(model: LanguageModel, prompt: str, audio: memoryview) -> SlicedWork[list[InputPlan]]:
-    data = bytearray(len(audio).to_bytes(4, "little"))
-    for at in range(0, len(audio), COPY_BYTES):  # out of the body, which is not in shared memory
-        data += audio[at : at + COPY_BYTES]
-        yield
+    data = yield from encoded_files([audio])
     return [text_tensor(model, PROMPT, prompt.encode()), model.inputs[AUDIO].plan(data)]
 
 
