@@ -30,6 +30,7 @@ from shmserve.gateway.http.heads import HttpHead, HttpHeads
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.routes import API_ROUTES, KSERVE_ROUTES, METRICS_ROUTES, QUERY, NoRoute
 from shmserve.gateway.kserve.answers import Buffer, Held, JsonPieces, large_as_json, pieces_in_slices, response
+from shmserve.gateway.kserve.forms import form_of
 from shmserve.gateway.kserve.generate import (
     ONE,
     GenerateForm,
@@ -551,19 +552,19 @@ class Requests:
             self._sender.infer(ticket, model_request(exchange, route.model, route.version, plan, pieces), WINDOW)
             exchange.wait_for(ticket, ticket.on_part)
 
-        def go_on(config: Any) -> None:
-            exchange.work(self._generate_plan(request, config), partial(send, config))
+        def go_on(request: GenerateRequest | GenerateForm) -> None:
+            self._ask_config(
+                exchange, lambda config: exchange.work(self._generate_plan(request, config), partial(send, config))
+            )
 
-        request: GenerateRequest | GenerateForm
         if exchange.head.has_form:
-            request = GenerateForm()
-            exchange.work(request.read(body), lambda _: self._ask_config(exchange, go_on))
+            exchange.work(form_of(body), lambda form: go_on(GenerateForm(form)))
             return
         request = GenerateRequest(bytes(body))
         if len(body) > SLICE_BYTES:
-            exchange.work(request.cut(), lambda _: self._ask_config(exchange, go_on))
+            exchange.work(request.cut(), lambda _: go_on(request))
         else:
-            self._ask_config(exchange, go_on)
+            go_on(request)
 
     def _generate_plan(
         self, request: GenerateRequest | GenerateForm, config: Any

@@ -15,7 +15,7 @@ import msgspec
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.answers import PLACE, Buffer, Held, joined, pieces_in_slices, size_of, spliced
-from shmserve.gateway.kserve.forms import Form, encoded_files, form_of
+from shmserve.gateway.kserve.forms import Form, encoded_files
 from shmserve.gateway.kserve.json_scan import check_depth, unreadable
 from shmserve.gateway.kserve.json_schemas import JsonSchemas, Schema, from_element, is_file, schemas_of, to_element
 from shmserve.gateway.kserve.json_strings import CutStrings
@@ -41,12 +41,8 @@ class GenerateForm:
     """A request to generate whose body is a form. Files are the bytes of their inputs, texts are what JSON would have
     as the value."""
 
-    def __init__(self) -> None:
-        self._form = Form({}, {})
-
-    def read(self, body: Buffer) -> SlicedWork[None]:
-        """Called first."""
-        self._form = yield from form_of(body)
+    def __init__(self, form: Form) -> None:
+        self._form = form
 
     def plan(self, config: Mapping[str, Any]) -> SlicedWork[RequestPlan]:
         """`config`: the model's configuration."""

@@ -10,6 +10,7 @@ import pytest
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.answers import Held
+from shmserve.gateway.kserve.forms import form_of
 from shmserve.gateway.kserve.generate import GenerateForm, GenerateRequest, event, generated, generated_in_slices
 from shmserve.gateway.kserve.plans import InputPlan, RequestOptions, RequestPlan
 from shmserve.gateway.upstream.documents import error_body
@@ -138,8 +139,7 @@ def form_plan(*parts: tuple[str, bytes, bool]) -> RequestPlan:
     for name, value, is_file in parts:
         more = b'; filename="f"' if is_file else b""
         body += b'--x\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n' % (name.encode(), more, value)
-    request = GenerateForm()
-    finished(request.read(body + b"--x--\r\n"))
+    request = GenerateForm(finished(form_of(body + b"--x--\r\n")))
     return finished(request.plan(TYPED))
 
 
