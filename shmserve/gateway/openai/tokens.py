@@ -89,8 +89,17 @@ class TokenizeFormat:
         return [head[:-1] + b',"tokens":[', *self._tokens, b"]}"]
 
 
-class CountFormat(TokenizeFormat):
+class CountFormat:
     """As Anthropic's endpoint answers."""
+
+    kind = JSON
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self, choice: Choice, delta: Delta) -> int:
+        self._count += len(delta.token_ids or ())
+        return 0
 
     def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
         return [_encode({"input_tokens": self._count})]
