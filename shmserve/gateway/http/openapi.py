@@ -175,14 +175,23 @@ _SAMPLING: dict[str, _Schema] = {
     "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
     "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
     "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "logit_bias": {"type": "object"},
+    "logit_bias": _OBJECT,
     "top_k": {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
     "min_p": {"type": "number", "minimum": 0, "maximum": 1},
     "repetition_penalty": {"type": "number", "exclusiveMinimum": 0},
-    "response_format": {"type": "object"},
-    "structured_outputs": {"type": "object"},
-    "sampling_parameters": {"type": "object"},
+    "response_format": _OBJECT,
+    "structured_outputs": _OBJECT,
+    "sampling_parameters": _OBJECT,
 }
+_CONVERSATION: dict[str, _Schema] = {
+    "model": _STRING,
+    "messages": _list(_object(("role", "content"), role=_STRING, content=_TEXTS)),
+    "system": _TEXTS,
+    "tools": _OBJECTS,
+    "tool_choice": _OBJECT,
+    "thinking": _OBJECT,
+}
+"""What both a message and the count of its tokens are requested with."""
 _TOKENS_USED = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 _VALUE: _Schema = {"type": ["string", "integer", "number", "boolean"]}
 
@@ -308,28 +317,15 @@ SCHEMAS: dict[str, _Schema] = {
     ),
     "Messages": _object(
         ("model", "messages", "max_tokens"),
-        model=_STRING,
-        messages=_list(_object(("role", "content"), role=_STRING, content={"type": ["string", "array"]})),
+        **_CONVERSATION,
         max_tokens=_SAMPLING["max_tokens"],
-        system={"type": ["string", "array"]},
         stream=_BOOL,
         temperature={"type": "number", "minimum": 0, "maximum": 1},
         top_p=_SAMPLING["top_p"],
         top_k={"type": "integer", "minimum": 0},
         stop_sequences=_list(_STRING),
-        tools=_OBJECTS,
-        tool_choice=_OBJECT,
-        thinking=_OBJECT,
     ),
-    "MessagesToCount": _object(
-        ("model", "messages"),
-        model=_STRING,
-        messages=_list(_object(("role", "content"), role=_STRING, content={"type": ["string", "array"]})),
-        system={"type": ["string", "array"]},
-        tools=_OBJECTS,
-        tool_choice=_OBJECT,
-        thinking=_OBJECT,
-    ),
+    "MessagesToCount": _object(("model", "messages"), **_CONVERSATION),
     "InputTokens": _object(("input_tokens",), input_tokens=_COUNT),
     "Message": _object(
         ("id", "type", "role", "model", "content", "stop_reason"),
