@@ -211,11 +211,8 @@ def _index(only_ready: bool) -> Callable[[Any], Any]:
         for model in answer:
             if only_ready and model["state"] != "READY":
                 continue
-            if model["state"]:
-                entry = {name: model[name] for name in ("version", "state", "reason")}
-                matching.append({"name": plain(model["name"])} | entry)
-            else:
-                matching.append({"name": plain(model["name"])})
+            more = ("version", "state", "reason") if model["state"] else ()
+            matching.append({"name": plain(model["name"])} | {name: model[name] for name in more})
         return matching
 
     return show
