@@ -6,6 +6,7 @@ Invariant: more parts are requested only after some were handed to the caller, s
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from typing import Any
 
@@ -19,7 +20,7 @@ _LARGEST = 1 << 20
 
 
 class StreamTicket(Ticket):
-    """Subclasses implement `on_part`, which notifies the caller of a new part or the end."""
+    """A request with any number of responses."""
 
     __slots__ = ("begun", "ended", "error", "handed", "parts", "window")
 
@@ -38,8 +39,9 @@ class StreamTicket(Ticket):
         self.error: ServeError | None = None
         """The error that ended the stream, or None. Parts received before it are handed out first."""
 
+    @abstractmethod
     def on_part(self) -> None:
-        raise NotImplementedError
+        """Notifies the caller of a new part or the end."""
 
     def part(self, result: Result | None, last: bool) -> None:
         self.begun = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest, ServeError
@@ -47,7 +48,10 @@ class KeptInputs:
 
 
 class Ticket:
-    """A request or question in flight. The session sets the fields; subclasses process the answer."""
+    """A request or question in flight. The session sets the fields; subclasses process the answer.
+
+    Not an ABC, because isinstance() would take 0.1 us longer, for each request and each part. The type checker refuses
+    incomplete subclasses nevertheless."""
 
     __slots__ = ("deadline", "kept", "message", "number")
 
@@ -56,12 +60,12 @@ class Ticket:
     message: Infer | Ask | None
     number: int
 
+    @abstractmethod
     def settle(self, answer: Any) -> None:
         """Processes the answer: a Reply (all outputs inline), a Result, or a parsed JSON document."""
-        raise NotImplementedError
 
-    def fail(self, error: ServeError) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def fail(self, error: ServeError) -> None: ...
 
 
 class Abandoned(Ticket):

@@ -4,6 +4,7 @@ response to that request; the endpoint decides its form."""
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -32,13 +33,19 @@ NO_TIME = 0.0
 """Passed as the current time, which the session uses only for requests with a client timeout."""
 
 
-class PendingCall(Ticket):
+class ChargedTicket(Ticket):
     """A call with one reply, charged to the client that waits for it."""
 
     __slots__ = ("input_bytes", "payer")
 
     payer: Creditor | None
     input_bytes: int
+
+
+class PendingCall(ChargedTicket):
+    """A call that is released before its reply or error is passed on."""
+
+    __slots__ = ()
 
     def settle(self, answer: Any) -> None:
         release(self)
@@ -51,11 +58,11 @@ class PendingCall(Ticket):
         release(self)
         self.failed(error)
 
-    def take(self, answer: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def take(self, answer: Any) -> None: ...
 
-    def failed(self, error: ServeError) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def failed(self, error: ServeError) -> None: ...
 
 
 class PendingInference(PendingCall):
@@ -126,7 +133,7 @@ class PendingStream(StreamTicket):
         self.part(answer, True)
 
 
-Charge = PendingCall | PendingStream
+Charge = ChargedTicket | PendingStream
 
 
 def withdraw(link: GatewayLink, ticket: Charge) -> None:

@@ -27,7 +27,7 @@ from shmserve.gateway.limits.caller_shares import release
 from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.gateway.upstream.documents import BrokerQuery
 from shmserve.gateway.upstream.link import GatewayLink, Inputs
-from shmserve.gateway.upstream.requests import NO_TIME, PendingCall, PendingStream, ask, withdraw
+from shmserve.gateway.upstream.requests import NO_TIME, ChargedTicket, PendingStream, ask, withdraw
 from shmserve.protocol import codec, roles
 from shmserve.protocol.messages import (
     FIELD_BYTES,
@@ -100,7 +100,7 @@ class PeerHost(Protocol):
         """Disconnects the client. `still_open`: ignore input other than Hello on its connection."""
 
 
-class PeerRequest(PendingCall):
+class PeerRequest(ChargedTicket):
     """A request of a peer with one reply."""
 
     __slots__ = ("peer", "request")
@@ -116,7 +116,7 @@ class PeerRequest(PendingCall):
         self.peer.failed(self, error)
 
 
-class PeerQuery(PendingCall):
+class PeerQuery(ChargedTicket):
     """A query or an operation of a peer."""
 
     __slots__ = ("peer", "request", "what")
@@ -148,6 +148,9 @@ class PeerStream(PendingStream):
         self.begun = True
         self.ended = last
         self.peer.part(self, result, last)
+
+    def on_part(self) -> None:
+        return  # nobody waits for parts
 
     def settle(self, answer: Any) -> None:
         self.ended = True

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.errors import AlreadyExists, Internal, InvalidRequest, NotFound, Unsupported
+from shmserve.errors import AlreadyExists, Internal, InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.gateway.kserve.plans import RegionSlice, RequestOptions, RequestPlan
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.upstream.device_regions import DeviceOrder
@@ -28,6 +28,12 @@ from shmserve.shm.extents.cuda import parts_of
 from tests.support.workers.gpu.harness import standins
 
 ME = "alice", ""
+
+
+class Call(PendingCall):
+    def take(self, answer: object) -> None: ...
+
+    def failed(self, error: ServeError) -> None: ...
 
 
 @pytest.fixture
@@ -180,8 +186,8 @@ def test_the_configuration_is_queried_only_if_a_worker_could_write_there(
     plan = RequestPlan((), 0, RequestOptions(), ["y"], places={"y": RegionSlice("r", 0, size)})
     sender = RequestSender(link, regions)
     payer = Shares().connect("127.0.0.1").payer("")
-    sender.infer(PendingCall(), ModelRequest(payer, "m", "", plan, [], ""), window)
-    sender.infer(PendingCall(), ModelRequest(payer, "m", "", plan, [], ""), window)
+    sender.infer(Call(), ModelRequest(payer, "m", "", plan, [], ""), window)
+    sender.infer(Call(), ModelRequest(payer, "m", "", plan, [], ""), window)
     assert questions == asked
     mapped.close()
 
