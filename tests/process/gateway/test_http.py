@@ -21,6 +21,7 @@ import pytest
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.testing import Server
 from tests.conformance.client_ways import NUMBERS, data
+from tests.support.ensemble_models import config_text
 from tests.support.gateway.running_gateway import (
     FAILS_AT_ONCE,
     Gateway,
@@ -46,9 +47,7 @@ def server(shared_server: SharedServer, repository: Path, gate: Path) -> Iterato
     model(repository, "types", list(ITEM_BYTES), "[ -1, -1 ]", 0)
     model(repository, "row", ["FP32"], "[ -1 ]", 8, "dynamic_batching { }\n")
     talker(repository)
-    text = 'name: "x" data_type: TYPE_STRING dims: [ 1 ]'
-    echo = f'backend: "identity" input [ {{ {text} }} ] output [ {{ {text.replace("x", "y", 1)} }} ]'
-    write_model(repository, "echo", echo)
+    write_model(repository, "echo", config_text("identity", "x:STRING:[1]", "y:STRING:[1]"))
     with shared_server.serving(repository) as running:
         yield running
 
