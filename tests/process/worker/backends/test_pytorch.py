@@ -5,8 +5,6 @@ The oracle is numpy, since bare PyTorch is too similar to the code under test.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -28,6 +26,7 @@ from tests.support.optional import OnDemand, optional
 from tests.support.workers.batch_parts import Parts
 from tests.support.workers.in_process import load_failure, loaded
 from tests.support.workers.models.worker_models import on_gpu, torch_class, torch_forward, torch_script, version_folder
+from tests.support.workers.native_backends import compiled
 from tests.support.workers.worker_harness import config, running, work
 
 torch = optional("torch")
@@ -374,7 +373,6 @@ def test_on_a_gpu(tmp_path: Path, program: bool) -> None:
 
 
 def test_libraries_of_operators_are_loaded(tmp_path: Path) -> None:
-    compiler = shutil.which("cc") or shutil.which("gcc")
     torch_forward(tmp_path, "x", "return x")
     given = replace(
         config("pytorch", {"x": ("FP32", (2,))}, {"y": ("FP32", (2,))}),
@@ -383,10 +381,7 @@ def test_libraries_of_operators_are_loaded(tmp_path: Path) -> None:
     assert "model 'm' has no file 'libours.so'" in load_failure(given, tmp_path).text
     (tmp_path / "libours.so").write_text("no library")
     assert "unable to load model 'm': libours.so: " in load_failure(given, tmp_path).text
-    if compiler is None:
-        pytest.skip("there is no C compiler here")
     (tmp_path / "ours.c").write_text("int registered = 1;")
-    command = [compiler, "-shared", "-fPIC", "-o", str(tmp_path / "libours.so"), str(tmp_path / "ours.c")]
-    subprocess.run(command, check=True)
+    compiled(tmp_path / "ours.c", tmp_path / "libours.so")
     with running(given, tmp_path) as worker:
         assert "libours.so" in Path(f"/proc/{worker.process.pid}/maps").read_text()
