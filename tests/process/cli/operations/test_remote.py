@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +14,7 @@ import trustme
 from shmserve.clients.cli.contexts import token_of
 from shmserve.testing import Server
 from tests.process.cli.commands import run
+from tests.security.users import ALICE, as_user, needs_root
 from tests.support.gateway.credentials import digest
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.living import identity
@@ -70,21 +69,10 @@ TASKS = (
     ("restart a", "a"),
 )
 """Commands, and a part of what they print."""
-AS_ANOTHER_USER = """
-import contextlib, io, json, os, sys
-from shmserve.clients.cli import main
 
-def run(words):
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        return main.main([*words.split(), "--context", "operator"]), out.getvalue()
 
-tasks = json.loads(sys.argv[1])
-[run(words) for words in tasks]
-os.setgid(65534)
-os.setuid(65534)
-print(json.dumps([run(words) for words in tasks]))
-"""
-"""The first round imports what the other user may not be able to read."""
+def run_tasks() -> list[tuple[int, str, str]]:
+    return [run(*words.split(), "--context", "operator") for words, _ in TASKS]
 
 
 @pytest.mark.usefixtures("contexts")
@@ -94,7 +82,7 @@ def test_commands_over_https_do_what_they_do_locally() -> None:
         assert [(code, part in out, err) for code, out, err in results] == [(0, True, "")] * 2, (words, results)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@needs_root
 @pytest.mark.usefixtures("contexts")
 def test_another_user_does_the_same_over_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This user may not use the local socket, and has a copy of the context, the token and the certificate."""
@@ -105,15 +93,13 @@ def test_another_user_does_the_same_over_https(tmp_path: Path, monkeypatch: pyte
             text = (tmp_path / name).read_text().replace(str(tmp_path), folder)
             (home / name).write_text(text)
         for path in (home, *home.rglob("*")):
-            os.chown(path, 65534, 65534)
+            os.chown(path, ALICE, ALICE)
         monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
         monkeypatch.setenv("SSL_CERT_FILE", str(home / "trusted"))
-        command = [sys.executable, "-c", AS_ANOTHER_USER, json.dumps([words for words, _ in TASKS])]
-        done = subprocess.run(command, capture_output=True, text=True, cwd="/")
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
-    for (words, part), (code, out) in zip(TASKS, results, strict=True):
-        assert (code, part in out) == (0, True), (words, out, done.stderr)
+        run_tasks()  # imports what the other user may not be able to read
+        results = as_user(ALICE, run_tasks)
+    for (words, part), (code, out, err) in zip(TASKS, results, strict=True):
+        assert (code, part in out) == (0, True), (words, out, err)
 
 
 @pytest.mark.parametrize(
