@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import select
-import socket
 import sys
 from http.client import HTTPConnection
 from pathlib import Path
@@ -20,6 +19,7 @@ from bench.lib.wrk import Post, Turn
 from bench.peers import chart, report, workloads
 from bench.peers.report import Cell
 from bench.peers.running import running
+from tests.support.system.ports import free_ports
 
 ANSWERS = """
 import http.server, subprocess, sys, time
@@ -96,9 +96,7 @@ def test_every_request_format_carries_the_same_values(workload: workloads.PeerWo
 
 
 def test_a_server_pauses_and_ends_with_its_daemons(tmp_path: Path) -> None:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        port = made.getsockname()[1]
+    (port,) = free_ports(1)
     post = Post(f"http://127.0.0.1:{port}/", {"Content-Type": "text/plain"}, (b"hello",))
     with running("it", [sys.executable, "-c", ANSWERS, str(port)], {}, tmp_path) as server:
         assert server.await_answer(post) == b"hello"
