@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from email.message import EmailMessage
 from email.policy import HTTP
 from typing import Any
@@ -11,21 +12,16 @@ import pytest
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.forms import FIELD_BYTES, Form, form_of
 from shmserve.gateway.limits.turns import COPY_BYTES
+from tests.support.gateway.sliced_work import finished
 
 LINES = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--x--\r\n'
 
 
 def read(body: bytes) -> Form:
-    work = form_of(body)
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            found: Form = end.value
-            return found
+    return finished(form_of(body))
 
 
-def written(parts: list[tuple[str, bytes, str | None]]) -> bytes:
+def written(parts: Iterable[tuple[str, bytes, str | None]]) -> bytes:
     message = EmailMessage(HTTP)
     message.add_header("Content-Type", "multipart/form-data")
     for name, value, filename in parts:

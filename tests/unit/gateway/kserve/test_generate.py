@@ -17,6 +17,7 @@ from shmserve.gateway.upstream.documents import error_body
 from shmserve.protocol.messages import Handle, Part, Tensor
 from shmserve.shm.strings import decode_bytes
 from tests.support.gateway.sliced_work import finished
+from tests.unit.gateway.kserve.test_forms import written
 
 
 def generate_plan(text: bytes, config: Any) -> RequestPlan:
@@ -135,11 +136,8 @@ def test_outputs_with_a_schema_are_json_or_files() -> None:
 
 def form_plan(*parts: tuple[str, bytes, bool]) -> RequestPlan:
     """A part is a name, a value, and whether it is a file."""
-    body = b""
-    for name, value, is_file in parts:
-        more = b'; filename="f"' if is_file else b""
-        body += b'--x\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n' % (name.encode(), more, value)
-    request = GenerateForm(finished(form_of(body + b"--x--\r\n")))
+    body = written((name, value, "f" if is_file else None) for name, value, is_file in parts)
+    request = GenerateForm(finished(form_of(body)))
     return finished(request.plan(TYPED))
 
 
