@@ -86,6 +86,6 @@ def serving(repository: Path, place: Path, *options: str) -> Iterator[Serving]:
 
 def ask(port: int, path: str, body: Any = None) -> tuple[int, bytes]:
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=END_S)) as made:
-        made.request("POST" if body else "GET", path, json.dumps(body) if body else None)
+        made.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
         answer = made.getresponse()
         return answer.status, answer.read()

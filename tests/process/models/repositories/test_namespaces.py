@@ -6,13 +6,12 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import pytest
 
 from shmserve.testing import ANY_PORTS, Server
 from tests.support.ensemble_models import ensemble
+from tests.support.gateway.served_gateways import ask
 from tests.support.living import generation
 
 pytestmark = pytest.mark.process
@@ -23,15 +22,12 @@ X = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [1.0]
 
 class Caller:
     def __init__(self, address: str) -> None:
-        self._url = f"http://{address}/v2"
+        self._port = int(address.rpartition(":")[2])
 
     def post(self, path: str, body: Any = None) -> Any:
-        request = Request(f"{self._url}/{path}", json.dumps(body or {}).encode(), method="POST")
-        try:
-            with urlopen(request) as answer:
-                return json.loads(answer.read() or b"null")
-        except HTTPError as error:
-            return json.loads(error.read())["error"]
+        status, answer = ask(self._port, f"/v2/{path}", body or {})
+        document = json.loads(answer or b"null")
+        return document if status == 200 else document["error"]
 
     def infer(self, model: str) -> Any:
         answer = self.post(f"models/{model}/infer", X)
