@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from typing import Any
@@ -31,6 +32,7 @@ def helm(command: str, *settings: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
+@functools.cache
 def rendered(values: str) -> list[Thing]:
     done = helm("template shmserve", *VALUES[values])
     assert done.returncode == 0, done.stderr
