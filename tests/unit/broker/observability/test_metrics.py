@@ -293,7 +293,6 @@ def test_the_memory_and_the_cores_of_the_machine(monkeypatch: pytest.MonkeyPatch
     assert [cores.share() for _ in range(3)] == [0.0, 0.5, 1.0], "what is too short is not divided by"
 
 
-SUFFIXES = ("_bucket", "_sum", "_count")
 MODEL = {"model": "m", "version": "1"}
 SUMMARIES = tuple(f"nv_inference_{what}_summary_us" for what in (
     "request", "queue", "compute_input", "compute_infer", "compute_output"
