@@ -90,8 +90,9 @@ def _memory_chart(outcome: Outcome) -> str:
     def place(each: Prediction) -> tuple[float, float]:
         return outcome.memory_of(each.candidate) / MIB, each.p99_ns / MS if goal.rate else each.rate
 
-    best = Series("best for its memory", tuple(map(place, outcome.frontier)), color=0)
-    others = tuple(place(each) for each in outcome.ranked if each not in outcome.frontier)
+    frontier = outcome.frontier
+    best = Series("best for its memory", tuple(map(place, frontier)), color=0)
+    others = tuple(place(each) for each in outcome.ranked if each not in frontier)
     what = Axis("predicted p99 in ms" if goal.rate else "predicted requests per second")
     series = [best, *([Series("other settings", others, is_line=False, color=4)] if others else [])]
     return lines("Memory and " + ("latency" if goal.rate else "throughput"), Axis("MiB of all instances"), what, series)
