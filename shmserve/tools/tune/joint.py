@@ -21,6 +21,7 @@ from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.rules.ensemble_steps import IF, MAP, added, steps_of
 from shmserve.sim import Load, Plan, Poisson, SimModel, simulate
 from shmserve.terminal.console import Column, Screen
+from shmserve.tools.tune import report
 from shmserve.tools.tune.bench import Bench
 from shmserve.tools.tune.confirm import FACTOR, GIVE_UP, RatePoint, point
 from shmserve.tools.tune.fit import Fit, Pair, fit
@@ -245,7 +246,6 @@ def as_json(tuner: JointTuner, steps: Sequence[Step]) -> dict[str, Any]:
             "p99_ms": median([each.p99_ns for each in outcome.points[best]]) / 1e6 if best in outcome.points else None,
         },
         "steps": [
-            {"model": step.model.name, "settings": {name: getattr(one, name) for name in one.__struct_fields__}}
-            for step, one in zip(steps, best, strict=True)
+            {"model": step.model.name, "settings": report.settings(one)} for step, one in zip(steps, best, strict=True)
         ],
     }
