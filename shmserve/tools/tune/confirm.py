@@ -49,6 +49,11 @@ class RatePoint(Struct, frozen=True):
     """The text of the first refusal."""
 
 
+def surplus(points: Sequence[RatePoint], rate: float) -> int:
+    """How many more measurements have held the p99 at this rate than have not."""
+    return sum(1 if point.holds else -1 for point in points if point.rate == rate)
+
+
 class Confirmed(Struct):
     """A candidate on the real server. `rate`: the highest rate that holds the p99, 0 if none does."""
 
@@ -68,11 +73,7 @@ class Confirmed(Struct):
         return sum(point.holds != (point.rate <= limit) for point in self.points)
 
     def holds_at(self, rate: float) -> bool:
-        return self._surplus(rate) > 0
-
-    def _surplus(self, rate: float) -> int:
-        """How many more measurements have held the p99 at this rate than have not."""
-        return sum(1 if point.holds else -1 for point in self.points if point.rate == rate)
+        return surplus(self.points, rate) > 0
 
     def p99_ns(self, rate: float) -> float:
         return median(point.p99_ns for point in self.points if point.rate == rate)
@@ -96,7 +97,7 @@ class Confirmed(Struct):
             return min(point.rate for point in self.points) / FACTOR ** len(self.points)
         if high > low * PRECISION:
             return sqrt(low * high)
-        if self._surplus(low) >= SURE and self._surplus(high) <= -SURE:
+        if surplus(self.points, low) >= SURE and surplus(self.points, high) <= -SURE:
             return 0.0
         return high if self.points[-1].holds else low
 

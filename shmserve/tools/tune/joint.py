@@ -23,7 +23,7 @@ from shmserve.sim import Load, Plan, Poisson, SimModel, simulate
 from shmserve.terminal.console import Column, Screen
 from shmserve.tools.tune import report
 from shmserve.tools.tune.bench import Bench
-from shmserve.tools.tune.confirm import FACTOR, GIVE_UP, RatePoint, point
+from shmserve.tools.tune.confirm import FACTOR, GIVE_UP, RatePoint, point, surplus
 from shmserve.tools.tune.fit import Fit, Pair, fit
 from shmserve.tools.tune.goal import Goal, per_s
 from shmserve.tools.tune.measure import Measurement
@@ -70,10 +70,8 @@ class JointOutcome(Struct):
 
     def rate(self, settings: Settings) -> float:
         """The highest rate that has held the p99 in most measurements; 0: none has."""
-        rates: dict[float, list[bool]] = {}
-        for each in self.points.get(settings, ()):
-            rates.setdefault(each.rate, []).append(each.holds)
-        return max((rate for rate, held in rates.items() if 2 * sum(held) > len(held)), default=0.0)
+        points = self.points.get(settings, ())
+        return max((each.rate for each in points if surplus(points, each.rate) > 0), default=0.0)
 
 
 def inputs_of_steps(
