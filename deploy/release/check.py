@@ -12,8 +12,11 @@ from deploy.release.build import ROOT
 
 NAMED = {
     "deploy/container/Dockerfile": ("ARG VERSION={}",),
+    "deploy/container/compose.yaml": ("    image: shmserve:{}",),
     "deploy/helm/shmserve/Chart.yaml": ("version: {}", "appVersion: {}"),
+    "deploy/kserve/clusterservingruntime.yaml": ("      image: shmserve:{}",),
     "deploy/kubernetes/base/kustomization.yaml": ("    newTag: {}",),
+    "deploy/kubernetes/components/gpu/kustomization.yaml": ("    newTag: {}-gpu",),
     "docs/release-notes.md": ("# shmserve {}",),
 }
 """File -> lines that have the version."""
@@ -49,9 +52,8 @@ def _of_lines(root: Path, version: str) -> list[str]:
     found = []
     for name, lines in NAMED.items():
         text = (root / name).read_text().splitlines()
-        found += [
-            f"{name}: no line '{line.strip()}'" for line in (one.format(version) for one in lines) if line not in text
-        ]
+        expected = [line.format(version) for line in lines]
+        found += [f"{name}: no line '{line.strip()}'" for line in expected if line not in text]
     return found
 
 
