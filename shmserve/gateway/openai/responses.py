@@ -309,7 +309,7 @@ class ResponsesFormat(ChatFormat):
         self._items.append(item)
         at = len(self._items) - 1
         events.append(self._event("response.output_item.added", output_index=at, item=dict(item)))
-        events.append(self._of_item("response.content_part.added", content_index=0, part=_part(item_kind, "")))
+        events.append(self._of_part("response.content_part.added", part=_part(item_kind, "")))
         return events
 
     def _end_text(self) -> list[bytes]:
@@ -318,10 +318,7 @@ class ResponsesFormat(ChatFormat):
             return []
         item_kind, text = _TEXT_ITEMS[self._open], "".join(self._text)
         part = _part(item_kind, text)
-        events = [
-            self._of_text("done", text=text),
-            self._of_item("response.content_part.done", content_index=0, part=part),
-        ]
+        events = [self._of_text("done", text=text), self._of_part("response.content_part.done", part=part)]
         self._items[-1]["content"] = [part]
         self._open = ""
         self._text.clear()
@@ -329,11 +326,12 @@ class ResponsesFormat(ChatFormat):
 
     def _of_text(self, kind: str, **more: Any) -> bytes:
         item_kind = _TEXT_ITEMS[self._open]
-        return self._of_item(f"response.{item_kind.part}.{kind}", content_index=0, **more, **item_kind.event_fields)
+        return self._of_part(f"response.{item_kind.part}.{kind}", **more, **item_kind.event_fields)
 
-    def _of_item(self, kind: str, **more: Any) -> bytes:
-        """An event of the last item."""
-        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **more)
+    def _of_part(self, kind: str, **more: Any) -> bytes:
+        """An event of the only part of the last item."""
+        at = len(self._items) - 1
+        return self._event(kind, item_id=self._items[at]["id"], output_index=at, content_index=0, **more)
 
     def _done(self, at: int) -> bytes:
         self._items[at]["status"] = "completed"
