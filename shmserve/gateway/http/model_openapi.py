@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from shmserve.gateway.http.openapi import BYTES, EVENTS, FORM, JSON
+from shmserve.gateway.http.openapi import BYTES, EVENTS, FORM, JSON, SCHEMAS, with_token
 from shmserve.gateway.kserve.generate import has_one_element
 from shmserve.gateway.kserve.json_schemas import is_file, schemas_of
 from shmserve.gateway.kserve.plans import tensor_type
@@ -17,7 +17,6 @@ from shmserve.version import version
 _Schema = dict[str, Any]
 _KINDS = {"BOOL": "boolean", "BYTES": "string", "FP16": "number", "BF16": "number", "FP32": "number", "FP64": "number"}
 """Data type -> JSON type; the others are integers."""
-_ERROR: _Schema = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
 _FILE: _Schema = {"type": "string", "contentMediaType": BYTES}
 """A field of a form. It has the bytes of the file, not base64."""
 
@@ -44,20 +43,13 @@ def document(route: Route, config: Mapping[str, Any]) -> _Schema:
         "generate": ("The outputs of the model", {JSON: {"schema": gives}}),
         "generate_stream": ("The outputs of each response, as a server-sent event", {EVENTS: {"schema": event}}),
     }
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": route.model, "version": route.version or version()},
-        "paths": {
-            f"{base}/{name}": {"post": _operation(name, content, *answer)}
-            for name, answer in answers.items()
-            if not decoupled or name == "generate_stream"
-        },
-        "components": {
-            "schemas": schemas.components,
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-        },
-        "security": [{}, {"token": []}],
+    paths = {
+        f"{base}/{name}": {"post": _operation(name, content, *answer)}
+        for name, answer in answers.items()
+        if not decoupled or name == "generate_stream"
     }
+    info = {"title": route.model, "version": route.version or version()}
+    return with_token(info, paths, {"schemas": schemas.components})
 
 
 def _operation(name: str, takes: _Schema, description: str, gives: _Schema) -> _Schema:
@@ -66,7 +58,7 @@ def _operation(name: str, takes: _Schema, description: str, gives: _Schema) -> _
         "requestBody": {"content": takes, "required": True},
         "responses": {
             "200": {"description": description, "content": gives},
-            "default": {"description": "Error", "content": {JSON: {"schema": _ERROR}}},
+            "default": {"description": "Error", "content": {JSON: {"schema": SCHEMAS["Error"]}}},
         },
     }
 

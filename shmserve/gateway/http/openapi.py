@@ -52,21 +52,22 @@ def document(openai: bool = True) -> _Schema:
         paths[path.template] = {
             method.lower(): _operation(path, method, action) for method, action in path.wants.items()
         }
+    info = {
+        "title": "shmserve",
+        "version": version(),
+        "description": f"The KServe protocol, version 2, with extensions{_AND_OPENAI if openai else ''}.",
+    }
+    responses = {name: {"description": "Error", "content": {JSON: {"schema": _ref(name)}}} for name in _ERRORS}
+    return with_token(info, paths, {"schemas": SCHEMAS, "responses": responses})
+
+
+def with_token(info: _Schema, paths: _Schema, components: _Schema) -> _Schema:
+    """A document whose requests may carry a token."""
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "shmserve",
-            "version": version(),
-            "description": f"The KServe protocol, version 2, with extensions{_AND_OPENAI if openai else ''}.",
-        },
+        "info": info,
         "paths": paths,
-        "components": {
-            "schemas": SCHEMAS,
-            "responses": {
-                name: {"description": "Error", "content": {JSON: {"schema": _ref(name)}}} for name in _ERRORS
-            },
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {**components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"token": []}],
     }
 
