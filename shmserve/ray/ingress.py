@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from shmserve.errors import ConnectionLost, Denied, Internal, InvalidRequest, ServeError
-from shmserve.gateway.auth.actions import CHANGES, FORMS, TO_MODELS
+from shmserve.gateway.auth.actions import CHANGES, FORMS, STREAMED, TO_MODELS
 from shmserve.gateway.http.routes import NoRoute, resolve
 from shmserve.gateway.kserve.forms import form_of
 from shmserve.gateway.kserve.status import BY_CODE, http_of
@@ -33,15 +33,6 @@ log = logging.getLogger("shmserve")
 UNAVAILABLE = {"http": 503, "call": grpc.StatusCode.UNAVAILABLE.value[0]}
 """Method of a replica -> the status of a request that the server refuses, or whose gateway has lost the broker."""
 OF_ONE_SERVER = (CHANGES - frozenset(TO_MODELS)) | {Action.MEMORY_STATUS, Action.PAGE_EVENTS, Action.PAGE_MODEL}
-STREAMED = (
-    Action.GENERATE_STREAM,
-    Action.COMPLETIONS,
-    Action.CHAT_COMPLETIONS,
-    Action.RESPONSES,
-    Action.MESSAGES,
-    Action.TRANSCRIPTIONS,
-)
-"""Actions whose responses may arrive over time."""
 OPENAI = frozenset(action for action in TO_MODELS if not any("{model}" in path for path in action.row.http))
 """Actions whose request names its model in the body."""
 REFUSED = "send this to a server, not to the application"

@@ -13,6 +13,17 @@ FORMS = frozenset((Action.TRANSCRIPTIONS,))
 """Those whose body is a form with files; the others have JSON."""
 UPLOADS = FORMS | {GENERATE, GENERATE_STREAM}
 """Those whose body may be such a form."""
+STREAMED = frozenset(
+    (
+        GENERATE_STREAM,
+        Action.COMPLETIONS,
+        Action.CHAT_COMPLETIONS,
+        Action.RESPONSES,
+        Action.MESSAGES,
+        Action.TRANSCRIPTIONS,
+    )
+)
+"""Those whose response may be a stream of server-sent events."""
 SHARED = frozenset((Action.PAGE_EVENTS, Action.PAGE_PREFLIGHT))
 """Actions allowed to the pages of other servers."""
 PAGE = frozenset((*SHARED, *(action for action in Action if "page" in action.row.roles)))

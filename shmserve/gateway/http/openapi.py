@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from shmserve.dtypes import ITEM_BYTES
-from shmserve.gateway.auth.actions import FORMS, TO_MODELS
+from shmserve.gateway.auth.actions import FORMS, STREAMED, TO_MODELS
 from shmserve.gateway.http.routes import KSERVE_PATHS, PATHS, Path
 from shmserve.gateway.kserve.plans import CLASSES
 from shmserve.gateway.openai.bodies import TEXTS, VALUES
@@ -28,13 +28,9 @@ _AND_OPENAI = ", and OpenAI-compatible endpoints"
 
 
 _CONTENT = {
+    **dict.fromkeys(STREAMED, (JSON, EVENTS)),
     Action.INFER: (JSON, BYTES),
     Action.GENERATE_STREAM: (EVENTS,),
-    Action.COMPLETIONS: (JSON, EVENTS),
-    Action.CHAT_COMPLETIONS: (JSON, EVENTS),
-    Action.RESPONSES: (JSON, EVENTS),
-    Action.MESSAGES: (JSON, EVENTS),
-    Action.TRANSCRIPTIONS: (JSON, EVENTS),
 }
 """The content types of a response that is not only JSON: raw tensors may follow the JSON of INFER, and a stream
 consists of server-sent events."""
