@@ -46,8 +46,8 @@ def inception(divisor: int = 1, size: int = 299) -> bytes:
     `divisor`: all widths are divided by it."""
     net = _Inception(divisor)
     x = net.chain("x", (32, 3, 2, False), (32, 3, 1, False), (64, 3, 1, True))
-    x = net.chain(net.pool("MaxPool", x, 3, 2), (80, 1, 1, True), (192, 3, 1, False))
-    x = net.pool("MaxPool", x, 3, 2)
+    x = net.chain(net.halved(x), (80, 1, 1, True), (192, 3, 1, False))
+    x = net.halved(x)
     for pooled in INCEPTION_POOLED:
         threes = net.chain(x, (64, 1, 1, True), (96, 3, 1, True), (96, 3, 1, True))
         fives = net.chain(x, (48, 1, 1, True), (64, 5, 1, True))
@@ -55,7 +55,7 @@ def inception(divisor: int = 1, size: int = 299) -> bytes:
     x = net.joined(
         net.chain(x, (384, 3, 2, False)),
         net.chain(x, (64, 1, 1, True), (96, 3, 1, True), (96, 3, 2, False)),
-        net.pool("MaxPool", x, 3, 2),
+        net.halved(x),
     )
     for wide in INCEPTION_SEVENS:
         sevens = net.sevens(net.one(x, wide), wide, 192)
@@ -64,13 +64,13 @@ def inception(divisor: int = 1, size: int = 299) -> bytes:
     x = net.joined(
         net.chain(x, (192, 1, 1, True), (320, 3, 2, False)),
         net.chain(net.sevens(net.one(x, 192), 192, 192), (192, 3, 2, False)),
-        net.pool("MaxPool", x, 3, 2),
+        net.halved(x),
     )
     for _ in range(2):
         threes = net.crossed(net.one(x, 384))
         twice = net.crossed(net.chain(x, (448, 1, 1, True), (384, 3, 1, True)))
         x = net.joined(net.one(x, 320), threes, twice, net.pooled(x, 192))
-    return net.classifier(x, net.width(x), size)
+    return net.classifier(x, size)
 
 
 def bert(layers: int = 12, hidden: int = 768, heads: int = 12, words: int = BERT_WORDS) -> bytes:
@@ -176,20 +176,17 @@ class _Network:
         return self.node("Mul", x, half)
 
 
-class _Inception(_Network):
-    """Remembers the width of each output, as its blocks are joined from several."""
+class _Inception:
+    """Adds units to a network and remembers the width of each output, as its blocks are joined from several."""
 
     def __init__(self, divisor: int) -> None:
-        super().__init__()
+        self._net = _Network()
         self._divisor = divisor
         self._widths = {"x": 3}
 
-    def width(self, x: str) -> int:
-        return self._widths[x]
-
     def unit(self, x: str, width: int, *kernel: int, stride: int = 1, same: bool = True) -> str:
-        outer = width // self._divisor
-        x = self.relu(self.norm(self.conv(x, self._widths[x], outer, *kernel, stride=stride, same=same), outer))
+        net, outer = self._net, width // self._divisor
+        x = net.relu(net.norm(net.conv(x, self._widths[x], outer, *kernel, stride=stride, same=same), outer))
         self._widths[x] = outer
         return x
 
@@ -208,15 +205,21 @@ class _Inception(_Network):
     def crossed(self, x: str) -> str:
         return self.joined(self.unit(x, 384, 1, 3), self.unit(x, 384, 3, 1))
 
-    def pool(self, op: str, x: str, size: int, stride: int, same: bool = False) -> str:
-        pooled = super().pool(op, x, size, stride, same)
+    def halved(self, x: str) -> str:
+        return self._pool("MaxPool", x, 2)
+
+    def pooled(self, x: str, width: int) -> str:
+        return self.one(self._pool("AveragePool", x, 1, same=True), width)
+
+    def _pool(self, op: str, x: str, stride: int, same: bool = False) -> str:
+        pooled = self._net.pool(op, x, 3, stride, same)
         self._widths[pooled] = self._widths[x]
         return pooled
 
-    def pooled(self, x: str, width: int) -> str:
-        return self.one(self.pool("AveragePool", x, 3, 1, same=True), width)
-
     def joined(self, *parts: str) -> str:
-        x = self.node("Concat", *parts, axis=1)
+        x = self._net.node("Concat", *parts, axis=1)
         self._widths[x] = sum(self._widths[part] for part in parts)
         return x
+
+    def classifier(self, x: str, size: int) -> bytes:
+        return self._net.classifier(x, self._widths[x], size)
