@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,8 +87,10 @@ def load(
         calls = OutgoingCalls(outbox, arenas, mapped, link.fileno(), inbox.read)
         inbox.add(calls.handlers)
         context = replace(context, calls=calls)
-    backend = kind(context)
-    try:
+    with ExitStack() as undo:
+        undo.callback(arenas.close)
+        backend = kind(context)
+        undo.callback(backend.close)
         if context.auto_complete:
             config = backend.complete(config)
         config = backend.fitted(config)
@@ -101,10 +104,7 @@ def load(
 
             warm_up(config, order.instance, folder, backend, gather, limit, trace)
         _check_unchanged(pins)
-    except BaseException:
-        backend.close()
-        arenas.close()
-        raise
+        undo.pop_all()
     if backend.probes and outbox is not None:
         outbox.add(Probed(0, True))
     scatter = Scatter(order.model, outputs, arenas, mapped, labels, backend.calls, backend.strict)
