@@ -83,15 +83,11 @@ class _Reader:
         if "return" not in hints or hints["return"] in (None, type(None)):
             raise self._error(f"it has no type for its result: write -> followed by {self._forms}")
         result, streams = self._streamed(hints["return"])
-        parameters = self._parameters(hints)
-        record = self._record(parameters)
-        if record is None:
-            inputs = [self._input(name, field, f"parameter '{name}'") for name, field in parameters.items()]
-        else:
-            fields = self._fields(record[1])
-            inputs = [self._input(name, field, f"field '{name}'") for name, field in fields.items()]
+        record, fields = self._record(self._parameters(hints))
+        what = "parameter" if record is None else "field"
+        inputs = tuple(self._input(name, field, f"{what} '{name}'") for name, field in fields.items())
         by, outputs = self._outputs(result)
-        return Signature(self._target, self._label, tuple(inputs), tuple(outputs), by, streams, record)
+        return Signature(self._target, self._label, inputs, tuple(outputs), by, streams, record)
 
     @property
     def _forms(self) -> str:
@@ -120,11 +116,14 @@ class _Reader:
             raise self._error("a model needs at least one input: add a parameter with a type hint")
         return found
 
-    def _record(self, parameters: dict[str, Field]) -> tuple[str, Any] | None:
-        if len(parameters) > 1:
-            return None
-        ((name, field),) = parameters.items()
-        return (name, field.hint) if self._fields(field.hint) else None
+    def _record(self, parameters: dict[str, Field]) -> tuple[tuple[str, Any] | None, dict[str, Field]]:
+        """The only parameter, with its class, and the fields of the class; None, and the parameters, if they are the
+        inputs."""
+        if len(parameters) == 1:
+            ((name, parameter),) = parameters.items()
+            if fields := self._fields(parameter.hint):
+                return (name, parameter.hint), fields
+        return None, parameters
 
     def _input(self, name: str, field: Field, what: str) -> Slot:
         return self._slot(name, field.hint, what)._replace(optional=not field.required)
