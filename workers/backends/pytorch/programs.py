@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import re
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -54,7 +55,7 @@ class Argument(NamedTuple):
     """The program writes to it or keeps it, so it needs a copy."""
 
 
-class Program:
+class Program(ABC):
     """`arguments` are in the order of the leaves that `call` takes."""
 
     arguments: Sequence[Argument] = ()
@@ -63,8 +64,9 @@ class Program:
     whole_dict: bool = False
     """Whether it takes one dict of tensors with the names of the configuration."""
 
+    @abstractmethod
     def call(self, leaves: Sequence[Any]) -> Any:
-        raise NotImplementedError
+        """Runs the program with a value for each argument."""
 
     def facts(self) -> tuple[list[TensorFacts | None], list[TensorFacts | None]] | None:
         """Returns the file's description of each argument and result, None for those that are not tensors; None if
@@ -73,7 +75,11 @@ class Program:
 
 
 def open_program(path: Path, device: torch.device) -> Program:
-    kinds = {TorchKind.SCRIPT: Script, TorchKind.EXPORTED: Exported, TorchKind.COMPILED: CompiledProgram}
+    kinds: dict[TorchKind, Callable[[Path, torch.device], Program]] = {
+        TorchKind.SCRIPT: Script,
+        TorchKind.EXPORTED: Exported,
+        TorchKind.COMPILED: CompiledProgram,
+    }
     return kinds[torch_kind(path)](path, device)
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,8 @@ from tests.support.workers.worker_harness import config, running, work
 torch = optional("torch")
 pytorch = OnDemand("shmserve.workers.backends.pytorch.backend")
 programs = OnDemand("shmserve.workers.backends.pytorch.programs")
+UNNAMED = SimpleNamespace(results=None)
+"""A program whose file does not name its results."""
 
 
 def opened(path: Path) -> Any:
@@ -125,12 +128,12 @@ def test_results_are_matched_with_configured_outputs(
     value: Callable[[Any, Any], Any], names: tuple[str, ...], expected: str
 ) -> None:
     tensors = {"a": torch.zeros(1), "b": torch.ones(2)}
-    found = programs.picker("m", programs.Program(), made(*names))(value(*tensors.values()))
+    found = programs.picker("m", UNNAMED, made(*names))(value(*tensors.values()))
     assert [item.tolist() for item in found] == [tensors[name].tolist() for name in expected]
 
 
 def test_string_outputs() -> None:
-    pick = programs.picker("m", programs.Program(), made("s", dtype="STRING"))
+    pick = programs.picker("m", UNNAMED, made("s", dtype="STRING"))
     assert pick(["a", "b"]) == [["a", "b"]]
     assert pick((["a", "b"],)) == [["a", "b"]]
 
@@ -139,7 +142,7 @@ def test_missing_outputs_are_reported() -> None:
     for names, wrong in ((("y", "z"), "z"), (("OUTPUT__1",), "OUTPUT__1")):
         text = f"The output {wrong} in the model configuration refers to an output index which doesn't exist. "
         with pytest.raises(Internal, match=f"^{text}This model has 1 outputs$"):
-            programs.picker("m", programs.Program(), made(*names))((torch.zeros(1),))
+            programs.picker("m", UNNAMED, made(*names))((torch.zeros(1),))
 
 
 TREE = """\
