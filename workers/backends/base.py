@@ -7,6 +7,7 @@ links or segments.
 from __future__ import annotations
 
 import os
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -144,19 +145,19 @@ class Backend:
         """Releases the model. Called once, also after `load` failed."""
 
 
-class StackedBackend(Backend):
+class StackedBackend(Backend, metaclass=ABCMeta):
     """Gets one array per input for a whole batch and returns one array per output, as listed by `specs.model_inputs_of`
     and `model_outputs_of`."""
 
     fresh = False
     """Whether arrays passed to `put` are never written again, so that they can be kept without a copy."""
 
+    @abstractmethod
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         """Reads `inputs`, calls `inputs.computing()` when they are ready, and fills in each output that is `needed`.
 
         Inputs and outputs are identified by their index in these lists. An exception fails the whole batch.
         """
-        raise NotImplementedError
 
 
 class Computation(Protocol):
@@ -176,10 +177,10 @@ class OverlappingBackend(StackedBackend):
     overlaps = False
     """Whether a second batch may begin before the first has ended. Set by `load`."""
 
+    @abstractmethod
     def begin(self, inputs: GatherGroup, outputs: Results) -> Computation:
         """Queues a batch and calls `inputs.computing()`. An exception fails the batch; then nothing of it is left on
         the device."""
-        raise NotImplementedError
 
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         self.begin(inputs, outputs).finish()
@@ -193,7 +194,7 @@ class AlikeResults(NamedTuple):
     parameters: dict[str, Value] | None = None
 
 
-class SeparateBackend(Backend):
+class SeparateBackend(Backend, metaclass=ABCMeta):
     """Gets the requests of a batch one by one and answers each."""
 
     takes_slots = False
@@ -208,9 +209,9 @@ class SeparateBackend(Backend):
         the outputs of a response to one of them."""
         raise NotImplementedError
 
+    @abstractmethod
     def execute(self, requests: list[Request]) -> list[Response | None]:
         """Returns a response per request, in order; None if sent separately. An exception fails the whole batch."""
-        raise NotImplementedError
 
     def failed(self, requests: list[Request], response: Response) -> list[Response | None]:
         """Returns the responses after `execute` raised: None for requests whose last response was already sent."""

@@ -109,9 +109,10 @@ def backend_in(module: ModuleType, name: str) -> type[Backend]:
     kinds = [
         value
         for value in vars(module).values()
+        # The module is compared first, because list[int] is a type in Python 3.10, which issubclass refuses.
         if isinstance(value, type)
-        and issubclass(value, (StackedBackend, SeparateBackend))
         and value.__module__ == module.__name__
+        and issubclass(value, (StackedBackend, SeparateBackend))
     ]
     last = [kind for kind in kinds if not any(kind in other.__mro__[1:] for other in kinds)]
     if len(last) != 1:

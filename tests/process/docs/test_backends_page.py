@@ -158,7 +158,11 @@ def test_names_of_installed_backends(
         assert text in capsys.readouterr().err
 
 
-ONE = "from shmserve.workers.backends import StackedBackend, SeparateBackend\nclass One(StackedBackend): pass\n"
+ONE = (
+    "from shmserve.workers.backends import StackedBackend, SeparateBackend\n"
+    "Rows = list[int]\n"
+    "class One(StackedBackend): pass\n"
+)
 
 
 @pytest.mark.parametrize(

@@ -172,3 +172,11 @@ def test_backends_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.find("wrong")
     with pytest.raises(Unsupported, match=r"known are: dali, fil, identity, .*openvino, other, .*python, .*wrong"):
         registry.find("another")
+
+
+def test_a_backend_without_execute_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Point("other", Other)])
+    found = load_failure(config("other", X, Y), tmp_path)
+    assert found.code == "MODEL_FAILED"
+    assert "Can't instantiate abstract class Other" in found.text
+    assert "execute" in found.text
