@@ -53,6 +53,8 @@ MODEL = "model.py"
 """A Python model that implements a backend: it runs all models of that backend, each with its own files."""
 NETWORK = "config.json"
 """A file of every directory that is a language model in Hugging Face's format, which vLLM runs."""
+NETWORK_CONFIG = 'backend: "vllm"\n'
+"""The configuration of such a directory that is served as a model."""
 ENVIRONMENT_FILE = "pb_exec_env_model.py.tar.gz"
 """Beside such a model.py: the Python environment of models that name no other, as in Triton."""
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shmserve.extras import install_command, outdated
-from shmserve.repo.backends import NETWORK
+from shmserve.repo.backends import NETWORK, NETWORK_CONFIG
 from shmserve.repo.remote.address import PACKAGES, RemoteAddress
 from shmserve.repo.remote.cache import CacheFull
 from shmserve.repo.remote.credentials import Redactor, client_options
@@ -29,7 +29,7 @@ _PART_BYTES = 255
 _WEIGHTS = ".safetensors"
 _NETWORK_FILES = (_WEIGHTS, ".jinja", ".json", ".model", ".tiktoken", ".txt")
 """Suffixes of the files of a network. Others are the same weights in other formats, and code."""
-_NETWORK_CONFIG = b'backend: "vllm"\n'
+_CONFIG = NETWORK_CONFIG.encode()
 
 
 class RemoteFile(NamedTuple):
@@ -281,10 +281,10 @@ class HubStore(Store):
         root = self._root()
         files = [self._file(root, entry["name"], entry) for entry in self._call(self._list) if entry["type"] == "file"]
         found = [file._replace(path=f"1/{file.path}") for file in files if file.path.endswith(_NETWORK_FILES)]
-        return checked(model, [*found, RemoteFile("config.pbtxt", "", len(_NETWORK_CONFIG), "1")])
+        return checked(model, [*found, RemoteFile("config.pbtxt", "", len(_CONFIG), "1")])
 
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
-        return super().read(file, start, end) if file.key else _NETWORK_CONFIG[start:end]
+        return super().read(file, start, end) if file.key else _CONFIG[start:end]
 
 
 def _code(error: BaseException | None) -> str:

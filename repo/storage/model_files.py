@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo.backends import BACKENDS, MODEL, NETWORK
+from shmserve.repo.backends import BACKENDS, MODEL, NETWORK, NETWORK_CONFIG
 from shmserve.repo.config.complete import ENGINES
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.load import CONFIG_FILE
@@ -194,7 +194,7 @@ def _target(path: Path) -> str:
 
 def _content(path: Path, function: FunctionModel | None) -> _Content:
     if _is_network(path):
-        return _Content({f"1/{file.name}": file for file in path.iterdir() if file.is_file()}, 'backend: "vllm"\n')
+        return _Content({f"1/{file.name}": file for file in path.iterdir() if file.is_file()}, NETWORK_CONFIG)
     links = {f"1/{_target(path)}": path}
     if function is not None:  # modules are imported from where they are; the links belong to what a change is seen in
         links |= {f"1/{_MODULES}/{module}": path.parent / module for module in function.modules}
