@@ -30,6 +30,7 @@ class OperatedSource(ScriptedSource):
         self.names = names
         self.error: Exception | None = None
         self.done: list[tuple[str, str, int | None, str]] = []
+        self.histories: list[str] = []
 
     def document(self, number: int) -> dict[str, Any]:
         if self.error is not None:
@@ -54,6 +55,7 @@ class OperatedSource(ScriptedSource):
         return ["it is old"] if what == "load" else []
 
     def history(self, model: str, version: int | None) -> dict[str, list[float | None]]:
+        self.histories.append(model)
         curve: list[float | None] = [*[50.0] * 8, *[0.0] * 8]
         return {"requests": curve} if (model, version) == ("beta", 1) else {}
 
@@ -229,6 +231,19 @@ async def test_enter_shows_the_details_of_a_model(top: Driver) -> None:
     await top.press("escape")
     await top.until(lambda: not isinstance(top.app.screen, DetailScreen))
     assert top.names == ["alpha", "broken"]
+
+
+@driven()
+async def test_the_history_of_a_model_is_read_once(top: Driver) -> None:
+    await top.press("down", "enter")
+    await top.until(lambda: "████" in top.text)
+    await top.press("escape")
+    await top.until(lambda: not isinstance(top.app.screen, DetailScreen))
+    await top.press("enter")
+    await top.until(lambda: isinstance(top.app.screen, DetailScreen) and "████" in top.text)
+    await top.press("escape", "down", "enter")
+    await top.until(lambda: len(top.source.histories) > 1)
+    assert top.source.histories == ["beta", "broken"]
 
 
 @driven()
