@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import trustme
 
 from tests.deploy.manifests import one
 from tests.deploy.pod import PATIENCE_S, Pod, running
+from tests.support.commands import COMMAND
 
 pytestmark = pytest.mark.process
 GROUP = 10001
@@ -48,7 +48,7 @@ class Secret:
 
 def new_token(name: str, roles: str) -> tuple[str, str]:
     """A token, and its line for the file."""
-    words = [sys.executable, "-m", "shmserve.clients.cli.main", "gateway", "--new-token", f"{name}={roles}"]
+    words = [*COMMAND, "gateway", "--new-token", f"{name}={roles}"]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
     return done.stderr.split()[-1], done.stdout
 

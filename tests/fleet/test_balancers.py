@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import ssl
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from shmserve.testing import Server
 from tests.fleet.balancers import HERE, PATIENCE_S, Balancer
 from tests.fleet.load import HEADER, SEQUENCE_ERRORS, WAYS, Load, Sequence
+from tests.support.commands import COMMAND
 from tests.support.gateway.rpc import INFERENCE, Rpcs, infer_request, message, outputs, refused, talk
 from tests.support.load import Failed
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.process
 
 
 def drain(server: Server, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", "drain", "--runtime-dir", str(server.runtime_dir)]
+    command = [*COMMAND, "drain", "--runtime-dir", str(server.runtime_dir)]
     return subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from shmserve.testing import Server
 from tests.gpu.gpu_models import chain
+from tests.support.commands import COMMAND
 from tests.support.workers.models.worker_models import Graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
@@ -30,7 +30,7 @@ def _device(hardware: None, cupy: Any) -> None:
 
 def build(source: Path, out: Path, *options: str) -> str:
     out.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", "build", str(source), "-o", str(out), *options]
+    command = [*COMMAND, "build", str(source), "-o", str(out), *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -19,8 +19,8 @@ import pytest
 
 from shmserve.clients.cli.commands import check
 from shmserve.repo import samples
-from tests.process.cli import commands
-from tests.process.cli.commands import COMMAND
+from tests.support import commands
+from tests.support.commands import COMMAND
 from tests.support.docs import pages
 from tests.support.launch import identity
 from tests.support.model_files import python_model, write_model

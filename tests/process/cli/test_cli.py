@@ -22,7 +22,7 @@ import pytest
 from shmserve.dtypes import ITEM_BYTES, TO_CONFIG
 from shmserve.repo import samples
 from shmserve.testing import Server
-from tests.process.cli import commands
+from tests.support import commands
 from tests.support.ensemble_models import tensors
 from tests.support.model_files import parameters, write_model
 from tests.support.shared_server import SharedServer

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from shmserve.repo.samples import EXAMPLES
-from tests.process.cli.commands import COMMAND
 from tests.support import foreign_models
+from tests.support.commands import COMMAND
 
 pytestmark = pytest.mark.process
 

@@ -19,8 +19,7 @@ from shmserve.clients.cli.commands import init
 from shmserve.repo.check import check
 from shmserve.repo.samples import EXAMPLES
 from shmserve.testing import Server
-from tests.process.cli import commands
-from tests.support import foreign_models
+from tests.support import commands, foreign_models
 
 pytestmark = pytest.mark.process
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.testing import Server
-from tests.process.cli.commands import COMMAND
+from tests.support.commands import COMMAND
 from tests.support.living import group, identity
 from tests.support.model_files import write_model
 from tests.support.system.terminal import Terminal

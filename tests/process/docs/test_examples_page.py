@@ -15,7 +15,7 @@ import pytest
 from shmserve.repo import samples
 from shmserve.testing import Server
 from tests import ROOT
-from tests.process.cli.commands import COMMAND
+from tests.support.commands import COMMAND
 from tests.support.docs import pages
 from tests.support.shared_server import SharedServer
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from shmserve.testing import Server
-from tests.process.cli.commands import COMMAND, run
+from tests.support.commands import COMMAND, run
 from tests.support.gateway.language_models import LanguageModels, openai_client, post, write_language_models
 from tests.support.gateway.running_gateway import Gateway, model, open_gate
 from tests.support.living import until

@@ -17,7 +17,7 @@ import pytest
 
 from shmserve.gateway.auth import tokens
 from shmserve.testing import Server
-from tests.process.cli.commands import COMMAND
+from tests.support.commands import COMMAND
 from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.gateway.running_gateway import Gateway, model, open_gate, wait_in_flight
 from tests.support.living import until

@@ -11,7 +11,7 @@ import pytest
 
 from shmserve.testing import Server
 from shmserve.transport.keys import read_pair
-from tests.process.cli.commands import run
+from tests.support.commands import run
 from tests.support.gateway.running_gateway import model
 
 pytestmark = pytest.mark.process

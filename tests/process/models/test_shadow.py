@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import shmserve
 from shmserve.errors import InvalidRequest
 from shmserve.testing import Server
-from tests.process.cli.commands import run
+from tests.support.commands import run
 from tests.support.living import PYTHON, policy, until, write
 from tests.support.model_files import python_model
 from tests.support.shared_server import SharedServer

@@ -15,8 +15,8 @@ import pytest
 import shmserve
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
 from shmserve.testing import Server
-from tests.process.cli.commands import run
 from tests.support.broker.metrics import Seen
+from tests.support.commands import run
 from tests.support.living import ONE, PYTHON, answer, generation, pids, policy, ready, write
 from tests.support.model_files import parameters
 

@@ -20,8 +20,8 @@ from shmserve.protocol.worker_messages import BUFFER_BYTES
 from shmserve.terminal.console import Screen
 from shmserve.testing import Server
 from shmserve.workers.model_calls.stream import ROW_BYTES
-from tests.process.cli.commands import run
 from tests.support.clients.client_faces import connect
+from tests.support.commands import run
 from tests.support.ensemble_models import config_text
 from tests.support.model_files import write_model
 from tests.support.shared_server import SharedServer

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from shmserve.repo import samples
 from shmserve.testing import ANY_PORTS
 from tests import ROOT
+from tests.support.commands import COMMAND
 
 SAMPLES = "build/samples"
 PORTS = {"http": "localhost:8000", "grpc": "localhost:8001", "metrics": "localhost:8002"}
@@ -148,7 +149,7 @@ class PageRunner:
         self._stop()
         reader, writer = os.pipe()
         try:
-            command = [sys.executable, "-m", "shmserve.clients.cli.main", *words, *ANY_PORTS, "--ready-fd", str(writer)]
+            command = [*COMMAND, *words, *ANY_PORTS, "--ready-fd", str(writer)]
             with (self._folder / "server.log").open("wb") as log:
                 self._process = subprocess.Popen(
                     command,

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shmserve.dtypes import TO_CONFIG
 from shmserve.testing import Server
+from tests.support.commands import COMMAND
 from tests.support.ensemble_models import tensors
 from tests.support.model_files import write_model
 
@@ -46,7 +46,7 @@ class Gateway:
 
     def __init__(self, server: Server, *options: str) -> None:
         reader, writer = os.pipe()
-        command = [sys.executable, "-m", "shmserve.clients.cli.main", "gateway"]
+        command = [*COMMAND, "gateway"]
         command += ["--runtime-dir", str(server.runtime_dir)]
         command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--ready-fd", str(writer), *options]
         self.process = subprocess.Popen(command, pass_fds=[writer], stderr=subprocess.PIPE)

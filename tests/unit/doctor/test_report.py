@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import subprocess
-import sys
 
 import pytest
 
@@ -14,6 +13,7 @@ from shmserve.clients.cli.main import main
 from shmserve.doctor.machine import ERROR, INFO, OK, WARNING, Finding
 from shmserve.terminal.console import Screen
 from tests import ROOT
+from tests.support.commands import COMMAND
 
 FINDINGS = [
     Finding("linux", OK, "6.1", "5.3"),
@@ -52,7 +52,7 @@ def test_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 def test_every_finding_that_is_a_fault_has_a_fix() -> None:
     """Tested on this machine, whatever it lacks."""
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", "doctor", "--json"]
+    command = [*COMMAND, "doctor", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     document = json.loads(done.stdout)
     assert done.returncode == (0 if document["can_serve"] else 1)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import COMMAND
+
 END_S = 60
-COMMAND = [sys.executable, "-m", "shmserve.clients.cli.main"]
 INTERRUPTED = """
 import os, runpy, signal, sys
 class Finder:

@@ -19,8 +19,8 @@ from shmserve.repo import samples
 from shmserve.testing import Server
 from shmserve.tools.load import one_load
 from shmserve.tools.load.generation import process
-from tests.process.cli.commands import run
 from tests.process.cli.load.bench_server import SEQUENCE, SLOW, BenchServer
+from tests.support.commands import run
 from tests.support.gateway.running_gateway import Gateway, model, talker
 from tests.support.model_files import write_model
 from tests.support.workers.models import gguf_models

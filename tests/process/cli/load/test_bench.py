@@ -24,8 +24,8 @@ from shmserve.tools.load import record
 from shmserve.tools.load.measure import measure
 from shmserve.tools.load.plan import Closed, Endpoint, Inputs, Plan
 from shmserve.tools.load.targets import base, connecting
-from tests.process.cli.commands import COMMAND, run
 from tests.process.cli.load.bench_server import END_S, KINDS, QUICK, SHORT, BenchServer, one_point
+from tests.support.commands import COMMAND, run
 from tests.support.docs import pages
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.living import await_connections, until

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.cli.commands import COMMAND
+from tests.support.commands import COMMAND
 from tests.support.docs import pages
 from tests.support.ensemble_models import config_text, ensemble
 from tests.support.model_files import parameters, write_model

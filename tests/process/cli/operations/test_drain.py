@@ -16,7 +16,7 @@ import pytest
 import shmserve
 from shmserve.errors import DeadlineExceeded
 from shmserve.testing import Server
-from tests.process.cli.commands import COMMAND, run
+from tests.support.commands import COMMAND, run
 from tests.support.gateway.rpc import Rpcs, message
 from tests.support.living import identity, until
 from tests.support.system.terminal import Terminal

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shmserve.testing import Server
-from tests.process.cli.commands import IMPATIENT, run
+from tests.support.commands import IMPATIENT, run
 from tests.support.ensemble_models import config_text
 from tests.support.living import PATIENCE_S, identity
 from tests.support.model_files import python_model, write_model

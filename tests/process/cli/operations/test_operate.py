@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.testing import Server
-from tests.process.cli.commands import run
+from tests.support.commands import run
 from tests.support.living import identity
 
 pytestmark = pytest.mark.process

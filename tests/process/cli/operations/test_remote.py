@@ -13,8 +13,8 @@ import trustme
 
 from shmserve.clients.cli.contexts import token_of
 from shmserve.testing import Server
-from tests.process.cli.commands import run
 from tests.security.users import ALICE, as_user, needs_root
+from tests.support.commands import run
 from tests.support.gateway.credentials import digest
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.living import identity

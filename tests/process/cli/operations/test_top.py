@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from shmserve.testing import Server
-from tests.process.cli.commands import COMMAND
+from tests.support.commands import COMMAND
 from tests.support.docs import pages
 from tests.support.launch import identity
 from tests.support.system.terminal import Terminal

@@ -16,8 +16,8 @@ import pytest
 import shmserve
 from shmserve.errors import ModelFailed
 from shmserve.testing import Server
-from tests.process.cli.commands import COMMAND, run
 from tests.support.clients.trace_events import check
+from tests.support.commands import COMMAND, run
 from tests.support.ensemble_models import ADD, BATCHES, ensemble, model, numbers
 from tests.support.living import until
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.testing import Server
-from tests.process.cli.commands import COMMAND, IMPATIENT
+from tests.support.commands import COMMAND, IMPATIENT
 from tests.support.living import PATIENCE_S, identity
 from tests.support.shared_server import SharedServer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import shmserve
-from tests.process.cli.commands import COMMAND
+from tests.support.commands import COMMAND
 from tests.support.living import until, write
 
 pytestmark = pytest.mark.process

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import shmserve
-from tests.process.cli.commands import run
 from tests.support import living
+from tests.support.commands import run
 from tests.support.launch import Launched
 from tests.support.living import answer, generation, identity, index, until
 

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 from shmserve.repo.remote.download import PIECE_BYTES
-from tests.process.cli.commands import COMMAND
+from tests.support.commands import COMMAND
 from tests.support.repo.mirrored import PIECE, data_of, mirrored
 from tests.support.repo.object_store import web_server
 

@@ -24,7 +24,7 @@ from shmserve.workers import bootstrap
 from shmserve.workers.process.environment import NEEDED, command
 from shmserve.workers.process.exit_codes import Exit
 from tests import ROOT
-from tests.process.cli.commands import COMMAND
+from tests.support.commands import COMMAND
 from tests.support.ensemble_models import config_text
 from tests.support.living import until
 from tests.support.model_files import parameters, python_model, write_model

@@ -6,11 +6,11 @@ The model greets; the first value of `x` selects a failure.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests import ROOT
+from tests.support.commands import COMMAND
 from tests.support.model_files import write_model
 
 END_S = 60
@@ -100,4 +100,4 @@ def environment() -> dict[str, str]:
 
 
 def command(words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "shmserve.clients.cli.main", "run", *words]
+    return [*COMMAND, "run", *words]

@@ -23,6 +23,7 @@ from shmserve.terminal.console import Screen, state_style
 from shmserve.terminal.tables import bytes_text
 from tests.support.broker.fake_broker import NOTHING, FakeBroker
 from tests.support.broker.running_broker import running
+from tests.support.commands import COMMAND
 from tests.support.system.terminal import Terminal
 
 END_S = 60
@@ -217,7 +218,7 @@ def test_invalid_arguments_are_refused(
 
 
 def test_a_terminal_shows_the_progress_and_ctrl_c_ends_the_command(broker: Operated) -> None:
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", "load", "mlp", "never", "--url", broker.lane]
+    command = [*COMMAND, "load", "mlp", "never", "--url", broker.lane]
     with Terminal(command, 60, 24, {}) as terminal:
         terminal.wait_for(lambda text: re.search(r"^[|/\\-] loading never, \d s$", text, re.MULTILINE))
         terminal.process.send_signal(signal.SIGINT)
