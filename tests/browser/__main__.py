@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from tests import ROOT
-from tests.__main__ import PYTEST, compile_all
+from tests.__main__ import PYTEST, TIMEOUT, compile_all
 from tests.support.browser import axe, chromium
 from tests.support.system.apt import apt_get
 
@@ -35,9 +35,7 @@ def main(arguments: list[str]) -> int:
         print(f"Chromium could not be installed, its tests are skipped: {reason}", flush=True)
     if reason := axe.install():
         print(f"axe-core could not be downloaded, its tests are skipped: {reason}", flush=True)
-    return subprocess.call(
-        [*PYTEST, "-p", "no:xdist", "-rs", "--timeout", "300", "tests/browser", *arguments], cwd=ROOT
-    )
+    return subprocess.call([*PYTEST, "-p", "no:xdist", "-rs", *TIMEOUT, "tests/browser", *arguments], cwd=ROOT)
 
 
 if __name__ == "__main__":
