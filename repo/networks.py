@@ -6,21 +6,20 @@ Of third-party packages this module needs only numpy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shmserve.repo.onnx.protobuf import Node, written
+from shmserve.repo.onnx.graph import PLACES, TEXTS, WORDS, Graph, TextEncoder
 
 CLASSES = 1000
-OPSET = 17
 SEED = 1
 DENSE_BLOCKS = (6, 12, 24, 16)
 INCEPTION_POOLED = (32, 64, 64)
 INCEPTION_SEVENS = (128, 160, 160, 192)
-BERT_WORDS, BERT_PLACES = 30_522, 512
+BERT_WORDS, BERT_PLACES, BERT_EPSILON = 30_522, 512, 1e-5
 
 
 def densenet(growth: int = 32, size: int = 224) -> bytes:
@@ -33,7 +32,7 @@ def densenet(growth: int = 32, size: int = 224) -> bytes:
         for _ in range(layers):
             inner = net.conv(net.relu(net.norm(x, width)), width, 4 * growth)
             added = net.conv(net.relu(net.norm(inner, 4 * growth)), 4 * growth, growth, 3)
-            x = net.node("Concat", x, added, axis=1)
+            x = net.joined(x, added)
             width += growth
         if number < len(DENSE_BLOCKS) - 1:
             x = net.pool("AveragePool", net.conv(net.relu(net.norm(x, width)), width, width // 2), 2, 2)
@@ -75,63 +74,60 @@ def inception(divisor: int = 1, size: int = 299) -> bytes:
 
 def bert(layers: int = 12, hidden: int = 768, heads: int = 12, words: int = BERT_WORDS) -> bytes:
     """BERT-base, input_ids, attention_mask [rows, length] -> POOLED [rows, hidden]: a vector for each text."""
-    net = _Network()
-    split, joined = net.ints(0, 0, heads, hidden // heads), net.ints(0, 0, hidden)
-    one, scale = net.number(1.0), net.number((hidden // heads) ** -0.5)
-    bias = net.node("Mul", net.node("Sub", net.node("Cast", "attention_mask", to=1), one), net.number(1e9))
-    bias = net.node("Unsqueeze", bias, net.ints(1, 2))
-    places = net.weight((BERT_PLACES, hidden), 0.02)
-    length = net.node("Shape", "input_ids", start=1, end=2)
-    x = net.node("Gather", net.weight((words, hidden), 0.02), "input_ids")
-    x = net.layer_norm(net.node("Add", x, net.node("Slice", places, net.ints(0), length, net.ints(0))), hidden)
-    for _ in range(layers):
-        query, key, value = (net.node("Reshape", net.linear(x, hidden, hidden), split) for _ in range(3))
-        query, value = (net.node("Transpose", one_of, perm=[0, 2, 1, 3]) for one_of in (query, value))
-        scores = net.node("MatMul", query, net.node("Transpose", key, perm=[0, 2, 3, 1]))
-        shares = net.node("Softmax", net.node("Add", net.node("Mul", scores, scale), bias), axis=-1)
-        seen = net.node("Transpose", net.node("MatMul", shares, value), perm=[0, 2, 1, 3])
-        x = net.layer_norm(net.node("Add", x, net.linear(net.node("Reshape", seen, joined), hidden, hidden)), hidden)
-        inner = net.gelu(net.linear(x, hidden, 4 * hidden))
-        x = net.layer_norm(net.node("Add", x, net.linear(inner, 4 * hidden, hidden)), hidden)
-    first = net.node("Gather", x, net.ints(0), axis=1)
-    pooled = net.node("Tanh", net.linear(net.node("Reshape", first, net.ints(0, hidden)), hidden, hidden))
-    net.nodes.append(Node("Identity", [pooled], ["POOLED"]))
-    ids = dict.fromkeys(("input_ids", "attention_mask"), ("rows", "length"))
-    return written(net.nodes, ids, {"POOLED": ("rows", hidden)}, net.constants, OPSET)
+    graph = Graph()
+    encoder = TextEncoder(graph, _bert_weights(layers, hidden, words), heads, BERT_EPSILON)
+    x = encoder.encoded(layers, graph.node("Cast", "attention_mask", to=1))
+    first = graph.node("Gather", x, graph.ints(0), axis=1)
+    pooled = encoder.linear("pooler.dense", graph.node("Reshape", first, graph.ints(0, hidden)))
+    return graph.model(TEXTS, "int64", "Tanh", [pooled], "POOLED", ("rows", hidden))
+
+
+def _bert_weights(layers: int, hidden: int, words: int) -> dict[str, NDArray[Any]]:
+    random = _Random()
+    weights = {PLACES: random.weights((BERT_PLACES, hidden), 0.02), WORDS: random.weights((words, hidden), 0.02)}
+
+    def linear(name: str, inner: int, outer: int) -> None:
+        weights[f"{name}.weight"] = random.weights((inner, outer), inner**-0.5).T
+        weights[f"{name}.bias"] = random.weights((outer,), 0.01)
+
+    def norm(name: str) -> None:
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = np.ones(hidden, np.float32), np.zeros(hidden, np.float32)
+
+    norm("embeddings.LayerNorm")
+    for layer in (f"encoder.layer.{number}." for number in range(layers)):
+        for part in ("self.query", "self.key", "self.value", "output.dense"):
+            linear(f"{layer}attention.{part}", hidden, hidden)
+        linear(f"{layer}intermediate.dense", hidden, 4 * hidden)
+        linear(f"{layer}output.dense", 4 * hidden, hidden)
+        norm(f"{layer}attention.output.LayerNorm")
+        norm(f"{layer}output.LayerNorm")
+    linear("pooler.dense", hidden, hidden)
+    return weights
 
 
 SAMPLES: Mapping[str, Callable[[], bytes]] = {"bert": bert, "densenet": densenet, "inception": inception}
 """Model of the samples -> its file."""
 
 
-class _Network:
-    """Collects nodes and weights. Each method adds a layer and returns the name of its output."""
+class _Random:
+    """The same weights each time."""
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
-        self.constants: dict[str, NDArray[Any]] = {}
-        self._random = np.random.default_rng(SEED)
+        self._generator = np.random.default_rng(SEED)
 
-    def node(self, op: str, *inputs: str, **attributes: float | Sequence[int]) -> str:
-        output = f"t{len(self.nodes)}"
-        self.nodes.append(Node(op, inputs, [output], attributes))
-        return output
+    def weights(self, shape: tuple[int, ...], scale: float) -> NDArray[np.float32]:
+        return self._generator.standard_normal(shape, np.float32) * np.float32(scale)
 
-    def constant(self, value: NDArray[Any]) -> str:
-        name = f"c{len(self.constants)}"
-        self.constants[name] = value
-        return name
+
+class _Network:
+    """A network of images. Each method adds a layer and returns the name of its output."""
+
+    def __init__(self) -> None:
+        self._graph = Graph()
+        self._random = _Random()
 
     def weight(self, shape: tuple[int, ...], scale: float) -> str:
-        return self.constant(self._random.standard_normal(shape, np.float32) * np.float32(scale))
-
-    def number(self, value: float) -> str:
-        return self.constant(np.array(value, np.float32))
-
-    def ints(self, *values: int) -> str:
-        return self.constant(np.array(values, np.int64))
-
-    # ------------------------------------------------------------------------------------ of images
+        return self._graph.constant(self._random.weights(shape, scale))
 
     def conv(self, x: str, inner: int, outer: int, *kernel: int, stride: int = 1, same: bool = True) -> str:
         """`kernel`: the height and width, or both; 1 if missing. `same`: the output has the size of the input, divided
@@ -139,41 +135,28 @@ class _Network:
         high, wide = (*kernel, *kernel, 1, 1)[:2]
         weights = self.weight((outer, inner, high, wide), (2.0 / (inner * high * wide)) ** 0.5)
         pads = [high // 2, wide // 2] * 2 if same else [0] * 4
-        return self.node("Conv", x, weights, kernel_shape=[high, wide], strides=[stride] * 2, pads=pads)
+        return self._graph.node("Conv", x, weights, kernel_shape=[high, wide], strides=[stride] * 2, pads=pads)
 
     def norm(self, x: str, width: int) -> str:
-        scale, shift = (self.constant(np.full(width, value, np.float32)) for value in (1.0, 0.0))
-        return self.node("BatchNormalization", x, scale, shift, shift, scale)
+        scale, shift = (self._graph.constant(np.full(width, value, np.float32)) for value in (1.0, 0.0))
+        return self._graph.node("BatchNormalization", x, scale, shift, shift, scale)
 
     def relu(self, x: str) -> str:
-        return self.node("Relu", x)
+        return self._graph.node("Relu", x)
 
     def pool(self, op: str, x: str, size: int, stride: int, same: bool = False) -> str:
         pads = [size // 2] * 4 if same else [0] * 4
-        return self.node(op, x, kernel_shape=[size] * 2, strides=[stride] * 2, pads=pads)
+        return self._graph.node(op, x, kernel_shape=[size] * 2, strides=[stride] * 2, pads=pads)
+
+    def joined(self, *parts: str) -> str:
+        return self._graph.node("Concat", *parts, axis=1)
 
     def classifier(self, x: str, width: int, size: int) -> bytes:
         """The file of the network that ends here."""
-        flat = self.node("Flatten", self.node("GlobalAveragePool", x))
+        flat = self._graph.node("Flatten", self._graph.node("GlobalAveragePool", x))
         weights = self.weight((width, CLASSES), width**-0.5)
-        self.nodes.append(Node("Gemm", [flat, weights, self.weight((CLASSES,), 0.01)], ["y"]))
-        shape = {"x": ("rows", 3, size, size)}
-        return written(self.nodes, shape, {"y": ("rows", CLASSES)}, self.constants, OPSET, "float32")
-
-    # ------------------------------------------------------------------------------------ of texts
-
-    def linear(self, x: str, inner: int, outer: int) -> str:
-        product = self.node("MatMul", x, self.weight((inner, outer), inner**-0.5))
-        return self.node("Add", product, self.weight((outer,), 0.01))
-
-    def layer_norm(self, x: str, width: int) -> str:
-        scale, shift = (self.constant(np.full(width, value, np.float32)) for value in (1.0, 0.0))
-        return self.node("LayerNormalization", x, scale, shift, axis=-1)
-
-    def gelu(self, x: str) -> str:
-        share = self.node("Erf", self.node("Mul", x, self.number(0.5**0.5)))
-        half = self.node("Mul", self.node("Add", share, self.number(1.0)), self.number(0.5))
-        return self.node("Mul", x, half)
+        operands = [flat, weights, self.weight((CLASSES,), 0.01)]
+        return self._graph.model({"x": ("rows", 3, size, size)}, "float32", "Gemm", operands, "y", ("rows", CLASSES))
 
 
 class _Inception:
@@ -217,7 +200,7 @@ class _Inception:
         return pooled
 
     def joined(self, *parts: str) -> str:
-        x = self._net.node("Concat", *parts, axis=1)
+        x = self._net.joined(*parts)
         self._widths[x] = sum(self._widths[part] for part in parts)
         return x
 
