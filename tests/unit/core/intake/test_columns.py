@@ -46,7 +46,7 @@ from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import one_by_one
 from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.policies import plain
-from tests.support.core.world import World
+from tests.support.core.world import Recorded, World
 
 X = TensorSpec("x", "FP32", (-1,))
 Y = (TensorSpec("y", "FP32", (-1,)),)
@@ -70,8 +70,8 @@ class Told(FakeClient):
         super().receive(message)
 
 
-def serving(max_batch: int = 8, instances: int = 1) -> tuple[World, Told]:
-    world = World()
+def serving(max_batch: int = 8, instances: int = 1) -> tuple[Recorded, Told]:
+    world = Recorded()
     world.deploy(ModelPolicy("m", 1, max_batch, (X,), Y, BatchPolicy()), instances)
     client = world.connect("c")
     told = world.clients[client.peer] = Told(client)
@@ -384,8 +384,6 @@ def test_a_form_may_be_evicted_while_requests_of_it_wait() -> None:
 def test_a_sampled_request_leaves_the_others_in_their_columns() -> None:
     """Its response is sent alone, and its trace has the batch."""
     world, client = serving()
-    traced: list[Traced] = []
-    world.tell = lambda effect: traced.append(effect) if isinstance(effect, Traced) else None  # type: ignore[method-assign]
     world.core.state.observers.traces.samples["m"] = Sample(3)
     send(world, client, columns(6))
     worker = world.worker("m_0")
@@ -394,5 +392,6 @@ def test_a_sampled_request_leaves_the_others_in_their_columns() -> None:
     (batched,) = [one.columns.requests for one in client.messages if isinstance(one, ReplyBatch)]
     alone = [one.request for one in client.messages if isinstance(one, Reply)]
     assert (batched, alone) == ((1, 2, 4, 5), [3, 6])
+    traced = world.of(Traced)
     assert [effect.fields["request"] for effect in traced] == [3, 6]
     assert all(len(effect.times) == 4 and effect.fields["batch"] for effect in traced)
