@@ -13,7 +13,6 @@ import pytest
 from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.core.effects import Close, Effect, Forget, Log, Query, Send
-from shmserve.core.events import Opened
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
 from shmserve.core.state import WORKERS_FROM
 from shmserve.protocol import roles as access
@@ -44,10 +43,10 @@ from shmserve.protocol.messages import (
 from shmserve.protocol.roles import ALL_ROLES, INFER, OBSERVE, OPERATE, ROLES
 from shmserve.protocol.worker_messages import Execute
 from shmserve.shm.extents.cuda import name_of
+from tests.support.core.world import OUTPUTS
 
 CLIENT = 1
 SEGMENT = CLIENT << OWNER_SHIFT | 1
-OUTPUTS = {"lane": "memfd", "zmq": "posix"}
 SETS = [sum(ROLES[name] for name in names) for size in range(4) for names in combinations(ROLES, size)]
 ANY = INFER | OBSERVE | OPERATE
 LOOK = OBSERVE | OPERATE
@@ -225,8 +224,8 @@ ON_GPU = name_of(bytes(range(64)), b"uuid")
 
 
 def connect(core: Core, peer: int, audience: str = "uid:1000", plane: str = "zmq", roles: int = ALL_ROLES) -> Welcome:
-    hello = Hello(PROTOCOL, 0, "test", "posix" if plane == "zmq" else "memfd")
-    (effect,) = core.handle([(0, Opened(peer, audience, plane, roles)), (peer, hello)], 0)
+    hello = Hello(PROTOCOL, 0, "test", OUTPUTS[plane])
+    (effect,) = core.handle([(0, events.Opened(peer, audience, plane, roles)), (peer, hello)], 0)
     assert isinstance(effect, Send)
     assert isinstance(effect.message, Welcome)
     return effect.message

@@ -32,6 +32,7 @@ from shmserve.protocol.messages import (
     Reply,
     Return,
 )
+from shmserve.protocol.roles import ALL_ROLES
 from tests import ROOT
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.policies import plain
@@ -184,14 +185,11 @@ def test_every_limit_has_its_test() -> None:
         assert elsewhere or any(f" {row.name}=" in text or f'"{row.name}"' in text for text in tests), row.name
 
 
-EVERY = 7
-
-
 def serving(clients: int, user: str = "") -> Core:
     """A core with this many clients, each of a user of its own, or all of one."""
     core = Core()
     for peer in range(1, clients + 1):
-        opened = events.Opened(peer, user or f"uid:{peer}", "lane", EVERY)
+        opened = events.Opened(peer, user or f"uid:{peer}", "lane", ALL_ROLES)
         core.handle([(0, opened), (peer, Hello(PROTOCOL, 1, "c", "memfd"))], 0)
     return core
 
@@ -220,7 +218,7 @@ def test_a_flood_of_queries_delays_other_clients_by_one_round() -> None:
 
 def test_many_connections_of_a_user_delay_another_user_by_one_turn() -> None:
     core = serving(199, "uid:0")
-    core.handle([(0, events.Opened(200, "uid:2", "lane", EVERY)), (200, Hello(PROTOCOL, 1, "c", "memfd"))], 0)
+    core.handle([(0, events.Opened(200, "uid:2", "lane", ALL_ROLES)), (200, Hello(PROTOCOL, 1, "c", "memfd"))], 0)
     core.handle([(peer, Ask(n, "metrics")) for peer in range(1, 200) for n in range(1, 11)], 0)
     found = passed(core.handle([(200, Ask(n, "metrics")) for n in range(1, 4)], 0)) + passed(core.tick(0))
     assert [n for peer, n in found if peer == 200] == [1, 2, 3]
