@@ -19,7 +19,7 @@ from tests.support.manual_loop import ManualLoop
 pytestmark = pytest.mark.usefixtures("own_log")
 
 
-class Recorded(World):
+class RecordingWorld(World):
     def __init__(self) -> None:
         super().__init__()
         self.loop = ManualLoop()
@@ -46,7 +46,7 @@ def numbers(answer: dict[str, Any]) -> list[int]:
 
 
 def test_a_recording_is_started_read_and_stopped() -> None:
-    world = Recorded()
+    world = RecordingWorld()
     world.serve()
     number = world.do("start")["recording"]
     world.serve(2)
@@ -70,7 +70,7 @@ def test_a_recording_is_started_read_and_stopped() -> None:
 
 
 def test_a_stopped_recording_is_read_in_pages() -> None:
-    world = Recorded()
+    world = RecordingWorld()
     number = world.do("start")["recording"]
     world.serve(PAGE + 1)
     first = world.do("stop", number)
@@ -84,7 +84,7 @@ def test_a_stopped_recording_is_read_in_pages() -> None:
 
 
 def test_a_recording_is_limited_and_ends_if_it_is_not_read() -> None:
-    world = Recorded()
+    world = RecordingWorld()
     number = world.do("start")["recording"]
     world.do("read", number)
     assert world.loop.fire() == EXPIRES_S
@@ -109,4 +109,4 @@ def test_a_recording_is_limited_and_ends_if_it_is_not_read() -> None:
 )
 def test_an_invalid_body_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="body of 'record'"):
-        Recorded().recordings.change(body)
+        RecordingWorld().recordings.change(body)
