@@ -133,9 +133,6 @@ class Listener(FakeClient):
 class OwnMemory:
     """The memory in which the broker keeps answers."""
 
-    def __init__(self) -> None:
-        self._offset = 0
-
     def read(self, parts: Any) -> bytes | None:
         return bytes(sum(part.size for part in parts))
 
