@@ -311,7 +311,7 @@ def load_warnings(
     """What a server logs when it loads the model: all warnings of a check, and versions that are left out. Errors fail
     the load and are reported by that. `prepared`: its repository agents have run.
     """
-    model = _check_files(scanned.path.parent, scanned, backends, gpus, prepared=prepared)
+    model = _check_files(scanned.path.parent, scanned, backends, gpus, prepared=prepared, warnings_only=True)
     warnings = set(scanned.warning_texts)
     return tuple(
         finding for finding in model.done().findings if finding.severity == WARNING or finding.relative in warnings
@@ -325,8 +325,10 @@ def _check_files(
     gpus: Collection[int],
     directory: str | Path = "",
     prepared: bool = False,
+    warnings_only: bool = False,
 ) -> _ModelCheck:
-    """All findings about a model on its own. `prepared`: its repository agents have run."""
+    """All findings about a model on its own. `prepared`: its repository agents have run. `warnings_only`: as in
+    `inspect_model`."""
     if scanned.written is not None and scanned.written.model_repository_agents and not prepared:
         return _check_agents(root, scanned, scanned.written.model_repository_agents)
     path, numbers, config = scanned.path, scanned.versions, None
@@ -334,7 +336,7 @@ def _check_files(
         if not numbers:
             numbers = _selected_versions(path, scanned.written)
         config = scanned.config or _completed_anyway(scanned, numbers, backends, gpus)
-        seen = inspect_model(path, config, numbers, directory)
+        seen = inspect_model(path, config, numbers, directory, warnings_only)
     except OSError:  # already reported by the scan
         seen = []
     model = _ModelCheck(root, scanned, config, numbers)

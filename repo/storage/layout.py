@@ -98,10 +98,14 @@ def repository_of(path: Path) -> Path | None:
 
 
 def inspect_model(
-    folder: Path, config: ModelConfig | None, selected: Sequence[int], directory: str | Path = ""
+    folder: Path,
+    config: ModelConfig | None,
+    selected: Sequence[int],
+    directory: str | Path = "",
+    warnings_only: bool = False,
 ) -> list[Finding]:
     """All findings about one model. `config` is the completed configuration, if known; `selected` are the versions to
-    be served.
+    be served. `warnings_only`: without checks of the contents of model files that find only errors.
     """
     findings = list(_misplaced(folder, config))
     findings += _walk(folder, selected)
@@ -109,7 +113,7 @@ def inspect_model(
         findings += _without_effect(folder, config, selected)
         findings += (Finding(ERROR, "", problem.text, path=problem.path) for problem in setting_problems(config))
         for version in selected:
-            findings += _model_file(folder, version, config)
+            findings += _model_file(folder, version, config, warnings_only)
             findings += _operator_libraries(folder, version, config)
             findings += _native_library(folder, version, config, directory)
         findings += _labels(folder, config)
@@ -216,7 +220,7 @@ def _target(path: str) -> str:
 # ------------------------------------------------------------------------------------------- the model's file
 
 
-def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[Finding]:
+def _model_file(folder: Path, version: int, config: ModelConfig, warnings_only: bool) -> Iterator[Finding]:
     path = folder / str(version) / config.default_model_filename
     if path.is_dir():
         path /= "model.onnx"
@@ -234,12 +238,13 @@ def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[Fin
             "is a Git LFS pointer; the file itself was not downloaded",
             "run `git lfs pull` in its checkout",
         )
-    elif config.backend == "onnxruntime":
+    elif config.backend == "onnxruntime" and not warnings_only:
         yield from _onnx(path, name, config)
-    elif config.backend == "llamacpp":
+    elif config.backend == "llamacpp" and not warnings_only:
         yield from _gguf(path, name, config)
     elif config.backend == "python" and (source := read_source(path)) is not None:
-        yield from _source(name, source, FUNCTION.is_set(config))
+        if not warnings_only:
+            yield from _source(name, source, FUNCTION.is_set(config))
         if path.stat().st_mode & stat.S_IWOTH:
             hint = "the server runs it: chmod o-w"
             yield Finding(WARNING, name, "it is writable by every user of this machine", hint)
