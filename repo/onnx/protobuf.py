@@ -65,7 +65,7 @@ def written(
     outputs: Mapping[str, Shape],
     constants: Mapping[str, NDArray[Any]],
     opset: int,
-    element: str = "int64",
+    element: str,
 ) -> bytes:
     """A model with FP32 outputs. `element`: the type of its inputs. Inputs and constants are FP32 or INT64."""
     graph = bytearray(_bytes(2, b"graph"))
