@@ -188,7 +188,7 @@ class Loop:
         self._outbox.add(Unread(request))
 
     def _send_response(self, row: Row) -> None:
-        """It is flushed soon, because the time until the model's next one is not bounded."""
+        """Queues a response. The streams flush it soon, because the time until the next one is not bounded."""
         self._outbox.add(Streamed((row,)))
         if self._calls is not None:
             self._calls.sent((row,))
