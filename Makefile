@@ -38,7 +38,7 @@ help:
 	@echo '  make test              run the test suite; ARGS="-k name" selects tests'
 	@echo '  make check             linter, format, types and import directions'
 	@echo '  make fmt               format the code'
-	@echo '  make docs              write the tables of docs/ that come from the source'
+	@echo '  make docs              write the lists and tables of docs/ that come from the source'
 	@echo '  make site              build the documentation and check its links'
 	@echo '  make proto             generate the files made from the .proto files'
 	@echo '  make dashboards        write the dashboards for Grafana'
