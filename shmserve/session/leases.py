@@ -1,5 +1,5 @@
 """The session's leases: model instances to which it may send a request directly while it has no other request in
-flight."""
+flight. Questions, such as the one that the gateway asks every second for its page, do not count."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Protocol
 from msgspec import Struct
 
 from shmserve.protocol import codec
-from shmserve.protocol.messages import PACKET_BYTES, Infer, Lease
+from shmserve.protocol.messages import PACKET_BYTES, Ask, Infer, Lease
+from shmserve.protocol.roles import OPERATIONS
 from shmserve.session.memory import SessionMemory
 from shmserve.session.outbox import UNWRITABLE, Packet, SessionOutbox
 from shmserve.session.tickets import Tickets
@@ -55,12 +56,15 @@ class SessionLeases:
         self.sockets.open_lease(message.lease, fd)
 
     def packet(self, outbox: SessionOutbox, grace_s: float) -> Packet | None:
-        """Takes the only request in flight out of the outbox, if it can be sent over a lease. `grace_s`: how much later
-        than the server the client enforces a deadline. Over a lease, only the client enforces it."""
-        messages = outbox.messages
-        if len(messages) != 1 or type(messages[0]) is not Infer:
+        """Takes the only request in flight out of the outbox, if it can be sent over a lease. Questions may be in
+        flight beside it. `grace_s`: how much later than the server the client enforces a deadline. Over a lease, only
+        the client enforces it."""
+        requests = [one for one in outbox.messages if type(one) is Infer]
+        if len(requests) != 1:
             return None
-        message: Infer = messages[0]
+        message = requests[0]
+        if len(self._tickets.pending) > 1 and not self._is_alone(message.request):
+            return None
         leased = self.by_model.get((message.model, message.version))
         if leased is None or message.request == self._unanswered or not leased.message.allows(message):
             return None
@@ -73,13 +77,25 @@ class SessionLeases:
             return None
         if len(data) > PACKET_BYTES:
             return None
+        others = [one for one in outbox.messages if one is not message]
         outbox.clear()
+        for other in others:
+            outbox.queue(other)
         leased.sent = number = message.request
         ticket = self._tickets.pending[number]
         if ticket.deadline is not None:
             ticket.deadline -= grace_s
             self._tickets.add_deadline(ticket.deadline, number)
         return Packet(data, lease=leased.message.lease)
+
+    def _is_alone(self, number: int) -> bool:
+        """True if only questions are in flight beside the request. An operation changes what the request means, and a
+        ticket without a message may be a cancelled request."""
+        for ticket in self._tickets.pending.values():
+            message = ticket.message
+            if ticket.number != number and (type(message) is not Ask or message.what in OPERATIONS):
+                return False
+        return True
 
     def remove(self, lease: int) -> int:
         """Returns the last request sent over the lease, 0 for none. If unanswered, it may be sent again, but not over a

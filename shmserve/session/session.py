@@ -386,7 +386,7 @@ class Session:
         self.urgent = False
         while self._to_cancel:
             self.cancel(self._to_cancel.popleft())
-        if self._leased_models and len(self.tickets) == 1:
+        if self._leased_models:
             leased = self._leases.packet(self.outbox, GRACE_S)
             if leased is not None:
                 return [*self.outbox.take(), leased]

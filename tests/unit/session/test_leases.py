@@ -15,6 +15,7 @@ from shmserve.errors import DeadlineExceeded, ModelFailed, ProtocolError
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
     PROTOCOL,
+    Ask,
     Cancel,
     Failure,
     Handle,
@@ -200,6 +201,18 @@ def test_requests_beside_others_pass_through_the_broker(client: Client) -> None:
         client.session.infer(ticket, "m", ROW, 100.0)
     (both,) = client.session.take()
     assert (both.lease, len(decode(both.data))) == (0, 2)
+
+
+@pytest.mark.parametrize("sent", [False, True], ids=["with the request", "before the request"])
+@pytest.mark.parametrize(("what", "lease"), [("activity", 5), ("load", 0)])
+def test_questions_do_not_share_the_lease_but_operations_do(client: Client, what: str, lease: int, sent: bool) -> None:
+    """A request after an operation depends on its outcome, which only the broker knows."""
+    client.session.ask(RecordingTicket(), what, 100.0)
+    before = client.session.take() if sent else []
+    _, packets = client.ask()
+    found = {type(message): packet.lease for packet in [*before, *packets] for message in decode(packet.data)}
+    assert found == {Ask: 0, Infer: lease}
+    assert client.ask()[1][-1].lease == 0, "beside another request"
 
 
 def test_a_request_that_the_lease_left_unanswered_is_sent_again(client: Client) -> None:
