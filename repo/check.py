@@ -13,7 +13,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from shmserve.errors import InvalidRequest
+from shmserve.protocol.namespaces import namespace, qualified, resolved
 from shmserve.repo.backends import installed
 from shmserve.repo.config.complete import complete, is_ensemble, needs_completion
 from shmserve.repo.config.outline import escaped
@@ -78,11 +81,12 @@ class CheckFinding(NamedTuple):
 
 
 class CheckedModel(NamedTuple):
-    """A model and its findings. `versions` are those that would be served, `groups` the names of its instance
-    groups.
+    """A model and its findings. The server knows it by its `full_name`. `versions` are those that would be served,
+    `groups` the names of its instance groups.
     """
 
     name: str
+    full_name: str
     repository: Path
     ensemble: bool
     versions: tuple[int, ...]
@@ -121,23 +125,26 @@ def check(
     """All problems of the repositories. Raises InvalidRequest for a root that is not a directory, or a bad config_name.
 
     `backends` are those of the server, by default the installed ones; `gpus` are its devices. `directory`: its
-    --backend-directory. `completed` has the final
-    configurations of models that were loaded, so that ensembles can be checked completely. `policies`: the names of its
-    host policies; None: unknown. `namespacing`: repositories may have models of the same name.
+    --backend-directory. `completed` has the final configurations of models that were loaded, by their full names, so
+    that ensembles can be checked completely. `policies`: the names of its host policies; None: unknown. `namespacing`:
+    each repository is a namespace.
     """
     if config_name:
         check_config_name(config_name)
     for root in roots:
         if not root.is_dir():
             raise InvalidRequest(_not_a_directory(root))
+    different = {root.resolve(): namespace(root) for root in roots}
+    if namespacing and len(set(different.values())) < len(different):
+        raise InvalidRequest("--model-namespacing needs repositories in directories with different names")
     host = frozenset(backends) if backends is not None else installed()
-    repositories = _RepositoryCheck(host, gpus, directory, config_name, completed or {}, policies)
+    repositories = _RepositoryCheck(host, gpus, directory, config_name, completed or {}, policies, namespacing)
     seen: set[Path] = set()
     for root in roots:
         if root.resolve() not in seen:
             seen.add(root.resolve())
             repositories.add_root(root)
-    return repositories.done(unique=not namespacing)
+    return repositories.done()
 
 
 def _not_a_directory(root: Path) -> str:
@@ -158,6 +165,7 @@ class _ModelCheck:
 
     def __init__(self, root: Path, scanned: ScannedModel, config: ModelConfig | None, numbers: tuple[int, ...]) -> None:
         self.root = root
+        self.full_name = scanned.name
         self.scanned = scanned
         self.config = config
         self.numbers = numbers
@@ -190,7 +198,7 @@ class _ModelCheck:
         findings = sorted(self.findings, key=lambda finding: (finding.file, finding.line, finding.column))
         sound = tuple(number for number in self.numbers if number not in self.scanned.missing)
         groups = tuple(group.name for group in self.config.instance_group) if self.config is not None else ()
-        return CheckedModel(self.scanned.name, self.root, self.ensemble, sound, groups, tuple(findings))
+        return CheckedModel(self.scanned.name, self.full_name, self.root, self.ensemble, sound, groups, tuple(findings))
 
 
 class _RepositoryCheck:
@@ -202,6 +210,7 @@ class _RepositoryCheck:
         config_name: str,
         completed: Mapping[str, ModelConfig],
         policies: Collection[str] | None,
+        namespacing: bool,
     ) -> None:
         self._backends = backends
         self._gpus = gpus
@@ -209,6 +218,7 @@ class _RepositoryCheck:
         self._config_name = config_name
         self._completed = completed
         self._policies = policies
+        self._namespacing = namespacing
         self._findings: list[CheckFinding] = []
         self._models: list[_ModelCheck] = []
 
@@ -226,7 +236,9 @@ class _RepositoryCheck:
     def _check_model(self, root: Path, path: Path) -> _ModelCheck:
         scanned = scan_model(path, backends=self._backends, gpus=self._gpus, config_name=self._config_name)
         model = _check_files(root, scanned, self._backends, self._gpus, self._directory)
-        final = self._completed.get(scanned.name)
+        if self._namespacing:
+            model.full_name = qualified(namespace(root), scanned.name)
+        final = self._completed.get(model.full_name)
         if final is not None and scanned.written is not None:
             for text in completion_warnings(scanned.written, final):
                 model.add_finding(Finding(WARNING, "", text, path="max_batch_size"))
@@ -238,15 +250,14 @@ class _RepositoryCheck:
 
     # ------------------------------------------------------------------------------------------- across models
 
-    def done(self, unique: bool) -> Checked:
-        """`unique`: a model has one repository only."""
-        if unique:
+    def done(self) -> Checked:
+        if not self._namespacing:
             self._add_duplicates()
         members = self._members()
         for model in self._models:
             if not model.ensemble or model.config is None:
                 continue
-            for problem in check_graph(model.config, members):
+            for problem in check_graph(self._with_full_names(model.full_name, model.config), members):
                 model.add_finding(Finding(ERROR, "", problem.text, path=problem.path))
         models = sorted(self._models, key=lambda model: (model.scanned.name, str(model.root)))
         return Checked(tuple(model.done() for model in models), tuple(self._findings))
@@ -268,10 +279,26 @@ class _RepositoryCheck:
         for model in self._models:
             errors = model.errors()
             reason = f"it has {errors} problem{'s' if errors > 1 else ''} itself" if errors else ""
-            final = self._completed.get(model.scanned.name)
-            member = StepModel(final or model.config, model.numbers, reason, final is not None or _is_final(model))
-            members.setdefault(model.scanned.name, member)
+            final = self._completed.get(model.full_name)
+            config = final or model.config
+            if config is not None:
+                config = self._with_full_names(model.full_name, config)
+            member = StepModel(config, model.numbers, reason, final is not None or _is_final(model))
+            members.setdefault(model.full_name, member)
         return members
+
+    def _with_full_names(self, full_name: str, config: ModelConfig) -> ModelConfig:
+        """The configuration, whose steps have the full names of their models if it is one of an ensemble."""
+        if config.ensemble_scheduling is None or not self._namespacing:
+            return config
+        steps = tuple(
+            replace(step, model_name=self._full_name(step.model_name, full_name))
+            for step in config.ensemble_scheduling.step
+        )
+        return replace(config, ensemble_scheduling=replace(config.ensemble_scheduling, step=steps))
+
+    def _full_name(self, name: str, near: str) -> str:
+        return resolved(name, near, [each.full_name for each in self._models if each.scanned.name == name] or [name])
 
 
 def _not_a_repository(root: Path) -> CheckFinding | None:

@@ -5,7 +5,15 @@ Invariant: without namespacing, the name of a model has no `/`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
+
 SEPARATOR = "/"
+
+
+def namespace(repository: Path) -> str:
+    """The namespace of its models."""
+    return repository.absolute().name
 
 
 def qualified(namespace: str, name: str) -> str:
@@ -15,6 +23,12 @@ def qualified(namespace: str, name: str) -> str:
 def namespace_of(name: str) -> str:
     """The part before the separator; empty without namespacing."""
     return name.rpartition(SEPARATOR)[0]
+
+
+def resolved(name: str, near: str, found: Collection[str]) -> str:
+    """The full name of the model that a step of the ensemble `near` runs. `found`: all models of this name."""
+    own = qualified(namespace_of(near), name)
+    return next(iter(found)) if len(found) == 1 else own
 
 
 def plain(name: str) -> str:

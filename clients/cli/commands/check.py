@@ -104,12 +104,12 @@ def checked_text(checked: Checked, quiet: bool, strict: bool, screen: Screen) ->
     """The findings. `quiet`: only those that make the check fail."""
     shown = ("error", "warning") if strict or not quiet else ("error",)
     lines = [line for finding in checked.findings for line in _finding_lines(finding, "", shown, screen)]
-    width = max((len(model.name) for model in checked.models), default=0)
+    width = max((len(model.full_name) for model in checked.models), default=0)
     for model in checked.models:
         if not quiet:
             counted = _counted(model.findings)
             style = BAD if not model.ok else WARN if counted else GOOD
-            lines.append(f"{model.name.ljust(width)}  {screen.styled(counted or 'ok', style)}")
+            lines.append(f"{model.full_name.ljust(width)}  {screen.styled(counted or 'ok', style)}")
         for finding in model.findings:
             lines += _finding_lines(finding, "" if quiet else "  ", shown, screen)
     if not quiet:
@@ -155,6 +155,7 @@ def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace
 
     name = args.model_config_name or ""
     options = ["--model-config-name", name] if name else []
+    options += ["--model-namespacing", "true"] if args.model_namespacing else []
     options += ["--backend-directory", str(args.backend_directory)] if args.backend_directory else []
     if not any(model.versions and not model.ensemble for model in checked.models):
         return checked
@@ -209,7 +210,7 @@ def _judged(
     for model in checked.models:
         failures = [
             finding
-            for entry in entries.get(model.name, ())
+            for entry in entries.get(model.full_name, ())
             for finding in _failed(model, entry, output, timeout)
             if not model.ensemble
         ]

@@ -20,7 +20,6 @@ from shmserve.broker.config.command_line import parser
 from shmserve.broker.config.values import from_environment, from_toml
 from shmserve.broker.listeners.access import AccessRules
 from shmserve.broker.models.remote import RemoteSettings
-from shmserve.broker.models.repositories import namespace
 from shmserve.broker.observability.metrics import MetricSettings, metric_settings
 from shmserve.broker.processes import cpus
 from shmserve.broker.processes.gateways import GatewaySettings, arguments_of
@@ -29,6 +28,7 @@ from shmserve.broker.processes.workers import WorkerResources
 from shmserve.core.limits import Limits
 from shmserve.errors import InvalidRequest
 from shmserve.paths import LANE, cache_dir, server_runtime_dir
+from shmserve.protocol.namespaces import namespace
 from shmserve.repo.agents.chains import AgentSettings
 from shmserve.repo.agents.registry import directory_problem
 from shmserve.repo.backends import DIRECTORY, LANE_ADDRESS, VERBOSE, backend_directory_problem

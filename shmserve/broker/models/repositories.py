@@ -16,7 +16,7 @@ from shmserve.broker.models.backend_files import BackendFiles, KnownBackends, re
 from shmserve.broker.models.overrides import LoadOverride
 from shmserve.broker.models.remote import NotDownloaded
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
-from shmserve.protocol.namespaces import SEPARATOR, namespace_of, plain, qualified
+from shmserve.protocol.namespaces import SEPARATOR, namespace, namespace_of, plain, qualified, resolved
 from shmserve.repo.agents.chains import AgentChains, Prepared
 from shmserve.repo.agents.registry import READ_ONCE
 from shmserve.repo.backends import in_directory, installed
@@ -118,9 +118,7 @@ class Repositories:
 
     def resolve(self, name: str, near: str) -> str:
         """The full name of the model that a step of the ensemble `near` runs."""
-        found = self.namesakes(name)
-        own = qualified(namespace_of(near), name)
-        return own if own in found or len(found) > 1 else found[0]
+        return resolved(name, near, self.namesakes(name))
 
     # ------------------------------------------------------------------------------------ models
 
@@ -277,11 +275,6 @@ class Repositories:
 
     def read_doubled(self, name: str, folders: Sequence[Path]) -> Reading:
         return Reading(ScannedModel.failed(name, folders[0], duplicate_text(name, len(folders))))
-
-
-def namespace(repository: Path) -> str:
-    """The namespace of its models with --model-namespacing."""
-    return repository.absolute().name
 
 
 def _need_copy(agents: ModelRepositoryAgents) -> bool:

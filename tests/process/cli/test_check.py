@@ -177,6 +177,27 @@ def test_each_model_is_loaded(tmp_path: Path, temporary: Path) -> None:
     assert ("crash", "1", "UNAVAILABLE") in told
 
 
+def test_models_of_two_namespaces_are_loaded(tmp_path: Path, temporary: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    write_model(one, "adds", 'backend: "python"', ADDS.replace("FP64", "FP32"))
+    write_model(two, "adds", 'backend: "python"', ADDS)
+    for root in (one, two):
+        identity(root, "ensemble")
+        (root / "ensemble" / "config.pbtxt").write_text(ENSEMBLE)
+    python(two, "fails", "raise ValueError")
+    out = run(one, two, "--load", "--model-namespacing", code=1)[0]
+    assert [line.split(maxsplit=1) for line in out.splitlines() if not line.startswith(" ")] == [
+        *(["one/adds", "ok"], ["two/adds", "ok"]),
+        *(["one/ensemble", "ok"], ["two/ensemble", "1 error"], ["two/fails", "1 error"]),
+        ["5", "models checked, 2 errors"],
+    ]
+    assert f'{two}/ensemble/config.pbtxt:7:13: ensemble_scheduling.step[0].input_map["a"]: input "a"' in out
+    assert f"  {two}/fails/1: could not be loaded: " in out
+    identity(tmp_path / "more" / "one", "m")
+    error = run(one, tmp_path / "more" / "one", "--model-namespacing", code=2)[1]
+    assert "--model-namespacing needs repositories in directories with different names" in error
+
+
 def test_json_reports_a_failed_load_with_its_log(tmp_path: Path, temporary: Path) -> None:
     python(tmp_path / "models", "raises", 'raise ValueError("no weights here")')
     out, err = run(tmp_path / "models", "--load", "--json", code=1)
