@@ -52,6 +52,8 @@ from shmserve.repo.rules.parameter_rules import scaled_groups
 _US = 1000
 DEFAULT_SLOTS = {"llamacpp": 4, "vllm": 256}
 """Backend of language models -> the default of its parameter `slots`."""
+PROMPT_INPUTS = ("text_input", "messages", "prompt_token_ids")
+"""Inputs of language models that contain the prompt."""
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 ON_DEVICE = frozenset({"tensorrt", "onnxruntime", "pytorch"})
 """Backends that can read and write tensors on their process's GPU."""
@@ -76,6 +78,10 @@ def compile_policy(config: ModelConfig, version: int, folder: Path | None = None
         stays_loaded=parameters.STAY_LOADED.read(config),
         retry=parameters.RETRY.read(config),
         crash_limit=parameters.CRASH_LIMIT.read(config),
+        prompt_inputs=PROMPT_INPUTS
+        if config.backend in DEFAULT_SLOTS and policy is not None and policy.decoupled
+        else (),
+        queue_tokens=parameters.QUEUE_TOKENS.read(config),
         first_response_ms=_first_response_buckets(config),
         sequence=_sequence(config, config.sequence_batching) if config.sequence_batching is not None else None,
         decoupled=policy is not None and policy.decoupled,

@@ -366,6 +366,10 @@ _row(
 _row(
     _OPENAI, "default_max_tokens", _text("a number of tokens"), "",
     "The `max_tokens` of requests that do not set it.", unset="that of the engine", models="language models")
+QUEUE_TOKENS = _row(
+    _OPENAI, "max_queue_tokens", _number("a number of tokens", "100000", "no limit", maximum=999_999_999), 0,
+    "A request is refused if the prompts that wait for the engine, with its own, have more tokens than this.",
+    backends=("llamacpp", "vllm"))
 _row(
     _OPENAI, "embedding_input", _text("the name of a STRING input"), "",
     "The input that gets the texts of an embedding request.", unset="the only such input", models="embedding models")

@@ -23,7 +23,6 @@ from shmserve.protocol.worker_messages import (
     Started,
     Stop,
     Streamed,
-    Unread,
     Withdraw,
     rows_of,
 )
@@ -72,7 +71,7 @@ class Loop:
         self._stopping = False
         self._streams = backend.streams
         if self._streams is not None:
-            self._streams.connect(self._send_response, self._report_unread, runner.row, runner.discard, outbox.flush)
+            self._streams.connect(self._send_response, outbox.add, runner.row, runner.discard, outbox.flush)
         self._calls = backend.calls
         self._prober = backend.probe
         self._comparisons = Comparisons(mapped, runner.discard)
@@ -183,9 +182,6 @@ class Loop:
             self._waiting.widen_window(order.request, order.count)
 
     # ------------------------------------------------------------------------------------ responses from a sender
-
-    def _report_unread(self, request: int) -> None:
-        self._outbox.add(Unread(request))
 
     def _send_response(self, row: Row) -> None:
         """Queues a response. The streams flush it soon, because the time until the next one is not bounded."""

@@ -13,6 +13,7 @@ from shmserve.core.owners.model import Model
 from shmserve.core.owners.run import Run
 from shmserve.core.records import CallingWorker, ClientState, Instance, Request, Version
 from shmserve.core.service.graph import handles_of
+from shmserve.core.service.prompts import Prompt, PromptBacklog
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, InstanceState, RequestState, SequenceState, VersionState
 from shmserve.core.stats.callers import Caller
@@ -37,6 +38,7 @@ def check(state: State, queries: QueryQueue) -> None:
     if state.limiter is not None:
         state.limiter.check()
     _check_shadows(state)
+    _check_prompts(state)
     _check_memory(state)
     _check_client_bytes(state, (*state.clients.values(), *callers.values(), state.shadow_client))
     waiting = Counter(r.version for r in state.requests.values() if r.state is RequestState.QUEUED)
@@ -47,6 +49,21 @@ def check(state: State, queries: QueryQueue) -> None:
             assert version.waits == waiting[version], version.label
             _check_version(state, version, queues[version] if version in queues else version.service.queue.in_order())
         _check_operation(model)
+
+
+def _check_prompts(state: State) -> None:
+    """The backlogs contain the prompts of requests that wait or run, and no others."""
+    prompts: dict[PromptBacklog, list[Prompt]] = {}
+    for model in state.models.values():
+        for version in model.generations():
+            if version.service.prompts is not None:
+                prompts.setdefault(version.service.prompts, [])
+    for request in state.requests.values():
+        if request.prompt is not None:
+            assert request.state is not RequestState.LINGERING, request.details()
+            prompts.setdefault(request.prompt.backlog, []).append(request.prompt)
+    for backlog, found in prompts.items():
+        backlog.check(found)
 
 
 def _check_requests(state: State) -> dict[Version, list[Request]]:

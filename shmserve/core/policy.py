@@ -173,6 +173,10 @@ class ModelPolicy(Struct, frozen=True):
     """Time without requests after which the version goes to sleep. None: the server's limit; 0: never."""
     stays_loaded: bool = False
     """The version never goes to sleep, not even to free memory for others."""
+    prompt_inputs: tuple[str, ...] = ()
+    """For language models whose engines report the tokens of prompts: the inputs that may contain the prompt."""
+    queue_tokens: int = 0
+    """Maximum number of tokens of the prompts that wait; 0: no limit."""
     first_response_ms: tuple[float, ...] = ()
     """Upper bucket bounds of the histogram of first response times; empty: Triton's."""
 

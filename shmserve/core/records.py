@@ -22,6 +22,7 @@ from shmserve.core.service.batch import Batch
 from shmserve.core.service.form import BatchRules
 from shmserve.core.service.graph import EnsembleGraph, handles_of
 from shmserve.core.service.lending import Lending, lending_of
+from shmserve.core.service.prompts import Prompt, PromptBacklog
 from shmserve.core.service.queue import RequestQueue
 from shmserve.core.service.scaler import Scaler
 from shmserve.core.service.slots import SequenceSlots
@@ -174,6 +175,8 @@ class Request(Struct, eq=False, gc=False):
     """Its message, while it waits for its model to load. It is checked when the model has loaded."""
     input_bytes: int = 0
     """What it adds to the `input_bytes` of its client."""
+    prompt: Prompt | None = None
+    """For language models: its prompt, until the engine has computed it."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Its inputs, from either kind of message."""
@@ -192,6 +195,12 @@ class Request(Struct, eq=False, gc=False):
 
     def move(self, finish: RequestState) -> None:
         move(self, finish)
+
+    def drop_prompt(self) -> None:
+        """Its prompt does not wait any more."""
+        if self.prompt is not None:
+            self.prompt.backlog.remove(self.prompt)
+            self.prompt = None
 
     def take_back(self) -> None:
         """Its worker does not have it any more, and it is about to be queued again."""
@@ -634,6 +643,10 @@ class Service:
         self.graph = None if policy.steps is None else EnsembleGraph(policy)
         self.decoupled = policy.decoupled or decoupled
         """A request may have any number of responses."""
+        self.prompts: PromptBacklog | None = None
+        """For language models whose engines report the tokens of prompts."""
+        if policy.prompt_inputs:
+            self.prompts = PromptBacklog(policy.prompt_inputs, policy.queue_tokens)
         self.batch_rules: BatchRules | None = None
         if policy.max_batch > 0 and forming is not None:
             self.batch_rules = BatchRules.of(policy.max_batch, forming, self.checker.varies)
@@ -648,10 +661,15 @@ class Service:
         """Length at which requests that left early are removed."""
         # With preserve_ordering, a cached response must not overtake running requests.
         self.cached = caches and policy.cached and self.order is None and not (self.decoupled or sequence)
-        self.plain = self.prefetch and self.graph is None and not (ordered or self.cached)
-        """No priorities, queue policy, preserved order or cache: requests are queued on the fast path."""
+        self.plain = self.prefetch and self.graph is None and not (ordered or self.cached or self.prompts is not None)
+        """No priorities, queue policy, preserved order, cache or prompts: requests are queued on the fast path."""
         self.lending: Lending[ClientState] | None = lending_of(policy) if self.plain else None
         """None: its instances cannot be lent to clients."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts that its engine has not computed."""
+        return 0 if self.prompts is None else self.prompts.total
 
     def stop_lending(self) -> None:
         self.lending = None
@@ -660,6 +678,7 @@ class Service:
         """Takes the queued requests of an earlier generation with the same policy, and returns them."""
         later = self.queue.take(self.queue.count)  # requests of this turn, which queue behind the moved ones
         old.queue, self.queue = self.queue, old.queue
+        self.prompts = old.prompts
         moved = self.queue.in_order()
         for request in later:
             self.queue.add(request)

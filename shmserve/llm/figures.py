@@ -89,9 +89,10 @@ def counts_of(samples: Iterable[Sample]) -> dict[str, Any]:
     return counts | {key: fmean(values) for key, values in shares.items()}
 
 
-def with_queue(counts: Counts, queued: int) -> dict[str, Any]:
-    """The counts with the requests in the server's queue, which also wait for a slot."""
-    return {**counts, "waiting": counts.get("waiting", 0) + queued}
+def with_queue(counts: Counts, queued: int, tokens: int) -> dict[str, Any]:
+    """The counts with the requests in the server's queue, which also wait for a slot, and with the tokens of the
+    prompts that have not been computed."""
+    return {**counts, "waiting": counts.get("waiting", 0) + queued, "waiting_tokens": tokens}
 
 
 # ------------------------------------------------------------------------------------ figures
@@ -172,6 +173,8 @@ def quantile(edges: Sequence[float], counts: Sequence[float], share: float) -> f
 FIGURES = (
     Figure("texts", "texts", "Texts running", "count", 5, "texts that are being generated", _now("running")),
     Figure("waiting", "wait", "Waiting", "count", 4, "requests that wait for a slot", _now("waiting")),
+    Figure("waiting_tokens", "wait tok", "Tokens waiting", "count", 15,
+           "tokens of prompts that have not been computed, an estimate", _now("waiting_tokens")),
     Figure("slots", "slots", "Slots", "count", 9, "texts that can be generated at once", _now("slots")),
     Figure("kv_cache", "kv", "KV cache", "share", 7, "share of the KV cache that running texts use",
            _now("kv_cache")),

@@ -273,6 +273,13 @@ class Unread(Struct, array_like=True, tag=108, gc=False):
     request: Id
 
 
+class Prefilled(Struct, array_like=True, tag=109, gc=False):
+    """The engine of a language model has computed the prompt of this request, which has this many tokens."""
+
+    request: Id
+    tokens: Id
+
+
 class Started(Struct, array_like=True, tag=100, gc=False):
     """An `open` batch has started without being reported by Done.next. Fields as `next` and `through` of Done.
 
@@ -337,6 +344,7 @@ WorkerReport = (
     | Done
     | Streamed
     | Unread
+    | Prefilled
     | Started
     | Withdrawn
     | Map

@@ -27,7 +27,7 @@ from shmserve.dtypes import from_numpy, to_numpy
 from shmserve.errors import InvalidRequest, NotFound, ServeError, from_wire
 from shmserve.paths import cache_dir, server_runtime_dir
 from shmserve.protocol.messages import Options, Tensor, Wanted
-from shmserve.protocol.worker_messages import Load, Row, Work
+from shmserve.protocol.worker_messages import Load, Prefilled, Row, Unread, Work
 from shmserve.repo.backends import DIRECTORY, backend_directory_problem, folder_of, installed
 from shmserve.repo.config.schema import decode_config, encode_config
 from shmserve.repo.gpus import VISIBLE, discover
@@ -370,9 +370,9 @@ def _repeat(
     """Returns the responses of the last run, nearly always one, and the duration of each run."""
     sent: list[Row] = []
     streams = model.backend.streams
-    unread: list[int] = []  # stays empty: the request has no window
+    reports: list[Unread | Prefilled] = []  # no process reads them
     if streams is not None:
-        streams.connect(sent.append, unread.append, model.runner.row, model.runner.discard, lambda: None)
+        streams.connect(sent.append, reports.append, model.runner.row, model.runner.discard, lambda: None)
     seconds = []
     outputs: list[dict[str, Array]] = []
     for repetition in range(1, times + 1):

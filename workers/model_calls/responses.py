@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shmserve.errors import Cancelled, ConnectionLost, ModelFailed, Unavailable
 from shmserve.protocol.messages import Failure
-from shmserve.protocol.worker_messages import BUFFER_BYTES, Row
+from shmserve.protocol.worker_messages import BUFFER_BYTES, Prefilled, Row, Unread
 from shmserve.workers.model_calls.answer import Response
 from shmserve.workers.model_calls.coroutines import SENT, settle_soon
 from shmserve.workers.model_calls.stream import (
@@ -88,14 +88,14 @@ class OpenResponses:
     def connect(
         self,
         send_response: Callable[[Row], None],
-        report_unread: Callable[[int], None],
+        report: Callable[[Unread | Prefilled], None],
         row: Callable[[Work, Response], Row],
         discard: Callable[[Row], None],
         flush: Callable[[], None],
     ) -> None:
-        """`send_response` queues a response, `report_unread` a report of a request for whose caller the model waits,
-        and `flush` sends them. `row` creates a response, `discard` frees one that is not sent."""
-        self._send_response, self._report_unread = send_response, report_unread
+        """`send_response` queues a response, `report` a report about a request, and `flush` sends them. `row` creates a
+        response, `discard` frees one that is not sent."""
+        self._send_response, self._add_report = send_response, report
         self._row, self._discard, self._flush = row, discard, flush
         self.connected = True
 
@@ -282,7 +282,7 @@ class OpenResponses:
             while stream.kept and stream.kept_bytes + size > BUFFER_BYTES and not stream.dropped:
                 if not stream.unread:
                     stream.unread = True
-                    self._send_over(self._report_unread, stream.work.request)
+                    self._send_over(self._add_report, Unread(stream.work.request))
                 self._wait()
             stream.final = stream.final or final
             stream.keep(row, None)
@@ -327,6 +327,12 @@ class OpenResponses:
         sent: Future[None] | None = None if loop is None else loop.create_future()
         stream.keep(row, sent)
         return SENT if sent is None else sent
+
+    def report_prefilled(self, stream: ResponseSender, tokens: int) -> None:
+        """The prompt of a request has been computed. In any thread."""
+        with self.turn:
+            if self.connected and not stream.over:
+                self._send_over(self._add_report, Prefilled(stream.work.request, tokens))
 
     def is_cancelled(self, request: int, stream: ResponseSender | None) -> bool:
         """Whether the request was cancelled, according to the messages received so far."""

@@ -70,7 +70,7 @@ class ActivityReport:
                 entry["sequences"] = _sequences(version)
                 entry["ensemble"] = version.service.graph is not None
                 if counts := language.get((entry["name"], entry["version"])):
-                    entry["language"] = with_queue(counts, entry["queued"])
+                    entry["language"] = with_queue(counts, entry["queued"], version.service.prompt_tokens)
             for instance in entry.get("instances", ()):
                 del instance["last_words"]  # many lines; the query `models` returns them
                 on_gpu = instance["kind"] == "KIND_GPU" and instance["pid"]

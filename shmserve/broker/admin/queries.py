@@ -500,7 +500,7 @@ class Control:
             "cancelled": counted.cancelled,
             "queued": queued,
             "in_flight": activity.in_flight(generations),
-            "language": with_queue(language, queued) if language else {},
+            "language": with_queue(language, queued, version.service.prompt_tokens) if language else {},
             "busy": {
                 instance.spec.name: round(ns / 1e9, 3)
                 for generation in generations

@@ -84,6 +84,8 @@ FAMILIES = (
         ("shmserve_model_requests_in_flight", "gauge", VERSION,
          "requests that an instance has started and not finished"),
         ("shmserve_queue_bytes", "gauge", VERSION, "bytes of tensors inside the messages of queued requests"),
+        ("shmserve_waiting_tokens", "gauge", VERSION,
+         "for language models: tokens of the prompts that have not been computed, an estimate"),
         ("shmserve_requests_in_flight", "gauge", (), "requests without a response, or whose inputs an "
          "instance still reads"),
         ("shmserve_requests_refused_total", "counter", ("reason",),

@@ -442,3 +442,6 @@ def _queue(page: Page, generations: list[Version], named: str) -> None:
     page.add("nv_inference_pending_request_count", activity.queued(generations), named)
     page.add("shmserve_model_requests_in_flight", activity.in_flight(generations), named)
     page.add("shmserve_queue_bytes", sum(version.service.queue.bytes for version in generations), named)
+    prompts = {version.service.prompts for version in generations} - {None}  # a reload hands the backlog over
+    if prompts:
+        page.add("shmserve_waiting_tokens", sum(backlog.total for backlog in prompts if backlog is not None), named)

@@ -170,6 +170,7 @@ def _drop_reply(state: State, request: Request) -> None:
 def linger(state: State, request: Request) -> None:
     """The request was answered (or its requester left) while a worker still has it."""
     request.move(_LINGERING)
+    request.drop_prompt()
     if is_stream(request):
         state.abandoned[request.payer.user] += 1
     if request.sequence is not None:
@@ -213,6 +214,7 @@ def end(state: State, request: Request) -> None:
     request.requester.ended(request)
     request.move(_ENDED)
     del state.requests[request.number]
+    request.drop_prompt()
     request.payer.leave(1, state.now - request.arrived)
     if state.shadowed:
         shadow.not_repeated(state, request)

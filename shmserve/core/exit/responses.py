@@ -17,7 +17,7 @@ from shmserve.core.state import State, Timer
 from shmserve.core.states import RequestState
 from shmserve.core.termination import kill_for_protocol_error
 from shmserve.protocol.messages import More
-from shmserve.protocol.worker_messages import BUFFER_BYTES, Row, Streamed, Unread
+from shmserve.protocol.worker_messages import BUFFER_BYTES, Prefilled, Row, Streamed, Unread
 
 _SENT, _OPEN, _LINGERING = RequestState.SENT, RequestState.OPEN, RequestState.LINGERING
 
@@ -80,6 +80,14 @@ def unread(state: State, version: Version, instance: Instance, message: Unread, 
     batch.stall(request, now)
     state.to_dispatch[version] = None
     check_unread(state, request, now)
+
+
+def prefilled(state: State, version: Version, instance: Instance, message: Prefilled, now: int) -> None:
+    """The engine has computed the prompt of a request, which may have ended meanwhile."""
+    request = state.requests.get(message.request)
+    if request is not None and request.instance is instance and request.prompt is not None:
+        request.prompt.backlog.computed(request.prompt, message.tokens, now)
+        request.prompt = None
 
 
 def check_unread(state: State, request: Request, now: int) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from shmserve.core.batching import dispatch, leases, sequence_scheduler
 from shmserve.core.exit import exit
 from shmserve.core.intake.begin_run import begin
-from shmserve.core.records import ClientState, Miss, Request, Version
+from shmserve.core.policy import TimeoutAction
+from shmserve.core.records import ClientState, Miss, Payer, Request, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import RequestState
-from shmserve.errors import Unavailable, Unsupported
-from shmserve.protocol.messages import Options, Reply
+from shmserve.errors import DeadlineExceeded, Unavailable, Unsupported
+from shmserve.protocol.messages import Options, Reply, Tensor
 
 SHORTEST_WAIT_NS = 20_000
 """A turn takes at least this long. A shorter queue timeout expires even if an instance is idle."""
@@ -45,6 +46,68 @@ def level(
     return number
 
 
+def check_prompt(
+    version: Version,
+    payer: Payer,
+    level: int,
+    inputs: tuple[Tensor, ...],
+    options: Options | None,
+    timeout_us: int,
+    now: int,
+) -> None:
+    """Raises if the prompt of a request would wait for too long behind those of others."""
+    backlog = version.service.prompts
+    assert backlog is not None
+    tokens = backlog.estimate(_prompt_size(version, inputs))
+    if backlog.exceeds(payer, tokens):
+        raise Unavailable(
+            f"Exceeds maximum queue size: prompts of about {backlog.total} tokens wait for model '{version.model}', "
+            f"this one has about {tokens}, and the limit is {backlog.limit} (max_queue_tokens); raise it, or add "
+            "instances"
+        )
+    rate, ahead = backlog.rate(now), backlog.ahead(payer, level, tokens)
+    if not rate or not ahead:
+        return
+    wait = (
+        f"prompts of about {ahead} tokens are computed before this one, which takes about {ahead / rate:.3g} s at "
+        f"{rate:.3g} tokens per second"
+    )
+    if timeout_us and (ahead + tokens) / rate * 1e6 > timeout_us:
+        raise DeadlineExceeded(
+            f"Request timeout expired: it cannot be answered before its own timeout of {timeout_us / 1e6:g} s: {wait}; "
+            "raise the timeout or add instances"
+        )
+    limit_ns = _queue_limit_ns(version, level, options)
+    if (
+        limit_ns
+        and ahead / rate * 1e9 > limit_ns
+        and version.service.queue.policy(level).action is TimeoutAction.REJECT
+    ):
+        raise Unavailable(
+            f"Request timeout expired: it would wait for longer than the queue's timeout of {limit_ns / 1e9:g} s: "
+            f"{wait}; raise default_timeout_microseconds or add instances"
+        )
+
+
+def _add_prompt(request: Request, now: int) -> None:
+    """Counts the prompt of a request that is about to be queued."""
+    backlog = request.version.service.prompts
+    if backlog is not None and request.prompt is None:
+        size = _prompt_size(request.version, request.tensors())
+        request.prompt = backlog.add(request.payer, request.level, size, now)
+
+
+def _prompt_size(version: Version, inputs: tuple[Tensor, ...]) -> int:
+    """The number of bytes of the prompt."""
+    backlog, size = version.service.prompts, 0
+    assert backlog is not None
+    for tensor in inputs:
+        if tensor.name in backlog.inputs:
+            data = tensor.data
+            size += sum([handle.size for handle in data]) if isinstance(data, tuple) else len(data)  # type: ignore[arg-type]  # checked
+    return size
+
+
 def put(state: State, version: Version, number: int, request: Request, now: int) -> None:
     """Queues an admitted request. `number`: the requested version, 0 for the default."""
     service = version.service
@@ -64,6 +127,7 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
         sequence_scheduler.put(state, version, number, request, now)
         return
     _set_queue_timeout(state, version, request, now)
+    _add_prompt(request, now)
     service.queue.add(request)
     if 0 < request.queue_expires < now + SHORTEST_WAIT_NS:
         expire(state, request)
@@ -107,12 +171,18 @@ def _cached(state: State, version: Version, request: Request, now: int) -> bool:
 
 def _set_queue_timeout(state: State, version: Version, request: Request, now: int) -> None:
     service = version.service
-    policy, options = service.queue.level(request.level).policy, request.options
-    if policy.timeout_ns:
-        limit = policy.timeout_ns
-        if policy.allow_override and options is not None and options.queue_timeout_us:
-            limit = min(limit, options.queue_timeout_us * 1000)
+    limit = _queue_limit_ns(version, request.level, request.options)
+    if limit:
         request.queue_expires = now + limit  # after its wait for the model to load, if any
         state.set_timer(request.queue_expires, Timer.QUEUE, request)
     if service.order is not None:
         service.order.append(request)
+
+
+def _queue_limit_ns(version: Version, level: int, options: Options | None) -> int:
+    """How long a request may be queued; 0: no limit."""
+    policy = version.service.queue.policy(level)
+    limit = policy.timeout_ns
+    if limit and policy.allow_override and options is not None and options.queue_timeout_us:
+        return min(limit, options.queue_timeout_us * 1000)
+    return limit

@@ -155,6 +155,8 @@ class Intake:
             if streamed:
                 self._check_stream(payer, version, options)
         level = 0 if plain else enqueue.level(state, client, version, message.version, options, rows, now)
+        if service.prompts is not None and calling is None:
+            enqueue.check_prompt(version, payer, level, inputs, options, message.timeout_us, now)
         if waited is None:
             segments, pins, size = self._memory(client, message, blocks, calling) if shared else _NOTHING
             own, arrived = state.next_number(), now

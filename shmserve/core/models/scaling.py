@@ -25,7 +25,8 @@ def notice(state: State, version: Version, scaler: Scaler, now: int) -> None:
     """Called with each version that is dispatched: starts to measure it if there may be something to change."""
     if version.state is not VersionState.READY or version.asleep or state.draining:
         return
-    if version.idle and not version.waits and scaler.last is not None:
+    prompts = version.service.prompts
+    if version.idle and not version.waits and scaler.last is not None and not (prompts is not None and prompts.total):
         return
     scaler.begin(_read(version, now))
     scaler.watched = True
@@ -53,7 +54,7 @@ def measure(state: State, version: Version, now: int) -> None:
             _shrink(state, version, scaler, measured, now)
     if state.leases and _can_shrink(version, scaler):
         _read_leases(state, version)
-    unused = before is not None and reading.busy_ns == before.busy_ns and not reading.oldest_ns
+    unused = before is not None and reading.busy_ns == before.busy_ns and not (reading.oldest_ns or reading.prompts_ns)
     if unused and reading.spare and not _can_shrink(version, scaler):
         return  # until `notice`
     scaler.watched = True
@@ -103,8 +104,21 @@ def _read(version: Version, now: int) -> Reading:
         spare = spare and not service.sequence_slots.backlog
     return Reading(
         now, busy_ns, statistics.queue_ns, statistics.queued_requests, now - oldest, _count(version), spare, needed,
-        version.service_ns,
+        version.service_ns, _prompts_ns(version, now),
     )  # fmt: skip
+
+
+def _prompts_ns(version: Version, now: int) -> int:
+    """How long it will take to compute the prompts that wait. The largest one in the engine of each instance is not
+    counted: another instance would not compute it earlier."""
+    backlog = version.service.prompts
+    if backlog is None or not backlog.total or not (rate := backlog.rate(now)):
+        return 0
+    computed = 0
+    for instance in version.instances:
+        prompts = [request.prompt.tokens for request in instance.streams.values() if request.prompt is not None]
+        computed += max(prompts, default=0)
+    return int((backlog.total - computed) / rate * 1e9)
 
 
 def _count(version: Version) -> int:
@@ -165,11 +179,13 @@ def _grow(state: State, version: Version, scaler: Scaler, measured: Measured, no
     scaler.has_grown(now)
     state.observers.scaled(version, 1)
     _, maximum = sizes.bounds(version, scaler.policy)
-    text = (
-        f"gets one more instance, '{instance.spec.name}' ({count + 1} of at most {maximum}): requests waited "
-        f"{_ms(measured.wait_ns)} on average, more than {_ms(scaler.policy.up_ns)} (scale_up_queue_ms), while all were "
-        f"busy"
-    )
+    limit = f"{_ms(scaler.policy.up_ns)} (scale_up_queue_ms)"
+    backlog = version.service.prompts
+    if backlog is not None and measured.prompts_wait_ns == measured.wait_ns:
+        wait = f"prompts of about {backlog.total} tokens wait, {_ms(measured.wait_ns)} on average, more than {limit}"
+    else:
+        wait = f"requests waited {_ms(measured.wait_ns)} on average, more than {limit}, while all were busy"
+    text = f"gets one more instance, '{instance.spec.name}' ({count + 1} of at most {maximum}): {wait}"
     state.log_version("info", f"{version.label} {text}", version, instance)
 
 

@@ -44,12 +44,16 @@ class Reading(Struct, frozen=True):
     """Instances that are needed for streams and sequences in progress."""
     service_ns: int
     """Mean time of a batch."""
+    prompts_ns: int = 0
+    """For language models: how long it will take to compute the prompts that wait behind others."""
 
 
 class Measured(Struct, frozen=True):
-    """The result of a window. `wait_ns`: mean time in the queue. `busy`: mean number of instances that ran a batch."""
+    """The result of a window. `wait_ns`: mean time in the queue. `prompts_wait_ns`: mean time that the waiting prompts
+    of a language model will wait. `busy`: mean number of instances that ran a batch."""
 
     wait_ns: int
+    prompts_wait_ns: int
     busy: float
     is_short: bool
     """Requests wait too long although all instances are busy."""
@@ -107,15 +111,17 @@ class Scaler(Struct):
         started = now.requests - before.requests
         # Queued requests have waited, on average, half as long as the oldest one.
         wait_ns = max((now.queue_ns - before.queue_ns) // started if started > 0 else 0, now.oldest_ns // 2)
+        prompts_wait_ns = now.prompts_ns // 2
+        is_short = prompts_wait_ns > limit_ns or (wait_ns > limit_ns and not now.spare)
+        wait_ns = max(wait_ns, prompts_wait_ns)
         is_falling, self.last_wait_ns = wait_ns < FALLING_RATIO * self.last_wait_ns, wait_ns
-        is_short = wait_ns > limit_ns and not now.spare
         self.short = self.short + 1 if is_short else 0
         is_calm = wait_ns <= limit_ns // 2 and now.needed < now.instances and self._is_enough(now, busy)
         if not is_calm:
             self.calm_since = 0
         elif not self.calm_since:
             self.calm_since = before.at
-        return Measured(wait_ns, busy, is_short, is_falling, is_calm)
+        return Measured(wait_ns, prompts_wait_ns, busy, is_short, is_falling, is_calm)
 
     def _is_enough(self, now: Reading, busy: float) -> bool:
         """Would one instance fewer be enough? Yes if one was idle and nothing waited, as with callers that send one

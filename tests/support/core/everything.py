@@ -91,7 +91,9 @@ _ALL = (
     Served(_model("oldest", 4, FIXED, None, sequence=OLDEST), 1),
     Served(_model("iterative", 4, FIXED, None, sequence=ITERATIVE), 1, "y"),
     Served(_model("saying", 0, FIXED, None, sequence=OLDEST, decoupled=True), 1),
-    Served(_model("stream", 4, FIXED, BATCH, decoupled=True), 2, "y"),
+    Served(
+        _model("stream", 4, FIXED, BATCH, decoupled=True, prompt_inputs=(FIXED[0].name,), queue_tokens=9), 2, "y"
+    ),
     Served(_model("turn", 4, FIXED, BATCH), 1),
     Served(_ensemble("e_chain", 4, FIXED, "plain(x:x)->(y:t)", "pair(x:t)->(y:z)", cached=True)),
     Served(_ensemble("e_nest", 4, FIXED, "e_chain(x:x)->(z:t)", "pair(x:t)->(y:z)")),

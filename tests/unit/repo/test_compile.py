@@ -25,6 +25,7 @@ from shmserve.protocol.messages import NAME_LENGTH
 from shmserve.repo.compile import (
     GPU_BASE,
     HOST_BASE,
+    PROMPT_INPUTS,
     CoreSet,
     compile_instances,
     compile_policy,
@@ -165,6 +166,14 @@ def test_scaling_knows_the_slots_of_language_models(backend: str, given: dict[st
     policy = compile_scaling(parse(text))
     assert policy is not None
     assert policy.slots == slots
+
+
+@pytest.mark.parametrize("backend", ["llamacpp", "vllm", "python"])
+def test_prompts_are_counted_for_engines_of_language_models(backend: str) -> None:
+    text = f'name: "m" backend: "{backend}" model_transaction_policy {{ decoupled: true }}'
+    found = compile_policy(parse(text + parameters(max_queue_tokens="5")), 1)
+    assert found.prompt_inputs == (PROMPT_INPUTS if backend != "python" else ())
+    assert found.queue_tokens == 5
 
 
 CORRID = 'control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_%s } }'

@@ -47,9 +47,8 @@ def loop() -> Iterator[Eager]:
 def test_a_cancelled_coroutine_does_not_resume_when_the_window_opens(loop: Eager) -> None:
     streams = OpenResponses(decoupled=True)
     said: list[Row] = []
-    unread: list[int] = []
     streams.connect(
-        said.append, unread.append, lambda work, _: Row(work.request, (TENSOR,)), lambda _: None, lambda: None
+        said.append, lambda _: None, lambda work, _: Row(work.request, (TENSOR,)), lambda _: None, lambda: None
     )
     stream = streams.begin(Work(1, 1, (), None, "internal", Options(window=WINDOW)))
     streams.turn.release()

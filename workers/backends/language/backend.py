@@ -261,6 +261,8 @@ class _Replying:
         if stream.dropped:
             return True
         try:
+            if reply.prompt_tokens == 0 and (tokens := max([step.prompt for step in steps], default=0)):
+                self._host.report_prefilled(stream, tokens)
             due = [reply.add(step) for step in steps]
             if True in due and (stream.room > 0 or reply.complete):
                 outputs = [pair for pair in reply.outputs() if pair[0] in self._outputs]

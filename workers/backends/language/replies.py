@@ -52,7 +52,8 @@ class Reply:
         forced = generation.forced
         self._texts = [Text(None if forced is None else forced.reader()) for _ in range(generation.count)]
         self._open = generation.count
-        self._prompt_tokens = 0
+        self.prompt_tokens = 0
+        """0: not known yet."""
         self._measured: list[TextMetrics] = []
 
     def measure(self, texts: list[TextMetrics]) -> None:
@@ -72,7 +73,7 @@ class Reply:
         text = self._texts[step.index]
         measured = self._measured[step.index] if self._measured else None
         if step.prompt:
-            self._prompt_tokens = step.prompt
+            self.prompt_tokens = step.prompt
             for one in self._measured:
                 one.prompted(step.prompt)
         content, calls = step.text, step.calls
@@ -120,7 +121,7 @@ class Reply:
             case "token_ids":
                 return strings([_encode(text.ids) for text in texts])
             case "num_input_tokens":
-                return np.array([self._prompt_tokens], np.uint32)
+                return np.array([self.prompt_tokens], np.uint32)
             case _:
                 return np.array([text.tokens for text in texts], np.uint32)
 

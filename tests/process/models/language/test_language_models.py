@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from shmserve.errors import InvalidRequest
+import shmserve
+from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.testing import Server
 from tests.process.models.language import llm_oracle
 from tests.process.models.language.test_engines import counted, tensors, text_of
@@ -100,6 +102,35 @@ def test_prompts_that_have_left_their_slot_are_kept(tmp_path: Path) -> None:
             list(client.stream("m", tensors({"text_input": prompt})))
         hits = 'llm_prefix_cache_hits_total{model="m",version="1"}'
         until(client, lambda: counted(client)[hits] >= len(first) - 1)
+
+
+def test_requests_are_refused_by_the_tokens_that_wait(tmp_path: Path) -> None:
+    version = tmp_path / "m" / "1"
+    version.mkdir(parents=True)
+    gguf_models.write(version / "model.gguf", context=4096)
+    given = parameters(slots="1", max_queue_tokens="1000")
+    (tmp_path / "m" / "config.pbtxt").write_text(f'backend: "llamacpp"\n{given}')
+    with Server(tmp_path) as server, server.client() as client:
+
+        def waiting() -> int:
+            return int(client.statistics("m")["model_stats"][0].get("language", {}).get("waiting_tokens", 0))
+
+        def ask(prompt: str, **more: object) -> Iterator[shmserve.Result]:
+            return client.stream(
+                "m", tensors({"text_input": prompt, "stream": True, **more}), parameters={"max_tokens": 1}
+            )
+
+        endless = client.stream("m", tensors({"text_input": "a" * 90, "stream": True}), parameters={"max_tokens": 3900})
+        next(endless)
+        assert waiting() == 0, "its prompt has been computed"
+        second = ask("b" * 700)
+        until(client, lambda: 650 < waiting() < 750, "a byte is a token")
+        with pytest.raises(Unavailable, match=r"tokens wait for model 'm', .* the limit is 1000 \(max_queue_tokens\)"):
+            list(ask("c" * 700))
+        endless.close()
+        assert list(second)
+        assert list(ask("c" * 700))
+        assert waiting() == 0
 
 
 def test_a_gguf_file_is_served_without_a_repository(tmp_path: Path) -> None:

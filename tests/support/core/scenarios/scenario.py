@@ -36,6 +36,7 @@ from shmserve.protocol.worker_messages import (
     LeaseLogged,
     LeaseOver,
     LoadFailed,
+    Prefilled,
     Row,
     Rows,
     Started,
@@ -543,6 +544,11 @@ class Scenario(Transcript):
         return [
             (worker.peer, Unread(next(w.request for w in worker.running.work_items if self._label(w.request) == label)))
         ]
+
+    def do_prefill(self, name: str, label: str, tokens: str) -> list[Event]:
+        """prefill m_0 a1 120: the engine has computed the prompt of the request, which has 120 tokens."""
+        number = next(number for number in self.worker(name).streams if self._label(number) == label)
+        return [(self.worker(name).peer, Prefilled(number, int(tokens)))]
 
     def do_more(self, client: str, number: str, count: str) -> list[Event]:
         """The client allows this many more responses."""

@@ -20,7 +20,7 @@ from shmserve.core.limits import Limits
 from shmserve.core.owners.recording import Recording
 from shmserve.core.state import State
 from shmserve.protocol.messages import Cancel, Fail, FailHeld, Handle, Infer, Map, More, Options, Wanted
-from shmserve.protocol.worker_messages import Unread
+from shmserve.protocol.worker_messages import Prefilled, Unread
 from shmserve.tools.timeline import Collected, Timeline
 from tests.support.clients.trace_events import check
 from tests.support.core.everything import MODELS, MS, SEQUENCES, STREAMS, Everything, with_members
@@ -144,7 +144,7 @@ class EverythingMachine(OperatedMachine):
     @precondition(lambda self: self.workers(lambda worker: worker.streams))
     @rule(
         which=st.integers(0, 30), pick=st.integers(0, 9),
-        how=st.sampled_from(["part", "part", "last", "end", "error", "unread"]),
+        how=st.sampled_from(["part", "part", "last", "end", "error", "unread", "prefill"]),
     )  # fmt: skip
     def part(self, which: int, pick: int, how: str) -> None:
         streaming = self.workers(lambda worker: worker.streams)
@@ -156,6 +156,8 @@ class EverythingMachine(OperatedMachine):
             worker.part(request, error=("MODEL_FAILED", "no"))
         elif how == "unread":
             worker.outbox.append(Unread(request))
+        elif how == "prefill":
+            worker.outbox.append(Prefilled(request, pick))
         elif how == "end" or not worker.room[request]:
             worker.part(request, True, True)
         else:
