@@ -110,13 +110,7 @@ SEQUENCE_MOVES = {
     _S.ENDED: set[SequenceState](),
 }
 
-TABLES = {
-    RequestState: REQUEST_MOVES,
-    BatchState: BATCH_MOVES,
-    InstanceState: INSTANCE_MOVES,
-    VersionState: VERSION_MOVES,
-    SequenceState: SEQUENCE_MOVES,
-}
+MOVES: dict[Any, set[Any]] = REQUEST_MOVES | BATCH_MOVES | INSTANCE_MOVES | VERSION_MOVES | SEQUENCE_MOVES
 
 
 class Moving(Protocol):
@@ -172,7 +166,7 @@ history: History | None = None
 
 
 def move(moving: Moving, finish: Enum) -> None:
-    if finish not in TABLES[type(finish)][moving.state]:  # type: ignore[index]
+    if finish not in MOVES[moving.state]:
         raise IllegalMove(moving, finish)
     if history is not None:
         history.note(moving, finish)

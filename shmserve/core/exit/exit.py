@@ -237,15 +237,15 @@ def end_plain(state: State, version: Version, requests: list[Request], taken: in
         return
     move_all(requests, _SENT, _ENDED)
     rows, now, several = 0, state.now, False
-    payer = requests[0].payer
+    payer, arrivals = requests[0].payer, []
     for request in requests:
         client = request.client
         del client.requests[request.client_number]
         client.bytes -= request.inline
         rows += request.cost
+        arrivals.append(request.arrived)
         if request.payer is not payer:
             several = True
-    arrivals = [request.arrived for request in requests]
     if not several:
         if payer is not client:
             payer.leave(len(arrivals), now * len(arrivals) - sum(arrivals))

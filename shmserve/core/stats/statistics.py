@@ -330,17 +330,15 @@ class Statistics(Struct):
 
     def ensemble_done(self, rows: int, times: Sequence[int], now: int) -> None:
         """Counts an ensemble request, as a separate batch, with the total input, infer and output ns of its steps."""
-        self._add_batch(rows, *times)
-        self.input_ns += times[0]
-        self.infer_ns += times[1]
-        self.output_ns += times[2]
-        self.batch_times[sum(times).bit_length()] += 1
-        self.execution_count += 1
-        self.last_inference_ns = now
-        if self.summaries is not None:
-            self.summaries.computed(1, times, now)
+        self._ran(rows, 1, times[0], times[1], times[2], now)
 
-    def _add_batch(self, rows: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
+    def batch_done(self, rows: int, answered: int, reason: Reason, times: tuple[int, int, int, int], now: int) -> None:
+        """Counts a batch. Its times count once for the batch, and for each of its requests that succeeded."""
+        taken, ready, computed, placed = times
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        self._ran(rows, answered, ready - taken, computed - ready, placed - computed, now)
+
+    def _ran(self, rows: int, answered: int, input_ns: int, infer_ns: int, output_ns: int, now: int) -> None:
         count = self.batches.get(rows)
         if count is None:
             count = self.batches[rows] = BatchCount()
@@ -348,18 +346,11 @@ class Statistics(Struct):
         count.input_ns += input_ns
         count.infer_ns += infer_ns
         count.output_ns += output_ns
-
-    def batch_done(self, rows: int, answered: int, reason: Reason, times: tuple[int, int, int, int], now: int) -> None:
-        """Counts a batch. Its times count once for the batch, and for each of its requests that succeeded."""
-        taken, ready, computed, placed = times
-        spent = input_ns, infer_ns, output_ns = ready - taken, computed - ready, placed - computed
-        self._add_batch(rows, input_ns, infer_ns, output_ns)
         self.input_ns += input_ns * answered
         self.infer_ns += infer_ns * answered
         self.output_ns += output_ns * answered
-        self.batch_times[(placed - taken).bit_length()] += 1
+        self.batch_times[(input_ns + infer_ns + output_ns).bit_length()] += 1
         self.execution_count += 1
         self.last_inference_ns = now
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
         if self.summaries is not None:
-            self.summaries.computed(answered, spent, now)
+            self.summaries.computed(answered, (input_ns, infer_ns, output_ns), now)
