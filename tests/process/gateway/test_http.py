@@ -106,14 +106,6 @@ def test_a_form_may_be_larger_than_json(gateway: Gateway) -> None:
     assert (status, "--http-max-input-size" in answer["error"]) == (400, True)
 
 
-def test_the_openapi_document_of_a_model(gateway: Gateway) -> None:
-    status, answer = gateway.ask("GET", "/v2/models/echo/openapi.json")
-    body = json.loads(answer)["paths"]["/v2/models/echo/generate"]["post"]["requestBody"]["content"]
-    schema = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
-    assert (status, body["application/json"]["schema"]) == (200, schema)
-    assert gateway.ask("GET", "/v2/models/nope/openapi.json")[0] == 404
-
-
 def test_generate_waits_for_a_loading_model(server: SharedServer, gateway: Gateway, tmp_path: Path) -> None:
     """It needs the configuration, which is known once the model has loaded."""
     os.mkfifo(ready := tmp_path / "ready")

@@ -9,7 +9,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -17,32 +16,19 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.errors import ConnectionLost, InvalidRequest, NotFound
+from shmserve.errors import ConnectionLost, InvalidRequest
 from shmserve.gateway.auth import tokens
-from shmserve.terminal.errors import Misuse
 from shmserve.tools.load import record
 from shmserve.tools.load.measure import measure
 from shmserve.tools.load.plan import Closed, Endpoint, Inputs, Plan
 from shmserve.tools.load.targets import base, connecting
-from tests.process.cli.load.bench_server import END_S, KINDS, QUICK, SHORT, BenchServer, one_point
+from tests.process.cli.load.bench_server import END_S, QUICK, SHORT, BenchServer, one_point
 from tests.support.commands import COMMAND, run
 from tests.support.docs import pages
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.living import await_connections, until
 
 pytestmark = pytest.mark.process
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("kind", KINDS)
-def test_invalid_plans_fail_before_the_load_starts(kind: str, served: BenchServer) -> None:
-    endpoint = served.endpoints[kind]
-    with pytest.raises((NotFound, InvalidRequest), match="unknown model"):
-        measure(Plan(model="nothing", endpoint=endpoint))
-    with pytest.raises(Misuse, match="the model has no input 'z'"):
-        measure(Plan(model="id", endpoint=endpoint, inputs=Inputs(texts=("z=1",))))
-    with pytest.raises(InvalidRequest, match=r"model 'id' has no output 'z', its outputs are: o_FP32, o_BYTES"):
-        measure(Plan(model="id", endpoint=endpoint, inputs=Inputs(outputs=("o_FP32", "z"))))
 
 
 def test_a_port_of_another_protocol_is_reported(served: BenchServer) -> None:
@@ -176,27 +162,6 @@ def test_tls_with_a_private_ca_and_client_certificates(scheme: str, secure: tupl
     ):
         with pytest.raises(InvalidRequest, match=text):
             measure(Plan(model="id", endpoint=endpoint))
-
-
-def test_ctrl_c_does_not_end_the_echo_server(tmp_path: Path) -> None:
-    """A terminal sends the signal to all processes; only the command itself may react to it."""
-    reader, writer = os.pipe()
-    words = [sys.executable, "-m", "shmserve.tools.load.echo", "http", str(tmp_path), str(writer)]
-    with (
-        open(reader) as ready,
-        subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[writer], text=True) as process,
-    ):
-        os.close(writer)
-        assert process.stdin is not None
-        try:
-            process.stdin.write("{}\n")
-            process.stdin.flush()
-            assert ready.readline().startswith("http://")
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=END_S)  # closes standard input
-        finally:
-            process.kill()
-    assert (process.returncode, errors) == (0, "")
 
 
 @pytest.mark.usefixtures("threads")

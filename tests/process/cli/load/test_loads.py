@@ -5,7 +5,6 @@ No assertion depends on speed, except for the maximum rate of a model that needs
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
-from shmserve.tools.load import calibration, one_load, record
+from shmserve.tools.load import record
 from shmserve.tools.load.measure import Progress, measure
 from shmserve.tools.load.plan import SECOND, Closed, Inputs, Open, Plan, Sequences
 from tests.process.cli.load.bench_server import KINDS, QUICK, SERVICE_NS, BenchServer, one_point
@@ -71,21 +70,6 @@ def test_an_open_loop_above_capacity_is_reported_as_overloaded(served: BenchServ
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("kind", ["lane", "http"])
-def test_the_backlog_of_a_load_does_not_delay_the_next_load(kind: str, served: BenchServer) -> None:
-    """After the first load, hundreds of requests are queued for a model that answers 50 per second."""
-    settings = replace(QUICK, window_ns=SECOND // 5)
-    loads = (Open(1000.0, "constant"), Closed(1))
-    plan = Plan(model="slow", endpoint=served.endpoints[kind], loads=loads, settings=settings, in_flight=500)
-    first, second = measure(plan).points
-    assert first.note.startswith("overloaded: ")
-    assert not second.errors
-    assert second.latency.percentiles["p50"].mean < first.latency.percentiles["p50"].mean
-    assert second.server is not None
-    assert second.server.parts["queue"] < SECOND, "the backlog would take ten seconds"
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["lane", "http", "grpc"])
 def test_a_stream_load_measures_first_and_later_responses_and_counts_failures(kind: str, served: BenchServer) -> None:
     plan = Plan(
@@ -121,27 +105,3 @@ def test_a_sequence_load_sends_start_and_end_flags(kind: str, served: BenchServe
     without = one_point(replace(plan, sequences=None, loads=(Closed(1),)))
     assert not without.latency.count
     assert without.failed
-
-
-@pytest.mark.usefixtures("threads")
-def test_generator_processes_are_added_under_load(served: BenchServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes are added until each caller has one; an explicit number is kept."""
-    monkeypatch.setattr(one_load, "BUSY", -1.0)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
-    plan = Plan(model="id", endpoint=served.endpoints["lane"], loads=(Closed(3), Closed(1)), settings=QUICK)
-    three, one = measure(plan).points
-    assert (three.cost.processes, one.cost.processes) == (3, 1)
-    assert not three.errors
-    assert one_point(replace(plan, processes=1, loads=(Closed(3),))).cost.processes == 1
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("kind", KINDS)
-def test_calibration_measures_the_cost_of_the_generator(
-    kind: str, served: BenchServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calibration, "SETTINGS", QUICK)
-    found = calibration.calibrate(Plan(model="id", endpoint=served.endpoints[kind]))
-    assert found.protocol == {"lane": "unix", "tcp": "ipc"}.get(kind, kind)
-    assert found.per_s > 0
-    assert found.request_ns > 0

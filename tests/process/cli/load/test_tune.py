@@ -162,10 +162,3 @@ def test_the_steps_of_an_ensemble_are_tuned_together(folder: Path) -> None:
     ended = ran(folder, "tune", "models/both", *QUICK.split(), "--rate", "5")
     assert ended.returncode == 2
     assert "an ensemble is tuned for the highest rate: leave out --rate" in ended.stderr
-
-
-def test_an_earlier_run_that_cannot_be_compared_is_refused_at_once(folder: Path) -> None:
-    (folder / "before.json").write_text('{"model": "mlp"}')
-    ended = ran(folder, "tune", "models/mlp", *QUICK.split(), "--compare", "before.json")
-    assert ended.returncode == 2
-    assert "--compare before.json: not what `shmserve tune --json` prints" in ended.stderr
