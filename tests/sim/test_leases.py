@@ -16,7 +16,6 @@ from shmserve.sim import (
     Load,
     Plan,
     Poisson,
-    Regular,
     Replay,
     Result,
     SimModel,
@@ -54,21 +53,6 @@ def test_a_lease_saves_a_single_client_two_messages_and_two_turns() -> None:
     assert lent.models["m"].answered == plain.models["m"].answered == 2000
     assert lent.models["m"].batches == plain.models["m"].batches == {1: 2000}
     assert lent.turns < 100 < 4000 <= plain.turns
-
-
-def test_the_core_counts_every_leased_request() -> None:
-    """Also across leases that others end, and logs that are read when half full."""
-    model = served(policy(), 2, Constant(100 * US))
-    loads = Load("m", Closed(1)), Load("m", Closed(1, 50 * MS)), Load("m", Regular(40))
-    simulation = Simulation(Plan((model,), loads, seconds=2.0, seed=1, check_every=10))
-    simulation.deploy()
-    statistics = simulation.core.state.ready["m"].statistics
-    simulation.run()
-    result = simulation.result().models["m"]
-    assert result.answered == result.sent == statistics.success_count > 5000
-    assert sum(statistics.request_times) == statistics.success_count
-    assert statistics.execution_count == sum(result.batches.values()) == sum(statistics.reasons.values())
-    assert {rows: batch.count for rows, batch in statistics.batches.items()} == result.batches
 
 
 @pytest.mark.parametrize("phase", range(12))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.core.limits import Limits
-from shmserve.core.policy import PaddingPolicy, Resource, SequencePolicy, StepPolicy
+from shmserve.core.policy import PaddingPolicy, SequencePolicy, StepPolicy
 from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.sim import (
     Affine,
@@ -154,24 +154,6 @@ def test_every_request_is_answered_exactly_once_despite_faults(seed: int) -> Non
     assert not wrong & {code for model in result.models.values() for code in model.failed}, result.log
 
 
-def test_after_a_worker_crash_only_requests_that_ran_alone_fail() -> None:
-    """Other requests of the batch are run again. No request causes the deaths, so none fails twice."""
-    plan = Plan(
-        (served(policy(), 3),),
-        (Load("m", Poisson(1500), 4),),
-        seconds=1.0,
-        seed=1,
-        faults=Faults(crash_share=0.02),
-        check_every=1,
-    )
-    result = simulate(plan)
-    accounted(result)
-    model = result.models["m"]
-    assert model.deaths >= 5
-    assert model.failed.keys() <= {"MODEL_FAILED"}
-    assert model.failed.get("MODEL_FAILED", 0) <= model.deaths
-
-
 def test_requests_that_crash_workers_are_isolated() -> None:
     plan = Plan(
         (served(policy(), 2),),
@@ -201,15 +183,6 @@ def test_a_hanging_worker_is_killed_at_the_execution_limit() -> None:
     assert model.busy_ns == pytest.approx(200 * MS, rel=0.01)
 
 
-def test_a_reload_under_load_loses_nothing_and_refuses_nothing() -> None:
-    model = replace(served(policy(), 2), load=Constant(20 * MS))
-    plan = Plan((model,), (Load("m", Poisson(600), 4),), seconds=1.5, reload_every_s=0.2, check_every=1)
-    result = simulate(plan)
-    accounted(result)
-    assert result.models["m"].answered == result.models["m"].sent
-    assert len(result.models["m"].failed) == 0
-
-
 def test_a_model_that_never_becomes_ready_is_reported() -> None:
     late = replace(served(policy()), load=Constant(3600 * 1000 * MS))
     with pytest.raises(Unavailable, match="not ready after 600 s"):
@@ -223,13 +196,6 @@ def test_no_request_waits_past_its_deadline(seed: int) -> None:
     result = simulate(replace(plan, loads=loads, link_ns=0, turn_ns=0, message_ns=0))
     accounted(result)
     assert all(model.overdue_ns == 0 for model in result.models.values())
-
-
-def test_expired_requests_fail_within_5_ms_at_twice_the_capacity() -> None:
-    load = Load("m", Poisson(3200), 8, timeout_ns=50 * MS)
-    model = simulate(Plan((served(policy(), 2),), (load,), seconds=1.0)).models["m"]
-    assert model.failed["DEADLINE_EXCEEDED"] > 1000
-    assert 0 < model.overdue_ns < 5 * MS
 
 
 # ------------------------------------------------------------------------------------ kinds of models
@@ -263,14 +229,6 @@ def test_sequences_are_sent_one_by_one_from_start_to_end() -> None:
     assert result.models["m"].sent == result.models["m"].answered == 300
 
 
-def test_a_decoupled_model_sends_many_responses() -> None:
-    known = policy("m", 4, decoupled=True)
-    model = replace(served(known), responses=(7, 7))
-    result = simulate(Plan((model,), (Load("m", Poisson(100), window=2),), requests=50, check_every=1))
-    accounted(result)
-    assert result.models["m"].parts == 350
-
-
 def test_an_ensemble_with_a_decoupled_step_sends_many_responses() -> None:
     many = replace(served(policy("many", 4, decoupled=True)), responses=(0, 9))
     steps = StepPolicy("many", 0, (("x", "x"),), (("y", "t"),)), StepPolicy("next", 0, (("x", "t"),), (("y", "y"),))
@@ -294,15 +252,6 @@ def test_latency_of_a_model_includes_its_calls() -> None:
     assert result.models["m"].answered == 20
     assert result.models["m"].latency.mean == pytest.approx(9 * MS)
     assert sum(result.models["k"].batches.values()) == 20
-
-
-def test_another_instance_runs_while_one_waits_for_a_call() -> None:
-    """Two instances of a calling model, and a slow called model: batches are not run one after the other."""
-    caller = replace(served(policy("m", 1), 2, Constant(MS)), calls=("n",))
-    models = caller, served(policy("n", 1), 2, Constant(9 * MS))
-    result = simulate(at_once(models, (Load("m", Closed(2)),), requests=100, check_every=1))
-    accounted(result)
-    assert result.models["m"].elapsed_s == pytest.approx(0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("seed", [*range(min(SEEDS, 6)), 234])
@@ -335,21 +284,6 @@ def test_a_cache_answers_repeated_requests() -> None:
     accounted(result)
     assert (result.cache_hits, result.cache_misses) == (190, 10)
     assert sum(result.models["m"].batches.values()) == 10
-
-
-def test_instances_that_share_a_resource_take_turns() -> None:
-    """One resource unit for two models: together they are as busy as one instance can be."""
-    models = []
-    for name in ("a", "b"):
-        known = served(policy(name, 1), 1, Constant(4 * MS))
-        models.append(replace(known, instances=(replace(known.instances[0], resources=(Resource("gpu", 1),)),)))
-    loads = tuple(Load(name, Closed(4)) for name in ("a", "b"))
-    plan = Plan(tuple(models), loads, seconds=1.0, limits=Limits(rate_limit=True), check_every=1)
-    a, b = simulate(plan).models.values()
-    assert a.answered == pytest.approx(b.answered, rel=0.05)
-    assert 0.95 < a.utilisation + b.utilisation <= 1.01
-    free = simulate(replace(plan, limits=Limits())).models["a"]
-    assert free.answered > 1.9 * a.answered
 
 
 # ------------------------------------------------------------------------------------ the rest

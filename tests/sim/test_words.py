@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -43,12 +44,27 @@ def test_service_times_are_parsed(text: str, service: Service) -> None:
     assert parse(text) == service
 
 
+TIMES = ("", "5", "ms", "5 hours", "1ms+2ms", "lognormal:1ms,x", "other:5ms", "table:/no/such")
+TABLES = ("", "[]", "{}", '{"0": 1}', '{"1": []}', '{"1": -1}', '{"a": 1}', '{"1": "x"}')
+
+
 @pytest.mark.parametrize(
-    "text", ["", "5", "ms", "5 hours", "1ms+2ms", "lognormal:1ms,x", "other:5ms", "table:/no/such"]
-)
-def test_invalid_service_times_are_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest):
-        parse(text)
+    ("read", "text", "error"),
+    [
+        *((parse, text, None) for text in TIMES),
+        *((read_table, text, None) for text in TABLES),
+        *(
+            (read_recording, f'{{"at": 0, "model": "a"}}\n{line}\n', "line 2")
+            for line in ("x", "[]", '{"model": "a"}', '{"at": 1}', '{"at": -1, "model": "a"}', '{"at": 1e999}')
+        ),
+    ],
+)  # fmt: skip
+def test_invalid_times_tables_and_recordings_are_refused(
+    tmp_path: Path, read: Any, text: str, error: str | None
+) -> None:
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(InvalidRequest, match=error):
+        read(text if read is parse else tmp_path / "file")
 
 
 def test_a_table_interpolates_between_measurements(tmp_path: Path) -> None:
@@ -61,14 +77,6 @@ def test_a_table_interpolates_between_measurements(tmp_path: Path) -> None:
     assert {table.ns(8, draw) for _ in range(50)} == {8 * MS, 10 * MS}
     assert all(2 * MS < table.ns(4, draw) < 10 * MS for _ in range(50))
     assert table.ns(16, Random(0)) in (16 * MS, 20 * MS)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"0": 1}', '{"1": []}', '{"1": -1}', '{"a": 1}', '{"1": "x"}'])
-def test_invalid_tables_are_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "times.json"
-    path.write_text(text)
-    with pytest.raises(InvalidRequest):
-        read_table(path)
 
 
 def test_means_match_the_drawn_service_times() -> None:
@@ -94,24 +102,13 @@ def test_arrival_times_are_sorted_and_keep_their_rate(seed: int, rate: float) ->
         assert 4000 / (times[-1] / 1e9) == pytest.approx(rate, rel=0.15)
 
 
-def test_a_recording_is_sorted_by_time(tmp_path: Path) -> None:
+def test_a_recording_is_sorted_by_time_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "calls.jsonl"
     lines = [{"at": 0.5, "model": "a", "rows": 2}, {"at": 0.25, "model": "a"}, {"at": 1, "model": "b"}]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert read_recording(path) == {
-        "a": Replay(((250 * MS, 1), (500 * MS, 2))),
-        "b": Replay(((1000 * MS, 1),)),
-    }
-
-
-@pytest.mark.parametrize(
-    "line", ["x", "[]", '{"model": "a"}', '{"at": 1}', '{"at": -1, "model": "a"}', '{"at": 1e999}']
-)
-def test_an_invalid_line_is_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "calls.jsonl"
-    path.write_text(f'{{"at": 0, "model": "a"}}\n{line}\n')
-    with pytest.raises(InvalidRequest, match="line 2"):
-        read_recording(path)
+    assert read_recording(path) == {"a": Replay(((250 * MS, 1), (500 * MS, 2))), "b": Replay(((1000 * MS, 1),))}
+    told = json.loads(run(capsys, "--recording", str(path), "--model", "a", "--json"))
+    assert told["models"]["a"]["batches"] == {"1": 1, "2": 1}
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -120,15 +117,6 @@ def test_an_invalid_line_is_named(tmp_path: Path, line: str) -> None:
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(words) == 0
     return capsys.readouterr().out
-
-
-def test_json_output_is_reproducible(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--rate", "300", "--seconds", "1", "--service-ms", "2", "--deadline-ms", "50", "--seed", "3", "--json")
-    first, again = run(capsys, *words), run(capsys, *words)
-    assert first == again
-    told = json.loads(first)
-    assert told["lost"] == 0
-    assert told["models"]["model"]["sent"] == told["models"]["model"]["answered"] > 250
 
 
 def test_models_use_their_configuration_in_the_repository(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,13 +145,6 @@ def test_a_model_is_simulated_with_the_models_it_calls(capsys: pytest.CaptureFix
     for name in ("mlp", "cnn"):
         assert sum(int(rows) * count for rows, count in models[name]["batches"].items()) == 40
     assert models["add_sub"]["latency_ms"]["p50"] > 7
-
-
-def test_a_recording_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "calls.jsonl"
-    path.write_text("".join(f'{{"at": {index / 100}, "model": "m", "rows": 2}}\n' for index in range(50)))
-    told = json.loads(run(capsys, "--recording", str(path), "--model", "m", "--json"))
-    assert told["models"]["m"]["batches"] == {"2": 50}
 
 
 @pytest.mark.parametrize(

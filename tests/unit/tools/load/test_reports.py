@@ -13,14 +13,12 @@ from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
 from shmserve.terminal.console import Screen
-from shmserve.tools.charts import Axis, Series, bars, lines
 from shmserve.tools.load import record
 from shmserve.tools.load.analysis.compare import compare
-from shmserve.tools.load.measure import Progress
 from shmserve.tools.load.plan import Closed, Limit, Open, Plan, Replay
 from shmserve.tools.load.report.csv import csv_text
 from shmserve.tools.load.report.html import html_text
-from shmserve.tools.load.report.table import comparison_text, progress_text, run_text
+from shmserve.tools.load.report.table import comparison_text, run_text
 from tests.unit.tools.load.points import point, run, steady, window
 
 PERF_ANALYZER = (
@@ -142,26 +140,3 @@ def test_the_page_begins_with_what_was_found(best: float | None, limited: bool, 
     text = html_text(replace(RUN, plan=replace(RUN.plan, limit=limit), best=best))
     assert re.search(found, text)
     assert text.index("<b>") < text.index("<svg") < text.index("<table>")
-
-
-def test_a_chart_keeps_the_order_of_its_points() -> None:
-    series = Series("s", [(1, 10), (2, 100), (4, 1000)], [9, 90, 900], [11, 110, 1100], ["a", "b", "c"])
-    chart = ElementTree.fromstring(lines("title", Axis("x"), Axis("y", log=True), [series]))
-    circles = chart.findall("circle")
-    across, up = ([float(circle.attrib[name]) for circle in circles] for name in ("cx", "cy"))
-    assert across == sorted(across)
-    assert up == sorted(up, reverse=True)
-    assert up[0] - up[1] == pytest.approx(up[1] - up[2], abs=0.2)  # a decade is as high as the next
-    heights = [float(box.attrib["height"]) for box in ElementTree.fromstring(
-        bars("title", Axis("x"), Axis("y"), [(0, 1, 5), (1, 2, 10)])).findall("rect")]  # fmt: skip
-    assert heights[1] == pytest.approx(2 * heights[0], abs=0.2)
-    assert lines("title", Axis("x"), Axis("y"), []) == bars("title", Axis("x"), Axis("y"), []) == ""
-
-
-def test_the_live_line() -> None:
-    progress = Progress(
-        load=Closed(8), number=2, loads=5, phase="window 3", seconds=4.2, per_s=5432.1, p50_ns=1.5e6, p99_ns=3.25e6,
-        failed=2,
-    )  # fmt: skip
-    text = "[2/5]  concurrency 8  5,432 requests/s  p50 1.50 ms, p99 3.25 ms  2 failed  window 3, 4 s"
-    assert progress_text(progress) == text

@@ -234,19 +234,6 @@ async def test_enter_shows_the_details_of_a_model(top: Driver) -> None:
 
 
 @driven()
-async def test_the_history_of_a_model_is_read_once(top: Driver) -> None:
-    await top.press("down", "enter")
-    await top.until(lambda: "████" in top.text)
-    await top.press("escape")
-    await top.until(lambda: not isinstance(top.app.screen, DetailScreen))
-    await top.press("enter")
-    await top.until(lambda: isinstance(top.app.screen, DetailScreen) and "████" in top.text)
-    await top.press("escape", "down", "enter")
-    await top.until(lambda: len(top.source.histories) > 1)
-    assert top.source.histories == ["beta", "broken"]
-
-
-@driven()
 async def test_the_log_of_a_model(top: Driver) -> None:
     await top.press("down", "g")
     await top.until(lambda: isinstance(top.app.screen, LogScreen) and "ERROR beta failed [red]49" in top.text)
@@ -354,24 +341,3 @@ async def test_the_interval_and_pauses(top: Driver) -> None:
     await top.until(lambda: top.source.reads > count)
     await top.press("space")
     assert "every 0.5 s" in top.text
-
-
-def test_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The selection is still visible."""
-    monkeypatch.setenv("NO_COLOR", "1")
-
-    @driven()
-    async def test(top: Driver) -> None:
-        colors, reversed_texts = set(), []
-        for segment in (segment for strip in top.strips for segment in strip):
-            for one in top.app.get_line_filters():
-                (segment,) = one.apply([segment], top.app.screen.background_colors[0])
-            style = segment.style
-            if style is not None:
-                colors |= {color.name for color in (style.color, style.bgcolor) if color is not None}
-                if style.reverse:
-                    reversed_texts.append(segment.text.strip())
-        assert colors <= {"default"}
-        assert {"1 Models 5", "model", "alpha"} <= set(reversed_texts)
-
-    test()
