@@ -120,11 +120,7 @@ def test_pods_are_restricted(overlay: str) -> None:
     shared, own = spec["securityContext"], spec["containers"][0]["securityContext"]
     assert (shared["runAsNonRoot"], shared["runAsUser"]) == (True, 10001)
     assert shared["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert own == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+    assert own == {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
     assert not spec["automountServiceAccountToken"]
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
 

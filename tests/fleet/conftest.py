@@ -87,8 +87,5 @@ def own_servers(
 ) -> Iterator[tuple[list[Server], Balancer]]:
     """Servers that the test may stop, behind a balancer."""
     programs.need(request.param)
-    with (
-        started(tmp_path) as fleet,
-        balancers.running(request.param, tmp_path, fleet.ports, certificate) as made,
-    ):
+    with started(tmp_path) as fleet, balancers.running(request.param, tmp_path, fleet.ports, certificate) as made:
         yield fleet.servers, made

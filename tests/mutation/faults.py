@@ -53,7 +53,7 @@ TABLE = {
             "outputs over a lease have no limit together",
             "min(INLINE_BYTES // max(sizes), FIELD_BYTES // sum(sizes))",
             "INLINE_BYTES // max(sizes)",
-        ),
+        )
     ],
     "shmserve/core/service/queue.py": [
         (
@@ -68,17 +68,17 @@ TABLE = {
             "the rate limiter grants one resource too many",
             "if self._used.get(key, 0) + resource.count > self.total(key):",
             "if self._used.get(key, 0) + resource.count > self.total(key) + 1:",
-        ),
+        )
     ],
     "shmserve/core/batching/reports.py": [
         (
             "a waiting batch is not started",
             "_run_waiting(state, version, instance, message.next, message.through, now)",
             "pass",
-        ),
+        )
     ],
     "shmserve/core/calls/calls.py": [
-        ("a call does not pin its parent's outputs", "parent.pins += (block,)", "parent.pins += ()"),
+        ("a call does not pin its parent's outputs", "parent.pins += (block,)", "parent.pins += ()")
     ],
     "shmserve/core/ensembles/advance.py": [
         ("a failed ensemble goes on", "        if run.failure is not None and not run.over:", "        if False:"),
@@ -127,10 +127,10 @@ TABLE = {
             "an input of an ensemble is not reshaped",
             "if spec.reshape is not None and spec.name == tensor.name:",
             "if False:",
-        ),
+        )
     ],
     "workers/backends/device_buffers.py": [
-        ("memory in use by a device is unpinned", "        self._cuda.settle()", "        pass"),
+        ("memory in use by a device is unpinned", "        self._cuda.settle()", "        pass")
     ],
     "shmserve/core/ledger.py": [
         ("a pin is never released", "        hold.pins -= 1", "        hold.pins -= 0"),
@@ -141,21 +141,21 @@ TABLE = {
             "a failed load is forgotten",
             "load_results.failed_to_load(self._state, version, instance, load_error or event.reason, now)",
             "pass",
-        ),
+        )
     ],
     "shmserve/core/models/loading.py": [
         (
             "one load more than allowed",
             "while len(state.loading.running) < state.limits.loading:",
             "while len(state.loading.running) <= state.limits.loading:",
-        ),
+        )
     ],
     "shmserve/core/models/room.py": [
         (
             "room is not decided again",
             "_decide_again(state, min((at for at in later if at > now), default=now + wait), now)",
             "pass",
-        ),
+        )
     ],
     "shmserve/core/intake/admission.py": [
         ("requests of a disconnecting client are admitted", "if client.disconnecting:", "if False:"),
@@ -227,48 +227,44 @@ TABLE = {
             "room for timers is never made",
             "if len(self._timers) > 4096 and len(self._timers) > 4 * len(self.requests) + 256:",
             "if False:",
-        ),
+        )
     ],
     "shmserve/core/stats/statistics.py": [
-        ("a failure's time is not counted", "        self.fail_ns += ns", "        self.fail_ns += 0"),
+        ("a failure's time is not counted", "        self.fail_ns += ns", "        self.fail_ns += 0")
     ],
-    "shmserve/broker/admin/readiness_probes.py": [
-        ("a probe is able for ever", "self._able.discard(peer)", "pass"),
-    ],
+    "shmserve/broker/admin/readiness_probes.py": [("a probe is able for ever", "self._able.discard(peer)", "pass")],
     "shmserve/broker/leases.py": [
-        ("an answer of a lease is not read", "self._put(0, LeaseRead(effect.lease, [], final=effect.final))", "pass"),
+        ("an answer of a lease is not read", "self._put(0, LeaseRead(effect.lease, [], final=effect.final))", "pass")
     ],
     "shmserve/broker/listeners/fair_turns.py": [
-        ("a source with more to read is forgotten", "self._waiting.add(source.user, source, heavy)", "pass"),
+        ("a source with more to read is forgotten", "self._waiting.add(source.user, source, heavy)", "pass")
     ],
     "shmserve/broker/listeners/output_backlog.py": [
         (
             "a reader may have one byte more waiting",
             "while (unsent := self._of_users.get(reader.user, 0)) > limit:",
             "while (unsent := self._of_users.get(reader.user, 0)) > 2 * limit:",
-        ),
+        )
     ],
     "shmserve/broker/models/overrides.py": [
-        ("an override may leave its folder", "not all(_harmless(part) for part in parts)", "False"),
+        ("an override may leave its folder", "not all(_harmless(part) for part in parts)", "False")
     ],
     "shmserve/broker/observability/traces.py": [
-        ("traces per second have no limit", "        self._in_second += 1", "        self._in_second += 0"),
+        ("traces per second have no limit", "        self._in_second += 1", "        self._in_second += 0")
     ],
     "shmserve/broker/processes/helper_process.py": [
-        ("a helper's socket is watched after its end", "self._loop.remove_reader(self.link.fileno())", "pass"),
+        ("a helper's socket is watched after its end", "self._loop.remove_reader(self.link.fileno())", "pass")
     ],
-    "shmserve/broker/processes/workers.py": [
-        ("worker's last messages are lost", "worker.link.flow.drain()", "pass"),
-    ],
+    "shmserve/broker/processes/workers.py": [("worker's last messages are lost", "worker.link.flow.drain()", "pass")],
     "shmserve/gateway/auth/access.py": [
         (
             "any role may call an action",
             "if not roles.intersection(needs) and not (tokens is not None and action in OPEN):",
             "if False:",
-        ),
+        )
     ],
     "shmserve/gateway/grpc/wire.py": [
-        ("a field of protobuf may end behind the message", "if at >= size:", "if at > size:"),
+        ("a field of protobuf may end behind the message", "if at >= size:", "if at > size:")
     ],
     "shmserve/gateway/http/heads.py": [
         ("two Hosts are accepted", "            if name in seen:", "            if name in seen and name != b'host':"),
@@ -287,13 +283,13 @@ TABLE = {
         ("taken bytes of a stream are not counted", "stream.taken += length", "stream.taken += 0"),
     ],
     "shmserve/gateway/kserve/json_scan.py": [
-        ("depth of JSON is not checked below zero", "if depths.min() < 0:", "if False:"),
+        ("depth of JSON is not checked below zero", "if depths.min() < 0:", "if False:")
     ],
     "shmserve/gateway/kserve/json_tensors.py": [
-        ("JSON data may have one value too few", "    if decoded != count:", "    if decoded > count:"),
+        ("JSON data may have one value too few", "    if decoded != count:", "    if decoded > count:")
     ],
     "shmserve/gateway/limits/body_budget.py": [
-        ("a body budget keeps holders that left", "budget.holders -= 1", "budget.holders -= 0"),
+        ("a body budget keeps holders that left", "budget.holders -= 1", "budget.holders -= 0")
     ],
     "shmserve/gateway/limits/caller_shares.py": [
         (
@@ -309,44 +305,34 @@ TABLE = {
             "a reader has no share of a turn",
             "if reader.read_bytes >= self._share or self._remaining <= 0:",
             "if self._left <= 0:",
-        ),
+        )
     ],
     "shmserve/gateway/openai/bodies.py": [
-        ("a list of stop words is one longer", "if len(items) > limit:", "if len(items) > limit + 1:"),
+        ("a list of stop words is one longer", "if len(items) > limit:", "if len(items) > limit + 1:")
     ],
-    "shmserve/gateway/openai/generation.py": [
-        ("a token for streams is not passed on", "self.on_part(stream)", "pass"),
-    ],
+    "shmserve/gateway/openai/generation.py": [("a token for streams is not passed on", "self.on_part(stream)", "pass")],
     "shmserve/gateway/openai/templates.py": [
-        ("a template may read without limit", "if size > INPUT_BYTES:", "if False:"),
+        ("a template may read without limit", "if size > INPUT_BYTES:", "if False:")
     ],
     "shmserve/gateway/zmq_tcp/peer.py": [
-        ("a second Hello is accepted", 'self.goodbye(ProtocolError("second Hello on one connection"))', "pass"),
+        ("a second Hello is accepted", 'self.goodbye(ProtocolError("second Hello on one connection"))', "pass")
     ],
-    "shmserve/session/announcements.py": [
-        ("maps of a lost server are kept", "    self.maps.clear()", "    pass"),
-    ],
+    "shmserve/session/announcements.py": [("maps of a lost server are kept", "    self.maps.clear()", "    pass")],
     "shmserve/session/encode.py": [
-        ("a tensor more than allowed is sent", "if len(tensors) > TENSORS:", "if len(tensors) > TENSORS + 1:"),
+        ("a tensor more than allowed is sent", "if len(tensors) > TENSORS:", "if len(tensors) > TENSORS + 1:")
     ],
-    "shmserve/session/leases.py": [
-        ("a lease's packet has no limit", "if len(data) > PACKET_BYTES:", "if False:"),
-    ],
-    "shmserve/session/queries.py": [
-        ("withdrawn questions stay", "self.withdraw(number)", "pass"),
-    ],
-    "shmserve/session/resend.py": [
-        ("a resent request names old memory", "restage(ticket, memory)", "pass"),
-    ],
+    "shmserve/session/leases.py": [("a lease's packet has no limit", "if len(data) > PACKET_BYTES:", "if False:")],
+    "shmserve/session/queries.py": [("withdrawn questions stay", "self.withdraw(number)", "pass")],
+    "shmserve/session/resend.py": [("a resent request names old memory", "restage(ticket, memory)", "pass")],
     "shmserve/session/session.py": [
         (
             "inputs of an ended call are kept",
             "        finally:\n            if kept is not None:\n                self.memory.release_inputs(kept)",
             "        finally:\n            pass",
-        ),
+        )
     ],
     "shmserve/shm/arena.py": [
-        ("freed segments are still committed", "self.committed -= segment.size", "self.committed -= 0"),
+        ("freed segments are still committed", "self.committed -= segment.size", "self.committed -= 0")
     ],
     "shmserve/shm/blocks.py": [
         ("empty blocks share an offset", "size = (size + mask) & ~mask or mask + 1", "size = (size + mask) & ~mask"),
@@ -358,14 +344,14 @@ TABLE = {
         ("a gap before a block is lost", "self._drop_free(before, start)", "pass"),
     ],
     "shmserve/shm/extents/memfd.py": [
-        ("a memfd of another size is mapped", "if status.st_size != size or size <= 0:", "if size <= 0:"),
+        ("a memfd of another size is mapped", "if status.st_size != size or size <= 0:", "if size <= 0:")
     ],
     "shmserve/shm/extents/posix.py": [
         ("a POSIX name is not removed", "posix_ipc.unlink_shared_memory(self.name)", "pass"),
         ("a name may leave /dev/shm", 'if not _NAME.fullmatch(name) or name.strip("/") in (".", ".."):', "if False:"),
     ],
     "shmserve/shm/strings.py": [
-        ("strings may end behind the buffer", "        if at > end:", "        if at > end + 1:"),
+        ("strings may end behind the buffer", "        if at > end:", "        if at > end + 1:")
     ],
     "shmserve/protocol/codec.py": [
         (
@@ -380,10 +366,10 @@ TABLE = {
         ),
     ],
     "workers/backends/onnx/graphs.py": [
-        ("one CUDA graph too many", "len(self._recorded) >= MAX_SHAPES:", "len(self._recorded) > MAX_SHAPES:"),
+        ("one CUDA graph too many", "len(self._recorded) >= MAX_SHAPES:", "len(self._recorded) > MAX_SHAPES:")
     ],
     "workers/backends/python/pb_utils.py": [
-        ("a string of a model's message ends one early", "while at < len(data):", "while at < len(data) - 4:"),
+        ("a string of a model's message ends one early", "while at < len(data):", "while at < len(data) - 4:")
     ],
     "workers/batch/gather.py": [
         (
@@ -410,48 +396,30 @@ TABLE = {
             "if False:",
         ),
     ],
-    "workers/batch/sequence_inputs.py": [
-        ("states of an ended sequence are kept", "self._kept.pop(key, None)", "pass"),
-    ],
-    "workers/bootstrap.py": [
-        ("a failed load exits like a crash", "sys.exit(LOAD_FAILED)", "sys.exit(1)"),
-    ],
-    "workers/main.py": [
-        ("a model prints into the protocol", "os.dup2(2, 1)", "pass"),
-    ],
-    "workers/model_calls/calls.py": [
-        ("awaited calls are not counted", "self._awaited += 1", "self._awaited += 0"),
-    ],
+    "workers/batch/sequence_inputs.py": [("states of an ended sequence are kept", "self._kept.pop(key, None)", "pass")],
+    "workers/bootstrap.py": [("a failed load exits like a crash", "sys.exit(LOAD_FAILED)", "sys.exit(1)")],
+    "workers/main.py": [("a model prints into the protocol", "os.dup2(2, 1)", "pass")],
+    "workers/model_calls/calls.py": [("awaited calls are not counted", "self._awaited += 1", "self._awaited += 0")],
     "workers/output_arenas.py": [
-        ("a bad return is not logged", 'log_message(f"a returned handle cannot be freed: {error}")', "raise"),
+        ("a bad return is not logged", 'log_message(f"a returned handle cannot be freed: {error}")', "raise")
     ],
     "workers/process/environment_archive.py": [
-        ("an unpacked archive has no limit", "self._bytes += member.size", "self._bytes += 0"),
+        ("an unpacked archive has no limit", "self._bytes += member.size", "self._bytes += 0")
     ],
-    "repo/config/override.py": [
-        ("an expanded override is not looked over", "_look_over(text)", "pass"),
-    ],
-    "repo/remote/cache.py": [
-        ("a cache is not cleared", "self._clear()", "pass"),
-    ],
+    "repo/config/override.py": [("an expanded override is not looked over", "_look_over(text)", "pass")],
+    "repo/remote/cache.py": [("a cache is not cleared", "self._clear()", "pass")],
     "repo/remote/credentials.py": [
         (
             "credentials are shown in errors",
             'redact.add(settings.get(name) for name in ("secret_key", "key_id", "session_token"))',
             "pass",
-        ),
+        )
     ],
-    "repo/remote/download.py": [
-        ("an object of another size is kept", "if 0 <= file.size != written:", "if False:"),
-    ],
-    "repo/rules/fields.py": [
-        ("a negative dim in a reshape is accepted", "counts[-1] *= dim", "counts[-1] *= 1"),
-    ],
-    "repo/rules/schedulers.py": [
-        ("a scheduler's dim of zero is accepted", "if dim < 1:", "if dim < 0:"),
-    ],
+    "repo/remote/download.py": [("an object of another size is kept", "if 0 <= file.size != written:", "if False:")],
+    "repo/rules/fields.py": [("a negative dim in a reshape is accepted", "counts[-1] *= dim", "counts[-1] *= 1")],
+    "repo/rules/schedulers.py": [("a scheduler's dim of zero is accepted", "if dim < 1:", "if dim < 0:")],
     "repo/storage/generation.py": [
-        ("an empty generation is cloned", "self._clones = sizes.total_bytes > 0", "self._clones = True"),
+        ("an empty generation is cloned", "self._clones = sizes.total_bytes > 0", "self._clones = True")
     ],
     "shmserve/core/exit/exit.py": [
         (
@@ -522,21 +490,17 @@ TABLE = {
         ("an ended step still counts", "        client.steps -= 1\n", ""),
     ],
     "shmserve/core/stats/callers.py": [
-        (
-            "any client may name callers that count like users",
-            "(whole, name) if self._trusted",
-            "(whole, name) if name",
-        ),
+        ("any client may name callers that count like users", "(whole, name) if self._trusted", "(whole, name) if name")
     ],
     "shmserve/gateway/listeners/handshakes.py": [
-        ("any client may send a PROXY header", "if not self._proxies.trusts(arrival.peer):", "if not self._proxies:"),
+        ("any client may send a PROXY header", "if not self._proxies.trusts(arrival.peer):", "if not self._proxies:")
     ],
     "shmserve/core/exit/responses.py": [
         (
             "a stream that nobody reads holds its model although others wait",
             "        if version.waits or instance.waiting is not None:",
             "        if version.waits and instance.waiting is not None:",
-        ),
+        )
     ],
     "shmserve/core/models/shares.py": [
         (
@@ -551,21 +515,21 @@ TABLE = {
         ),
     ],
     "workers/model_calls/responses.py": [
-        ("a model waits for a caller that does not read", "stream.kept_bytes + size > BUFFER_BYTES", "True"),
+        ("a model waits for a caller that does not read", "stream.kept_bytes + size > BUFFER_BYTES", "True")
     ],
     "workers/runner.py": [
         (
             "empty slots of a native backend's batch are left out",
             "            work_items = hidden.filled(work_items, gather)",
             "            work_items = work_items",
-        ),
+        )
     ],
     "workers/backends/native/shim/response.c": [
         (
             "a state of a native backend with one buffer does not begin as the old one",
             "    if (before != NULL && before->buffer_count == 1)",
             "    if (before != NULL && before->buffer_count == 2)",
-        ),
+        )
     ],
 }
 """By file: the name of a fault, the text that it replaces, and the new text."""

@@ -9,18 +9,7 @@ from msgspec.structs import replace
 
 from shmserve.core.limits import Limits
 from shmserve.shm import lease_log
-from shmserve.sim import (
-    Closed,
-    Constant,
-    Faults,
-    Load,
-    Plan,
-    Poisson,
-    Replay,
-    Result,
-    SimModel,
-    simulate,
-)
+from shmserve.sim import Closed, Constant, Faults, Load, Plan, Poisson, Replay, Result, SimModel, simulate
 from shmserve.sim.processes import sim_lease
 from shmserve.sim.processes.clients import LoadSource
 from shmserve.sim.results import ModelResult

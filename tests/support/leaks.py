@@ -234,13 +234,7 @@ def _mappings() -> Generator[Thing, None, None]:
         yield Thing("map", ("map", start, inode), path, f"mapping of {path} ({inode})")
 
 
-SORTS: tuple[Callable[[], Generator[Thing, None, None]], ...] = (
-    _threads,
-    _processes,
-    _descriptors,
-    _names,
-    _mappings,
-)
+SORTS: tuple[Callable[[], Generator[Thing, None, None]], ...] = (_threads, _processes, _descriptors, _names, _mappings)
 """Threads and processes first: one that ends while the others are listed closes what it holds before it vanishes. If
 they came last, its descriptors would be listed, but not the thread that still has to close them."""
 

@@ -45,8 +45,7 @@ def on_a_terminal(words: list[str], columns: int, variables: dict[str, str] | No
 
 
 @pytest.mark.parametrize(
-    ("command", "columns"),
-    [("models", 80), ("models", 250), ("models --instances", 60), ("stats", 60), ("check", 60)],
+    ("command", "columns"), [("models", 80), ("models", 250), ("models --instances", 60), ("stats", 60), ("check", 60)]
 )
 def test_tables_fit_the_terminal(server: Server, root: Path, command: str, columns: int) -> None:
     words = ["check", str(root)] if command == "check" else [*command.split(), "--url", server.url]

@@ -21,10 +21,7 @@ from tests.support.shared_server import SharedServer
 ort = pytest.importorskip("onnxruntime")
 
 NETWORK = samples.vad_model_file()
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(NETWORK is None, reason="silero-vad is not installed"),
-]
+pytestmark = [pytest.mark.process, pytest.mark.skipif(NETWORK is None, reason="silero-vad is not installed")]
 
 STREAMS = 32
 FORMANTS = ((500, 80), (1500, 120), (2500, 160))

@@ -20,17 +20,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.testing import Server
 from shmserve.tools.load.measure import measure
 from shmserve.tools.load.plan import CHAT as CHAT_API
-from shmserve.tools.load.plan import (
-    COMPLETIONS,
-    SECOND,
-    Closed,
-    Endpoint,
-    Lengths,
-    Objectives,
-    Plan,
-    Prompts,
-    Settings,
-)
+from shmserve.tools.load.plan import COMPLETIONS, SECOND, Closed, Endpoint, Lengths, Objectives, Plan, Prompts, Settings
 from tests.process.models.language import llm_oracle
 from tests.support.gateway.language_models import openai_client, post
 from tests.support.model_files import parameters
@@ -149,10 +139,7 @@ def test_a_load_generator_counts_tokens(kind: str, api: str, server: Server) -> 
 
 WEATHER: Any = {
     "type": "object",
-    "properties": {
-        "city": {"enum": ["Oslo", "Rome"]},
-        "day": {"$ref": "#/$defs/day"},
-    },
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "day": {"$ref": "#/$defs/day"}},
     "required": ["city", "day"],
     "additionalProperties": False,
     "$defs": {"day": {"type": "object", "properties": {"number": {"enum": [1, 2]}}, "required": ["number"]}},

@@ -18,15 +18,7 @@ import pytest
 
 import shmserve
 from shmserve.testing import Server
-from tests.support.gateway.served_gateways import (
-    ANY_PORTS,
-    END_S,
-    WAITING_REQUEST,
-    Serving,
-    ask,
-    gateways_of,
-    serving,
-)
+from tests.support.gateway.served_gateways import ANY_PORTS, END_S, WAITING_REQUEST, Serving, ask, gateways_of, serving
 from tests.support.launch import await_end, descriptors_of, identity
 from tests.support.living import PYTHON
 from tests.support.model_files import write_model

@@ -182,11 +182,7 @@ def test_a_worker_exits_with_its_parent() -> None:
 
 @pytest.mark.parametrize(
     "packet",
-    [
-        codec.encode([Load(WORKER, "m", 1, "m_0_0", "", {})]),
-        codec.encode([Map((CLIENT << 32) + 1, 4096)]),
-        b"\xc1\xc1",
-    ],
+    [codec.encode([Load(WORKER, "m", 1, "m_0_0", "", {})]), codec.encode([Map((CLIENT << 32) + 1, 4096)]), b"\xc1\xc1"],
     ids=["load again", "no descriptor", "garbage"],
 )
 def test_an_invalid_message_ends_the_worker(tmp_path: Path, packet: bytes) -> None:

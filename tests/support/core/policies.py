@@ -28,12 +28,7 @@ SPECS = (TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),)
 BATCHING = BatchPolicy()
 
 
-def plain(
-    name: str = "m",
-    max_batch: int = 8,
-    batching: BatchPolicy | None = BATCHING,
-    **more: Any,
-) -> ModelPolicy:
+def plain(name: str = "m", max_batch: int = 8, batching: BatchPolicy | None = BATCHING, **more: Any) -> ModelPolicy:
     """A model with one input `x` and one output `y`."""
     return ModelPolicy(name, 1, max_batch, *SPECS, batching, **more)
 

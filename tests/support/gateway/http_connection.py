@@ -92,11 +92,7 @@ class Echo:
 def shared(loop: Any) -> Any:
     """The link of a listener, as far as it has what all endpoints share."""
     return SimpleNamespace(
-        bind=lambda: loop,
-        shares=Shares(),
-        turns=JobTurns(loop),
-        reads=ReadTurns(loop),
-        backlog=InputBacklog(loop),
+        bind=lambda: loop, shares=Shares(), turns=JobTurns(loop), reads=ReadTurns(loop), backlog=InputBacklog(loop)
     )
 
 

@@ -137,10 +137,7 @@ def test_the_engine_reads_the_picture() -> None:
     reader = session(model)
     characters = ocr.read_characters()
     assert characters[1:-1] == reader.get_modelmeta().custom_metadata_map["character"].splitlines()
-    answer = reader.run(
-        [ocr.OUTPUT],
-        {ocr.INPUT: ocr.to_input(ocr.sample_picture())},
-    )[0]
+    answer = reader.run([ocr.OUTPUT], {ocr.INPUT: ocr.to_input(ocr.sample_picture())})[0]
     assert answer.shape[-1] == len(characters)
     for height, width in ((48, 800), (24, 30), (96, 1000), (7, 3)):
         picture = np.random.default_rng(1).integers(0, 256, (height, width, 3), np.uint8)

@@ -129,8 +129,7 @@ def test_no_handle_reaches_outside_its_segment(offset: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [(9,), (11,), (2, 6), (2**62, 4), (2**33, 2**33), (2**64, 0, 1, 5), (-10,), (-2, -5), (), (10, 1, 2)],
+    "shape", [(9,), (11,), (2, 6), (2**62, 4), (2**33, 2**33), (2**64, 0, 1, 5), (-10,), (-2, -5), (), (10, 1, 2)]
 )
 def test_the_size_of_the_shape_must_be_that_of_the_handle(pair: Pair, shape: tuple[int, ...]) -> None:
     handle = pair.block(40).handle()

@@ -101,11 +101,7 @@ def test_any_buffer_is_read_and_copied(kind: Any, shape: tuple[int, ...]) -> Non
         (plain([b"x"] * 17), (16,), "unexpected number of string elements 17 for T, expecting 16"),
         (plain([b"x"]), (0,), "unexpected number of string elements 1 for T, expecting 0"),
         (plain([b"x", b"yz"])[:-1], (2,), "incomplete string element 1 of 2 for T: only 1 of its 2 bytes are present"),
-        (
-            plain([b"x"]) + b"\0\0\0",
-            (2,),
-            "incomplete string element 1 of 2 for T: only 3 of the 4 bytes of",
-        ),
+        (plain([b"x"]) + b"\0\0\0", (2,), "incomplete string element 1 of 2 for T: only 3 of the 4 bytes of"),
         (plain([b"x"]) + b"\0\0\0", (1,), "unexpected bytes for T after the last of 1 string elements"),
         (plain([b"x"]) + b"\5\0\0\0abc", (1,), "unexpected bytes for T after the last of 1 string elements"),
         (b"\xff" * 4, (1,), "incomplete string element 0 of 1 for T: only 0 of its 4294967295 bytes are present"),

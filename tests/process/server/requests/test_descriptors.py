@@ -70,9 +70,7 @@ def test_a_client_announces_its_segments_again_over_a_new_connection(server: Lau
 
 
 @pytest.mark.parametrize("end", [ClientLane, WorkerLink], ids=["client", "worker"])
-def test_clients_and_workers_close_a_connection_that_lost_descriptors(
-    end: Callable[[socket.socket], Any],
-) -> None:
+def test_clients_and_workers_close_a_connection_that_lost_descriptors(end: Callable[[socket.socket], Any]) -> None:
     """A client reconnects after ConnectionLost; a worker ends and is restarted."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link = end(ours)

@@ -53,10 +53,7 @@ def decoding(fn: Any, types: Any) -> Any:
 def image_config(kind: str, dims: tuple[int, ...]) -> ModelConfig:
     """The outputs have other names than in the pipeline, since only their order matters."""
     found = config(
-        "dali",
-        {"image": (kind, dims)},
-        {"corner": ("UINT8", (SIDE, SIDE, 3)), "size": ("INT64", (3,))},
-        max_batch=8,
+        "dali", {"image": (kind, dims)}, {"corner": ("UINT8", (SIDE, SIDE, 3)), "size": ("INT64", (3,))}, max_batch=8
     )
     return replace(found, input=(replace(found.input[0], allow_ragged_batch=kind == "UINT8"),))
 

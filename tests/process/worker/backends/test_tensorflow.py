@@ -19,11 +19,7 @@ from msgspec.structs import replace
 import shmserve
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Return, Tensor
-from shmserve.repo.config.schema import (
-    ModelConfig,
-    ModelOptimizationPolicy,
-    ModelOptimizationPolicyGraph,
-)
+from shmserve.repo.config.schema import ModelConfig, ModelOptimizationPolicy, ModelOptimizationPolicyGraph
 from shmserve.workers.backends.base import Context
 from tests.support.launch import Launched
 from tests.support.workers.in_process import AS_GIVEN, assert_refused, floats
@@ -326,11 +322,7 @@ def optional(folder: Path) -> ModelConfig:
         (lambda f: simple(f, TF_NUM_INTRA_THREADS="-1"), InvalidRequest, "TF_NUM_INTRA_THREADS of model 'm'"),
         (lambda f: simple(f, TF_USE_PER_SESSION_THREADS="so"), InvalidRequest, "must be true or false, not 'so'"),
         (lambda f: simple(f, TF_INIT_OPS_FILE="a"), InvalidRequest, "left out for a SavedModel"),
-        (
-            lambda f: on_gpu(simple(f), 1),
-            Unsupported,
-            "GPU 1, and the TensorFlow that is installed finds none",
-        ),
+        (lambda f: on_gpu(simple(f), 1), Unsupported, "GPU 1, and the TensorFlow that is installed finds none"),
         (frozen, InvalidRequest, "expects 1 inputs, model provides 2: it also has b"),
         (lambda f: frozen(f, outputs={"z": ("FP32", (3,))}), InvalidRequest, "output 'z', allowed outputs are: y"),
     ],

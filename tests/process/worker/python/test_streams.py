@@ -192,10 +192,7 @@ def test_misuse_of_a_sender_raises_in_the_model(faulty: WorkerProcess) -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [
-        (0, "ValueError: told to"),
-        (1, "is using the decoupled mode and the execute function must return None."),
-    ],
+    [(0, "ValueError: told to"), (1, "is using the decoupled mode and the execute function must return None.")],
 )
 def test_a_failed_batch_fails_the_streams_that_are_open(faulty: WorkerProcess, count: int, text: str) -> None:
     faulty.execute(asks(1, count, wish="fail"), asks(2, 0), asks(3, 0))

@@ -188,12 +188,7 @@ def test_requests_of_one_form_go_to_the_worker_and_come_back_in_columns() -> Non
         client.sends(number)
     for number in (1, 2):
         other.sends(number)
-    world.turn(
-        [
-            (client.peer, InferBatch("m", 0, columns(3, 2))),
-            (other.peer, InferBatch("m", 0, columns(2))),
-        ]
-    )
+    world.turn([(client.peer, InferBatch("m", 0, columns(3, 2))), (other.peer, InferBatch("m", 0, columns(2)))])
     world.finish()
     orders = [message for message in worker.inbox if isinstance(message, Execute)]
     assert orders

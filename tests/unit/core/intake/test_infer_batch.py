@@ -100,12 +100,7 @@ LIMITS = Limits(
     exit_ns=30 * MS,
     cache_bytes=4000,
 )
-TIGHT = (
-    LIMITS,
-    replace(LIMITS, client_requests=5),
-    replace(LIMITS, model_queue=6),
-    replace(LIMITS, queue_bytes=40),
-)
+TIGHT = (LIMITS, replace(LIMITS, client_requests=5), replace(LIMITS, model_queue=6), replace(LIMITS, queue_bytes=40))
 
 
 class Listener(FakeClient):

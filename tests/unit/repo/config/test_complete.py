@@ -13,13 +13,7 @@ from msgspec.structs import replace
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.config.complete import TensorFacts, complete, complete_from_model, needs_completion
 from shmserve.repo.config.problems import ConfigError
-from shmserve.repo.config.schema import (
-    ModelConfig,
-    ModelDynamicBatching,
-    ModelInput,
-    ModelOutput,
-    ModelTensorReshape,
-)
+from shmserve.repo.config.schema import ModelConfig, ModelDynamicBatching, ModelInput, ModelOutput, ModelTensorReshape
 from shmserve.repo.gpus import GpuNumbers
 from shmserve.repo.load import ModelContext, examine, parse
 from shmserve.repo.rules.fields import verify_completed
@@ -225,10 +219,7 @@ def test_settings_that_a_model_adds_get_defaults() -> None:
 
 
 @settings(max_examples=examples(50))
-@given(
-    st.lists(st.lists(st.integers(1, 9) | st.just(-1), max_size=5), min_size=2, max_size=5),
-    st.integers(0, 9),
-)
+@given(st.lists(st.lists(st.integers(1, 9) | st.just(-1), max_size=5), min_size=2, max_size=5), st.integers(0, 9))
 def test_a_completed_configuration_is_valid_and_complete(shapes: list[list[int]], max_batch: int) -> None:
     tensors = [facts(f"t{index}", *shape) for index, shape in enumerate(shapes)]
     given_config = complete(ModelConfig(backend="onnxruntime", max_batch_size=max_batch), "m")

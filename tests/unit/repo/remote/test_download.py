@@ -81,10 +81,7 @@ class Sends(Store):
 
 @pytest.mark.parametrize(
     ("content", "error"),
-    [
-        (b"abc", r"1/model: the connection ended after 3 of 4 bytes"),
-        (b"abcde", r"1/model is longer than its 4 bytes"),
-    ],
+    [(b"abc", r"1/model: the connection ended after 3 of 4 bytes"), (b"abcde", r"1/model is longer than its 4 bytes")],
 )
 def test_an_object_of_another_size_is_not_kept(tmp_path: Path, content: bytes, error: str) -> None:
     slot = Slot.acquire(tmp_path, ["key"])

@@ -13,13 +13,7 @@ import pytest
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.config.problems import CONFIG_BYTES
 from shmserve.repo.load import parse
-from shmserve.repo.storage.store import (
-    ScannedModel,
-    find_model,
-    model_names,
-    scan_model,
-    select_versions,
-)
+from shmserve.repo.storage.store import ScannedModel, find_model, model_names, scan_model, select_versions
 from tests.support.repo.texts import BACKENDS, DYNAMIC, ENSEMBLE, SMALL
 
 PYTHON = SMALL.replace("identity", "python")

@@ -61,10 +61,7 @@ def test_a_recurrent_network_and_a_batched_product() -> None:
     inputs = {"x": [7, 2, 3], "a": [4, 6, 3], "b": [4, 3, 8]}
     weights = {"w": (1, 20, 3), "r": (1, 20, 5)}
     network, work = network_of(model(nodes, inputs, {"h": [7, 1, 2, 5], "c": [4, 6, 8]}, weights), {}, 9)
-    assert found(network) == {
-        "LSTM": (1, 2 * 7 * 2 * 20 * (3 + 5), 160, 0),
-        "MatMul": (1, 2 * 4 * 6 * 8 * 3, 0, 0),
-    }
+    assert found(network) == {"LSTM": (1, 2 * 7 * 2 * 20 * (3 + 5), 160, 0), "MatMul": (1, 2 * 4 * 6 * 8 * 3, 0, 0)}
     assert (network.batches, work.rows) == (False, 1)
 
 

@@ -114,10 +114,7 @@ async def in_open_loop(arrivals: Sequence[int], services: Sequence[int], limit: 
 
 
 @settings(max_examples=examples(60))
-@given(
-    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=40),
-    st.integers(1, 5),
-)
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=40), st.integers(1, 5))
 def test_latency_counts_from_the_intended_time(requests: list[tuple[int, int]], limit: int) -> None:
     """However few requests may be in flight, the latencies are those of a queue with all of them (no coordinated
     omission).

@@ -20,12 +20,7 @@ from shmserve.repo.config.schema import (
     ModelParameter,
 )
 from shmserve.workers.backends.onnx.facts import engine_text
-from shmserve.workers.backends.onnx.options import (
-    PARAMETERS,
-    SETTINGS,
-    SessionPlan,
-    plan,
-)
+from shmserve.workers.backends.onnx.options import PARAMETERS, SETTINGS, SessionPlan, plan
 from shmserve.workers.backends.onnx.providers import (
     CPU,
     CUDA,
@@ -67,8 +62,7 @@ def config(
         name="m",
         parameters={key: ModelParameter(string_value=value) for key, value in given.items()},
         optimization=ModelOptimizationPolicy(
-            execution_accelerators=listed,
-            graph=None if level is None else ModelOptimizationPolicyGraph(level=level),
+            execution_accelerators=listed, graph=None if level is None else ModelOptimizationPolicyGraph(level=level)
         ),
     )
 

@@ -226,9 +226,7 @@ def engine(path: Path) -> Any:
 
 _SESSIONS: list[Any] = []
 SPECS = config(
-    "onnxruntime",
-    {"x": ("FP32", (-1,)), "w": ("FP32", (1,))},
-    {"sum": ("FP32", (-1,)), "where": ("INT64", (1, -1))},
+    "onnxruntime", {"x": ("FP32", (-1,)), "w": ("FP32", (1,))}, {"sum": ("FP32", (-1,)), "where": ("INT64", (1, -1))}
 )
 steps = st.tuples(
     st.integers(0, 5),  # how long x is

@@ -101,10 +101,7 @@ def test_requests_of_any_shapes_share_a_batch(
             plain = np.full((rows, 2), number, np.int16)
             inline = inline and x.nbytes <= INLINE_BYTES
             places = [] if inline or not x.size else sorted({0, rows - 1})
-            inputs = (
-                parts.tensor("x", x, places),
-                Tensor("plain", "INT16", plain.shape, plain.tobytes()),
-            )
+            inputs = (parts.tensor("x", x, places), Tensor("plain", "INT16", plain.shape, plain.tobytes()))
             work_items.append(Work(number, rows, inputs, None, "internal"))
             xs.append(x)
             plains.append(plain)
