@@ -20,13 +20,11 @@ from shmserve.repo.parameters import CHAT_TEMPLATE
 ONNX_ON_GPU = ("tensorrt", "cuda")
 """In the order in which they may claim an operator."""
 ONNX_ON_CPU = ("openvino", "xnnpack", "dnnl")
-PADDLE_ON_CPU = ("mkldnn", "ort")
-PADDLE_PARAMETERS = frozenset({"cpu_threads", "capacity", "use_int8"})
-_NO_ACCELERATORS = {
-    "paddle": "PaddlePaddle runs on the CPU only here",
-    "tensorflow": "releases of TensorFlow since 2.18 have no TensorRT, and this backend does not set the others",
-}
-"""Backends that have accelerators for GPUs in Triton and not here, and why."""
+_PADDLE_PARAMETERS = frozenset({"cpu_threads", "capacity", "use_fp16", "use_int8"})
+_PADDLE_ON_CPU = {"mkldnn": "", "ort": "packages of PaddlePaddle are built without ONNX Runtime"}
+"""Triton's accelerators for PaddlePaddle, and why one cannot be used."""
+_PADDLE_ON_GPU = "PaddlePaddle runs on the CPU only here"
+_TENSORFLOW_ON_GPU = "releases of TensorFlow since 2.18 have no TensorRT, and this backend does not set the others"
 _CAPTURING = ("pytorch", "tensorrt")
 """Backends that use CUDA graphs."""
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
@@ -52,12 +50,12 @@ def setting_problems(config: ModelConfig) -> Iterator[SettingProblem]:
             yield from _wrong(f"{path}.gpu_execution_accelerator", listed.gpu_execution_accelerator, ONNX_ON_GPU)
         if config.backend == "onnxruntime" and "KIND_CPU" in kinds:
             yield from _wrong(f"{path}.cpu_execution_accelerator", listed.cpu_execution_accelerator, ONNX_ON_CPU)
-        if "KIND_GPU" in kinds and (reason := _NO_ACCELERATORS.get(config.backend)):
+        if config.backend == "tensorflow" and "KIND_GPU" in kinds:
             for index, accelerator in enumerate(listed.gpu_execution_accelerator):
-                text = f"'{accelerator.name}' is not supported: {reason}; leave it out"
+                text = _unsupported(accelerator.name, _TENSORFLOW_ON_GPU)
                 yield SettingProblem(f"{path}.gpu_execution_accelerator[{index}].name", text)
-        if config.backend == "paddle":
-            yield from _wrong(f"{path}.cpu_execution_accelerator", listed.cpu_execution_accelerator, PADDLE_ON_CPU)
+    if config.backend == "paddle":
+        yield from paddle_problems(config)
     if optimization is not None and optimization.graph is not None and config.backend == "onnxruntime":
         if text := onnx_level_problem(optimization.graph.level):
             yield SettingProblem("optimization.graph.level", text)
@@ -84,11 +82,32 @@ def _wrong(path: str, accelerators: _Accelerators, known: Collection[str]) -> It
         if text := accelerator_problem(accelerator.name, known, earlier):
             yield SettingProblem(f"{path}[{index}].name", text)
         earlier.append(accelerator.name.lower())
-        if known is PADDLE_ON_CPU and (unknown := sorted(accelerator.parameters.keys() - PADDLE_PARAMETERS)):
-            text = (
-                f"'{accelerator.name}' has no parameter '{unknown[0]}'; it has {', '.join(sorted(PADDLE_PARAMETERS))}"
-            )
-            yield SettingProblem(f'{path}[{index}].parameters["{unknown[0]}"]', text)
+
+
+def paddle_problems(config: ModelConfig) -> Iterator[SettingProblem]:
+    """The accelerators of a model of PaddlePaddle that cannot be used."""
+    optimization = config.optimization
+    listed = optimization.execution_accelerators if optimization is not None else None
+    if listed is None:
+        return
+    path = "optimization.execution_accelerators.{}_execution_accelerator[{}].{}".format
+    for index, accelerator in enumerate(listed.gpu_execution_accelerator):
+        yield SettingProblem(path("gpu", index, "name"), _unsupported(accelerator.name, _PADDLE_ON_GPU))
+    for index, accelerator in enumerate(listed.cpu_execution_accelerator):
+        name = accelerator.name
+        if name not in _PADDLE_ON_CPU:
+            choices = f"Available choices are [{', '.join(_PADDLE_ON_CPU)}]"
+            text = f"unknown cpu_execution_accelerator name '{name}' is provided. {choices}"
+            yield SettingProblem(path("cpu", index, "name"), text)
+        elif reason := _PADDLE_ON_CPU[name]:
+            yield SettingProblem(path("cpu", index, "name"), _unsupported(name, reason))
+        elif unknown := sorted(accelerator.parameters.keys() - _PADDLE_PARAMETERS):
+            text = f"'{name}' has no parameter '{unknown[0]}'; it has {', '.join(sorted(_PADDLE_PARAMETERS))}"
+            yield SettingProblem(path("cpu", index, f'parameters["{unknown[0]}"]'), text)
+
+
+def _unsupported(name: str, reason: str) -> str:
+    return f"'{name}' is not supported: {reason}; leave it out"
 
 
 def onnx_level_problem(level: int) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.config.complete import TensorFacts
-from shmserve.repo.rules.optimization import PADDLE_ON_CPU, PADDLE_PARAMETERS
+from shmserve.repo.rules.optimization import paddle_problems
 from shmserve.workers.backends.base import Context, StackedBackend
 from shmserve.workers.backends.model_facts import completed, match, none_optional
 from shmserve.workers.backends.parameters import Parameters
@@ -72,6 +72,8 @@ _OF_JSON = {
     "f64": "float64",
 }
 """Type names in model.json that differ from numpy's."""
+_OF_TRITON = {"use_fp16": "enable_mkldnn_bfloat16"}
+"""Parameters of Triton's accelerators that have another name here."""
 _Facts = tuple[list[TensorFacts], list[TensorFacts]]
 
 
@@ -102,6 +104,7 @@ class Paddle(StackedBackend):
         if missing:
             raise InvalidRequest(f"unable to load model '{config.name}': it also has the input '{missing[0]}'")
         self._predictor = self._create(config.name, path, parameters)
+        self._clears = parameters.flag("clear_intermediate_tensors", False)
         self._sources = [self._predictor.get_input_handle(inputs[index].name) for index in input_order]
         self._targets = [self._predictor.get_output_handle(outputs[index].name) for index in output_order]
 
@@ -119,6 +122,8 @@ class Paddle(StackedBackend):
         for index, handle in enumerate(self._targets):
             if outputs.needed(index):
                 outputs.put(index, handle.copy_to_cpu())
+        if self._clears:
+            self._predictor.clear_intermediate_tensor()
 
     # ------------------------------------------------------------------------------------ loading
 
@@ -139,6 +144,10 @@ class Paddle(StackedBackend):
                 options.set_onednn_cache_capacity(parameters.whole("capacity", 0))
             if parameters.flag("enable_mkldnn_bfloat16", False):
                 options.enable_onednn_bfloat16()
+            if parameters.flag("use_int8", False):
+                options.enable_onednn_int8()
+        if path.suffix == ".pdmodel" and parameters.flag("enable_memory_optim", True):
+            options.enable_memory_optim(True)  # fails for model.json, whose tensors always share memory
         try:
             return inference.create_predictor(options)
         except (RuntimeError, ValueError) as error:
@@ -146,24 +155,14 @@ class Paddle(StackedBackend):
 
 
 def _of_accelerators(config: ModelConfig) -> dict[str, str]:
-    """Returns the parameters that Triton reads from optimization.execution_accelerators. Those for GPUs have no
-    effect."""
+    """Returns the parameters that Triton reads from optimization.execution_accelerators."""
+    if problem := next(paddle_problems(config), None):
+        raise InvalidRequest(f"model '{config.name}': {problem.path}: {problem.text}")
     optimization = config.optimization
     accelerators = optimization.execution_accelerators if optimization is not None else None
     found: dict[str, str] = {}
     for entry in accelerators.cpu_execution_accelerator if accelerators is not None else ():
-        if entry.name not in PADDLE_ON_CPU:
-            raise InvalidRequest(
-                f"model '{config.name}': unknown cpu_execution_accelerator name '{entry.name}' is provided. Available "
-                "choices are [mkldnn, ort]"
-            )
-        unknown = sorted(entry.parameters.keys() - PADDLE_PARAMETERS)
-        if unknown:
-            raise InvalidRequest(
-                f"model '{config.name}': cpu_execution_accelerator '{entry.name}' has no parameter '{unknown[0]}'; it "
-                f"has {', '.join(sorted(PADDLE_PARAMETERS))}"
-            )
-        found |= entry.parameters
+        found |= {_OF_TRITON.get(key, key): value for key, value in entry.parameters.items()}
     return found
 
 

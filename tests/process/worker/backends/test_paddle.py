@@ -17,6 +17,7 @@ from shmserve.repo.config.schema import (
     ModelOptimizationPolicyExecutionAcceleratorsAccelerator,
     ModelParameter,
 )
+from shmserve.system.procfs import anonymous_bytes
 from tests.support.workers.in_process import load_failure
 from tests.support.workers.models import paddle_models
 from tests.support.workers.models.worker_models import on_gpu
@@ -27,6 +28,7 @@ if importlib.util.find_spec("paddle") is None:
 import paddle
 
 pytestmark = pytest.mark.process
+LAYERS = 12
 WEIGHTS = np.arange(12, dtype=np.float32).reshape(4, 3) / 7
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 COUNTS = np.array([[3], [5]], np.int64)
@@ -109,30 +111,57 @@ def test_configured_names_are_matched_with_the_model(
     check(found[outputs[0]], found[outputs[1]])
 
 
-def test_bfloat16_is_less_precise(tmp_path: Path) -> None:
-    paddle_models.save(tmp_path, linear)
-    found = {}
-    for flag in ("false", "true"):
-        parameters = {"enable_mkldnn_bfloat16": ModelParameter(string_value=flag)}
-        found[flag] = run(replace(bare("model.json"), parameters=parameters), tmp_path)[1]
-    for name, exact in found["false"].items():
-        np.testing.assert_allclose(found["true"][name], exact, rtol=0.02, atol=0.02)
-
-
 def accelerated(name: str, **parameters: str) -> ModelOptimizationPolicy:
     entry = ModelOptimizationPolicyExecutionAcceleratorsAccelerator(name=name, parameters=parameters)
     accelerators = ModelOptimizationPolicyExecutionAccelerators(cpu_execution_accelerator=(entry,))
     return ModelOptimizationPolicy(execution_accelerators=accelerators)
 
 
+def test_bfloat16_is_less_precise(tmp_path: Path) -> None:
+    paddle_models.save(tmp_path, linear)
+    parameters = {"enable_mkldnn_bfloat16": ModelParameter(string_value="true")}
+    (_, exact), (_, ours), (_, tritons) = (
+        run(replace(bare("model.json"), **setting), tmp_path)
+        for setting in ({}, {"parameters": parameters}, {"optimization": accelerated("mkldnn", use_fp16="1")})
+    )
+    for name, values in exact.items():
+        np.testing.assert_allclose(ours[name], values, rtol=0.02, atol=0.02)
+        np.testing.assert_array_equal(ours[name], tritons[name])
+    assert any(not np.array_equal(ours[name], exact[name]) for name in exact)
+
+
+def test_memory_of_intermediate_tensors(tmp_path: Path) -> None:
+    def convolutions() -> tuple[list[Any], list[Any]]:
+        x = y = paddle_models.data("x", [-1, 3, 64, 64])
+        for layer in range(LAYERS):
+            y = paddle.nn.functional.relu(paddle.nn.Conv2D(64 if layer else 3, 64, 3, padding=1)(y))
+        return [x], [paddle.mean(y, axis=[2, 3])]
+
+    paddle_models.save(tmp_path, convolutions, older=True)
+    used = {}
+    for optimized, cleared in (("false", "false"), ("true", "false"), ("false", "true")):
+        flags = {"enable_memory_optim": optimized, "clear_intermediate_tensors": cleared, "enable_mkldnn": "false"}
+        parameters = {key: ModelParameter(string_value=value) for key, value in flags.items()}
+        given = replace(bare("model.pdmodel"), parameters=parameters, max_batch_size=8)
+        with WorkerProcess(given, tmp_path) as worker:
+            worker.loaded()
+            (row,) = worker.run(work(0, worker.tensor("x", np.ones((8, 3, 64, 64), np.float32))))
+            assert row.error is None, row.error
+            used[optimized, cleared] = anonymous_bytes(worker.process.pid)[0]
+    layer = 8 * 64 * 64 * 64 * 4
+    for settings in (("true", "false"), ("false", "true")):
+        assert used["false", "false"] - used[settings] > LAYERS // 2 * layer, used
+
+
 def test_accelerators_and_their_parameters_are_validated(tmp_path: Path) -> None:
     paddle_models.save(tmp_path, linear)
     given = bare("model.json")
-    good = replace(given, optimization=accelerated("mkldnn", cpu_threads="1", capacity="4", use_int8="false"))
+    good = replace(given, optimization=accelerated("mkldnn", cpu_threads="1", capacity="4", use_int8="true"))
     found, outputs = run(good, tmp_path)
     check(*[outputs[entry.name] for entry in found.output])
     for name, parameters, text in (
         ("cuda", {}, "unknown cpu_execution_accelerator name 'cuda'"),
+        ("ort", {}, "'ort' is not supported"),
         ("mkldnn", {"speed": "1"}, "has no parameter 'speed'"),
         ("mkldnn", {"cpu_threads": "many"}, "parameter cpu_threads of model 'm' must be an integer"),
     ):

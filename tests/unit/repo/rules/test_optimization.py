@@ -67,14 +67,18 @@ def test_accelerators() -> None:
     assert found(text, gpus=()) == [], "they have no effect, which is a warning"
     (problem,) = found(listed("tensorflow", "gpu", '{ name: "auto_mixed_precision" }') + GPU_GROUP)
     assert problem.startswith(f"{path}.gpu_execution_accelerator[0].name: 'auto_mixed_precision' is not supported")
-    (problem,) = found(listed("paddle", "gpu", '{ name: "tensorrt" }') + GPU_GROUP)
-    assert problem.startswith(f"{path}.gpu_execution_accelerator[0].name: 'tensorrt' is not supported")
-    assert found(listed("paddle", "gpu", '{ name: "tensorrt" }'), gpus=()) == []
-    both = '[ { name: "mkldnn" parameters { key: "speed" value: "1" } }, { name: "dnnl" } ]'
+    for gpus in ((), (0,)):  # PaddlePaddle always runs on the CPU
+        (problem,) = found(listed("paddle", "gpu", '{ name: "tensorrt" }'), gpus)
+        assert problem.startswith(f"{path}.gpu_execution_accelerator[0].name: 'tensorrt' is not supported")
+    both = '[ { name: "mkldnn" parameters { key: "speed" value: "1" } }, { name: "dnnl" }, { name: "ort" } ]'
     path += ".cpu_execution_accelerator"
     assert found(listed("paddle", "cpu", both)) == [
-        f"{path}[0].parameters[\"speed\"]: 'mkldnn' has no parameter 'speed'; it has capacity, cpu_threads, use_int8",
-        f"{path}[1].name: {unknown} 'dnnl' is requested; known here are mkldnn, ort",
+        f"{path}[0].parameters[\"speed\"]: 'mkldnn' has no parameter 'speed'; it has capacity, cpu_threads, "
+        "use_fp16, use_int8",
+        f"{path}[1].name: unknown cpu_execution_accelerator name 'dnnl' is provided. Available choices are "
+        "[mkldnn, ort]",
+        f"{path}[2].name: 'ort' is not supported: packages of PaddlePaddle are built without ONNX Runtime; "
+        "leave it out",
     ]
 
 
