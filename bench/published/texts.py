@@ -6,9 +6,8 @@ Invariant: this file imports nothing of this project, because it is also copied 
 
 from __future__ import annotations
 
-import json
+import logging
 import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
@@ -73,31 +72,26 @@ def labels_loop(vectors: Array) -> Array:
 def serve(network: str, port: int) -> None:
     """A service as teams write it with Flask: a thread per connection, JSON, a slow tokenizer, one text at a time."""
     import onnxruntime
+    from flask import Flask, request
+    from werkzeug.serving import make_server
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(network, options)
+    app = Flask(__name__)
 
-    class Service(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    @app.post("/")
+    def labels() -> dict[str, list[str]]:
+        found = []
+        for text in request.get_json()["texts"]:
+            ids, mask = tokens_loop([text])
+            (vector,) = session.run(["text"], {"input_ids": ids, "attention_mask": mask})
+            found.append(labels_loop(vector)[0, 0].decode())
+        return {"labels": found}
 
-        def do_POST(self) -> None:
-            found = []
-            for text in json.loads(self.rfile.read(int(self.headers["Content-Length"])))["texts"]:
-                ids, mask = tokens_loop([text])
-                (vector,) = session.run(["text"], {"input_ids": ids, "attention_mask": mask})
-                found.append(labels_loop(vector)[0, 0].decode())
-            body = json.dumps({"labels": found}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", port), Service)
-    print(server.server_address[1], flush=True)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = make_server("127.0.0.1", port, app, threaded=True)
+    print(server.server_port, flush=True)
     server.serve_forever()
 
 

@@ -10,6 +10,7 @@ CONFORMANCE = (
     "tests/conformance/test_backends_padded.py",
 )
 
+PUBLISHED = "tests/process/cli/load/test_published.py"
 CONVERT = "tests/process/cli/test_convert.py"
 
 TORCH_INDEX = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
@@ -47,7 +48,7 @@ ENGINES: tuple[Engine, ...] = (
         "tensorflow",
         ("tensorflow",),
         "tensorflow",
-        ("tests/process/worker/backends/test_tensorflow.py", f"{CONVERT}::test_tensorflow_and_paddle"),
+        ("tests/process/worker/backends/test_tensorflow.py", f"{CONVERT}::test_tensorflow_and_paddle", PUBLISHED),
         more=("tf2onnx>=1.17",),
     ),
     Engine(
@@ -55,7 +56,7 @@ ENGINES: tuple[Engine, ...] = (
         "paddle",
         ("paddle",),
         "paddle",
-        ("tests/process/worker/backends/test_paddle.py", f"{CONVERT}::test_tensorflow_and_paddle"),
+        ("tests/process/worker/backends/test_paddle.py", f"{CONVERT}::test_tensorflow_and_paddle", PUBLISHED),
         more=("paddle2onnx>=2",),
     ),
     Engine("convert", "convert", ("onnxscript", "skl2onnx"), "", (CONVERT,)),
