@@ -39,7 +39,6 @@ MODULES = frozenset(
         "onnxruntime",
         "onnxscript",
         "re2",
-        "rich",
         "skl2onnx",
         "tf2onnx",
         "tomli",
