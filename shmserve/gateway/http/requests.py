@@ -554,7 +554,8 @@ class Requests:
 
         def go_on(request: GenerateRequest | GenerateForm) -> None:
             self._ask_config(
-                exchange, lambda config: exchange.work(self._generate_plan(request, config), partial(send, config))
+                exchange,
+                lambda config: exchange.work(self._generate_plan(exchange, request, config), partial(send, config)),
             )
 
         if exchange.head.has_form:
@@ -567,9 +568,9 @@ class Requests:
             go_on(request)
 
     def _generate_plan(
-        self, request: GenerateRequest | GenerateForm, config: Any
+        self, exchange: HttpExchange, request: GenerateRequest | GenerateForm, config: Any
     ) -> SlicedWork[tuple[RequestPlan, list[Piece]]]:
-        plan = yield from request.plan(config)
+        plan = yield from request.plan(config, exchange.hold)
         pieces = yield from self._sender.placed([b"" if spec.data is None else spec.data for spec in plan.inputs])
         return plan, pieces
 

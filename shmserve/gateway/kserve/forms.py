@@ -38,8 +38,11 @@ def form_of(body: Buffer) -> SlicedWork[Form]:
     if not boundary.startswith(b"--") or not 3 <= len(boundary) <= _BOUNDARY_BYTES:
         raise InvalidRequest("the body is not multipart/form-data: it does not begin with a boundary")
     delimiter = re.compile(re.escape(b"\r\n" + boundary))
-    form, at = Form({}, {}), len(boundary)
+    form, at, sliced_at = Form({}, {}), len(boundary), 0
     for _ in range(PARTS + 1):
+        if at - sliced_at >= COPY_BYTES:
+            sliced_at = at
+            yield
         if bytes(view[at : at + 2]) == b"--":
             return form
         name, is_file, begin = _head(view, at)

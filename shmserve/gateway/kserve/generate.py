@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest
-from shmserve.gateway.kserve.answers import PLACE, Buffer, Held, joined, pieces_in_slices, size_of, spliced
-from shmserve.gateway.kserve.forms import Form, encoded_files
+from shmserve.gateway.kserve.answers import PLACE, Buffer, Held, joined, size_of, spliced
+from shmserve.gateway.kserve.forms import FIELD_BYTES, Form, encoded_files
 from shmserve.gateway.kserve.json_scan import check_depth, unreadable
-from shmserve.gateway.kserve.json_schemas import JsonSchemas, Schema, from_element, is_file, schemas_of, to_element
+from shmserve.gateway.kserve.json_schemas import (
+    JsonSchemas,
+    Schema,
+    append_file,
+    elements_in_slices,
+    from_element,
+    is_file,
+    schemas_of,
+)
 from shmserve.gateway.kserve.json_strings import CutStrings
-from shmserve.gateway.kserve.json_tensors import check_count, to_bytes, to_json
+from shmserve.gateway.kserve.json_tensors import check_count, joined_in_slices, to_bytes, to_json, to_json_in_slices
 from shmserve.gateway.kserve.plans import InputPlan, RequestPlan, Value, options_of, tensor_type
 from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 from shmserve.protocol.messages import Tensor
@@ -44,16 +52,26 @@ class GenerateForm:
     def __init__(self, form: Form) -> None:
         self._form = form
 
-    def plan(self, config: Mapping[str, Any]) -> SlicedWork[RequestPlan]:
-        """`config`: the model's configuration."""
+    def plan(self, config: Mapping[str, Any], hold: Callable[[int], None]) -> SlicedWork[RequestPlan]:
+        """`config`: the model's configuration. `hold` is called with the sizes of copies, and may raise to abort."""
         inputs, schemas = _inputs_of(config), schemas_of(config)
         document: dict[str, Any] = {}
+        json_bytes = 0
         for name, field in self._form.fields.items():
-            document[name] = _field_value(name, field, inputs.get(name), schemas)
+            if _is_json(field, name, inputs, schemas):
+                json_bytes += len(field)
+                if json_bytes > FIELD_BYTES:
+                    raise InvalidRequest(
+                        f"the fields of the form have more than {FIELD_BYTES} bytes of JSON: use infer instead"
+                    )
+                document[name] = _json_value(name, field)
+            else:
+                document[name] = field
         for name, files in self._form.files.items():
             if name not in inputs:
                 raise InvalidRequest(f"the file '{name[:80]}' is not an input of the model. {_form(inputs)}")
-            document[name] = yield from _as_strings(name, inputs[name], files)
+            document[name] = yield from _as_strings(name, inputs[name], files, hold)
+        yield from _decode_files(document, inputs, schemas.inputs, hold)
         return _plan_of(document, inputs, config, schemas)
 
 
@@ -70,14 +88,15 @@ class GenerateRequest:
         yield from self._strings.cut(self._text, VALUES, ", use infer instead")
         self._text = self._strings.around
 
-    def plan(self, config: Mapping[str, Any]) -> SlicedWork[RequestPlan]:
-        """`config`: the model's configuration."""
-        inputs = _inputs_of(config)
+    def plan(self, config: Mapping[str, Any], hold: Callable[[int], None]) -> SlicedWork[RequestPlan]:
+        """The same as for a form."""
+        inputs, schemas = _inputs_of(config), schemas_of(config)
         document = _read(self._text, inputs)
         if self._strings is not None:
             yield from self._strings.restore(document)
             yield
-        return _plan_of(document, inputs, config, schemas_of(config))
+        yield from _decode_files(document, inputs, schemas.inputs, hold)
+        return _plan_of(document, inputs, config, schemas)
 
 
 class _Strings(NamedTuple):
@@ -91,19 +110,48 @@ def _inputs_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {one["name"]: one for one in config.get("input", [])}
 
 
-def _as_strings(name: str, config: Mapping[str, Any], files: list[memoryview]) -> SlicedWork[_Strings]:
+def _as_strings(
+    name: str, config: Mapping[str, Any], files: list[memoryview], hold: Callable[[int], None]
+) -> SlicedWork[_Strings]:
     if tensor_type(config) != "BYTES":
         raise InvalidRequest(f"input '{name}' of {tensor_type(config)} cannot be a file: send its value as a field")
+    hold(sum(map(len, files)))
     return _Strings(len(files), (yield from encoded_files(files)))
 
 
-def _field_value(name: str, field: str | list[str], config: Mapping[str, Any] | None, schemas: JsonSchemas) -> Any:
-    """Texts and files are written as they are, all other values as JSON."""
-    if config is None or isinstance(field, list):
-        return field
+def _decode_files(
+    document: dict[str, Any], inputs: Mapping[str, Any], schemas: Mapping[str, Schema], hold: Callable[[int], None]
+) -> SlicedWork[None]:
+    """Replaces the values of files, which are in base64, also those in the keyword `parameters`."""
+    nested = document.get("parameters")
+    for values in (document, nested) if type(nested) is dict else (document,):
+        for name in inputs.keys() & values.keys() & schemas.keys():
+            if is_file(schemas[name]) and not isinstance(values[name], _Strings):
+                texts = _several(name, inputs[name]["dims"], values[name])
+                hold(sum(len(text) for text in texts if type(text) is str) * 3 // 4)
+                data = bytearray()
+                for text in texts:
+                    yield from append_file(name, text, data)
+                values[name] = _Strings(len(texts), data)
+
+
+def _several(name: str, dims: Sequence[Any], value: Any) -> list[Any]:
+    """The elements of an input, each of which may be a list."""
+    values = [value] if has_one_element(dims) else value
+    if type(values) is not list:
+        raise InvalidRequest(f"input '{name}' has several values: send a list")
+    return values
+
+
+def _is_json(field: str | list[str], name: str, inputs: Mapping[str, Any], schemas: JsonSchemas) -> TypeGuard[str]:
+    """Texts and files are written as they are, all other inputs as JSON."""
+    if name not in inputs or isinstance(field, list):
+        return False
     schema = schemas.inputs.get(name)
-    if tensor_type(config) == "BYTES" and (schema is None or is_file(schema)):
-        return field
+    return tensor_type(inputs[name]) != "BYTES" or (schema is not None and not is_file(schema))
+
+
+def _json_value(name: str, field: str) -> Any:
     text = field.encode()
     check_depth(text)
     try:
@@ -217,10 +265,8 @@ def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: An
     """`value`: one element, or a list of all elements in order."""
     dims = [int(dim) for dim in config["dims"]]
     if schema is not None and not isinstance(value, _Strings):
-        values = [value] if has_one_element(dims) else value  # an element may be a list
-        if type(values) is not list:
-            raise InvalidRequest(f"input '{name}' has several values: send a list")
-        value = _Strings(len(values), bytearray(encode_bytes([to_element(name, schema, one) for one in values])))
+        values = _several(name, dims, value)
+        value = _Strings(len(values), bytearray(encode_bytes(list(map(_encode, values)))))
     count = value.items if isinstance(value, _Strings) else len(value) if type(value) is list else 1
     variable = [index for index, dim in enumerate(dims) if dim < 0]
     if len(variable) > 1:
@@ -255,8 +301,12 @@ def _json_values(config: Mapping[str, Any], schema: Schema, tensor: Tensor, part
     """A list, unless the model always returns one element."""
     elements: list[bytes] = decode_bytes(joined(parts), tensor.shape).ravel().tolist()
     values = [from_element(schema, element) for element in elements]
-    dims = next((one["dims"] for one in config.get("output", []) if one["name"] == tensor.name), [-1])
-    return values[0] if len(values) == 1 and has_one_element(dims) else values
+    return values[0] if len(values) == 1 and _always_one(config, tensor.name) else values
+
+
+def _always_one(config: Mapping[str, Any], output: str) -> bool:
+    dims = next((one["dims"] for one in config.get("output", []) if one["name"] == output), [-1])
+    return has_one_element(dims)
 
 
 def has_one_element(dims: Sequence[Any]) -> bool:
@@ -272,21 +322,20 @@ def is_large(answer: Held) -> bool:
 def generated_in_slices(
     model: str, plan: RequestPlan, config: Mapping[str, Any], answer: Held, hold: Callable[[int], None]
 ) -> SlicedWork[list[Buffer]]:
-    """The same for a large response, in pieces. `hold`: see `pieces_in_slices`."""
+    """The same for a large response, in pieces. `hold` is called with their sizes, and may raise to abort."""
     document, schemas = _about(model, plan, answer), schemas_of(config).outputs
-    outputs = []
+    pieces: dict[str, list[Buffer]] = {}
     for tensor, parts in zip(answer.reply.outputs, answer.buffers, strict=True):
-        if tensor.name in schemas:
-            hold(2 * size_of(parts))
-            document[tensor.name] = _json_values(config, schemas[tensor.name], tensor, parts)
-            yield
+        name, count = tensor.name, elements(tensor.shape)
+        if name in schemas:
+            data = yield from joined_in_slices(parts)
+            found = yield from elements_in_slices(schemas[name], data, hold)
+            is_value = count == 1 and _always_one(config, name)
         else:
-            outputs.append((tensor, parts))
-    pieces = yield from pieces_in_slices(outputs, hold)
-    for tensor, _ in outputs:
-        document[tensor.name] = PLACE  # it may replace a key from above, in its place
-        if elements(tensor.shape) != 1:
-            pieces[tensor.name] = [b"[", *pieces[tensor.name], b"]"]
+            found = yield from to_json_in_slices(name, tensor.dtype, tensor.shape, parts, hold)
+            is_value = count == 1
+        pieces[name] = found if is_value else [b"[", *found, b"]"]
+        document[name] = PLACE  # it may replace a key from above, in its place
     return spliced(_encode(document), [pieces[name] for name, value in document.items() if value is PLACE])
 
 

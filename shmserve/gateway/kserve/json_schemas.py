@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -15,10 +15,16 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 
 PARAMETER = "json_schemas"
 Schema = dict[str, Any]
 _CACHED = 256
+_STEP = 3 * (SLICE_BYTES // 4)
+"""Three bytes are four characters of base64."""
+_TEXT_WORK = 16
+"""A text takes as long as this many bytes of it."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -51,19 +57,53 @@ def is_file(schema: Schema) -> bool:
     return "contentEncoding" in schema
 
 
-def to_element(name: str, schema: Schema, value: Any) -> bytes:
-    """The bytes of a JSON value. A file may be a data URL."""
-    if not is_file(schema):
-        return _encode(value)
+def append_file(name: str, value: Any, data: bytearray) -> SlicedWork[None]:
+    """Appends the element of a file, whose value is base64 or a data URL, to the data of the tensor."""
     if type(value) is not str:
         raise InvalidRequest(f"input '{name}' is a file: its value must be a string in base64")
-    text = value.partition(",")[2] if value.startswith("data:") else value
+    begin = value.find(",") + 1 if value.startswith("data:") else 0
+    size_at = len(data)
+    data += bytes(4)
     try:
-        return base64.b64decode(text, validate=True)
+        if "=" in value[begin:-2]:
+            raise ValueError("it ends before its last character")
+        for at in range(begin, len(value), SLICE_BYTES):
+            data += base64.b64decode(value[at : at + SLICE_BYTES], validate=True)
+            yield
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest(f"input '{name}' is a file, and its value is not base64: {error}") from None
+    data[size_at : size_at + 4] = (len(data) - size_at - 4).to_bytes(4, "little")
 
 
 def from_element(schema: Schema, element: bytes) -> msgspec.Raw:
     """The JSON value of the bytes."""
     return msgspec.Raw(b'"%b"' % base64.b64encode(element) if is_file(schema) else element)
+
+
+def elements_in_slices(schema: Schema, data: Buffer, hold: Callable[[int], None]) -> SlicedWork[list[Buffer]]:
+    """The JSON values of all elements, with commas between them, in pieces. `hold` is called with the size of each
+    piece, and may raise to abort."""
+    pieces: list[Buffer] = []
+    texts: list[bytes] = []
+    size = 0
+    for text in _texts(schema, memoryview(data)):
+        texts.append(text)
+        size += len(text) + _TEXT_WORK
+        if size >= SLICE_BYTES:
+            pieces.append(b"".join(texts))
+            hold(len(pieces[-1]))
+            texts, size = [], 0
+            yield
+    return [*pieces, b"".join(texts)]
+
+
+def _texts(schema: Schema, data: memoryview) -> Iterator[bytes]:
+    encode, quote = (base64.b64encode, b'"') if is_file(schema) else (bytes, b"")
+    at = 0
+    while at < len(data):
+        yield b"," + quote if at else quote
+        begin = at + 4
+        at = begin + int.from_bytes(data[at:begin], "little")
+        for start in range(begin, at, _STEP):
+            yield encode(data[start : min(start + _STEP, at)])
+        yield quote

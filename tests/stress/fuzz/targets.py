@@ -113,7 +113,7 @@ def http(data: bytes) -> None:
                 kserve.plan_of(body[: head.json_length])
                 finished(kserve.plan_in_slices(body[: head.json_length], LONGEST_BODY))
             case "generate" | "generate_stream":
-                finished(generate.GenerateRequest(body).plan(_MODEL))
+                finished(generate.GenerateRequest(body).plan(_MODEL, lambda size: None))
             case "completions" | "chat_completions" | "embeddings" | "rerank" | "score" | "tokenize" | "detokenize":
                 _openai(head.route.action, body)
             case _:

@@ -12,7 +12,7 @@ import pytest
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.forms import FIELD_BYTES, Form, form_of
 from shmserve.gateway.limits.turns import COPY_BYTES
-from tests.support.gateway.sliced_work import finished
+from tests.support.gateway.sliced_work import finished, slices_of
 
 LINES = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--x--\r\n'
 
@@ -58,6 +58,12 @@ def test_fields_and_files(size: int) -> None:
 def test_broken_forms(body: bytes, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         read(body)
+
+
+def test_many_files_are_searched_in_slices() -> None:
+    """None of them alone is a slice."""
+    body = written([("f", bytes(COPY_BYTES - 1), "f")] * 9)
+    assert slices_of(form_of(body)) >= 4
 
 
 def test_the_smallest_form() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -10,18 +11,19 @@ import pytest
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.answers import Held
-from shmserve.gateway.kserve.forms import form_of
+from shmserve.gateway.kserve.forms import FIELD_BYTES, form_of
 from shmserve.gateway.kserve.generate import GenerateForm, GenerateRequest, event, generated, generated_in_slices
 from shmserve.gateway.kserve.plans import InputPlan, RequestOptions, RequestPlan
+from shmserve.gateway.limits.turns import SLICE_BYTES
 from shmserve.gateway.upstream.documents import error_body
 from shmserve.protocol.messages import Handle, Part, Tensor
 from shmserve.shm.strings import decode_bytes
-from tests.support.gateway.sliced_work import finished
+from tests.support.gateway.sliced_work import finished, slices_of
 from tests.unit.gateway.kserve.test_forms import written
 
 
 def generate_plan(text: bytes, config: Any) -> RequestPlan:
-    return finished(GenerateRequest(text).plan(config))
+    return finished(GenerateRequest(text).plan(config, lambda size: None))
 
 
 def config(batch: int = 0, **inputs: tuple[str, list[Any]]) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def form_plan(*parts: tuple[str, bytes, bool]) -> RequestPlan:
     """A part is a name, a value, and whether it is a file."""
     body = written((name, value, "f" if is_file else None) for name, value, is_file in parts)
     request = GenerateForm(finished(form_of(body)))
-    return finished(request.plan(TYPED))
+    return finished(request.plan(TYPED, lambda size: None))
 
 
 def test_forms() -> None:
@@ -157,13 +159,33 @@ def test_forms() -> None:
 @pytest.mark.parametrize(("part", "message"), [
     (("n", b"x", False), "the field 'n' of the form is not JSON"), (("n", b"[" * 200, False), "nesting depth"),
     (("n", b"1", True), "input 'n' of INT32 cannot be a file"), (("other", b"", True), "is not an input of the model"),
-    (("image", b"?", False), "not base64"),
+    (("image", b"?", False), "not base64"), (("image", b"AA==AAAA", False), "not base64"),
 ])  # fmt: skip
 def test_invalid_forms_are_refused(part: tuple[str, bytes, bool], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         form_plan(part)
+    half = b"[%b1]" % (b"1," * (FIELD_BYTES // 4))
+    with pytest.raises(InvalidRequest, match=f"more than {FIELD_BYTES} bytes of JSON"):
+        form_plan(("many", half, False), ("item", half, False))
     with pytest.raises(InvalidRequest, match="has 1 elements, and 2 are given"):
         form_plan(("text", b"a", True), ("text", b"b", True))
+
+
+def test_files_are_copied_in_slices_and_counted() -> None:
+    """A file of several slices in a request, as base64 and in a form, and in a response."""
+    file = bytes(6 * SLICE_BYTES)
+    counted: list[int] = []
+    request = GenerateRequest(json.dumps({"image": base64.b64encode(file).decode()}).encode())
+    form = GenerateForm(finished(form_of(written([("items", file, "f")] * 64))))
+    for work, count in ((request.plan(TYPED, counted.append), 6), (form.plan(TYPED, counted.append), 64)):
+        assert slices_of(work) >= count
+    assert counted == [len(file), 64 * len(file)]
+    counted.clear()
+    tensor = Tensor("image", "BYTES", (1,), len(file).to_bytes(4, "little") + file)
+    held = Held(Part(1, 3, (tensor,)), [[bytes(tensor.data)]])  # type: ignore[arg-type]
+    response = generated_in_slices("m", RequestPlan((), 0, RequestOptions()), TYPED, held, counted.append)
+    assert slices_of(response) >= 6
+    assert sum(counted) > len(file)
 
 
 def test_a_response_and_its_event() -> None:

@@ -245,7 +245,7 @@ def test_a_request_with_long_strings_is_decoded_in_slices() -> None:
     request = GenerateRequest(json.dumps({"t": words}).encode())
     size = len(json.dumps(words))
     assert slices_of(request.cut()) >= size // SLICE_BYTES
-    plan = finished(request.plan(TEXT_MODEL))
+    plan = finished(request.plan(TEXT_MODEL, lambda size: None))
     assert bytes(plan.inputs[0].data or b"") == b"".join(map(with_size, words))
     with pytest.raises(InvalidRequest, match="besides its strings of 256 bytes and more"):
         finished(GenerateRequest(json.dumps({"t": ["a" * 200] * 12_000}).encode()).cut())
