@@ -18,6 +18,7 @@ from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.config.schema import ModelConfig, decode_config
 from shmserve.repo.files.companions import read_labels
 from shmserve.repo.storage.snapshot import Look, changed
+from shmserve.shm.mapped import DeviceSegments, Mapped
 from shmserve.workers.backends.base import Backend, Context
 from shmserve.workers.backends.registry import kind_of
 from shmserve.workers.batch.gather import Gather
@@ -37,7 +38,6 @@ BACKEND_PINS = "backend-pins"
 """The same for the files of a backend that is not built in."""
 
 if TYPE_CHECKING:
-    from shmserve.shm.mapped import Mapped
     from shmserve.workers.link import BrokerLink
     from shmserve.workers.outbox import Outbox
 
@@ -52,6 +52,7 @@ class LoadedModel(Struct):
     config: ModelConfig
     backend: Backend
     arenas: Arenas
+    mapped: Mapped
     runner: Runner[Any]
     inbox: Inbox | None = None
     """None without a link."""
@@ -61,7 +62,6 @@ def load(
     order: Load,
     config_bytes: bytes,
     outbox: Outbox | None,
-    mapped: Mapped,
     trace: Trace = log_traceback,
     link: BrokerLink | None = None,
 ) -> LoadedModel:
@@ -70,7 +70,7 @@ def load(
     is loading."""
     config = decode_config(config_bytes)
     device = device_of(config, order.instance)
-    mapped.on_gpu = device.kind == "GPU"
+    mapped = Mapped(_open_device if device.kind == "GPU" else None)
     folder = Path(order.model_dir)
     versioned = folder / str(order.version)
     context = Context(order.model, order.version, order.instance, folder, versioned, order.settings, _threads())
@@ -109,7 +109,13 @@ def load(
         outbox.add(Probed(0, True))
     scatter = Scatter(order.model, outputs, arenas, mapped, labels, backend.calls, backend.strict)
     runner = runner_of(order.instance, order.model_dir, backend, gather, scatter, trace, hidden)
-    return LoadedModel(config, backend, arenas, runner, inbox)
+    return LoadedModel(config, backend, arenas, mapped, runner, inbox)
+
+
+def _open_device(mapped: Mapped) -> DeviceSegments:
+    from shmserve.workers.gpu.shared import DeviceMemory  # most models run on the CPU
+
+    return DeviceMemory(mapped)
 
 
 def _pins(order: Load, config: ModelConfig) -> list[tuple[Path, dict[str, Look]]]:

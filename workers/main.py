@@ -188,16 +188,14 @@ def _report_load_failure(order: Load, error: Exception, outbox: Outbox) -> Exit:
 def _serve(link: BrokerLink, priority: LoadPriority) -> Exit:
     orders, descriptors = _first_order(link)
     order: Load = orders[0]
-    from shmserve.shm.mapped import Mapped
     from shmserve.workers.loading import load
     from shmserve.workers.loop import Loop
     from shmserve.workers.outbox import Outbox
 
     outbox = Outbox(link)
-    mapped = Mapped()
     config = _read(descriptors.pop(0))
     try:
-        model = load(order, config, outbox, mapped, link=link)
+        model = load(order, config, outbox, link=link)
     except Exception as error:
         return _report_load_failure(order, error, outbox)
     stopped = False
@@ -209,7 +207,7 @@ def _serve(link: BrokerLink, priority: LoadPriority) -> Exit:
         gc.set_threshold(*_GC_THRESHOLDS)
         assert model.inbox is not None
         max_batch = model.config.max_batch_size
-        loop = Loop(link, model.inbox, outbox, model.arenas, mapped, model.runner, model.backend, max_batch)
+        loop = Loop(link, model.inbox, outbox, model.arenas, model.mapped, model.runner, model.backend, max_batch)
         loop.run(orders[1:], descriptors)
         stopped = True
     finally:

@@ -23,7 +23,6 @@ from shmserve.protocol.worker_messages import Load, Work
 from shmserve.repo import samples
 from shmserve.repo.config.schema import encode_config
 from shmserve.repo.storage.store import scan_model
-from shmserve.shm.mapped import Mapped
 from shmserve.workers.loading import LoadedModel, load
 
 IDENTITY = """
@@ -40,7 +39,7 @@ def loaded(path: Path) -> LoadedModel:
     config = scan_model(path).config
     assert config is not None
     order = Load(1, path.name, 1, f"{path.name}_0_0", str(path), {})
-    return load(order, encode_config(config), None, Mapped())
+    return load(order, encode_config(config), None)
 
 
 def small(count: int) -> list[Work]:

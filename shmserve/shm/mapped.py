@@ -56,14 +56,14 @@ class _Mapping:
 
 
 class Mapped:
-    def __init__(self) -> None:
+    def __init__(self, open_device: Callable[[Mapped], DeviceSegments] | None = None) -> None:
+        """`open_device` opens the reader of segments on the GPU, at the first use, because a context takes hundreds of
+        MiB of GPU memory. None: this process may not use a GPU."""
         self._segments: dict[int, _Mapping] = {}
         self.on_device: dict[int, tuple[str, int]] = {}
         """Segments on a GPU, with their names and sizes. They are not mapped on the host."""
-        self.on_gpu = True
-        """Whether this process may use its GPU. A context takes hundreds of MiB of GPU memory."""
-        self.device: DeviceSegments | None = None
-        """The reader of segments on the GPU, if any."""
+        self._open_device = open_device
+        self._device: DeviceSegments | None = None
         self.committed = 0
         """Bytes of all segments that are mapped and have not been removed."""
 
@@ -111,8 +111,8 @@ class Mapped:
         if mapping is None:
             if self.on_device.pop(segment, None) is None:
                 raise InvalidRequest(f"segment {segment} is not mapped")
-            if self.device is not None:
-                self.device.forget(segment)
+            if self._device is not None:
+                self._device.forget(segment)
             return
         self.committed -= mapping.size
 
@@ -120,9 +120,17 @@ class Mapped:
         self._segments.clear()
         self.on_device.clear()
         self.committed = 0
-        device, self.device = self.device, None
+        device, self._device = self._device, None
         if device is not None:
             device.close()
+
+    def device(self) -> DeviceSegments:
+        """The reader of segments on the GPU."""
+        if self._device is None:
+            if self._open_device is None:
+                raise HandleLost("the tensor is on a GPU, and the model's instance is not")
+            self._device = self._open_device(self)
+        return self._device
 
     # ------------------------------------------------------------------------------------ handles
 

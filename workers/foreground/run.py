@@ -132,8 +132,7 @@ def _run(order: RunOrder, chosen: Chosen | None, terminal: Terminal) -> int:
     if chosen is None:
         chosen = _choose(order, terminal)
     started = time.perf_counter()
-    mapped = Mapped()
-    with _loaded(order, chosen, mapped, terminal) as model:
+    with _loaded(order, chosen, terminal) as model:
         loading = time.perf_counter() - started
         config = model.config
         completion = completion_warnings(decode_config(chosen.given), config) if chosen.given is not None else []
@@ -143,7 +142,7 @@ def _run(order: RunOrder, chosen: Chosen | None, terminal: Terminal) -> int:
         work = _work(order, source, config)
         if order.file == "-":
             terminal.reopen_stdin()
-        answers, seconds = _repeat(order.repeat, work, model, mapped, terminal)
+        answers, seconds = _repeat(order.repeat, work, model, terminal)
     more = {"load_seconds": round(loading, 6), "warnings": [*chosen.warnings, *completion]}
     _show(order, config, chosen.version, answers, seconds, more, terminal)
     return 0
@@ -265,14 +264,14 @@ def _show_one_gpu(config: ModelConfig) -> None:
 
 
 @contextmanager
-def _loaded(order: RunOrder, chosen: Chosen, mapped: Mapped, terminal: Terminal) -> Iterator[LoadedModel]:
+def _loaded(order: RunOrder, chosen: Chosen, terminal: Terminal) -> Iterator[LoadedModel]:
     """Loads the model; finalizes it and frees its memory at the end."""
     config, version = decode_config(chosen.config), chosen.version
     instance = f"{config.instance_group[0].name}_0" if config.instance_group else f"{config.name}_0_0"
     _show_one_gpu(config)
     load_order = Load(OWNER, config.name, version, instance, chosen.path, _settings(order))
     try:
-        model = load(load_order, chosen.config, None, mapped, terminal.trace)
+        model = load(load_order, chosen.config, None, terminal.trace)
     except Exception as error:
         text = terminal.failure(error)
         raise RunFailed(f"failed to load model '{config.name}' version {version}: {text}") from None
@@ -287,7 +286,7 @@ def _loaded(order: RunOrder, chosen: Chosen, mapped: Mapped, terminal: Terminal)
             raise RunFailed(f"model '{config.name}' failed while it was finalized: {text}") from None
         finally:
             model.arenas.close()
-            mapped.close()
+            model.mapped.close()
 
 
 def _settings(order: RunOrder) -> dict[str, str]:
@@ -365,7 +364,7 @@ def _wanted(order: RunOrder, config: ModelConfig) -> tuple[Wanted, ...] | None:
 
 
 def _repeat(
-    times: int, work: Work, model: LoadedModel, mapped: Mapped, terminal: Terminal
+    times: int, work: Work, model: LoadedModel, terminal: Terminal
 ) -> tuple[list[dict[str, Array]], list[float]]:
     """Returns the responses of the last run, nearly always one, and the duration of each run."""
     sent: list[Row] = []
@@ -391,7 +390,7 @@ def _repeat(
             raise from_wire(error.code, terminal.quit or f"{where}{error.text}")
         parts = [row for row in rows if row.outputs or not (streams is not None and streams.decoupled)]
         if repetition == times:
-            outputs = [{tensor.name: _array(tensor, mapped) for tensor in row.outputs} for row in parts]
+            outputs = [{tensor.name: _array(tensor, model.mapped) for tensor in row.outputs} for row in parts]
         for row in parts:
             model.runner.discard(row)
     return outputs, seconds

@@ -191,11 +191,7 @@ class DeviceMemory:
 
 
 def memory_of(mapped: Mapped) -> DeviceMemory:
-    """Returns this process's device memory, created on first use. Raises HandleLost if its model is not on a GPU."""
-    memory = mapped.device
-    if not mapped.on_gpu:
-        raise HandleLost("the tensor is on a GPU, and the model's instance is not")
-    if memory is None:
-        memory = mapped.device = DeviceMemory(mapped)
+    """Returns this process's device memory. Raises HandleLost if its model is not on a GPU."""
+    memory = mapped.device()
     assert isinstance(memory, DeviceMemory)
     return memory

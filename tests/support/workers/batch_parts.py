@@ -21,6 +21,7 @@ from shmserve.workers.backends.base import Backend, Context
 from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
+from shmserve.workers.gpu.shared import DeviceMemory
 from shmserve.workers.hidden_tensors import hidden_tensors_of
 from shmserve.workers.outbox import Outbox
 from shmserve.workers.output_arenas import Arenas
@@ -46,8 +47,8 @@ class RecordingLink:
 class Memory:
     """The output arenas of a worker, and the memory of one client, which the worker has mapped."""
 
-    def __init__(self, owner: int = WORKER) -> None:
-        self.mapped = Mapped()
+    def __init__(self, owner: int = WORKER, on_gpu: bool = True) -> None:
+        self.mapped = Mapped(DeviceMemory if on_gpu else None)
         self._link = RecordingLink()
         self.outbox = Outbox(self._link)  # type: ignore[arg-type]
         self.client = Arena(1, memfd.create, limit_bytes=1 << 28, announce=self._announce)

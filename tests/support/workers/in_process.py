@@ -20,7 +20,6 @@ from shmserve.errors import ServeError
 from shmserve.protocol.messages import Failure, Tensor
 from shmserve.protocol.worker_messages import Load, Row, Work
 from shmserve.repo.config.schema import ModelConfig, encode_config
-from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import encode_bytes
 from shmserve.workers.loading import THREADS, LoadedModel, load, load_error
 from tests.support.workers.worker_harness import WORKER, Array, array_of
@@ -28,20 +27,19 @@ from tests.support.workers.worker_harness import WORKER, Array, array_of
 
 @contextmanager
 def loaded(given: ModelConfig, folder: Path, settings: dict[str, str] | None = None) -> Iterator[LoadedModel]:
-    mapped = Mapped()
     threads = os.environ.get(THREADS)
     os.environ[THREADS] = "1"  # an engine with more threads starts some that stay
     path, kept, modules = list(sys.path), sys.dont_write_bytecode, set(sys.modules)
     try:
         order = Load(WORKER, given.name, 1, "m_0_0", str(folder), settings or {})
-        model = load(order, encode_config(given), None, mapped)
+        model = load(order, encode_config(given), None)
         try:
             yield model
         finally:
             model.backend.close()
             model.arenas.close()
+            model.mapped.close()
     finally:
-        mapped.close()
         del os.environ[THREADS]
         if threads is not None:
             os.environ[THREADS] = threads

@@ -40,8 +40,7 @@ def probe(library: Path, kind: str, settings: dict[str, str]) -> Iterator[Instan
         model(Path(folder), "m", library, CONFIG % kind)
         scanned = scan_model(Path(folder) / "m", gpus=(0,))
         assert scanned.config is not None, scanned
-        with Instance(Native, Path(folder) / "m", scanned.config, settings) as instance:
-            instance.mapped.on_gpu = kind == "KIND_GPU"
+        with Instance(Native, Path(folder) / "m", scanned.config, settings, on_gpu=kind == "KIND_GPU") as instance:
             yield instance
 
 

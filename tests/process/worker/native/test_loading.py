@@ -32,13 +32,12 @@ from unittest.mock import patch
 from shmserve.repo.config.schema import encode_config
 from shmserve.protocol.worker_messages import Load
 from shmserve.repo.storage.store import scan_model
-from shmserve.shm.mapped import Mapped
 from shmserve.workers.backends.native import backend
 from shmserve.workers.loading import load
 
 path = Path(sys.argv[1])
 order = Load(1, path.name, 1, f"{path.name}_0_0", str(path), {})
-model = load(order, encode_config(scan_model(path).config), None, Mapped())
+model = load(order, encode_config(scan_model(path).config), None)
 with patch.object(backend, "FINALIZE_S", 0.1):
     model.backend.close()
 """

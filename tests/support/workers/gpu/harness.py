@@ -77,11 +77,12 @@ class Instance(Memory):
         settings: dict[str, str] | None = None,
         name: str = "m_0_0",
         owner: int = WORKER,
+        on_gpu: bool = True,
     ) -> None:
-        super().__init__(owner)
         if not config.instance_group:
             group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(0,))
             config = replace(config, instance_group=(group,))
+        super().__init__(owner, on_gpu)
         self._number = 0
         self._inputs: list[Handle] = []
         context = Context("m", 1, name, folder, folder / "1", settings or {})

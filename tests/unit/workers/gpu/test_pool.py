@@ -16,7 +16,6 @@ from shmserve.gpu.interface import UNIT_BYTES
 from shmserve.protocol.messages import Handle
 from shmserve.protocol.worker_messages import Load
 from shmserve.repo.config.schema import ModelInstanceGroup
-from shmserve.shm.mapped import Mapped
 from shmserve.workers.loading import load
 from shmserve.workers.output_arenas import GPU_SETTING
 from tests.support.workers.batch_parts import Memory
@@ -101,7 +100,7 @@ def test_an_instance_has_the_limit_of_its_gpu(tmp_path: Path, given: str, expect
     for instance in ("m_0_0", "m_0_1"):
         memory = Memory()
         order = Load(7, "m", 1, instance, str(tmp_path), {GPU_SETTING: given})
-        loaded = load(order, msgspec.json.encode(model), memory.outbox, Mapped())
+        loaded = load(order, msgspec.json.encode(model), memory.outbox)
         found.append(loaded.arenas.near_limit)
         loaded.backend.close()
         loaded.arenas.close()
