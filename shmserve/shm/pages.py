@@ -39,7 +39,7 @@ class Pages:
     """`size` bytes mapped at `address` until the last reference is dropped. Each view keeps a reference. `release`
     then gets the address and the size."""
 
-    __slots__ = ("_release", "address", "before_unmap", "size", "writable")
+    __slots__ = ("_before_unmap", "_release", "address", "size", "writable")
 
     def __init__(
         self, address: int, size: int, writable: bool, release: Callable[[int, int], object] = _munmap
@@ -48,15 +48,18 @@ class Pages:
         self.address = address
         self.size = size
         self.writable = writable
-        self.before_unmap: Callable[[Pages], object] | None = None
-        """Called before unmapping, for code that registered the pages with a device."""
+        self._before_unmap: Callable[[Pages], object] | None = None
 
     def __del__(self) -> None:
         try:
-            if self.before_unmap is not None:
-                self.before_unmap(self)
+            if self._before_unmap is not None:
+                self._before_unmap(self)
         finally:
             self._release(self.address, self.size)
+
+    def on_unmap(self, call: Callable[[Pages], object]) -> None:
+        """Calls `call` before the pages are unmapped, for code that registers them with a device."""
+        self._before_unmap = call
 
     def warm(self, begin: int = 0, end: int | None = None) -> None:
         """Touches each page once for writing. Only the creator may call this, before other processes write to these

@@ -112,7 +112,7 @@ class Pinned:
         self._sizes[pages.address] = pages.size if done else 0
         self._last_uses[pages.address] = self._uses
         self.used += pages.size if done else 0
-        pages.before_unmap = self._unmapped
+        pages.on_unmap(self._unmapped)
         return done
 
     def _make_room(self, size: int) -> bool:

@@ -114,7 +114,9 @@ class OutgoingCalls:
     ) -> Pending:
         """Sends a call. `running`: the requests that the model is executing; the call is made for one of them."""
         if len(inputs) > TENSORS or len(names) > TENSORS:
-            raise InvalidRequest(f"a request may have {TENSORS} inputs and outputs, this request has more")
+            raise InvalidRequest(
+                f"the request has {len(inputs)} inputs and {len(names)} outputs; the limit is {TENSORS} of each"
+            )
         wanted = tuple([Wanted(name) for name in names]) or None
         with self._streams.turn:
             self._streams.check()

@@ -48,8 +48,7 @@ class OpenResponses:
     """Created by the main thread, which holds the turn from then on, except while the model runs in it."""
 
     def __init__(self, decoupled: bool) -> None:
-        self.decoupled = decoupled
-        """Whether a request may get any number of responses. Otherwise it gets one, and its batch waits for it."""
+        self._decoupled = decoupled
         self.open: dict[int, ResponseSender] = {}
         """By request: the streams whose last response has not been reported."""
         self.lost: Exception | None = None
@@ -102,9 +101,18 @@ class OpenResponses:
     # ------------------------------------------------------------------------------------ for the loop
 
     @property
+    def decoupled(self) -> bool:
+        """Whether a request may get any number of responses. Otherwise it gets one, and its batch waits for it."""
+        return self._decoupled
+
+    def set_decoupled(self, decoupled: bool) -> None:
+        """For a backend that needs this object before the configuration is complete."""
+        self._decoupled = decoupled
+
+    @property
     def shared(self) -> bool:
         """Whether other threads may need the turn while the main thread waits for orders."""
-        return self.decoupled or self._wakeup_fd >= 0 or threading.active_count() > 1
+        return self._decoupled or self._wakeup_fd >= 0 or threading.active_count() > 1
 
     def share(self) -> None:
         """Called if threads that Python does not know may need the turn."""
@@ -363,7 +371,7 @@ class OpenResponses:
         because acquiring the turn may block until the next batch."""
         if self._forked:
             raise StreamClosed(IN_FORKED_PROCESS)
-        second = response is not None and stream.response is not None and not (self.decoupled or stream.over)
+        second = response is not None and stream.response is not None and not (self._decoupled or stream.over)
         if second or stream.final:
             raise StreamClosed(SENT_TWICE if second else SENDER_CLOSED)
         return stream.over
@@ -372,7 +380,7 @@ class OpenResponses:
         """False: there is nothing to send now. Raises StreamClosed if the model breaks the protocol."""
         if self._nothing_to_send(stream, response):
             return False
-        if self.decoupled:
+        if self._decoupled:
             return True
         if response is None and stream.response is None:
             raise StreamClosed(NO_RESPONSE)
@@ -453,7 +461,7 @@ class OpenResponses:
             failure = CANCELLED
         self.open.pop(stream.work.request, None)
         stream.over = True
-        if not self.decoupled or not self.connected:
+        if not self._decoupled or not self.connected:
             stream.response = stream.response or Response(error=failure)
         else:
             times = (max(0, monotonic_ns() - stream.since), 0)
@@ -485,7 +493,7 @@ class OpenResponses:
             stream = self._forgotten.popleft()
             if stream.over or stream.final:
                 continue
-            what = f"last response ({_FINAL})" if self.decoupled else "response"
+            what = f"last response ({_FINAL})" if self._decoupled else "response"
             failure = Failure(ModelFailed.code, f"the model dropped the request without a {what}")
             if stream.kept:
                 stream.keep(Row(stream.work.request, (), failure), None)

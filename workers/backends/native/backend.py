@@ -133,7 +133,7 @@ class Native(SeparateBackend):
         library = self._library or self._initialize(config, completes=False)
         library.host.host_set_config(_json_of(config))
         policy = config.model_transaction_policy
-        self.streams.decoupled = policy is not None and policy.decoupled
+        self.streams.set_decoupled(policy is not None and policy.decoupled)
         inputs, outputs = request_inputs_of(config), model_outputs_of(config)
         library.set_tensors(
             self.streams.decoupled,

@@ -228,7 +228,9 @@ class Python(PythonModel, SeparateBackend):
         """Creates the sender of a request of a model that is not decoupled; other requests already have theirs."""
         work = request._work
         if not any(running.work is work for running in self._running):
-            raise pb_utils.TritonModelException("the request was answered, its response sender is of no use")
+            raise pb_utils.TritonModelException(
+                "the request has been answered: its response sender can send nothing more"
+            )
         request._sender = found = pb_utils.InferenceResponseSender(self, self.streams.begin_late(work))
         return found
 

@@ -130,7 +130,7 @@ def test_each_request_gets_its_first_response(worker: WorkerProcess) -> None:
         else:
             sent(row, expected)
     (late,) = worker.run(asks(20, 0, wish="too_late"))
-    assert_failed(late, "MODEL_FAILED", "its response sender is of no use")
+    assert_failed(late, "MODEL_FAILED", "its response sender can send nothing more")
     assert worker.said().count("Non-decoupled model cannot send more than one response.") == 2
 
 
