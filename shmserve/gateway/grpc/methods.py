@@ -7,7 +7,7 @@ from functools import partial
 
 from shmserve.errors import ServeError
 from shmserve.gateway.grpc.calls import AskCall, CheckCall, InferCall, WatchCall
-from shmserve.gateway.grpc.rpcs import RPCS, Rpc
+from shmserve.gateway.grpc.rpcs import RPCS
 from shmserve.gateway.grpc.services import Services, rpc_error
 from shmserve.gateway.grpc.stream import StreamCall
 from shmserve.gateway.http2.interface import ServiceCall, TransportStream
@@ -30,16 +30,12 @@ class Methods:
     """The application of a gRPC listener."""
 
     def __init__(self, services: Services) -> None:
-        self._services = services
         self._access = services.access
         self._paths: dict[str, tuple[Action, Make]] = {}
         for action in Action:
             for name in action.row.grpc:
-                call = partial(CALLS[name], services) if name in CALLS else self._query_call(RPCS[name])
+                call = partial(CALLS[name], services) if name in CALLS else partial(AskCall, services, rpc=RPCS[name])
                 self._paths[f"/{name}" if "/" in name else f"/{INFERENCE}/{name}"] = action, call
-
-    def _query_call(self, rpc: Rpc) -> Make:
-        return lambda stream, payer: AskCall(self._services, stream, payer, rpc)
 
     def __call__(self, stream: TransportStream) -> ServiceCall:
         method = self._paths.get(stream.path)

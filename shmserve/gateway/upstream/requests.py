@@ -7,7 +7,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -65,15 +65,20 @@ class PendingCall(ChargedTicket):
     def failed(self, error: ServeError) -> None: ...
 
 
+ReplyCheck: TypeAlias = "Callable[[PendingInference, Reply], bool]"
+
+
 class PendingInference(PendingCall):
-    """`check`, if set, is called with this call and the reply. It returns False if it has sent the request again."""
+    __slots__ = ("_check",)
 
-    __slots__ = ("check",)
+    _check: ReplyCheck | None
 
-    check: Callable[[PendingInference, Reply], bool] | None
+    def check_reply_with(self, check: ReplyCheck | None) -> None:
+        """`check` is called with this call and the reply. It returns False if it has sent the request again."""
+        self._check = check
 
     def settle(self, answer: Any) -> None:
-        check, self.check = self.check, None
+        check, self._check = self._check, None
         if check is not None:
             reply: Any = answer.reply if type(answer) is Held else answer
             try:
@@ -273,17 +278,16 @@ class RequestSender:
             self.link.session.ask(ticket, "config", NO_TIME, model, version or None)
         return bool(known)
 
-    def _wanted(self, ticket: PendingInference, request: ModelRequest, outputs: list[str]) -> list[str] | None:
-        """The outputs to request. None if they are all outputs of the model, which most clients name: such a request is
-        encoded and checked faster, and can go straight to a worker over a lease."""
+    def _wanted(self, request: ModelRequest, outputs: list[str]) -> tuple[list[str] | None, ReplyCheck | None]:
+        """The outputs to request, and the check of the reply. None if they are all outputs of the model, which most
+        clients name: such a request is encoded and checked faster, and can go straight to a worker over a lease."""
         key = (request.model, request.version)
         known = self._model_outputs.get(key)
         if known is None:
-            ticket.check = partial(self._learn_outputs, key)
-        elif known == outputs:
-            ticket.check = partial(self._check_outputs, request, outputs)
-            return None
-        return outputs
+            return outputs, partial(self._learn_outputs, key)
+        if known == outputs:
+            return None, partial(self._check_outputs, request, outputs)
+        return outputs, None
 
     def _learn_outputs(self, key: tuple[str, str], ticket: PendingInference, reply: Reply) -> bool:
         """Called when the first request of a model has succeeded."""
@@ -316,9 +320,10 @@ class RequestSender:
                 inputs.add(spec.name, spec.dtype, spec.shape, piece)
             outputs = self._outputs(request, window) if plan.places else plan.outputs
             if isinstance(ticket, PendingInference):
-                ticket.check = None
+                check: ReplyCheck | None = None
                 if type(outputs) is list and options.sequence is None:
-                    outputs = self._wanted(ticket, request, outputs)
+                    outputs, check = self._wanted(request, outputs)
+                ticket.check_reply_with(check)
             parameters, forwarded = options.parameters, request.forwarded
             link.session.infer(
                 ticket,

@@ -75,7 +75,7 @@ class OpenAiCaller:
             raise Unavailable("full")
         ticket.payer = None
         if not hasattr(ticket, "ended"):  # it expects one response
-            ticket.check = None
+            ticket.check_reply_with(None)
         self.tickets.append(ticket)
         self.sending()
 
