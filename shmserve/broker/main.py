@@ -301,9 +301,7 @@ class ServerProcess:
         if otel is None:
             return None
         require_exporter(otel.protocol)
-        traces = state.observers.traces
-        traces.contexts_per_second = otel.contexts_per_second
-        return SpanExporter(self._loop, otel, lambda: traces.contexts_over_limit, gateways.pids)
+        return SpanExporter(self._loop, otel, lambda: state.observers.traces.contexts_over_limit, gateways.pids)
 
     def _is_downloading(self) -> bool:
         """Whether models to serve from the start are being downloaded."""

@@ -86,9 +86,7 @@ class Core:
     ) -> None:
         """`server`: name and version, for clients. `tracing`: log why each batch was formed, and each failed
         request. `survive`: log internal errors and continue; otherwise they are raised."""
-        self.state = State(limits or Limits())
-        self.state.tracing = tracing
-        state = self.state
+        state = self.state = State(limits or Limits(), tracing)
         quotas = Quotas(state)
         queries = self._queries = QueryQueue(state)
         self._connections = Connections(state, quotas, queries, server)
@@ -191,11 +189,8 @@ class Core:
         }
 
     def copy_with(self, copies: Copies, clock: Callable[[], int] | None = None) -> None:
-        """Enables the response cache to copy tensors from and to shared memory. Call it before the first turn if there
-        is a cache. `clock` returns ns, to measure cache lookups and insertions; without it they count as 0."""
-        self.state.cache.copies = copies
-        if clock is not None:
-            self.state.cache.clock = clock
+        """See `Cache.copy_with`."""
+        self.state.cache.copy_with(copies, clock)
 
     # ------------------------------------------------------------------------------------ public interface
 

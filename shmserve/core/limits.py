@@ -80,6 +80,9 @@ class Limits(Struct, frozen=True):
     requests wait for the model."""
     summaries: bool = False
     """Collect latency quantiles (--metrics-config summary_latencies)."""
+    contexts_per_second: int = 0
+    """Maximum number of requests per second that are traced because their client's trace context is sampled. Beyond
+    that, and without such a context, the rate of the sample applies. 0: contexts are ignored."""
     first_responses: bool = False
     """Collect first response times (--metrics-config histogram_latencies). Those of decoupled models are always
     collected, in other buckets."""

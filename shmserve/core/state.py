@@ -63,7 +63,7 @@ class Timer(Enum):
 class State:
     """The state of one core. Invariant: only the core changes it."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, tracing: bool) -> None:
         self.limits = limits
         self.now = 0
         """Time of the current turn."""
@@ -122,8 +122,8 @@ class State:
         self.deadlock_possible = False
         """Instances that call each other's models may have deadlocked; check at the end of the turn. Set when an
         instance leaves, and when a step starts to wait for resources."""
-        self.observers = Observers(self)
-        self.tracing = False
+        self.observers = Observers(self, limits.contexts_per_second)
+        self.tracing = tracing
         """Log each batch with the reason for which it was formed."""
         self.draining = self.drained = False
         """`draining`: the server is stopping and accepts no requests. `drained`: all requests have been answered."""

@@ -21,6 +21,7 @@ from shmserve.broker.config.values import from_environment, from_toml
 from shmserve.broker.listeners.access import AccessRules
 from shmserve.broker.models.remote import RemoteSettings
 from shmserve.broker.observability.metrics import MetricSettings, metric_settings
+from shmserve.broker.observability.traces import otel_settings
 from shmserve.broker.processes import cpus
 from shmserve.broker.processes.gateways import GatewaySettings, arguments_of
 from shmserve.broker.processes.gpus.monitor import INTERVAL_S
@@ -161,6 +162,7 @@ def access(settings: argparse.Namespace, gateways: Container[int] = ()) -> Acces
 
 def limits(settings: argparse.Namespace) -> Limits:
     """The core's limits, from --limit and from flags. If a limit is repeated, the last value counts."""
+    otel = otel_settings(settings.trace_config, settings.triton_compatible)
     return Limits(
         loading=settings.model_load_thread_count,
         load_retries=settings.model_load_retry_count,
@@ -176,6 +178,7 @@ def limits(settings: argparse.Namespace) -> Limits:
         resources=tuple(settings.rate_limit_resource),
         summaries=metrics(settings).summary_latencies,
         first_responses=metrics(settings).histogram_latencies,
+        contexts_per_second=otel.contexts_per_second if otel is not None else 0,
         **{name: value for name, value in settings.limit if name not in _OF_GATEWAYS},
     )
 

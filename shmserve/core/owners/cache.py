@@ -63,7 +63,7 @@ class Cache:
 
     def __init__(self, limit: int, ledger: Ledger, outputs: Outputs) -> None:
         self.limit = limit
-        self.copies: Copies | None = None
+        self._copies: Copies | None = None
         """None: only inputs inside messages are compared, and outputs stay where they are."""
         self.clock: Callable[[], int] = lambda: 0
         """In ns, for statistics only: the turn's `now` does not advance during lookups and copies."""
@@ -71,6 +71,13 @@ class Cache:
         self._ledger = ledger
         self._outputs = outputs
         self._entries: OrderedDict[Key, CacheEntry] = OrderedDict()
+
+    def copy_with(self, copies: Copies, clock: Callable[[], int] | None) -> None:
+        """Lets the cache copy tensors from and to shared memory. Call it before the first turn if there is a cache.
+        `clock` returns ns, to measure lookups and insertions; without it they count as 0."""
+        self._copies = copies
+        if clock is not None:
+            self.clock = clock
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -102,11 +109,11 @@ class Cache:
         return (request.version, request.audience, inputs, wanted, typed, request.in_shared_memory, request.step)
 
     def _read(self, parts: object) -> bytes | None:
-        if self.copies is None or not isinstance(parts, tuple):
+        if self._copies is None or not isinstance(parts, tuple):
             return None
         if sum(part.size for part in parts) > min(self.limit, COPIED_BYTES):
             return None
-        return self.copies.read(parts)
+        return self._copies.read(parts)
 
     def use_private_copy(self, key: Key, request: Request) -> bool:
         """Makes the model read the compared copy of inputs that their owner could still overwrite. False: not
@@ -132,8 +139,8 @@ class Cache:
         return True
 
     def _place(self, data: bytes, audience: str) -> Handle | None:
-        assert self.copies is not None
-        placed = self.copies.place(data, audience)
+        assert self._copies is not None
+        placed = self._copies.place(data, audience)
         if placed is None:
             return None
         if placed.announcement is not None:
@@ -164,7 +171,7 @@ class Cache:
             size += sum(handle.size for handle in tensor.data)
         if size > self.limit or any(handle.segment >> OWNER_SHIFT == own for handle in handles):
             return
-        if handles and self.copies is not None and sum(handle.size for handle in handles) <= COPIED_BYTES:
+        if handles and self._copies is not None and sum(handle.size for handle in handles) <= COPIED_BYTES:
             outputs, handles = self._moved(outputs, handles, key[1])
         self._outputs.pin(handles)
         self._entries[key] = CacheEntry(key[0], outputs, parameters, handles, size)
@@ -178,12 +185,12 @@ class Cache:
         self, outputs: tuple[Tensor, ...], handles: list[Handle], audience: str
     ) -> tuple[tuple[Tensor, ...], list[Handle]]:
         """Copies of the outputs in the broker's memory, or the originals if that is not possible."""
-        assert self.copies is not None
+        assert self._copies is not None
         moved: list[Tensor] = []
         placed: list[Handle] = []
         for tensor in outputs:
             if isinstance(tensor.data, tuple):
-                data = self.copies.read(tensor.data)
+                data = self._copies.read(tensor.data)
                 copy = self._place(data, audience) if data is not None else None
                 if copy is None:
                     for block in placed:

@@ -42,9 +42,9 @@ class Turn(Protocol):
 
 
 class Observers:
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, turn: Turn, contexts_per_second: int) -> None:
         self._turn = turn
-        self.traces = Traces()
+        self.traces = Traces(contexts_per_second)
         self.recording: Recording | None = None
         self._followed: dict[int, list[Journey]] = {}
         """Number of an ensemble's request in flight that is followed -> its steps that have run."""

@@ -88,14 +88,13 @@ class _ActiveTrace(Struct):
 
 
 class Traces:
-    def __init__(self) -> None:
+    def __init__(self, contexts_per_second: int = 0) -> None:
         self.active: dict[int, _ActiveTrace] = {}
         """Request number -> its trace, until the request is answered."""
         self.samples: dict[str, Sample] = {}
         """Model -> its sample; "" is the default for the others. Empty: sampling is off."""
-        self.contexts_per_second = 0
-        """Maximum number of requests per second that are traced because their client's trace context is sampled. Beyond
-        that, and without such a context, the rate of the sample applies. 0: contexts are ignored."""
+        """`contexts_per_second`: see `Limits`."""
+        self.contexts_per_second = contexts_per_second
         self.contexts_over_limit = 0
         """How many requests with such a context exceeded the limit."""
         self._contexts = _PerSecond()

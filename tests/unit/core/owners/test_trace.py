@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.core.effects import Log, Traced
+from shmserve.core.limits import Limits
 from shmserve.core.owners.trace import ID_LENGTH, PER_SECOND, Sample
 from shmserve.protocol.messages import Infer, Options
 from shmserve.protocol.trace_context import TraceContext
@@ -24,8 +25,8 @@ POLICY = plain(max_batch=256)
 
 
 class Logged(Recorded):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, contexts_per_second: int = 0) -> None:
+        super().__init__(Limits(contexts_per_second=contexts_per_second))
         self.deploy(POLICY)
         self.client = self.connect("c")
 
@@ -152,14 +153,19 @@ def test_a_sample_takes_the_same_requests_however_they_arrive(rate: int, remaini
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
-def test_a_request_with_a_sampled_context_is_traced_regardless_of_the_rate() -> None:
+def test_contexts_are_ignored_without_a_limit_for_them() -> None:
     world = Logged()
+    world.core.state.observers.traces.samples[""] = Sample(3)
+    world.turn([infer(world.client, 1, traceparent=PARENT)])
+    assert not world.core.state.observers.traces.active
+
+
+def test_a_request_with_a_sampled_context_is_traced_regardless_of_the_rate() -> None:
+    world = Logged(contexts_per_second=100)
     world.deploy(replace(POLICY, name="e", batching=None, steps=(step("m"),)))
     traces = world.core.state.observers.traces
     traces.samples[""] = Sample(3)
-    world.turn([infer(world.client, 1, traceparent=PARENT)])
-    assert not world.core.state.observers.traces.active, "contexts are ignored unless a limit is set"
-    traces.contexts_per_second = 100
+    world.turn([infer(world.client, 1)])
     world.turn([infer(world.client, 2, model="e", traceparent=PARENT, tracestate="a=1")])
     world.turn([infer(world.client, 3, traceparent=PARENT[:-1] + "0")])
     world.turn([infer(world.client, 4, traceparent=7), infer(world.client, 5)])
@@ -176,9 +182,8 @@ def test_a_request_with_a_sampled_context_is_traced_regardless_of_the_rate() -> 
 
 
 def test_contexts_are_limited_per_second_and_by_the_count() -> None:
-    world = Logged()
+    world = Logged(contexts_per_second=2)
     traces = world.core.state.observers.traces
-    traces.contexts_per_second = 2
     traces.samples["m"] = Sample(0, 4)
     world.turn([infer(world.client, number, traceparent=PARENT) for number in (1, 2, 3)])
     assert (len(traces.active), traces.contexts_over_limit) == (2, 1)
