@@ -259,11 +259,18 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
                 state.ledger.show(segment, peer)
             work_items.append(
                 Work(
-                    request.number, request.rows, request.inputs if request.form is None else request.tensors(),
-                    request.outputs, request.audience, request.options, request.slot, not request.in_shared_memory,
-                    request.forwarded is not None, request.step,
+                    request.number,
+                    request.rows,
+                    request.inputs if request.form is None else request.tensors(),
+                    request.outputs,
+                    request.audience,
+                    request.options,
+                    request.slot,
+                    not request.in_shared_memory,
+                    request.forwarded is not None,
+                    request.step,
                 )
-            )  # fmt: skip
+            )
             request.instance = instance
             request.batch = batch
         number = state.next_number()

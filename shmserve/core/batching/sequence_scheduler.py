@@ -153,8 +153,7 @@ def _leave_behind(state: State, sequence: Sequence) -> None:
     _forget(state, sequence)
     sequence.cut = not sequence.over
     sequence.over = True
-    sequence.mark_changed()
-    state.to_dispatch[sequence.version] = None
+    _note_change(state, sequence)
 
 
 def _forget(state: State, sequence: Sequence) -> None:
@@ -241,9 +240,9 @@ def _run(
     signature = heads[0].requests[0].signature
     if slots.policy.direct:
         heads = [sequence for sequence in heads if sequence.requests[0].signature == signature]
-        plan = _plan_direct(state, version, slots.policy, heads, now)
+        plan = _plan_direct(version, slots.policy, heads, now)
     else:
-        plan = _plan_oldest(state, version, slots.policy, heads, now)
+        plan = _plan_oldest(version, slots.policy, heads, now)
     if not plan.count:
         version.wake = min(version.wake, plan.wake) if version.wake else plan.wake
         return
@@ -261,7 +260,7 @@ def _run(
     start(state, version, instance, batch, requests, now)
 
 
-def _plan_direct(state: State, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> BatchPlan:
+def _plan_direct(version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> BatchPlan:
     if not version.batches:
         return BatchPlan(1, 1, Reason.SINGLE)
     count = len(heads)
@@ -273,7 +272,7 @@ def _plan_direct(state: State, version: Version, policy: SequencePolicy, heads: 
     return BatchPlan(count, count, Reason.DELAY if policy.delay_ns and now >= wake else Reason.IDLE)
 
 
-def _plan_oldest(state: State, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> BatchPlan:
+def _plan_oldest(version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> BatchPlan:
     service = version.service
     if service.batch_rules is None:
         return BatchPlan(1, 1, Reason.SINGLE)
@@ -289,9 +288,7 @@ def _plan_oldest(state: State, version: Version, policy: SequencePolicy, heads: 
 def backlog_timeout(state: State, sequence: Sequence, now: int) -> None:
     """The queue timeout of a sequence's first request. It covers only the time in the backlog."""
     if sequence.state is _S.WAITING:
-        sequence.fail("QUEUE_TIMEOUT", "timeout of the corresponding sequence has been expired")
-        sequence.mark_changed()
-        state.to_dispatch[sequence.version] = None
+        _fail(state, sequence, "QUEUE_TIMEOUT", "timeout of the corresponding sequence has been expired")
 
 
 def idle(state: State, sequence: Sequence, now: int) -> None:
@@ -304,11 +301,19 @@ def idle(state: State, sequence: Sequence, now: int) -> None:
         until = now + slots.policy.idle_ns
     elif until <= now:
         idle = f"{slots.policy.idle_ns / 1e9:g} s (max_sequence_idle_microseconds)"
-        sequence.fail(InvalidRequest.code, f"the last one ended because it had no request for {idle}")
-        sequence.mark_changed()
-        state.to_dispatch[sequence.version] = None
+        _fail(state, sequence, InvalidRequest.code, f"the last one ended because it had no request for {idle}")
         return
     state.set_timer(until, Timer.IDLE, sequence)
+
+
+def _fail(state: State, sequence: Sequence, code: str, text: str) -> None:
+    sequence.fail(code, text)
+    _note_change(state, sequence)
+
+
+def _note_change(state: State, sequence: Sequence) -> None:
+    sequence.mark_changed()
+    state.to_dispatch[sequence.version] = None
 
 
 def _owner(client: ClientState, options: Options) -> str:

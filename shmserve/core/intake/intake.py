@@ -166,10 +166,28 @@ class Intake:
             waited.move(RequestState.ENDED)  # its timers end; the new request has its place in the tables
             payer = waited.payer  # which has entered
         request = Request(
-            own, client, client, payer, number, version, inputs, outputs, options, rows, rows or 1, inline, signature,
-            segments, pins, blocks, arrived, level, audience=client.audience, length=length,
+            own,
+            client,
+            client,
+            payer,
+            number,
+            version,
+            inputs,
+            outputs,
+            options,
+            rows,
+            rows or 1,
+            inline,
+            signature,
+            segments,
+            pins,
+            blocks,
+            arrived,
+            level,
+            audience=client.audience,
+            length=length,
             special=streamed or shared,
-        )  # fmt: skip
+        )
         client.requests[number] = own
         state.requests[own] = request
         client.bytes += inline
@@ -227,11 +245,29 @@ class Intake:
             self._check_held(client)
         segments, pins, size = self._memory(client, message, blocks, calling) if shared else _NOTHING
         request = Request(
-            state.next_number(), client, client, payer, number, version, message.inputs, message.outputs,
-            message.options, 0, 1, inline, None, segments, pins, blocks, now, 0, 0,
-            now + message.timeout_us * 1000 if message.timeout_us else 0,
-            audience=client.audience, special=True, unchecked=message, input_bytes=size,
-        )  # fmt: skip
+            number=state.next_number(),
+            requester=client,
+            client=client,
+            payer=payer,
+            client_number=number,
+            version=version,
+            inputs=message.inputs,
+            outputs=message.outputs,
+            options=message.options,
+            rows=0,
+            cost=1,
+            inline=inline,
+            signature=None,
+            segments=segments,
+            pins=pins,
+            blocks=blocks,
+            arrived=now,
+            deadline=now + message.timeout_us * 1000 if message.timeout_us else 0,
+            audience=client.audience,
+            special=True,
+            unchecked=message,
+            input_bytes=size,
+        )
         if calling is not None:
             _belongs(request, calling)
         waiting.add(state, request)
@@ -310,12 +346,19 @@ class Intake:
         version = state.ready.get(message.model)
         try:
             if (
-                client.roles & _INFER and version is not None and not message.version
-                and version.service.plain and not version.service.decoupled and not state.draining
-                and len(client.requests) + count <= self._client_requests and len(state.requests) + count <= self._busy
-                and client.held_bytes <= self._heavy and not state.lease_suspects and message.model not in state.shadows
+                client.roles & _INFER
+                and version is not None
+                and not message.version
+                and version.service.plain
+                and not version.service.decoupled
+                and not state.draining
+                and len(client.requests) + count <= self._client_requests
+                and len(state.requests) + count <= self._busy
+                and client.held_bytes <= self._heavy
+                and not state.lease_suspects
+                and message.model not in state.shadows
                 and not state.loaded_versions
-            ):  # fmt: skip
+            ):
                 self._ask_usual(client, version, message, now)
             else:
                 for index in range(count):
@@ -373,10 +416,28 @@ class Intake:
                     continue
                 sizes, inline = checked.sizes, checked.inline
                 like = Request(
-                    0, client, client, payer, 0, version, (), None, None, rows, rows or 1, inline,
-                    checked.signature, (), (), (), now, 0, 0, deadline,
-                    audience=client.audience, length=checked.length, form=form,
-                )  # fmt: skip
+                    number=0,
+                    requester=client,
+                    client=client,
+                    payer=payer,
+                    client_number=0,
+                    version=version,
+                    inputs=(),
+                    outputs=None,
+                    options=None,
+                    rows=rows,
+                    cost=rows or 1,
+                    inline=inline,
+                    signature=checked.signature,
+                    segments=(),
+                    pins=(),
+                    blocks=(),
+                    arrived=now,
+                    deadline=deadline,
+                    audience=client.audience,
+                    length=checked.length,
+                    form=form,
+                )
             if sizes != list(map(len, data)):
                 self._ask_one(client, message, index, now)
                 continue
@@ -416,10 +477,29 @@ class Intake:
         `enqueue.put`. `checked`: rows, signature, inline bytes and length."""
         rows, signature, inline, length = checked
         request = Request(
-            self._state.next_number(), run, parent.client, parent.payer, 0, version, inputs, outputs, options, rows,
-            rows or 1, inline, signature, segments, (), (), now, level, deadline=parent.deadline, parent=parent.number,
-            special=True, length=length,
-        )  # fmt: skip
+            self._state.next_number(),
+            run,
+            parent.client,
+            parent.payer,
+            0,
+            version,
+            inputs,
+            outputs,
+            options,
+            rows,
+            rows or 1,
+            inline,
+            signature,
+            segments,
+            (),
+            (),
+            now,
+            level,
+            deadline=parent.deadline,
+            parent=parent.number,
+            special=True,
+            length=length,
+        )
         self._state.requests[request.number] = request
         self._state.observers.child_admitted(request, parent)
         return request

@@ -103,9 +103,17 @@ def _read(version: Version, now: int) -> Reading:
         needed = -(-service.sequence_slots.count // max(1, int(slots * FREE)))
         spare = spare and not service.sequence_slots.backlog
     return Reading(
-        now, busy_ns, statistics.queue_ns, statistics.queued_requests, now - oldest, _count(version), spare, needed,
-        version.service_ns, _prompts_ns(version, now),
-    )  # fmt: skip
+        at=now,
+        busy_ns=busy_ns,
+        queue_ns=statistics.queue_ns,
+        requests=statistics.queued_requests,
+        oldest_ns=now - oldest,
+        instances=_count(version),
+        spare=spare,
+        needed=needed,
+        service_ns=version.service_ns,
+        prompts_ns=_prompts_ns(version, now),
+    )
 
 
 def _prompts_ns(version: Version, now: int) -> int:
