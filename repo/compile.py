@@ -63,15 +63,15 @@ _ACTIONS = {"REJECT": TimeoutAction.REJECT, "DELAY": TimeoutAction.DELAY}
 def compile_policy(config: ModelConfig, version: int, folder: Path | None = None) -> ModelPolicy:
     """The core's policy for one version of the model. `folder`: the directory of an ensemble's label files."""
     policy, cache = config.model_transaction_policy, config.response_cache
-    is_ensemble, is_python = config.ensemble_scheduling is not None, config.backend == "python"
+    ensemble, is_python = config.ensemble_scheduling, config.backend == "python"
     # A library may read and write on its GPU. For other backends of users, the worker copies what is there.
     in_place = config.backend in ON_DEVICE or (config.backend not in BACKENDS and _has_gpu(config))
     return ModelPolicy(
         name=config.name,
         version=version,
         max_batch=config.max_batch_size,
-        inputs=tuple(_tensor(tensor, is_ensemble, None) for tensor in config.input),
-        outputs=tuple(_tensor(tensor, is_ensemble, folder) for tensor in config.output),
+        inputs=tuple(_tensor(tensor, ensemble is not None, None) for tensor in config.input),
+        outputs=tuple(_tensor(tensor, ensemble is not None, folder) for tensor in config.output),
         batching=_batching(config.dynamic_batching) if config.dynamic_batching is not None else None,
         execution_limit_ns=parameters.EXECUTION_LIMIT.read(config),
         idle_unload_ns=parameters.IDLE_UNLOAD.read(config),
@@ -90,7 +90,7 @@ def compile_policy(config: ModelConfig, version: int, folder: Path | None = None
         leaves_on_device=in_place or (is_python and _has_gpu(config)),
         steps=compile_steps(config),
         padding=_padding(config),
-        ahead=config.ensemble_scheduling.max_inflight_requests if config.ensemble_scheduling is not None else 0,
+        ahead=ensemble.max_inflight_requests if ensemble is not None else 0,
     )
 
 
@@ -215,7 +215,7 @@ def _bound(spec: InstanceSpec, cores: CoreSet, policy: str) -> tuple[int, ...]:
 
 
 def _dealt(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: CoreSet) -> list[tuple[int, ...]]:
-    """Distribute instances without assigned cores over the NUMA nodes, if their shares fit into a node."""
+    """Distributes instances without assigned cores over the NUMA nodes, if their shares fit into a node."""
     free = [spec for spec, cpus in zip(specs, bound, strict=True) if not cpus and spec.kind != "KIND_GPU"]
     sharing = sum(not spec.passive for spec in free)
     if len(cores.nodes) < 2 or not sharing or len(cores.usable) // sharing > min(map(len, cores.nodes)):
@@ -247,12 +247,12 @@ def _limiter(group: ModelInstanceGroup) -> tuple[tuple[Resource, ...], int]:
     return tuple(Resource(need.name, need.count, need.global_) for need in limiter.resources), limiter.priority or 1
 
 
-def _tensor(tensor: ModelInput | ModelOutput, is_ensemble: bool, folder: Path | None) -> TensorSpec:
+def _tensor(tensor: ModelInput | ModelOutput, of_ensemble: bool, folder: Path | None) -> TensorSpec:
     dtype = FROM_CONFIG[tensor.data_type]
-    reshape = tensor.reshape.shape if is_ensemble and tensor.reshape is not None else None
+    reshape = tensor.reshape.shape if of_ensemble and tensor.reshape is not None else None
     if isinstance(tensor, ModelInput):
         return TensorSpec(tensor.name, dtype, tensor.dims, tensor.optional, tensor.allow_ragged_batch, reshape)
-    has_labels = is_ensemble and folder is not None and tensor.label_filename
+    has_labels = of_ensemble and folder is not None and tensor.label_filename
     labels = (str(folder), tensor.label_filename) if has_labels else None
     return TensorSpec(tensor.name, dtype, tensor.dims, reshape=reshape, labels=labels)
 

@@ -241,149 +241,330 @@ def _row(group: str, name: str, kind: ParameterKind[T], default: D, text: str, *
     return row
 
 
-# fmt: off
 EXECUTION_LIMIT = _row(
-    _HANGS, "execution_limit_secs", _seconds("2.5", "no limit"), None,
+    _HANGS,
+    "execution_limit_secs",
+    _seconds("2.5", "no limit"),
+    None,
     "A batch that runs for longer than this counts as hung, and its worker process is replaced.",
-    flag="execution-limit-secs")
+    flag="execution-limit-secs",
+)
 CRASH_LIMIT = _row(
-    _HANGS, "crash_limit", _number("a number of crashes", "5", "no limit"), None,
-    "After this many crashes without a completed batch in between, an instance is given up.", flag="crash-limit")
+    _HANGS,
+    "crash_limit",
+    _number("a number of crashes", "5", "no limit"),
+    None,
+    "After this many crashes without a completed batch in between, an instance is given up.",
+    flag="crash-limit",
+)
 RETRY = _row(
-    _HANGS, "retry_alone", _FLAG, True,
-    "Requests whose worker died are run again. Set false if a request must not run twice.")
+    _HANGS,
+    "retry_alone",
+    _FLAG,
+    True,
+    "Requests whose worker died are run again. Set false if a request must not run twice.",
+)
 MEMORY_LIMIT = _row(
-    _MEMORY, "memory_limit_mb", _mebibytes("no limit"), None,
-    "An instance whose process uses more private memory is killed.", flag="instance-memory-limit")
+    _MEMORY,
+    "memory_limit_mb",
+    _mebibytes("no limit"),
+    None,
+    "An instance whose process uses more private memory is killed.",
+    flag="instance-memory-limit",
+)
 GPU_MEMORY_LIMIT = _row(
-    _MEMORY, "gpu_memory_limit_mb", _mebibytes("no limit"), None,
-    "An instance whose process uses more memory on its GPU is killed.", flag="instance-gpu-memory-limit")
+    _MEMORY,
+    "gpu_memory_limit_mb",
+    _mebibytes("no limit"),
+    None,
+    "An instance whose process uses more memory on its GPU is killed.",
+    flag="instance-gpu-memory-limit",
+)
 MEMORY = _row(
-    _MEMORY, "memory_mb", _mebibytes(), None,
+    _MEMORY,
+    "memory_mb",
+    _mebibytes(),
+    None,
     "The memory that an instance needs. A memory budget uses this number until the memory has been measured.",
-    unset="estimated from the files")
+    unset="estimated from the files",
+)
 GPU_MEMORY = _row(
-    _MEMORY, "gpu_memory_mb", _mebibytes(), None,
-    "The memory that an instance needs on its GPU, used in the same way.", unset="estimated from the files")
+    _MEMORY,
+    "gpu_memory_mb",
+    _mebibytes(),
+    None,
+    "The memory that an instance needs on its GPU, used in the same way.",
+    unset="estimated from the files",
+)
 IDLE_UNLOAD = _row(
-    _MEMORY, "idle_unload_secs", _seconds("300", "never"), None,
+    _MEMORY,
+    "idle_unload_secs",
+    _seconds("300", "never"),
+    None,
     "After this time without requests, the worker processes of a version end. The next request starts them again.",
-    flag="idle-unload-secs")
+    flag="idle-unload-secs",
+)
 STAY_LOADED = _row(
-    _MEMORY, "stay_loaded", _FLAG, False,
-    "The worker processes run even if the model is idle or other models need memory.")
+    _MEMORY,
+    "stay_loaded",
+    _FLAG,
+    False,
+    "The worker processes run even if the model is idle or other models need memory.",
+)
 ENVIRONMENT = _row(
-    _MEMORY, "EXECUTION_ENV_PATH",
-    ParameterKind(_absolute_path, f"an absolute path, or one that begins with {MODEL_DIRECTORY}/"), "",
-    "The Python environment of the model's workers, as a directory or an archive.", unset="the server's")
+    _MEMORY,
+    "EXECUTION_ENV_PATH",
+    ParameterKind(_absolute_path, f"an absolute path, or one that begins with {MODEL_DIRECTORY}/"),
+    "",
+    "The Python environment of the model's workers, as a directory or an archive.",
+    unset="the server's",
+)
 MIN_INSTANCES = _row(
-    _SCALING, "min_instances", _INSTANCES, None, "The fewest instances of each group, on each of its GPUs.",
-    unset="1, if `max_instances` is set")
+    _SCALING,
+    "min_instances",
+    _INSTANCES,
+    None,
+    "The fewest instances of each group, on each of its GPUs.",
+    unset="1, if `max_instances` is set",
+)
 MAX_INSTANCES = _row(
-    _SCALING, "max_instances", _INSTANCES, None, "The most instances of each group, on each of its GPUs.",
-    unset="`count`, if `min_instances` is set")
+    _SCALING,
+    "max_instances",
+    _INSTANCES,
+    None,
+    "The most instances of each group, on each of its GPUs.",
+    unset="`count`, if `min_instances` is set",
+)
 SCALE_UP_QUEUE = _row(
-    _SCALING, "scale_up_queue_ms", _number("milliseconds", "50", unit=_MS, maximum=999_999_999), 50 * _MS,
-    "An instance is added if requests wait in the queue for longer than this, on average.")
+    _SCALING,
+    "scale_up_queue_ms",
+    _number("milliseconds", "50", unit=_MS, maximum=999_999_999),
+    50 * _MS,
+    "An instance is added if requests wait in the queue for longer than this, on average.",
+)
 SCALE_DOWN = _row(
-    _SCALING, "scale_down_secs", _seconds("30"), 30 * _S,
-    "An instance is removed if fewer would have been enough for this time.")
+    _SCALING,
+    "scale_down_secs",
+    _seconds("30"),
+    30 * _S,
+    "An instance is removed if fewer would have been enough for this time.",
+)
 TRAFFIC = _row(
-    _VERSIONS, "traffic", _SHARES, dict[int, int](),
+    _VERSIONS,
+    "traffic",
+    _SHARES,
+    dict[int, int](),
     "The shares of versions, in the requests that name none. The highest READY version without a share gets the rest.",
-    models="all")
+    models="all",
+)
 ALIASES = _row(
-    _VERSIONS, "aliases", ParameterKind(_aliases_in, 'NAME=VERSION, such as "prod=2"'), dict[str, int](),
-    "Names of versions, which clients use as `MODEL@NAME`.", models="all")
+    _VERSIONS,
+    "aliases",
+    ParameterKind(_aliases_in, 'NAME=VERSION, such as "prod=2"'),
+    dict[str, int](),
+    "Names of versions, which clients use as `MODEL@NAME`.",
+    models="all",
+)
 SHADOW = _row(
-    _VERSIONS, "shadow", _SHARES, dict[int, int](),
+    _VERSIONS,
+    "shadow",
+    _SHARES,
+    dict[int, int](),
     "The version that also gets copies of this share of the requests. Its responses are compared and discarded.",
-    models="all but ensembles, sequences, decoupled models and `preserve_ordering`")
+    models="all but ensembles, sequences, decoupled models and `preserve_ordering`",
+)
 PADDING = _row(
-    _PADDING, "padding", _text("NAME, NAME=VALUE, NAME[AXIS] or NAME[AXIS]=VALUE, separated by spaces"), "",
+    _PADDING,
+    "padding",
+    _text("NAME, NAME=VALUE, NAME[AXIS] or NAME[AXIS]=VALUE, separated by spaces"),
+    "",
     "Inputs that are padded so that requests of different lengths share a batch. AXIS is an index into `dims`, by "
-    "default the first -1. VALUE is 0 or the empty string by default.", models=_BATCHED)
+    "default the first -1. VALUE is 0 or the empty string by default.",
+    models=_BATCHED,
+)
 PADDING_OUTPUTS = _row(
-    _PADDING, "padding_outputs", _text("NAME or NAME[AXIS], separated by spaces; empty: none"), "",
+    _PADDING,
+    "padding_outputs",
+    _text("NAME or NAME[AXIS], separated by spaces; empty: none"),
+    "",
     "Outputs that are cut back to the length of each request. An output with several dims of -1 must be named.",
-    unset="each output with one -1 in its dims", models=_BATCHED)
+    unset="each output with one -1 in its dims",
+    models=_BATCHED,
+)
 PADDING_LOOKAHEAD = _row(
-    _PADDING, "padding_lookahead", _integer(1, 4096), 64,
-    "The number of queued requests among which the batcher looks for similar lengths.", models=_BATCHED)
+    _PADDING,
+    "padding_lookahead",
+    _integer(1, 4096),
+    64,
+    "The number of queued requests among which the batcher looks for similar lengths.",
+    models=_BATCHED,
+)
 PADDING_MULTIPLE = _row(
-    _PADDING, "padding_multiple", _integer(1, 1 << 20), 1,
-    "Lengths are padded to a multiple of this, for engines that optimise for each new shape.", models=_BATCHED)
+    _PADDING,
+    "padding_multiple",
+    _integer(1, 1 << 20),
+    1,
+    "Lengths are padded to a multiple of this, for engines that optimise for each new shape.",
+    models=_BATCHED,
+)
 PADDING_BATCH_COST = _row(
-    _PADDING, "padding_batch_cost", _integer(0, 1 << 40), 128,
+    _PADDING,
+    "padding_batch_cost",
+    _integer(0, 1 << 40),
+    128,
     "The fixed cost of a batch, in elements (rows x padded length). Raise it if small batches are as slow as large "
-    "ones, as on a GPU.", models=_BATCHED)
+    "ones, as on a GPU.",
+    models=_BATCHED,
+)
 STACKED = _row(
-    _PYTHON, "stacked", _FLAG, False, "The model gets a batch as one array for each input.", backends=("python",))
+    _PYTHON, "stacked", _FLAG, False, "The model gets a batch as one array for each input.", backends=("python",)
+)
 STRICT_OUTPUTS = _row(
-    _PYTHON, "strict_outputs", _FLAG, False,
-    "An output whose type or shape differs from the configuration is an error.", backends=("python",))
+    _PYTHON,
+    "strict_outputs",
+    _FLAG,
+    False,
+    "An output whose type or shape differs from the configuration is an error.",
+    backends=("python",),
+)
 SEND_WAITS = _row(
-    _PYTHON, "send_waits", _FLAG, True,
+    _PYTHON,
+    "send_waits",
+    _FLAG,
+    True,
     "A sender waits for a slow client when 1 MiB of responses is queued. With false, it never waits.",
-    backends=("python",))
+    backends=("python",),
+)
 HOST_INPUTS = _row(
-    _PYTHON, "FORCE_CPU_ONLY_INPUT_TENSORS",
-    ParameterKind(lambda text: text.lower() not in ("no", "false"), '"yes" or "no"'), True,
+    _PYTHON,
+    "FORCE_CPU_ONLY_INPUT_TENSORS",
+    ParameterKind(lambda text: text.lower() not in ("no", "false"), '"yes" or "no"'),
+    True,
     "Inputs are in host memory. With no, inputs that are on the GPU of the instance stay there.",
-    unset="yes", backends=("python",))
+    unset="yes",
+    backends=("python",),
+)
 FUNCTION = _row(
-    _PYTHON, "function", _text("the name of a function"), "",
-    "The function with `@shmserve.model` that is the model. `shmserve serve FILE.py` sets it.", backends=("python",))
+    _PYTHON,
+    "function",
+    _text("the name of a function"),
+    "",
+    "The function with `@shmserve.model` that is the model. `shmserve serve FILE.py` sets it.",
+    backends=("python",),
+)
 JSON_SCHEMAS = _row(
-    _PYTHON, "json_schemas", _text('{"inputs": {NAME: SCHEMA}, "outputs": {...}, "components": {...}}'), "",
+    _PYTHON,
+    "json_schemas",
+    _text('{"inputs": {NAME: SCHEMA}, "outputs": {...}, "components": {...}}'),
+    "",
     "JSON schemas of tensors of type BYTES, so that `generate` takes and returns objects for them, or files in base64. "
-    "Functions with `@shmserve.model` set it.")
+    "Functions with `@shmserve.model` set it.",
+)
 OVERLAP = _row(
-    _GPUS, "overlap_batches", _words(YES, NO), True,
+    _GPUS,
+    "overlap_batches",
+    _words(YES, NO),
+    True,
     "The copies of a batch overlap with the computation of others. With false, buffers take half the memory.",
-    backends=("tensorrt", "pytorch"))
+    backends=("tensorrt", "pytorch"),
+)
 _row(
-    _ENSEMBLES, "step[INDEX].map", _text("the name of an ensemble tensor that the step reads"), "",
-    "The step runs once for each row of this tensor along axis 0, and the responses are combined.", models="ensembles")
+    _ENSEMBLES,
+    "step[INDEX].map",
+    _text("the name of an ensemble tensor that the step reads"),
+    "",
+    "The step runs once for each row of this tensor along axis 0, and the responses are combined.",
+    models="ensembles",
+)
 _row(
-    _ENSEMBLES, "step[INDEX].if", _text("the name of an ensemble tensor, BOOL with one element"), "",
-    "The step runs only if this tensor is true.", models="ensembles")
+    _ENSEMBLES,
+    "step[INDEX].if",
+    _text("the name of an ensemble tensor, BOOL with one element"),
+    "",
+    "The step runs only if this tensor is true.",
+    models="ensembles",
+)
 CHAT_TEMPLATE = _row(
-    _OPENAI, "chat_template", _text("a Jinja template"), "",
+    _OPENAI,
+    "chat_template",
+    _text("a Jinja template"),
+    "",
     "The template that turns the messages of a chat into a prompt.",
-    unset="that of the GGUF file, or none", models="language models")
+    unset="that of the GGUF file, or none",
+    models="language models",
+)
 for _name in ("bos_token", "eos_token", "pad_token", "unk_token"):
     _row(_OPENAI, _name, _text("a text"), "", "A variable of the chat template.", models="language models")
 ADAPTERS = _row(
-    _OPENAI, "adapters",
+    _OPENAI,
+    "adapters",
     ParameterKind(_adapters_in, 'NAME=PATH, such as "french=french.gguf", with paths in the directory of the version'),
     dict[str, str](),
-    "Adapters (LoRA) of the model, which clients use as `MODEL:NAME`.", models="language models")
+    "Adapters (LoRA) of the model, which clients use as `MODEL:NAME`.",
+    models="language models",
+)
 _row(
-    _OPENAI, "reasoning_tags", ParameterKind(_tags_in, 'one or two tags, such as "<think> </think>"'), "",
+    _OPENAI,
+    "reasoning_tags",
+    ParameterKind(_tags_in, 'one or two tags, such as "<think> </think>"'),
+    "",
     "The text between these tags is the `reasoning_content` of a chat, not its content. If the chat template has "
-    "already begun the thinking, give the closing tag only.", models="language models")
+    "already begun the thinking, give the closing tag only.",
+    models="language models",
+)
 _row(
-    _OPENAI, "default_max_tokens", _text("a number of tokens"), "",
-    "The `max_tokens` of requests that do not set it.", unset="that of the engine", models="language models")
+    _OPENAI,
+    "default_max_tokens",
+    _text("a number of tokens"),
+    "",
+    "The `max_tokens` of requests that do not set it.",
+    unset="that of the engine",
+    models="language models",
+)
 QUEUE_TOKENS = _row(
-    _OPENAI, "max_queue_tokens", _number("a number of tokens", "100000", "no limit", maximum=999_999_999), 0,
+    _OPENAI,
+    "max_queue_tokens",
+    _number("a number of tokens", "100000", "no limit", maximum=999_999_999),
+    0,
     "A request is refused if the prompts that wait for the engine, with its own, have more tokens than this.",
-    backends=("llamacpp", "vllm"))
+    backends=("llamacpp", "vllm"),
+)
 _row(
-    _OPENAI, "embedding_input", _text("the name of a STRING input"), "",
-    "The input that gets the texts of an embedding request.", unset="the only such input", models="embedding models")
+    _OPENAI,
+    "embedding_input",
+    _text("the name of a STRING input"),
+    "",
+    "The input that gets the texts of an embedding request.",
+    unset="the only such input",
+    models="embedding models",
+)
 _row(
-    _OPENAI, "embedding_output", _text("the name of an output of floats"), "", "The output with the embeddings.",
-    unset="the only output", models="embedding models")
+    _OPENAI,
+    "embedding_output",
+    _text("the name of an output of floats"),
+    "",
+    "The output with the embeddings.",
+    unset="the only output",
+    models="embedding models",
+)
 _row(
-    _OPENAI, "embedding_pooling", _POOLING, "",
+    _OPENAI,
+    "embedding_pooling",
+    _POOLING,
+    "",
     "How the vectors of the tokens become the embedding: their mean, the first or the last one.",
-    unset="the output has one vector", models="embedding models")
+    unset="the output has one vector",
+    models="embedding models",
+)
 _row(
-    _OPENAI, "embedding_normalize", _FLAG, False, "Embeddings are scaled to length 1.",
-    unset="true with a pooling", models="embedding models")
-# fmt: on
+    _OPENAI,
+    "embedding_normalize",
+    _FLAG,
+    False,
+    "Embeddings are scaled to length 1.",
+    unset="true with a pooling",
+    models="embedding models",
+)
 
 
 # --------------------------------------------------------------------------------------------------- all parameters

@@ -104,7 +104,7 @@ def verify_completed(config: ModelConfig, *, backends: Collection[str], gpus: Co
 
 
 def completion_warnings(written: ModelConfig, final: ModelConfig) -> list[str]:
-    """Logs messages about completed values that the user may not expect."""
+    """Messages about completed values that the user may not expect."""
     if written.max_batch_size or final.max_batch_size <= 0 or is_ensemble(final) or final.backend == "python":
         # A Python model sets its own max_batch_size.
         return []

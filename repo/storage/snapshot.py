@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shmserve.errors import InvalidRequest
 
 ENTRIES = 200_000
-"""Most files and directories of one model; a larger directory is refused."""
+"""Maximum number of files and directories of one model."""
 _CONFIGS = ("config.pbtxt", "configs")
 """Configuration files: not part of a version's digest, as configurations are compared by content."""
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES)
