@@ -13,9 +13,19 @@ SONAME = f"{'shmserve-native-shim-':-<64}"
 """The name under which the shim is linked. It is replaced by the one that a backend needs."""
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = (
-    "-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden",
-    "-Wl,-z,defs", "-Wl,--build-id=none", f"-Wl,-soname,{SONAME}",
-)  # fmt: skip
+    "-std=gnu11",
+    "-O2",
+    "-g",
+    "-Wall",
+    "-Wextra",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-Wl,-z,defs",
+    "-Wl,--build-id=none",
+    f"-Wl,-soname,{SONAME}",
+)
 
 
 class CannotCompile(Exception):

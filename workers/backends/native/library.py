@@ -42,9 +42,22 @@ if TYPE_CHECKING:
     from shmserve.workers.process.device import Device
 
 TYPES = (
-    "", "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64",
-    "BYTES", "BF16",
-)  # fmt: skip
+    "",
+    "BOOL",
+    "UINT8",
+    "UINT16",
+    "UINT32",
+    "UINT64",
+    "INT8",
+    "INT16",
+    "INT32",
+    "INT64",
+    "FP16",
+    "FP32",
+    "FP64",
+    "BYTES",
+    "BF16",
+)
 """Data types by their number in the interface."""
 KINDS = ("AUTO", "CPU", "GPU", "MODEL")
 _WITHOUT_THREADS = (SERVER_LIBRARY, "ld-linux", "libc.", "libgcc_s.", "libm.", "libpthread.", "libstdc++.")
