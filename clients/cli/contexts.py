@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
+from shmserve.system.files import new_file
 from shmserve.terminal.errors import Failed, Misuse
 
 
@@ -67,9 +67,8 @@ def write(contexts: Contexts) -> None:
     target = path()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(contexts)))
-        os.replace(file.name, target)
+        with new_file(target) as part:
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(contexts)))
     except OSError as error:
         raise Failed(f"cannot write the contexts to {target}: {error.strerror}") from error
 
