@@ -174,6 +174,15 @@ class Party:
     failed: int = 0
     first: list[str] = field(default_factory=list)
 
+    def add(self, latency: Answer, done: Answer) -> None:
+        self.p50_us.append(latency["median_us"])
+        self.p99_us.append(latency["p99_us"])
+        self.per_s.append(done["per_s"])
+        self.calls += latency["calls"]
+        self.cycles += done["cycles"]
+        self.failed += latency["failed"]
+        self.first += latency["first"]
+
     def latency(self) -> str:
         return f"p50 {micros(median(self.p50_us))}, p99 {micros(median(self.p99_us))}"
 
@@ -242,7 +251,7 @@ def run_loading(setting: Setting) -> LoadingTimes:
             done = beside.answer() if beside is not None else {"cycles": 0, "per_s": 0.0}
             busy += sum(map(busy_seconds, pids))
             party.busy.append(busy / (perf_counter() - start))
-            _note(party, latency, done)
+            party.add(latency, done)
 
         for _ in range(setting.rounds):
             turn(result.loads, loads)
@@ -251,13 +260,3 @@ def run_loading(setting: Setting) -> LoadingTimes:
             turn(result.reloads_outside, reloads_outside, period=1 / result.reloads.per_s[-1])
             turn(result.nothing)
     return result
-
-
-def _note(party: Party, latency: Answer, done: Answer) -> None:
-    party.p50_us.append(latency["median_us"])
-    party.p99_us.append(latency["p99_us"])
-    party.per_s.append(done["per_s"])
-    party.calls += latency["calls"]
-    party.cycles += done["cycles"]
-    party.failed += latency["failed"]
-    party.first += latency["first"]
