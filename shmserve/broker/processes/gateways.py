@@ -63,6 +63,11 @@ class _Gateway(Struct, eq=False):
     consecutive_exits: int = 0
     timer: Any = None
 
+    def cancel_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
 
 class Gateways:
     """`opened(ports)` is called once, when all gateways are listening, or `failed(code, text)` if one cannot listen.
@@ -150,9 +155,7 @@ class Gateways:
         if report[:1] != [b"READY"]:
             return  # the gateway is about to exit
         gateway.is_open = True
-        if gateway.timer is not None:
-            gateway.timer.cancel()
-            gateway.timer = None
+        gateway.cancel_timer()
         for word in report[1:]:
             endpoint, _, port = word.decode("ascii", "replace").partition("=")
             if port.isdecimal():
@@ -197,9 +200,7 @@ class Gateways:
         gateway.output.close()
         self._loop.remove_reader(gateway.pidfd)
         os.close(gateway.pidfd)
-        if gateway.timer is not None:
-            gateway.timer.cancel()
-            gateway.timer = None
+        gateway.cancel_timer()
         self.pids.discard(gateway.process.pid)
         gateway.process = None
 
@@ -248,9 +249,7 @@ class Gateways:
         """Makes gateways stop accepting requests and finish those in flight. Calls `ended` when all have exited."""
         self._ended = ended
         for gateway in self._all:
-            if gateway.timer is not None:
-                gateway.timer.cancel()
-                gateway.timer = None
+            gateway.cancel_timer()
             if gateway.process is not None:
                 signal.pidfd_send_signal(gateway.pidfd, signal.SIGTERM)
                 gateway.timer = self._loop.call_later(limit_s + GRACE_S, self._kill, gateway)
@@ -266,8 +265,7 @@ class Gateways:
         for gateway in self._all:
             if gateway.process is not None:
                 signal.pidfd_send_signal(gateway.pidfd, signal.SIGINT)
-                if gateway.timer is not None:
-                    gateway.timer.cancel()
+                gateway.cancel_timer()
                 gateway.timer = self._loop.call_later(GRACE_S, self._kill, gateway)
 
     def close(self) -> None:
@@ -279,8 +277,8 @@ class Gateways:
                 select.select([gateway.pidfd], [], [])
                 gateway.process.wait()
                 self._release(gateway)
-            elif gateway.timer is not None:
-                gateway.timer.cancel()
+            else:
+                gateway.cancel_timer()
 
 
 def _already_reported() -> None:
