@@ -176,11 +176,13 @@ def of_traffic(
     shares: Mapping[int, int] | None, aliases: Mapping[str, int | None] | None, shadow: Mapping[int, int] | None = None
 ) -> Body:
     """The body of `set_traffic`. JSON keys are always text."""
-    numbers = [
-        None if fractions is None else {str(key): value for key, value in fractions.items()}
-        for fractions in (shares, shadow)
-    ]
-    return of_json({"shares": numbers[0], "aliases": dict(aliases or {}), "shadow": numbers[1]})
+    return of_json(
+        {"shares": _with_text_keys(shares), "aliases": dict(aliases or {}), "shadow": _with_text_keys(shadow)}
+    )
+
+
+def _with_text_keys(shares: Mapping[int, int] | None) -> dict[str, int] | None:
+    return None if shares is None else {str(version): share for version, share in shares.items()}
 
 
 def of_service(out_of_service: bool) -> Body:
