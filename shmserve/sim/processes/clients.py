@@ -146,36 +146,38 @@ class SimClient:
             self._world.note(message.text)
 
     def _answered(self, number: int, outputs: tuple[Tensor, ...], at: int, code: str) -> None:
-        request = self.open.pop(number, None)
-        if request is None:
-            raise AssertionError(f"client {self.peer} has got an answer to {number}: never asked, or answered before")
+        request = self._unanswered(number)
+        del self.open[number]
         self._add_to_digest(self.peer, number, at, code)
-        for tensor in outputs:
-            if type(tensor.data) is tuple:
-                self._keep(tensor.data, at)
+        self._keep(outputs, at)
         request.source.answered(request, at, code)
 
     def _part(self, part: Part, at: int) -> None:
-        request = self.open.get(part.request)
-        if request is None:
-            raise AssertionError(
-                f"client {self.peer} has got a part of {part.request}: never asked, or answered before"
-            )
+        request = self._unanswered(part.request)
         request.source.result.parts += bool(part.outputs)
         if part.last:
             self._answered(part.request, part.outputs, at, "")
             return
-        for tensor in part.outputs:
-            if type(tensor.data) is tuple:
-                self._keep(tensor.data, at)
+        self._keep(part.outputs, at)
         self._world.send_from_client(at, self.peer, More(part.request, 1))
 
-    def _keep(self, handles: tuple[Handle, ...], at: int) -> None:
+    def _unanswered(self, number: int) -> SimRequest:
+        request = self.open.get(number)
+        if request is None:
+            raise AssertionError(
+                f"client {self.peer} received a response to request {number}, which it has not sent or which has "
+                "already been answered"
+            )
+        return request
+
+    def _keep(self, outputs: tuple[Tensor, ...], at: int) -> None:
         """Holds outputs in shared memory that is not the client's own for `hold_ns`, then returns them."""
-        created = tuple(handle for handle in handles if handle.segment != self.segment)
-        if created:
-            self.holds += len(created)
-            self._world.at(at + self._hold_ns, self._give_back, created)
+        for tensor in outputs:
+            if type(tensor.data) is tuple:
+                created = tuple(handle for handle in tensor.data if handle.segment != self.segment)
+                if created:
+                    self.holds += len(created)
+                    self._world.at(at + self._hold_ns, self._give_back, created)
 
     def _give_back(self, handles: tuple[Handle, ...]) -> None:
         if not self.dead:
