@@ -7,6 +7,7 @@ Invariant: nothing is run. Shapes of tensors in between are inferred; operators 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,11 +122,11 @@ def network_of(model: onnx.ModelProto, shapes: Mapping[str, Shape], rows: int) -
         next((one.version for one in model.opset_import if one.domain in ("", "ai.onnx")), 0),
         batches,
     )
-    taken, given = (
-        sum(_bytes(known[one.name].type.tensor_type.elem_type, sizes.get(one.name, (0,))) for one in ones)
-        for ones in (inputs, graph.output)
+    input_bytes, output_bytes = (
+        sum(_bytes(known[one.name].type.tensor_type.elem_type, sizes.get(one.name, (0,))) for one in tensors)
+        for tensors in (inputs, graph.output)
     )
-    return network, Work(rows if batches else 1, network.flops, taken, given)
+    return network, Work(rows if batches else 1, network.flops, input_bytes, output_bytes)
 
 
 def _declared(value: Any) -> Shape:
@@ -216,10 +217,6 @@ def _conv(node: Any, inputs: list[Shape], outputs: list[Shape], weight: int = 1)
     return 2 * prod(outputs[0]) * prod(inputs[weight][1:])
 
 
-def _quantized_conv(node: Any, inputs: list[Shape], outputs: list[Shape]) -> int:
-    return _conv(node, inputs, outputs, 3)
-
-
 def _deconv(node: Any, inputs: list[Shape], outputs: list[Shape]) -> int:
     return 2 * prod(inputs[0]) * prod(inputs[1][1:])
 
@@ -249,7 +246,7 @@ _RULES: Mapping[str, Callable[[Any, list[Shape], list[Shape]], int]] = {
     "MatMul": _matmul,
     "MatMulInteger": _matmul,
     "MaxPool": _pooling,
-    "QLinearConv": _quantized_conv,
+    "QLinearConv": partial(_conv, weight=3),
     "QLinearMatMul": _matmul,
     "RNN": _recurrent,
     "ReduceMax": _reduction,
