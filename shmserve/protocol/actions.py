@@ -7,7 +7,7 @@ holds names only; each user of the table maps them to its handlers.
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _ANY = ("infer", "observe", "operate")
 _READ = ("observe", "operate")
@@ -16,6 +16,10 @@ _INFER = ("infer",)
 _MEMORY = ("infer", "operate")
 _PAGE = ("page",)
 _HEALTH = "grpc.health.v1.Health"
+_MODEL = "/v2/models/{model}[/versions/{version}]"
+_REPOSITORY = ("model-repository",)
+_ACTIVITY = (*_REPOSITORY, "statistics")
+_REPORT = (*_REPOSITORY, "metadata", "model-config", "statistics")
 
 
 class Row(NamedTuple):
@@ -39,6 +43,31 @@ class Row(NamedTuple):
     """Name of the OpenAPI schema of the response body; "": no body."""
 
 
+def _inference(name: str, summary: str, path: str, takes: str, gives: str, *, grpc: tuple[str, ...] = ()) -> Row:
+    """An endpoint that runs a model."""
+    return Row(
+        name,
+        _INFER,
+        summary,
+        http=(f"POST {path}",),
+        grpc=grpc,
+        groups=("inference",),
+        changes=True,
+        takes=takes,
+        gives=gives,
+    )
+
+
+def _query(name: str, roles: tuple[str, ...], summary: str, groups: tuple[str, ...], **more: Any) -> Row:
+    """A query that the broker answers."""
+    return Row(name, roles, summary, query=name, groups=groups, **more)
+
+
+def _operation(name: str, summary: str, groups: tuple[str, ...], **more: Any) -> Row:
+    """An operation that the broker runs for an operator."""
+    return Row(name, _OPERATE, summary, query=name, groups=groups, changes=True, **more)
+
+
 class Action(str, Enum):
     """A member is equal to the name in its row."""
 
@@ -58,179 +87,109 @@ class Action(str, Enum):
     NONE = Row("", ())
     """The action of a request without a route."""
     # Paths are tried in the order of the rows, so the most frequent requests come first.
-    INFER = Row(
+    INFER = _inference(
         "infer",
-        _INFER,
         "Run the model",
-        http=("POST /v2/models/{model}[/versions/{version}]/infer",),
+        f"{_MODEL}/infer",
+        "InferRequest",
+        "InferResponse",
         grpc=("ModelInfer", "ModelStreamInfer"),
-        groups=("inference",),
-        changes=True,
-        takes="InferRequest",
-        gives="InferResponse",
     )
-    GENERATE = Row(
-        "generate",
-        _INFER,
-        "Run the model once, with plain JSON",
-        http=("POST /v2/models/{model}[/versions/{version}]/generate",),
-        groups=("inference",),
-        changes=True,
-        takes="Generate",
-        gives="Generated",
+    GENERATE = _inference(
+        "generate", "Run the model once, with plain JSON", f"{_MODEL}/generate", "Generate", "Generated"
     )
-    GENERATE_STREAM = Row(
+    GENERATE_STREAM = _inference(
         "generate_stream",
-        _INFER,
         "Run the model with plain JSON; each response is a server-sent event",
-        http=("POST /v2/models/{model}[/versions/{version}]/generate_stream",),
-        groups=("inference",),
-        changes=True,
-        takes="Generate",
-        gives="Generated",
+        f"{_MODEL}/generate_stream",
+        "Generate",
+        "Generated",
     )
-    COMPLETIONS = Row(
+    COMPLETIONS = _inference(
         "completions",
-        _INFER,
         "OpenAI-compatible: completions; with `stream`, as server-sent events",
-        http=("POST /v1/completions",),
-        groups=("inference",),
-        changes=True,
-        takes="Completion",
-        gives="Choices",
+        "/v1/completions",
+        "Completion",
+        "Choices",
     )
-    CHAT_COMPLETIONS = Row(
+    CHAT_COMPLETIONS = _inference(
         "chat_completions",
-        _INFER,
         "OpenAI-compatible: chat completions; with `stream`, as server-sent events",
-        http=("POST /v1/chat/completions",),
-        groups=("inference",),
-        changes=True,
-        takes="Chat",
-        gives="Choices",
+        "/v1/chat/completions",
+        "Chat",
+        "Choices",
     )
-    RESPONSES = Row(
+    RESPONSES = _inference(
         "responses",
-        _INFER,
         "OpenAI-compatible: responses, which are not kept; with `stream`, as server-sent events",
-        http=("POST /v1/responses",),
-        groups=("inference",),
-        changes=True,
-        takes="ResponseInput",
-        gives="Response",
+        "/v1/responses",
+        "ResponseInput",
+        "Response",
     )
-    MESSAGES = Row(
+    MESSAGES = _inference(
         "messages",
-        _INFER,
         "Anthropic-compatible: messages; with `stream`, as server-sent events",
-        http=("POST /v1/messages",),
-        groups=("inference",),
-        changes=True,
-        takes="Messages",
-        gives="Message",
+        "/v1/messages",
+        "Messages",
+        "Message",
     )
-    COUNT_TOKENS = Row(
+    COUNT_TOKENS = _inference(
         "count_tokens",
-        _INFER,
         "Anthropic-compatible: the number of tokens of a message",
-        http=("POST /v1/messages/count_tokens",),
-        groups=("inference",),
-        changes=True,
-        takes="MessagesToCount",
-        gives="InputTokens",
+        "/v1/messages/count_tokens",
+        "MessagesToCount",
+        "InputTokens",
     )
-    EMBEDDINGS = Row(
-        "embeddings",
-        _INFER,
-        "OpenAI-compatible: embeddings",
-        http=("POST /v1/embeddings",),
-        groups=("inference",),
-        changes=True,
-        takes="TextsToEmbed",
-        gives="EmbeddingList",
+    EMBEDDINGS = _inference(
+        "embeddings", "OpenAI-compatible: embeddings", "/v1/embeddings", "TextsToEmbed", "EmbeddingList"
     )
-    RERANK = Row(
+    RERANK = _inference(
         "rerank",
-        _INFER,
         "Jina-compatible: documents, ordered by their relevance to a query",
-        http=("POST /v1/rerank",),
-        groups=("inference",),
-        changes=True,
-        takes="TextsToRank",
-        gives="Ranking",
+        "/v1/rerank",
+        "TextsToRank",
+        "Ranking",
     )
-    SCORE = Row(
-        "score",
-        _INFER,
-        "vLLM-compatible: scores of pairs of texts",
-        http=("POST /v1/score",),
-        groups=("inference",),
-        changes=True,
-        takes="TextsToScore",
-        gives="Scores",
+    SCORE = _inference("score", "vLLM-compatible: scores of pairs of texts", "/v1/score", "TextsToScore", "Scores")
+    TOKENIZE = _inference(
+        "tokenize", "vLLM-compatible: the tokens of a prompt or a chat", "/tokenize", "TextToTokenize", "Tokens"
     )
-    TOKENIZE = Row(
-        "tokenize",
-        _INFER,
-        "vLLM-compatible: the tokens of a prompt or a chat",
-        http=("POST /tokenize",),
-        groups=("inference",),
-        changes=True,
-        takes="TextToTokenize",
-        gives="Tokens",
+    DETOKENIZE = _inference(
+        "detokenize", "vLLM-compatible: the text of tokens", "/detokenize", "TokensToText", "Prompt"
     )
-    DETOKENIZE = Row(
-        "detokenize",
-        _INFER,
-        "vLLM-compatible: the text of tokens",
-        http=("POST /detokenize",),
-        groups=("inference",),
-        changes=True,
-        takes="TokensToText",
-        gives="Prompt",
-    )
-    TRANSCRIPTIONS = Row(
+    TRANSCRIPTIONS = _inference(
         "transcriptions",
-        _INFER,
         "OpenAI-compatible: the text of recorded speech; with `stream`, as server-sent events",
-        http=("POST /v1/audio/transcriptions",),
-        groups=("inference",),
-        changes=True,
-        takes="Speech",
-        gives="Transcription",
+        "/v1/audio/transcriptions",
+        "Speech",
+        "Transcription",
     )
-    LIVE = Row(
-        "live", _ANY, "Liveness", query="live", http=("GET /v2/health/live",), grpc=("ServerLive",), groups=("health",)
-    )
-    READY = Row(
+    LIVE = _query("live", _ANY, "Liveness", ("health",), http=("GET /v2/health/live",), grpc=("ServerLive",))
+    READY = _query(
         "ready",
         _ANY,
         "Readiness",
-        query="ready",
+        ("health",),
         http=("GET /v2/health/ready",),
         grpc=("ServerReady", f"{_HEALTH}/Check", f"{_HEALTH}/Watch"),
-        groups=("health",),
     )
     MODEL_READY = Row(
         "model_ready",
         _ANY,
         "Readiness of the model",
         query="ready",
-        http=("GET /v2/models/{model}[/versions/{version}]/ready",),
+        http=(f"GET {_MODEL}/ready",),
         grpc=("ModelReady",),
         groups=("health",),
     )
-    LOADED = Row(
-        "loaded", _ANY, "Wait until no model is being loaded for the first time", query="loaded", groups=("health",)
-    )
-    METADATA = Row(
+    LOADED = _query("loaded", _ANY, "Wait until no model is being loaded for the first time", ("health",))
+    METADATA = _query(
         "metadata",
         _ANY,
         "Server metadata: name, version and extensions",
-        query="metadata",
+        ("metadata",),
         http=("GET /v2",),
         grpc=("ServerMetadata",),
-        groups=("metadata",),
         gives="Server",
     )
     MODEL_METADATA = Row(
@@ -238,7 +197,7 @@ class Action(str, Enum):
         _ANY,
         "Model metadata: inputs and outputs",
         query="metadata",
-        http=("GET /v2/models/{model}[/versions/{version}]",),
+        http=(f"GET {_MODEL}",),
         grpc=("ModelMetadata",),
         groups=("metadata",),
         gives="Model",
@@ -255,121 +214,72 @@ class Action(str, Enum):
         "model_openapi",
         _ANY,
         "The endpoints of the model as an OpenAPI document",
-        http=("GET /v2/models/{model}[/versions/{version}]/openapi.json",),
+        http=(f"GET {_MODEL}/openapi.json",),
         groups=("metadata",),
         gives="Any",
     )
-    MODELS = Row(
+    MODELS = _query(
         "models",
         _READ,
         "All models",
-        query="models",
+        _REPOSITORY,
         http=("POST /v2/repository/index",),
         grpc=("RepositoryIndex",),
-        groups=("model-repository",),
         takes="Filter",
         gives="Index",
     )
-    CONFIG = Row(
+    CONFIG = _query(
         "config",
         _READ,
         "Model configuration",
-        query="config",
-        http=("GET /v2/models/{model}[/versions/{version}]/config",),
+        ("model-config",),
+        http=(f"GET {_MODEL}/config",),
         grpc=("ModelConfig",),
-        groups=("model-config",),
         gives="Any",
     )
-    ORIGINS = Row(
-        "origins",
-        _READ,
-        "Model configuration, and where each value comes from",
-        query="origins",
-        groups=("model-config",),
-    )
-    STATISTICS = Row(
+    ORIGINS = _query("origins", _READ, "Model configuration, and where each value comes from", ("model-config",))
+    STATISTICS = _query(
         "statistics",
         _READ,
         "Statistics",
-        query="statistics",
-        http=("GET /v2/models/stats", "GET /v2/models/{model}[/versions/{version}]/stats"),
+        ("statistics",),
+        http=("GET /v2/models/stats", f"GET {_MODEL}/stats"),
         grpc=("ModelStatistics",),
-        groups=("statistics",),
         gives="Statistics",
     )
-    METRICS = Row("metrics", _READ, "Metrics, in the Prometheus format", query="metrics", http=("GET /metrics",))
-    ACTIVITY = Row(
-        "activity",
-        _READ,
-        "Current activity, and the counters of all models",
-        query="activity",
-        groups=("model-repository", "statistics"),
+    METRICS = _query("metrics", _READ, "Metrics, in the Prometheus format", (), http=("GET /metrics",))
+    ACTIVITY = _query("activity", _READ, "Current activity, and the counters of all models", _ACTIVITY)
+    REPORT = _query("report", _READ, "An overview of one model", _REPORT)
+    LOG = _query(
+        "log", _READ, "Log settings", ("logging",), http=("GET /v2/logging",), grpc=("LogSettings",), gives="Settings"
     )
-    REPORT = Row(
-        "report",
-        _READ,
-        "An overview of one model",
-        query="report",
-        groups=("model-repository", "metadata", "model-config", "statistics"),
-    )
-    LOG = Row(
-        "log",
-        _READ,
-        "Log settings",
-        query="log",
-        http=("GET /v2/logging",),
-        grpc=("LogSettings",),
-        groups=("logging",),
-        gives="Settings",
-    )
-    TRACE = Row(
+    TRACE = _query(
         "trace",
         _READ,
         "Trace settings",
-        query="trace",
+        ("trace",),
         http=("GET /v2[/models/{model}]/trace/setting",),
         grpc=("TraceSetting",),
-        groups=("trace",),
         gives="Settings",
     )
-    TRAFFIC = Row(
-        "traffic",
-        _READ,
-        "Shares, aliases and shadows of the versions of a model",
-        query="traffic",
-        groups=("model-repository",),
-    )
-    TEXT_MODELS = Row(
-        "text_models", _READ, "READY models that take text", query="text_models", groups=("model-repository",)
-    )
-    SERVICE = Row(
-        "service",
-        _READ,
-        "Whether the server is out of service, and what is still in flight",
-        query="service",
-        groups=("health",),
-    )
-    LOGS = Row("logs", _OPERATE, "The latest records of the log", query="logs", groups=("logging",))
-    LOAD = Row(
+    TRAFFIC = _query("traffic", _READ, "Shares, aliases and shadows of the versions of a model", _REPOSITORY)
+    TEXT_MODELS = _query("text_models", _READ, "READY models that take text", _REPOSITORY)
+    SERVICE = _query("service", _READ, "Whether the server is out of service, and what is still in flight", ("health",))
+    LOGS = _query("logs", _OPERATE, "The latest records of the log", ("logging",))
+    LOAD = _operation(
         "load",
-        _OPERATE,
         "Load or reload the model",
-        query="load",
+        _REPOSITORY,
         http=("POST /v2/repository/models/{model}/load",),
         grpc=("RepositoryModelLoad",),
-        groups=("model-repository",),
-        changes=True,
         takes="Load",
     )
-    UNLOAD = Row(
+    UNLOAD = _operation(
         "unload",
-        _OPERATE,
         "Unload the model",
-        query="unload",
+        _REPOSITORY,
         http=("POST /v2/repository/models/{model}/unload",),
         grpc=("RepositoryModelUnload",),
-        groups=("model-repository",),
-        changes=True,
         takes="Unload",
     )
     NAMED_REPOSITORY = Row(
@@ -381,73 +291,32 @@ class Action(str, Enum):
             "POST /v2/repository/{repository}/models/{model}/load",
             "POST /v2/repository/{repository}/models/{model}/unload",
         ),
-        groups=("model-repository",),
+        groups=_REPOSITORY,
         changes=True,
     )
-    RESTART = Row(
-        "restart",
-        _OPERATE,
-        "Restart the processes of a model",
-        query="restart",
-        groups=("model-repository",),
-        changes=True,
+    RESTART = _operation("restart", "Restart the processes of a model", _REPOSITORY)
+    ROLLBACK = _operation("rollback", "Load the previous files of a model", _REPOSITORY)
+    SET_LOG = _operation(
+        "set_log", "Change log settings", ("logging",), http=("POST /v2/logging",), takes="Settings", gives="Settings"
     )
-    ROLLBACK = Row(
-        "rollback",
-        _OPERATE,
-        "Load the previous files of a model",
-        query="rollback",
-        groups=("model-repository",),
-        changes=True,
-    )
-    SET_LOG = Row(
-        "set_log",
-        _OPERATE,
-        "Change log settings",
-        query="set_log",
-        http=("POST /v2/logging",),
-        groups=("logging",),
-        changes=True,
-        takes="Settings",
-        gives="Settings",
-    )
-    SET_TRACE = Row(
+    SET_TRACE = _operation(
         "set_trace",
-        _OPERATE,
         "Change trace settings",
-        query="set_trace",
+        ("trace",),
         http=("POST /v2[/models/{model}]/trace/setting",),
-        groups=("trace",),
-        changes=True,
         takes="Settings",
         gives="Settings",
     )
-    SET_TRAFFIC = Row(
-        "set_traffic",
-        _OPERATE,
-        "Change shares, aliases and shadows",
-        query="set_traffic",
-        groups=("model-repository",),
-        changes=True,
-    )
-    SET_SERVICE = Row(
-        "set_service",
-        _OPERATE,
-        "Take the server out of service, or back",
-        query="set_service",
-        groups=("health",),
-        changes=True,
-    )
-    RECORD = Row(
-        "record", _OPERATE, "Record when each client sends requests", query="record", groups=("trace",), changes=True
-    )
+    SET_TRAFFIC = _operation("set_traffic", "Change shares, aliases and shadows", _REPOSITORY)
+    SET_SERVICE = _operation("set_service", "Take the server out of service, or back", ("health",))
+    RECORD = _operation("record", "Record when each client sends requests", ("trace",))
     OPENAI_MODELS = Row(
         "openai_models",
         _ANY,
         "OpenAI-compatible: language models and embedding models",
         query="text_models",
         http=("GET /v1/models",),
-        groups=("model-repository",),
+        groups=_REPOSITORY,
         gives="OpenAiModels",
     )
     OPENAI_MODEL = Row(
@@ -456,7 +325,7 @@ class Action(str, Enum):
         "OpenAI-compatible: one of them",
         query="text_models",
         http=("GET /v1/models/{model}",),
-        groups=("model-repository",),
+        groups=_REPOSITORY,
         gives="OpenAiModel",
     )
     MEMORY_STATUS = Row(
@@ -508,7 +377,7 @@ class Action(str, Enum):
         "The event stream of the web page",
         query="activity",
         http=("GET /page/events",),
-        groups=("model-repository", "statistics"),
+        groups=_ACTIVITY,
     )
     PAGE_PREFLIGHT = Row(
         "page_preflight",
@@ -521,7 +390,7 @@ class Action(str, Enum):
         (*_PAGE, *_READ),
         "The last hour of the server, or of a version",
         http=("GET /page/history[/{model}/versions/{version}]",),
-        groups=("model-repository", "statistics"),
+        groups=_ACTIVITY,
     )
     PAGE_MODEL = Row(
         "page_model",
@@ -529,5 +398,5 @@ class Action(str, Enum):
         "The web page's report on a model",
         query="report",
         http=("GET /page/model/{model}[/versions/{version}]",),
-        groups=("model-repository", "metadata", "model-config", "statistics"),
+        groups=_REPORT,
     )
