@@ -109,59 +109,59 @@ class Action(str, Enum):
         "completions",
         "OpenAI-compatible: completions; with `stream`, as server-sent events",
         "/v1/completions",
-        "Completion",
+        "CompletionRequest",
         "Choices",
     )
     CHAT_COMPLETIONS = _inference(
         "chat_completions",
         "OpenAI-compatible: chat completions; with `stream`, as server-sent events",
         "/v1/chat/completions",
-        "Chat",
+        "ChatRequest",
         "Choices",
     )
     RESPONSES = _inference(
         "responses",
         "OpenAI-compatible: responses, which are not kept; with `stream`, as server-sent events",
         "/v1/responses",
-        "ResponseInput",
+        "ResponsesRequest",
         "Response",
     )
     MESSAGES = _inference(
         "messages",
         "Anthropic-compatible: messages; with `stream`, as server-sent events",
         "/v1/messages",
-        "Messages",
+        "MessagesRequest",
         "Message",
     )
     COUNT_TOKENS = _inference(
         "count_tokens",
         "Anthropic-compatible: the number of tokens of a message",
         "/v1/messages/count_tokens",
-        "MessagesToCount",
+        "CountRequest",
         "InputTokens",
     )
     EMBEDDINGS = _inference(
-        "embeddings", "OpenAI-compatible: embeddings", "/v1/embeddings", "TextsToEmbed", "EmbeddingList"
+        "embeddings", "OpenAI-compatible: embeddings", "/v1/embeddings", "EmbeddingRequest", "EmbeddingList"
     )
     RERANK = _inference(
         "rerank",
         "Jina-compatible: documents, ordered by their relevance to a query",
         "/v1/rerank",
-        "TextsToRank",
+        "RerankRequest",
         "Ranking",
     )
-    SCORE = _inference("score", "vLLM-compatible: scores of pairs of texts", "/v1/score", "TextsToScore", "Scores")
+    SCORE = _inference("score", "vLLM-compatible: scores of pairs of texts", "/v1/score", "ScoreRequest", "Scores")
     TOKENIZE = _inference(
-        "tokenize", "vLLM-compatible: the tokens of a prompt or a chat", "/tokenize", "TextToTokenize", "Tokens"
+        "tokenize", "vLLM-compatible: the tokens of a prompt or a chat", "/tokenize", "TokenizeRequest", "Tokens"
     )
     DETOKENIZE = _inference(
-        "detokenize", "vLLM-compatible: the text of tokens", "/detokenize", "TokensToText", "Prompt"
+        "detokenize", "vLLM-compatible: the text of tokens", "/detokenize", "DetokenizeRequest", "Prompt"
     )
     TRANSCRIPTIONS = _inference(
         "transcriptions",
         "OpenAI-compatible: the text of recorded speech; with `stream`, as server-sent events",
         "/v1/audio/transcriptions",
-        "Speech",
+        "TranscriptionRequest",
         "Transcription",
     )
     LIVE = _query("live", _ANY, "Liveness", ("health",), http=("GET /v2/health/live",), grpc=("ServerLive",))

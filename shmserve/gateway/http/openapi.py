@@ -8,12 +8,19 @@ import re
 from functools import cache
 from typing import Any
 
+import msgspec
+
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.gateway.auth.actions import FORMS, STREAMED, TO_MODELS
 from shmserve.gateway.http.routes import KSERVE_PATHS, PATHS, Path
 from shmserve.gateway.kserve.plans import CLASSES
-from shmserve.gateway.openai.bodies import TEXTS, VALUES
+from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest
 from shmserve.gateway.openai.errors import KIND as OPENAI
+from shmserve.gateway.openai.messages import CountRequest, MessagesRequest
+from shmserve.gateway.openai.responses import ResponsesRequest
+from shmserve.gateway.openai.scores import RerankRequest, ScoreRequest
+from shmserve.gateway.openai.speech import TranscriptionRequest
+from shmserve.gateway.openai.tokens import DetokenizeRequest, TokenizeRequest
 from shmserve.protocol.actions import Action, Row
 from shmserve.protocol.messages import DIMS, NAME_LENGTH, TENSORS
 from shmserve.version import version
@@ -27,6 +34,19 @@ _ERRORS = ("Error", "OpenAiError")
 _AND_OPENAI = ", and OpenAI-compatible endpoints"
 
 
+BODIES = (
+    ChatRequest,
+    CompletionRequest,
+    CountRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    MessagesRequest,
+    RerankRequest,
+    ResponsesRequest,
+    ScoreRequest,
+    TokenizeRequest,
+    TranscriptionRequest,
+)
 _CONTENT = {
     **dict.fromkeys(STREAMED, (JSON, EVENTS)),
     Action.INFER: (JSON, BYTES),
@@ -54,7 +74,28 @@ def document(openai: bool = True) -> _Schema:
         "description": f"The KServe protocol, version 2, with extensions{_AND_OPENAI if openai else ''}.",
     }
     responses = {name: {"description": "Error", "content": {JSON: {"schema": _ref(name)}}} for name in _ERRORS}
-    return with_token(info, paths, {"schemas": SCHEMAS, "responses": responses})
+    return with_token(info, paths, {"schemas": {**SCHEMAS, **_bodies()}, "responses": responses})
+
+
+def _bodies() -> _Schema:
+    """The schemas of the types into which the OpenAI-compatible endpoints decode their bodies, by their names."""
+    _, schemas = msgspec.json.schema_components(BODIES, ref_template="#/components/schemas/{name}")
+    for schema in schemas.values():
+        fields = schema["properties"] = {name: _without_null(field) for name, field in schema["properties"].items()}
+        if "messages" in fields:
+            fields["messages"]["items"] = _MESSAGE
+    speech = schemas[TranscriptionRequest.__name__]
+    speech["properties"]["file"] = {"type": "string", "contentMediaType": "application/octet-stream"}
+    speech["required"].append("file")
+    return schemas
+
+
+def _without_null(field: _Schema) -> _Schema:
+    """The schema of a field if it is given. Null means that it is not."""
+    kinds = [kind for kind in field.get("anyOf", ()) if kind != {"type": "null"}]
+    if len(kinds) == 1:
+        return dict(kinds[0])
+    return {"anyOf": kinds} if kinds else {name: value for name, value in field.items() if value is not None}
 
 
 def with_token(info: _Schema, paths: _Schema, components: _Schema) -> _Schema:
@@ -159,36 +200,7 @@ _SEQUENCE: dict[str, _Schema] = {
     "sequence_start": _BOOL,
     "sequence_end": _BOOL,
 }
-_TEXTS: _Schema = {"type": ["string", "array"]}
-_SAMPLING: dict[str, _Schema] = {
-    "model": _STRING,
-    "stream": _BOOL,
-    "stream_options": _object(include_usage=_BOOL),
-    "n": {"type": "integer", "minimum": 1, "maximum": 128},
-    "max_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
-    "temperature": {"type": "number", "minimum": 0, "maximum": 2},
-    "top_p": {"type": "number", "minimum": 0, "maximum": 1},
-    "stop": _TEXTS,
-    "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
-    "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "logit_bias": _OBJECT,
-    "top_k": {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
-    "min_p": {"type": "number", "minimum": 0, "maximum": 1},
-    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0},
-    "response_format": _OBJECT,
-    "structured_outputs": _OBJECT,
-    "sampling_parameters": _OBJECT,
-}
-_CONVERSATION: dict[str, _Schema] = {
-    "model": _STRING,
-    "messages": _list(_object(("role", "content"), role=_STRING, content=_TEXTS)),
-    "system": _TEXTS,
-    "tools": _OBJECTS,
-    "tool_choice": _OBJECT,
-    "thinking": _OBJECT,
-}
-"""What both a message and the count of its tokens are requested with."""
+_MESSAGE = _object(("role", "content"), role=_STRING, content={"type": ["string", "array"]})
 _TOKENS_USED = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 _VALUE: _Schema = {"type": ["string", "integer", "number", "boolean"]}
 
@@ -260,50 +272,12 @@ SCHEMAS: dict[str, _Schema] = {
         ("id", "object", "created"), id=_STRING, object=_STRING, created=_COUNT, owned_by=_STRING, parent=_STRING
     ),
     "OpenAiModels": _object(("object", "data"), object=_STRING, data=_list(_ref("OpenAiModel"))),
-    "Completion": _object(
-        ("model", "prompt"),
-        **_SAMPLING,
-        prompt=_TEXTS,
-        echo=_BOOL,
-        logprobs={"type": "integer", "minimum": 0, "maximum": 20},
-    ),
-    "Chat": _object(
-        ("model", "messages"),
-        **_SAMPLING,
-        messages=_list(_object(("role",), role=_STRING, content=_TEXTS)),
-        max_completion_tokens=_SAMPLING["max_tokens"],
-        logprobs=_BOOL,
-        top_logprobs={"type": "integer", "minimum": 0, "maximum": 20},
-        tools=_OBJECTS,
-        tool_choice={"type": ["string", "object"]},
-        parallel_tool_calls=_BOOL,
-        reasoning_effort=_STRING,
-        chat_template_kwargs=_OBJECT,
-        add_generation_prompt=_BOOL,
-        continue_final_message=_BOOL,
-    ),
     "Choices": _object(
         ("id", "object", "created", "model", "choices"),
         **_strings("id", "object", "model"),
         created=_COUNT,
         choices=_OBJECTS,
         usage=_TOKENS_USED,
-    ),
-    "ResponseInput": _object(
-        ("model", "input"),
-        model=_STRING,
-        input={"anyOf": [_STRING, _OBJECTS]},
-        instructions=_STRING,
-        stream=_BOOL,
-        max_output_tokens=_SAMPLING["max_tokens"],
-        temperature=_SAMPLING["temperature"],
-        top_p=_SAMPLING["top_p"],
-        tools=_OBJECTS,
-        tool_choice={"type": ["string", "object"]},
-        parallel_tool_calls=_BOOL,
-        text=_OBJECT,
-        reasoning=_OBJECT,
-        metadata=_OBJECT,
     ),
     "Response": _object(
         ("id", "object", "created_at", "model", "status", "output"),
@@ -312,17 +286,6 @@ SCHEMAS: dict[str, _Schema] = {
         output=_OBJECTS,
         usage={"type": ["object", "null"]},
     ),
-    "Messages": _object(
-        ("model", "messages", "max_tokens"),
-        **_CONVERSATION,
-        max_tokens=_SAMPLING["max_tokens"],
-        stream=_BOOL,
-        temperature={"type": "number", "minimum": 0, "maximum": 1},
-        top_p=_SAMPLING["top_p"],
-        top_k={"type": "integer", "minimum": 0},
-        stop_sequences=_list(_STRING),
-    ),
-    "MessagesToCount": _object(("model", "messages"), **_CONVERSATION),
     "InputTokens": _object(("input_tokens",), input_tokens=_COUNT),
     "Message": _object(
         ("id", "type", "role", "model", "content", "stop_reason"),
@@ -331,33 +294,13 @@ SCHEMAS: dict[str, _Schema] = {
         stop_reason={"type": ["string", "null"]},
         usage=_OBJECT,
     ),
-    "TextsToRank": _object(
-        ("model", "query", "documents"),
-        model=_STRING,
-        query=_STRING,
-        documents=_list({"type": ["string", "object"]}, TEXTS),
-        top_n=_COUNT,
-        return_documents=_BOOL,
-    ),
     "Ranking": _object(("id", "model", "results"), id=_STRING, model=_STRING, results=_OBJECTS, usage=_TOKENS_USED),
-    "TextsToScore": _object(("model", "text_1", "text_2"), model=_STRING, text_1=_TEXTS, text_2=_TEXTS),
     "Scores": _object(
         ("id", "object", "model", "data"),
         **_strings("id", "object", "model"),
         created=_COUNT,
         data=_OBJECTS,
         usage=_TOKENS_USED,
-    ),
-    "TextToTokenize": _object(
-        ("model",),
-        model=_STRING,
-        prompt=_STRING,
-        messages=_OBJECTS,
-        tools=_OBJECTS,
-        add_generation_prompt=_BOOL,
-        continue_final_message=_BOOL,
-        chat_template_kwargs=_OBJECT,
-        add_special_tokens=_BOOL,
     ),
     "Tokens": _object(
         ("count", "max_model_len", "tokens"),
@@ -366,24 +309,8 @@ SCHEMAS: dict[str, _Schema] = {
         tokens=_list(_COUNT),
         token_strs={"type": "null"},
     ),
-    "TokensToText": _object(("model", "tokens"), model=_STRING, tokens=_list(_COUNT, VALUES)),
-    "Speech": _object(
-        ("model", "file"),
-        **_strings("model", "language", "prompt"),
-        file={"type": "string", "contentMediaType": "application/octet-stream"},
-        response_format={"type": "string", "enum": ["json", "text", "verbose_json", "srt", "vtt"]},
-        temperature=_SAMPLING["temperature"],
-        stream=_BOOL,
-    ),
     "Transcription": _object(("text",), text=_STRING, segments=_OBJECTS, usage=_OBJECT),
     "Prompt": _object(("prompt",), prompt=_STRING),
-    "TextsToEmbed": _object(
-        ("model", "input"),
-        model=_STRING,
-        input=_TEXTS,
-        encoding_format={"type": "string", "enum": ["float", "base64"]},
-        dimensions={"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
-    ),
     "EmbeddingList": _object(
         ("object", "data", "model"), object=_STRING, data=_OBJECTS, model=_STRING, usage=_TOKENS_USED
     ),

@@ -25,7 +25,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 _encode = msgspec.json.Encoder().encode
 
 
-class _Thinking(Struct, forbid_unknown_fields=True):
+class ThinkingOptions(Struct, forbid_unknown_fields=True):
     """`budget_tokens` has no effect: only `max_tokens` limits the thinking."""
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -45,7 +45,7 @@ class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    thinking: _Thinking | None = None
+    thinking: ThinkingOptions | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):

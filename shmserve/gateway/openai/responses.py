@@ -29,13 +29,13 @@ _ENCRYPTED = "reasoning.encrypted_content"
 _encode = msgspec.json.Encoder().encode
 
 
-class _Reasoning(Struct, forbid_unknown_fields=True):
+class ReasoningOptions(Struct, forbid_unknown_fields=True):
     effort: str | None = None
     summary: str | None = None
     """Has no effect: the whole reasoning is returned."""
 
 
-class _Text(Struct, forbid_unknown_fields=True):
+class TextOptions(Struct, forbid_unknown_fields=True):
     format: dict[str, Any] | None = None
     verbosity: Any = None
 
@@ -52,8 +52,8 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    text: _Text | None = None
-    reasoning: _Reasoning | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import fields
 
 from shmserve.errors import ServeError
 from shmserve.gateway.auth.actions import PAGE
@@ -96,3 +97,12 @@ def test_references_are_resolved_and_all_schemas_are_used() -> None:
 def test_documented_datatypes_are_accepted(datatype: str) -> None:
     tensor = {"name": "x", "datatype": datatype, "shape": [0], "parameters": {"binary_data_size": 0}}
     assert plan_of(json.dumps({"inputs": [tensor]}).encode()).inputs[0].dtype == datatype
+
+
+@pytest.mark.parametrize("body", openapi.BODIES)
+def test_the_schema_of_a_body_has_the_fields_that_are_read(body: type[Any]) -> None:
+    schema = DOCUMENT["components"]["schemas"][body.__name__]
+    of_forms = {"file"} if body.__name__ == "TranscriptionRequest" else set()
+    assert set(schema["properties"]) - of_forms == {field.encode_name for field in fields(body)}
+    assert schema["additionalProperties"] is False
+    assert "null" not in json.dumps(schema), "null means the same as a missing field"
