@@ -181,8 +181,15 @@ def quantile(edges: Sequence[float], counts: Sequence[float], share: float) -> f
 FIGURES = (
     Figure("texts", "texts", "Texts running", "count", 5, "texts that are being generated", _now("running")),
     Figure("waiting", "wait", "Waiting", "count", 4, "requests that wait for a slot", _now("waiting")),
-    Figure("waiting_tokens", "wait tok", "Tokens waiting", "count", 15,
-           "tokens of prompts that have not been computed, an estimate", _now("waiting_tokens")),
+    Figure(
+        "waiting_tokens",
+        "wait tok",
+        "Tokens waiting",
+        "count",
+        15,
+        "tokens of prompts that have not been computed, an estimate",
+        _now("waiting_tokens"),
+    ),
     Figure("slots", "slots", "Slots", "count", 9, "texts that can be generated at once", _now("slots")),
     Figure("kv_cache", "kv", "KV cache", "share", 7, "share of the KV cache that running texts use", _now("kv_cache")),
     Figure(
