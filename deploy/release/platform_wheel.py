@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import csv
+import hashlib
+import io
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
-
-from deploy.release.wheel_backend import write_wheel
 
 SHIM = "shmserve/workers/backends/native/shim.so"
 TAG = f"py3-none-manylinux_2_17_{os.uname().machine}"
@@ -21,14 +23,24 @@ _COMPILER = "shmserve/workers/backends/native/compiler.py"
 def platform_wheel(wheel: Path, target: Path) -> Path:
     """Writes the wheel to `target`. It depends only on the other wheel and the compiler."""
     made = target / wheel.name.replace(_ANY, TAG)
-    with zipfile.ZipFile(wheel) as old:
-        members = [(info, old.read(info)) for info in old.infolist() if not info.filename.endswith(".dist-info/RECORD")]
-    for number, (info, data) in enumerate(members):
-        if info.filename.endswith(".dist-info/WHEEL"):
-            data = data.replace(_ANY.encode(), TAG.encode()).replace(b"Purelib: true", b"Purelib: false")
-            members[number] = info, data
-    shim = zipfile.ZipInfo(SHIM, members[0][0].date_time)
-    write_wheel(made, [*members, (shim, _compiled(wheel))])
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
+        shim = zipfile.ZipInfo(SHIM, old.infolist()[0].date_time)
+        shim.external_attr = 0o100644 << 16
+        shim.compress_type = zipfile.ZIP_DEFLATED
+        members = [(info, old.read(info)) for info in old.infolist()]
+        rows = []
+        for info, data in [*members, (shim, _compiled(wheel))]:
+            if info.filename.endswith(".dist-info/RECORD"):
+                record = info
+                continue
+            if info.filename.endswith(".dist-info/WHEEL"):
+                data = data.replace(_ANY.encode(), TAG.encode()).replace(b"Purelib: true", b"Purelib: false")
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            rows.append((info.filename, f"sha256={digest}", len(data)))
+            new.writestr(info, data)
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([*rows, (record.filename, "", "")])
+        new.writestr(record, text.getvalue())
     return made
 
 

@@ -1,7 +1,7 @@
 """Text for the terminal: colour, and tables that fit its width.
 
-Without a terminal, text has no colour and no maximum width, so that programs read whole lines. The styles use the basic
-16 colours, which every terminal with colours has and its user can choose.
+Without a terminal, text has no colour and no maximum width, so that programs read whole lines. The same applies without
+`rich`, which the extra `cli` installs. Invariant: `rich` is imported only for text with colour or a limited width.
 """
 
 from __future__ import annotations
@@ -9,13 +9,21 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TextIO
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from shmserve.terminal.tables import GAP, aligned, folded, table, text_width, visible
+from shmserve.terminal.tables import GAP, table, text_width, visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EMPTY = ("", "-")
 """Cells that count as empty."""
+WIDEST = 100_000
+"""Width of coloured text that is not for a terminal."""
 LEAST_NAME = 8
 """Minimum width of a column of names, even if the terminal is narrower."""
 NARROWEST = 20
@@ -23,9 +31,6 @@ NARROWEST = 20
 HOME, CLEAR, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[2J", "\x1b[K", "\x1b[J"
 NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
 HEAD, FAINT, GOOD, WARN, BAD = "bold", "dim", "green", "yellow", "bold red"
-_CODES: Mapping[str, str] = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
-_BELOW = "    "
-"""Indents free text below its row."""
 STATES: Mapping[str, str] = {
     "READY": GOOD,
     "ready": GOOD,
@@ -43,6 +48,8 @@ STATES: Mapping[str, str] = {
 
 def is_colored(choice: bool | None, stream: TextIO) -> bool:
     """Precedence: --color and --no-color, NO_COLOR, FORCE_COLOR, whether `stream` is a terminal with colours."""
+    if not _has_rich():
+        return False
     if choice is not None:
         return choice
     if os.environ.get("NO_COLOR"):
@@ -54,6 +61,11 @@ def is_colored(choice: bool | None, stream: TextIO) -> bool:
 
 def _has_capabilities() -> bool:
     return os.environ.get("TERM", "dumb") != "dumb"
+
+
+@cache
+def _has_rich() -> bool:
+    return find_spec("rich") is not None
 
 
 class Column(NamedTuple):
@@ -89,6 +101,7 @@ class Screen:
     def __init__(self, color: bool | None = None, stream: TextIO | None = None) -> None:
         self._stream = stream
         self._choice = color
+        self._console: Console | None = None
 
     @property
     def stream(self) -> TextIO:
@@ -110,7 +123,7 @@ class Screen:
     @property
     def width(self) -> int | None:
         """The number of columns; None: no limit."""
-        return self.size()[0] if self.is_terminal else None
+        return self.size()[0] if self.is_terminal and _has_rich() else None
 
     def size(self) -> tuple[int, int]:
         """Columns and rows, from COLUMNS and LINES, else from the terminal."""
@@ -122,12 +135,29 @@ class Screen:
             known = shutil.get_terminal_size(known)
         return known.columns or 80, known.lines or 24
 
+    def console(self) -> Console:
+        """A console of rich with these colours, for progress and live displays, for which this class has no method."""
+        from rich.console import Console
+
+        return Console(
+            file=self.stream,
+            force_terminal=self.color or self.is_terminal,
+            no_color=not self.color,
+            color_system=("auto" if _has_capabilities() else "standard") if self.color else None,
+            width=self.width,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+
     def styled(self, text: str, style: str) -> str:
         """The text with the escape sequences of a style, e.g. "bold red". Without colour, returns it unchanged."""
         if not style or not text or not self.color:
             return text
-        codes = ";".join(_CODES[word] for word in style.split())
-        return "\n".join(f"\x1b[{codes}m{line}\x1b[0m" for line in text.split("\n"))
+        from rich.style import Style
+
+        system = self._rich()._color_system
+        return "\n".join(Style.parse(style).render(line, color_system=system) for line in text.split("\n"))
 
     def state(self, text: str) -> str:
         return self.styled(text, state_style(text))
@@ -137,7 +167,7 @@ class Screen:
         lines, width = text.split("\n"), self.width
         if width is not None:
             room = max(NARROWEST, width - max(len(first), len(then)))
-            lines = [part for line in lines for part in folded(visible(line), room)]
+            lines = [part for line in lines for part in textwrap.wrap(visible(line), room) or [""]]
         return [(then if number else first) + self.styled(line, style) for number, line in enumerate(lines)]
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
@@ -160,6 +190,13 @@ class Screen:
             lines[height - 2 :] = [self.styled(f"... {len(lines) - height + 2:,} more lines", FAINT)]
         body = "".join(f"{line}{CLEAR_LINE}\n" for line in lines)
         return f"{HOME if again else HOME + CLEAR}{NO_WRAP}{body}{WRAP}{CLEAR_BELOW}"
+
+    # ------------------------------------------------------------------------------------ with rich
+
+    def _rich(self) -> Console:
+        if self._console is None:
+            self._console = self.console()
+        return self._console
 
     def _fitted(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], shown: list[int]) -> str:
         widths = [max(map(text_width, [column.name, *(row[at] for row in rows)])) for at, column in enumerate(columns)]
@@ -191,41 +228,50 @@ class Screen:
         below: int | None,
     ) -> list[str]:
         """The lines of the table. `below`: the column whose cells are placed on separate lines."""
-        lines = self._row(columns, [column.name for column in columns], shown, widths, [HEAD] * len(columns))
+        from rich.padding import Padding
+        from rich.table import Table
+        from rich.text import Text
+
+        def grid(header: bool, shown_rows: Sequence[Sequence[str]]) -> list[str]:
+            result = Table(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0), header_style=HEAD, show_header=header)
+            for at in shown:
+                justify: Any = "right" if columns[at].right else "left"
+                result.add_column(Text(columns[at].name), justify=justify, width=widths[at], overflow="fold")
+            for row in shown_rows:
+                result.add_row(*(Text(row[at], _style(columns[at], row[at])) for at in shown))
+            return self._lines(result, len(GAP))
+
+        if below is None:
+            return grid(True, rows)
+        lines = grid(True, [])
         for row in rows:
-            styles = [column.style(text) if column.style else "" for column, text in zip(columns, row, strict=True)]
-            lines += self._row(columns, row, shown, widths, styles)
-            if below is not None and row[below] not in EMPTY:
-                lines += self.wrapped(row[below], _BELOW, _BELOW, styles[below])
+            lines += grid(False, [row])
+            if row[below] not in EMPTY:
+                lines += self._lines(Padding(Text(row[below], _style(columns[below], row[below])), (0, 0, 0, 4)))
         return lines
 
-    def _row(
-        self,
-        columns: Sequence[Column],
-        row: Sequence[str],
-        shown: Sequence[int],
-        widths: Sequence[int],
-        styles: Sequence[str],
-    ) -> list[str]:
-        """The lines of one row: as many as its longest cell needs."""
-        cells = [folded(row[at], widths[at]) for at in shown]
-        lines = []
-        for number in range(max(map(len, cells))):
-            line, spaces = "", ""
-            for at, parts in zip(shown, cells, strict=True):
-                part = parts[number] if number < len(parts) else ""
-                before, after = aligned(part, widths[at], columns[at].right)
-                if part:
-                    line += spaces + before + self.styled(part, styles[at])
-                    spaces = ""
-                else:
-                    spaces += before
-                spaces += after + GAP
-            lines.append(line)
-        return lines
+    def _lines(self, renderable: Any, trailing: int = 0) -> list[str]:
+        """The lines that rich renders, without trailing spaces. `trailing`: additional width for spaces that are cut,
+        as rich counts the gap after the last column.
+        """
+        console = self._rich()
+        options = console.options.update(width=(self.width or WIDEST) + trailing)
+        results = []
+        for line in console.render_lines(renderable, options, pad=False):
+            while line and not line[-1].text.strip():
+                line.pop()
+            system = console._color_system
+            results.append(
+                "".join(part.style.render(part.text, color_system=system) if part.style else part.text for part in line)
+            )
+        return results
 
 
 def _least(columns: Sequence[Column], widths: Sequence[int], shown: Sequence[int]) -> int:
     """The minimum total width of these columns."""
     minimum = [min(widths[at], NARROWEST) if columns[at].free else widths[at] for at in shown]
     return sum(minimum) + len(GAP) * (len(minimum) - 1)
+
+
+def _style(column: Column, text: str) -> str:
+    return column.style(text) if column.style else ""

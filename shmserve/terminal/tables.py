@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import unicodedata
-from collections.abc import Collection, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[
     for line in lines:
         cells = []
         for column, (text, width) in enumerate(zip(line, widths, strict=True)):
-            before, after = aligned(text, width, column in right)
-            cells.append(before + text + after)
+            spaces = " " * (width - text_width(text))
+            cells.append(spaces + text if column in right else text + spaces)
         texts.append(GAP.join(cells).rstrip())
     return "\n".join(texts)
 
@@ -102,42 +102,19 @@ def scaled_text(value: float, units: Sequence[str], step: int) -> str:
 
 
 def text_width(text: str) -> int:
-    """Number of terminal columns that the text takes."""
-    return len(text) if text.isascii() else sum(map(_columns, text))
+    """Number of terminal columns that the text takes. Without `rich`, each character takes one."""
+    return len(text) if text.isascii() else _cells()[0](text)
 
 
 def resized(text: str, width: int) -> str:
     """The text cut or padded to this number of columns."""
-    cut = text[: _fitting(text, width)]
-    return cut + " " * (width - text_width(cut))
+    return text[:width].ljust(width) if text.isascii() else _cells()[1](text, width)
 
 
-def aligned(text: str, width: int, right: bool) -> tuple[str, str]:
-    """The spaces before and after the text that fill this number of columns."""
-    spaces = " " * (width - text_width(text))
-    return (spaces, "") if right else ("", spaces)
+@cache
+def _cells() -> tuple[Callable[[str], int], Callable[[str, int], str]]:
+    if find_spec("rich") is None:
+        return len, lambda text, width: text[:width].ljust(width)
+    from rich.cells import cell_len, set_cell_size
 
-
-def folded(text: str, width: int) -> list[str]:
-    """The lines of a text, each of at most `width` columns; words that are longer are broken."""
-    lines = []
-    while text_width(text) > width:
-        end = max(_fitting(text, width), 1)
-        space = text.rfind(" ", 1, end + 1)
-        cut = space if space > 0 else end
-        lines.append(text[:cut].rstrip())
-        text = text[cut:].lstrip()
-    return [*lines, text]
-
-
-def _fitting(text: str, width: int) -> int:
-    """How many characters of the text take at most `width` columns."""
-    if text.isascii():
-        return min(width, len(text))
-    return sum(end <= width for end in accumulate(map(_columns, text)))
-
-
-def _columns(character: str) -> int:
-    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    return cell_len, set_cell_size

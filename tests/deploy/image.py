@@ -21,18 +21,7 @@ from tests.support.system.apt import DEBIAN, run
 
 BASE = "localhost/debian-python"
 IMAGE = "localhost/shmserve"
-SOURCES = (
-    "LICENSE",
-    "README.md",
-    "pyproject.toml",
-    "setup.cfg",
-    "deploy/release",
-    "shmserve",
-    "workers",
-    "repo",
-    "clients",
-    "wheels",
-)
+SOURCES = ("LICENSE", "README.md", "pyproject.toml", "setup.cfg", "shmserve", "workers", "repo", "clients", "wheels")
 """The same files as in .dockerignore."""
 BUILD_S = 900
 RELEASE = Path("/etc/os-release")
@@ -154,7 +143,7 @@ def _make_context() -> None:
     if not wheels.exists():
         scratch = PLACE / "wheels.new"
         shutil.rmtree(scratch, ignore_errors=True)
-        words = ("--dest", str(scratch), ".[server]")
+        words = ("--dest", str(scratch), ".[server]", "setuptools>=77", "wheel")
         run(sys.executable, "-m", "pip", "download", *programs.PIP, *words, cwd=str(ROOT))
         scratch.rename(wheels)
     shutil.rmtree(CONTEXT, ignore_errors=True)

@@ -9,8 +9,6 @@ import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
 from deploy.release.platform_wheel import SHIM
 from shmserve.repo.files.elf import shared_library
 from tests import ROOT
@@ -54,36 +52,6 @@ def test_the_sdist_has_every_file(packages: Path) -> None:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     tracked = set(run("git", "ls-tree", "-r", "--name-only", "HEAD", cwd=ROOT).splitlines())
     assert {name for name in tracked - packed if not name.startswith(NOT_IN_SDIST)} == LINKS
-
-
-def test_the_backend_writes_what_setuptools_would_write(packages: Path, wheel: Path, tmp_path: Path) -> None:
-    """setuptools makes the metadata of the sdist, and here, a wheel."""
-    (sdist,) = packages.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (source,) = tmp_path.iterdir()
-    build = "from setuptools import build_meta; build_meta.build_wheel('..')"
-    run(TOOLS, "-c", build, cwd=source)
-    theirs, ours = (_unpacked(path) for path in (tmp_path / wheel.name, wheel))
-    changed = {"top_level.txt", "WHEEL", "RECORD"}
-    info = f"{wheel.name.rpartition('-py3')[0]}.dist-info"
-    for files in (theirs, ours):
-        for name in changed:
-            files.pop(f"{info}/{name}", None)
-    old, new = (_fields(files.pop(f"{info}/METADATA")) for files in (theirs, ours))
-    assert (new, ours) == (old, theirs)
-
-
-def _unpacked(wheel: Path) -> dict[str, bytes]:
-    with zipfile.ZipFile(wheel) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
-def _fields(text: bytes) -> tuple[list[tuple[str, str]], str]:
-    """The headers, in which requirements have one spelling, and the description."""
-    message = HeaderParser().parsestr(text.decode())
-    fields = [(name, str(Requirement(value)) if name == "Requires-Dist" else value) for name, value in message.items()]
-    return [(name, value) for name, value in fields if name != "Dynamic"], str(message.get_payload())
 
 
 def test_the_wheel_for_a_platform_has_the_shim_of_native_backends(packages: Path, wheel: Path) -> None:

@@ -46,9 +46,9 @@ def test_without_extras_only_the_client_is_installed() -> None:
 
 def test_the_extras_of_commands_have_the_modules() -> None:
     packages = {extras.PACKAGES.get(module, module) for module in extras.MODULES}
-    assert packages <= with_included("convert")[0] | with_included("bench")[0]
+    assert packages <= with_included("convert")[0]
     for extra in extras.EXTRAS.values():
-        assert {"uvloop", "hdrhistogram" if extra == "bench" else "onnx"} <= with_included(extra)[0]
+        assert {"hdrhistogram", "uvloop"} <= with_included(extra)[0]
     assert set(extras.NEEDED) <= extras.MODULES
 
 

@@ -29,7 +29,7 @@ from tests.support.docs import pages
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("wheel")]
 
 ENGINES = ("onnxruntime", "onnx", "nvidia", "torch", "tensorflow", "ai_edge_litert", "tensorrt", "openvino", "cupy")
-SERVER_ONLY = ("google", "uvloop", "argcomplete", "hdrh", "hpack", "httptools", "jinja2", "re2", "textual")
+SERVER_ONLY = ("google", "uvloop", "rich", "argcomplete", "hdrh", "hpack", "httptools", "jinja2", "re2", "textual")
 CLIENT_PARTS = {
     f"shmserve.{name}"
     for name in (

@@ -112,7 +112,7 @@ def test_help_and_version_import_only_what_they_need(word: str) -> None:
     assert "shmserve.clients.cli.parser" in modules
     heavy = {"numpy", "zmq", "msgspec", "argcomplete", "subprocess"}
     if word == "--help":
-        heavy |= {"asyncio", "difflib", "shmserve.terminal.console", "shmserve.session"}
+        heavy |= {"rich", "asyncio", "difflib", "shmserve.terminal.console", "shmserve.session"}
     assert not modules & heavy
 
 
