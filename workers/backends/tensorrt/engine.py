@@ -32,6 +32,8 @@ DTYPES = {
     "BOOL": "BOOL",
     "UINT8": "UINT8",
 }
+_HEADER = b"ftrt" + bytes(4)
+"""The tag of a plan, and the version of its format. The version of TensorRT is in the bytes 24 to 27."""
 _LOADED: set[str] = set()
 """Plug-in libraries loaded by this process. They register once and are not unloaded."""
 
@@ -126,15 +128,20 @@ def open_engine(config: ModelConfig, context: Context, trt: Any, logger: Any, ca
         except ValueError:
             raise InvalidRequest(f"file '{path.name}' of model '{config.name}' is empty") from None
     with data:
-        engine = runtime.deserialize_cuda_engine(data)
+        engine, version = runtime.deserialize_cuda_engine(data), _version(data)
     if engine is None:
         raise InvalidRequest(
-            f"unable to load plan of model '{config.name}': {logger.last or 'the library gives no reason'}; a plan "
-            "works on the kind of GPU and the version of TensorRT that built it (here: compute capability "
-            f"{capability}, TensorRT {trt.__version__}), unless it was built to be compatible; `shmserve build` "
-            "makes one for this machine from the ONNX file"
+            f"unable to load plan of model '{config.name}'{f', built by TensorRT {version}' * bool(version)}: "
+            f"{logger.last or 'the library gives no reason'}; a plan works on the kind of GPU and the version of "
+            f"TensorRT that built it (here: compute capability {capability}, TensorRT {trt.__version__}), unless it "
+            "was built to be compatible; `shmserve build` makes one for this machine from the ONNX file"
         )
     return LoadedEngine(trt, runtime, engine)
+
+
+def _version(plan: mmap.mmap) -> str:
+    """The version of TensorRT in the header of a plan, e.g. "8.6.1.6"; "" if it has none."""
+    return ".".join(map(str, plan[24:28])) if plan[:8] == _HEADER and len(plan) >= 28 else ""
 
 
 def load_plugins(paths: str) -> None:

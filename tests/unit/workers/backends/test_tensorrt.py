@@ -353,9 +353,17 @@ def test_code_in_a_plan_must_be_allowed(gpu: Gpu, tmp_path: Path) -> None:
 
 def test_files_that_are_not_plans_are_refused(gpu: Gpu, tmp_path: Path) -> None:
     path = adder(tmp_path)
-    path.write_bytes(b"not a plan")
-    with pytest.raises(InvalidRequest, match=r"magic tag is wrong; a plan works .* capability 9\.0, TensorRT 11"):
-        gpu.load(tmp_path)
+    header = b"ftrt" + bytes(20)
+    for content, version in (
+        (b"not a plan", ""),
+        (header, ""),
+        (header + bytes([8, 6, 1, 6]), r", built by TensorRT 8\.6\.1\.6"),
+        (b"ftrt\1" + header[5:] + bytes([8, 6, 1, 6]), ""),
+    ):
+        path.write_bytes(content)
+        text = rf"plan of model 'm'{version}: the .* tag is wrong; a plan works .* capability 9\.0, TensorRT 11"
+        with pytest.raises(InvalidRequest, match=text):
+            gpu.load(tmp_path)
     path.write_bytes(b"")
     with pytest.raises(InvalidRequest, match=r"file 'model\.plan' of model 'm' is empty"):
         gpu.load(tmp_path)
