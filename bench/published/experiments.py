@@ -154,7 +154,7 @@ PADDLE = (
         "paddle",
         "onnx",
         None,
-        "both use one core and vectorized kernels; ONNX Runtime fuses the attention and GELU of the converted network",
+        "most of the time goes into products of matrices, for which both have fast kernels",
     ),
     Claim(
         "the same, memory of the model",
