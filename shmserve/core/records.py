@@ -663,7 +663,7 @@ class Service:
         self.cached = caches and policy.cached and self.order is None and not (self.decoupled or sequence)
         self.plain = self.prefetch and self.graph is None and not (ordered or self.cached or self.prompts is not None)
         """No priorities, queue policy, preserved order, cache or prompts: requests are queued on the fast path."""
-        self.lending: Lending[ClientState] | None = lending_of(policy) if self.plain else None
+        self.lending: Lending[ClientState, Payer] | None = lending_of(policy) if self.plain else None
         """None: its instances cannot be lent to clients."""
 
     @property

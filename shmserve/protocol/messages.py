@@ -365,20 +365,21 @@ class Lease(Struct, array_like=True, tag=42, gc=False):
     """Lends the client an idle instance of a model until LeaseEnd. A SEQPACKET socket to its worker is attached.
 
     While the client has no other request in flight, it may send a request for `model` and `version` (`default`: or for
-    version 0) as the only Infer of a packet over this socket: with a number above 0, without wanted outputs and
-    options, with up to `rows` as axis 0 of its inputs (0: the model has no batch dimension), and with inputs inside the
-    message, or each as one handle to a segment without a name that the client announced before it got the lease. The
-    worker answers there with Reply or Fail."""
+    version 0) as the only Infer of a packet over this socket: with this `payer`, with a number above 0, without wanted
+    outputs and options, with up to `rows` as axis 0 of its inputs (0: the model has no batch dimension), and with
+    inputs inside the message, or each as one handle to a segment without a name that the client announced before it
+    got the lease. The worker answers there with Reply or Fail."""
 
     lease: Id
     model: Name
     version: Id
     rows: Id
     default: bool
+    payer: Name = ""
 
     def allows(self, request: Infer) -> bool:
         """Whether this request may be sent over the lease. The caller checks the model, version and segments."""
-        if request.outputs is not None or request.options is not None:
+        if request.outputs is not None or request.options is not None or request.payer != self.payer:
             return False
         rows = self.rows
         for tensor in request.inputs:

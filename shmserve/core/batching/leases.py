@@ -13,11 +13,12 @@ from __future__ import annotations
 from shmserve.core.effects import ReadLease, StartLease
 from shmserve.core.events import LeaseRead
 from shmserve.core.owners.lease import Lease
-from shmserve.core.records import ClientState, Instance, Request, Version
+from shmserve.core.records import ClientState, Instance, Payer, Request, Version
 from shmserve.core.service.form import Reason
 from shmserve.core.service.lending import ALONE, MAX_ALONE, Lending
 from shmserve.core.state import State
 from shmserve.core.states import InstanceState, VersionState
+from shmserve.core.stats.callers import Caller
 from shmserve.core.stats.statistics import FailureKind
 from shmserve.core.termination import kill_hung, watch
 from shmserve.protocol import messages
@@ -28,7 +29,7 @@ CLIENT_LEASES = 4
 """Limit of leases per client."""
 
 
-def count_alone(state: State, version: Version, lending: Lending[ClientState], requests: list[Request]) -> None:
+def count_alone(state: State, version: Version, lending: Lending[ClientState, Payer], requests: list[Request]) -> None:
     """Counts a client's consecutive requests that were each alone. Called with each batch that is sent to an idle
     instance."""
     request = requests[0]
@@ -36,15 +37,15 @@ def count_alone(state: State, version: Version, lending: Lending[ClientState], r
     several = len(requests) > 1 or len(client.requests) > 1 or version.service.queue.count > 0
     if several or not client.leases or not _plain(state, lending, request):
         lending.client = None
-    elif client is lending.client:
+    elif client is lending.client and request.payer is lending.payer:
         lending.alone += 1
         return
     else:
-        lending.client = client
+        lending.client, lending.payer = client, request.payer
     lending.alone = 0
 
 
-def _plain(state: State, lending: Lending[ClientState], request: Request) -> bool:
+def _plain(state: State, lending: Lending[ClientState, Payer], request: Request) -> bool:
     """True if the request could be sent over a lease."""
     special = request.outputs is not None or request.options is not None or request.suspect
     if special or request.rows > lending.rows:
@@ -59,14 +60,14 @@ def _is_lendable(state: State, client: ClientState, segment: int) -> bool:
     return segment in client.segments and state.ledger.segments[segment].announcement.name is None
 
 
-def lend(state: State, version: Version, lending: Lending[ClientState], instance: Instance, now: int) -> None:
+def lend(state: State, version: Version, lending: Lending[ClientState, Payer], instance: Instance, now: int) -> None:
     """Lends an instance that has become idle to the client whose requests were alone, if nothing forbids it.
 
     The execution limit timer of its last batch still runs, so the lease needs none of its own.
     """
-    client = lending.client
+    client, payer = lending.client, lending.payer
     lending.alone = 0
-    if client is None or client.gone or client.disconnecting or client.requests or client.steps:
+    if client is None or payer is None or client.gone or client.disconnecting or client.requests or client.steps:
         return
     if state.limiter is not None or version.suspects or instance.quarantined:
         return
@@ -78,7 +79,7 @@ def lend(state: State, version: Version, lending: Lending[ClientState], instance
     if version.model in state.splits or version.model in state.shadows:  # the next request may be for another version
         return
     default = state.ready.get(version.model) is version
-    lease = Lease(state.next_number(), client, version, instance, default)
+    lease = Lease(state.next_number(), client, payer, version, instance, default)
     if _unfit(state, lease):
         return
     state.leases[lease.number] = lease
@@ -93,7 +94,14 @@ def lend(state: State, version: Version, lending: Lending[ClientState], instance
         StartLease(
             client.number,
             instance.peer,
-            messages.Lease(lease.number, version.model, version.number, lending.rows, default),
+            messages.Lease(
+                lease.number,
+                version.model,
+                version.number,
+                lending.rows,
+                default,
+                payer.name if type(payer) is Caller else "",
+            ),
             Lend(
                 lease.number,
                 version.model,
@@ -110,7 +118,7 @@ def lend(state: State, version: Version, lending: Lending[ClientState], instance
 
 def revoke_unfit(state: State) -> None:
     """At the end of each turn: revokes leases whose instance is needed or has to stop, or whose client is gone."""
-    ended_by_others: set[Lending[ClientState]] = set()
+    ended_by_others: set[Lending[ClientState, Payer]] = set()
     for lease in state.leases.values():
         version, instance = lease.version, lease.instance
         if lease.revoked or instance.lease != lease.number or not _unfit(state, lease):
@@ -271,5 +279,7 @@ def count_logged(state: State, reading: LeaseRead) -> None:
     reason = Reason.IDLE if lease.version.service.batch_rules is not None else Reason.SINGLE
     if requests:
         if state.memory.limited:
-            lease.version.sleep_state.used_by(lease.client.user, len(requests))
+            lease.version.sleep_state.used_by(lease.payer.user, len(requests))
+        lease.payer.enter(len(requests))
+        lease.payer.leave(len(requests), sum(placed - arrived for arrived, _, _, _, placed, _, _ in requests))
         state.observers.leased(lease, requests, reason)

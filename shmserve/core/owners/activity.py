@@ -37,9 +37,11 @@ class CallerActivity(NamedTuple):
 
 
 def callers(requests: Iterable[Request], known: Iterable[Caller]) -> list[CallerActivity]:
-    """The callers of gateways with the most requests in flight, and then those whose requests took most time."""
+    """The callers of gateways with the most requests in flight, and then those whose requests took most time.
+    Those of whose requests none was admitted are left out."""
     waiting: Counter[Caller] = Counter()
-    shown = nlargest(SHOWN_CALLERS, known, key=lambda caller: (caller.in_flight, caller.finished_ns))
+    served = [caller for caller in known if caller.entered]
+    shown = nlargest(SHOWN_CALLERS, served, key=lambda caller: (caller.in_flight, caller.finished_ns))
     for request in requests if shown and shown[0].in_flight else ():
         payer, batch = request.payer, request.batch
         if type(payer) is Caller and (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from shmserve.core.records import ClientState, Instance, Version
+from shmserve.core.records import ClientState, Instance, Payer, Version
 from shmserve.protocol.messages import Failure
 
 
@@ -14,6 +14,8 @@ class Lease(Struct, eq=False):
 
     number: int
     client: ClientState
+    payer: Payer
+    """Who pays for all requests over the lease, as their log does not say so."""
     version: Version
     instance: Instance
     default: bool

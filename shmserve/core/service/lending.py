@@ -1,4 +1,5 @@
-"""Which models can be lent, and to which client: one that sends one request at a time."""
+"""Which models can be lent, and to which client: one that sends one request at a time, for one
+caller."""
 
 from __future__ import annotations
 
@@ -20,17 +21,21 @@ ending a lease costs about as much as two requests."""
 
 C = TypeVar("C")
 """The kind of clients."""
+P = TypeVar("P")
+"""The kind of payers."""
 
 
-class Lending(Struct, Generic[C], eq=False):
+class Lending(Struct, Generic[C, P], eq=False):
     """`inputs` and `rows`: which requests a worker may run without the core, as in the message Lend."""
 
     inputs: tuple[TensorForm, ...]
     rows: int
     client: C | None = None
     """The client of the last request that was alone."""
+    payer: P | None = None
+    """Who paid for this request."""
     alone: int = 0
-    """Its consecutive requests that were alone."""
+    """The consecutive requests of both that were alone."""
     needed: int = ALONE
 
     def ended_by_others(self) -> None:
@@ -38,7 +43,7 @@ class Lending(Struct, Generic[C], eq=False):
         self.needed = min(2 * self.needed, MAX_ALONE)
 
 
-def lending_of(policy: ModelPolicy) -> Lending[Any] | None:
+def lending_of(policy: ModelPolicy) -> Lending[Any, Any] | None:
     """None: the model's requests need the core, or its outputs may not fit into a message."""
     if policy.sequence or policy.steps or policy.decoupled or not policy.inputs or not policy.outputs:
         return None

@@ -16,13 +16,14 @@ KEPT = 1000
 
 class Caller(Struct, eq=False):
     """One of the callers for whom clients speak. `number`: unique while the server runs, and negative, as clients have
-    positive ones. `user`: with whom it shares. `label`: how it is shown.
+    positive ones. `name`: as its client states it. `user`: with whom it shares. `label`: how it is shown.
 
     `entered` are its admitted requests, including steps of ensembles and calls of models, and `finished` those
     of them that have ended. `finished_ns`: sum of the times from arrival to the end.
     """
 
     number: int
+    name: str
     user: str
     label: str
     entered: int = 0
@@ -61,7 +62,7 @@ class Callers(dict[str, Caller]):
             self._forget()
         whole = f"{self._user} {name}"
         user, label = (whole, name) if self._trusted else (self._user, whole)
-        created = self[name] = Caller(next(self._numbers), user, label)
+        created = self[name] = Caller(next(self._numbers), name, user, label)
         return created
 
     def _forget(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from shmserve.core.effects import StartLease
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
-from shmserve.core.records import ClientState, Version
+from shmserve.core.records import ClientState, Payer, Version
 from shmserve.core.service.lending import ALONE, Lending
 from shmserve.core.stats.statistics import Statistics
 from shmserve.protocol.messages import Handle, Infer
@@ -94,7 +94,7 @@ class Lent(Recorded):
         return self.version.statistics
 
     @property
-    def lending(self) -> Lending[ClientState]:
+    def lending(self) -> Lending[ClientState, Payer]:
         assert self.version.service.lending is not None
         return self.version.service.lending
 

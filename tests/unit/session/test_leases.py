@@ -103,13 +103,14 @@ def test_a_request_that_is_alone_is_sent_over_the_lease(
     [
         {"outputs": ["y"]},
         {"priority": 1},
+        {"payer": "other"},
         {"request_id": "a"},
         {"version": 3},
         {"inputs": {"x": np.ones((5, 3), np.float32)}},
         {"inputs": {"x": np.ones((1, 4096), np.float32)}},
         {"inputs": {"x": np.ones((), np.float32)}},
     ],
-    ids=["outputs", "priority", "id", "version", "rows", "shared memory", "scalar"],
+    ids=["outputs", "priority", "payer", "id", "version", "rows", "shared memory", "scalar"],
 )
 def test_other_requests_pass_through_the_broker(client: Client, options: dict[str, Any]) -> None:
     _, packets = client.ask(**options)

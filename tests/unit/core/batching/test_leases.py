@@ -18,6 +18,7 @@ from shmserve.core.service.lending import ALONE, MAX_ALONE, lending_of
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.stats.statistics import FailureKind
 from shmserve.protocol.messages import INLINE_BYTES
+from shmserve.protocol.roles import ALL_ROLES, FORWARD
 from shmserve.protocol.worker_messages import Call, LeaseLogged, LeaseOver
 from tests.support.core.calling import caller_of
 from tests.support.core.fakes.tensors import one_input
@@ -54,6 +55,27 @@ def test_leased_requests_count_in_the_statistics() -> None:
     assert sum(found.first.counts) == before + 2  # type: ignore[union-attr]
     world.turn([(world.holder().peer, LeaseLogged(world.lease().number))])
     assert (found.success_count, found.fail_count) == (before + 2, 1), "counted twice"
+
+
+def test_a_lease_is_for_one_caller_of_a_gateway_and_counts_for_it() -> None:
+    world = Lent()
+    gateway = world.connect("gateway", leases=True, roles=ALL_ROLES | FORWARD)
+    for _ in range(ALONE):
+        for payer in ("a", "b"):
+            world.alone(1, gateway, payer=payer)
+    assert not gateway.leases, "the log of a lease does not say who pays"
+    world.alone(client=gateway, payer="a")
+    assert [effect.of_client.payer for effect in world.started()] == ["a"]
+    for _ in range(3):
+        world.leased(gateway, payer="a")
+        world.serve(2 * MS)
+    world.turn([(world.holder().peer, LeaseLogged(world.lease(gateway).number))])
+    callers = {one.label.split()[-1]: one for one in world.core.state.known_callers()}
+    assert [(callers[name].finished, callers[name].in_flight) for name in ("a", "b")] == [
+        (2 * ALONE + 4, 0),
+        (ALONE, 0),
+    ]
+    assert callers["a"].finished_ns - callers["b"].finished_ns >= 6 * MS
 
 
 def test_log_reads_in_the_middle_of_a_turn_are_counted() -> None:
