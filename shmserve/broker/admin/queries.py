@@ -432,7 +432,8 @@ class Control:
         version = self._find_one(ask)
         found = self._origins(ask)
         metadata = self._metadata(ask) if version.policy is not None else None
-        return report.document(version, metadata, found["config"], found["text"])
+        warnings = self._catalog.warnings_about(version.source)
+        return report.document(version, metadata, found["config"], found["text"], warnings)
 
     def _statistics(self, ask: Ask) -> Any:
         versions = self._find(ask) if ask.model else list(filter(self._is_listed, self._versions()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from shmserve.core.records import Version
@@ -13,9 +14,11 @@ from shmserve.core.stats.statistics import Statistics, StepCount
 Document = dict[str, Any]
 
 
-def document(version: Version, metadata: Document | None, config: Document, text: str) -> Document:
-    """`config` and `text` are the loaded configuration, as JSON and as annotated text. `metadata`: None while
-    loading."""
+def document(
+    version: Version, metadata: Document | None, config: Document, text: str, warnings: Sequence[str] = ()
+) -> Document:
+    """`config` and `text` are the loaded configuration, as JSON and as annotated text, and `warnings` are about it.
+    `metadata`: None while loading."""
     graph = version.service.graph
     start = time.time() - time.monotonic_ns() / 1e9  # of the monotonic clock
     return {
@@ -24,6 +27,7 @@ def document(version: Version, metadata: Document | None, config: Document, text
         "metadata": metadata,
         "config": config,
         "text": text,
+        "warnings": warnings,
         "labels": [output["name"] for output in config.get("output", ()) if output.get("label_filename")],
         "errors": _errors(version.statistics, start),
         "slow": [_journey(one, start) for one in version.statistics.journeys.recent_slow()],
@@ -79,6 +83,7 @@ def _graph(version: Version, graph: EnsembleGraph) -> Document:
                 "mapped": step.mapped,
                 "condition": step.condition,
                 "count": count.count,
+                "failed": count.failed,
                 "queue_ns": count.queue_ns,
                 "input_ns": count.input_ns,
                 "infer_ns": count.infer_ns,

@@ -79,6 +79,8 @@ class VersionSource(Struct, eq=False):
     """The results of the model's repository agents, kept as long as this version may be loaded again."""
     tree: str = ""
     """See Reading."""
+    warnings: tuple[str, ...] = ()
+    """About its configuration."""
 
 
 class Catalog:
@@ -263,6 +265,7 @@ class Catalog:
             )
         source.config_digest, source.kind, source.kept = config_digest, kind, kept
         source.prepared, source.tree = reading.prepared, reading.tree
+        source.warnings = tuple(text for text, _ in self.warnings(reading))
         source.config, source.given = scanned.config, scanned.written
         source.completed = source.completed and _regrouped(source.completed, scanned.config)
         return source.number
@@ -352,9 +355,16 @@ class Catalog:
         policy = compile_policy(config, source.version)
         is_complete = source.completed is not None
         source.completed = config
-        return policy, [] if is_complete else completion_warnings(source.given, config)
+        warnings = [] if is_complete else completion_warnings(source.given, config)
+        source.warnings += tuple(warnings)
+        return policy, warnings
 
     # ------------------------------------------------------------------------------------ queries
+
+    def warnings_about(self, number: int) -> tuple[str, ...]:
+        """What was found in the configuration of a source when it was loaded."""
+        source = self._sources.get(number)
+        return source.warnings if source is not None else ()
 
     def config(self, number: int) -> ModelConfig:
         source = self._sources.get(number)

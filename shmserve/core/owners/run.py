@@ -158,7 +158,7 @@ class Run(Struct, eq=False):
             self.times[index] += ns
         counts = self.request.version.statistics.steps
         if counts is not None and position.step < len(counts):  # a reload may have added steps
-            counts[position.step].add(queue_ns, spent)
+            counts[position.step].add(queue_ns, spent, isinstance(message, Fail))
 
     def entered(self, request: Request, position: StepPosition) -> None:
         """A step was requested."""

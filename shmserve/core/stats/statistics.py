@@ -79,14 +79,17 @@ class StepCount(Struct):
     """Executions of a step of an ensemble. `queue_ns`: from when its inputs existed until its batch was taken."""
 
     count: int = 0
+    failed: int = 0
+    """Those of `count` that failed."""
     queue_ns: int = 0
     input_ns: int = 0
     infer_ns: int = 0
     output_ns: int = 0
 
-    def add(self, queue_ns: int, spent: Sequence[int]) -> None:
+    def add(self, queue_ns: int, spent: Sequence[int], failed: bool) -> None:
         """`spent`: input, infer and output ns; empty if no model ran, for instance because of the cache."""
         self.count += 1
+        self.failed += failed
         self.queue_ns += queue_ns
         if spent:
             self.input_ns += spent[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -14,12 +16,15 @@ from msgspec.structs import replace
 from shmserve import histogram
 from shmserve.broker.admin.activity import SHOWN_CLIENTS, ActivityReport
 from shmserve.broker.admin.queries import Control, ControlSettings
+from shmserve.broker.admin.report import document
 from shmserve.core.events import SetTraffic
 from shmserve.core.owners.activity import SHOWN_CALLERS
+from shmserve.core.policy import ModelPolicy, TensorSpec
 from shmserve.protocol.messages import Ask, Fail
 from shmserve.protocol.roles import ALL_ROLES, FORWARD, INFER, OBSERVE, OPERATE
 from shmserve.system import procfs
 from tests.support.broker.metrics import MS, infer, policy
+from tests.support.core.policies import step
 from tests.support.core.world import World
 
 
@@ -114,6 +119,13 @@ def test_the_server_and_its_busiest_clients_are_listed() -> None:
         assert ask(control, roles=roles)["clients"] == [one | {"user": ""} for one in found["clients"]]
 
 
+def test_the_cost_is_what_the_broker_has_computed_and_not_what_it_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the history would have gaps on a busy machine."""
+    control = control_of(World())
+    monkeypatch.setattr(time, "monotonic_ns", itertools.count(0, 10**12).__next__)
+    assert 0 < ask(control)["took_ns"] < 10**11
+
+
 def test_the_callers_of_a_gateway_with_the_most_requests_are_listed() -> None:
     world = World()
     world.deploy(policy())
@@ -125,11 +137,35 @@ def test_the_callers_of_a_gateway_with_the_most_requests_are_listed() -> None:
             sent = infer(gateway, number)
             sent[1].payer = f"token c{count}"
             world.turn([sent])
+    refused = infer(gateway, number + 1, model="not loaded")
+    refused[1].payer = "token refused"
+    world.turn([refused])
     found = ask(control_of(world))["clients"]
     assert found[0]["in_flight"] == number
     assert [(one["number"], one["user"], one["in_flight"], one["queued"]) for one in found[1:]] == [
         (count, f"token c{count}", count, count) for count in range(SHOWN_CALLERS + 3, 3, -1)
     ]
+
+
+def test_the_steps_of_an_ensemble_are_counted_with_their_failures() -> None:
+    world = World()
+    world.deploy(policy())
+    world.deploy(ModelPolicy("e", 1, 8, (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),),
+                             steps=(step("m", "x", "middle"), step("m", "middle", "y"))))  # fmt: skip
+    client = world.connect("c")
+    version = world.core.state.ready["e"]
+
+    def counts() -> list[tuple[int, int, int]]:
+        steps = document(version, None, {}, "")["graph"]["steps"]
+        return [(one["count"], one["failed"], one["infer_ns"]) for one in steps]
+
+    assert counts() == [(0, 0, 0), (0, 0, 0)], "counted from now on"
+    for number, errors in ((1, (None, None)), (2, (None, ("MODEL_FAILED", "no")))):
+        world.turn([infer(client, number, "e")])
+        for error in errors:
+            world.finish(took=2 * MS, error=error)
+    assert [count[:2] for count in counts()] == [(2, 0), (2, 1)]
+    assert counts()[0][2] == 4 * MS
 
 
 def test_an_internal_error_in_a_query_is_answered(caplog: pytest.LogCaptureFixture) -> None:
