@@ -170,7 +170,7 @@ class Action(str, Enum):
         _ANY,
         "Readiness",
         ("health",),
-        http=("GET /v2/health/ready",),
+        http=("GET /v2/health/ready", "GET /health"),
         grpc=("ServerReady", f"{_HEALTH}/Check", f"{_HEALTH}/Watch"),
     )
     MODEL_READY = Row(

@@ -128,6 +128,7 @@ TRITON_FORMS = (
     # Scripts compare the output of curl -s -w '%{http_code}' with 200.
     ("GET /v2/health/live", "", "200 OK", ""),
     ("GET /v2/health/ready", "", "200 OK", ""),
+    ("GET /health", "", "200 OK", ""),
     ("GET /v2/models/same/ready", "", "200 OK", ""),
     ("GET /v2/models/same/versions/1/ready", "", "200 OK", ""),
     ("GET /v2/models/same/versions/2/ready", "", "400 Bad Request", r'{"error":"Model version not ready.*"}'),
