@@ -35,6 +35,7 @@ ORDER = (
     "faults",
     "native",
     "engines",
+    "language_models",
     "tensorrt",
 )
 """The files from what all others depend on to what takes longest: time on a GPU is limited."""
