@@ -20,7 +20,6 @@ Invariant: nothing outlives the `with` block. A server that does not exit cleanl
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import tempfile
@@ -29,8 +28,10 @@ from types import TracebackType
 from typing import Any
 
 import shmserve
-from shmserve.paths import BROKER, LANE, python
+from shmserve.paths import BROKER, LANE
 from shmserve.repo.storage.model_files import is_model_path
+from shmserve.system.procfs import children
+from shmserve.system.server_process import READY, ServerProcess
 
 _SHM = Path("/dev/shm")
 _KILLED_S = 30.0
@@ -65,7 +66,7 @@ class Server:
         self._gateway_options = ANY_PORTS if gateway else ("--no-gateway",)
         self._ports: dict[str, int] = {}
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._server: ServerProcess | None = None
         self._log = ""
 
     # ------------------------------------------------------------------------------------------- properties
@@ -93,9 +94,9 @@ class Server:
     @property
     def pid(self) -> int:
         """The broker's pid."""
-        if self._process is None:
+        if self._server is None:
             raise RuntimeError("the server is not running")
-        return self._process.pid
+        return self._server.process.pid
 
     @property
     def log(self) -> str:
@@ -116,7 +117,7 @@ class Server:
 
     def start(self) -> None:
         """Starts the server and waits until its models are loaded. Called by `with`."""
-        if self._process is not None:
+        if self._server is not None:
             raise RuntimeError("the server is running already")
         if self._temporary is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="shmserve-server-")
@@ -140,17 +141,10 @@ class Server:
 
     def kill(self) -> None:
         """Kills the server with SIGKILL, like a crash, and waits until its workers have exited as a consequence."""
-        if self._process is None:
+        if self._server is None:
             raise RuntimeError("the server is not running")
-        workers = _open(_children(self._process.pid))
-        try:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-            remaining = [pid for pid, descriptor in workers.items() if not _ended(descriptor)]
-        finally:
-            for descriptor in workers.values():
-                os.close(descriptor)
+        remaining = self._server.kill(_KILLED_S)
+        self._server = None
         if remaining:
             raise RuntimeError(f"worker process(es) {remaining} have outlived their server:\n{self.log}")
 
@@ -164,49 +158,34 @@ class Server:
     # ------------------------------------------------------------------------------------------------- internals
 
     def _start(self) -> None:
-        reader, writer = os.pipe()
+        arguments = [self._models] if is_model_path(Path(self._models)) else ["--model-repository", self._models]
+        arguments += ["--runtime-dir", str(self.runtime_dir), "--metrics-interval-ms", "0"]
+        arguments += [*self._gateway_options, *self._options]
+        server = self._server = ServerProcess(arguments, self._log_file(), os.environ)
         try:
-            command = [*python(), "-m", "shmserve.broker.main"]
-            command += [] if is_model_path(Path(self._models)) else ["--model-repository"]
-            command.append(self._models)
-            command += ["--runtime-dir", str(self.runtime_dir), "--ready-fd", str(writer)]
-            command += ["--metrics-interval-ms", "0", *self._gateway_options, *self._options]
-            environment = os.environ | {"ORT_DISABLE_TELEMETRY": "1"}
-            with self._log_file().open("ab") as log:
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[writer], env=environment
-                )
-            os.close(writer)
-            writer = -1
-            readable = select.select([reader], [], [], self._start_timeout)[0]
-            report = os.read(reader, 4096).decode().split() if readable else []
-            if report[:1] == ["READY"]:
-                self._ports = {
-                    endpoint: int(port) for endpoint, _, port in (word.partition("=") for word in report[1:])
-                }
-                return
+            report = server.report(self._start_timeout)
         finally:
-            os.close(reader)
-            if writer >= 0:
-                os.close(writer)
-        if readable:  # end of file: the server has exited, or is about to
-            code = self._process.wait(self._stop_timeout)
-            self._process = None
+            server.close()
+        if report is None:
+            raise RuntimeError(f"the server was not ready within {self._start_timeout:g} s:\n{self.log}")
+        if report[:1] != [READY]:
+            code = server.process.wait(self._stop_timeout)
+            self._server = None
             raise RuntimeError(f"the server ended with code {code} before it was ready:\n{self.log}")
-        raise RuntimeError(f"the server was not ready within {self._start_timeout:g} s:\n{self.log}")
+        self._ports = {endpoint: int(port) for endpoint, _, port in (word.partition("=") for word in report[1:])}
 
     def _abandon(self) -> None:
         try:
-            if self._process is not None:
+            if self._server is not None:
                 self.kill()
         finally:
             self._remove()
 
     def _stop(self) -> None:
-        process = self._process
-        if process is None:
+        if self._server is None:
             return
-        pids = [process.pid, *_children(process.pid)]
+        process = self._server.process
+        pids = [process.pid, *children(process.pid)]
         alone = process.poll() is not None
         process.send_signal(signal.SIGTERM)
         try:
@@ -215,7 +194,7 @@ class Server:
             self.kill()
             text = f"the server did not stop within {self._stop_timeout:g} s of SIGTERM and was killed"
             raise RuntimeError(f"{text}:\n{self.log}") from None
-        self._process = None
+        self._server = None
         if code or alone:
             text = (
                 f"the server exited unexpectedly with code {code}" if alone else f"the server stopped with code {code}"
@@ -239,25 +218,3 @@ class Server:
             self._log = self.log
             self._temporary.cleanup()
             self._temporary = None
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:  # it has exited
-        return []
-
-
-def _open(pids: list[int]) -> dict[int, int]:
-    """pid -> pidfd of processes that are still running."""
-    opened = {}
-    for pid in pids:
-        try:
-            opened[pid] = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-    return opened
-
-
-def _ended(descriptor: int) -> bool:
-    return bool(select.select([descriptor], [], [], _KILLED_S)[0])

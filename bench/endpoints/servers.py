@@ -115,13 +115,9 @@ class Serving:
 def ours(root: Path, *options: str) -> Iterator[Serving]:
     """A server with all of these models, and a gateway."""
     with Server(root, "--allow-client-shm", *options, gateway=True) as server:
-        gateway = next(pid for pid in descendants(server.pid) if b"gateway" in _command(pid))
+        gateway = next(pid for pid in descendants(server.pid) if "gateway" in procfs.command_line(pid))
         pids = {"broker": server.pid, "gateway": gateway}
         yield Serving("shmserve", pids, server.endpoints["http"], server.endpoints.get("grpc", ""), server.url)
-
-
-def _command(pid: int) -> list[bytes]:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 # ---------------------------------------------------------------------------------------- Triton

@@ -11,8 +11,7 @@ import select
 from pathlib import Path
 from time import monotonic
 
-TICKS = os.sysconf("SC_CLK_TCK")
-"""Clock ticks per second of processor time."""
+from shmserve.system import procfs
 
 
 def private_bytes(pid: int) -> int:
@@ -52,30 +51,12 @@ def descriptors(pid: int) -> list[str]:
     return sorted(results)
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the state on; empty for an ended process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
 def descendants(pid: int) -> list[int]:
-    """All live descendants of a process."""
-    below: dict[int, list[int]] = {}
-    started: dict[int, str] = {}
-    for entry in os.listdir("/proc"):
-        fields = _stat(int(entry)) if entry.isdigit() else []
-        if fields and fields[0] != "Z":
-            below.setdefault(int(fields[1]), []).append(int(entry))
-            started[int(entry)] = fields[19]
-    result, open_ = [], [pid]
-    while open_:
-        children = below.get(open_.pop(), [])
-        result += children
-        open_ += children
-    _seen.update((str(child), started[child]) for child in result)
-    return result
+    """All live descendants of a process, which are `seen` from now on."""
+    found = procfs.descendants(pid)
+    for each in found:
+        seen(each)
+    return found
 
 
 _OWNER = re.compile(r"shmserve-(\d+)-(\d+)-")
@@ -85,17 +66,17 @@ _seen: set[tuple[str, ...]] = set()
 
 def seen(pid: int) -> None:
     """Includes the segments of this process from now on, also after it has ended."""
-    if fields := _stat(pid):
-        _seen.add((str(pid), fields[19]))
+    if fields := procfs.stat_fields(pid):
+        _seen.add((str(pid), fields[19].decode()))
 
 
 def busy_seconds(pid: int) -> float:
     """Processor time of a process and its descendants, including those that have ended and been waited for."""
     while True:
         below = descendants(pid)
-        results = [fields for one in (pid, *below) if (fields := _stat(one))]
+        results = [fields for one in (pid, *below) if (fields := procfs.stat_fields(one))]
         if len(results) == 1 + len(below) and descendants(pid) == below:
-            return sum(sum(map(int, fields[11:15])) for fields in results) / TICKS
+            return sum(sum(map(int, fields[11:15])) for fields in results) / procfs.TICKS
 
 
 class Living:
@@ -117,27 +98,16 @@ class OtherLoad:
     """Cores used by all other processes on the machine during a measurement. Children count when they have ended."""
 
     def __init__(self) -> None:
-        self._busy, self._ours, self._at = _busy(), _ours(), monotonic()
+        self._busy, self._ours, self._at = procfs.busy_seconds(), _ours(), monotonic()
 
     def cores(self) -> float:
-        busy, ours, at = _busy(), _ours(), monotonic()
+        busy, ours, at = procfs.busy_seconds(), _ours(), monotonic()
         return max(0.0, (busy - self._busy - (ours - self._ours)) / (at - self._at))
-
-
-def _busy() -> float:
-    """Busy time of all cores in seconds."""
-    user, nice, system, _, _, irq, softirq, steal, *_ = _times()
-    return (user + nice + system + irq + softirq + steal) / TICKS
 
 
 def stolen() -> float:
     """Processor seconds that the hypervisor has given to others."""
-    return _times()[7] / TICKS
-
-
-def _times() -> list[int]:
-    """The processor times of the machine since its start, in ticks."""
-    return list(map(int, Path("/proc/stat").read_text().split(None, 11)[1:11]))
+    return int(Path("/proc/stat").read_text().split(None, 9)[8]) / procfs.TICKS
 
 
 def _ours() -> float:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import shmserve
-from shmserve.system.procfs import proportional_bytes
+from shmserve.system.procfs import children, proportional_bytes
 from shmserve.testing import Server
 
 ROUNDS = 5
@@ -111,10 +111,6 @@ def of(server: Server, client: shmserve.Client, model: str, count: int) -> tuple
     memory = sum(map(proportional_bytes, children(server.pid)))
     client.unload(model)
     return min(times) * 1e3, memory / 2**20
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 from bench.lib import models
 from bench.lib.processes import descendants
 from bench.lib.setting import serving
-from shmserve.system.procfs import proportional_bytes
+from shmserve.system.procfs import command_line, proportional_bytes
 
 WIDTH = 1024
 MIB = 1 << 20
@@ -89,7 +89,7 @@ def measured(repository: Path, source: Path, instances: int, parameters: dict[st
 
 
 def _workers(broker: int) -> list[int]:
-    return [pid for pid in descendants(broker) if b"shmserve.workers.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in descendants(broker) if "shmserve.workers.main" in command_line(pid)]
 
 
 def main() -> None:

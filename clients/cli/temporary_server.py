@@ -6,7 +6,6 @@ Invariant: no process or file outlives the `with` block, unless this process is 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import tempfile
@@ -18,7 +17,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from shmserve.errors import Unavailable
-from shmserve.paths import python, temporary_dir
+from shmserve.paths import temporary_dir
+from shmserve.system.server_process import READY, ServerProcess
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client
@@ -62,7 +62,7 @@ class TemporaryServer:
         try:
             self._stop()
         finally:
-            os.close(self._reader)
+            self._server.close()
             self._folder.cleanup()
 
     def client(self, timeout: float) -> Client:
@@ -72,9 +72,10 @@ class TemporaryServer:
 
     def ready(self, seconds: float) -> bool:
         """Waits up to `seconds` for the first round of loading to end. Raises Unavailable if the server has exited."""
-        if not self._ready and select.select([self._reader], [], [], seconds)[0]:
-            if os.read(self._reader, 16) != b"READY\n":
-                code = self._process.wait(STOP_S)
+        report = self._server.report(seconds) if not self._ready else None
+        if report is not None:
+            if report[:1] != [READY]:
+                code = self._server.process.wait(STOP_S)
                 raise Unavailable(f"the temporary server exited with code {code}: {self.last_words}")
             self._ready = True
         return self._ready
@@ -94,39 +95,21 @@ class TemporaryServer:
         folder = Path(self._folder.name)
         self._runtime_dir = folder / "run"
         self._log_file = folder / "server.log"
-        command = [*python(), "-m", "shmserve.broker.main", "--runtime-dir", str(self._runtime_dir)]
+        arguments = ["--runtime-dir", str(self._runtime_dir), "--no-gateway"]
         for repository in self._repositories:
-            command += ["--model-repository", str(repository.resolve())]
-        command += ["--strict-readiness", "false", "--exit-on-error", "false", "--exit-timeout-secs", "0"]
-        command.append("--no-gateway")
-        self._reader, writer = os.pipe()
-        try:
-            with self._log_file.open("ab") as log:
-                self._process = subprocess.Popen(
-                    [*command, "--ready-fd", str(writer), *self._options],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[writer],
-                    env=_environment(),
-                    start_new_session=True,  # Ctrl-C is handled by this process, which stops the server
-                )
-        except BaseException:
-            os.close(self._reader)
-            raise
-        finally:
-            os.close(writer)
+            arguments += ["--model-repository", str(repository.resolve())]
+        arguments += ["--strict-readiness", "false", "--exit-on-error", "false", "--exit-timeout-secs", "0"]
+        arguments += self._options
+        # In a new session: Ctrl-C is handled by this process, which stops the server.
+        self._server = ServerProcess(arguments, self._log_file, _environment(), new_session=True)
         self._started = True
 
     def _stop(self) -> None:
-        self._process.terminate()
+        self._server.process.terminate()
         try:
-            self._process.wait(STOP_S)
+            self._server.process.wait(STOP_S)
         except BaseException as error:  # including a second Ctrl-C, so that nothing is left behind
-            workers = _children(self._process.pid)
-            self._process.kill()
-            self._process.wait()
-            _await_end(workers)
+            self._server.kill(STOP_S)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
 
@@ -170,32 +153,8 @@ def _delayed_signals() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    kept = {
+    return {
         key: value
         for key, value in os.environ.items()
         if not key.startswith("SHMSERVE_") or key in _KEPT or (key.startswith(_FOR_MODELS) and key not in _OF_SERVER)
     }
-    return kept | {"ORT_DISABLE_TELEMETRY": "1"}
-
-
-def _children(pid: int) -> list[int]:
-    """pidfds of a process's children."""
-    try:
-        pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except FileNotFoundError:
-        return []
-    opened = []
-    for child in pids:
-        try:
-            opened.append(os.pidfd_open(int(child)))
-        except ProcessLookupError:
-            continue
-    return opened
-
-
-def _await_end(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        try:
-            select.select([descriptor], [], [], STOP_S)
-        finally:
-            os.close(descriptor)

@@ -26,13 +26,52 @@ class Usage(Struct, frozen=True):
 NO_USAGE = Usage()
 
 
+def stat_fields(pid: int) -> list[bytes]:
+    """The fields of `/proc/PID/stat` from the state on; empty if the process has exited."""
+    return _read(pid, "stat").rpartition(b")")[2].split()  # the name before ")" may contain any character
+
+
 def usage(pid: int) -> Usage:
-    text = _read(pid, "stat")
-    if not text:
+    fields = stat_fields(pid)
+    if not fields:
         return NO_USAGE
-    fields = text.rpartition(b")")[2].split()  # the process name before ")" may contain any character
     ticks = int(fields[11]) + int(fields[12])
     return Usage(ticks / TICKS, int(fields[21]) * PAGE, int(fields[19]) / TICKS)
+
+
+def parent(pid: int) -> int:
+    fields = stat_fields(pid)
+    return int(fields[1]) if fields else 0
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in (_PROC / f"{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def descendants(pid: int) -> list[int]:
+    """The children of a process, their children, and so on. Zombies and their children are left out."""
+    below: dict[int, list[int]] = {}
+    for entry in os.listdir(_PROC):
+        fields = stat_fields(int(entry)) if entry.isdecimal() else []
+        if fields and fields[0] != b"Z":
+            below.setdefault(int(fields[1]), []).append(int(entry))
+    found, remaining = [], [pid]
+    while remaining:
+        more = below.get(remaining.pop(), [])
+        found += more
+        remaining += more
+    return found
+
+
+def command_line(pid: int) -> str:
+    """The words of its command, separated by spaces."""
+    try:
+        return (_PROC / f"{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def own_bytes(pid: int) -> int:
@@ -120,6 +159,11 @@ class Cores:
             self._share = min(1.0, max(0.0, (busy - self._busy) / (total - self._total)))
             self._busy, self._total = busy, total
         return self._share
+
+
+def busy_seconds() -> float:
+    """CPU time of all cores since boot, without idle time."""
+    return _times()[0] / TICKS
 
 
 def _times() -> tuple[int, int]:

@@ -36,8 +36,8 @@ def server_pid(endpoint: Endpoint) -> int:
     except OSError:
         return 0
     while pid:
-        parent = _parent(pid)
-        if parent <= 1 or not any(name in _command(parent) for name in _OUR_MODULES):
+        parent = procfs.parent(pid)
+        if parent <= 1 or not any(name in procfs.command_line(parent) for name in _OUR_MODULES):
             return pid
         pid = parent
     return 0
@@ -102,41 +102,8 @@ def _descriptors(pid: int) -> set[str]:
     return result
 
 
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def _parent(pid: int) -> int:
-    fields = _stat(pid)
-    return int(fields[1]) if fields else 0
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def _family(pid: int) -> list[int]:
-    """The process and its descendants."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
-            children.setdefault(_parent(int(entry)), []).append(int(entry))
-    result, remaining = [], [pid]
-    while remaining:
-        one = remaining.pop()
-        result.append(one)
-        remaining += children.get(one, ())
-    return result
-
-
 def _role(pid: int, top: int) -> str:
-    command = _command(pid)
+    command = procfs.command_line(pid)
     if "shmserve" in command or pid != top:
         if "cli.main gateway" in command or "gateway" in Path(f"/proc/{pid}/comm").read_text():
             return "gateway"
@@ -153,12 +120,12 @@ class Meter:
 
     def read(self) -> Reading:
         processes: dict[int, tuple[str, float]] = {}
-        for pid in _family(self._top) if self._top else ():
+        for pid in (self._top, *procfs.descendants(self._top)) if self._top else ():
             try:
                 processes[pid] = (_role(pid, self._top), procfs.usage(pid).cpu_seconds)
             except (FileNotFoundError, ProcessLookupError):
                 continue
-        return Reading(_machine_seconds(), processes, self._gpus.read() if self._gpus is not None else {})
+        return Reading(procfs.busy_seconds(), processes, self._gpus.read() if self._gpus is not None else {})
 
 
 class Reading(Struct, frozen=True):
@@ -185,13 +152,6 @@ def used(readings: Sequence[Reading], seconds: float) -> Usage:
         gpus={name: fmean(reading[name][0] for reading in results) for name in gpus},
         gpu_bytes={name: max(reading[name][1] for reading in results) for name in gpus},
     )
-
-
-def _machine_seconds() -> float:
-    """Busy time of all cores."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    user, nice, system, _, _, irq, softirq, steal = fields
-    return (user + nice + system + irq + softirq + steal) / procfs.TICKS
 
 
 class _Gpus:
