@@ -155,8 +155,9 @@ def _error(answer: HttpAnswer, request: str) -> ServeError:
     """The error that the response describes; only the answers to queries of clients have its code."""
     try:
         document = json.loads(answer.text)
-        text, code = str(document.get("error", "")), document.get("code")
-    except (ValueError, AttributeError):
+        text, code = document.get("error", ""), document.get("code")
+        text = str(text["message"] if isinstance(text, dict) else text)  # an object: of OpenAI's API
+    except (ValueError, AttributeError, KeyError):
         text, code = "", None
     if code:
         return from_wire(code, text)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
-import ssl
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
-from urllib.parse import urlsplit
 
 from shmserve.clients.cli.commands.base import screen_of
 from shmserve.clients.cli.contexts import token_of
-from shmserve.errors import ConnectionLost, Denied, InvalidRequest, ModelFailed, NotFound, ServeError, Unavailable
+from shmserve.errors import ConnectionLost, InvalidRequest, ModelFailed, ServeError
 from shmserve.terminal.console import BAD, FAINT, Screen
 from shmserve.terminal.errors import Misuse
+from shmserve.transport.http_link import HttpLink, parts_of
 
-_ERRORS: dict[int, type[ServeError]] = {400: InvalidRequest, 401: Denied, 404: NotFound, 503: Unavailable}
 HELP = "/clear forgets the conversation, /quit or Ctrl-D ends it; Ctrl-C stops an answer"
 
 Message = dict[str, Any]
@@ -122,44 +120,23 @@ class Endpoint:
     """An OpenAI-compatible endpoint. `url`: without /v1."""
 
     def __init__(self, url: str, token: str) -> None:
-        self._parts = urlsplit(url if "//" in url else f"http://{url}")
-        if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
-            raise Misuse(f"--url {url}: expected http://host:port or https://host:port")
-        self._url = url
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        try:
+            self._parts = parts_of(url if "//" in url else f"http://{url}")
+        except InvalidRequest as error:
+            raise Misuse(f"--url: {error}") from None
+        self._token = token
 
     def stream(self, body: Message) -> Iterator[Message]:
         """The events of a chat completion. Closing the iterator closes the connection, which stops the model."""
-        connection: http.client.HTTPConnection
-        if self._parts.scheme == "https":
-            connection = http.client.HTTPSConnection(self._parts.netloc, context=ssl.create_default_context())
-        else:
-            connection = http.client.HTTPConnection(self._parts.netloc)
-        try:
-            path = f"{self._parts.path.rstrip('/')}/v1/chat/completions"
-            connection.request("POST", path, json.dumps(body), self._headers)
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise _ERRORS.get(answer.status, ModelFailed)(_error_in(answer.read()) or f"status {answer.status}")
-            for line in answer:
-                data = line.partition(b"data: ")[2].strip()
-                if data == b"[DONE]":
-                    return
-                if data:
+        path = f"{self._parts.path.rstrip('/')}/v1/chat/completions"
+        with closing(HttpLink(self._parts.scheme, self._parts.netloc, self._token, timeout=None)) as link:
+            try:
+                for data in link.events(path, json.dumps(body).encode()):
+                    if data == b"[DONE]":
+                        return
                     event = json.loads(data)
                     if "error" in event:
                         raise ModelFailed(event["error"]["message"])
                     yield event
-        except (OSError, http.client.HTTPException) as error:
-            raise ConnectionLost(
-                f"no answer from {self._url} ({error}); --url names the gateway's HTTP endpoint"
-            ) from error
-        finally:
-            connection.close()
-
-
-def _error_in(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body.decode(errors="replace")[:500]
+            except ConnectionLost as error:
+                raise ConnectionLost(f"{error}; --url names the gateway's HTTP endpoint") from error

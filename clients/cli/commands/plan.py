@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,15 +220,12 @@ def _document(args: argparse.Namespace) -> Any:
 
         with Client(source, timeout=ASK_S) as client:
             return client.statistics(args.model or None)
-    from urllib.error import URLError
-    from urllib.request import urlopen
+    from shmserve.transport.http_link import HttpLink, parts_of
 
+    parts = parts_of(source)
     path = f"models/{args.model}/stats" if args.model else "models/stats"
-    try:
-        with urlopen(f"{source.rstrip('/')}/v2/{path}", timeout=ASK_S) as answer:
-            return json.load(answer)
-    except (URLError, OSError, ValueError) as error:
-        raise Failed(f"cannot get statistics from {source}: {error}") from error
+    with closing(HttpLink(parts.scheme, parts.netloc, "", ASK_S)) as link:
+        return link.call("GET", f"{parts.path.rstrip('/')}/v2/{path}")
 
 
 # ------------------------------------------------------------------------------------------------- output
