@@ -29,6 +29,8 @@ ITEM_BYTES = {
 }
 """Bytes of one element; 0 if elements differ in length (BYTES: 4-byte little-endian length, then the bytes)."""
 
+BY_NUMBER = ("", *[name for name in ITEM_BYTES if name not in ("BF16", "BYTES")], "BYTES", "BF16")
+"""The wire names by their numbers in Triton's interfaces; 0 is invalid."""
 FROM_CONFIG = {f"TYPE_{name}": name for name in ITEM_BYTES if name != "BYTES"} | {"TYPE_STRING": "BYTES"}
 TO_CONFIG = {name: config for config, name in FROM_CONFIG.items()}
 

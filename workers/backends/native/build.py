@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shmserve.errors import Unsupported
 from shmserve.paths import cache_home, make_runtime_dir
+from shmserve.system.files import new_file
 from shmserve.workers.backends.native.compiler import FLAGS, SOURCES, CannotCompile, compile_shim
 
 SHIPPED = Path(__file__).with_name("shim.so")
@@ -29,13 +30,8 @@ def shim() -> bytes:
             _compile(target)
             return target.read_bytes()
     if not cached.is_file():
-        descriptor, name = tempfile.mkstemp(prefix=cached.stem, dir=cached.parent)
-        os.close(descriptor)
-        try:
-            _compile(Path(name))
-            os.replace(name, cached)  # whoever is last wins; the contents are the same
-        finally:
-            Path(name).unlink(missing_ok=True)
+        with new_file(cached) as part:  # whoever is last wins; the contents are the same
+            _compile(part)
     return cached.read_bytes()
 
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shmserve.dtypes import BY_NUMBER
 from shmserve.errors import InvalidRequest, ServeError, Unsupported, from_wire
 from shmserve.repo.files.elf import read_library
 from shmserve.repo.files.native_library import EXECUTE, SERVER_LIBRARY, library_problem
@@ -41,24 +42,6 @@ if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelInstanceGroup, ModelSequenceBatchingState
     from shmserve.workers.process.device import Device
 
-TYPES = (
-    "",
-    "BOOL",
-    "UINT8",
-    "UINT16",
-    "UINT32",
-    "UINT64",
-    "INT8",
-    "INT16",
-    "INT32",
-    "INT64",
-    "FP16",
-    "FP32",
-    "FP64",
-    "BYTES",
-    "BF16",
-)
-"""Data types by their number in the interface."""
 KINDS = ("AUTO", "CPU", "GPU", "MODEL")
 _WITHOUT_THREADS = (SERVER_LIBRARY, "ld-linux", "libc.", "libgcc_s.", "libm.", "libpthread.", "libstdc++.")
 """Libraries that start no threads by themselves."""
@@ -174,7 +157,7 @@ class NativeLibrary:
         arguments: list[Any] = [decoupled]
         for table in tables:
             names = (c_char_p * len(table))(*(name.encode() for name, _ in table))
-            types = (c_int32 * len(table))(*(TYPES.index(dtype) for _, dtype in table))
+            types = (c_int32 * len(table))(*(BY_NUMBER.index(dtype) for _, dtype in table))
             arguments += [len(table), names, types]
         self.host.host_set_tensors(*arguments)
 

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct
 
-from shmserve.dtypes import from_numpy, to_numpy
+from shmserve.dtypes import BY_NUMBER, from_numpy, to_numpy
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.protocol.messages import Options
 from shmserve.shm.strings import decode_bytes, encode_bytes
-from shmserve.workers.backends.native.library import TYPES
 from shmserve.workers.batch.gather import StoredInput
 from shmserve.workers.model_calls.answer import triton_number
 from shmserve.workers.model_calls.calls import WINDOW
@@ -188,7 +187,7 @@ def reply_words(response: CallResponse, kept: list[Any]) -> array[int]:
     for name, given in response.outputs:
         data = _encoded(given)
         kept.append(data)
-        words.extend((*text_words(name), TYPES.index(from_numpy(given.dtype)), given.ndim, *given.shape))
+        words.extend((*text_words(name), BY_NUMBER.index(from_numpy(given.dtype)), given.ndim, *given.shape))
         words.extend((data.__array_interface__["data"][0], data.nbytes))
     parameters = response.parameters or {}
     words.append(len(parameters))
@@ -265,7 +264,7 @@ class WordReader:
 
     def _input(self) -> GivenTensors:
         """Returns an input, as a view if it is in one part: the backend keeps it until it gets its request back."""
-        name, dtype = self.text(), TYPES[self.word()]
+        name, dtype = self.text(), BY_NUMBER[self.word()]
         shape = tuple(self.word() for _ in range(self.word()))
         chunks = [(ctypes.c_char * size).from_address(place) for place, size in self._pairs() if size]
         data: Any = chunks[0] if len(chunks) == 1 else b"".join(chunk.raw for chunk in chunks)
@@ -285,7 +284,7 @@ class WordReader:
         at = self._at
         index, dtype, place, size, rank = self._words[at : at + 5]
         self._at = at + 5 + rank
-        return index, TYPES[dtype] if dtype < len(TYPES) else "", self._words[at + 5 : self._at], place, size
+        return index, BY_NUMBER[dtype] if dtype < len(BY_NUMBER) else "", self._words[at + 5 : self._at], place, size
 
     def text(self) -> str:
         address, size = self.word(), self.word()

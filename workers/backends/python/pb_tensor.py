@@ -24,14 +24,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 TRITONSERVER_MEMORY_CPU = 0
 TRITONSERVER_MEMORY_GPU = 2
 
-NUMBERS = {
-    name: number
-    for number, name in enumerate(
-        ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64"), 1
-    )
-} | {"BYTES": 13, "BF16": 14}
-"""Wire name -> the number of the data type in the configuration's enum."""
-NAMES = {number: name for name, number in NUMBERS.items()}
 _CPU, _ON_GPU = 1, (2, 10)
 """DLPack device types: host memory, and GPUs (CUDA, ROCm)."""
 _BF16 = dtypes.to_numpy("BF16")
@@ -92,7 +84,7 @@ class Tensor:
         return list(self._array.shape)
 
     def triton_dtype(self) -> int:
-        return NUMBERS[dtypes.from_numpy(self._array.dtype)]
+        return dtypes.BY_NUMBER.index(dtypes.from_numpy(self._array.dtype))
 
     def is_cpu(self) -> bool:
         return True
@@ -173,7 +165,7 @@ class DeviceTensor(Tensor):
         return list(self.piece.shape)
 
     def triton_dtype(self) -> int:
-        return NUMBERS[self._wire]
+        return dtypes.BY_NUMBER.index(self._wire)
 
     def is_cpu(self) -> bool:
         return False

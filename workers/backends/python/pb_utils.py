@@ -31,8 +31,6 @@ from shmserve.workers.backends.python.pb_requests import (
     TritonError,
 )
 from shmserve.workers.backends.python.pb_tensor import (
-    NAMES,
-    NUMBERS,
     TRITONSERVER_MEMORY_CPU,
     TRITONSERVER_MEMORY_GPU,
     Array,
@@ -173,15 +171,14 @@ TRITON_STRING_TO_NUMPY = {name: triton_string_to_numpy(name) for name in dtypes.
 
 def triton_to_numpy_type(data_type: int) -> Any:
     """Returns the numpy type for the number of a data type, as returned by `Tensor.triton_dtype`."""
-    name = NAMES.get(data_type)
-    if name is None:
+    if data_type not in range(1, len(dtypes.BY_NUMBER)):
         raise TritonModelException(f"{data_type} is not a data type number")
-    return dtypes.to_numpy(name).type
+    return dtypes.to_numpy(dtypes.BY_NUMBER[data_type]).type
 
 
 def numpy_to_triton_type(data_type: Any) -> int:
     try:
-        return NUMBERS[dtypes.from_numpy(np.dtype(data_type))]
+        return dtypes.BY_NUMBER.index(dtypes.from_numpy(np.dtype(data_type)))
     except TypeError as error:
         raise TritonModelException(str(error)) from None
 

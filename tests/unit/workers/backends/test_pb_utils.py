@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.dtypes import to_numpy
+from shmserve.dtypes import BY_NUMBER, to_numpy
 from shmserve.workers.backends.python import pb_utils
-from shmserve.workers.backends.python.pb_tensor import NAMES
 
 
 class OldStyle:
@@ -200,7 +199,7 @@ def test_triton_and_numpy_types_are_converted() -> None:
     assert len(pb_utils.TRITON_STRING_TO_NUMPY) == 13
     assert pb_utils.triton_string_to_numpy("TYPE_STRING") is np.object_
     assert pb_utils.triton_string_to_numpy("TYPE_BOOL") is np.bool_
-    for number, name in NAMES.items():
+    for number, name in enumerate(BY_NUMBER[1:], 1):
         assert pb_utils.triton_to_numpy_type(number) is to_numpy(name).type
         assert pb_utils.numpy_to_triton_type(to_numpy(name).type) == number
     with pytest.raises(pb_utils.TritonModelException, match="TYPE_NONE"):
