@@ -515,7 +515,7 @@ def test_chat_prints_one_answer(gateway: Gateway, monkeypatch: pytest.MonkeyPatc
     )
     code, _, err = run("chat", "talk", "a", "--url", "http://127.0.0.1:1")
     assert code == 1
-    assert "no answer from http://127.0.0.1:1" in err
+    assert "no server at http://127.0.0.1:1" in err
 
 
 def test_chat_remembers_the_conversation_and_stops_answers(gateway: Gateway, files: LanguageModels) -> None:
