@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bench.lib import table
 from bench.lib.charts import Ranked, rankings
-from bench.published.experiments import EXPERIMENTS, Claim, Effort, Rates
+from bench.published.experiments import EXPERIMENTS, PHASES, Claim, Effort, Rates
 from shmserve.tools.charts import COLORS
 from tests.engines.__main__ import install, python_of
 from tests.engines.catalog import ENGINES
@@ -77,11 +77,21 @@ def markdown(results: list[Result]) -> str:
     return table.markdown(["claim", "claimed ratio", "measured here", "why they differ"], rows)
 
 
+def phase_table(rates: Mapping[str, Rates]) -> str:
+    """The milliseconds of each phase of the models whose time was divided into phases; "" if there are none."""
+    rows: dict[str, list[str]] = {}
+    for found in rates.values():
+        for key, value in found.items():
+            if key.endswith(", ms"):
+                rows.setdefault(key.partition(",")[0], []).append(f"{value:.3f}")
+    return table.markdown(["ms", *PHASES], [[name, *times] for name, times in rows.items()]) if rows else ""
+
+
 def save(results: list[Result], rates: Mapping[str, Rates], command: str) -> Path:
     today = time.strftime("%Y-%m-%d", time.gmtime())
     facts = table.machine() | {"load average at the end": f"{os.getloadavg()[0]:.0f}"}
     lines = [f"# Published experiments, {today}", "", f"Made by `{command}`. docs/compare.md explains it.", ""]
-    lines += [*(f"- {key}: {value}" for key, value in facts.items()), "", markdown(results), ""]
+    lines += [*(f"- {key}: {value}" for key, value in facts.items()), "", markdown(results), "", phase_table(rates), ""]
     path = table.RESULTS / f"{today}-{table.host_kind()}-published.md"
     path.write_text("\n".join(lines))
     record = {"date": today, "machine": facts, "results": [asdict(one) for one in results], "per_second": rates}
@@ -117,7 +127,7 @@ def main() -> int:
         (only,) = rates.values()
         args.rates.write_text(json.dumps(only))
         return 0
-    print(markdown(results))
+    print(markdown(results), phase_table(rates), sep="\n\n")
     if args.save:
         print(save(results, rates, f"python -m bench.published {' '.join(sys.argv[1:])}".strip()))
     return 0

@@ -34,7 +34,7 @@ PHASES = ("queue", "compute_input", "compute_infer", "compute_output", "success"
 BATCHES = 8
 """Batches of 64 texts in the work of the hand-made service and of the server."""
 Rates = Mapping[str, float]
-"""Party -> requests per second; "PARTY, MiB" -> memory."""
+"""Party -> requests per second; "PARTY, MiB" -> memory; "MODEL, PHASE, ms" -> time."""
 
 
 @dataclass(frozen=True)
@@ -266,22 +266,19 @@ def pipeline(work: Path, effort: Effort) -> Rates:
         before = client.statistics()
         for _ in range(1 if effort.small else PHASED):
             ensemble()
-        for line in phases(before, client.statistics()):
-            print(line, file=sys.stderr)
-        return rates
+        return {**rates, **phases(before, client.statistics())}
 
 
-def phases(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def phases(before: Mapping[str, Any], after: Mapping[str, Any]) -> Rates:
     """The mean time of each phase of each model that was called between these two documents of statistics."""
     old = {entry["name"]: entry["inference_stats"] for entry in before["model_stats"]}
-    lines = []
+    times = {}
     for entry in after["model_stats"]:
         name, stats = entry["name"], entry["inference_stats"]
-        count = stats["success"]["count"] - old[name]["success"]["count"]
-        if count:
-            times = {phase: (stats[phase]["ns"] - old[name][phase]["ns"]) / count / 1e6 for phase in PHASES}
-            lines.append(f"{name}: " + ", ".join(f"{phase} {ms:.3f} ms" for phase, ms in times.items()))
-    return lines
+        if count := stats["success"]["count"] - old[name]["success"]["count"]:
+            for phase in PHASES:
+                times[f"{name}, {phase}, ms"] = (stats[phase]["ns"] - old[name][phase]["ns"]) / count / 1e6
+    return times
 
 
 def paddle(work: Path, effort: Effort) -> Rates:

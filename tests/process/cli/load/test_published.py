@@ -23,6 +23,6 @@ def test_every_claim_has_a_measured_ratio(name: str) -> None:
     command = [sys.executable, "-m", "bench.published", name, "--quick"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=END_S)
     assert ran.returncode == 0, ran.stderr
-    rows = [line.strip("| ").split(" | ") for line in ran.stdout.splitlines()[2:]]
+    rows = [line.strip("| ").split(" | ") for line in ran.stdout.partition("\n\n")[0].splitlines()[2:]]
     assert [claim for claim, *_ in rows] == [claim.name for claim in experiment.claims]
     assert all(float(measured) > 0 for _, _, measured, _ in rows)
