@@ -9,7 +9,7 @@ from typing import Any
 
 from shmserve.gateway.http.openapi import BYTES, EVENTS, FORM, JSON, SCHEMAS, with_token
 from shmserve.gateway.kserve.generate import has_one_element
-from shmserve.gateway.kserve.json_schemas import is_file, schemas_of
+from shmserve.gateway.kserve.json_schemas import JsonSchemas, is_file, schemas_of
 from shmserve.gateway.kserve.plans import tensor_type
 from shmserve.gateway.upstream.documents import Route
 from shmserve.version import version
@@ -17,8 +17,14 @@ from shmserve.version import version
 _Schema = dict[str, Any]
 _KINDS = {"BOOL": "boolean", "BYTES": "string", "FP16": "number", "BF16": "number", "FP32": "number", "FP64": "number"}
 """Data type -> JSON type; the others are integers."""
-_FILE: _Schema = {"type": "string", "contentMediaType": BYTES}
-"""A field of a form. It has the bytes of the file, not base64."""
+_FILE: _Schema = {"type": "string", "format": "binary", "contentMediaType": BYTES}
+"""A field of a form: the bytes of the file, not base64. Generators of clients know the `format` of OpenAPI 3.0."""
+_TRACE: _Schema = {
+    "name": "traceparent",
+    "in": "header",
+    "description": "W3C trace context",
+    "schema": {"type": "string"},
+}
 
 
 def text(route: Route, config: Mapping[str, Any]) -> bytes:
@@ -32,9 +38,11 @@ def document(route: Route, config: Mapping[str, Any]) -> _Schema:
     outputs = {one["name"]: _output(one, schemas.outputs.get(one["name"])) for one in config.get("output", [])}
     required = [one["name"] for one in config.get("input", []) if not one.get("optional")]
     takes = _object(inputs, required)
-    parts = {name: _FILE if is_file(schema) else schema for name, schema in inputs.items()}
+    files = {one["name"]: _tensor(one, _FILE) for one in config.get("input", []) if _may_be_file(one, schemas)}
     gives = _object({"model_name": {"type": "string"}, "model_version": {"type": "string"}, **outputs}, list(outputs))
-    content: _Schema = {JSON: {"schema": takes}, FORM: {"schema": _object(parts, required)}}
+    content: _Schema = {JSON: {"schema": takes}}
+    if files:
+        content[FORM] = {"schema": _object({**inputs, **files}, required)}
     decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
     of_version = f"/versions/{route.version}" if route.version else ""
     base = f"/v2/models/{route.model}{of_version}"
@@ -55,6 +63,7 @@ def document(route: Route, config: Mapping[str, Any]) -> _Schema:
 def _operation(name: str, takes: _Schema, description: str, gives: _Schema) -> _Schema:
     return {
         "operationId": name,
+        "parameters": [_TRACE],
         "requestBody": {"content": takes, "required": True},
         "responses": {
             "200": {"description": description, "content": gives},
@@ -70,6 +79,11 @@ def _object(properties: _Schema, required: list[str]) -> _Schema:
 def _tensor(config: Mapping[str, Any], schema: _Schema | None) -> _Schema:
     one = schema if schema is not None else {"type": _KINDS.get(tensor_type(config), "integer")}
     return one if has_one_element(config["dims"]) else {"type": "array", "items": one}
+
+
+def _may_be_file(config: Mapping[str, Any], schemas: JsonSchemas) -> bool:
+    schema = schemas.inputs.get(config["name"])
+    return tensor_type(config) == "BYTES" if schema is None else is_file(schema)
 
 
 def _output(config: Mapping[str, Any], schema: _Schema | None) -> _Schema:

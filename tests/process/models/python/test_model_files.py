@@ -21,6 +21,7 @@ import shmserve
 from shmserve.clients.cli import main
 from shmserve.testing import Server
 from tests.support.docs import pages
+from tests.support.gateway.running_gateway import Gateway
 from tests.support.living import until, write
 from tests.support.workers.models.worker_models import Graph
 
@@ -253,6 +254,41 @@ def test_exceptions_in_functions_fail_the_request(client: shmserve.Client) -> No
         client.infer("wrong", {"how": "other"})
     with pytest.raises(shmserve.InvalidRequest, match="input 'texts' is not UTF-8 text"):
         client.infer("lengths", {"texts": [[b"\xff"]]})
+
+
+GENERATED = """
+import io, sys
+from add_client import Client
+from add_client.api.default import generate as add
+from add_client.models import GenerateBody
+from order_client.api.default import generate as order
+from order_client.models import GenerateJsonBody as OrderBody
+from classify_client.api.default import generate as classify
+from classify_client.models import GenerateFilesBody, GenerateJsonBody
+from classify_client.types import File
+
+client = Client(base_url=sys.argv[1])
+print(add.sync(client=client, body=GenerateBody(a=1.5, b=2)).output)
+print(order.sync(client=client, body=OrderBody("a", 2)).count)
+for body in (GenerateFilesBody(File(io.BytesIO(b"\\xffab"), "f")), GenerateJsonBody("abcd")):
+    print(classify.sync(client=client, body=body).label)
+"""
+
+
+def test_generated_clients(server: Server, tmp_path: Path) -> None:
+    """A generator makes Python classes of the OpenAPI documents: for JSON, and for bytes in a form."""
+    pytest.importorskip("openapi_python_client", reason="it needs Python 3.11")
+    gateway = Gateway(server)
+    try:
+        url = f"http://127.0.0.1:{gateway.http}"
+        for model in ("add", "order", "classify"):
+            document, target = f"{url}/v2/models/{model}/openapi.json", tmp_path / f"{model}_client"
+            words = ("generate", "--url", document, "--output-path", str(target), "--meta", "none")
+            check_output([sys.executable, "-m", "openapi_python_client", *words])
+        printed = check_output([sys.executable, "-c", GENERATED, url], cwd=tmp_path).split()
+        assert printed == [b"3.5", b"3", b"dog", b"cat"]
+    finally:
+        gateway.stop()
 
 
 def test_changed_files_are_reloaded(folder: Path, client: shmserve.Client) -> None:

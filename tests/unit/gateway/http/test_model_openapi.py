@@ -29,6 +29,7 @@ CONFIG: dict[str, Any] = {
     ],
     "parameters": {"json_schemas": {"string_value": json.dumps(SCHEMAS)}},
 }
+FILE = {"type": "string", "format": "binary", "contentMediaType": "application/octet-stream"}
 ROUTE = Route(Action.MODEL_OPENAPI, "m")
 
 
@@ -47,7 +48,7 @@ def test_bodies_and_answers() -> None:
     assert not valid(body, {"image": "AAEC"})
     assert not valid(body, {"item": {"name": "a"}, "x": 1})
     form = takes["multipart/form-data"]["schema"]["properties"]
-    assert form["image"] == {"type": "string", "contentMediaType": "application/octet-stream"}
+    assert form["image"] == FILE
     gives = operation["responses"]["200"]["content"]["application/json"]["schema"]
     assert valid(gives, {"model_name": "m", "model_version": "1", "boxes": [{}], "count": [1, 2]})
     assert valid(gives, {"boxes": [], "count": 1}), "one number is returned without a list"
@@ -64,3 +65,11 @@ def test_bodies_and_answers() -> None:
 )
 def test_the_endpoints_of_a_model(config: dict[str, Any], version: str, paths: list[str]) -> None:
     assert list(document(Route(Action.MODEL_OPENAPI, "m", version), config)["paths"]) == paths
+
+
+@pytest.mark.parametrize(("dtype", "fields"), [("FP32", []), ("STRING", [{"x": FILE}])])
+def test_only_models_that_take_bytes_have_a_form(dtype: str, fields: list[Any]) -> None:
+    config = {"input": [{"name": "x", "data_type": f"TYPE_{dtype}", "dims": [1]}]}
+    takes = document(ROUTE, config)["paths"]["/v2/models/m/generate"]["post"]["requestBody"]["content"]
+    forms = [content["schema"] for kind, content in takes.items() if kind == "multipart/form-data"]
+    assert [form["properties"] for form in forms] == fields
