@@ -44,7 +44,11 @@ PANELS = (
 
 
 def chart(cells: list[Cell], caption: str) -> str:
-    return rankings([(panel.title, ranked(panel, cells)) for panel in PANELS], caption)
+    panels = [(panel.title, bars) for panel in PANELS if (bars := ranked(panel, cells))]
+    if not panels:
+        loads = " and ".join(f"{panel.model} with {panel.flight} in flight" for panel in PANELS)
+        raise SystemExit(f"the result has no load of the chart, which shows {loads}")
+    return rankings(panels, caption)
 
 
 def ranked(panel: ChartPanel, cells: list[Cell]) -> list[Ranked]:

@@ -158,7 +158,7 @@ PADDLE = (
     ),
     Claim(
         "the same, memory of the model",
-        "Paddle: memory",
+        "Paddle MiB",
         "paddle, MiB",
         "onnx, MiB",
         None,
