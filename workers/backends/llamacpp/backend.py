@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shmserve.workers.backends.language.backend import IMAGE, INPUTS, LanguageBackend
-from shmserve.workers.backends.llamacpp.encoder import Encoder
+from shmserve.workers.backends.language.encoder import POOLING, Encoder
 from shmserve.workers.backends.llamacpp.engine import Engine, has_gpu
-from shmserve.workers.backends.llamacpp.settings import MMPROJ, POOLING, settings_of
+from shmserve.workers.backends.llamacpp.settings import MMPROJ, settings_of
 from shmserve.workers.backends.parameters import Parameters
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class LlamaCpp(LanguageBackend):
     @classmethod
     def chosen(cls, config: ModelConfig) -> type[Backend]:
-        return Encoder if Parameters(config).text(POOLING) else cls
+        return LlamaCppEncoder if Parameters(config).text(POOLING) else cls
 
     def inputs_of(self, config: ModelConfig) -> tuple[ModelInput, ...]:
         return (*INPUTS, IMAGE) if Parameters(config).text(MMPROJ) else INPUTS
@@ -27,3 +27,8 @@ class LlamaCpp(LanguageBackend):
     def start(self, config: ModelConfig) -> tuple[Engine, Defaults]:
         settings = settings_of(config, self.context, has_gpu())
         return Engine(settings), settings.defaults
+
+
+class LlamaCppEncoder(Encoder):
+    def start(self, config: ModelConfig) -> Engine:
+        return Engine(settings_of(config, self.context, has_gpu()))

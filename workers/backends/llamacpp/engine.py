@@ -33,6 +33,7 @@ from shmserve.workers.backends.llamacpp.pieces import Pieces
 from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
+    from shmserve.workers.backends.language.encoder import Vector
     from shmserve.workers.backends.language.engine import Listener
     from shmserve.workers.backends.language.requests import Generation
     from shmserve.workers.backends.llamacpp.settings import Settings
@@ -45,7 +46,6 @@ import xllamacpp
 _SILENT, _ERRORS = 0, 1
 """Log levels of the engine."""
 _ERROR_LINE = re.compile(r"^[\d.]+ E +(.+)$", re.MULTILINE)
-Vector = np.ndarray[Any, np.dtype[np.float32]]
 _Answer = TypeVar("_Answer", bound=Struct)
 
 
@@ -162,13 +162,11 @@ class Engine:
         return self._post("/detokenize", msgspec.json.encode({"tokens": tokens}), _Text).content
 
     def embedding(self, text: str) -> tuple[Vector, int]:
-        """The vector of a text, and the number of its tokens."""
         body = {"input": [text], "encoding_format": "base64", "embd_normalize": self._norm}
         found = _decoded(self._server.handle_embeddings(msgspec.json.encode(body)), _Vectors)
         return np.frombuffer(base64.b64decode(found.data[0].embedding), "<f4"), found.usage.prompt_tokens
 
     def score(self, query: str, document: str) -> tuple[Vector, int]:
-        """How relevant a document is, and the number of tokens of both."""
         body = {"query": query, "documents": [document]}
         found = _decoded(self._server.handle_rerank(msgspec.json.encode(body)), _Scores)
         return np.array([found.results[0].relevance_score], np.float32), found.usage.prompt_tokens

@@ -11,6 +11,7 @@ from shmserve.errors import Unsupported
 from shmserve.repo.compile import DEFAULT_SLOTS
 from shmserve.repo.files.gguf import trained_context
 from shmserve.repo.parameters import CHAT_TEMPLATE
+from shmserve.workers.backends.language.encoder import NORMALIZE, POOLING, RANK
 from shmserve.workers.backends.language.sampling import adapters_of, defaults_of
 from shmserve.workers.backends.llamacpp.parameters import UNSUPPORTED
 from shmserve.workers.backends.parameters import Parameters
@@ -23,11 +24,9 @@ if TYPE_CHECKING:
 
 SLOTS, CONTEXT, THREADS = "slots", "context_length", "threads"
 PROMPT_BATCH, CACHE_TYPE, PROMPT_CACHE = "prompt_batch", "cache_type", "prompt_cache"
-POOLING, NORMALIZE = "pooling", "normalize"
 MMPROJ = "mmproj"
 KEPT_PROMPTS = "prompt_cache_mb"
 DRAFT, GPU_LAYERS = "draft_model", "n_gpu_layers"
-RANK = "rank"
 POOLINGS = ("mean", "cls", "last", RANK)
 ALL_LAYERS = 999
 LARGEST_CONTEXT = 4096

@@ -1,13 +1,14 @@
-"""Serves GGUF models that do not generate: each text becomes a vector, or each pair of texts a score.
+"""Serves language models that do not generate: each text becomes a vector, or each pair of texts a score.
 
 A batch runs in the slots of the engine, which computes their texts together.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,28 +16,51 @@ from shmserve.errors import InvalidRequest
 from shmserve.repo.config.complete import TensorFacts, complete_from_model
 from shmserve.workers.backends.base import Context, SeparateBackend
 from shmserve.workers.backends.language.requests import PROMPT
-from shmserve.workers.backends.llamacpp.engine import Engine, has_gpu
-from shmserve.workers.backends.llamacpp.settings import POOLING, RANK, settings_of
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.model_calls.answer import Request, Response, failure_of
 from shmserve.workers.process.log import log_traceback
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.backends.language.engine import Limits
 
+POOLING, NORMALIZE = "pooling", "normalize"
+"""Parameters of such a model: how it computes a vector, or a score, from a text, and whether vectors have length 1."""
+RANK = "rank"
 MAX_BATCH = 64
 _TOKENS = TensorFacts("num_input_tokens", "UINT32", (-1, 1))
 _VECTOR = TensorFacts("embedding", "FP32", (-1, -1))
 _SCORE = TensorFacts("score", "FP32", (-1, 1))
 
 
-class Encoder(SeparateBackend):
+Vector = np.ndarray[Any, np.dtype[np.float32]]
+
+
+class EncodingEngine(Protocol):
+    """A loaded model. `close` is called when no call is in progress; the others in any thread."""
+
+    limits: Limits
+
+    def embedding(self, text: str) -> tuple[Vector, int]:
+        """The vector of a text, and the number of its tokens."""
+
+    def score(self, query: str, document: str) -> tuple[Vector, int]:
+        """How relevant a document is, and the number of tokens of both."""
+
+    def close(self) -> None: ...
+
+
+class Encoder(SeparateBackend, ABC):
     strict = False
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._engine: Engine | None = None
+        self._engine: EncodingEngine | None = None
         self._threads: ThreadPoolExecutor | None = None
+
+    @abstractmethod
+    def start(self, config: ModelConfig) -> EncodingEngine:
+        """Loads the model in an engine. Raises if it cannot be loaded."""
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         names, output = _tensors(config)
@@ -55,10 +79,9 @@ class Encoder(SeparateBackend):
             )
         self._order = [given.index(name) for name in names]
         self._output = output.name
-        settings = settings_of(config, self.context, has_gpu())
-        self._engine = engine = Engine(settings)
-        self._compute: Callable[..., tuple[Any, int]] = engine.score if settings.pooling == RANK else engine.embedding
-        self._threads = ThreadPoolExecutor(settings.slots, "text")
+        self._engine = engine = self.start(config)
+        self._compute: Callable[..., tuple[Any, int]] = engine.score if output is _SCORE else engine.embedding
+        self._threads = ThreadPoolExecutor(engine.limits.slots, "text")
 
     def close(self) -> None:
         if self._threads is not None:
