@@ -13,8 +13,8 @@ from typing import Any
 class Coroutines:
     """Created when a model first needs it."""
 
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.loop = loop or asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="coroutines", daemon=True)
         self._thread.start()

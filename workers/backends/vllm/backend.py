@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Vllm(LanguageBackend):
     def start(self, config: ModelConfig) -> tuple[Engine, Defaults]:
         settings = settings_of(config, self.context)
-        _set_environment(settings)
+        prepare_environment(settings)
         try:
             from shmserve.workers.backends.vllm.engine import VllmEngine  # its import takes seconds
         except ImportError as error:
@@ -30,7 +30,7 @@ class Vllm(LanguageBackend):
         return VllmEngine(settings), settings.defaults
 
 
-def _set_environment(settings: Settings) -> None:
+def prepare_environment(settings: Settings) -> None:
     """Sets variables that the engine's own processes read. Those of the operator take precedence."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -39,7 +39,6 @@ def _set_environment(settings: Settings) -> None:
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",  # otherwise the interface to which the name of the machine belongs
     }
-    if settings.threads:
-        defaults["OMP_NUM_THREADS"] = str(settings.threads)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    os.environ["OMP_NUM_THREADS"] = str(settings.threads)

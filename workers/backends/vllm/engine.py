@@ -12,10 +12,12 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import uvloop
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -51,7 +53,7 @@ class VllmEngine:
         self._numbers = count(1)
         self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
         os.environ.setdefault("VLLM_RPC_BASE_PATH", self._sockets.name)
-        self._coroutines = Coroutines()
+        self._coroutines = Coroutines(uvloop.new_event_loop())
         try:
             self._engine = self._coroutines.submit(_started(arguments)).result()
         except BaseException:
@@ -159,7 +161,9 @@ class VllmEngine:
 
 
 async def _started(arguments: AsyncEngineArgs) -> AsyncLLM:
-    return await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+    """With the defaults of vLLM's own server, which depend on the context."""
+    context = UsageContext.OPENAI_API_SERVER
+    return await asyncio.to_thread(AsyncLLM.from_engine_args, arguments, usage_context=context)
 
 
 def _step(text: Any, output: Any, calls: CallReaders | None) -> Step:

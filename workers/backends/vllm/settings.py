@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 FILE = "model.json"
 MODEL = "model"
 TOOL_PARSER = "tool_parser"
-SLOTS = "max_num_seqs"
+SLOTS, THREADS = "max_num_seqs", "threads"
 PARAMETERS = {"slots": SLOTS, "context_length": "max_model_len", "prompt_batch": "max_num_batched_tokens"}
 """Parameters that all engines have -> arguments of this one."""
 
 
 class Settings(Struct, frozen=True):
-    """`arguments`: those of the engine. `threads`: of the engine on a CPU; 0: it decides. `tool_parser`: reads the tool
+    """`arguments`: those of the engine. `threads`: of the engine on a CPU. `tool_parser`: reads the tool
     calls that the model makes by itself; "": nothing does."""
 
     arguments: dict[str, Any]
@@ -53,7 +53,17 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
         arguments = {"enable_lora": True, **arguments, "max_loras": places}
     defaults = defaults_of(config, UNSUPPORTED, adapters)
     tool_parser = parameters.text(TOOL_PARSER)
-    return Settings(arguments, context.threads, CHAT_TEMPLATE.read(config), tool_parser, adapters, defaults)
+    # Its own statistics take time in each step. The metrics of a model come from the worker.
+    arguments = {**arguments, "disable_log_stats": True}
+    threads = _threads(parameters, context)
+    return Settings(arguments, threads, CHAT_TEMPLATE.read(config), tool_parser, adapters, defaults)
+
+
+def _threads(parameters: Parameters, context: Context) -> int:
+    """One core is left to the engine's scheduler and to this process, as vLLM itself does. They have work in each step,
+    and OpenMP's threads spin until the last one of them has run: on two busy cores, two threads generated 5 tokens per
+    second, and one thread 240."""
+    return parameters.whole(THREADS, 0) or max(1, context.engine_threads - 1)
 
 
 def _arguments(config: ModelConfig, context: Context) -> dict[str, Any]:
