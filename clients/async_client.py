@@ -18,7 +18,7 @@ from shmserve.clients.client import Outputs, default_name
 from shmserve.clients.queries import Queries
 from shmserve.clients.streams import AsyncFlow, AsyncStream
 from shmserve.clients.waiting import ReadyWait
-from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
+from shmserve.errors import ConnectionLost, ServeError
 from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW, Result, RowReply, Ticket, inline_result
 from shmserve.session.arguments import check_seconds, timeout_us_of
@@ -222,11 +222,7 @@ class AsyncClient(Queries[Awaitable[dict[str, Any]], Awaitable[list[dict[str, An
         """An uninitialised array in shared memory. As an input it is not copied, nor are its slices. `device`: allocate
         it in the memory of a GPU, e.g. "cuda:0".
         """
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        if any(size < 0 for size in sizes):
-            raise InvalidRequest(f"shape {list(sizes)} has a negative dim")
-        memory = self._link.session.memory
-        return memory.empty(sizes, np.dtype(dtype)) if device is None else memory.empty_on(device, sizes, dtype)
+        return self._link.session.memory.empty_for(shape, dtype, device)
 
     def flush(self) -> None:
         """Sends buffered requests, and releases the memory of results that were dropped."""

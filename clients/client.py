@@ -15,7 +15,6 @@ from shmserve.clients.future import Future
 from shmserve.clients.queries import BlockingQueries
 from shmserve.clients.shared_link import SharedLink
 from shmserve.clients.streams import Flow, Stream
-from shmserve.errors import InvalidRequest
 from shmserve.session import WINDOW, Result
 from shmserve.session.arguments import timeout_us_of
 from shmserve.session.encode import TopK
@@ -233,16 +232,11 @@ class Client(BlockingQueries):
         """An uninitialised array in shared memory. As an input it is not copied, nor are its slices. `device`: allocate
         it in the memory of a GPU, e.g. "cuda:0".
         """
-        link = self._link
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        if any(size < 0 for size in sizes):
-            raise InvalidRequest(f"shape {list(sizes)} has a negative dim")
-        with link.lock:
-            memory = link.session.memory
-            return memory.empty(sizes, np.dtype(dtype)) if device is None else memory.empty_on(device, sizes, dtype)
+        with self._link.lock:
+            return self._link.session.memory.empty_for(shape, dtype, device)
 
     def flush(self) -> None:
-        """Sends buffered requests, and release the memory of results that were dropped."""
+        """Sends buffered requests, and releases the memory of results that were dropped."""
         self._link.flush()
 
     # ------------------------------------------------------------------------------------ queries

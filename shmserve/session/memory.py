@@ -107,12 +107,19 @@ class SessionMemory:
             self._foreign = ForeignMemory(self.announcements)
         return self._foreign
 
-    def empty_on(self, device: str | int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
-        """An array on a device: "cuda:0" or the device's number in this process."""
+    def empty_for(
+        self, shape: int | tuple[int, ...], dtype: npt.DTypeLike, device: str | int | None
+    ) -> Array | DeviceArray:
+        """The array that a caller wants: in shared memory, or on a device, "cuda:0" or its number in this process."""
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        if any(size < 0 for size in sizes):
+            raise InvalidRequest(f"shape {list(sizes)} has a negative dim")
+        if device is None:
+            return self.empty(sizes, np.dtype(dtype))
         text = device.removeprefix("cuda").removeprefix(":") or "0" if isinstance(device, str) else str(device)
         if not (text.isascii() and text.isdecimal()) or (isinstance(device, str) and not device.startswith("cuda")):
             raise InvalidRequest(f"invalid device={device!r}: expected 'cuda', 'cuda:N' or a number")
-        return self.devices.empty(shape, np.dtype(dtype), int(text))
+        return self.devices.empty(sizes, np.dtype(dtype), int(text))
 
     def copy_in(self, array: Array, kept: KeptInputs) -> Handle:
         """Copies an input from private memory into the arena, the only copy made of it."""
