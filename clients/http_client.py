@@ -35,7 +35,6 @@ class HttpClient(BlockingQueries):
         parts = parts_of(url)
         self._url = url
         self._path = parts.path.rstrip("/")
-        self._timeout = timeout
         self._link = HttpLink(parts.scheme, parts.netloc, token, timeout)
         self._closed = threading.Event()
 

@@ -81,7 +81,6 @@ class Mirrors:
         )
         self._cache = cache
         self._mirrors = [Mirror(parse_address(text), shop) for text in settings.repositories]
-        self._by_key = {mirror.key: mirror for mirror in self._mirrors}
         self._models = ThreadPoolExecutor(MODELS, "model")
         self._requests = ThreadPoolExecutor(64, "request")
 
@@ -161,7 +160,7 @@ class Mirrors:
 
     def _readable(self, mirror: Mirror) -> None:
         if self._troubles.pop((mirror.key, ""), None):
-            self._log("info", f"model repository {mirror.address} can be read again", mirror, "")
+            self._log("info", f"model repository {mirror.address} can be read again", "")
         self._emit({"event": "readable", "repository": mirror.key})
 
     def _update(self, mirror: Mirror, settle_s: float) -> bool:
@@ -239,10 +238,10 @@ class Mirrors:
         is_new = self._troubles.get((mirror.key, model)) != text
         if is_new:
             self._troubles[mirror.key, model] = text
-            self._log("error", text, mirror, model)
+            self._log("error", text, model)
         return is_new
 
-    def _log(self, level: str, text: str, mirror: Mirror, model: str) -> None:
+    def _log(self, level: str, text: str, model: str) -> None:
         self._emit({"event": "log", "level": level, "text": self._redact(text), "model": model})
 
 

@@ -116,7 +116,7 @@ def _parts(name: str, layout: Layout) -> Iterator[str]:
     yield _wrapped(_TENSORS.format(more=note))
     for kind, tensors in (("input", layout.inputs), ("output", layout.outputs)):
         if tensors:
-            yield f"{kind} [\n{_entries(tensors, bool(layout.rows))}\n]\n"
+            yield f"{kind} [\n{_entries(tensors)}\n]\n"
     if layout.rows:
         yield _QUEUE
     yield _INSTANCES
@@ -128,11 +128,11 @@ def _parts(name: str, layout: Layout) -> Iterator[str]:
     yield _VERSIONS + _CACHE
 
 
-def _entries(tensors: Sequence[TensorFacts], batches: bool) -> str:
-    return ",\n".join(f"  {{ {_entry(tensor, batches)} }}" for tensor in tensors)
+def _entries(tensors: Sequence[TensorFacts]) -> str:
+    return ",\n".join(f"  {{ {_entry(tensor)} }}" for tensor in tensors)
 
 
-def _entry(tensor: TensorFacts, batches: bool) -> str:
+def _entry(tensor: TensorFacts) -> str:
     text = f"name: {_quoted(tensor.name)} data_type: {TO_CONFIG[tensor.dtype]}"
     if tensor.dims:
         return f"{text} dims: {_dims(tensor.dims)}"

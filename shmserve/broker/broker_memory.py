@@ -26,7 +26,6 @@ class BrokerMemory:
     ) -> None:
         self.segments = segments
         self._numbers = count(1)
-        self._announce = announce
         self._cache_bytes = cache_bytes
         self._cache_arenas: dict[str, Arena] = {}
         self._arenas_by_segment: dict[int, Arena] = {}

@@ -153,7 +153,7 @@ class Ingress:
             if name in SERVER_ONLY:
                 raise Denied(REFUSED)
             target = grpc_target(name, message)
-            metadata = {key: value for key, value in context.invocation_metadata() if _is_passed(key, value)}
+            metadata = {key: value for key, value in context.invocation_metadata() if _is_passed(key)}
             code, details, reply = await self._send(target, "call", target.model, path, message, metadata)
         except ServeError as error:
             code, details, reply = _code(error), str(error), b""
@@ -165,7 +165,7 @@ class Ingress:
 
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], grpc_context: Any) -> AsyncIterator[Reply]:
         """Answers the messages one after another, each by the replica for its model and sequence."""
-        metadata = {key: value for key, value in grpc_context.invocation_metadata() if _is_passed(key, value)}
+        metadata = {key: value for key, value in grpc_context.invocation_metadata() if _is_passed(key)}
         async for message in requests:
             try:
                 target = grpc_target("ModelInfer", message)
@@ -250,7 +250,7 @@ def _failed(status: int, text: str, headers: dict[str, str] | None = None) -> Re
     return Response(json.dumps({"error": text}), status, headers, media_type="application/json")
 
 
-def _is_passed(key: str, value: str | bytes) -> bool:
+def _is_passed(key: str) -> bool:
     return key not in OWN_METADATA and not key.startswith((":", "grpc-")) and key not in ("user-agent", "content-type")
 
 

@@ -121,8 +121,8 @@ class Dali(SeparateBackend):
             return [self._alone(request) for request in requests]
         responses: list[Response | None] = []
         first = 0
-        for request, count in zip(requests, rows, strict=True):
-            responses.append(self._response(request, outputs, first, first + count))
+        for count in rows:
+            responses.append(self._response(outputs, first, first + count))
             first += count
         return responses
 
@@ -144,7 +144,7 @@ class Dali(SeparateBackend):
             array = request.arrays[index]
             assert array is not None
             for sample in array if spec.batched else (array,):
-                yield sample if spec.item else _encoded(spec, sample)
+                yield sample if spec.item else _encoded(sample)
 
     def _run(self, samples: list[list[Array]]) -> list[Any]:
         """Runs the pipeline. Its outputs are valid until the next run."""
@@ -156,7 +156,7 @@ class Dali(SeparateBackend):
                 raise ModelFailed(f"output '{spec.name}' has {len(output)} samples for a batch of {count}")
         return [np.asarray(output.as_tensor()) if output.is_dense_tensor() else output for output in outputs]
 
-    def _response(self, request: Request, outputs: Sequence[Any], first: int, last: int) -> Response:
+    def _response(self, outputs: Sequence[Any], first: int, last: int) -> Response:
         computed = []
         for spec, output in zip(self._outputs, outputs, strict=True):
             if isinstance(output, np.ndarray):
@@ -314,7 +314,7 @@ def _match_port(failed: str, what: str, spec: Spec, port: Port) -> None:
         )
 
 
-def _encoded(spec: Spec, sample: Array) -> Array:
+def _encoded(sample: Array) -> Array:
     (data,) = sample.reshape(-1).tolist()
     return np.frombuffer(data, np.uint8)
 

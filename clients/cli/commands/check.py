@@ -148,9 +148,8 @@ def _number(count: int, what: str) -> str:
 
 
 def _with_load(roots: Sequence[Path], checked: Checked, args: argparse.Namespace) -> Checked:
-    """Loads the models in a temporary server. Add their failures, and check again with the configurations that the
-    backends completed, which ensembles depend on.
-    """
+    """Loads the models in a temporary server. Adds their failures, and checks again with the configurations that the
+    backends completed, which ensembles depend on."""
     from shmserve.clients.cli.temporary_server import TemporaryServer, ended_in_order
 
     name = args.model_config_name or ""

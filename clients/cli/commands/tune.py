@@ -64,7 +64,7 @@ def tune(args: argparse.Namespace) -> int:
     before = _earlier(args, folder, goal)
     if _is_ensemble(folder):
         return _tune_ensemble(args, folder, goal, screen)
-    outcome = _tuned(args, folder, goal, screen)
+    outcome = _tuned(args, folder, goal)
     from shmserve.tools.tune import compared, report
 
     path = _shown(folder / CONFIG)
@@ -200,7 +200,7 @@ def _serving(args: argparse.Namespace, folder: Path) -> Iterator[tuple[Client, M
         yield client, from_triton_json(client.config(folder.name))
 
 
-def _tuned(args: argparse.Namespace, folder: Path, goal: Goal, screen: Screen) -> Outcome:
+def _tuned(args: argparse.Namespace, folder: Path, goal: Goal) -> Outcome:
     from shmserve.tools.tune.served import ServedModel
     from shmserve.tools.tune.space import TunedModel, check_tunable
     from shmserve.tools.tune.tuner import Tuner

@@ -60,7 +60,7 @@ def _is_lendable(state: State, client: ClientState, segment: int) -> bool:
     return segment in client.segments and state.ledger.segments[segment].announcement.name is None
 
 
-def lend(state: State, version: Version, lending: Lending[ClientState, Payer], instance: Instance, now: int) -> None:
+def lend(state: State, version: Version, lending: Lending[ClientState, Payer], instance: Instance) -> None:
     """Lends an instance that has become idle to the client whose requests were alone, if nothing forbids it.
 
     The execution limit timer of its last batch still runs, so the lease needs none of its own.

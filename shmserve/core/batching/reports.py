@@ -57,7 +57,7 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
     if message.again and service.sequence_slots is not None:
         _again(state, version, batch, message.again)
     if batch.remaining and service.decoupled:
-        responses.batch_done(state, version, instance, batch, taken)
+        responses.batch_done(state, instance, batch, taken)
     if batch.remaining:
         for request in batch.requests():
             exit.fail(state, request, "INTERNAL", f"{version.label} sent no response to this request of its batch")
@@ -78,7 +78,7 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         version.idle.append(instance)
         lending = service.lending
         if lending is not None and lending.alone >= lending.needed:
-            leases.lend(state, version, lending, instance, now)
+            leases.lend(state, version, lending, instance)
     if service.queue.count or version.suspects or version.reserved is not None or service.sequence_slots is not None:
         state.to_dispatch[version] = None
 

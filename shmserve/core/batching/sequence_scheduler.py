@@ -111,7 +111,7 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
     """Appends a validated request that is already in the tables."""
     sent = request.options
     own = sent is None or not sent.sequence
-    options = _with_id(state, version, request) if sent is None or own else sent
+    options = _with_id(version, request) if sent is None or own else sent
     user = _owner(request.client, options)
     sequence = _find(state, version.model, number, options.sequence, user)
     while sequence is not None and (sequence.version is not version or sequence.over or sequence.broken):
@@ -136,7 +136,7 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
     state.to_dispatch[version] = None
 
 
-def _with_id(state: State, version: Version, request: Request) -> Options:
+def _with_id(version: Version, request: Request) -> Options:
     """For iterative models: a request without a sequence id becomes an implicit sequence."""
     service = version.service
     assert service.sequence_slots is not None

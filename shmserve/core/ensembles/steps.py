@@ -73,7 +73,7 @@ class Steps:
             raise Unavailable(f"{member.label} was unloaded meanwhile{member.reason and f': {member.reason}'}")
         busy = len(state.requests) >= quotas.busy
         if busy:
-            quotas.check_queue(parent.payer, member, inline, now)
+            quotas.check_queue(parent.payer, member, inline)
         level = 0
         service = member.service
         if not service.plain:

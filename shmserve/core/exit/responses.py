@@ -113,7 +113,7 @@ def _count(request: Request) -> str:
     return f"{request.parts} response{'' if request.parts == 1 else 's'}"
 
 
-def batch_done(state: State, version: Version, instance: Instance, batch: Batch[Request], taken: int) -> None:
+def batch_done(state: State, instance: Instance, batch: Batch[Request], taken: int) -> None:
     """Requests of the batch that have not had their last response continue outside it."""
     if not instance.streams:
         instance.streaming_since = state.now

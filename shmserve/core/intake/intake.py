@@ -149,7 +149,7 @@ class Intake:
             if waited is None:
                 busy = len(state.requests) >= self._busy
                 if busy:
-                    self._quotas.check_queue(payer, version, inline, now)
+                    self._quotas.check_queue(payer, version, inline)
                 if client.held_bytes > self._heavy:
                     self._check_held(client)
             if streamed:
@@ -240,7 +240,7 @@ class Intake:
         inline, shared = waiting.size_of(message)
         busy = calling is None and len(state.requests) >= self._busy
         if busy:
-            self._quotas.check_queue(payer, version, inline, now)
+            self._quotas.check_queue(payer, version, inline)
         if client.held_bytes > self._heavy and calling is None:
             self._check_held(client)
         segments, pins, size = self._memory(client, message, blocks, calling) if shared else _NOTHING

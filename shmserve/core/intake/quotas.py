@@ -101,7 +101,7 @@ class Quotas:
 
     # ------------------------------------------------------------------------------------ requests
 
-    def check_queue(self, payer: Payer, version: Version, inline: int, now: int) -> None:
+    def check_queue(self, payer: Payer, version: Version, inline: int) -> None:
         """Raises if the payer may not have another request in flight with this many bytes inside its message."""
         total = len(self._state.requests)
         if total < self.busy:

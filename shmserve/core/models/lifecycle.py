@@ -144,7 +144,7 @@ class Lifecycle:
                 text = f"worker of {version.label} instance '{instance.spec.name}' ended while stopping: {event.reason}"
                 self._state.log("error", text, **load_results.about(version, instance))
             instance.move(_I.STOPPED)
-            retirement.remove_stopped(self._state, version, instance)
+            retirement.remove_stopped(version, instance)
         elif version.state is not _V.UNLOADING and (instance.held or self._state.loading.forbids(instance.spec)):
             if instance.loaded and not instance.sleeping:
                 self._count_restart(version, instance)

@@ -50,7 +50,7 @@ def stop(state: State, version: Version, instance: Instance, hurry: bool = True)
         instance.move(_I.STOPPED)
         state.memory.holders.pop(instance, None)
         state.memory.changed = True
-        remove_stopped(state, version, instance)
+        remove_stopped(version, instance)
     elif instance.state is _I.GOING_TO_SLEEP:
         instance.move(_I.STOPPING)
     elif instance.state is _I.READY and _let_finish(state, version, instance, hurry):
@@ -129,7 +129,7 @@ def end_grace_period(state: State, subject: Version | Instance | None, now: int)
         state.to_dispatch[version] = None
 
 
-def remove_stopped(state: State, version: Version, instance: Instance) -> None:
+def remove_stopped(version: Version, instance: Instance) -> None:
     """Removes an instance from a version that continues."""
     goes_on = version.state in (_V.LOADING, _V.READY) or version.recovering
     if goes_on and any(not other.over for other in version.instances):

@@ -199,7 +199,6 @@ class ResponsesFormat(ChatFormat):
 
     def __init__(self, response_id: str, created: int, request: ResponsesRequest, reading: Reading) -> None:
         super().__init__(response_id, created, request.model, None, True, reading)
-        self._request = request
         self._number = 0
         self._items: list[dict[str, Any]] = []
         """The items that have begun."""

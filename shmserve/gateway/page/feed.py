@@ -91,7 +91,6 @@ class Rows:
         self._timeline = timeline
         self.number = number
         """Number of the last event."""
-        self._time_ns = 0
         self.complete_since = number + 1
         """A viewer that has not received this event needs everything: some removals before it are no longer known."""
         self._rows: dict[Key, Row] = {}

@@ -207,7 +207,7 @@ def _model(name: str, rows: list[Row], known: Sequence[ServerSnapshot]) -> Row:
     reasons = {row["reason"]: row["server"] for row in loaded if row["reason"]}
     return {
         "model": name,
-        "versions": _versions_text(serving, serves, different),
+        "versions": _versions_text(serving, different),
         "state": state if having else NOT_LOADED,
         "servers": f"{len(serves)}/{len(having)}" if having else None,
         "instances": _instances(rows),
@@ -228,7 +228,7 @@ def _versions(rows: Iterable[Row]) -> tuple[int, ...]:
     return tuple(sorted({row["version"] or 0 for row in rows}))
 
 
-def _versions_text(serving: Sequence[Row], servers: set[str], different: bool) -> str:
+def _versions_text(serving: Sequence[Row], different: bool) -> str:
     """`1 2`, or `1 on 3, 2 on 1` if not all servers have the same."""
     result = Counter(row["version"] or 0 for row in serving)
     texts = [f"{version} on {count}" if different else str(version) for version, count in sorted(result.items())]

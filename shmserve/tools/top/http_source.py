@@ -126,7 +126,6 @@ class HttpSource:
         self._metrics_path = result.path if result.path not in ("", "/") else "/metrics"
         self._metrics = HttpLink(result.scheme, result.netloc, token)
         self._operating = [self._api, self._metrics]
-        self._token = token
         self.where = url
 
     def read(self) -> Mapping[str, Any]:

@@ -75,21 +75,18 @@ class TableView(ScrollView):
         """The width for which the columns were chosen."""
         self._unknown: frozenset[str] = frozenset()
         self._sorted = ""
-        self._reverse = False
         self._empty = ""
 
     @property
     def selected(self) -> Row | None:
         return self.rows[self.cursor] if self.rows else None
 
-    def show(
-        self, table: Table, rows: list[Row], unknown: frozenset[str], sorted_by: str, reverse: bool, empty: str
-    ) -> None:
+    def show(self, table: Table, rows: list[Row], unknown: frozenset[str], sorted_by: str, empty: str) -> None:
         """`empty`: text to show if there are no rows."""
         before = self.selected if table is self.table else None
         place = self.cursor if table is self.table else 0
         self.table, self.rows, self._unknown = table, rows, unknown
-        self._sorted, self._reverse, self._empty = sorted_by, reverse, empty
+        self._sorted, self._empty = sorted_by, empty
         identity = table.identity_of(before) if before is not None else None
         places = [number for number, row in enumerate(rows) if table.identity_of(row) == identity]
         self.cursor = places[0] if places else max(0, min(place, len(rows) - 1))

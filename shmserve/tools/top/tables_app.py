@@ -190,7 +190,7 @@ class TablesApp(App[str]):
         if rows:
             empty = f"{empty} with '{self._filter}'; Esc shows all"
         base.query_one(TableView).show(
-            self._table, sort(self._table, chosen, key, reverse), self._unknown(), key, reverse, empty
+            self._table, sort(self._table, chosen, key, reverse), self._unknown(), key, empty
         )
         base.query_one("#tabs", Lines).show([self._tabs(width)])
         self._draw_bottom()

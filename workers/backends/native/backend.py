@@ -148,7 +148,7 @@ class Native(SeparateBackend):
         self._declared = len(config.output)
         self._outputs = outputs
         self._output_names = [spec.name for spec in outputs]
-        self._writer = RequestWriter([spec.name for spec in inputs], self._output_names)
+        self._writer = RequestWriter(self._output_names)
         instance = self.context.instance
         found = group_of(config, instance)
         library.set_instance(instance, device_of(config, instance), found[0] if found is not None else None)

@@ -55,9 +55,9 @@ class Event(IntEnum):
 
 
 class RequestWriter:
-    """Writes the requests of one model. `inputs` and `outputs` are the names in the order of the shim's tables."""
+    """Writes the requests of one model. `outputs`: their names in the order of the shim's table."""
 
-    def __init__(self, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    def __init__(self, outputs: Sequence[str]) -> None:
         self._outputs = {name: index for index, name in enumerate(outputs)}
         self._all = (len(outputs), *range(len(outputs)), 0)
         self._plain = (0, 0, 0, *_NO_TEXT, *_NO_TEXT, *self._all)

@@ -32,7 +32,7 @@ from shmserve.workers.backends.tensorrt.engine import (
     profiles_of,
 )
 from shmserve.workers.backends.tensorrt.profile import HostValues, Profile, allocator_of, no_profile
-from shmserve.workers.batch.specs import inputs_of, model_inputs_of, model_outputs_of
+from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of
 from shmserve.workers.gpu import api
 from shmserve.workers.gpu.api import tensorrt
 from shmserve.workers.process.log import log_message
@@ -76,7 +76,6 @@ class TensorRT(OverlappingBackend):
         engine = self._open(config)
         self._inputs = model_inputs_of(config)
         self._outputs = model_outputs_of(config)
-        self._names = [spec.name for spec in inputs_of(config)]
         match(config, engine, self._inputs, self._outputs)
         numbers = profiles_of(config, self.context.instance)
         check_profiles(config.name, engine, numbers)
