@@ -239,16 +239,14 @@ class Session:
                 raise
         if payer:
             message.payer = payer
-        ticket.deadline = None
+        deadline = None
         if timeout_us:
             message.timeout_us = timeout_us
-            ticket.deadline = now + timeout_us * 1e-6 + GRACE_S
-            self._tickets.add_deadline(ticket.deadline, number)
+            deadline = now + timeout_us * 1e-6 + GRACE_S
+            self._tickets.add_deadline(deadline, number)
         if kept is not None and kept.devices is not None:
             place_device_tensors(message, kept, self.memory)
-        ticket.number = number
-        ticket.kept = kept
-        ticket.message = message
+        ticket.begin(number, message, kept, deadline)
         outbox = self.outbox
         if kept is not None and kept.frames:
             outbox.framed = True
@@ -303,13 +301,11 @@ class Session:
         version_number = version_of(version)
         self._number = number = self._number + 1
         message = Ask(number, what, model, version_number)
-        ticket.number = number
-        ticket.kept = None
-        ticket.message = message
-        ticket.deadline = None
+        deadline = None
         if timeout is not None:
-            ticket.deadline = now + timeout_us_of(timeout) * 1e-6
-            self._tickets.add_deadline(ticket.deadline, number)
+            deadline = now + timeout_us_of(timeout) * 1e-6
+            self._tickets.add_deadline(deadline, number)
+        ticket.begin(number, message, None, deadline)
         self.tickets[number] = ticket
         self.queries.put(message, body)
 
