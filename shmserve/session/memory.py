@@ -110,16 +110,18 @@ class SessionMemory:
     def empty_for(
         self, shape: int | tuple[int, ...], dtype: npt.DTypeLike, device: str | int | None
     ) -> Array | DeviceArray:
-        """The array that a caller wants: in shared memory, or on a device, "cuda:0" or its number in this process."""
+        """The array that a caller wants: in shared memory, or on a device."""
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in sizes):
             raise InvalidRequest(f"shape {list(sizes)} has a negative dim")
-        if device is None:
-            return self.empty(sizes, np.dtype(dtype))
+        return self.empty(sizes, np.dtype(dtype)) if device is None else self.empty_on(device, sizes, dtype)
+
+    def empty_on(self, device: str | int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
+        """An array on a device: "cuda:0" or the device's number in this process."""
         text = device.removeprefix("cuda").removeprefix(":") or "0" if isinstance(device, str) else str(device)
         if not (text.isascii() and text.isdecimal()) or (isinstance(device, str) and not device.startswith("cuda")):
             raise InvalidRequest(f"invalid device={device!r}: expected 'cuda', 'cuda:N' or a number")
-        return self.devices.empty(sizes, np.dtype(dtype), int(text))
+        return self.devices.empty(shape, np.dtype(dtype), int(text))
 
     def copy_in(self, array: Array, kept: KeptInputs) -> Handle:
         """Copies an input from private memory into the arena, the only copy made of it."""

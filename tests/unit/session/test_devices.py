@@ -139,7 +139,7 @@ def test_arrays_are_copied_to_exported_memory(runtime: Any, session: Session, x:
 
 def test_arrays_of_the_session_are_sent_without_a_copy(runtime: Any, session: Session) -> None:
     server = Server(session)
-    x = session.memory.empty_for((5, 1000), "float32", "cuda:0")
+    x = session.memory.empty_on("cuda:0", (5, 1000), "float32")
     write(x.__cuda_array_interface__, X)
     rest = {"data": (x.block.address + 4000, False), "shape": (4, 1000), "typestr": "<f4", "version": 3, "stream": 1}
     runtime.state.streams[1] = runtime.state.streams[0]
@@ -154,7 +154,7 @@ def test_arrays_of_the_session_are_sent_without_a_copy(runtime: Any, session: Se
     del x, part
     assert used(session), "the request keeps the memory"
     feed(session, Reply(1, 1, ()))
-    session.memory.empty_for((1,), "int8", 0)
+    session.memory.empty_on(0, (1,), "int8")
     assert used(session) == 256
     del runtime.state.streams[1]
 
@@ -172,7 +172,7 @@ def test_small_and_empty_arrays_are_sent_inline(runtime: Any, session: Session) 
 
 def test_a_request_to_a_model_without_the_gpu_is_repeated_through_host_memory(runtime: Any, session: Session) -> None:
     server = Server(session)
-    x, y = Foreign(runtime, X), session.memory.empty_for((1, 1000), "float32", 0)
+    x, y = Foreign(runtime, X), session.memory.empty_on(0, (1, 1000), "float32")
     ticket = infer(session, {"x": x}, outputs={"y": y})
     (message,) = server.take()
     assert server.on_gpu(message.outputs[0].place)
@@ -197,7 +197,7 @@ def test_a_request_to_a_model_without_the_gpu_is_repeated_through_host_memory(ru
     assert isinstance(failed.error, HandleLost)
     feed(session, Reply(2, 1, ()))
     del y, ticket
-    session.memory.empty_for((1,), "int8", 0)
+    session.memory.empty_on(0, (1,), "int8")
     assert used(session) == 256
     x.close()
 
@@ -221,7 +221,7 @@ def test_a_stream_that_has_begun_is_not_repeated(session: Session, x: Foreign) -
 
 def test_requests_are_repeated_on_a_new_connection(runtime: Any, session: Session) -> None:
     server = Server(session)
-    x, place = Foreign(runtime, X), session.memory.empty_for((5, 1000), "float32", 0)
+    x, place = Foreign(runtime, X), session.memory.empty_on(0, (5, 1000), "float32")
     infer(session, {"x": x}, outputs={"y": place})
     session.memory.devices.far.add("other")
     (before,) = server.take()
@@ -264,12 +264,12 @@ def test_without_memfds_arrays_go_through_host_memory(x: Foreign, memory: str) -
 
 
 def test_memory_of_a_closed_client_is_used_by_the_next(runtime: Any, session: Session) -> None:
-    x = session.memory.empty_for((5, 1000), "float32", 0)
+    x = session.memory.empty_on(0, (5, 1000), "float32")
     address = x.block.address
     del x
     session.close()
     other = Session()
-    y = other.memory.empty_for((5, 1000), "float32", 0)
+    y = other.memory.empty_on(0, (5, 1000), "float32")
     assert y.block.address == address
     assert len(runtime.state.named("malloc")) == 1
     del y
@@ -278,7 +278,7 @@ def test_memory_of_a_closed_client_is_used_by_the_next(runtime: Any, session: Se
 
 def test_an_output_of_another_shape_than_its_array_is_refused(session: Session) -> None:
     server = Server(session)
-    y = session.memory.empty_for((2, 1000), "float32", 0)
+    y = session.memory.empty_on(0, (2, 1000), "float32")
     ticket = infer(session, {"x": X[0]}, outputs={"y": y})
     place = server.take()[0].outputs[0].place
     feed(session, Reply(1, 1, (Tensor("y", "FP32", (1000, 2), (place,)),)))
@@ -300,7 +300,7 @@ def test_dlpack_in_both_directions(runtime: Any, session: Session, x: Foreign) -
     (message,) = server.take()
     server.know(runtime)
     assert server.read(handle_of(message)) == X.tobytes()
-    y = session.memory.empty_for((3,), "float16", "cuda")
+    y = session.memory.empty_on("cuda", (3,), "float16")
     assert y.__dlpack_device__() == (2, 0)
     assert y.__dlpack__(stream=1) == ("capsule", y.block.address, {"stream": 1})
     assert repr(y) == "DeviceArray(shape=(3,), dtype=float16, device='cuda:0')"
@@ -338,9 +338,9 @@ def test_unusable_arrays_and_devices_are_refused(runtime: Any, session: Session,
     assert session.tickets == {}
     for device in ("gpu", "cuda:x", "cuda:-1", -1, "0"):
         with pytest.raises(InvalidRequest, match="'cuda', 'cuda:N' or a number"):
-            session.memory.empty_for((1,), "float32", device)
+            session.memory.empty_on(device, (1,), "float32")
     with pytest.raises(InvalidRequest, match="on a GPU"):
-        session.memory.empty_for((1,), "O", 0)
+        session.memory.empty_on(0, (1,), "O")
 
 
 def test_a_failed_copy_through_the_host_fails_the_request(
