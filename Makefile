@@ -12,6 +12,7 @@ TRITON := build/triton-env
 TRITON_QA := build/triton-qa-env
 QA ?= $(TRITON_QA_CHECKOUT)
 RELEASE := build/release-env
+VLLM_PYTHON := build/engines/vllm/bin/python
 DIST := dist
 DEB := build/deb
 GPU_WHEELS := .whl
@@ -59,7 +60,7 @@ help:
 	@echo 'Measure'
 	@echo '  make bench             all benchmarks; the table goes to bench/results'
 	@echo '  make bench-endpoints   network endpoints, beside Triton'
-	@echo '  make bench-agreement   shmserve bench beside perf_analyzer and wrk'
+	@echo '  make bench-agreement   shmserve bench beside perf_analyzer, wrk and vllm bench'
 	@echo '  make compare           beside Triton, mosec, LitServe, BentoML, Ray Serve'
 	@echo '  make compare-chart     the chart of the newest result of make compare'
 	@echo '  make compare-published experiments that others have published, repeated'
@@ -184,6 +185,8 @@ bench-endpoints: $(VENV)/.dev tritonclient $(TRITON)/.made
 
 bench-agreement: $(VENV)/.dev tritonclient
 	@$(BIN)/python -m bench.endpoints.agreement $(ARGS)
+	@if [ -x $(VLLM_PYTHON) ]; then $(BIN)/python -m bench.endpoints.language_agreement --vllm $(VLLM_PYTHON); \
+	  else echo 'vllm bench serve: skipped, because make test-engines has not installed it'; fi
 
 # The others are installed in build/peers, each in an environment of its own.
 compare: $(VENV)/.dev

@@ -52,7 +52,7 @@ from shmserve.repo.rules.parameter_rules import scaled_groups
 _US = 1000
 DEFAULT_SLOTS = {"llamacpp": 4, "vllm": 256}
 """Backend of language models -> the default of its parameter `slots`."""
-PROMPT_INPUTS = ("text_input", "messages", "prompt_token_ids")
+PROMPT_INPUTS = ("text_input", "messages", "prompt_token_ids", "suffix")
 """Inputs of language models that contain the prompt."""
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 ON_DEVICE = frozenset({"tensorrt", "onnxruntime", "pytorch"})

@@ -136,6 +136,7 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     modalities: list[str] | None = None
     verbosity: Any = None
+    prediction: Any = None
 
 
 class TextsRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -160,8 +161,6 @@ _embedding = msgspec.json.Decoder(EmbeddingRequest)
 
 def completion(text: bytes) -> CompletionRequest:
     request = decoded(_completion, text)
-    if request.suffix is not None:
-        raise BadParameter("suffix", "'suffix' is not supported")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise BadParameter("best_of", "'best_of' is not supported, unless it is equal to 'n'")
     if request.echo and request.logprobs is not None:

@@ -21,6 +21,7 @@ from shmserve.gateway.openai.models import (
     PROMPT,
     PROMPT_LOGPROBS,
     SAMPLING,
+    SUFFIX,
     TASK,
     TOKENS,
     TOOL_CALLS,
@@ -49,6 +50,13 @@ class Prompts:
         self.texts, self._tokens = bodies.texts_or_tokens("prompt", request.prompt, bodies.PROMPTS)
         self.bytes = sum(map(len, self.texts)) + 4 * sum(map(len, self._tokens))
         """Approximate size of the prompts."""
+        self._suffix: list[InputPlan] = []
+        if request.suffix:
+            if SUFFIX not in model.inputs:
+                text = f"model '{model.name[:80]}' cannot fill in the middle of a text: it has no input '{SUFFIX}'"
+                raise BadParameter("suffix", text)
+            self._suffix.append(text_tensor(model, SUFFIX, request.suffix.encode()))
+            self.bytes += len(request.suffix) * len(self)
         if self.texts:
             return
         spec = model.inputs.get(TOKENS)
@@ -65,11 +73,11 @@ class Prompts:
 
     def tensors(self) -> Iterator[list[InputPlan]]:
         for text in self.texts:
-            yield [text_tensor(self._model, PROMPT, text.encode())]
+            yield [text_tensor(self._model, PROMPT, text.encode()), *self._suffix]
         for ids in self._tokens:
             spec = self._model.inputs[TOKENS]
             data = np.array(ids, _INTEGERS[spec.dtype]).tobytes()
-            yield [text_tensor(self._model, PROMPT, b""), spec.plan(data, len(ids))]
+            yield [text_tensor(self._model, PROMPT, b""), spec.plan(data, len(ids)), *self._suffix]
 
 
 def chat_tensors(model: LanguageModel, request: ChatRequest) -> list[InputPlan]:

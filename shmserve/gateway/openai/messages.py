@@ -37,6 +37,22 @@ class ThinkingOptions(Struct, forbid_unknown_fields=True):
         return self.type != "disabled" and self.display != "omitted"
 
 
+class OutputConfig(Struct, forbid_unknown_fields=True):
+    """`effort` is the variable `reasoning_effort` of the template."""
+
+    format: dict[str, Any] | None = None
+    effort: str | None = None
+
+    @property
+    def response_format(self) -> dict[str, Any] | None:
+        match self.format:
+            case None:
+                return None
+            case {"type": "json_schema", "schema": dict(schema)}:
+                return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        raise BadParameter("output_config.format", "'output_config.format' must be a 'json_schema' with a 'schema'")
+
+
 class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """What the tokens of a prompt follow from."""
 
@@ -46,6 +62,7 @@ class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: ThinkingOptions | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +109,7 @@ def _chat(request: CountRequest, **more: Any) -> ChatRequest:
         messages.append({"role": "system", "content": bodies.text_parts("system", request.system, _TEXTS)})
     for number, message in enumerate(request.messages):
         messages += _messages(f"messages[{number}]", message)
+    output = request.output_config or OutputConfig()
     chat = ChatRequest(
         model=request.model,
         messages=messages,
@@ -99,6 +117,8 @@ def _chat(request: CountRequest, **more: Any) -> ChatRequest:
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
         chat_template_kwargs=None if thinking is None else {"enable_thinking": thinking.type != "disabled"},
+        response_format=output.response_format,
+        reasoning_effort=output.effort,
         **more,
     )
     bodies.check_chat(chat)

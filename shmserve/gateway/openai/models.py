@@ -11,7 +11,7 @@ from shmserve.errors import InvalidRequest, NotFound
 from shmserve.gateway.kserve.plans import InputPlan, tensor_type
 
 PROMPT, MESSAGES, TOKENS, SAMPLING = "text_input", "messages", "prompt_token_ids", "sampling_parameters"
-TASK, IMAGE, AUDIO = "task", "image", "audio"
+TASK, IMAGE, AUDIO, SUFFIX = "task", "image", "audio", "suffix"
 TEXT, TOOL_CALLS, INPUT_TOKENS, MASK = "text_output", "tool_calls", "num_input_tokens", "attention_mask"
 SEGMENTS, PROMPT_LOGPROBS = "segments", "prompt_logprobs"
 ADAPTER = ":"

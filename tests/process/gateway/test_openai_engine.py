@@ -399,6 +399,13 @@ def test_messages(claude: Any, expected: list[str]) -> None:
     assert (streamed.stop_reason, streamed.usage.output_tokens) == ("max_tokens", 24)
 
 
+def test_structured_messages(claude: Any) -> None:
+    asked: dict[str, Any] = {"model": "text", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 400}
+    config = {"format": {"type": "json_schema", "schema": WEATHER}, "effort": "low"}
+    (block,) = claude.messages.create(output_config=config, **asked).content
+    jsonschema.validate(json.loads(block.text), WEATHER)
+
+
 def test_tokens_of_messages(client: Any, claude: Any) -> None:
     """As many as the template makes of the chat."""
     messages = [{"role": "user", "content": "Why?"}]
@@ -436,6 +443,7 @@ def test_errors_of_messages(claude: Any) -> None:
     for more, text in (
         ({"thinking": {"type": "deep"}}, "Invalid value for 'thinking.type'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "an image that is not in base64"),
+        ({"output_config": {"format": {"type": "text"}}}, "must be a 'json_schema' with a 'schema'"),
         ({"messages": [{"role": "system", "content": "a"}]}, "must be 'user' or 'assistant'"),
     ):
         with pytest.raises(anthropic.BadRequestError, match=text):

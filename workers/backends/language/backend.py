@@ -50,12 +50,15 @@ INPUTS = (
 )
 IMAGE = ModelInput(name=requests.IMAGE, data_type="TYPE_STRING", dims=(-1,), optional=True)
 """An input of models that see images."""
+SUFFIX = ModelInput(name=requests.SUFFIX, data_type="TYPE_STRING", dims=(1,), optional=True)
+"""An input of models that fill in the middle of a text."""
 OUTPUTS = (
     ModelOutput(name="text_output", data_type="TYPE_STRING", dims=(-1,)),
     ModelOutput(name="tool_calls", data_type="TYPE_STRING", dims=(-1,)),
     ModelOutput(name="finish_reason", data_type="TYPE_STRING", dims=(-1,)),
     ModelOutput(name="cumulative_logprob", data_type="TYPE_FP32", dims=(-1,)),
     ModelOutput(name="logprobs", data_type="TYPE_STRING", dims=(-1,)),
+    ModelOutput(name="prompt_logprobs", data_type="TYPE_STRING", dims=(-1,)),
     ModelOutput(name="token_ids", data_type="TYPE_STRING", dims=(-1,)),
     ModelOutput(name="num_input_tokens", data_type="TYPE_UINT32", dims=(1,)),
     ModelOutput(name="num_output_tokens", data_type="TYPE_UINT32", dims=(-1,)),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shmserve.workers.backends.language.sampling import Defaults
 
 PROMPT, MESSAGES, TOKENS, SAMPLING = "text_input", "messages", "prompt_token_ids", "sampling_parameters"
+SUFFIX = "suffix"
 STREAM, EXCLUDE = "stream", "exclude_input_in_output"
 IMAGE = "image"
 PIXELS = 64 << 20
@@ -58,8 +59,8 @@ _RESERVED = "triton_"
 
 
 class Generation(Struct):
-    """A request to the engine, for a prompt or a chat. `prefix`: the prompt, if texts begin with it. `returned`:
-    optional outputs."""
+    """A request to the engine, for a prompt or a chat. `prefix`: the prompt, if texts begin with it. `suffix`: what
+    follows the text, which fills in the middle. `returned`: optional outputs."""
 
     sampling: Sampling
     count: int
@@ -68,6 +69,7 @@ class Generation(Struct):
     prompt: str | list[int] = ""
     chat: dict[str, Any] | None = None
     prefix: str = ""
+    suffix: str = ""
     forced: ForcedCalls | None = None
     """Tool calls that the texts must consist of. The chat then has a `response_format` that demands them."""
 
@@ -85,6 +87,9 @@ def generation_of(
     stream = _flag(inputs, parameters, STREAM)
     returned = tuple(output for name, output in RETURNED.items() if _flag(inputs, parameters, name))
     messages, tokens = inputs.get(MESSAGES), inputs.get(TOKENS)
+    suffix = inputs.get(SUFFIX)
+    if suffix is not None and messages is not None:
+        raise InvalidRequest(f"input '{SUFFIX}' is for prompts, and not for input '{MESSAGES}'")
     sampling = merged(defaults.sampling, _sampling(inputs.get(SAMPLING), parameters))
     check_supported(sampling, defaults)
     if not sampling.max_tokens:
@@ -97,6 +102,7 @@ def generation_of(
             "number"
         )
     generation = Generation(sampling, count, stream, returned)
+    generation.suffix = "" if suffix is None else text_in(suffix, SUFFIX)
     if messages is not None:
         generation.chat, generation.forced = chat_in(text_in(messages, MESSAGES), inputs.get(IMAGE))
     elif tokens is not None and tokens.size:
@@ -104,7 +110,7 @@ def generation_of(
     else:
         generation.prompt = text = text_in(inputs[PROMPT], PROMPT)
         generation.prefix = _prefix(inputs, parameters, stream, text)
-        if not text:
+        if not (text or generation.suffix):
             raise InvalidRequest(f"input '{PROMPT}' is empty; give a prompt, or the input '{MESSAGES}'")
     return generation
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shmserve.workers.backends.language.backend import IMAGE, INPUTS, LanguageBackend
+from shmserve.workers.backends.language.backend import IMAGE, INPUTS, SUFFIX, LanguageBackend
 from shmserve.workers.backends.language.encoder import POOLING, Encoder
 from shmserve.workers.backends.llamacpp.engine import Engine, has_gpu
 from shmserve.workers.backends.llamacpp.settings import MMPROJ, settings_of
@@ -22,7 +22,7 @@ class LlamaCpp(LanguageBackend):
         return LlamaCppEncoder if Parameters(config).text(POOLING) else cls
 
     def inputs_of(self, config: ModelConfig) -> tuple[ModelInput, ...]:
-        return (*INPUTS, IMAGE) if Parameters(config).text(MMPROJ) else INPUTS
+        return (*INPUTS, SUFFIX, IMAGE) if Parameters(config).text(MMPROJ) else (*INPUTS, SUFFIX)
 
     def start(self, config: ModelConfig) -> tuple[Engine, Defaults]:
         settings = settings_of(config, self.context, has_gpu())

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from shmserve.errors import InvalidRequest, ModelFailed
+from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
 from shmserve.workers.backends.language.engine import Limits
 from shmserve.workers.backends.language.schemas import check_chat
 from shmserve.workers.backends.llamacpp.parameters import body_of
@@ -87,6 +87,13 @@ class _Problem(Struct):
     message: str
 
 
+class _Filling(Struct):
+    """An empty text that was filled in, with the special tokens around it."""
+
+    prompt: str = ""
+    error: _Problem | None = None
+
+
 class _Refusal(Struct):
     error: _Problem | None = None
 
@@ -121,8 +128,22 @@ class Engine:
                         log_message(line)
                     raise ModelFailed(f"llama.cpp cannot load {settings.file.name}: {_reason(text)}") from error
 
+        self._filling = [] if settings.pooling else self._filling_tokens()
+
+    def _filling_tokens(self) -> list[int]:
+        """The tokens around a prompt and a suffix between which a text is filled in: those before the prompt, the one
+        between the two, and the one at the end. Empty: the model has none."""
+        empty = b'{"input_prefix": "", "input_suffix": "", "prompt": "", "n_predict": 0, "cache_prompt": false}'
+        found = msgspec.json.decode(self._answer("/infill", empty), type=_Filling)
+        if found.error is not None:
+            return []
+        body = {"content": found.prompt, "add_special": False, "parse_special": True}
+        return self._post("/tokenize", msgspec.json.encode(body), _Tokens).tokens
+
     def prepared(self, generation: Generation) -> Callable[[Listener], None]:
-        body = self._common | body_of(generation, self._defaults)
+        if generation.suffix and not self._filling:
+            raise Unsupported("the model cannot fill in the middle of a text: its vocabulary has no tokens for that")
+        body = self._common | body_of(generation, self._defaults, self._filling)
         if self._adapters:  # always all of them: the engine continues the wrong cached text if the list is left out
             chosen = generation.sampling.lora_name
             body["lora"] = [
@@ -172,10 +193,12 @@ class Engine:
         return np.array([found.results[0].relevance_score], np.float32), found.usage.prompt_tokens
 
     def _post(self, path: str, body: bytes, kind: type[_Answer]) -> _Answer:
+        return _decoded(self._answer(path, body), kind)
+
+    def _answer(self, path: str, body: bytes) -> bytes:
         with closing(_Connection(self._socket)) as connection:
             connection.request("POST", path, body, {"Authorization": f"Bearer {self._key}"})
-            response = connection.getresponse()
-            return _decoded(response.read(), kind)
+            return connection.getresponse().read()
 
     def close(self) -> None:
         """Ends the engine's thread and frees the model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
@@ -47,7 +48,8 @@ _NEUTRAL = {
 """vLLM's defaults; those of the engine differ."""
 
 
-def body_of(generation: Generation, defaults: Defaults) -> dict[str, Any]:
+def body_of(generation: Generation, defaults: Defaults, filling: Sequence[int] = ()) -> dict[str, Any]:
+    """`filling`: the tokens around a prompt and its suffix."""
     sampling, chat = generation.sampling, generation.chat
     body: dict[str, Any] = {"stream": True, "return_progress": True, **engine_parameters(sampling, defaults)}
     top = max(1, sampling.logprobs or 0)
@@ -56,11 +58,20 @@ def body_of(generation: Generation, defaults: Defaults) -> dict[str, Any]:
         body |= {**chat, "reasoning_format": "none"}
         body |= {"logprobs": True, "top_logprobs": top} if generation.scored else {}
     else:
-        body["prompt"] = generation.prompt
+        body["prompt"] = _filled(generation, filling) if generation.suffix else generation.prompt
         body |= {"logprobs": top} if generation.scored else {}
     if generation.count > 1:
         body["n"] = generation.count
     return body
+
+
+def _filled(generation: Generation, filling: Sequence[int]) -> list[int | str]:
+    """A prompt of tokens and texts."""
+    *begin, between, end = filling
+    prompt: Sequence[int | str] = generation.prompt
+    if isinstance(generation.prompt, str):
+        prompt = [generation.prompt] if generation.prompt else []
+    return [*begin, *prompt, between, generation.suffix, end]
 
 
 def engine_parameters(sampling: Sampling, defaults: Defaults) -> dict[str, Any]:

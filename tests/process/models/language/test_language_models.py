@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,14 +14,18 @@ from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.testing import Server
 from tests.process.models.language import llm_oracle
 from tests.process.models.language.test_engines import counted, tensors, text_of
+from tests.support.gateway.language_models import openai_client
 from tests.support.living import until
 from tests.support.model_files import parameters
+from tests.support.optional import optional
 from tests.support.workers.models import gguf_models
 
 pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
 ]
+
+openai = optional("openai")
 
 
 def broken(folder: Path, data: bytes | None = None, config: str = "", **own: str) -> None:
@@ -131,6 +136,29 @@ def test_requests_are_refused_by_the_tokens_that_wait(tmp_path: Path) -> None:
         assert list(second)
         assert list(ask("c" * 700))
         assert waiting() == 0
+
+
+def test_texts_are_filled_in(tmp_path: Path) -> None:
+    """The special tokens can also be written out."""
+    for name, fills in ("m", True), ("none", False):
+        (tmp_path / name / "1").mkdir(parents=True)
+        gguf_models.write(tmp_path / name / "1" / "model.gguf", context=512, fills=fills)
+        (tmp_path / name / "config.pbtxt").write_text('backend: "llamacpp"\n')
+    with Server(tmp_path, gateway=True) as server, openai_client(server.endpoints["http"]) as client:
+        given: dict[str, Any] = {"max_tokens": 9, "temperature": 0}
+
+        def filled(prompt: str | list[int], suffix: str) -> str:
+            return str(client.completions.create(model="m", prompt=prompt, suffix=suffix, **given).choices[0].text)
+
+        for prompt, suffix in ("def f(", "return x"), ("", "an end"):
+            written = f"<fim_pre>{prompt}<fim_suf>{suffix}<fim_mid>"
+            expected = client.completions.create(model="m", prompt=written, **given).choices[0].text
+            assert filled(prompt, suffix) == expected
+        tokens = client.post("/../tokenize", body={"model": "m", "prompt": "<fim_pre>def f("}, cast_to=dict[str, Any])
+        first = client.completions.create(model="m", prompt="<fim_pre>def f(<fim_suf>b<fim_mid>", **given)
+        assert filled(tokens["tokens"][2:], "b") == first.choices[0].text, "a prompt of tokens"
+        with pytest.raises(openai.BadRequestError, match="its vocabulary has no tokens for that"):
+            client.completions.create(model="none", prompt="a", suffix="b", **given)
 
 
 def test_a_gguf_file_is_served_without_a_repository(tmp_path: Path) -> None:

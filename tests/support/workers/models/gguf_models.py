@@ -14,6 +14,8 @@ import numpy as np
 
 CHARACTERS = [chr(code) for code in range(0x20, 0x7F)]
 SPECIAL = ["<unk>", "<s>", "</s>"]
+FILLING = ["<fim_pre>", "<fim_suf>", "<fim_mid>"]
+"""Tokens before the text, before its suffix, and before what is generated between the two."""
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 ALIGNMENT = 32
 HEADS = 4
@@ -29,13 +31,16 @@ TEMPLATE = (
 
 def write(
     path: Path, *, width: int = 64, layers: int = 2, context: int = 2048, seed: int = 0, scores: bool = False,
-    adapted: bool = False,
+    adapted: bool = False, fills: bool = False,
 ) -> Path:  # fmt: skip
     """A Llama network. `scores`: a reranker, which is a Qwen network with a classifier. `adapted`: the adapter of
-    `write_adapter` is merged into it."""
+    `write_adapter` is merged into it. `fills`: the vocabulary has the tokens FILLING."""
     kind = "qwen3" if scores else "llama"
     tokens = [*SPECIAL, *BYTES, *("▁" if one == " " else one for one in CHARACTERS)]
     kinds = [_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * len(BYTES), *[_NORMAL] * len(CHARACTERS)]
+    if fills:
+        tokens += FILLING
+        kinds += [_CONTROL] * len(FILLING)
     settings: list[tuple[str, int, Any]] = [
         ("general.architecture", _STRING, kind),
         ("general.name", _STRING, "random"),
@@ -53,6 +58,7 @@ def write(
         ("tokenizer.ggml.eos_token_id", _UINT32, 2),
         ("tokenizer.chat_template", _STRING, TEMPLATE),
     ]
+    settings += [(f"tokenizer.ggml.{token[1:-1]}_token_id", _UINT32, tokens.index(token)) for token in FILLING if fills]
     random = np.random.default_rng(seed)
     tensors = _weights(width, layers, len(tokens), random)
     if scores:

@@ -47,7 +47,7 @@ TALK = models.language_model(
     ("stop", "", "contains an empty string"), ("stop", ["a", ""], "contains an empty string"),
     ("stop", ["a"] * 65, "length <= 64"),
     ("stream_options", {}, "needs 'stream'"), ("logit_bias", {"a": 1}, "must be token ids"),
-    ("suffix", "b", "not supported"), ("best_of", 2, "equal to 'n'"),
+    ("best_of", 2, "equal to 'n'"),
     ("functions", [], "Unrecognized request argument supplied: functions"),
     ("sampling_parameters", {"n": 2}, "'n' must be a field of the request itself"),
     ("sampling_parameters", {"logprobs": 2}, "'logprobs' must be a field"),
@@ -55,7 +55,7 @@ TALK = models.language_model(
     ("prompt", [[]], "neither a string, a list of strings"), ("prompt", [-1], "neither a string, a list of strings"),
     ("prompt", [2**31], "neither a string, a list of strings"),
     ("prompt", ["a"] * 513, "has 513 elements; the limit is 512"), ("prompt", {}, "got `object`"),
-    ("prompt", [1], "model 'm' takes no token ids"),
+    ("prompt", [1], "model 'm' takes no token ids"), ("suffix", "b", "model 'm' cannot fill in the middle of a text"),
 ])  # fmt: skip
 def test_invalid_completions(param: str, value: Any, text: str) -> None:
     more = {"logprobs": 1} if param == "echo" else {}
@@ -103,7 +103,8 @@ def test_fields_without_effect_and_null() -> None:
     ignored = dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"), "x")
     empty: dict[str, Any] = dict.fromkeys(("stop", "n", "temperature", "logit_bias", "stream", "seed", "logprobs"))
     assert complete({"model": "m", "prompt": "a", **ignored, **empty})[2] == {}
-    chat = bodies.chat(json.dumps({"model": "m", "messages": USER, "verbosity": "low", "tools": None}).encode())
+    ignored_in_chats = {"verbosity": "low", "prediction": {"type": "content", "content": "x"}}
+    chat = bodies.chat(json.dumps({"model": "m", "messages": USER, "tools": None, **ignored_in_chats}).encode())
     assert inputs.sampling_of(TALK, chat, None) == {}
 
 
