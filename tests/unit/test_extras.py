@@ -144,24 +144,16 @@ def installed(root: Path, origin: Mapping[str, Any] | None) -> Path:
 @pytest.mark.parametrize(
     ("origin", "command", "service"),
     [
-        (
-            {"dir_info": {}, "url": "file:///src/shmserve"},
-            "pip install '.[runtime]' in the source directory",
-            "make install-systemd EXTRAS=runtime",
-        ),
-        (
-            WHEEL,
-            "pip install './shmserve-0.1.0+x-py3-none-any.whl[runtime]' in the directory of that file",
-            "make install-systemd PACKAGE='shmserve-0.1.0+x-py3-none-any.whl[runtime]'",
-        ),
-        (
-            {"vcs_info": {"vcs": "git", "commit_id": "1"}, "url": "https://host/shmserve.git"},
-            "pip install 'shmserve[runtime] @ URL' with the URL that shmserve was installed from",
-            "make install-systemd EXTRAS=runtime",
-        ),
+        ({"dir_info": {}, "url": "file:///src/shmserve"}, "pip install '.[runtime]' in the source directory",
+         "make install-systemd EXTRAS=runtime"),
+        (WHEEL, "pip install './shmserve-0.1.0+x-py3-none-any.whl[runtime]' in the directory of that file",
+         "make install-systemd PACKAGE='shmserve-0.1.0+x-py3-none-any.whl[runtime]'"),
+        ({"vcs_info": {"vcs": "git", "commit_id": "1"}, "url": "https://host/shmserve.git"},
+         "pip install 'shmserve[runtime] @ URL' with the URL that shmserve was installed from",
+         "make install-systemd EXTRAS=runtime"),
         (None, "pip install 'rich>=13.7' 'jinja2>=3.1'", "make install-systemd EXTRAS=runtime"),
     ],
-)
+)  # fmt: skip
 def test_the_install_command_of_an_installed_package(
     tmp_path: Path, origin: Mapping[str, Any] | None, command: str, service: str
 ) -> None:

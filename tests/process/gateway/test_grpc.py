@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,44 +9,31 @@ from typing import Any
 
 import grpc
 import numpy as np
-import posix_ipc
 import pytest
 
 from shmserve import Client
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.testing import Server
 from tests.conformance.client_ways import NUMBERS, data
-from tests.support.gateway.rpc import INFERENCE, Rpcs, infer_request, message, outputs, parameter, refused, talk
-from tests.support.gateway.running_gateway import Gateway, model, open_gate, talker, wait_in_flight
+from tests.support.gateway.rpc import Rpcs, infer_request, outputs, talk
+from tests.support.gateway.running_gateway import Gateway, model, open_gate, wait_in_flight
 from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
-
-OVERRIDE = {
-    "backend": "identity",
-    "max_batch_size": 3,
-    "input": [{"name": "i_FP32", "data_type": "TYPE_FP32", "dims": [-1]}],
-    "output": [{"name": "o_FP32", "data_type": "TYPE_FP32", "dims": [-1]}],
-}
-
-
-FAILED_LOAD = "failed to load 'spare', failed to poll from model repository"
 
 
 @pytest.fixture(scope="module")
 def server(shared_server: SharedServer, repository: Path, gate: Path) -> Iterator[Server]:
     model(repository, "types", list(ITEM_BYTES), "[ -1, -1 ]", 0)
     model(repository, "row", ["FP32"], "[ -1 ]", 8, "dynamic_batching { }\n")
-    model(repository, "spare", ["FP32"], "[ -1 ]", 8)
-    talker(repository)
+
     with shared_server.serving(repository) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def gateway(server: Server) -> Iterator[Gateway]:
-    options = ("--allow-client-shm", "--grpc-infer-response-compression-level=low")
-    made = Gateway(server, "--grpc-roles=infer,observe,operate", *options)
+    made = Gateway(server, "--grpc-infer-response-compression-level=low")
     yield made
     log = made.stop().decode()
     assert "Traceback" not in log
@@ -73,49 +57,6 @@ def row(width: int, value: float = 0.0, name: str = "row", **more: Any) -> Any:
     return infer_request(name, {"i_FP32": ("FP32", array, array.tobytes())}, **more)
 
 
-def count(number: int, **more: Any) -> Any:
-    array = np.array([number], np.int32)
-    return infer_request("talker", {"count": ("INT32", array, array.tobytes())}, **more)
-
-
-def test_health_documents_and_statistics(rpcs: Rpcs) -> None:
-    assert rpcs.ServerLive(message("ServerLiveRequest")).live
-    assert rpcs.ServerReady(message("ServerReadyRequest")).ready
-    for name, version, ready in (("row", "", True), ("row", "1", True), ("row", "2", False), ("nothing", "", False)):
-        assert rpcs.ModelReady(message("ModelReadyRequest", name=name, version=version)).ready is ready
-    server = rpcs.ServerMetadata(message("ServerMetadataRequest"))
-    assert server.name == "shmserve"
-    known = {"classification", "sequence", "model_repository", "statistics", "parameters", "binary_tensor_data"}
-    assert known | {"system_shared_memory", "cuda_shared_memory"} <= set(server.extensions)
-    metadata = rpcs.ModelMetadata(message("ModelMetadataRequest", name="row"))
-    (tensor,) = metadata.inputs
-    assert (metadata.name, list(metadata.versions), metadata.platform) == ("row", ["1"], "identity")
-    assert (tensor.name, tensor.datatype, list(tensor.shape)) == ("i_FP32", "FP32", [-1, -1])
-    assert refused(rpcs.ModelConfig, message("ModelConfigRequest", name="nothing"))[0] == "NOT_FOUND"
-    asked = message("ModelStatisticsRequest", name="row")
-    (before,) = rpcs.ModelStatistics(asked).model_stats
-    rpcs.ModelInfer(row(4))
-    (after,) = rpcs.ModelStatistics(asked).model_stats
-    assert after.inference_stats.success.count == before.inference_stats.success.count + 1
-    watched = rpcs.Watch(message("grpc.health.v1.HealthCheckRequest", service=INFERENCE), timeout=60)
-    assert next(watched).status == 1
-    watched.cancel()
-
-
-def test_load_and_unload(rpcs: Rpcs) -> None:
-    def load(config: str) -> Any:
-        given = {"config": {"string_param": config}}
-        return message("RepositoryModelLoadRequest", model_name="spare", parameters=given)
-
-    rpcs.RepositoryModelLoad(load(json.dumps(OVERRIDE)))
-    assert rpcs.ModelConfig(message("ModelConfigRequest", name="spare")).config.max_batch_size == 3
-    code, text = refused(rpcs.RepositoryModelLoad, load('{"nothing": 1}'))
-    assert (code, text.partition(": ")[0]) == ("INTERNAL", FAILED_LOAD)
-    rpcs.RepositoryModelUnload(message("RepositoryModelUnloadRequest", model_name="spare"))
-    while "spare" in [one.name for one in rpcs.RepositoryIndex(message("RepositoryIndexRequest", ready=True)).models]:
-        continue
-
-
 @pytest.mark.parametrize("elements", [0, 6, 40_000])
 def test_every_data_type_as_bytes(rpcs: Rpcs, elements: int) -> None:
     """All types in one request, in messages and in shared memory."""
@@ -127,40 +68,6 @@ def test_every_data_type_as_bytes(rpcs: Rpcs, elements: int) -> None:
     answer = rpcs.ModelInfer(infer_request("types", inputs))
     assert outputs(answer) == {f"o_{dtype}": inputs[f"i_{dtype}"][2] for dtype in ITEM_BYTES}
     assert [tuple(one.shape) for one in answer.outputs] == [shape] * len(ITEM_BYTES)
-
-
-def test_tensors_in_shared_memory(rpcs: Rpcs) -> None:
-    """Of a single request, and of one over a stream."""
-    key = f"/test-{secrets.token_hex(8)}"
-    memory = posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=1 << 16)
-    try:
-        array = np.arange(4096, dtype=np.float32).reshape(1, -1)
-        os.pwrite(memory.fd, array.tobytes(), 0)
-        registered = message("SystemSharedMemoryRegisterRequest", name="r", key=key, byte_size=1 << 16)
-        rpcs.SystemSharedMemoryRegister(registered)
-        request = message("ModelInferRequest", model_name="row")
-        one = request.inputs.add(name="i_FP32", datatype="FP32", shape=array.shape)
-        two = request.outputs.add(name="o_FP32")
-        for tensor, offset in ((one, 0), (two, 1 << 15)):
-            place = {"shared_memory_region": "r", "shared_memory_byte_size": 1 << 14, "shared_memory_offset": offset}
-            for name, value in place.items():
-                parameter(tensor.parameters[name], value)
-        with talk(rpcs) as stream:
-
-            def over_a_stream(request: Any) -> Any:
-                stream.say(request)
-                return stream.hear(1)[0].infer_response
-
-            for infer in (rpcs.ModelInfer, over_a_stream):
-                os.pwrite(memory.fd, bytes(1 << 14), 1 << 15)
-                assert list(infer(request).raw_output_contents) == [b""]
-                assert os.pread(memory.fd, 1 << 14, 1 << 15) == array.tobytes()
-        rpcs.SystemSharedMemoryUnregister(message("SystemSharedMemoryUnregisterRequest"))
-        assert refused(rpcs.ModelInfer, request) == ("NOT_FOUND", "Unable to find shared memory region: 'r'")
-        assert not rpcs.SystemSharedMemoryStatus(message("SystemSharedMemoryStatusRequest")).regions
-    finally:
-        memory.close_fd()
-        memory.unlink()
 
 
 def test_large_messages_with_and_without_compression(rpcs: Rpcs) -> None:
@@ -229,35 +136,3 @@ def test_a_stream_of_many_requests(rpcs: Rpcs) -> None:
             continue
         assert answer.infer_response.parameters["triton_final_response"].bool_param
         assert outputs(answer.infer_response)["o_FP32"] == np.full(width, number, np.float32).tobytes()
-
-
-def numbers(answers: list[Any]) -> list[tuple[int | str | None, bool]]:
-    """The number or error of each response, and whether it is the final one."""
-    found: list[tuple[int | str | None, bool]] = []
-    for one in answers:
-        raw = one.infer_response.raw_output_contents
-        final = "triton_final_response" in one.infer_response.parameters
-        final = final and one.infer_response.parameters["triton_final_response"].bool_param
-        found.append((one.error_message or (int(np.frombuffer(raw[0], np.int32)[0]) if raw else None), final))
-    return found
-
-
-def test_a_stream_of_a_decoupled_model(rpcs: Rpcs) -> None:
-    empty = {"triton_enable_empty_final_response": True}
-    with talk(rpcs) as stream:
-        stream.say(count(3))
-        assert numbers(stream.hear(3)) == [(0, False), (1, False), (2, False)]
-        stream.say(count(2, parameters=empty))
-        assert numbers(stream.hear(3)) == [(0, False), (1, False), (None, True)]
-        stream.say(count(0))
-        stream.say(count(0, parameters=empty))
-        assert numbers(stream.hear(1)) == [(None, True)]
-        stream.say(count(-2))
-        *first, (error, _) = numbers(stream.hear(3))
-        assert first == [(0, False), (1, False)]
-        assert "no more today" in str(error)
-        stream.say(count(1000), row(4))
-        answers = stream.rest()
-    assert len(answers) == 1001
-    talked = [one for one in answers if one.infer_response.model_name == "talker"]
-    assert [number for number, _ in numbers(talked)] == list(range(1000))

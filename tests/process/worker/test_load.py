@@ -30,15 +30,11 @@ RAISES = EXECUTE + "  def initialize(self, args): raise KeyError('k')"
 @pytest.mark.parametrize(
     ("backend", "source", "code", "text"),
     [
-        (
-            "nothing",
-            "",
-            "UNSUPPORTED",
-            "unknown backend 'nothing'; known are: dali, fil, identity, llamacpp, onnxruntime, openvino, p",
-        ),
+        ("nothing", "", "UNSUPPORTED",
+         "unknown backend 'nothing'; known are: dali, fil, identity, llamacpp, onnxruntime, openvino, p"),
         ("python", RAISES, "MODEL_FAILED", "KeyError: 'k'"),
     ],
-)
+)  # fmt: skip
 def test_a_failed_load_is_reported_and_ends_the_worker(
     tmp_path: Path, backend: str, source: str, code: str, text: str
 ) -> None:

@@ -8,13 +8,11 @@ import select
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bench.gpu import __main__ as main
-from bench.gpu.recorder import sitecustomize
 from bench.gpu.setting import GpuSetting, Skipped
 from bench.lib.table import Row
 from tests import ROOT, STANDINS
@@ -79,41 +77,3 @@ def test_copies_of_the_runtime_are_counted(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", COPY], env=environment, check=True)
     (file,) = tmp_path.iterdir()
     assert file.read_text().split("\n")[:-1] == ["1 cuda", "2 cuda", "3 cuda", "3 cuda"]
-
-
-def test_the_network_has_the_size_of_resnet_50() -> None:
-    torch = pytest.importorskip("torch")
-    from bench.gpu.resnet import network
-
-    with torch.device("meta"):
-        assert sum(weights.numel() for weights in network().parameters()) == 25_557_032
-
-
-def test_copies_of_torch_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sitecustomize, "FOLDER", str(tmp_path))
-
-    class Tensor:
-        def __init__(self, device: str) -> None:
-            self.device = SimpleNamespace(type=device)
-
-        def data_ptr(self) -> int:
-            return id(self)
-
-        def copy_(self, source: Tensor) -> Tensor:
-            return self
-
-        def to(self, device: str) -> Tensor:
-            return self if device == self.device.type else Tensor(device)
-
-        def cpu(self) -> Tensor:
-            return Tensor("cpu")
-
-        def clone(self) -> Tensor:
-            return Tensor(self.device.type)
-
-    sitecustomize.watch_torch(SimpleNamespace(Tensor=Tensor))
-    host, device = Tensor("cpu"), Tensor("cuda")
-    host.to("cuda"), device.to("cuda"), device.cpu(), device.clone(), host.clone()
-    device.copy_(device), device.copy_(host), host.copy_(host)
-    (file,) = tmp_path.iterdir()
-    assert [line.split()[0] for line in file.read_text().splitlines()] == ["1", "2", "3", "3", "1"]

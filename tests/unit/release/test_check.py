@@ -47,11 +47,6 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def committed(root: Path) -> Path:
-    git(root, "commit", "--quiet", "--all", "--message=change")
-    return root
-
-
 def test_versions_tags_and_changes_of_the_checkout(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert problems(root, "1.2.3") == []
     git(root, "tag", "v1.2.3")
@@ -70,27 +65,6 @@ def test_versions_tags_and_changes_of_the_checkout(root: Path, capsys: pytest.Ca
     assert tagged.startswith("git: the tag v1.2.3 is at another commit, ")
     assert main([]) == 2
     assert "VERSION=X.Y.Z" in capsys.readouterr().err
-
-
-def test_missing_project_urls_are_reported(root: Path) -> None:
-    (root / "setup.cfg").write_text(SETUP.partition("url")[0])
-    assert problems(committed(root), "1.2.3") == [
-        f"setup.cfg: [metadata] has no {key}, which PyPI shows: the public repository"
-        for key in ("url", "project_urls")
-    ]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "problem"),
-    [
-        ("- A line.\n", "", "1.2.3 - 2026-11-23 has no entries"),
-        ("## Unreleased\n", "## Unreleased\n\n- Another.\n", "there are entries under Unreleased"),
-        ("1.2.3 - 2026-11-23", "1.2.3", "no section '## 1.2.3 - YYYY-MM-DD'"),
-    ],
-)
-def test_invalid_sections_of_the_changelog_are_reported(root: Path, old: str, new: str, problem: str) -> None:
-    (root / "CHANGELOG.md").write_text(CHANGES.replace(old, new))
-    assert problems(committed(root), "1.2.3") == [f"CHANGELOG.md: {problem}"]
 
 
 def test_every_file_of_this_tree_names_the_version() -> None:

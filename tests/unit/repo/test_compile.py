@@ -236,14 +236,10 @@ def test_sequences(text: str, expected: SequencePolicy) -> None:
                 InstanceSpec("spare_1", "KIND_MODEL", passive=True),
             ],
         ),
-        (
-            'instance_group { name: "a" count: 2 } instance_group { name: "a" }',
-            [InstanceSpec("a_0"), InstanceSpec("a_1"), InstanceSpec("a_2")],
-        ),
-        (
-            "instance_group { count: 2 kind: KIND_GPU gpus: [ 1, 0 ] }",
-            [InstanceSpec(f"m_0_{number}", "KIND_GPU", device) for number, device in enumerate((1, 1, 0, 0))],
-        ),
+        ('instance_group { name: "a" count: 2 } instance_group { name: "a" }',
+         [InstanceSpec("a_0"), InstanceSpec("a_1"), InstanceSpec("a_2")]),
+        ("instance_group { count: 2 kind: KIND_GPU gpus: [ 1, 0 ] }",
+         [InstanceSpec(f"m_0_{number}", "KIND_GPU", device) for number, device in enumerate((1, 1, 0, 0))]),
         (
             """instance_group { rate_limiter {
               resources { name: "R1" count: 4 } resources { name: "R2" global: true count: 2 } priority: 3 } }
@@ -254,7 +250,7 @@ def test_sequences(text: str, expected: SequencePolicy) -> None:
             ],
         ),
     ],
-)
+)  # fmt: skip
 def test_instances(text: str, expected: list[InstanceSpec]) -> None:
     gpus = (0, 1) if "gpus" in text else ()
     assert list(compile_instances(loaded(SMALL + text, gpus=gpus))) == expected

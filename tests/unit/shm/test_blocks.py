@@ -94,17 +94,6 @@ TestNaive = Naive.TestCase
 TestNaive.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
-@pytest.mark.parametrize("sizes", [[], [0], [10, 0, 10], [-1, 20], [100, 29], [2**63]])
-def test_an_invalid_split_changes_nothing(sizes: list[int]) -> None:
-    blocks = Blocks(1024)
-    offset = blocks.allocate(128)
-    assert offset is not None
-    with pytest.raises(InvalidRequest, match="128 bytes"):
-        blocks.split(offset, sizes)
-    blocks.check()
-    assert blocks.free(offset) == 128
-
-
 @pytest.mark.parametrize("offset", [1, -64, 64, 2**63 - 1, 2**64])
 def test_an_unknown_offset_is_refused(offset: int) -> None:
     blocks = Blocks(256)

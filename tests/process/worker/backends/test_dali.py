@@ -187,15 +187,11 @@ def test_declared_inputs_and_outputs_of_a_pipeline(tmp_path: Path) -> None:
         ({"x": ("STRING", (1,))}, Y, {}, "it needs dims: [ 1 ], and dtype UINT8 and ndim 1 in the pipeline"),
         (X, {"y": ("STRING", (1,))}, {}, "output 'y' is BYTES in the configuration and another type in the pipeline"),
         (X, {**Y, "z": Y["y"]}, {}, "configuration expects 2 outputs ('y', 'z'), model provides 1"),
-        (
-            X,
-            Y,
-            {"num_threads": "two"},
-            "parameter num_threads of model 'm' must be an integer of at least 0, not 'two'",
-        ),
+        (X, Y, {"num_threads": "two"},
+         "parameter num_threads of model 'm' must be an integer of at least 0, not 'two'"),
         (X, Y, {"split_along_outer_axis": "y"}, "parameter split_along_outer_axis of model 'm' is not supported"),
     ],
-)
+)  # fmt: skip
 def test_mismatched_configurations_are_refused(
     inputs: Any, outputs: Any, parameters: dict[str, str], said: str, tmp_path: Path
 ) -> None:

@@ -227,11 +227,8 @@ def test_request_attributes_are_visible_to_the_model(scripted: WorkerProcess) ->
         ("plain_error", "MODEL_FAILED", "said no"),
         ("surrogate", "MODEL_FAILED", "said ?"),
         ("where", "MODEL_FAILED", "see <model>/1/model.py:12"),
-        (
-            "none",
-            "MODEL_FAILED",
-            "an 'InferenceResponse' object in the execute function return list, found type '<class 'NoneT",
-        ),
+        ("none", "MODEL_FAILED",
+         "an 'InferenceResponse' object in the execute function return list, found type '<class 'NoneT"),
         ("other", "MODEL_FAILED", "unexpected output 'z': the outputs of model 'm' are y"),
         ("twice", "MODEL_FAILED", "output 'y' was given twice"),
         ("parameters list", "INVALID_ARG", "values to have type bool/int/str, found type <class 'list'>"),
@@ -242,7 +239,7 @@ def test_request_attributes_are_visible_to_the_model(scripted: WorkerProcess) ->
         ("parameters long", "INVALID_ARG", "have 20004 characters, more than 16384"),
         ("sender", "MODEL_FAILED", "the model dropped the request without a response"),
     ],
-)
+)  # fmt: skip
 def test_an_error_of_one_response_fails_one_request(scripted: WorkerProcess, wish: str, code: str, text: str) -> None:
     assert_failed(ask(scripted, wish), code, text)
 

@@ -162,13 +162,10 @@ def test_trace_settings_are_inherited_from_the_server_and_the_flags() -> None:
         ({"log_frequency": True}, InvalidRequest, "Unable to parse 'log_frequency', got: True"),
         ({"trace_count": ["1", "2"]}, InvalidRequest, "expect only 1 value for 'trace_count'"),
         ({"trace_mode": "opentelemetry"}, Unsupported, "the trace mode cannot be changed from"),
-        (
-            {"rate": 1},
-            InvalidRequest,
-            "unknown setting 'rate' of the traces; expected one of: trace_file, trace_level,",
-        ),
+        ({"rate": 1}, InvalidRequest,
+         "unknown setting 'rate' of the traces; expected one of: trace_file, trace_level,"),
     ],
-)
+)  # fmt: skip
 def test_invalid_trace_settings_are_refused(changes: dict[str, Any], kind: type[ServeError], text: str) -> None:
     settings = tracing()
     with pytest.raises(kind) as refused:

@@ -39,24 +39,6 @@ from tests.support.hypothesis_profiles import examples
 from tests.support.manual_loop import ManualLoop
 
 
-def test_calls_in_sequence_and_at_once() -> None:
-    caller = Caller()
-    for size in (5, 0, 1, 300, 70_000):
-        assert caller.call(b"a" * size) == (b"a" * size, 0)
-    assert caller.host.calls[0].events == [b"aaaaa", "half closed"]
-    assert caller.ended[1][":status"] == "200"
-    assert caller.ended[1]["content-type"] == "application/grpc"
-    streams = [caller.begin() for _ in range(100)]
-    for stream in streams:
-        caller.h2.send_data(stream, message(str(stream).encode()), end_stream=True)
-    caller.turn()
-    for stream in streams:
-        assert caller.answer(stream) == str(stream).encode()
-        assert caller.status(stream) == 0
-    assert caller.host.answers == {0: 105}
-    assert not caller.core.streams.open
-
-
 def test_the_stream_of_a_call_has_its_headers() -> None:
     caller = Caller()
     caller.host.time = 100.0

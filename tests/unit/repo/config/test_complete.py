@@ -60,16 +60,10 @@ TREES = 'backend: "fil" parameters {{ key: "model_type" value: {{ string_value: 
         ("", "m.onnx", (), "", "", ""),
         ("", "m", (), "", "", ""),
         ('platform: "nosuch"', "m", ("model.onnx",), "", "nosuch", ""),
-        (
-            'backend: "onnxruntime" default_model_filename: "a.onnx"',
-            "m",
-            (),
-            "onnxruntime",
-            "onnxruntime_onnx",
-            "a.onnx",
-        ),
+        ('backend: "onnxruntime" default_model_filename: "a.onnx"', "m", (), "onnxruntime", "onnxruntime_onnx",
+         "a.onnx"),
     ],
-)
+)  # fmt: skip
 def test_backend_platform_and_model_file(
     text: str, name: str, files: tuple[str, ...], backend: str, platform: str, file: str
 ) -> None:
@@ -89,11 +83,8 @@ def test_backend_platform_and_model_file(
         ("version_policy { all { } }", "version_policy", parse("version_policy { all { } }").version_policy),
         ("max_batch_size: 8", "dynamic_batching", None),
         ("max_batch_size: 8 dynamic_batching { }", "dynamic_batching.preferred_batch_size", (8,)),
-        (
-            "max_batch_size: 8 dynamic_batching { preferred_batch_size: [ 2, 4 ] }",
-            "dynamic_batching.preferred_batch_size",
-            (2, 4),
-        ),
+        ("max_batch_size: 8 dynamic_batching { preferred_batch_size: [ 2, 4 ] }",
+         "dynamic_batching.preferred_batch_size", (2, 4)),
         ("dynamic_batching { }", "dynamic_batching.preferred_batch_size", ()),
         ("sequence_batching { }", "sequence_batching.max_sequence_idle_microseconds", 1_000_000),
         ("", "optimization.input_pinned_memory.enable", True),
@@ -103,7 +94,7 @@ def test_backend_platform_and_model_file(
         ('platform: "ensemble"', "optimization", None),
         ('platform: "ensemble"', "backend", ""),
     ],
-)
+)  # fmt: skip
 def test_defaults(text: str, field: str, expected: object) -> None:
     assert attrgetter(field)(complete(parse(text), "m", ("model.onnx",))) == expected
 
@@ -127,13 +118,10 @@ NO_ONNX = GpuNumbers.of((0, 1), ("onnxruntime",))
         ('"python"', NO_ONNX, [("m_0", "KIND_GPU", 1, (0, 1))]),
         # It is kept, and loading fails with the reason.
         ('"onnxruntime" instance_group { kind: KIND_GPU }', NO_ONNX, [("m_0", "KIND_GPU", 1, (0, 1))]),
-        (
-            '"python" instance_group { count: 3 } instance_group { name: "big" } instance_group { }',
-            (),
-            [("m_0", "KIND_CPU", 3, ()), ("big", "KIND_CPU", 1, ()), ("m_2", "KIND_CPU", 1, ())],
-        ),
+        ('"python" instance_group { count: 3 } instance_group { name: "big" } instance_group { }', (),
+         [("m_0", "KIND_CPU", 3, ()), ("big", "KIND_CPU", 1, ()), ("m_2", "KIND_CPU", 1, ())]),
     ],
-)
+)  # fmt: skip
 def test_instance_groups(text: str, gpus: tuple[int, ...], wanted: list[Any]) -> None:
     config = complete(parse(f"backend: {text}"), "m", (), BACKENDS, gpus)
     assert [(group.name, group.kind, group.count, group.gpus) for group in config.instance_group] == wanted

@@ -58,16 +58,10 @@ PICTURE = 'ensemble tensor "picture" (output "OUT" of step 0, model "decode")'
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        (
-            "model_version: 2",
-            "model_version: 7",
-            f'{STEP}[1].model_version: found 7, but the versions of model "classify" that are served are 1, 2',
-        ),
-        (
-            'key: "OUT" value: "picture"',
-            'key: "OUTPUT" value: "picture"',
-            f'{STEP}[0].output_map["OUTPUT"]: model "decode" has no output "OUTPUT"; did you mean "OUT"?',
-        ),
+        ("model_version: 2", "model_version: 7",
+         f'{STEP}[1].model_version: found 7, but the versions of model "classify" that are served are 1, 2'),
+        ('key: "OUT" value: "picture"', 'key: "OUTPUT" value: "picture"',
+         f'{STEP}[0].output_map["OUTPUT"]: model "decode" has no output "OUTPUT"; did you mean "OUT"?'),
         (
             "max_batch_size: 4",
             "max_batch_size: 16",
@@ -87,7 +81,7 @@ PICTURE = 'ensemble tensor "picture" (output "OUT" of step 0, model "decode")'
             "(an input of the ensemble) is TYPE_UINT8",
         ),
     ],
-)
+)  # fmt: skip
 def test_errors_in_the_ensemble_are_reported(old: str, new: str, expected: str) -> None:
     """`broken/repository.expected` has others."""
     assert problems() == []
@@ -205,22 +199,14 @@ BOTH = '"b" from step 0, model "left", "d" from step 1, model '
         (("pass x=c -> y=d", "pass x=b -> y=c", "pass x=a -> y=b"), "d", "", ""),
         (("inner x=a -> y=b", "right x=b -> y=c"), "c", "", ""),
         (("left x=a -> y=b", "pass x=a -> y=c", "pass x=c -> y=d", "add x=b x2=d -> y=e"), "e", "", ""),
-        (
-            ("left x=a -> y=b", "inner x=a -> y=c", "pass x=c -> y=d", "add x=b x2=d -> y=e"),
-            "e",
-            "3 input_map",
-            f'step 3 receives inputs originated from different decoupled models: {BOTH}"inner"',
-        ),
-        (
-            ("left x=a -> y=b", "right x=a -> y=c", "pass x=c -> y=d"),
-            "b d",
-            "output",
-            f'the outputs originate from different decoupled models: {BOTH}"right"',
-        ),
+        (("left x=a -> y=b", "inner x=a -> y=c", "pass x=c -> y=d", "add x=b x2=d -> y=e"), "e", "3 input_map",
+         f'step 3 receives inputs originated from different decoupled models: {BOTH}"inner"'),
+        (("left x=a -> y=b", "right x=a -> y=c", "pass x=c -> y=d"), "b d", "output",
+         f'the outputs originate from different decoupled models: {BOTH}"right"'),
         (("left x=a -> y=b", "pass x=b -> y=c", "left x=c -> y=d"), "d", "2 model_name", STILL),
         (("left x=a -> y=b", "right x=b -> y=c", "inner x=c -> y=d"), "d", "2 model_name", STILL),
     ],
-)
+)  # fmt: skip
 def test_decoupled_models(steps: tuple[str, ...], outputs: str, place: str, text: str) -> None:
     found = check_graph(parse(flow("e", *steps, outputs=outputs)), MANY)
     number, _, field = place.rpartition(" ")

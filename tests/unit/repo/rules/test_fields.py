@@ -49,16 +49,12 @@ def test_names_of_python_models() -> None:
     [
         (INPUT.replace("x", "x" * 129), "input[1].name: found 129 characters, expected at most 128"),
         ("".join(INPUT.replace("x", f"x{n}") for n in range(256)), "input: found 257, expected at most 256"),
-        (
-            'instance_group { name: "%s" }' % ("g" * 121),
-            "instance_group[0].name: found 121 characters, expected printable ones, at most 120",
-        ),
-        (
-            "instance_group { kind: KIND_GPU gpus: [ 0, 2 ] }",
-            "instance_group[0].gpus[1]: no GPU 2; this machine has [0, 1]",
-        ),
+        ('instance_group { name: "%s" }' % ("g" * 121),
+         "instance_group[0].name: found 121 characters, expected printable ones, at most 120"),
+        ("instance_group { kind: KIND_GPU gpus: [ 0, 2 ] }",
+         "instance_group[0].gpus[1]: no GPU 2; this machine has [0, 1]"),
     ],
-)
+)  # fmt: skip
 def test_limits(text: str, expected: str) -> None:
     assert problems(SMALL + text, gpus=(0, 1)) == [expected]
 

@@ -35,16 +35,12 @@ def graph(spec: str, rest: str = f"max_batch_size: 8 {X} {Y}", backend: str = "t
         (graph("batch_size: 1", ""), ""),
         (graph('batch_size: 1 input { key: "z" }'), "input: the model has no input z"),
         (graph("batch_size: 4 " + BOUND % 2), ""),
-        (
-            graph("batch_size: 4 " + BOUND % 5),
-            "graph_lower_bound.batch_size: batch_size of graph_lower_bound is 5, exp",
-        ),
-        (
-            graph('batch_size: 4 graph_lower_bound { batch_size: 1 input { key: "x" value { dim: 3 } } }'),
-            "graph_lower_bound.input: graph_lower_bound may have a smaller batch, but the dims of input 'x' must be",
-        ),
+        (graph("batch_size: 4 " + BOUND % 5),
+         "graph_lower_bound.batch_size: batch_size of graph_lower_bound is 5, exp"),
+        (graph('batch_size: 4 graph_lower_bound { batch_size: 1 input { key: "x" value { dim: 3 } } }'),
+         "graph_lower_bound.input: graph_lower_bound may have a smaller batch, but the dims of input 'x' must be"),
     ],
-)
+)  # fmt: skip
 def test_graphs_of_cuda(text: str, expected: str) -> None:
     problems = found(text)
     if expected:

@@ -17,25 +17,6 @@ from tests.unit.tools.load.points import point, run, steady, window
 OLD = [1000, 1010, 990, 1005]
 
 
-def test_a_clear_and_a_mixed_difference() -> None:
-    slower = [value * 8 // 10 for value in OLD]
-    found = compare(run(steady(1, OLD)), run(steady(1, slower, p50=1.25e6)))
-    assert found.verdict == WORSE
-    throughput, p50, p99 = found.changes
-    assert (throughput.metric, throughput.verdict) == ("throughput", WORSE)
-    assert throughput.relative is not None
-    assert throughput.relative.mean == pytest.approx(-0.2, abs=0.001)
-    assert throughput.relative.low < -0.2 < throughput.relative.high < 0
-    assert (p50.metric, p50.verdict) == ("p50", WORSE)
-    assert (p99.metric, p99.verdict) == ("p99", SAME)
-    old = run(steady(1, OLD), steady(8, OLD))
-    new = run(steady(1, [value * 2 for value in OLD]), steady(8, [value // 2 for value in OLD]))
-    found = compare(old, new)
-    assert found.verdict == MIXED
-    assert found.is_worse
-    assert not compare(old, old).is_worse
-
-
 @pytest.mark.parametrize(
     ("old", "new", "least", "verdict"),
     [

@@ -37,27 +37,6 @@ def test_a_server_is_found_by_its_port() -> None:
         assert server_pid(Endpoint(url=url)) == 0, "no process listens"
 
 
-def test_processes_whose_descriptors_cannot_be_read_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for the root user of a user namespace and a process outside of it: the folder can be listed, but its links
-    cannot be read."""
-    readlink, listdir, own = os.readlink, os.listdir, str(os.getpid())
-    hidden = f"/proc/{own}0/fd"
-    folders = {"/proc": [f"{own}0", own], hidden: ["0"]}
-    refused: list[str] = []
-
-    def as_in_a_namespace(path: str) -> str:
-        if not path.startswith(f"/proc/{own}/"):
-            refused.append(path)
-            raise PermissionError(13, "Permission denied", path)
-        return str(readlink(path))
-
-    monkeypatch.setattr(os, "listdir", lambda path: folders.get(path) or listdir(path))
-    monkeypatch.setattr(os, "readlink", as_in_a_namespace)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        found = server_pid(Endpoint(url=f"http://127.0.0.1:{server.getsockname()[1]}"))
-    assert (found, refused) == (os.getpid(), [f"{hidden}/0"])
-
-
 @pytest.mark.parametrize(
     ("url", "local"),
     [

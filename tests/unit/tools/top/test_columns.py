@@ -85,22 +85,6 @@ def test_every_line_fits(table: Any, width: int, count: int) -> None:
     assert text_width(lines[0]) <= width
 
 
-def test_a_wider_terminal_shows_more_columns_and_longer_names() -> None:
-    heads = [[column.head for column in choose(MODELS, rows(), width).columns] for width in (80, 120, 250)]
-    narrow, wide, widest = map(set, heads)
-    assert {"model", "state", "inst", "req/s", "p50", "p99", "queue"} <= narrow
-    assert narrow < wide < widest
-    assert {"p95", "mem"} <= wide
-    assert {"batches formed because", "waits", "runs", "cpu"} <= widest
-    assert "reason" not in widest, "no row has one"
-    assert [heads[0].index(one) for one in ("model", "ver", "state")] == [0, 1, 2]
-    (row,) = make_view(None, document(1, model("a-name-of-thirty-characters-ok", instances=[]))).models
-    assert "a-name-of-thirty-characters-ok" in line_text(spans(choose(MODELS, [row], 120), row))
-    line = line_text(spans(choose(MODELS, [row], 80), row))
-    assert line.startswith("a-name-of-thirty-ch")
-    assert "… " in line
-
-
 def test_cells_of_unknown_empty_and_untrusted_values() -> None:
     column = INSTANCES.column("batch_rows")
     assert cell(column, {"batch_rows": None}, frozenset({"batch_rows"})) == texts.UNKNOWN

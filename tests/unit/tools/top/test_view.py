@@ -44,22 +44,6 @@ def test_figures_of_language_models() -> None:
     assert (row["generated_tokens_per_s"], row["generated_tokens"], row["slots"]) == (pytest.approx(100), 300, None)
 
 
-def test_intervals_without_requests() -> None:
-    idle = model("m", counted=counters(7))
-    view = make_view(None, document(10, idle))
-    assert view.interval is None
-    assert view.models[0]["requests"] == 7
-    assert view.models[0]["requests_per_s"] is view.models[0]["p99"] is view.server["cpu"] is None
-    (row,) = make_view(document(1, idle), document(3, idle)).models
-    assert row["requests_per_s"] == row["busy"] == 0
-    assert row["p50"] is row["mean_batch"] is row["queue_seconds"] is None
-    long = [instance("m_0_0", batch_rows=4, batch_seconds=5.0), instance("m_0_1")]
-    longer = [instance("m_0_0", batch_rows=4, batch_seconds=7.0), instance("m_0_1")]
-    after = document(3, model("m", instances=longer))
-    (row,) = make_view(document(1, model("m", instances=long)), after).models
-    assert row["busy"] == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize(
     "before",
     [

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
-from shmserve.protocol.worker_messages import StepOptions, rows_of
+from shmserve.protocol.worker_messages import rows_of
 from shmserve.repo.config import schema
 from shmserve.workers.backends.device_buffers import PINNED_SETTING
 from shmserve.workers.runner import OverlappingRunner, StackedRunner
@@ -294,24 +293,6 @@ def test_models_whose_shapes_depend_on_values_do_not_overlap(gpu: Gpu, tmp_path:
     given = model("tensorrt", {"x": ("INT32", (-1,))}, {"where": ("INT64", (-1,))})
     with gpu.load(tmp_path, given) as instance:
         assert type(instance.runner) is StackedRunner
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_tensors_that_stay_on_the_gpu(gpu: Gpu, pair: Pair, order: str) -> None:
-    """Read and written in place, by two batches on the device."""
-    hurry(gpu, order)
-    given = [arrays(1), arrays(2, 1)]
-    produced = [pair.produce(*part) for part in given]
-    batches = []
-    for outputs in produced:
-        work_items = [replace(work, step=StepOptions(("y",))) for work in pair.pass_on(*outputs)]
-        batches.append(pair.consumer.runner.begin(work_items))
-    for batch, part in zip(batches, given, strict=True):
-        found = pair.consumer.runner.finish(batch)[0]
-        for row, array in zip(rows_of(found), part, strict=True):
-            pair.check(row, {"y": array + 2}, ("y",))
-    pair.give_back(*produced[0], *produced[1])
-    assert pair.consumer.arenas.used == pair.producer.arenas.used == 0
 
 
 def test_memory_of_another_process_is_closed_after_the_batches_that_read_it(gpu: Gpu, pair: Pair) -> None:

@@ -165,25 +165,16 @@ OLD_NAMES = "arena_extend_strategy=kSameAsRequested cudnn_conv_algo_search=HEURI
         ("", "", [(CUDA, "")]),
         ("", f"gpu_mem_limit=1000 {OLD} do_copy_in_default_stream=1", [(CUDA, f"gpu_mem_limit=1000 {OLD_NAMES}")]),
         ("", "cudnn_conv_use_max_workspace=0", [(CUDA, "cudnn_conv_use_max_workspace=0")]),
-        (
-            "cuda cudnn_conv_algo_search=default use_tf32=false some_new_option=x",
-            "cudnn_conv_algo_search=0",
-            [(CUDA, "cudnn_conv_algo_search=DEFAULT use_tf32=0 some_new_option=x")],
-        ),
-        (
-            "tensorrt precision_mode=FP16 max_workspace_size_bytes=1073741824",
-            "",
-            [(TENSORRT, "trt_fp16_enable=1 trt_max_workspace_size=1073741824"), (CUDA, "")],
-        ),
-        (
-            f"CUDA prefer_nhwc=1 | TensorRT {INT8} trt_engine_cache_enable=true {NEW}",
-            "",
-            [(TENSORRT, f"{TRT_INT8} trt_engine_cache_enable=1 {NEW}"), (CUDA, "prefer_nhwc=1")],
-        ),
+        ("cuda cudnn_conv_algo_search=default use_tf32=false some_new_option=x", "cudnn_conv_algo_search=0",
+         [(CUDA, "cudnn_conv_algo_search=DEFAULT use_tf32=0 some_new_option=x")]),
+        ("tensorrt precision_mode=FP16 max_workspace_size_bytes=1073741824", "",
+         [(TENSORRT, "trt_fp16_enable=1 trt_max_workspace_size=1073741824"), (CUDA, "")]),
+        (f"CUDA prefer_nhwc=1 | TensorRT {INT8} trt_engine_cache_enable=true {NEW}", "",
+         [(TENSORRT, f"{TRT_INT8} trt_engine_cache_enable=1 {NEW}"), (CUDA, "prefer_nhwc=1")]),
         ("tensorrt precision_mode=FP32", "", [(TENSORRT, ""), (CUDA, "")]),
     ],
     ids=["nothing", "old parameters", "workspace", "cuda", "tensorrt", "both", "FP32"],
-)
+)  # fmt: skip
 def test_providers_on_a_gpu(gpu: str, parameters: str, expected: list[tuple[str, str]]) -> None:
     found = planned(config(parameters, gpu=gpu, cpu="openvino"), "KIND_GPU", device=2)
     assert found.providers == (*((name, {"device_id": "2"} | options(text)) for name, text in expected), (CPU, {}))

@@ -253,19 +253,14 @@ def test_completing_a_configuration() -> None:
         (plain(sequence_batching={}), lambda c: c.set_dynamic_batching(), "sequence_batching"),
         (plain(), lambda c: c.add_input({"name": "x", "data_type": "TYPE_FP32"}), "lacks 'dims'"),
         (plain(), lambda c: c.add_output({"name": "x", "optional": True}), r"unknown keys \['optional'\]"),
-        (
-            plain(input=[{"name": "x", "data_type": "TYPE_FP32", "dims": [1]}]),
-            lambda c: c.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [2]}),
-            r"has dims \[1\], auto_complete_config gives \[2\]",
-        ),
+        (plain(input=[{"name": "x", "data_type": "TYPE_FP32", "dims": [1]}]),
+         lambda c: c.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [2]}),
+         r"has dims \[1\], auto_complete_config gives \[2\]"),
         (plain(), lambda c: c.set_model_transaction_policy({"other": 1}), r"unknown keys \['other'\]"),
-        (
-            plain(model_transaction_policy={"decoupled": True}),
-            lambda c: c.set_model_transaction_policy({"decoupled": False}),
-            "decoupled as true",
-        ),
+        (plain(model_transaction_policy={"decoupled": True}),
+         lambda c: c.set_model_transaction_policy({"decoupled": False}), "decoupled as true"),
     ],
-)
+)  # fmt: skip
 def test_contradicting_a_configuration(before: dict[str, Any], call: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         call(pb_utils.ModelConfig(before))

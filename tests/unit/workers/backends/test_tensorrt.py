@@ -256,16 +256,12 @@ def test_a_graph_that_serves_smaller_batches(gpu: Gpu, tmp_path: Path) -> None:
         (Spec(batch_size=9), "batch_size is 9, expected 1 to 8"),
         (Spec(batch_size=0), "batch_size is 0, expected 1 to 8"),
         (Spec(batch_size=1, input={"q": schema.ModelOptimizationPolicyCudaGraphSpecShape(dim=(4,))}), "no input q"),
-        (
-            Spec(batch_size=1, input={"x": schema.ModelOptimizationPolicyCudaGraphSpecShape(dim=(5,))}),
-            r"shape \[1, 5\] of input 'x' is outside of profile 0, which allows \[1, 4\] to \[8, 4\]",
-        ),
-        (
-            Spec(batch_size=2, graph_lower_bound=schema.ModelOptimizationPolicyCudaGraphSpecLowerBound(batch_size=3)),
-            "batch_size of graph_lower_bound is 3, expected 1 to 2",
-        ),
+        (Spec(batch_size=1, input={"x": schema.ModelOptimizationPolicyCudaGraphSpecShape(dim=(5,))}),
+         r"shape \[1, 5\] of input 'x' is outside of profile 0, which allows \[1, 4\] to \[8, 4\]"),
+        (Spec(batch_size=2, graph_lower_bound=schema.ModelOptimizationPolicyCudaGraphSpecLowerBound(batch_size=3)),
+         "batch_size of graph_lower_bound is 3, expected 1 to 2"),
     ],
-)
+)  # fmt: skip
 def test_invalid_cuda_graph_specs_are_refused(gpu: Gpu, tmp_path: Path, spec: Any, text: str) -> None:
     adder(tmp_path)
     with pytest.raises(InvalidRequest, match=text):

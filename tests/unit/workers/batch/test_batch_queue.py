@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from shmserve.errors import ProtocolError
 from shmserve.protocol.batch_queue import BatchQueue
 from shmserve.protocol.messages import Columns, Options, Tensor, TensorForm
-from shmserve.protocol.work_items import WorkColumns
 from shmserve.protocol.worker_messages import Execute, Work
 
 
@@ -115,17 +114,6 @@ def test_batch_numbers_must_rise(number: int) -> None:
 def test_an_execute_without_requests_is_refused() -> None:
     with pytest.raises(ProtocolError, match="Execute 1 has no requests"):
         BatchQueue().add(execute(1))
-
-
-def test_orders_of_one_form_stay_in_columns() -> None:
-    queue = BatchQueue()
-    for number in range(1, 4):
-        queue.add(in_columns(execute(number, 10 + number, 20 + number, join=number - 1)))
-    assert len(queue) == 6
-    batch = queue.start()
-    assert batch is not None
-    assert isinstance(batch.work_items, WorkColumns)
-    assert list(batch.work_items) == [work_of(request) for request in (11, 21, 12, 22, 13, 23)]
 
 
 @pytest.mark.parametrize("waiting", ["works", "columns"])

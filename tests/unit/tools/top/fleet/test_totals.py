@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from shmserve.llm.figures import figures_of
 from shmserve.protocol.rates import Row
 from shmserve.tools.top.columns import select, sort
 from shmserve.tools.top.fleet_poller import ServerSnapshot, times_of
-from shmserve.tools.top.fleet_totals import BY_SERVER, FLEET_MODELS, FLEET_TABLES, SERVERS, make_fleet_view
+from shmserve.tools.top.fleet_totals import BY_SERVER, FLEET_MODELS, FLEET_TABLES, make_fleet_view
 from shmserve.tools.top.plain import fleet_document, fleet_summary, fleet_tables_of, fleet_text
 from shmserve.tools.top.texts import line_text
 from shmserve.tools.top.view import make_view
-from tests.support.clients.activity_documents import absent, counters, document, gpu, instance, model
+from tests.support.clients.activity_documents import absent, counters, document, instance, model
 
 NOW = 1000.0
 INTERVAL_S = 2.0
@@ -164,20 +163,6 @@ def test_server_names_remain_distinguishable_in_narrow_tables() -> None:
         text = fleet_text(view, [table], "", None, 80)
         assert all(name in text for name in names) is (table is not FLEET_MODELS)
     assert "gpu" not in fleet_text(view, fleet_tables_of(None)[:1], "", None, 300)
-
-
-def test_a_server_of_which_everything_and_one_of_which_nothing_is_known() -> None:
-    gpus = [gpu(0, utilization=0.25), gpu(1, utilization=0.75, memory_used_bytes=60 << 30)]
-    view = view_of(snapshot("a", served("m", 10, FAST, reason="note"), ready=False, gpus=gpus))
-    found = view.servers[0]
-    assert (found["gpu"], found["gpu_memory_share"], found["memory_share"], found["cpu"]) == (0.75, 0.75, 0.25, 0.25)
-    for table in (SERVERS, FLEET_MODELS, BY_SERVER):
-        (found,) = view.table(table.name)
-        never = {*figures_of({}, {}), *(("reason", "cache_hits", "share", "queued") if table is BY_SERVER else ())}
-        assert not [column.key for column in table.columns if found.get(column.key) is None and column.key not in never]
-    view = view_of(ServerSnapshot("a", "http://a", problem="no server"))
-    assert (view.models, view.by_server, view.total["requests_per_s"], view.total["p99"]) == ([], [], None, None)
-    assert "UNREACHABLE" in fleet_text(view, fleet_tables_of(None), "", None, 80)
 
 
 def test_text_and_documents() -> None:
