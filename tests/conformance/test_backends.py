@@ -67,8 +67,7 @@ class Echo:
         assert row.error is None, row.error
         assert [tensor.name for tensor in row.outputs] == [f"y{dtype}" for dtype in arrays]
         for tensor, (dtype, expected) in zip(row.outputs, arrays.items(), strict=True):
-            assert tensor.dtype == dtype
-            assert tensor.shape == expected.shape
+            assert (tensor.dtype, tensor.shape) == (dtype, expected.shape)
             found = self.worker.array(tensor, to_numpy(dtype))
             assert np.array_equal(found, expected), tensor.name
             # Small outputs are in the message; memory of the worker must be returned.

@@ -280,9 +280,7 @@ def test_all_options_of_a_request(client: Any, broker: FakeBroker) -> None:
         "echo", {"x": 1, "y": np.int64(2)}, outputs=["y"], version="3", timeout=7.5, priority=2, sequence=42,
         sequence_start=True, sequence_end=True, parameters={"a": 1, "b": "two", "timeout": 1500}, request_id="id-1",
     )  # fmt: skip
-    assert list(result) == ["y"]
-    assert result.version == 3
-    assert result.parameters == {"a": 1, "b": "two"}
+    assert (list(result), result.version, result.parameters) == (["y"], 3, {"a": 1, "b": "two"})
     (request,) = broker.requests
     assert (request.version, request.timeout_us) == (3, 7_500_000)
     options = request.options
@@ -366,5 +364,4 @@ def test_status_queries(client: Any, broker: FakeBroker) -> None:
     assert client.live() is True
     assert client.ready() is True
     assert client.models() == [{"name": "echo", "version": "1", "state": "READY", "reason": ""}]
-    assert client.statistics() == broker.answers["statistics"]
-    assert client.metadata()["name"] == "shmserve"
+    assert (client.statistics(), client.metadata()["name"]) == (broker.answers["statistics"], "shmserve")

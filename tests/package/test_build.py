@@ -27,8 +27,7 @@ def test_builds_are_reproducible(packages: Path, tmp_path: Path) -> None:
     first, second = (
         {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (packages, tmp_path / "dist")
     )
-    assert len(first) == 4
-    assert first == second
+    assert (len(first), first) == (4, second)
 
 
 def test_sha256sums_match_the_files(packages: Path) -> None:
@@ -71,6 +70,5 @@ def test_the_metadata_of_the_wheel(packages: Path, wheel: Path) -> None:
     versions = [line.rpartition(" ")[2] for line in found.get_all("Classifier", []) if " :: 3." in line]
     assert tuple(versions) == pythons.VERSIONS
     assert found["Requires-Python"] == f">={pythons.VERSIONS[0]}"
-    assert found["License-Expression"] == "Apache-2.0"
-    assert found["License-File"] == "LICENSE"
+    assert (found["License-Expression"], found["License-File"]) == ("Apache-2.0", "LICENSE")
     assert found["Description-Content-Type"] == "text/markdown"

@@ -89,8 +89,7 @@ def test_slow_loads_add_one_instance_at_a_time_up_to_the_maximum() -> None:
     found = run(scaled(Constant(100 * MS), least=2, most=4, start=2, load=Constant(5 * SECOND)),
                 Load("m", steps((20, 45.0)), clients=4), 20)  # fmt: skip
     sizes = [count for _, count in found.sizes]
-    assert max(sizes) == 4
-    assert min(sizes) == 2
+    assert (max(sizes), min(sizes)) == (4, 2)
     grown = [at for (at, count), (_, before) in zip(found.sizes[1:], found.sizes, strict=False) if count > before]
     assert all(later - earlier >= 5 for earlier, later in pairwise(grown)), found.sizes
 

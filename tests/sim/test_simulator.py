@@ -78,8 +78,7 @@ def test_without_deadlines_the_simulator_equals_a_plain_queue(instances: int, ba
     model = result.models["m"]
     assert model.sent == plain.sent > 500
     if instances == 1:
-        assert model.latency.counts == plain.latency.counts
-        assert model.batches == plain.batches
+        assert (model.latency.counts, model.batches) == (plain.latency.counts, plain.batches)
         assert model.busy_ns == plain.busy_ns
     else:  # with several, a batch may wait at an instance that is not the first to finish
         assert model.latency.mean == pytest.approx(plain.latency.mean, rel=0.2)
@@ -138,8 +137,7 @@ def test_results_do_not_depend_on_the_hash_seed() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert len(said) == 1
-    assert len(said.pop().split()) == 3
+    assert (len(said), len(said.pop().split())) == (1, 3)
 
 
 # ------------------------------------------------------------------------------------ nothing lost
@@ -178,8 +176,7 @@ def test_a_hanging_worker_is_killed_at_the_execution_limit() -> None:
         faults=Faults(hang_share=1.0),
     )
     model = simulate(plan).models["m"]
-    assert model.failed == {"MODEL_FAILED": 1}
-    assert model.deaths == 1
+    assert (model.failed, model.deaths) == ({"MODEL_FAILED": 1}, 1)
     assert model.busy_ns == pytest.approx(200 * MS, rel=0.01)
 
 

@@ -133,8 +133,7 @@ def test_aliases_select_a_version(server: Server, client: shmserve.Client) -> No
         body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 1, 1]}]}
         connection.request("POST", "/v2/models/m@prod/infer", json.dumps(body))
         found = json.loads(connection.getresponse().read())
-    assert found["outputs"][0]["data"][0] == 1
-    assert found["model_version"] == "1"
+    assert (found["outputs"][0]["data"][0], found["model_version"]) == (1, "1")
     client.load("m", versions=[3])
     with pytest.raises((NotFound, Unavailable)):  # unloading, or unloaded
         answer(client, "m@prod")

@@ -324,8 +324,7 @@ def processes_are_restricted(machine: Machine) -> None:
     for pid in (main, *pids):
         said = machine.run("cat", f"/proc/{pid}/status")
         found = dict(line.split(":\t", 1) for line in said.splitlines() if ":\t" in line)
-        assert found["Uid"].split() == [user] * 4
-        assert int(found["CapBnd"], 16) == 0
+        assert (found["Uid"].split(), int(found["CapBnd"], 16)) == ([user] * 4, 0)
         assert (found["NoNewPrivs"], found["Seccomp"]) == ("1", "2")
         assert machine.run("nsenter", "-t", pid, "-m", "touch", "/srv/x", code=1)
     for pid in pids:
@@ -395,14 +394,12 @@ def gateway_serves_http(machine: Machine) -> None:
     assert machine.run("nsenter", "-t", first, "-m", "touch", "/srv/x", code=1)
     with journal(machine, "HTTP on 127.0.0.1, port 8000", GATEWAY):
         machine.run("kill", "-KILL", first)
-    assert asked(machine, "/v2/models/number/ready") == "200"
-    assert shown(machine, "NRestarts", GATEWAY) == "1"
+    assert (asked(machine, "/v2/models/number/ready"), shown(machine, "NRestarts", GATEWAY)) == ("200", "1")
 
 
 def gateway_survives_server_restart(machine: Machine) -> None:
     """Without the server, callers get an error; with the next server they are served again."""
-    assert shown(machine, "ActiveState", GATEWAY) == "active"
-    assert asked(machine, "/v2/models/number") == "503"
+    assert (shown(machine, "ActiveState", GATEWAY), asked(machine, "/v2/models/number")) == ("active", "503")
     machine.run("systemctl", "start", "shmserve")
     assert asked(machine, "/v2/models/number") == "200"
     machine.run("systemctl", "stop", "shmserve", GATEWAY)

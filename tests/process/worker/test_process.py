@@ -96,9 +96,7 @@ def test_cores_privileges_name_and_descriptors_of_a_worker(tmp_path: Path) -> No
     cpu = str(min(os.sched_getaffinity(0)))
     with running(reporter(tmp_path), tmp_path, cpus=cpu, instance="m_0_0") as worker:
         found = facts(worker)
-        assert found["cpus"] == cpu
-        assert found["privileges"] == "1"
-        assert found["name"] == "m_0_0"
+        assert (found["cpus"], found["privileges"], found["name"]) == (cpu, "1", "m_0_0")
         # stdin, stdout and stderr, and the link; the descriptor of /proc/self/fd itself is already closed.
         links = [name for name in str(found["descriptors"]).split(",") if name.startswith("socket:")]
         assert len(links) == 1

@@ -76,8 +76,7 @@ def test_steps_and_calls_are_children_of_their_request_wherever_they_are_made() 
     outer = replace(REQUEST, number=8, parent=7, root=7, kind="step", model="e", times=(), instance="", batch=0)
     whole = replace(REQUEST, times=(), instance="", batch=0, reason="")
     made = {record.number: encoded(record)[0] for record in (call, step, outer, whole)}
-    assert made[10].parent_span_id == made[9].span_id
-    assert made[9].parent_span_id == made[8].span_id
+    assert (made[10].parent_span_id, made[9].parent_span_id) == (made[9].span_id, made[8].span_id)
     assert made[8].parent_span_id == made[7].span_id
     assert not made[7].parent_span_id
     assert len({one.trace_id for one in made.values()}) == 1

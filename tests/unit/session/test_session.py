@@ -68,8 +68,7 @@ def test_strings_round_trip_as_bytes(array: np.ndarray[Any, Any]) -> None:
     (infer,) = decoded(packets)
     feed(session, Reply(1, 1, infer.inputs))
     expected = [item.encode() if isinstance(item, str) else item for item in array.ravel().tolist()]
-    assert ticket.answer["s"].ravel().tolist() == expected
-    assert ticket.answer["s"].shape == array.shape
+    assert (ticket.answer["s"].ravel().tolist(), ticket.answer["s"].shape) == (expected, array.shape)
 
 
 @given(st.lists(st.integers(0, 60_000), max_size=8))
@@ -227,8 +226,7 @@ def test_inputs_are_kept_until_the_answer_and_unused_memory_is_withdrawn() -> No
     assert not session.cancel(ticket)
     assert session.memory.used == used, "a worker may read it"
     feed(session, Fail(1, "CANCELLED", "as you asked"))
-    assert session.memory.used == 0
-    assert session.tickets == {}
+    assert (session.memory.used, session.tickets) == (0, {})
     assert ticket.ends == 0
     session.close()
     session = connected()

@@ -18,8 +18,7 @@ from tests.support.workers.gpu.tensorrt_harness import Gpu
 def gpu() -> Iterator[Gpu]:
     with standins() as (runtime, trt):
         yield Gpu(runtime, trt)
-        assert runtime.state.left() == {}
-        assert runtime.state.violations == []
+        assert (runtime.state.left(), runtime.state.violations) == ({}, [])
 
 
 @pytest.fixture

@@ -37,8 +37,7 @@ def test_a_closed_loop_over_each_transport(
     (point,) = run.points
     assert not point.errors
     assert not point.failed
-    assert point.rows == 2
-    assert point.cost.processes == 2
+    assert (point.rows, point.cost.processes) == (2, 2)
     assert 3 * 2 <= point.latency.count == sum(window.good for window in point.windows[slice(*point.used)])
     assert point.latency.count <= served.requests("id") - before
     server = point.server

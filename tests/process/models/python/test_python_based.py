@@ -242,8 +242,7 @@ def test_models_of_one_backend(place: Place) -> None:
     parts = [answer for answer in place.client.stream("plain", given, timeout=60) if "words" in answer]
     assert [part["words"].tolist() for part in parts] == [[b"one"], [b"two"]]
     facts = json.loads(parts[0]["facts"][0])
-    assert facts["model_name"] == "plain"
-    assert facts["model_version"] == "1"
+    assert (facts["model_name"], facts["model_version"]) == ("plain", "1")
     assert (facts["model_instance_kind"], facts["model_instance_device_id"]) == ("MODEL", "0")
     assert (Path(facts["model_repository"]) / "1" / "model.json").is_file()
 

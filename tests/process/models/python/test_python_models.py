@@ -154,8 +154,7 @@ def test_the_examples_of_the_page(client: shmserve.Client) -> None:
     assert client.infer("centred", {"X": x})["Y"].tolist() == [[-2, -1, 3]]
     assert (client.infer("asks", {"X": LARGE})["Y"] == LARGE * 2).all()
     found = client.infer("words", {"TEXT": np.array(["to be or not to be"], object)})["COUNT"]
-    assert found.dtype == np.int32
-    assert found.tolist() == [6]
+    assert (found.dtype, found.tolist()) == (np.int32, [6])
     lines = client.metrics().splitlines()
     assert 'words_total{model="words"} 6' in lines
     assert 'text_bytes_bucket{le="100"} 1' in lines
@@ -192,7 +191,6 @@ def test_metrics_of_models_survive_a_restart(client: shmserve.Client) -> None:
     after = counts()
     assert after["leaf_requests"] == before["leaf_requests"] + 7
     instances = [value for name, value in after.items() if name.startswith('leaf_requests{instance="leaf_0_')]
-    assert len(instances) == 2
-    assert sum(instances) == after["leaf_requests"]
+    assert (len(instances), sum(instances)) == (2, after["leaf_requests"])
     client.restart("leaf")
     assert counts() == after

@@ -81,8 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 def test_a_forked_worker_equals_a_fresh_process(place: Place) -> None:
     """It inherits neither descriptors nor random state from the prepared process."""
     found = place.look()
-    assert found["parent"] == place.server.process.pid
-    assert found["session"] == found["pid"]
+    assert (found["parent"], found["session"]) == (place.server.process.pid, found["pid"])
     cores = len(os.sched_getaffinity(0))
     assert found["threads"] <= cores + 1, "those of numpy, and no more"
     assert (cores == 1) is (found["threads"] == 1)

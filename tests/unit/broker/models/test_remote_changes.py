@@ -107,8 +107,7 @@ def test_a_model_is_deployed_as_the_polling_thread_read_it(started: Started, mon
     adopt = started.loop.next_call()
     started.remote.show("good", ABSENT)
     adopt()
-    assert started.deployed() == ["both", "good"]
-    assert started.began == 1
+    assert (started.deployed(), started.began) == (["both", "good"], 1)
     assert not started.changes.starting
     assert threading.current_thread() not in readers
 

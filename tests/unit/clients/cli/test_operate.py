@@ -121,8 +121,7 @@ def test_each_failure_has_its_reason(broker: Operated, capsys: pytest.CaptureFix
     ]
     assert run(broker, "load", "broken", "a", "--json") == 1
     found = json.loads(capsys.readouterr().out)
-    assert found[0]["model"] == "broken"
-    assert found[0]["error"]["code"] == "UNAVAILABLE"
+    assert (found[0]["model"], found[0]["error"]["code"]) == ("broken", "UNAVAILABLE")
     assert found[1]["versions"][0]["state"] == "READY"
     assert run(broker, "load", "never", "--timeout", "0.05") == 1
     said = capsys.readouterr()
@@ -224,8 +223,7 @@ def test_a_terminal_shows_the_progress_and_ctrl_c_ends_the_command(broker: Opera
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.ends() == 130
         assert "shmserve load: interrupted" in terminal.lines
-    assert progress(INDEX, ["mlp"]) == ": 2 of 4 instances"
-    assert progress(INDEX, ["odd", "other"]) == ""
+    assert (progress(INDEX, ["mlp"]), progress(INDEX, ["odd", "other"])) == (": 2 of 4 instances", "")
 
 
 # ------------------------------------------------------------------------------------------ models, config

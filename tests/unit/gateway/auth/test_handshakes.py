@@ -266,8 +266,7 @@ async def test_headers_that_are_malformed_or_of_other_senders_end_the_connection
         await endpoint.loop.sock_sendall(caller, header)
         assert await received(endpoint, caller) == b""
         assert endpoint.handshakes.refused_headers == count
-    assert endpoint.handshakes.count == 0
-    assert endpoint.under_way == []
+    assert (endpoint.handshakes.count, endpoint.under_way) == (0, [])
 
 
 @on_endpoint(proxies=PROXIES, plain=True, patience_s=0.05)

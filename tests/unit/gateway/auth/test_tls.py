@@ -22,8 +22,7 @@ def chosen(files: dict[str, str], cert: str, key: str | None, ca: str | None = N
 def test_the_context_of_certificates(files: dict[str, str]) -> None:
     separate = chosen(files, "cert", "key")
     context = tls.context(separate, "h2")
-    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
-    assert context.verify_mode == ssl.CERT_NONE
+    assert (context.minimum_version, context.verify_mode) == (ssl.TLSVersion.TLSv1_2, ssl.CERT_NONE)
     assert tls.context(chosen(files, "both", None, "ca"), "h2").verify_mode == ssl.CERT_REQUIRED
     assert tls.exposed(separate) is None
     Path(files["key"]).chmod(0o644)

@@ -211,8 +211,7 @@ def test_typed_contents_are_the_bytes_of_the_tensor(dtype: str) -> None:
         array = np.array([np.iinfo(kind).min, 0, 1, np.iinfo(kind).max], kind)
     made = one_input(datatype=dtype, shape=array.shape, contents={CONTENTS[dtype]: array.tolist()})
     plan = plan_of(made.SerializeToString())
-    assert plan.contents == "a"
-    assert plan.raw == 0
+    assert (plan.contents, plan.raw) == ("a", 0)
     assert plan.plan.inputs[0].data == array.tobytes()
 
 
@@ -255,8 +254,7 @@ def test_protobuf_reads_responses(
             expected.raw_output_contents.append(data)
         assert message("ModelInferResponse").FromString(b"".join(parts)) == expected
         found = message("ModelStreamInferResponse").FromString(b"".join(streamed(parts)))
-        assert found.infer_response == expected
-        assert found.error_message == ""
+        assert (found.infer_response, found.error_message) == (expected, "")
 
 
 def test_tensors_are_not_copied_into_a_response() -> None:

@@ -44,8 +44,7 @@ def test_the_stream_of_a_call_has_its_headers() -> None:
     caller.host.time = 100.0
     caller.call(b"", ("grpc-timeout", "250m"), ("x-more", "1"), ("x-more", "2"), ("user-agent", "me"))
     stream = caller.host.calls[0].stream
-    assert stream.path == "/test.Echo/Unary"
-    assert stream.metadata == {"x-more": "1,2", "user-agent": "me"}
+    assert (stream.path, stream.metadata) == ("/test.Echo/Unary", {"x-more": "1,2", "user-agent": "me"})
     assert stream.expires == 100.25
     assert not caller.host.expiring
 
@@ -137,8 +136,7 @@ def test_a_service_is_paused_when_much_is_unsent() -> None:
     caller.core.feed(caller.h2.data_to_send() + frame(DATA, 1, stream, message(b"")))
     assert caller.host.calls[0].left == 39
     caller.turn()
-    assert len(caller.messages(stream)) == 51
-    assert caller.status(stream) == 0
+    assert (len(caller.messages(stream)), caller.status(stream)) == (51, 0)
 
 
 def test_the_window_of_a_paused_stream_is_not_replenished() -> None:
@@ -161,8 +159,7 @@ def test_the_window_of_a_paused_stream_is_not_replenished() -> None:
     assert caller.h2.local_flow_control_window(stream) > 1_000_000
     caller.h2.end_stream(stream)
     caller.turn()
-    assert caller.status(stream) == 0
-    assert len(caller.messages(stream)) == 1 + size
+    assert (caller.status(stream), len(caller.messages(stream))) == (0, 1 + size)
 
 
 def test_a_service_can_pause_at_each_message() -> None:

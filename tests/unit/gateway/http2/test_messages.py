@@ -29,8 +29,7 @@ def test_compressed_messages(name: str, deflate: Any) -> None:
     assert zlib.decompress(first, 47) == data
     assert len(first) < len(data)
     assert second == b"plain"
-    assert bytes(caller.bodies[number])[0] == 1
-    assert caller.ended[number]["grpc-encoding"] == name
+    assert (bytes(caller.bodies[number])[0], caller.ended[number]["grpc-encoding"]) == (1, name)
 
 
 ZIPPED = ("grpc-encoding", "gzip")
@@ -101,8 +100,7 @@ def test_inflated_bytes_count_against_the_budget_and_the_limit() -> None:
         number = caller.begin(ZIPPED)
         caller.send(number, message(bomb, 1), end=False)
         assert caller.status(number) == code
-        assert host.calls[0].events == ["cancelled"]
-        assert host.held == 0
+        assert (host.calls[0].events, host.held) == (["cancelled"], 0)
 
 
 def test_the_message_of_a_cancelled_call_is_not_inflated_further() -> None:
@@ -137,8 +135,7 @@ def test_many_messages_in_one_frame_take_many_turns(part: bytes) -> None:
         caller.host.loop.iterate()
         most = max(most, sum(len(data) // INFLATED_BYTES + 1 for data in call.events[before:]))
     assert most <= 2 * CONNECTION_WORK + SLICE // INFLATED_BYTES
-    assert len(call.events) == count + 1
-    assert call.events[-1] == "half closed"
+    assert (len(call.events), call.events[-1]) == (count + 1, "half closed")
 
 
 def test_a_large_response_is_compressed_in_slices() -> None:
@@ -177,8 +174,7 @@ def test_messages_over_the_limits_end_their_calls() -> None:
     caller.send(third, message(b"a" * 80_000)[:60_000], end=False)
     assert caller.status(third) == Code.UNAVAILABLE, "the connection would exceed its share, a quarter"
     caller.send(first, message(b"a" * 80_000)[79_000:])
-    assert caller.status(first) == 0
-    assert caller.host.held == 0
+    assert (caller.status(first), caller.host.held) == (0, 0)
     assert not caller.gone
 
 

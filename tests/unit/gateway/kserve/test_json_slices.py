@@ -350,8 +350,7 @@ def test_one_slice_runs_per_loop_iteration() -> None:
     made.run("d").cancel()
     made.log.clear()
     made.run_all()
-    assert made.log == ["a", "b", "c", "a", "b", "c"]
-    assert made.done == ["a", "b", "c"]
+    assert (made.log, made.done) == (["a", "b", "c", "a", "b", "c"], ["a", "b", "c"])
     made.log.clear()
     made.run("a", lambda _: made.run("b"))
     made.run_all()

@@ -82,8 +82,7 @@ def test_agents_run_in_order_and_end_in_reverse_order(place: Place) -> None:
     assert other is not None
     del again, other
     gc.collect()
-    assert place.noted()[4:] == ["unload b m True", "unload a m True"]
-    assert len(place.left()) == 1
+    assert (place.noted()[4:], len(place.left())) == (["unload b m True", "unload a m True"], 1)
     del prepared
     gc.collect()
     assert place.noted()[6:] == ["unload b m True", "unload a m True"]
@@ -129,8 +128,7 @@ def test_settings_of_the_server(place: Place) -> None:
         place.chains(limit_s=0.5).prepare("m", place.model, place.agents("", "hang"), "1")
     assert not place.left()
     place.chains().prepare("m", place.model, place.given(("a", "talk")), "1")
-    assert place.printed[0] == "m: line 0"
-    assert place.printed[-1] == "m: 100 further lines were dropped"
+    assert (place.printed[0], place.printed[-1]) == ("m: line 0", "m: 100 further lines were dropped")
     assert len(place.printed) == 201
 
 
@@ -165,8 +163,7 @@ def test_only_loaded_agents_are_unloaded_at_the_next_start(place: Place, monkeyp
         agents = place.given(("a", "die")) if name == "at once" else place.agents("", what)
         with pytest.raises(ServeError):
             killed.prepare(name, place.model, agents, "1")
-    assert len(place.left()) == 4
-    assert place.noted().count("unload a refused True") == 1
+    assert (len(place.left()), place.noted().count("unload a refused True")) == (4, 1)
     started: list[str] = []
 
     class Process(AgentProcess):

@@ -22,8 +22,7 @@ def test_cpu_usage_is_the_difference_of_readings_by_role() -> None:
     middle = Reading(0.0, {}, {"GPU 0": (0.2, 30)})
     after = Reading(13.0, {1: ("broker", 6.0), 2: ("models", 1.5), 4: ("models", 0.5)}, {"GPU 0": (0.4, 20)})
     found = used([before, middle, after], 2.0)
-    assert found.machine == 1.5
-    assert found.server == {"broker": 0.5, "models": 0.5}
+    assert (found.machine, found.server) == (1.5, {"broker": 0.5, "models": 0.5})
     assert found.gpus == {"GPU 0": pytest.approx(0.3)}
     assert found.gpu_bytes == {"GPU 0": 30}
     assert not used([before, Reading(0.0, {}, {}), after], 2.0).gpus, "a GPU that could not always be read"
@@ -92,9 +91,7 @@ def test_server_counters_are_differences() -> None:
     assert found is not None
     assert (found.requests, found.failed, found.rows, found.batches) == (20, 0, 40, 5)
     assert found.parts == {"queue": 20, "gather": 40, "compute": 60, "scatter": 80}
-    assert found.batch_sizes == {"4": 5}
-    assert found.reasons == {"full": 5}
-    assert found.mean_batch == 8
+    assert (found.batch_sizes, found.reasons, found.mean_batch) == ({"4": 5}, {"full": 5}, 8)
     assert between({}, {}) is None, "a server without statistics"
     first = between({}, statistics(2, 10, 1))
     assert first is not None
