@@ -119,17 +119,6 @@ def test_the_command_writes_the_named_samples(tmp_path: Path, capsys: pytest.Cap
     assert sorted(path.name for path in (tmp_path / "words").iterdir()) == list(samples.SETS["sentiment"])
 
 
-@pytest.mark.parametrize(
-    ("classes", "text"),
-    [([0, 1, 1, 0, 2, 2], "ab"), ([1, 0, 1], "aa"), ([1, 1, 1], "a"), ([0, 0], ""), ([3, 1, 3, 2, 3], "a b")],
-)
-def test_text_is_greedy_ctc(classes: list[int], text: str) -> None:
-    probabilities: NDArray[Any] = np.eye(4, dtype=np.float32)[classes]
-    characters = ["", "a", "b", " "]
-    assert ocr.to_text(probabilities, characters) == text
-    assert ocr.to_text(probabilities[None], characters) == text
-
-
 @pytest.mark.skipif(OCR_MISSING, reason="rapidocr-onnxruntime is not installed")
 def test_the_engine_reads_the_picture() -> None:
     model = ocr.model_file()

@@ -151,30 +151,6 @@ def test_what_exceeds_the_limit_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(event.get("cat") == "request" for event in check(made.events())) == 3
 
 
-def test_a_request_counts_once_and_over_the_limit_is_left_out_with_its_end() -> None:
-    """Even one with several records: a stream has a batch and an end, and an iterative model has several batches."""
-    found = collected(
-        batch(8, (10, 10, 20, 20), request(1, 5), request(2, 5)),
-        end("stream", "", 25, request(1, 5)),
-        end("stream", "", 26, request(3, 5)),
-        batch(9, (30, 30, 40, 40), request(2, 5), request(3, 5)),
-        end("batch", "INTERNAL", 45, request(2, 5)),
-        limit=3,
-    )
-    assert (found.requests, len(found.batches), sorted(found.ends), found.left_out) == (3, 2, [1, 2, 3], 0)
-    kept, others = [request(1, 0), request(2, 0)], [request(3, 0), request(4, 0)]
-    found = collected(
-        batch(8, (10,) * 4, *kept),
-        batch(9, (20,) * 4, *others),
-        end("batch", "INTERNAL", 10, kept[1]),
-        end("batch", "INTERNAL", 20, others[0]),
-        batch(10, (30,) * 4, *others),
-        limit=3,
-    )
-    assert (found.requests, [one.number for one in found.batches], found.left_out) == (2, [8], 2)
-    assert {number: one.code for number, one in found.ends.items()} == {2: "INTERNAL"}
-
-
 def test_a_summary() -> None:
     found = collected(
         batch(8, (100, 110, 150, 160), request(1, 50), request(2, 90)),

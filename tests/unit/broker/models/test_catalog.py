@@ -220,23 +220,6 @@ def test_a_worker_loads_the_files_as_they_were_read(catalog: Catalog, root: Path
     assert looks == {"1/weights": list(take(root / "m").files["1/weights"])}
 
 
-def test_a_generation_is_removed_with_its_last_source(catalog: Catalog, root: Path) -> None:
-    first = sources(catalog)
-    made = set((root.parent / "kept").iterdir())
-    assert len(made) == 2
-    assert sources(catalog) == first
-    assert set((root.parent / "kept").iterdir()) == made, "nothing has changed, and nothing is copied"
-    (root / "m" / "1" / "weights").write_text("newer")
-    second = sources(catalog)
-    catalog.prune([*first.values(), *second.values()])
-    assert len(list((root.parent / "kept").iterdir())) == 3
-    catalog.prune(second.values())
-    assert len(list((root.parent / "kept").iterdir())) == 2
-    catalog.forget("m")
-    catalog.prune([])
-    assert list((root.parent / "kept").iterdir()) == []
-
-
 # ---------------------------------------------------------------------------------------------- what is forgotten
 
 

@@ -85,28 +85,6 @@ def test_only_fatal_xids_take_a_gpu_out_of_service(xid: int) -> None:
         assert health.has_failed
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "later", "back"),
-    [
-        (GpuState(action=0), GpuState(action=0), SETTLE_S - 1, False),
-        (GpuState(action=0), GpuState(action=0), SETTLE_S, True),
-        (GpuState(action=0), GpuState(action=1), SETTLE_S, False),
-        (GpuState(), GpuState(), 1e6, False),
-        (GpuState(uncorrected=4, energy=90), GpuState(uncorrected=5, energy=91), 1e6, False),
-        (GpuState(uncorrected=4), GpuState(uncorrected=0), 0, True),
-        (GpuState(energy=90), GpuState(energy=3), 0, True),
-        (GpuState("the driver has lost it"), GpuState(), 0, True),
-        (GpuState(), GpuState("the driver has lost it"), 1e6, False),
-    ],
-)
-def test_recovery_from_a_fatal_xid(first: GpuState, last: GpuState, later: float, back: bool) -> None:
-    """Without evidence of a reset it stays out: counters that start again, or a driver that had lost it."""
-    states = (GpuState(), first, last) if first.lost else (first, last)
-    health = observed(*states, xid=95, later=later)
-    assert health.has_failed == (not back)
-    assert ("" if back else "Xid 95") in health.reason
-
-
 def test_a_gpu_that_fails_again_and_again_is_out_for_longer_each_time() -> None:
     health, now = observed(GpuState(action=0)), 1000.0
     for count, quiet in enumerate((10, 20, 40, 80, 160, 320, 600, 600), 1):

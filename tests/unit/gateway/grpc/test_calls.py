@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
+from shmserve.errors import Unavailable
 from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.protocol.grpc.codes import Code, RpcError
 from shmserve.protocol.grpc.messages import HEALTH, INFERENCE
@@ -56,20 +56,6 @@ def test_metadata_is_forwarded_to_the_model(method: str) -> None:
     case = Case(method, **{"x-who": "me", "authorization": "secret"})
     case.ask(**dict[str, Any](mine=1, **{"x-who": "you"}))
     assert case.link.asked[0][1][10] == {"x-who": "me", "mine": 1}
-
-
-@pytest.mark.parametrize(("error", "code", "text"), [
-    (NotFound("no 'm'"), Code.NOT_FOUND, "no 'm'"),
-    (InvalidRequest("no"), Code.INVALID_ARGUMENT, "[request id: me] no"),
-    (Unsupported("model 'm' has a decoupled transaction policy"), Code.UNIMPLEMENTED,
-     "ModelInfer RPC doesn't support models with decoupled transaction policy: "
-     "model 'm' has a decoupled transaction policy"),
-])  # fmt: skip
-def test_an_error_ends_the_call(error: ServeError, code: Code, text: str) -> None:
-    case = Case("ModelInfer")
-    case.ask(id="me").fail(error)
-    assert case.stream.end == (code, text)
-    assert not case.stream.sent
 
 
 def test_a_call_has_one_valid_request_and_is_cancelled_with_it() -> None:

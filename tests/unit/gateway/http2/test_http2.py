@@ -97,24 +97,6 @@ def test_responses_wait_for_the_window_and_share_it() -> None:
     assert not caller.core.streams.open
 
 
-def test_a_stream_is_resumed_when_it_is_writable() -> None:
-    caller = Caller(window=10)
-    caller.acknowledge = False
-    stream = caller.begin()
-    caller.send(stream, message(b"a" * 100), end=False)
-    call = caller.host.calls[0]
-    assert not call.stream.writable
-    assert "resume" not in call.events
-    caller.h2.increment_flow_control_window(1000, stream)
-    caller.turn()
-    assert call.stream.writable
-    assert call.events[-1] == "resume"
-    caller.core.output.accepts = False
-    assert not call.stream.writable
-    caller.core.streams.resumed()
-    assert call.events[-2:] == ["resume", "resume"]
-
-
 def test_a_service_is_paused_when_much_is_unsent() -> None:
     class Much(Echo):
         left = 50

@@ -452,25 +452,6 @@ def test_a_failure_while_the_next_prompt_is_sent() -> None:
     assert client.cancelled == client.tickets[2:]
 
 
-@pytest.mark.parametrize("begun", [True, False])
-def test_a_failure_cancels_the_others(begun: bool) -> None:
-    client = OpenAiCaller()
-    generation(client, 3)
-    first, second, third = client.tickets
-    if begun:
-        give(third, b"", True)
-        give(first, b"a")
-    second.fail(ModelFailed("no"))
-    give(first, b"late")
-    assert client.cancelled == ([first] if begun else [first, third])
-    assert (client.error is None) is begun
-    *_, last = client.sent or [b""]
-    assert DONE not in last
-    if begun:
-        assert documents(last)[0]["error"]["message"] == "no"
-        assert client.ended
-
-
 def test_text_before_an_invalid_part_is_sent() -> None:
     client = OpenAiCaller()
     client.writable = False

@@ -263,17 +263,6 @@ def test_outputs_that_are_copied_to_the_host(pair: Pair, case: str, tmp_path: Pa
         producer.close()
 
 
-def test_a_removed_segment_is_closed(pair: Pair) -> None:
-    (row,) = pair.produce(*arrays(1))
-    pair.consumer.array(pair.consumer.run(*pair.pass_on(row))[0])
-    (segment,) = pair.consumer.mapped.on_device
-    pair.give_back(row)
-    pair.consumer.mapped.remove(segment)
-    assert not pair.opened
-    (failed,) = pair.consumer.run(*pair.pass_on(row))
-    assert_failed(failed, "HANDLE_LOST")
-
-
 def test_handles_outside_of_a_segment_are_refused(pair: Pair) -> None:
     (row,) = pair.produce(*arrays(1))
     (work,) = pair.pass_on(row)
