@@ -128,9 +128,6 @@ def failing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Wo
         yield worker, kind
 
 
-# ---------------------------------------------------------------------------------------------- results
-
-
 @pytest.mark.parametrize("width", [0, 1, 5, 1500])
 @pytest.mark.parametrize("shares", [(1,), (3,), (1, 1, 1, 1), (3, 1, 2)], ids=str)
 def test_each_request_gets_its_rows(batched: Echo, width: int, shares: tuple[int, ...]) -> None:
@@ -253,9 +250,6 @@ def test_a_batch_of_several_audiences(batched: Echo) -> None:
             for handle in tensor.data if isinstance(tensor.data, tuple) else ():
                 assert by_segment[handle.segment] == audience
         batched.check(row, given)
-
-
-# ---------------------------------------------------------------------------------------------- errors
 
 
 def test_a_failing_model_fails_its_batch_only(failing: tuple[WorkerProcess, Kind]) -> None:

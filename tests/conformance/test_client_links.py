@@ -14,8 +14,6 @@ from shmserve.protocol.messages import OWNER_SHIFT, Bye, Cancel, Goodbye, Ping, 
 from tests.conformance.client_ways import CANCELLED, place_of, shared_only, ways
 from tests.support.broker.fake_broker import MODELS, FakeBroker, echo
 
-# ------------------------------------------------------------------------------------------------ deadlines
-
 
 def test_the_client_enforces_the_deadline_too(client: Any, broker: FakeBroker) -> None:
     x = np.zeros((100, 100))
@@ -80,9 +78,6 @@ def test_memory_for_an_output_is_kept_until_it_is_released(client: Any, broker: 
     again = client.empty((100, 100))
     client.infer("echo", {"x": again})
     assert place_of(broker.requests[-1].inputs[0]) == handle
-
-
-# ------------------------------------------------------------------------------------------------ the connection
 
 
 @shared_only

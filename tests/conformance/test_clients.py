@@ -18,8 +18,6 @@ from shmserve.transport.address import TCP_FRAME_BYTES
 from tests.conformance.client_ways import LARGE, NUMBERS, data, place_of, shared_only, ways
 from tests.support.broker.fake_broker import FakeBroker, echo
 
-# ------------------------------------------------------------------------------------------------ tensors
-
 
 @pytest.mark.parametrize("shape", [(3, 5), LARGE], ids=["small", "large"])
 def test_numbers_of_all_types(client: Any, broker: FakeBroker, shape: tuple[int, ...]) -> None:
@@ -111,9 +109,6 @@ def test_more_requests_than_buffers_hold_before_a_result_is_read(client: Any) ->
     futures = [client.submit("echo", {"x": x + number}) for number in range(1500)]
     for number, future in enumerate(futures):
         assert (future.result()["x"] == number).all()
-
-
-# ------------------------------------------------------------------------------------------------ shared memory
 
 
 @shared_only
@@ -270,9 +265,6 @@ def test_results_outlive_the_client(connect: Callable[..., Any]) -> None:
         result = client.infer("echo", {"x": x})
     np.testing.assert_array_equal(result["x"], x)
     assert (own == 5).all()
-
-
-# ------------------------------------------------------------------------------------------------ requests
 
 
 def test_all_options_of_a_request(client: Any, broker: FakeBroker) -> None:

@@ -237,9 +237,6 @@ def test_errors_are_classified(device: GpuDevice) -> None:
     assert str(device.failure(ValueError("a reason"))) == "the GPU failed: a reason"
 
 
-# ------------------------------------------------------------------------------------------------ clients
-
-
 @pytest.fixture
 def devices(way: str) -> ClientDevices:
     return cuda.open_devices()

@@ -91,9 +91,6 @@ def _install_with_uv(version: str) -> None:
     found.rename(PLACE / version / "uv")
 
 
-# ------------------------------------------------------------------------------------------ packages of Debian
-
-
 def _debian(version: str) -> Path:
     return PLACE / version / "debian"
 

@@ -72,9 +72,6 @@ def pipeline(cached: bool = False) -> tuple[SimModel, ...]:
     )
 
 
-# ------------------------------------------------------------------------------------ random ones
-
-
 def some_faults(draw: Random) -> Faults:
     def rarely(most: float) -> float:
         return draw.choice((0.0, most, most / 4))

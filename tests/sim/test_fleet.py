@@ -46,9 +46,6 @@ def accounted(result: FleetResult) -> int:
     return result.answered + sum(result.failed.values())
 
 
-# ------------------------------------------------------------------------------------ against the core
-
-
 @pytest.mark.parametrize(
     ("given", "p99_within"),
     [
@@ -112,9 +109,6 @@ def test_same_seed_same_result(fast: bool) -> None:
     one, two, other = [simulate_fleet(plan(seed=seed, **given)).as_json(1.0) for seed in (1, 1, 2)]
     assert one == two
     assert one != other
-
-
-# ------------------------------------------------------------------------------------ balancers
 
 
 def balancers(policy: str, servers: int, **given: Any) -> tuple[Balancer, Ring]:
@@ -189,9 +183,6 @@ def test_key_affinity_increases_cache_hits() -> None:
     assert hits["hash"] > hits["bounded-hash"] > 1.2 * hits["random"]
 
 
-# ------------------------------------------------------------------------------------ failures
-
-
 ZONE = Outage(200 * MS, 300 * MS, zone=1)
 
 
@@ -227,9 +218,6 @@ def test_retries_hide_continual_server_failures() -> None:
     assert result.answered > 0.99 * result.sent
 
 
-# ------------------------------------------------------------------------------------ load and costs
-
-
 def test_the_autoscaler_reacts_after_its_delays() -> None:
     """The load doubles at 1 s. The next decision adds servers, which are ready after `start`. When the load halves
     again, they stay for `down`."""
@@ -258,9 +246,6 @@ def test_invalid_plans_are_refused() -> None:
     ):
         with pytest.raises(InvalidRequest, match=text):
             simulate_fleet(plan(**given))
-
-
-# ------------------------------------------------------------------------------------ measured times
 
 
 def batch(size: int, count: int, infer_ns: int) -> dict[str, Any]:

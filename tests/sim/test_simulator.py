@@ -52,9 +52,6 @@ def accounted(result: Result) -> None:
         assert model.sent == model.answered + sum(model.failed.values()) + model.abandoned, model.name
 
 
-# ------------------------------------------------------------------------------------ against theory
-
-
 @pytest.mark.parametrize("load", [0.3, 0.5])
 def test_waiting_times_of_the_simulator_match_the_m_d_1_formula(load: float) -> None:
     """M/D/1: the mean wait is load * D / (2 * (1 - load))."""
@@ -111,9 +108,6 @@ def test_deadlines_keep_the_goodput_at_twice_the_capacity() -> None:
     assert plain.goodput <= 0.2 * 800
 
 
-# ------------------------------------------------------------------------------------ the same again
-
-
 def test_results_depend_only_on_the_seed() -> None:
     plan = some_plan(3, 0.1)
     first, again, other = simulate(plan), simulate(plan), simulate(replace(plan, seed=4))
@@ -138,9 +132,6 @@ def test_results_do_not_depend_on_the_hash_seed() -> None:
         for seed in ("1", "2")
     }
     assert (len(said), len(said.pop().split())) == (1, 3)
-
-
-# ------------------------------------------------------------------------------------ nothing lost
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -193,9 +184,6 @@ def test_no_request_waits_past_its_deadline(seed: int) -> None:
     result = simulate(replace(plan, loads=loads, link_ns=0, turn_ns=0, message_ns=0))
     accounted(result)
     assert all(model.overdue_ns == 0 for model in result.models.values())
-
-
-# ------------------------------------------------------------------------------------ kinds of models
 
 
 def test_all_shared_memory_is_returned() -> None:
@@ -281,9 +269,6 @@ def test_a_cache_answers_repeated_requests() -> None:
     accounted(result)
     assert (result.cache_hits, result.cache_misses) == (190, 10)
     assert sum(result.models["m"].batches.values()) == 10
-
-
-# ------------------------------------------------------------------------------------ the rest
 
 
 @pytest.mark.parametrize(

@@ -111,9 +111,6 @@ def test_a_recording_is_sorted_by_time_and_replayed(tmp_path: Path, capsys: pyte
     assert told["models"]["a"]["batches"] == {"1": 1, "2": 1}
 
 
-# ------------------------------------------------------------------------------------ the command
-
-
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(words) == 0
     return capsys.readouterr().out
@@ -182,9 +179,6 @@ def test_invalid_arguments_are_refused(words: str, capsys: pytest.CaptureFixture
         main(words.split())
     assert ended.value.code == 2
     assert "error" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------ the page
 
 
 def commands() -> list[list[str]]:

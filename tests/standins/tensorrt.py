@@ -241,9 +241,6 @@ def _array(address: int, shape: Sequence[int], dtype: str) -> Any:
     return np.frombuffer((ctypes.c_char * size).from_address(address), kind).reshape(shape)
 
 
-# ---------------------------------------------------------------------------------------------- building
-
-
 class _Tensor:
     def __init__(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         self.name, self.shape, self.dtype = name, shape, DataType[dtype]

@@ -116,9 +116,6 @@ def infer_right(client: Client, name: str, value: float) -> None:
     assert np.array_equal(client.infer(name, {"x": x})["y"], x)
 
 
-# ------------------------------------------------------------------------------------------------- clients
-
-
 def test_r13_memory_of_killed_clients_is_released(server: Server) -> None:
     roll = random.Random(SEED)
     fill(server)
@@ -138,9 +135,6 @@ def test_r13_memory_of_killed_clients_is_released(server: Server) -> None:
     fill(server)
     _, worse = compare(BenchServer(server.runtime_dir), before)
     assert not worse, worse
-
-
-# ------------------------------------------------------------------------------------------------- workers
 
 
 def ready_pids(client: Client) -> dict[str, int]:
@@ -206,9 +200,6 @@ def test_a_worker_killed_while_it_creates_a_segment_leaves_no_file(server: Serve
             client.infer("dies", {"x": np.zeros(20_000, np.float32)})
         assert not named([pid])
         lane.infer("dies", {"x": np.ones(4, np.float32)})  # its next worker is ready
-
-
-# ------------------------------------------------------------------------------------------------- the broker
 
 
 def named(pids: list[int]) -> set[str]:

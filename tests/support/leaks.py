@@ -76,9 +76,6 @@ class Leaked(Exception):
     """Something was left behind."""
 
 
-# ------------------------------------------------------------------------------------------------ what there is
-
-
 def _descriptors() -> Generator[Thing, None, None]:
     for name in os.listdir("/proc/self/fd"):
         if name in STANDARD:
@@ -257,8 +254,6 @@ def grown(before: Things, after: Things) -> list[Thing]:
     return new
 
 
-# --------------------------------------------------------------------------------- waiting for what is ending
-
 _spawned: set[tuple[int, int]] = set()
 """The processes that this one started itself, as far as known: pid and start time, since pids are reused. All other
 children are inherited orphans."""
@@ -385,9 +380,6 @@ def _clear(left: list[Thing]) -> None:
             (SHM / thing.key[1]).unlink(missing_ok=True)
     _wait([thing for thing in left if thing.sort == "process"], KILL_S)
     _reap_orphans()
-
-
-# ------------------------------------------------------------------------------------------------- the plug-in
 
 
 class Watch:

@@ -18,9 +18,6 @@ from tests.tritonclient.faces import ABSENT, BYTES, A, B, Face, Region, done, ri
 WAIT_S = 20
 
 
-# ---------------------------------------------------------------------------------------- health, metadata, statistics
-
-
 async def is_server_live(face: Face) -> None:
     assert await face.ask("is_server_live") is True
     assert await face.ask("is_server_live", headers={"test": "1"}) is True
@@ -79,9 +76,6 @@ async def get_inference_statistics(face: Face) -> None:
     assert {"simple", "simple_identity"} <= names
 
 
-# ---------------------------------------------------------------------------------------- settings
-
-
 def _values(found: Any, name: str) -> Any:
     """A trace setting, which gRPC returns as a list of strings."""
     if "settings" not in found:
@@ -123,9 +117,6 @@ def _setting(found: Any, name: str) -> Any:
     return value
 
 
-# ---------------------------------------------------------------------------------------- load and unload
-
-
 async def load_model(face: Face) -> None:
     await face.ask("load_model", "simple_string", config=json.dumps({"max_batch_size": 16}))
     assert (await face.config("simple_string"))["max_batch_size"] == 16
@@ -150,9 +141,6 @@ async def unload_model(face: Face) -> None:
     await face.ask("unload_model", "simple_string", unload_dependents=True)
     assert await face.ask("is_model_ready", "simple_string") is False
     await face.ask("unload_model", ABSENT)
-
-
-# ---------------------------------------------------------------------------------------- shared memory
 
 
 async def register_system_shared_memory(face: Face) -> None:
@@ -205,9 +193,6 @@ async def get_cuda_shared_memory_status(face: Face) -> None:
 async def unregister_cuda_shared_memory(face: Face) -> None:
     await face.ask("unregister_cuda_shared_memory", "cuda")
     await face.ask("unregister_cuda_shared_memory")
-
-
-# ---------------------------------------------------------------------------------------- inference
 
 
 async def infer(face: Face) -> None:
@@ -356,9 +341,6 @@ async def generate_request_body(face: Face) -> None:
 
 
 parse_response_body = generate_request_body
-
-
-# ---------------------------------------------------------------------------------------- the client
 
 
 async def close(face: Face) -> None:

@@ -66,9 +66,6 @@ def run(*words: str | Path, code: int = 0) -> tuple[str, str]:
     return out, err
 
 
-# ------------------------------------------------------------------------------------------ without loading
-
-
 def test_a_repository_is_checked_for_another_machine(tmp_path: Path) -> None:
     group = "instance_group [ { kind: KIND_GPU gpus: [ 1, 9 ] } ]\n"
     accelerator = 'optimization { execution_accelerators { gpu_execution_accelerator { name: "xpu" } } }\n'
@@ -133,9 +130,6 @@ def test_exit_codes_and_last_lines(tmp_path: Path) -> None:
     run(tmp_path / "good", "--strict", code=1)
     assert "is not a directory" in run(tmp_path / "nowhere", code=2)[1]
     assert "--model-config-name" in run(tmp_path / "good", "--model-config-name", "../x", code=2)[1]
-
-
-# ------------------------------------------------------------------------------------------ with loading
 
 
 @pytest.fixture
@@ -283,9 +277,6 @@ def test_a_failed_start_of_the_temporary_server_is_reported(tmp_path: Path, temp
         err = run(tmp_path / "models", "--load", code=1)[1]
     assert "the temporary server exited with code 2" in err
     assert "nonsense" in err
-
-
-# ------------------------------------------------------------------------------------------------- the page
 
 
 @pytest.mark.parametrize("command", pages.commands("check"))

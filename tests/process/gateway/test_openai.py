@@ -500,9 +500,6 @@ def test_connection_shares_restrictions_and_forwarded_headers(server: Server) ->
     gateway.stop()
 
 
-# ---------------------------------------------------------------------------------------- shmserve chat
-
-
 def test_chat_prints_one_answer(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"http://127.0.0.1:{gateway.http}"
     assert run("chat", "talk", "one", "two", "--url", url) == (0, "one two\n", "")

@@ -192,9 +192,6 @@ def test_the_last_message_is_continued(client: Any) -> None:
     assert answer == client.completions.create(prompt=f"{RENDERED}Be", **SAMPLING).choices[0].text
 
 
-# ---------------------------------------------------------------------------------------- tokens
-
-
 def test_tokens_of_a_prompt_are_those_that_the_model_sees(client: Any, expected: list[str]) -> None:
     for prompt, text in zip(PROMPTS, expected, strict=False):
         found = post(client, "/tokenize", model="text", prompt=prompt)
@@ -227,9 +224,6 @@ def test_a_large_prompt_is_tokenized(client: Any) -> None:
 def test_refused_conversions(client: Any, path: str, given: Any, text: str) -> None:
     with pytest.raises(openai.BadRequestError, match=text):
         post(client, path, model="text", **given)
-
-
-# ---------------------------------------------------------------------------------------- embeddings
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -322,9 +316,6 @@ def test_refused_responses(client: Any, given: dict[str, Any], text: str) -> Non
         client.responses.create(**{"model": "text", "input": "a"} | given)
 
 
-# ---------------------------------------------------------------------------------------- images
-
-
 def picture(colour: str) -> str:
     """A picture in base64."""
     file = io.BytesIO()
@@ -375,9 +366,6 @@ def test_images_and_messages_must_match(server: Server, part: Any, images: list[
     inputs = {name: np.array([value], object) for name, value in given.items()}
     with server.client() as native, pytest.raises(InvalidRequest, match=text):
         list(native.stream("eyes", {**inputs, "image": np.array(images, object)}))
-
-
-# ---------------------------------------------------------------------------------------- Anthropic's client
 
 
 @pytest.fixture

@@ -91,9 +91,6 @@ def client(server: Server) -> Iterator[shmserve.Client]:
         yield made
 
 
-# ------------------------------------------------------------------------------------------------ tensors stay
-
-
 def used(client: Any, name: str = "broker_arena_used") -> float:
     return Seen(client.metrics())(f"shmserve_{name}_bytes")
 
@@ -132,9 +129,6 @@ def test_all_memory_is_returned(server: Server) -> None:
             del both
             client.infer("pass0", {"x": numbers(1)})  # returns the handles of the dropped results
             until(client, lambda client=client: used(client) == used(client, "held") == 0)  # type: ignore[misc]
-
-
-# ------------------------------------------------------------------------------------------------ rows, conditions
 
 
 @pytest.mark.parametrize(("rows", "width"), [(500, 7), (500, 2000), (0, 3), (2, 0)])
@@ -189,9 +183,6 @@ def test_an_ensemble_computes_and_does_not_queue(client: shmserve.Client) -> Non
     counted = found["inference_stats"]
     assert counted["queue"]["ns"] == 0
     assert 0 < counted["compute_infer"]["ns"] < counted["success"]["ns"]
-
-
-# ------------------------------------------------------------------------------------------------ modes
 
 
 @pytest.fixture(scope="module")
@@ -250,9 +241,6 @@ def test_an_ensemble_is_loaded_and_unloaded_with_its_models(explicit: tuple[Serv
         client.unload("all", unload_dependents=True)
         until(client, lambda: not any(client.ready(name) for name in ("chain", "both", "pass0", "plus1")))
         unload_all(client)
-
-
-# ------------------------------------------------------------------------------------------------ the page
 
 
 def write_page(root: Path, old: str = "", new: str = "") -> Path:

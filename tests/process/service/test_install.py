@@ -103,9 +103,6 @@ def test_importing_imports_no_more_than_is_used(python: Path, tmp_path: Path) ->
     assert {".".join(name.split(".")[:2]) for name in all_ if name.startswith("shmserve.")} == CLIENT_PARTS
 
 
-# ------------------------------------------------------------------------------------------ the README's three commands
-
-
 @pytest.fixture(scope="module")
 def newcomer(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, str]]:
     """The source directory with a model.onnx, and a shell's variables. An empty environment is on the path, in which

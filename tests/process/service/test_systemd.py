@@ -79,8 +79,6 @@ STRANGER = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
 SHMSERVE = "/usr/local/bin/shmserve"
 
 
-# ------------------------------------------------------------------------------------------------- the unit alone
-
 needs_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not there")
 
 
@@ -136,9 +134,6 @@ def test_the_exposure_level_of_the_services_is_low(unit: Path, name: str) -> Non
     level = re.search(rf"Overall exposure level for {name}.service: ([\d.]+)", found.stdout)
     assert level, found.stdout + found.stderr
     assert float(level[1]) <= EXPOSURE
-
-
-# ------------------------------------------------------------------------------------------------- on a machine
 
 
 def test_destdir_installs_everything_below_one_directory(wheel: Path, tmp_path: Path) -> None:

@@ -142,9 +142,6 @@ def test_invalid_identity_models_are_refused(
     assert (found.code, text in found.text) == ("INVALID_ARG", True), found
 
 
-# ---------------------------------------------------------------------------------------------- backends
-
-
 class Point:
     """An entry point of another package."""
 

@@ -205,9 +205,6 @@ def test_an_exception_in_finalize_has_its_own_exit_code(tmp_path: Path) -> None:
         assert "at the end" in worker.said()
 
 
-# ---------------------------------------------------------------------------------------------- memory
-
-
 def test_an_unmapped_segment_leaks_no_descriptors_or_mappings(shared: WorkerProcess) -> None:
     proc = Path(f"/proc/{shared.process.pid}")
 

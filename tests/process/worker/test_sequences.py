@@ -37,9 +37,6 @@ def sequence(given: ModelConfig, *controls: ModelSequenceBatchingControlInput, *
     return replace(given, sequence_batching=ModelSequenceBatching(control_input=controls, **more))
 
 
-# ---------------------------------------------------------------------------------------------- states
-
-
 def counting(folder: Path) -> ModelConfig:
     """y = START, END, READY, ID as numbers, the sum of READY, and the sum of x so far."""
     graph = Graph().input("x", "FP32", [-1, 1]).input("START", "FP32", [-1, 1]).input("END", "INT32", [-1, 1])
@@ -125,8 +122,6 @@ def test_warm_up_leaves_the_initial_states(tmp_path: Path) -> None:
         assert value(row).tolist() == [[0, 0, 1, 1, 1, 1001]]
 
 
-# ---------------------------------------------------------------------------------------------- python
-
 REMEMBER = """\
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -159,9 +154,6 @@ def test_a_python_model_gets_controls_and_states_as_inputs(tmp_path: Path) -> No
         first = run_all(step(1, "a", number(1), start=True, slot=2), step(2, "b", number(2), start=True, slot=0))
         assert first == [([1, 0, 1, 1], b"a"), ([1, 0, 1, 2], b"b")]
         assert run_all(step(3, "a", number(5), end=True, slot=2)) == [([0, 1, 1, 6], b"a")]
-
-
-# ---------------------------------------------------------------------------------------------- batch inputs
 
 
 def batch_input(kind: str, name: str, dtype: str) -> BatchInput:

@@ -157,9 +157,6 @@ def test_strings(tmp_path: Path) -> None:
     assert found == [list(map(repr, some)) for some in expected]
 
 
-# ------------------------------------------------------------------------------------------ what fails
-
-
 @pytest.mark.process
 def test_a_failed_sample_fails_the_load(tmp_path: Path) -> None:
     source = RECORDER.replace("self.calls.append(", "assert len(self.calls) < 2, 'tired'\n        self.calls.append(")

@@ -159,9 +159,6 @@ TARGETS: dict[str, Target] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------- beginnings
-
-
 def _packets() -> Iterator[bytes]:
     mischief = PacketGenerator(1, "m", "x")
     for number in range(200):

@@ -104,8 +104,6 @@ def check(status: int, body: bytes, kind: str | None) -> None:
         assert not SECRETS.search(text), text
 
 
-# ---------------------------------------------------------------------------------------- bytes
-
 BODY = b'{"inputs":[{"name":"i_FP32","datatype":"FP32","shape":[1,2],"data":[1,2]}]}'
 WHOLE = b"POST /v2/models/row/infer HTTP/1.1\r\nHost: x\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
 CHUNKED = (
@@ -152,8 +150,6 @@ def test_arbitrary_bytes_get_a_valid_response_or_none(gateway: Gateway, data: by
         assert status < 500 or status in ALSO, said
     assert not SECRETS.search(said.decode("latin-1"))
 
-
-# ---------------------------------------------------------------------------------------- JSON
 
 ANY: SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10),

@@ -113,9 +113,6 @@ def only(told: dict[str, int], *allowed: str) -> dict[str, int]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------- memory
-
-
 def test_r3_inputs_that_change_while_they_are_read(server: Server, attacker: Child) -> None:
     """Changes numbers and the lengths of strings. The attacker's own answers may be anything, or the right error."""
     attacker.tell(do="flip", requests=800)
@@ -135,9 +132,6 @@ def test_r16_memory_that_the_server_reads_cannot_be_truncated(server: Server, at
     assert found["told"] == {"Reply": 4}
     with server.client() as client:
         honest(client)
-
-
-# ------------------------------------------------------------------------------------------------- limits
 
 
 def test_r20_a_stopped_client_with_held_memory_does_not_block_others(server: Server, attacker: Child) -> None:
@@ -196,9 +190,6 @@ def test_r12_unexpected_descriptors_are_closed(server: Server, attacker: Child) 
     assert sum(more.values()) <= 1, more  # the segment that the attacker still has
 
 
-# ------------------------------------------------------------------------------------------------- leases
-
-
 @pytest.mark.parametrize("what", ["flood", "silence", "descriptors"])
 def test_a_client_that_does_not_release_its_lease_does_not_block_others(
     server: Server, attacker: Child, what: str
@@ -209,9 +200,6 @@ def test_a_client_that_does_not_release_its_lease_does_not_block_others(
             x = np.full((1, 4), number, np.float32)
             assert np.array_equal(client.infer("lent", {"x": x}, timeout=30)["y"], x)
         honest(client)
-
-
-# ------------------------------------------------------------------------------------------------- names
 
 
 def test_r16_a_truncated_named_segment_fails_only_its_own_requests(server: Server) -> None:

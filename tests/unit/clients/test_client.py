@@ -30,9 +30,6 @@ from tests.support.clients.client_faces import FACES, await_leader
 X = np.arange(4, dtype=np.float32)
 
 
-# ------------------------------------------------------------------------------------------------ threads
-
-
 def run_all(jobs: list[Callable[[], Any]]) -> list[Any]:
     """Runs each job in a separate thread. Returns their results, or raises the first error."""
     pool = concurrent.futures.ThreadPoolExecutor(len(jobs))
@@ -106,9 +103,6 @@ def test_close_wakes_threads_that_wait_for_results(client: shmserve.Client, brok
     assert {str(error) for error in errors} == {"the client was closed before the response arrived"}
     with pytest.raises(shmserve.Unavailable, match="the client is closed"):
         client.submit("echo", {"x": X})
-
-
-# ------------------------------------------------------------------------------------------------ packets
 
 
 def infers(packets: list[list[Any]]) -> list[int]:

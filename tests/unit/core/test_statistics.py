@@ -63,9 +63,6 @@ def test_the_requests_of_a_batch_are_added_up(arrivals: list[int], taken: int, t
     assert together.queue_times == counts((taken - came).tolist())
 
 
-# ------------------------------------------------------------------------------------------ in the core
-
-
 def test_every_limit_is_recognised_in_an_error_text() -> None:
     for row in NAMED:
         assert limit_in(f"there are 7 of them, the limit ({row.name}); try again later") == row.name

@@ -34,9 +34,6 @@ def fill(account: BudgetAccount, step: int = 1) -> int:
             return account.held
 
 
-# ---------------------------------------------------------------------------------------- shares
-
-
 def test_a_connection_has_a_quarter_of_the_rest() -> None:
     budget = Budget(1024)
     assert [fill(budget.account("")) for _ in range(5)] == [256, 256, 256, 256, 1024 // 5], "or an equal part"
@@ -81,9 +78,6 @@ def test_the_total_is_the_sum_of_the_accounts(steps: list[tuple[int, int, bool]]
             assert account.held + size > 1000 / 2 / 6, "less than an equal part is never refused"
         assert budget.held == sum(account.held for account in accounts) <= 2000
         assert budget.holders == sum(account.held > 0 for account in accounts)
-
-
-# ---------------------------------------------------------------------------------------- memory
 
 
 @given(st.integers(0, 300_000), st.lists(st.integers(1, 90_000), max_size=20), st.booleans(), st.booleans())
@@ -136,9 +130,6 @@ def test_the_first_bytes_are_copied_and_warmed_in_parts() -> None:
         buffer.add(len(room))
         assert sum(warmed) <= 2 * WINDOW_BYTES
     assert buffer.memory == b"x" * size
-
-
-# ---------------------------------------------------------------------------------------- connections
 
 
 def test_announced_bodies_of_http_are_not_counted() -> None:
@@ -284,9 +275,6 @@ def test_a_message_like_earlier_ones_gets_its_memory_at_once() -> None:
     finish(second)
     caller.core.streams.lost()
     assert host.held == 0
-
-
-# ---------------------------------------------------------------------------------------- responses
 
 
 def test_unread_http_responses_are_counted() -> None:

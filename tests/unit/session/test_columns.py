@@ -37,8 +37,6 @@ from tests.support.clients.sessions import RecordingTicket, confirm_loaded, conn
 
 BATCH = 64
 
-# ------------------------------------------------------------------------------------------------ to InferBatches
-
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +148,6 @@ def form_of(message: Any) -> Any:
 def test_other_requests_are_not_joined(message: Infer) -> None:
     assert in_batches([message] * 3, BATCH) == [message] * 3
 
-
-# ------------------------------------------------------------------------------------------------ from ReplyBatches
 
 ROW = np.arange(3, dtype=np.float32).reshape(1, 3)
 FORMS = (TensorForm("y", "FP32", (3,)), TensorForm("z", "INT16", ()))
@@ -266,9 +262,6 @@ def test_irregular_columns_end_the_connection_and_settle_nothing(columns: Column
     with pytest.raises(ProtocolError, match="irregular ReplyBatch"):
         feed(session, ReplyBatch(1, columns))
     assert [ticket.ends for ticket in tickets] == [0, 0]
-
-
-# ------------------------------------------------------------------------------------------------ what is sent
 
 
 def test_the_server_sets_the_size_of_an_infer_batch() -> None:

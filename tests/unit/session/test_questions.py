@@ -52,9 +52,6 @@ def sent_asks(session: Session) -> list[Ask]:
     return asks
 
 
-# ------------------------------------------------------------------------------------------------ bodies
-
-
 sizes = st.lists(st.integers(0, 3 * FIELD_BYTES) | st.sampled_from([0, FIELD_BYTES, FIELD_BYTES + 1]), max_size=5)
 
 
@@ -104,9 +101,6 @@ def test_encoding_of_bodies() -> None:
 def test_unusable_configurations_and_files_are_refused(config: Any, files: Any, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         of_load(config, files)
-
-
-# ------------------------------------------------------------------------------------------------ sending
 
 
 def test_operations_are_sent_one_after_another() -> None:
@@ -165,9 +159,6 @@ def test_a_long_body_is_sent_in_acknowledged_windows() -> None:
     feed(session, Answer(1, b"{}"))
     assert ticket.answer == {}
     assert list(session.tickets) == [2]
-
-
-# ------------------------------------------------------------------------------------------------ ends
 
 
 def large(size: int = 4 * WINDOWS * WINDOW_BYTES) -> Body:

@@ -35,8 +35,6 @@ from shmserve.session import Result, Session
 from shmserve.shm.extents import memfd
 from tests.support.clients.sessions import RecordingTicket, ask, connect, connected, decode, decoded, feed, sent
 
-# ------------------------------------------------------------------------------------------------ round trips
-
 shapes = of_numpy.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)  # within INLINE_BYTES
 numbers = st.sampled_from(["?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", ">i4", ">f8"])
 
@@ -85,9 +83,6 @@ def test_inline_data_is_limited_and_segments_are_announced_first(sizes: list[int
     spans = sorted((handle.segment, handle.offset, handle.offset + handle.size) for handle in handles)
     assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(spans)), "no two overlap"
     session.close()
-
-
-# ------------------------------------------------------------------------------------------------ requests
 
 
 def test_many_requests_share_a_packet_until_it_is_full() -> None:
@@ -180,9 +175,6 @@ def test_packets_and_outputs_that_cannot_be_used_fail_their_requests() -> None:
     session.close()
 
 
-# ------------------------------------------------------------------------------------------------ time
-
-
 def test_requests_fail_at_their_own_deadlines_which_answers_drop() -> None:
     session = connected()
     tickets = [RecordingTicket() for _ in range(3)]
@@ -236,9 +228,6 @@ def test_inputs_are_kept_until_the_answer_and_unused_memory_is_withdrawn() -> No
     assert [session.memory.trim() for _ in range(3)] == [False, True, False]
     assert sent(session) == [Unmap(announced.segment)]
     session.close()
-
-
-# ------------------------------------------------------------------------------------------------ connections
 
 
 def test_requests_are_repeated_to_a_server_without_the_loaded_query() -> None:
@@ -309,9 +298,6 @@ def test_messages_that_end_the_connection() -> None:
     with pytest.raises(ProtocolError, match="without a descriptor"):
         feed(session, Map(77, 4096))
     feed(session, Unmap(78), Pong(1))
-
-
-# ------------------------------------------------------------------------------------------------ order
 
 
 def test_a_sequence_that_begins_before_the_first_connection_is_sent_with_it() -> None:

@@ -92,9 +92,6 @@ def test_invalid_metrics_are_refused(host: Any, make: Any, text: str) -> None:
         make()
 
 
-# ---------------------------------------------------------------------------------------------- adding up
-
-
 class Counting:
     """A worker's page, as the broker receives it."""
 

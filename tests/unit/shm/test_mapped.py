@@ -106,9 +106,6 @@ def test_nothing_makes_a_view_writeable(pair: Pair) -> None:
     )
 
 
-# -------------------------------------------------------------------------------------------- bounds
-
-
 EDGES = st.sampled_from([0, 1, 63, 64, MIB - 1, MIB, MIB + 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, -1, -64, -(2**63)])
 
 
@@ -143,9 +140,6 @@ def test_objects_are_never_read_from_shared_memory(pair: Pair) -> None:
     for dtype in (np.dtype(object), np.dtype([("a", object)]), np.dtype("V0"), np.dtype("S0")):
         with pytest.raises(InvalidRequest):
             pair.mapped.view(handle, dtype, (1,))
-
-
-# -------------------------------------------------------------------------------------------- adding and removing
 
 
 def test_a_segment_that_was_not_announced_is_lost(pair: Pair) -> None:
@@ -210,9 +204,6 @@ def test_a_named_segment_is_mapped_only_if_its_user_owns_it() -> None:
     extent.close()
 
 
-# -------------------------------------------------------------------------------------------- writing
-
-
 def test_the_owner_sees_what_is_written(pair: Pair) -> None:
     block = pair.block(40)
     target = pair.mapped.writable(block.handle(), F32, (10,))
@@ -241,9 +232,6 @@ def test_a_segment_that_the_owner_sealed_cannot_be_written() -> None:
         fresh.add(1, block.home.size, fd=os.dup(block.home.fd), writable=True)
     assert len(fresh) == 0
     pair.close()
-
-
-# -------------------------------------------------------------------------------------------- drops
 
 
 CUTS: dict[str, Callable[[Array], Any]] = {
@@ -350,9 +338,6 @@ def test_a_forked_child_reports_no_drops_of_its_parent(keep: str) -> None:
     assert lines[:2] == ["own", "parent"]
     assert lines[2:] in (["dropped"], []), "at exit it may be reported or not, but never twice"
     assert keep != "del view" or lines[2:] == ["dropped"]
-
-
-# -------------------------------------------------------------------------------------------- finding
 
 
 def test_locating_arrays_in_mapped_segments(pair: Pair) -> None:

@@ -50,9 +50,6 @@ def test_without_rich_a_terminal_gets_whole_lines(monkeypatch: pytest.MonkeyPatc
     assert found.frame("READY", again=False).count("READY") == 1
 
 
-# ------------------------------------------------------------------------------------------ width
-
-
 def test_a_terminal_as_wide_as_the_table_shows_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """No column is made narrower for a gap at the end of a line."""
     for columns, rows, more in ((COLUMNS, ROWS, 100), (COLUMNS[:5], [row[:5] for row in ROWS], 0)):
@@ -102,9 +99,6 @@ def test_a_frame_is_cut_to_the_screen_and_needs_a_cursor(monkeypatch: pytest.Mon
     monkeypatch.setenv("TERM", "dumb")
     assert (before, shown.is_terminal, shown.can_redraw) == (True, True, False)
     assert not Screen(None, io.StringIO()).can_redraw
-
-
-# ------------------------------------------------------------------------------------------ colour
 
 
 @pytest.mark.parametrize(

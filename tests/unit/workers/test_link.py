@@ -118,9 +118,6 @@ def test_more_descriptors_than_the_kernel_takes_at_once(ends: Ends) -> None:
         os.close(fd)
 
 
-# ---------------------------------------------------------------------------------------------- outbox
-
-
 Y = TensorForm("y", "FP32", (1000,))
 
 
@@ -170,9 +167,6 @@ def test_the_size_of_a_row_is_not_underestimated() -> None:
     for row in rows:
         # The difference between a chunk and a packet is enough for what is not counted.
         assert len(codec.encode([row])) <= row_bytes(row) + (PACKET_BYTES - CHUNK_BYTES) // 2
-
-
-# ---------------------------------------------------------------------------------------------- say
 
 
 def test_a_log_message_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:

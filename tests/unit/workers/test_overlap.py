@@ -352,9 +352,6 @@ def test_no_time_is_counted_for_two_batches(broker: Broker) -> None:
     assert times[0] > 0
 
 
-# ---------------------------------------------------------------------------------------------- one batch at a time
-
-
 @pytest.fixture
 def plain(broker: Broker) -> Broker:
     """The backend runs one batch at a time, like most."""

@@ -127,9 +127,6 @@ def test_json_prints_a_line_at_each_refresh(server: Server) -> None:
     assert process.returncode == 130
 
 
-# ------------------------------------------------------------------------------------------ several servers
-
-
 @pytest.fixture(scope="module")
 def fleet(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     """A server with one model, and the other one."""
@@ -193,8 +190,6 @@ def test_enter_opens_a_server_and_q_returns_to_the_fleet(fleet: list[Server], no
         terminal.press("q")
         assert terminal.ends() == 0
 
-
-# ------------------------------------------------------------------------------------------ the page
 
 LINES = pages.commands("top")
 LIVE = [line for line in LINES if not {"--once", "--json"} & set(line.split())]

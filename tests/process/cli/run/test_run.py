@@ -55,9 +55,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# ------------------------------------------------------------------------------------------ models that work
-
-
 def test_a_python_model_runs_and_its_prints_are_shown(models: Path) -> None:
     ran = Ran("greeter", "-i", "x=[[1, 2], [3, 4]]", "-i", 'who=["you", "me"]', cwd=models)
     lines = ran.out.splitlines()
@@ -146,9 +143,6 @@ def test_a_version_and_a_configuration_can_be_selected(
     assert "a/b" in here(capfd, model_dir="old", random=True, model_config_name="a/b", code=2)[1]
 
 
-# ------------------------------------------------------------------------------------------ models that fail
-
-
 def test_a_traceback_starts_in_the_code_of_the_model(models: Path) -> None:
     ran = Ran("greeter", "-i", "x=1001,2", "--repeat", 3, cwd=models, code=1)
     lines = ran.err.splitlines()
@@ -220,9 +214,6 @@ def test_invalid_arguments_end_with_exit_code_2(
     assert err.count("\n") == 1
 
 
-# ------------------------------------------------------------------------------------------ the two sides, the page
-
-
 def test_the_command_passes_on_every_field_of_the_run_order() -> None:
     given = ["request.json", "--seed=1", "--batch=1", "--outputs=y", "--out=o", "--version=1", "--backend-directory=d"]
     order = json.loads(order_of(parser().parse_args(["run", "model", *given])))
@@ -246,8 +237,6 @@ def test_commands_of_the_page(line: str, with_samples: Path) -> None:
     assert (name, verb, bool(before)) == ("shmserve", "run", bool(document))
     Ran(*rest, cwd=with_samples, text=document)
 
-
-# ------------------------------------------------------------------------------------------ many answers
 
 COUNTS = """
 import threading
@@ -294,9 +283,6 @@ def test_each_response_of_a_decoupled_model_is_shown(tmp_path: Path) -> None:
     (tmp_path / "counts" / "config.pbtxt").write_text(config)
     failed = Ran("counts", "--input", "x=1", cwd=tmp_path, code=1)
     assert "warm-up sample number 0 of model 'counts' failed: five is too many" in failed.err
-
-
-# ------------------------------------------------------------------------------------------ in a terminal
 
 
 PROMPT = "(Pdb) "

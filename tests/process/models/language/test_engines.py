@@ -116,9 +116,6 @@ def engine(text: Text) -> Text:
     return text
 
 
-# ---------------------------------------------------------------------------------------------- what is generated
-
-
 def test_generated_texts_equal_those_of_the_oracle(text: Text) -> None:
     prompt = PROMPTS[3]
     parts = list(text.stream(prompt))
@@ -289,9 +286,6 @@ def test_openai_clients_use_adapters_as_models(engine: Text) -> None:
                 client.completions.create(model=unknown, **given)
 
 
-# ---------------------------------------------------------------------------------------------- what ends a request
-
-
 def test_64_requests_join_and_leave(text: Text) -> None:
     """Also those that are cancelled while they wait, and while they are generated."""
     lengths = [1 + 7 * number % TOKENS for number in range(64)]
@@ -397,9 +391,6 @@ def test_a_slow_reader_does_not_delay_other_streams(text: Text) -> None:
     streams = [text.stream(prompt) for prompt in PROMPTS]
     assert [said(stream) for stream in streams] == list(text.expected.values())
     assert first + said(slow) == text.expected[PROMPTS[6]]
-
-
-# ---------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(

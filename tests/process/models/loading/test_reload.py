@@ -114,9 +114,6 @@ def processes(server: Server) -> set[int]:
     return set(workers_of(server.pid))
 
 
-# ------------------------------------------------------------------------------------------------ generations
-
-
 def test_no_request_fails_during_reloads_under_load(server: Server, root: Path, client: shmserve.Client) -> None:
     folder = generation(root, "m", 1, "dynamic_batching { }\n" + group(2))
     client.load("m")
@@ -139,9 +136,6 @@ def test_no_request_fails_during_reloads_under_load(server: Server, root: Path, 
         until(client, lambda: processes(server) == set(pids(client, "m").values()), "the old ones have gone")
         assert len(pids(client, "m")) == 2
     assert load.seen() == [[1, 2, 3, 4, 5]] * 4
-
-
-# ------------------------------------------------------------------------------------------------ unloading
 
 
 def resident(pids: set[int]) -> int:

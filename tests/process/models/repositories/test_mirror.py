@@ -195,9 +195,6 @@ def test_the_least_recently_used_files_are_evicted(remote: Remote, tmp_path: Pat
         assert not remote.proxy.ranges("/a/"), "what the cache has is not downloaded"
 
 
-# ------------------------------------------------------------------------------------------------ web servers
-
-
 class _Files(SimpleHTTPRequestHandler):
     """Python's web server: listings in HTML, and no ranges. `gets`: the paths of its GET requests, and the content
     codings that the client accepts."""

@@ -100,9 +100,6 @@ def test_the_last_output_of_a_crashed_worker_is_logged_and_reported(server: Serv
     assert seen("nv_inference_request_failure", **named, reason="BACKEND") == 1
 
 
-# ------------------------------------------------------------------------------------------ logs
-
-
 FAILING_CONFIG = config_text("python", "x:FP32:[1]", "y:FP32:[1]", "instance_group { count: 2 kind: KIND_CPU }")
 RAISES = python_model("json.loads('{')")
 FAILS = python_model("return self.respond(x)", "json.loads('{')")

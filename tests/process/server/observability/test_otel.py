@@ -71,9 +71,6 @@ def counted(client: shmserve.Client, result: str) -> int:
     return int(found)
 
 
-# ---------------------------------------------------------------------------------------- contexts
-
-
 def test_the_trace_context_of_the_native_client(server: Server, collector: Collector) -> None:
     """The context is that of the application's current span, if it is sampled."""
     with server.client() as client:
@@ -88,9 +85,6 @@ def test_the_trace_context_of_the_native_client(server: Server, collector: Colle
     assert spans["infer add1"].parent_span_id.hex() == f"{SPAN:016x}"
     assert spans["infer add1"].trace_state == "b=2"
     assert not collector.spans_of(parent_of(3)[0]), "it is not sampled"
-
-
-# ---------------------------------------------------------------------------------------- collectors
 
 
 def test_requests_do_not_depend_on_the_collector(repository: Path) -> None:

@@ -135,9 +135,6 @@ def test_tensors_between_steps_on_one_gpu_stay_on_it(journal: Path, client: shms
         assert (f'shmserve_instance_gpu_pool_bytes{{model="{model}"' in text) == has
 
 
-# ------------------------------------------------------------------------------------------ a GPU that fails
-
-
 FALLEN = "GPU 1 is out of service: Xid 79 (GPU has fallen off the bus); reboot the machine"
 
 

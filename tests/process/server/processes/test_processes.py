@@ -82,9 +82,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield Place(folder, server, client)
 
 
-# ------------------------------------------------------------------------------------------------- memory
-
-
 def test_only_the_worker_over_its_memory_limit_is_killed(place: Place) -> None:
     place.write("hungry", count=2, memory_limit_mb="250")
     place.write("modest")
@@ -100,9 +97,6 @@ def test_only_the_worker_over_its_memory_limit_is_killed(place: Place) -> None:
     assert "private memory, limit 250 MiB" in place.server.log
     place.client.unload("hungry")
     place.client.unload("modest")
-
-
-# -------------------------------------------------------------------------------------------- interpreters
 
 
 @pytest.fixture(scope="module")

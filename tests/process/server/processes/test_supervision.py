@@ -95,9 +95,6 @@ def test_a_worker_that_hangs_is_killed(server: Server) -> None:
         assert "it has run one batch for more than 0.5 s" in str(found[1])
 
 
-# ------------------------------------------------------------------------------------------ hangs
-
-
 ONE = {"x": np.ones((1, 1), np.float32)}
 REQUESTS = 20
 HANGING = """

@@ -186,9 +186,6 @@ def test_reap_waits_only_for_unknown_children() -> None:
         os.waitpid(stranger, 0)
 
 
-# ------------------------------------------------------------------------------------------ children of models
-
-
 CHILD_CONFIG = config_text("python", "x", "y:INT64", "max_batch_size: 1")
 STARTS_CHILD = 'import subprocess; self.child = subprocess.Popen(["sleep", "100000"])'
 FORKS = python_model("return self.respond(np.array([[self.child.pid]], np.int64))", STARTS_CHILD)

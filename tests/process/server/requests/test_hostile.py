@@ -199,8 +199,6 @@ def test_a_frame_that_many_tensors_refer_to_is_not_copied_for_each(server: Bench
         assert ServerSnapshot.of(broker).resident - before < 64 << 20
 
 
-# ------------------------------------------------------------------------------------------------- memory
-
 SIZE = 1 << 16
 
 
@@ -273,9 +271,6 @@ def test_invalid_segment_names_are_refused(server: BenchServer, name: str) -> No
     with connect(server, "zmq") as link:
         link.send(Infer(5, "identity", 0, ONE))
         assert isinstance(link.receive_kind(Reply, Fail), Reply)
-
-
-# ------------------------------------------------------------------------------------------------- all together
 
 
 def test_invalid_messages_leak_no_descriptors_or_segments(server: BenchServer) -> None:

@@ -122,9 +122,6 @@ def refused(given: ModelConfig, folder: Path) -> str:
     return load_failure(given, folder).text
 
 
-# ---------------------------------------------------------------------------------------------- memory
-
-
 def test_a_request_over_the_host_memory_limit_fails(tmp_path: Path) -> None:
     """The engine allocates an output of unknown size. That request fails, the next one does not. Other settings of the
     session and its runs are accepted, and a likely typo is logged."""
@@ -143,9 +140,6 @@ def test_a_request_over_the_host_memory_limit_fails(tmp_path: Path) -> None:
         assert ".cc" not in row.error.text
         assert small(worker) == [-1, -2]
         assert "did you mean 'intra_op_thread_count'?" in worker.said()
-
-
-# ---------------------------------------------------------------------------------------------- files
 
 
 def test_a_model_directory_with_external_weights(tmp_path: Path) -> None:
@@ -198,9 +192,6 @@ def test_custom_operator_libraries_are_loaded(tmp_path: Path) -> None:
             assert "libours.so" in Path(f"/proc/{worker.process.pid}/maps").read_text()
 
 
-# ---------------------------------------------------------------------------------------------- types
-
-
 def save(folder: Path, graph: onnx.GraphProto) -> None:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
     model.ir_version = 9
@@ -235,9 +226,6 @@ def test_inputs_of_optional_type_are_refused(tmp_path: Path) -> None:
     save(tmp_path, helper.make_graph(nodes, "graph", [given], [y]))
     text = refused(config("onnxruntime", {"x": ("FP32", (2,))}, {"y": ("BOOL", (1,))}), tmp_path)
     assert "'x' of the model is a optional(tensor(float)), not supported: give the tensor itself" in text
-
-
-# ---------------------------------------------------------------------------------------------- providers
 
 
 def accelerated(kind: str, name: str = "", **parameters: str) -> ModelConfig:

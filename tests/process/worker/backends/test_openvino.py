@@ -140,9 +140,6 @@ def test_an_onnx_file_is_reshaped_to_the_configured_dims(tmp_path: Path) -> None
         assert value(row).tolist() == [[-1, -2, -3]] * 2
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
-
-
 def fixed(folder: Path, batch: int, max_batch: int, **parameters: str) -> ModelConfig:
     double(folder, (batch, 3))
     return config("openvino", X, Y, max_batch=max_batch, parameters=parameters)

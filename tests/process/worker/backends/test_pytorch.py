@@ -58,9 +58,6 @@ def export(folder: Path, source: str, *arguments: Any, dynamic: Any = None, **mo
     return path
 
 
-# ---------------------------------------------------------------------------------------------- which is which
-
-
 @pytest.mark.parametrize(
     ("arguments", "names", "expected"),
     [
@@ -166,9 +163,6 @@ def test_inputs_and_outputs_of_an_exported_program_are_matched_by_name(tmp_path:
         programs.picker("m", program, made("a", "c", "OUTPUT__1", "RESULT[b][1]"))
 
 
-# ---------------------------------------------------------------------------------------------- what is written to
-
-
 @pytest.mark.parametrize(
     ("lines", "changed"),
     [
@@ -234,9 +228,6 @@ def test_inputs_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not torch.is_inference_mode_enabled()
 
 
-# ---------------------------------------------------------------------------------------------- in a worker
-
-
 @pytest.mark.process
 def test_a_model_that_modifies_its_input_does_not_change_client_memory(tmp_path: Path) -> None:
     """The clients' bytes stay unchanged."""
@@ -278,8 +269,6 @@ def test_inputs_and_outputs_are_read_from_an_exported_program(tmp_path: Path) ->
             assert row.outputs[0].data == (values * 11).tobytes()
             assert row.outputs[1].data == (values * 2).tobytes()
 
-
-# ---------------------------------------------------------------------------------------------- what is refused
 
 X, Y = {"x": ("FP32", (3,))}, {"y": ("FP32", (3,))}
 
@@ -370,9 +359,6 @@ def test_on_a_gpu(tmp_path: Path, program: bool) -> None:
             assert (worker.value(row) == x * 2).all()
             assert worker.value(row, 1).tolist() == [[1.0], [1.0]]
             worker.send(Return(row.outputs[0].data))  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------------------------------------- operators of others
 
 
 def test_libraries_of_operators_are_loaded(tmp_path: Path) -> None:

@@ -94,9 +94,6 @@ def values(worker: WorkerProcess, row: Any, dtype: Any = np.float32) -> list[Any
     return [worker.array(output, dtype).tolist() for output in row.outputs]
 
 
-# ---------------------------------------------------------------------------------------------- SavedModels
-
-
 @pytest.mark.process
 def test_a_model_without_a_configuration_in_a_server(trained: Path, tmp_path: Path) -> None:
     with Launched(trained, tmp_path / "run") as server, shmserve.Client(runtime_dir=server.runtime_dir) as client:
@@ -210,9 +207,6 @@ def test_tensors_of_unknown_rank_use_the_configured_dims(tmp_path: Path) -> None
         assert [values(worker, row) for row in rows] == [[[[2, 4]]], [[[6, 8], [10, 12]]]]
 
 
-# ---------------------------------------------------------------------------------------------- frozen graphs
-
-
 @pytest.mark.process
 def test_a_frozen_graph_with_initialization_operators(tmp_path: Path) -> None:
     """Any tensor can be an input or output, even one in the middle; nodes behind an input are not needed."""
@@ -252,9 +246,6 @@ def test_an_operator_error_fails_only_its_request(tmp_path: Path) -> None:
         assert "Original stack trace" not in assert_failed(row, "MODEL_FAILED", "{{node product}}").text
         (row,) = worker.run(work(2, floats([[1, 2, 3]])))
         assert values(worker, row) == [[[6, 6, 6]]]
-
-
-# ---------------------------------------------------------------------------------------------- what is refused
 
 
 def context(folder: Path, **settings: str) -> Context:
@@ -335,9 +326,6 @@ def test_a_frozen_graph_without_inputs_in_the_configuration(tmp_path: Path) -> N
     given = frozen(tmp_path, {}, {})
     with pytest.raises(InvalidRequest, match=r"a frozen graph has no signature.*placeholders are b, x, .*reads y$"):
         TensorFlow(context(tmp_path)).complete(given)
-
-
-# ---------------------------------------------------------------------------------------------- settings
 
 
 def test_settings_of_the_session() -> None:

@@ -83,9 +83,6 @@ def test_a_model_serves_requests_after_an_error(tmp_path: Path) -> None:
             assert values(row) == [[[1], [2]], [0, 0]]
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
-
-
 def given(folder: Path, outputs: Any = Y, **parameters: str) -> ModelConfig:
     dense(folder, signatures=True)
     return config("tflite", X, outputs, max_batch=4, parameters=parameters)

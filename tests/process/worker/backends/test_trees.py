@@ -85,9 +85,6 @@ def predictions(given: ModelConfig, folder: Path, x: Array, settings: dict[str, 
         return np.concatenate([value(row) for row in run(model, *work_items)])
 
 
-# ---------------------------------------------------------------------------------------------- the libraries
-
-
 def test_the_binary_format_of_xgboost(tmp_path: Path) -> None:
     """The file was written by XGBoost 2.1, whose JSON of the same model is the oracle; newer versions cannot read the
     format."""
@@ -198,9 +195,6 @@ def test_scikit_learn(name: str, tmp_path: Path) -> None:
     failure = load_failure(given, tmp_path)
     assert failure.code == "UNSUPPORTED"
     assert "start the server with --backend-config fil,allow-pickle=true" in failure.text
-
-
-# ---------------------------------------------------------------------------------------------- configurations
 
 
 @pytest.mark.process

@@ -161,9 +161,6 @@ def broker(module: WorkerProcess) -> Iterator[Broker]:
         found.arena.close()
 
 
-# ---------------------------------------------------------------------------------------------- tensors
-
-
 def is_owned(tensor: Tensor) -> bool:
     """Whether it is in shared memory of the worker under test."""
     assert isinstance(tensor.data, tuple)
@@ -240,9 +237,6 @@ def test_strings(broker: Broker) -> None:
     broker.row()
 
 
-# ---------------------------------------------------------------------------------------------- many answers
-
-
 def part(call: Call, number: float, last: bool = False) -> Part:
     return Part(call.call, 1, (small(number),), None, last)
 
@@ -299,9 +293,6 @@ def test_unread_responses_are_cancelled_and_returned(broker: Broker, cancel: boo
     broker.worker.send(Part(call.call, 1, (broker.output(large(9)),)), Fail(call.call, "CANCELLED", "it was cancelled"))
 
 
-# ---------------------------------------------------------------------------------------------- calls at once
-
-
 @pytest.mark.parametrize("wish", ["threads", "own_loop", "async"])
 def test_concurrent_calls_are_answered_in_any_order(broker: Broker, wish: str) -> None:
     if wish == "async":
@@ -337,9 +328,6 @@ def test_a_forked_child_cannot_use_the_link(broker: Broker) -> None:
     call = broker.call("forked")
     broker.reply(call, small(5))
     assert floats(broker.row()) == [5]
-
-
-# ---------------------------------------------------------------------------------------------- questions
 
 
 def test_a_model_queries_loads_and_unloads_other_models(broker: Broker) -> None:
@@ -390,9 +378,6 @@ def test_a_model_can_query_the_server_while_it_loads(tmp_path: Path) -> None:
         process.send(Answer(ask.request, b"{}"))
         process.loaded()
         assert process.expect(Pong).number == 5
-
-
-# ---------------------------------------------------------------------------------------------- the end
 
 
 @pytest.fixture

@@ -152,9 +152,6 @@ def test_strict_outputs(tmp_path: Path) -> None:
             assert_failed(ask(model, wish), "MODEL_FAILED", text)
 
 
-# ------------------------------------------------------------------------------------------------ a whole server
-
-
 @pytest.fixture(scope="module")
 def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     root = tmp_path_factory.mktemp("models")

@@ -53,9 +53,6 @@ def worker(sending: WorkerProcess) -> Iterator[WorkerProcess]:
     quiet(sending)
 
 
-# ---------------------------------------------------------------------------------------------- responses
-
-
 def test_threads_continue_while_further_batches_run(tmp_path: Path) -> None:
     source = IN_THREADS.replace(
         "for index in", 'gate(request) if "gate" in wishes(request) else None\n        for index in'
@@ -70,8 +67,6 @@ def test_threads_continue_while_further_batches_run(tmp_path: Path) -> None:
         values(worker, 1, 2)
         last(worker, 1)
 
-
-# ---------------------------------------------------------------------------------------------- errors
 
 FAULTY = """\
 class TritonPythonModel:
@@ -228,9 +223,6 @@ def test_a_model_in_execute_sees_that_its_request_is_cancelled(faulty: WorkerPro
     done(faulty)
 
 
-# ---------------------------------------------------------------------------------------------- backpressure
-
-
 @senders("execute", "threads")
 def test_no_more_responses_than_the_window_allows(worker: WorkerProcess, sender: str) -> None:
     worker.execute(asks(1, 6, window=2))
@@ -279,9 +271,6 @@ class TritonPythonModel:
         withdraw(worker, 3)
 
 
-# ---------------------------------------------------------------------------------------------- the end
-
-
 @pytest.mark.parametrize("sender", ["threads", "coroutine", "generator"])
 def test_a_stop_ends_open_streams(tmp_path: Path, sender: str) -> None:
     with serving(tmp_path, SOURCES[sender]) as worker:
@@ -303,9 +292,6 @@ def test_the_worker_ends_when_the_link_is_lost_with_responses_waiting(tmp_path: 
             pass
         worker.sock.close()
         assert worker.process.wait(60) != 0
-
-
-# ---------------------------------------------------------------------------------------------- coroutines
 
 
 @senders("coroutine", "generator")
@@ -344,9 +330,6 @@ class TritonPythonModel:
         text = "1024 answers wait for a caller that does not read; the model should await what send() returns"
         assert assert_failed(failed, "UNAVAILABLE").text == text
         quiet(worker)
-
-
-# ---------------------------------------------------------------------------------------------- cancellation
 
 
 @senders("execute", "threads")
@@ -418,8 +401,6 @@ class TritonPythonModel:
             rows, _ = worker.done()
             assert [np.frombuffer(found.outputs[0].data, np.float32)[0] for found in rows] == [0, 1, 0]  # type: ignore[arg-type]
 
-
-# ---------------------------------------------------------------------------------------------- many streams
 
 STREAMS = 150
 

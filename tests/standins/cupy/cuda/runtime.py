@@ -225,9 +225,6 @@ def memGetInfo() -> tuple[int, int]:
     return state.total - sum(memory.size for memory in state.device.values()), state.total
 
 
-# ---------------------------------------------------------------------------------------------- memory
-
-
 def malloc(size: int) -> int:
     state.call("malloc", size)
     if size > memGetInfo()[0]:
@@ -316,9 +313,6 @@ def memcpyAsync(target: int, source: int, size: int, kind: int, stream: int) -> 
     state.stream(stream).add(run, (target, size), (source, size))
 
 
-# ---------------------------------------------------------------------------------------------- streams and events
-
-
 def streamCreateWithPriority(flags: int, priority: int) -> int:
     state.call("streamCreateWithPriority", flags, priority)
     handle = state.next()
@@ -393,9 +387,6 @@ def eventSynchronize(event: int) -> None:
 def eventDestroy(event: int) -> None:
     state.call("eventDestroy", event)
     del state.events[event]
-
-
-# ---------------------------------------------------------------------------------------------- graphs
 
 
 def streamBeginCapture(stream: int, mode: int = 2) -> None:

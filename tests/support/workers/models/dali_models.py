@@ -36,9 +36,6 @@ def source(fn: Any, types: Any, name: str, dtype: str, rank: int) -> Any:
     return fn.external_source(name=name, dtype=data_type(types, dtype), ndim=rank)
 
 
-# ---------------------------------------------------------------------------------------------- conformance
-
-
 def echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
     def make(fn: Any, types: Any) -> Any:
         return tuple(source(fn, types, f"x{dtype}", dtype, len(dims)) for dtype in dtypes)

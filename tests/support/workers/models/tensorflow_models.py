@@ -72,9 +72,6 @@ def frozen_graph(folder: Path, make: Callable[[], object]) -> Path:
     return path
 
 
-# ---------------------------------------------------------------------------------------------- conformance
-
-
 def echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
     full = [-1, *dims] if max_batch else list(dims)
 

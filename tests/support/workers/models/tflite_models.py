@@ -102,9 +102,6 @@ class Graph:
         return found
 
 
-# ---------------------------------------------------------------------------------------------- conformance
-
-
 def echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
     graph = Graph()
     full = [-1, *dims] if max_batch else list(dims)

@@ -101,9 +101,6 @@ def on_gpu(given: ModelConfig, number: int = 0) -> ModelConfig:
     return replace(given, instance_group=(ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(number,)),))
 
 
-# ---------------------------------------------------------------------------------------------- identity
-
-
 def identity_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
     return echo_config("identity", dtypes, dims, max_batch)
 
@@ -115,9 +112,6 @@ def identity_failing(folder: Path) -> ModelConfig:
 
 def _identity_fail(x: Tensor) -> tuple[list[Tensor], Options | None]:
     return [x], Options(parameters={"fail": "told to"})
-
-
-# ---------------------------------------------------------------------------------------------- python
 
 
 def python_model(folder: Path, source: str) -> None:
@@ -136,9 +130,6 @@ def python_failing(folder: Path) -> ModelConfig:
 
 def _python_fail(x: Tensor) -> tuple[list[Tensor], Options | None]:
     return [x], Options(parameters={"raise": "told to"})
-
-
-# ---------------------------------------------------------------------------------------------- onnx
 
 
 class Graph:
@@ -222,9 +213,6 @@ def _onnx_fail(x: Tensor) -> tuple[list[Tensor], Options | None]:
     return [Tensor(x.name, x.dtype, x.shape, values.tobytes())], None
 
 
-# ---------------------------------------------------------------------------------------------- openvino
-
-
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 """Without this, the import of the engine sends telemetry."""
 
@@ -281,9 +269,6 @@ def openvino_failing(folder: Path) -> ModelConfig:
     return config("openvino", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=8)
 
 
-# ---------------------------------------------------------------------------------------------- pytorch
-
-
 def torch_script(folder: Path, source: str) -> Path:
     """Saves the class Model in the source text as TorchScript."""
     import torch
@@ -326,9 +311,6 @@ def torch_failing(folder: Path) -> ModelConfig:
     return config("pytorch", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=8)
 
 
-# ---------------------------------------------------------------------------------------------- tensorrt
-
-
 MOST = 1 << 20
 """Maximum of a variable dim in the profile of a plan."""
 
@@ -356,9 +338,6 @@ def tensorrt_failing(folder: Path) -> ModelConfig:
     tensors = [tensor("input", "x", [-1, -1]), tensor("output", "y", [-1, -1])]
     plan(folder, tensors, {"y": ["refuse 77", "x"]}, {"x": [[1, 1], [1, 1], [8, 8]]})
     return on_gpu(config("tensorrt", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=8))
-
-
-# ---------------------------------------------------------------------------------------------- fil
 
 
 TREE_VALUES = 100

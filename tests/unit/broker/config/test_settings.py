@@ -63,9 +63,6 @@ def written(path: Path, text: str) -> list[str]:
     return ["--config", str(path)]
 
 
-# ---------------------------------------------------------------------------------------------- precedence
-
-
 def test_flags_take_precedence_over_the_environment_and_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,9 +156,6 @@ def test_flags_environment_and_file_are_parsed_alike(
         assert getattr(found, flag.dest) == wanted
         assert not found.warnings
         assert settings.host_policies(found) == ({"cpu": (CORE,)} if flag.kind == "policy" else {})
-
-
-# ---------------------------------------------------------------------------------------------- what is wrong
 
 
 @pytest.mark.parametrize(
@@ -321,9 +315,6 @@ def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 def test_any_text_is_read_or_refused(text: str, flag: Flag) -> None:
     with contextlib.suppress(ValueError):
         values.from_text(flag, text)
-
-
-# ---------------------------------------------------------------------------------------------- what is made of them
 
 
 def test_deprecated_names(base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,9 +273,6 @@ def test_a_packet_with_descriptors_stays_whole_and_has_a_limit(worlds: Worlds) -
     assert f"more than {PACKET_MESSAGES} messages" in refused.text
 
 
-# ------------------------------------------------------------------------------------ users
-
-
 @pytest.mark.parametrize(("user", "count"), [("uid:2", 40), ("uid:1", 1)], ids=["another user", "a small packet"])
 def test_many_connections_of_a_user_delay_another_user_by_one_of_them(worlds: Worlds, user: str, count: int) -> None:
     """A small packet of the same user goes before the large ones."""
@@ -297,9 +294,6 @@ def test_small_packets_do_not_starve_large_ones(worlds: Worlds) -> None:
             world.send(peer, 20)
         heard.update(peer for peer, _ in world.turn())
     assert sum(count for peer, count in heard.items() if peer < 100) >= 20 * MESSAGES // 100
-
-
-# ------------------------------------------------------------------------------------ clients that do not read
 
 
 def test_input_of_a_client_that_does_not_read_waits(worlds: Worlds) -> None:

@@ -81,9 +81,6 @@ def spawn(source: int) -> Spawn:
     return Spawn(1 << 20, "m", 1, source, InstanceSpec("m_0"))
 
 
-# ---------------------------------------------------------------------------------------------- one source or two
-
-
 INSTANCES = ALL + GROUP.format(3)
 VERSIONS = ALL.replace("all { }", "specific { versions: [ 1, 2 ] }")
 PARAMETER = ALL + 'parameters { key: "k" value: { string_value: "v" } }'
@@ -145,9 +142,6 @@ def test_sources_after_overrides_failures_and_unloads(catalog: Catalog, root: Pa
     assert sources(both)[1] != first[1], "the files are the same, but not where a worker would look"
 
 
-# ---------------------------------------------------------------------------------------------- instances, in place
-
-
 def test_instances_of_the_file_and_of_a_call_change_in_place(catalog: Catalog, root: Path) -> None:
     def changed(given: LoadOverride | None = None) -> list[int]:
         after = deploy(catalog, given, operation=7)
@@ -201,9 +195,6 @@ def test_a_worker_cannot_change_the_model_name_or_complete_invalid_values(catalo
         catalog.config(first[1])
 
 
-# ---------------------------------------------------------------------------------------------- orders for workers
-
-
 def test_a_worker_loads_the_files_as_they_were_read(catalog: Catalog, root: Path) -> None:
     """Large files are linked, and the order has their state."""
     number = sources(catalog)[1]
@@ -218,9 +209,6 @@ def test_a_worker_loads_the_files_as_they_were_read(catalog: Catalog, root: Path
     (root / "m" / "1" / "weights").write_bytes(bytes((1 << 20) + 1))
     looks = json.loads(Path(order(catalog, sources(catalog)[1]).settings[PINS]).read_text())
     assert looks == {"1/weights": list(take(root / "m").files["1/weights"])}
-
-
-# ---------------------------------------------------------------------------------------------- what is forgotten
 
 
 def test_directories_of_overrides_are_removed_with_their_last_source(catalog: Catalog, tmp_path: Path) -> None:
@@ -242,9 +230,6 @@ def test_directories_of_overrides_are_removed_with_their_last_source(catalog: Ca
     assert list(tmp_path.glob("given*")) == []
 
 
-# ---------------------------------------------------------------------------------------------- going back
-
-
 def test_a_model_is_rolled_back_to_the_previous_generation(catalog: Catalog, root: Path) -> None:
     with pytest.raises(NotFound, match="'m': it has no previous generation"):
         catalog.previous("m", 1, [])
@@ -261,9 +246,6 @@ def test_a_model_is_rolled_back_to_the_previous_generation(catalog: Catalog, roo
     assert catalog.is_rejected(catalog.repositories.read("m")), "until it changes"
     (root / "m" / "labels.txt").write_text("bird\n")
     assert not catalog.is_rejected(catalog.repositories.read("m"))
-
-
-# ---------------------------------------------------------------------------------------------- what is refused
 
 
 def refused(events: list[Event]) -> list[tuple[str, int, str]]:

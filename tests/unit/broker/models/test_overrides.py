@@ -91,9 +91,6 @@ def refused(place: Path, body: bytes, *texts: str, **more: Any) -> None:
     assert tree(place.parent) == before
 
 
-# ------------------------------------------------------------------------------------------------- what is right
-
-
 def test_configurations_and_files(place: Path) -> None:
     assert unpack(place, b"") is unpack(place, b"{}\n") is None
     found = unpack(place, body_of())
@@ -142,9 +139,6 @@ def test_a_large_body_is_not_kept_in_memory(place: Path) -> None:
     assert found.folder is not None
     assert (found.folder / "1" / "a").stat().st_size == size
     assert (found.folder / "1" / "b").read_bytes() == b"end"
-
-
-# ------------------------------------------------------------------------------------------------- what is wrong
 
 
 @pytest.mark.parametrize(
@@ -230,9 +224,6 @@ def test_too_many_bytes(place: Path) -> None:
     assert tree(place) == {}
 
 
-# ------------------------------------------------------------------------------------------------- a disk that fails
-
-
 def test_a_disk_that_fails_during_or_at_the_end_of_an_upload(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the files already exist."""
     with monkeypatch.context() as patch, open("/dev/full", "wb", buffering=0) as full:
@@ -266,8 +257,6 @@ def test_existing_links_are_not_followed(place: Path, monkeypatch: pytest.Monkey
         unpack(place, body_of([["1/a", 1]], b"x"))
     assert tree(place.parent) == {"beside": b"mine", "place": None}
 
-
-# ------------------------------------------------------------------------------------------------- anything at all
 
 PARTS = st.sampled_from(
     ["1", "2", "a", "b", "..", ".", "", ".h", "é", "a\\b", "\0", "x" * 200, "\u202e", "\ud800", "~", "C:"]

@@ -118,8 +118,6 @@ def test_a_traceback_is_indented(text: str) -> None:
     assert printable("é 模型\ta\nb\r\x1b[2J\u2028\u202e\x85") == "é 模型\ta\\nb\\r\\x1b[2J\\u2028\\u202e\\x85"
 
 
-# ------------------------------------------------------------------------------------------ JSON, and fields
-
 INJECTIONS = [
     "mlp\n2026-01-01 00:00:00,000 ERROR forged",
     "mlp\r\n2026-01-01T00:00:00.000Z ERROR forged",
@@ -173,9 +171,6 @@ def test_a_json_record_is_one_line_with_all_fields(text: str, fields: dict[str, 
     assert {name: found[name] for name in fields.keys() - own} == {name: fields[name] for name in fields.keys() - own}
 
 
-# ------------------------------------------------------------------------------------------ repeats
-
-
 def texts(file: Path) -> list[str]:
     return [line.split(" ", 2)[2] for line in file.read_text().splitlines()]
 
@@ -202,9 +197,6 @@ def test_repeats_are_counted(tmp_path: Path) -> None:
         "INFO another",
         "INFO last message repeated 1 time: another",
     ]
-
-
-# ------------------------------------------------------------------------------------------ a log that is full
 
 
 @pytest.mark.parametrize("room", [0, 30], ids=["nothing fits", "a part of a record fits"])

@@ -94,9 +94,6 @@ def told(loop: Any, address: str, ear: Ear) -> Iterator[Told]:
     told.announcer.close()
 
 
-# ------------------------------------------------------------------------------------------------- the manager
-
-
 def test_workers_get_the_variables_that_the_operator_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """R10: a worker's environment is an allow-list, and never has those of the service manager or the key."""
     names = {"HF_HOME", "HF_TOKEN", "MODEL_BUCKET", "PASSWORD", "LD_PRELOAD", "MALLOC_CONF"}
@@ -156,9 +153,6 @@ def test_a_manager_that_does_not_read_delays_only_one_notification(
     manager.close()
 
 
-# ------------------------------------------------------------------------------------------------- the census
-
-
 def test_models_are_counted_by_state() -> None:
     unloaded = model("old", UNAVAILABLE)
     unloaded.versions[1].reason = "unloaded"
@@ -179,9 +173,6 @@ def test_models_are_counted_by_state() -> None:
     assert Census(0, [], []).text() == "serving 0 of 0 models"
     text = Census(1000, [f"m{number:03}\nREADY=1" for number in range(1000)], []).text()
     assert ("\n" in text, len(text) < 300, text.endswith("and 992 more")) == (False, True, True)
-
-
-# ------------------------------------------------------------------------------------------------ notifications
 
 
 def test_from_start_to_stop(told: Told) -> None:
@@ -249,9 +240,6 @@ def test_the_watchdog_is_notified_only_while_the_loop_runs(loop: Any, address: s
     loop.remove_reader(ear.socket)
     assert heard == [{"WATCHDOG": "1"}] * 3
     told.announcer.close()
-
-
-# ------------------------------------------------------------------------------------------------- a gateway
 
 
 def test_a_gateway_notifies_readiness_and_the_watchdog(ear: Ear, address: str, loop: Any, caplog: Any) -> None:

@@ -40,9 +40,6 @@ LOG = {
 ANYTHING = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=3), st.lists, max_leaves=3)
 
 
-# ---------------------------------------------------------------------------------------- the log
-
-
 class Changing:
     def __init__(self, **given: Any) -> None:
         self.tracing: list[bool] = []
@@ -97,9 +94,6 @@ def test_a_body_that_is_not_an_object_is_refused(body: bytes) -> None:
         Changing().settings.change(body)
     with pytest.raises(InvalidRequest, match="settings of the traces must be a JSON object"):
         tracing().change("", body)
-
-
-# ---------------------------------------------------------------------------------------- traces
 
 
 def tracing(samples: dict[str, Sample] | None = None, **given: Any) -> TraceSettings:
@@ -220,9 +214,6 @@ def test_trace_levels_of_several_flags_are_combined() -> None:
     assert samples == {"": Sample(3, -1, timestamps=False, tensors=True)}
 
 
-# ---------------------------------------------------------------------------------------- the file
-
-
 def traced(number: int, times: tuple[int, ...] = (3, 4, 5, 6), **more: Any) -> Traced:
     fields = {"trace_id": "", "model": "a", "version": 1, "request": number, **more}
     return Traced(fields, 2, times, 7, None, number=number, model="a")
@@ -303,9 +294,6 @@ def test_without_a_file_traces_go_to_the_log_but_not_too_many(tmp_path: Path, ca
     file.write(traced(1))
     file.close()
     assert "cannot write 9 lines of traces: No such file or directory" in caplog.text
-
-
-# ---------------------------------------------------------------------------------------- OpenTelemetry
 
 
 def test_flags_of_the_mode_opentelemetry() -> None:

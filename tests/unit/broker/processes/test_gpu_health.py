@@ -29,9 +29,6 @@ RESET = f"reset it (nvidia-smi --gpu-reset -i {PCI})"
 ONE, TWO = {"uuid": "GPU-aa11", "pci": PCI}, {"uuid": "GPU-bb22", "pci": "00000000:AF:00.0"}
 
 
-# ---------------------------------------------------------------------------------------------- rules
-
-
 def observed(*states: GpuState, xid: int = 0, later: float = 0.0) -> GpuHealth:
     """A GPU with these states, the first before the Xid. `later`: seconds between the Xid and the last state."""
     health = GpuHealth(PCI, xids.FIXES)
@@ -117,9 +114,6 @@ def test_rules_change_the_fatal_xids() -> None:
     for text in ("74", "74=", "=fatal", "x=fatal", "74=off", "-1=fatal"):
         with pytest.raises(ValueError, match=r"expected NUMBER=fatal or NUMBER=ignore, as in 74=fatal"):
             xids.rule(text)
-
-
-# ---------------------------------------------------------------------------------------------- with a driver
 
 
 class Driver:

@@ -20,8 +20,6 @@ from shmserve.terminal.errors import Failed
 from shmserve.terminal.output import as_json, file_name, percentile, storable, timing
 from shmserve.terminal.tables import duration_text, table, values_text
 
-# ------------------------------------------------------------------------------------------ arguments
-
 
 @pytest.mark.parametrize(
     "words",
@@ -109,9 +107,6 @@ def test_options_of_random_data_need_it(tmp_path: Path, capsys: pytest.CaptureFi
     for option in ("--batch=2", "--seed=1", "--shape=x=1", "--seed=0"):
         assert main.main(["infer", "mlp", option, "--runtime-dir", str(tmp_path)]) == 2
         assert "is for random data: give --random too" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------ what it prints
 
 
 def test_tables_and_json() -> None:

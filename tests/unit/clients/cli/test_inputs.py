@@ -147,9 +147,6 @@ def test_hostile_values_are_refused_with_a_short_error(dtype: str) -> None:
         assert len(str(refused.value)) < 300
 
 
-# ------------------------------------------------------------------------------------------ arguments and files
-
-
 def test_arguments_name_their_input() -> None:
     both = known(spec("FP32", 2, name="a"), spec("BYTES", 1, name="b"))
     found = inputs.from_arguments(["a=1,2", "b=k=v"], both)
@@ -257,9 +254,6 @@ def test_json_documents_that_do_not_fit(text: str, match: str, monkeypatch: pyte
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     with pytest.raises(Misuse, match=match):
         inputs.from_json("-", known(spec("FP32", -1, 3)))
-
-
-# ------------------------------------------------------------------------------------------ random data
 
 
 @pytest.mark.parametrize("dtype", list(ITEM_BYTES))

@@ -87,9 +87,6 @@ def run(broker: FakeBroker, *words: str) -> int:
     return main.main([*words, "--url", broker.lane])
 
 
-# ------------------------------------------------------------------------------------------ load, unload, restart
-
-
 def test_load(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(broker, "load", "a", "same", "a") == 0
     said = capsys.readouterr()
@@ -226,9 +223,6 @@ def test_a_terminal_shows_the_progress_and_ctrl_c_ends_the_command(broker: Opera
     assert (progress(INDEX, ["mlp"]), progress(INDEX, ["odd", "other"])) == (": 2 of 4 instances", "")
 
 
-# ------------------------------------------------------------------------------------------ models, config
-
-
 def test_the_tables_of_models_and_instances(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(broker, "models") == 0
     head, *rows, blank, legend = capsys.readouterr().out.splitlines()
@@ -301,8 +295,6 @@ def test_config(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(broker, "config", "mlp", "--json", "--origins") == 0
     assert json.loads(capsys.readouterr().out) == {"config": config, "origins": origins["origins"]}
 
-
-# ------------------------------------------------------------------------------------------ completion
 
 BASH = """
 eval "$(shmserve completion bash)"

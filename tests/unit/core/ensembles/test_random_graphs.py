@@ -98,9 +98,6 @@ def _spec(name: str, kind: str, optional: bool) -> TensorSpec:
     return TensorSpec(name, DTYPES[kind], DIMS[kind], optional)
 
 
-# ------------------------------------------------------------------------------------------------ computed directly
-
-
 def compute(kind: Kind, inputs: Mapping[str, Array]) -> list[dict[str, Array]]:
     """All responses of a model to a request, without the batch dimension."""
     total = kind.salt + sum((index + 1) * int(inputs[name].sum()) for index, name in enumerate(sorted(inputs)))
@@ -256,9 +253,6 @@ def _step(
         if parts:
             put[names[own]] = np.stack(parts)
     return put
-
-
-# ------------------------------------------------------------------------------------------------ made at random
 
 
 def models(random: Random, many: bool) -> dict[str, Kind]:

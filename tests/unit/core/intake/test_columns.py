@@ -85,9 +85,6 @@ def send(world: World, client: FakeClient, *batches: Columns, timeout_us: int = 
     world.turn([(client.peer, InferBatch("m", 0, batch, timeout_us)) for batch in batches])
 
 
-# ------------------------------------------------------------------------------------------------- messages
-
-
 @given(st.data())
 def test_columns_are_read_as_the_tensors_of_each_request(data: st.DataObject) -> None:
     forms = tuple(data.draw(st.lists(st.builds(TensorForm, st.text(max_size=3), st.just("UINT8"), st.just((2,))))))
@@ -171,9 +168,6 @@ def test_a_batch_over_the_limits_of_a_message_is_refused_and_the_others_are_not(
     assert refused.request == 0
     assert "InferBatch" in refused.text
     assert field in refused.text
-
-
-# ------------------------------------------------------------------------------------------------- to workers
 
 
 def test_requests_of_one_form_go_to_the_worker_and_come_back_in_columns() -> None:
@@ -319,9 +313,6 @@ def test_requests_that_are_refused_for_the_same_reason_share_a_check_and_an_answ
     assert world.core.state.observers.refusals == {code: 5}
 
 
-# ------------------------------------------------------------------------------------------------- what is kept
-
-
 def form_of(width: int) -> tuple[TensorForm, ...]:
     return (TensorForm("x", "FP32", (width,)),)
 
@@ -371,9 +362,6 @@ def test_a_form_may_be_evicted_while_requests_of_it_wait() -> None:
     assert not client.open
     assert all(isinstance(answer, Reply) for answer in client.answers.values())
     assert len(worker.started) >= _FORMS
-
-
-# ------------------------------------------------------------------------------------------------- the queue
 
 
 def test_a_sampled_request_leaves_the_others_in_their_columns() -> None:

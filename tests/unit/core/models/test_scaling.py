@@ -113,9 +113,6 @@ def test_scaling_up_soon_after_scaling_down_doubles_the_delay() -> None:
     assert scaler.patience == 1, "the load has grown since"
 
 
-# ------------------------------------------------------------------------------------ sizes
-
-
 def served(policy: ScalingPolicy, *specs: InstanceSpec) -> Version:
     version = Version("m", 1, [Instance(spec) for spec in specs])
     version.scaler = Scaler(policy)

@@ -23,8 +23,6 @@ from tests.support.gateway.http_connection import lines
 
 SERVED = [action for action in Action if action.row.http]
 
-# ------------------------------------------------------------------------------------------------ roles
-
 
 @pytest.mark.parametrize("action", [Action.NONE, *SERVED])
 def test_an_action_needs_one_of_its_roles(action: Action) -> None:
@@ -97,9 +95,6 @@ def test_web_pages_cannot_change_anything_without_a_token() -> None:
             EndpointAccess(CALLER_ROLES).check(action, page.get)
 
 
-# ------------------------------------------------------------------------------------------------ restricted APIs
-
-
 def test_every_action_is_in_one_group() -> None:
     for action in set(SERVED) - {Action.METRICS} - PAGE:
         assert len(action.row.groups) == 1, action
@@ -149,9 +144,6 @@ def test_roles_and_restrictions_are_both_checked() -> None:
         access.check(Action.INFER, nothing)
     with pytest.raises(Denied, match="needs the role"):
         access.check(Action.STATISTICS, {"k": "v"}.get)
-
-
-# ------------------------------------------------------------------------------------------------ heads
 
 
 def test_heads_have_the_result_of_the_access_check() -> None:

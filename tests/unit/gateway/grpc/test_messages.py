@@ -76,9 +76,6 @@ def requests(draw: Any) -> Any:
     return made, made.SerializeToString()
 
 
-# ---------------------------------------------------------------------------------------- requests
-
-
 @given(requests(), st.sampled_from([bytes, bytearray, memoryview]))
 def test_the_tensors_of_a_request_are_separated(case: tuple[Any, bytes], kind: Any) -> None:
     made, data = case
@@ -231,8 +228,6 @@ def test_plans_without_tensors_are_cached() -> None:
     assert plans.plan(plain) == plan_of(plain)
 
 
-# ---------------------------------------------------------------------------------------- responses
-
 TENSOR = st.tuples(NAMES, st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 2**40), max_size=3), BLOBS)
 
 
@@ -276,8 +271,6 @@ def test_protobuf_reads_the_parameters_of_a_response() -> None:
     shown = {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in found.parameters.items()}
     assert shown == parameters
 
-
-# ---------------------------------------------------------------------------------------- methods
 
 INFER = Action.INFER
 

@@ -198,8 +198,6 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
     assert transport.closed
 
 
-# ---------------------------------------------------------------------------------------- request smuggling
-
 _CHUNKED = lines("Transfer-Encoding: chunked")
 _HIDDEN = lines("Content-Length: 0", first="GET /v2/health/live HTTP/1.1")
 SIZES = b"1;a\nb|1;a\rb|1;a=\0|1;a=\xff|1 | 1|+1|-1|0x1|1_0|10000000000000001|"
@@ -265,9 +263,6 @@ def test_the_request_behind_a_valid_one_is_answered(sent: bytes) -> None:
         assert [answer for _, answer in answered(transport.sent)] == [b"x", b"next"]
 
 
-# ---------------------------------------------------------------------------------------- metrics
-
-
 def test_frequent_scrapes_share_a_page_of_metrics() -> None:
     now, asked = [0.0], list[Any]()
     link: Any = SimpleNamespace(
@@ -304,9 +299,6 @@ def test_frequent_scrapes_share_a_page_of_metrics() -> None:
     assert [status for _, transport in waiting for status, _ in answered(transport.sent)] == [503, 503]
     scrape()
     assert len(asked) == 3 + SCRAPES, "an error is not cached"
-
-
-# ---------------------------------------------------------------------------------------- turns
 
 
 def fill(connection: HttpConnection, transport: Transport) -> int:

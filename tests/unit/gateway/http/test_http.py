@@ -27,8 +27,6 @@ from shmserve.protocol.roles import ROLES
 from tests.support.gateway.http_connection import chunked, lines
 from tests.support.gateway.sliced_work import finished
 
-# ---------------------------------------------------------------------------------------- heads
-
 
 def test_all_fields_of_a_head() -> None:
     head = parse(lines("content-LENGTH: 12", "Inference-Header-Content-Length:  5", "Content-Encoding: GZIP",
@@ -75,9 +73,6 @@ def test_accept_encoding() -> None:
         "deflate;q=1.0, gzip": "deflate",
     }.items():  # fmt: skip
         assert parse(lines(f"Accept-Encoding: {value}")).accepts == encoding
-
-
-# ---------------------------------------------------------------------------------------- bodies
 
 
 @given(st.lists(st.binary(max_size=20), max_size=6), st.lists(st.integers(0, 200), max_size=8),
@@ -148,9 +143,6 @@ def test_invalid_compression_is_refused(encoding: str, body: bytes, kind: type[S
         inflated(encoding, body, 1000)
 
 
-# ---------------------------------------------------------------------------------------- paths
-
-
 def test_routes() -> None:
     """test_openapi.py resolves every path of the API."""
     for method, path, route in (
@@ -184,9 +176,6 @@ def test_unknown_paths_and_methods_are_refused(status: int, requests: str) -> No
         refusal = resolve(method, path)
         assert isinstance(refusal, NoRoute), request
         assert refusal.status == status, request
-
-
-# ---------------------------------------------------------------------------------------- documents
 
 
 def question(name: str, body: bytes = b"", model: str = "") -> documents.BrokerQuery:

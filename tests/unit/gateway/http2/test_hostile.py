@@ -292,9 +292,6 @@ def new_fields(count: int, at: int) -> bytes:
     return frame(HEAD, 5, 2 * at + 1, block(*more))
 
 
-# ---------------------------------------------------------------------------------------- turns of the loop
-
-
 def turns(caller: Caller) -> Iterator[None]:
     """The turns that the rest of the input takes."""
     while caller.core.more:
@@ -376,9 +373,6 @@ def test_a_flood_is_not_processed_after_the_end_of_its_connection() -> None:
     assert not lost.reads, "a lost transport is not resumed"
 
 
-# ---------------------------------------------------------------------------------------- what ends a connection
-
-
 def test_many_settings_end_the_connection() -> None:
     caller = Caller(Host(Unfinished), opening=HELLO + OPEN)
     entries = b"".join(b"\0\4" + number(n % 2 * 1000) for n in range(64))
@@ -436,9 +430,6 @@ def test_calls_that_are_refused_take_turns_and_end_the_connection(
     assert 0 < max(after - before for before, after in pairwise(counts)) <= math.ceil(CONNECTION_WORK / REQUEST_WORK)
     assert counts[-1] == 100
     assert (caller.errors(), caller.errors(calls[100])) == ([], [CALM])
-
-
-# ---------------------------------------------------------------------------------------- streams that never finish
 
 
 def test_a_call_without_a_request_times_out() -> None:

@@ -51,8 +51,6 @@ def body(data: str, count: int, dtype: str = "INT32") -> bytes:
 
 TENSOR = b'{"name":"x","shape":[1],"datatype":"FP32","data":[1]}'
 
-# ---------------------------------------------------------------------------------------- values
-
 
 def nested(draw: st.DrawFn, values: st.SearchStrategy[Any], depth: int) -> tuple[Any, int]:
     """A list of lists of equal depth, and the number of its values."""
@@ -155,9 +153,6 @@ def test_clients_cannot_write_the_placeholder_of_a_list(small: int) -> None:
     for mark in ('{"@":0}', '{"cut":0}', '{"cut 0000000000000000":0}'):
         with pytest.raises(InvalidRequest):
             finished(plan_in_slices(body(mark, 1), MOST))
-
-
-# ---------------------------------------------------------------------------------------- cost
 
 
 def test_the_cost_of_nesting_is_linear_in_its_bytes() -> None:
@@ -313,9 +308,6 @@ def test_inflation_stops_at_the_limit() -> None:
     held.clear()
     assert slices_of(bodies.inflate_body("gzip", bomb, 64 * MIB, "--x", held.append)) >= 64 * MIB // SLICE - 1
     assert sum(held) == 64 * MIB
-
-
-# ---------------------------------------------------------------------------------------- turns
 
 
 class Turns:

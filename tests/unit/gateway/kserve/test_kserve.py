@@ -44,9 +44,6 @@ def one_input(**more: Any) -> bytes:
     return request(inputs=[{"name": "x", "shape": [2], "datatype": "FP32"} | more])
 
 
-# ---------------------------------------------------------------------------------------- requests
-
-
 def test_all_fields_of_a_request() -> None:
     found = plan_of(
         request(
@@ -179,9 +176,6 @@ def test_plans_without_data_are_cached() -> None:
     assert plans.plan(same) is not found, "the cache is bounded"
 
 
-# ---------------------------------------------------------------------------------------- numbers as JSON
-
-
 SHAPES = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 
 
@@ -240,9 +234,6 @@ def test_outputs_that_need_binary_data() -> None:
         json_tensors.to_json("y", "BYTES", (1,), b"\x01\0\0\0\xff")
 
 
-# ---------------------------------------------------------------------------------------- answers
-
-
 def test_a_response_in_json_and_binary() -> None:
     reply = Reply(1, 3, (Tensor("p", "INT16", (2,), b"\1\0\2\0"), Tensor("q", "BYTES", (1,), b"\2\0\0\0hi")), {"k": 1})
     plan = RequestPlan((), 0, RequestOptions("me"), None, {"p": True})
@@ -291,9 +282,6 @@ def test_an_output_is_written_to_its_region() -> None:
         response("m", small, reply, lambda name, buffers: None)
 
 
-# ---------------------------------------------------------------------------------------- raw requests
-
-
 def config(dtype: str, dims: list[Any], batch: int = 0, count: int = 1) -> dict[str, Any]:
     return {"max_batch_size": batch, "input": [{"name": "x", "data_type": f"TYPE_{dtype}", "dims": dims}] * count}
 
@@ -337,9 +325,6 @@ def test_a_raw_request(
 def test_invalid_raw_requests_are_refused(model_config: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         raw_plan("m", model_config, 8)
-
-
-# ---------------------------------------------------------------------------------------- errors
 
 
 def test_every_error_has_a_status() -> None:

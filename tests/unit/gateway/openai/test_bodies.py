@@ -108,9 +108,6 @@ def test_fields_without_effect_and_null() -> None:
     assert inputs.sampling_of(TALK, chat, None) == {}
 
 
-# ---------------------------------------------------------------------------------------- tensors
-
-
 def test_fields_of_vllm_are_sampling_parameters() -> None:
     """In the request, as in vLLM, or in `sampling_parameters`, as long as this server did not know them."""
     fields = {
@@ -209,9 +206,6 @@ def test_formats_for_models_without_messages(form: dict[str, Any], expected: dic
     assert inputs.sampling_of(TALK, chat, None) == {}
 
 
-# ---------------------------------------------------------------------------------------- models
-
-
 @pytest.mark.parametrize(("given", "expected"), [
     (config("text", "y:FP32"), ("text", "y")),
     (config("anything", "y:FP16"), ("anything", "y")),
@@ -262,9 +256,6 @@ def test_optional_inputs_are_ignored_when_the_input_is_chosen() -> None:
 def test_models_that_are_not_language_models_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(NotFound, match="is not a language model"):
         models.language_model("m", given)
-
-
-# ---------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(("error", "status", "kind", "code"), [

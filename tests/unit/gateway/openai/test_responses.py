@@ -55,9 +55,6 @@ def part(dtype: str = "UINT32", /, **outputs: list[bytes] | list[int]) -> Held:
     return Held(Part(1, 1, tuple(tensors)), buffers)
 
 
-# ---------------------------------------------------------------------------------------- parts
-
-
 def added(reader: PartReader, part: Held) -> list[Delta]:
     """What a small part adds to each choice."""
     found = [one for one in reader.deltas(part) if one is not None]
@@ -147,9 +144,6 @@ def test_invalid_parts_are_an_error_of_the_model(outputs: dict[str, Any], text: 
         added(PartReader("m", 1), too_long)
 
 
-# ---------------------------------------------------------------------------------------- log probabilities
-
-
 def test_the_chosen_token_and_the_others() -> None:
     entries = {
         "1": {"logprob": -0.5, "rank": 1, "decoded_token": "\u00e9"},
@@ -172,9 +166,6 @@ def test_invalid_log_probabilities_are_refused(given: list[Any]) -> None:
         logprobs_of(Delta("a", logprobs=given), 1)
 
 
-# ---------------------------------------------------------------------------------------- tool calls
-
-
 def test_tool_calls_arrive_in_pieces_or_whole() -> None:
     calls = ToolCalls()
     first = {"index": 0, "id": "1", "function": {"name": "f", "arguments": "{"}}
@@ -194,9 +185,6 @@ def test_invalid_tool_calls_are_refused(wrong: Any) -> None:
     calls.add([{"index": 0, "function": {"name": "f"}}])
     with pytest.raises(ModelFailed):
         calls.add([wrong])
-
-
-# ---------------------------------------------------------------------------------------- formats
 
 
 def documents(data: bytes) -> list[Any]:
@@ -269,9 +257,6 @@ def test_unknown_usage_is_omitted() -> None:
     found = ChatFormat("id", 5, "m", None, True)
     assert "usage" not in json.loads(b"".join(found.whole([Choice()], Usage(1, None))))
     assert documents(found.end([Choice()], Usage()).removesuffix(DONE))[0]["usage"] is None
-
-
-# ---------------------------------------------------------------------------------------- streams
 
 
 def generation(client: OpenAiCaller, prompts: int, as_events: bool = True, echoes: Sequence[Echo | None] = ()) -> None:

@@ -102,9 +102,6 @@ def test_iterators_of_filters_macros_and_recursive_loops() -> None:
     assert render(MACROS, []) == "1,,2,3,,,<210>"
 
 
-# ---------------------------------------------------------------------------------------- processes
-
-
 class Chat:
     """The exchange of a chat. `result`: the prompt or the error."""
 

@@ -84,9 +84,6 @@ def look(path: Path, config_name: str = "") -> ScannedModel:
     return scan_model(path, backends=BACKENDS, config_name=config_name)
 
 
-# ---------------------------------------------------------------------------------------------------- repositories
-
-
 def test_models_versions_and_other_files(tmp_path: Path) -> None:
     put(tmp_path / "b", versions=("1", "2", "10"))
     path = put(tmp_path / "a", versions=("1", "configs", "warmup", "initial_state", "__pycache__"))
@@ -145,9 +142,6 @@ def test_a_repository_that_is_not_a_directory(tmp_path: Path) -> None:
             model_names([tmp_path / name])
 
 
-# -------------------------------------------------------------------------------------------------- configurations
-
-
 @pytest.mark.parametrize("text", [SMALL, ENSEMBLE])
 def test_the_given_configuration_is_kept_beside_the_completed_one(tmp_path: Path, text: str) -> None:
     found = look(put(tmp_path / "m", text))
@@ -181,9 +175,6 @@ def test_a_model_without_config_or_backend(tmp_path: Path) -> None:
     (first,), (second,) = (model.problem_texts for model in scanned(tmp_path).values())
     assert first.startswith("m (no config.pbtxt): backend: not given, and no file in the version directory determines")
     assert second.startswith('n (no config.pbtxt): backend: found "tensorrt", which this server does not have; ')
-
-
-# -------------------------------------------------------------------------------------------------------- versions
 
 
 def test_directories_that_are_not_versions(tmp_path: Path) -> None:
@@ -282,9 +273,6 @@ def test_model_files(tmp_path: Path, config: str, file: str, kind: str, missing:
     assert found.versions == (() if missing else (1,)), found.problem_texts
     assert found.missing.get(1, "").startswith(missing)
     assert bool(found.missing) is bool(missing)
-
-
-# ----------------------------------------------------------------------------------------------------------- names
 
 
 def test_invalid_names(tmp_path: Path) -> None:

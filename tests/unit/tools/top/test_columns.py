@@ -29,9 +29,6 @@ def rows(count: int = 3) -> list[Row]:
     return make_view(document(1, *before), document(3, *models)).models
 
 
-# ------------------------------------------------------------------------------------------ texts
-
-
 VALUES: dict[Any, dict[float, str]] = {
     texts.count_text: {0: "0", 99_999: "99,999", 123_456: "123k", 12_345_678: "12.3M"},
     texts.rate_text: {0: "0", 0.4: "0.40", 12.34: "12.3", 1234.5: "1,234"},
@@ -69,9 +66,6 @@ def test_widths_of_texts() -> None:
     assert line_text(fit([("abc", "dim"), ("模型", "plain")], 6)) == "abc模 "
 
 
-# ------------------------------------------------------------------------------------------ columns
-
-
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("count", [0, 3])
@@ -102,9 +96,6 @@ def test_the_tables_are_consistent() -> None:
         assert {table.sort, *table.identity} <= {column.key for column in table.columns}
         for row in view.table(table.name):
             assert {column.key for column in table.columns} <= row.keys()
-
-
-# ------------------------------------------------------------------------------------------ order and filter
 
 
 def names(found: list[Row]) -> list[str]:

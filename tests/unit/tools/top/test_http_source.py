@@ -107,9 +107,6 @@ def test_rates_and_percentiles_with_and_without_metrics() -> None:
     assert view.instances == view.clients == view.gpus == []
 
 
-# ------------------------------------------------------------------------------------------ the connection
-
-
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     answers: dict[str, tuple[int, str]]

@@ -137,9 +137,6 @@ def test_a_model_that_is_not_served() -> None:
     assert gone == "other is not listed by the server any more"
 
 
-# ------------------------------------------------------------------------------------------ text and JSON
-
-
 def test_as_text_and_json() -> None:
     view = served()
     text = plain.text(view, "unix:///x", TABLES, "", None, None)

@@ -76,9 +76,6 @@ def test_models_that_cannot_be_tuned_are_refused() -> None:
     check_tunable(completed(CONFIG))
 
 
-# ------------------------------------------------------------------------------------ fits
-
-
 def test_an_affine_fit() -> None:
     samples = [Sample(1, 1, rows, (2 + 0.5 * rows) * MS) for rows in (1, 2, 4, 8)]
     samples += [Sample(2, 1, rows, (2 + 0.5 * rows) * MS * (1.2 if rows == 1 else 1.5)) for rows in (1, 8)]

@@ -184,9 +184,6 @@ def test_without_pinned_memory_outputs_are_copied_directly(
         assert copied_to_pinned(gpu) == [False]
 
 
-# ---------------------------------------------------------------------------------------------- failures
-
-
 @pytest.mark.parametrize("call", ["memcpyAsync", "streamWaitEvent", "eventRecord"])
 def test_a_batch_that_cannot_be_queued_does_not_disturb_the_one_before(gpu: Gpu, tmp_path: Path, call: str) -> None:
     adder(tmp_path, 40_000)
@@ -240,9 +237,6 @@ def test_a_context_outlives_the_batches_that_use_it(gpu: Gpu, tmp_path: Path) ->
         gc.collect()
         assert pending == [False]
         del batch
-
-
-# ---------------------------------------------------------------------------------------------- at load
 
 
 def test_too_little_memory_for_a_second_set_of_buffers(

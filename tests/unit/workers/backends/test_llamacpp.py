@@ -29,8 +29,6 @@ from shmserve.workers.model_calls.answer import Request
 from tests.support.model_files import parameters
 from tests.support.workers.models import gguf_models
 
-# ---------------------------------------------------------------------------------------------- files
-
 
 def test_the_header_of_a_file(tmp_path: Path) -> None:
     file = gguf_models.write(tmp_path / "model.gguf", context=1234)
@@ -58,9 +56,6 @@ def test_the_header_of_a_file(tmp_path: Path) -> None:
 def with_value(kind: int, value: bytes) -> bytes:
     """A file whose first key has this value."""
     return struct.pack("<4sIQQQ3sI", b"GGUF", 3, 0, 1, 3, b"key", kind) + value
-
-
-# ---------------------------------------------------------------------------------------------- sampling
 
 
 @pytest.mark.parametrize(
@@ -123,9 +118,6 @@ def sampling_of_model(text: str) -> Sampling:
 def test_a_request_overrides_the_defaults_of_its_model() -> None:
     both = merged(sampling_in('{"temperature": 0.2, "top_p": 0.9}'), sampling_in('{"temperature": 1}'))
     assert (both.temperature, both.top_p) == (1, 0.9)
-
-
-# ---------------------------------------------------------------------------------------------- replies
 
 
 def piece(index: int = 0, text: str = "", finish: str | None = None, **more: Any) -> bytes:
@@ -220,9 +212,6 @@ def test_errors_of_the_engine(error: dict[str, Any], kind: type[ServeError]) -> 
         Pieces(0, 1).steps(b"[]")
 
 
-# ---------------------------------------------------------------------------------------------- encoders
-
-
 @pytest.mark.parametrize(
     ("config", "text"),
     [
@@ -245,9 +234,6 @@ def test_encoders_with_other_tensors_or_poolings_are_refused(tmp_path: Path, con
     with pytest.raises(InvalidRequest, match=text):
         made.load(made.complete(given))
     made.close()
-
-
-# ---------------------------------------------------------------------------------------------- slots
 
 
 class InstantEngine:

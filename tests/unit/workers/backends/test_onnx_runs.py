@@ -206,9 +206,6 @@ def test_the_engine_does_not_copy_its_input(tmp_path: Path, count: int) -> None:
     memory.close()
 
 
-# ---------------------------------------------------------------------------------------------- one binding
-
-
 def session_of(folder: Path) -> Any:
     """sum = x + w, of a known size; where = the indexes at which x is not zero, of an unknown size."""
     graph = Graph().input("x", "FP32", [-1]).input("w", "FP32", [1])
@@ -325,9 +322,6 @@ def test_an_output_of_the_engine_keeps_its_binding(tmp_path: Path) -> None:
     assert [set(y.view(np.uint16).tolist()) for y in kept] == [{number} for number in range(1, 20)]
 
 
-# ---------------------------------------------------------------------------------------------- recorded runs
-
-
 def test_recorded_runs_have_tensors_of_their_own(tmp_path: Path) -> None:
     """Tested on the host, where the engine records nothing, but the copies are the same."""
     graph = Graph().input("x", "FP32", [-1, 3]).input("z", "FP32", [-1, 3]).output("y", "FP32", [-1, 3])
@@ -358,9 +352,6 @@ def test_outputs_of_strings_or_unknown_size_cannot_be_recorded(dtype: str, dims:
     model = config("onnxruntime", {"x": ("FP32", (1,))}, {"y": (dtype, dims)}, max_batch=2)
     with pytest.raises(Unsupported, match=f"output 'y'.*{text}"):
         OnnxGraphs("m", None, ("cuda", 0), inputs_of(model), outputs_of(model))
-
-
-# ---------------------------------------------------------------------------------------------- the session
 
 
 @pytest.fixture

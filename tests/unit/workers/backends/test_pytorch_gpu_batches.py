@@ -149,9 +149,6 @@ def check_first(instance: Instance, flying: list[tuple[Any, Any]]) -> None:
         np.testing.assert_array_equal(instance.array(row), array + 1)
 
 
-# ---------------------------------------------------------------------------------------------- batches
-
-
 @pytest.mark.parametrize("width", [4, 5000, 40_000])
 def test_batches_overlap(gpu: Gpu, fake: FakeDevice, tmp_path: Path, width: int) -> None:
     with load(tmp_path, model(tmp_path, width)) as instance:
@@ -248,9 +245,6 @@ def test_pytorch_copies_the_inputs_if_cupy_cannot(
         run(instance, 1, 2, width=4)
         assert len(settled) == 1
     assert f"batches do not overlap and run without CUDA graphs: {why}" in capfd.readouterr().err
-
-
-# ---------------------------------------------------------------------------------------------- CUDA graphs
 
 
 def test_graphs_for_each_set_of_buffers(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:

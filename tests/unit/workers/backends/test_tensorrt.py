@@ -24,8 +24,6 @@ from tests.support.workers.worker_harness import config as model
 
 X, Y = {"x": ("FP32", (4,))}, {"y": ("FP32", (4,))}
 
-# ---------------------------------------------------------------------------------------------- batches
-
 
 def test_the_engine_completes_the_configuration(gpu: Gpu, tmp_path: Path) -> None:
     adder(tmp_path)
@@ -169,9 +167,6 @@ def test_shapes_outside_every_profile_are_refused(gpu: Gpu, tmp_path: Path) -> N
             np.testing.assert_array_equal(instance.array(row), good + 1)
 
 
-# ---------------------------------------------------------------------------------------------- profiles
-
-
 def profiled(folder: Path) -> None:
     tensors = [tensor("input", "x", [-1, 4]), tensor("output", "y", [-1, 4])]
     shapes = [[[1, 4], [1, 4], [2, 4]], [[1, 4], [8, 4], [16, 4]], [[1, 4], [2, 4], [4, 4]]]
@@ -219,9 +214,6 @@ def test_profiles_that_do_not_exist_or_are_too_small(gpu: Gpu, tmp_path: Path) -
         gpu.load(tmp_path, model("tensorrt", X, Y, max_batch=3))
 
 
-# ---------------------------------------------------------------------------------------------- CUDA graphs
-
-
 def test_graphs_of_the_preferred_batches(gpu: Gpu, tmp_path: Path) -> None:
     adder(tmp_path)
     with gpu.load(tmp_path, tuned(Cuda(graphs=True))) as instance:
@@ -266,9 +258,6 @@ def test_invalid_cuda_graph_specs_are_refused(gpu: Gpu, tmp_path: Path, spec: An
     adder(tmp_path)
     with pytest.raises(InvalidRequest, match=text):
         gpu.load(tmp_path, tuned(Cuda(graphs=True, graph_spec=(spec,))))
-
-
-# ---------------------------------------------------------------------------------------------- settings
 
 
 def test_streams_priorities_and_events(gpu: Gpu, tmp_path: Path) -> None:
@@ -396,8 +385,6 @@ def test_the_memory_of_contexts(gpu: Gpu, tmp_path: Path, strategy: str) -> None
     assert ("create_execution_context", strategy) in gpu.trt.calls
 
 
-# ---------------------------------------------------------------------------------------------- what does not fit
-
 INPUT = {"name": "x", "data_type": "TYPE_FP32", "dims": (4,)}
 OUTPUT = {"name": "y", "data_type": "TYPE_FP32", "dims": (4,)}
 
@@ -452,9 +439,6 @@ def test_without_the_libraries(gpu: Gpu, tmp_path: Path, name: str, monkeypatch:
     monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(Unsupported, match=rf"{name.partition('.')[0]} \(.*\): {re.escape(install_command('gpu'))}"):
         gpu.load(tmp_path)
-
-
-# ---------------------------------------------------------------------------------------------- what goes wrong
 
 
 def test_insufficient_gpu_memory_is_an_error(gpu: Gpu, tmp_path: Path) -> None:

@@ -86,9 +86,6 @@ def test_the_number_of_elements_is_limited(monkeypatch: pytest.MonkeyPatch) -> N
         classification.classify(spec, np.zeros((2, 101), np.int32), 1, ())
 
 
-# ------------------------------------------------------------------------------------------ in a batch
-
-
 OUTPUTS = ModelConfig(
     name="m",
     max_batch_size=8,

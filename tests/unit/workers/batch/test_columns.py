@@ -50,8 +50,6 @@ class Applied(StackedBackend):
                 outputs.put(index, array)
 
 
-# ------------------------------------------------------------------------------------------------ models
-
 FLOATS = ("FP32", (-1,))
 PAIRS = ("INT16", (2,))
 
@@ -343,9 +341,6 @@ def test_the_broker_can_read_the_results_of_a_batch_of_any_size(count: int) -> N
     (found,) = codec.Codec(WorkerReport).decode(codec.encode([report]))
     assert isinstance(found, Done), found
     assert [row.request for row in rows_of(found.columns or found.rows)] == list(columns.requests)
-
-
-# ------------------------------------------------------------------------------------------------ sequences
 
 
 def test_work_columns_are_a_sequence_of_work_items() -> None:

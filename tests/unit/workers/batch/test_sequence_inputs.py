@@ -202,9 +202,6 @@ def test_string_ids(text: bool, wanted: Any) -> None:
     assert backend.seen[0][4].tolist() == [[wanted[:0]], [wanted]]
 
 
-# ------------------------------------------------------------------------------------------ random sequences
-
-
 class Step(NamedTuple):
     key: int
     x: int  # below 0: the batch fails
@@ -272,9 +269,6 @@ def test_states_are_not_copied_if_the_same_sequences_come_again() -> None:
             produced = next_states
 
 
-# ------------------------------------------------------------------------------------------ initial states
-
-
 def test_initial_states_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "initial_state").mkdir()
     (tmp_path / "initial_state" / "two.bin").write_bytes(np.array([30, 4], np.int64).tobytes())
@@ -335,9 +329,6 @@ def test_sequences_with_states_of_different_shapes_run_apart() -> None:
         assert [values(row) for row in rows] == [[6 + 3], [7 + 2]]
     # Without initial_state a dim of any size is 1; slot 0 is empty where only slot 1 runs.
     assert backend.sizes == [(1, 1), (1, 2), (2, 1), (1, 3), (2, 2)]
-
-
-# ------------------------------------------------------------------------------------------ request by request
 
 
 class Separate(SeparateBackend):

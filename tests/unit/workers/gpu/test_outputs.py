@@ -107,9 +107,6 @@ def test_a_gpu_failure_while_outputs_are_scattered(pair: Pair, monkeypatch: pyte
     places.close()
 
 
-# ------------------------------------------------------------------------------------------------ Python models
-
-
 class LibraryArray(Foreign):
     """An array of a library that only exports DLPack. The stand-in for cupy reads `described`."""
 

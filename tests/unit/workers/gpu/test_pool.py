@@ -33,9 +33,6 @@ def memory(gpu: Gpu) -> Iterator[Memory]:
     made.close()
 
 
-# ------------------------------------------------------------------------------------------------ limits
-
-
 def test_the_broker_and_the_worker_use_one_name_for_the_setting() -> None:
     assert GPU_SETTING == "cuda-memory-pool-byte-size" == CUDA_POOL_LIMIT
 
@@ -106,9 +103,6 @@ def test_an_instance_has_the_limit_of_its_gpu(tmp_path: Path, given: str, expect
         loaded.arenas.close()
         memory.close()
     assert found == expected
-
-
-# ------------------------------------------------------------------------------------------------ reuse
 
 
 def test_the_block_that_was_freed_last_is_used_next(gpu: Gpu, memory: Memory) -> None:
