@@ -81,8 +81,10 @@ LEAKY = """
     def test_honest(for_module):
         threading.Thread(target=lambda: None).start()
 """
-LEFT = ("memfd:kept", "thread 'still-here'", "-c import signal; signal.pause()", "never waited for", "-test-leaks")
-LEFT += ("mapping of /memfd:mapped", "-> socket:[", "test_pure.py left behind:", "memfd:leaked")
+LEFT = (
+    "memfd:kept", "thread 'still-here'", "-c import signal; signal.pause()", "never waited for", "-test-leaks",
+    "mapping of /memfd:mapped", "-> socket:[", "test_pure.py left behind:", "memfd:leaked",
+)  # fmt: skip
 
 
 def test_a_leak_is_an_error_of_the_test_that_left_it(
