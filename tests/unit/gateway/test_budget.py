@@ -40,19 +40,6 @@ def test_a_connection_has_a_quarter_of_the_rest() -> None:
     assert fill(Budget(1024, 0.5).account("")) == 512
 
 
-def test_connections_of_one_address_have_a_common_share() -> None:
-    budget = Budget(4096)
-    crowd = [budget.account("192.0.2.1") for _ in range(10)]
-    for account in crowd:
-        fill(account)
-    assert budget.held <= 2 * 1024
-    with pytest.raises(Unavailable, match=r"of this address would take .*--limit http_held_bytes"):
-        crowd[-1].take(1)
-    budget.account("192.0.2.2").take(500)
-    local = Budget(4096)
-    assert sum(fill(local.account("127.0.0.1")) for _ in range(4)) == 4096, "local clients have none"
-
-
 def test_returned_memory_can_be_taken_again() -> None:
     budget = Budget(1024)
     for _ in range(3):

@@ -72,20 +72,6 @@ def test_origins_file_default_and_model() -> None:
     assert [found[path] for path in changed] == ["default", "default", "model"], "a changed value is not the file's"
 
 
-def test_an_empty_message_gives_its_only_field() -> None:
-    text = SMALL + "optimization { input_pinned_memory { } } version_policy { all { } } response_cache { }"
-    given, final = completed(text + " dynamic_batching { }")
-    found = origins(given, final, final, "file")
-    assert found["optimization.input_pinned_memory.enable"] == "file"
-    assert found["optimization.output_pinned_memory.enable"] == "default"
-    assert (found["version_policy.all"], found["response_cache.enable"]) == ("file", "file")
-    assert found["dynamic_batching.max_queue_delay_microseconds"] == "default"
-    text = as_text(final, found)
-    assert "all { }  # file\n" in text
-    assert "    enable: false  # file\n" in text
-    assert "max_queue_delay" not in text
-
-
 @QUICK
 @given(messages())
 def test_the_text_of_any_configuration_is_equivalent(message: Any) -> None:

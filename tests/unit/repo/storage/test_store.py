@@ -224,21 +224,6 @@ def test_no_version_available(tmp_path: Path, policy: str, versions: tuple[str, 
     assert only(tmp_path).problem_texts == (text + available,)
 
 
-def test_a_version_without_its_model_file_is_not_served(tmp_path: Path) -> None:
-    path = put(tmp_path / "m", PYTHON + ALL_VERSIONS, ("1", "2", "3", "4"))
-    for version in ("1", "4"):
-        (path / version / "model.py").touch()
-    (path / "3" / "modle.py").touch()
-    found = look(path)
-    assert found.versions == (1, 4)
-    assert found.missing == {
-        2: "has no file 'model.py': the directory is empty",
-        3: "has no file 'model.py'; did you mean 'modle.py'?",
-    }
-    assert found.problem_texts == ()
-    assert found.warning_texts == tuple(f"m/{number}: not served: {why}" for number, why in found.missing.items())
-
-
 @pytest.mark.parametrize(
     ("config", "file", "kind", "missing"),
     [
