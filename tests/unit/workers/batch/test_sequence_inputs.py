@@ -127,10 +127,14 @@ def test_controls_and_unused_slots() -> None:
     assert [values(row) for row in rows] == [[1, 2], [5, 6]]
     x, start, end, ready, key, state = backend.seen[0]
     assert x.tolist() == [[0, 0], [5, 6], [0, 0], [1, 2]]
-    assert (start.dtype, start.tolist()) == (np.int32, [[0], [7], [0], [7]])
-    assert (end.dtype, end.tolist()) == (np.float32, [[-1], [1], [-1], [-1]])
-    assert (ready.dtype, ready.tolist()) == (np.bool_, [[False], [True], [False], [True]])
-    assert (key.dtype, key.tolist()) == (np.uint64, [[0], [2**63], [0], [40]])
+    assert start.dtype == np.int32
+    assert start.tolist() == [[0], [7], [0], [7]]
+    assert end.dtype == np.float32
+    assert end.tolist() == [[-1], [1], [-1], [-1]]
+    assert ready.dtype == np.bool_
+    assert ready.tolist() == [[False], [True], [False], [True]]
+    assert key.dtype == np.uint64
+    assert key.tolist() == [[0], [2**63], [0], [40]]
     assert state.tolist() == [[0, 0]] * 4
 
 
