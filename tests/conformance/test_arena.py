@@ -81,7 +81,8 @@ def test_a_batch_is_split_into_rows_that_are_freed_one_by_one(arena: Arena) -> N
         with pytest.raises(InvalidRequest, match="twice"):
             arena.free(row.segment, row.offset)
         arena.check()
-    assert (arena.used, arena.allocate(120).offset) == (0, block.offset)
+    assert arena.used == 0
+    assert arena.allocate(120).offset == block.offset
 
 
 @pytest.mark.parametrize("sizes", [[0, 100, 0, 28, 0], [0, 0], [0], [128, 0]])
@@ -155,7 +156,8 @@ def test_trim_releases_all_empty_segments(arena: Arena) -> None:
         arena.free(block.segment, block.offset)
     assert (arena.used, arena.held) == (MIB, MIB)
     empty = [segment.id for segment in arena.segments if segment.id != kept.segment]
-    assert (arena.trim(), arena.trim()) == (empty, [])
+    assert arena.trim() == empty
+    assert arena.trim() == []
     arena.check()
     assert arena.committed == sum(segment.size for segment in arena.segments)
     for one in empty:
@@ -172,7 +174,8 @@ def test_trim_idle_releases_segments_that_stay_empty_and_unused(arena: Arena) ->
     assert arena.trim_idle() == [], "it may have been used just before"
     arena.free(*((again := arena.allocate(MIB)).segment, again.offset))
     assert arena.trim_idle() == [one for one in (idle.segment, used.segment) if one != again.segment]
-    assert (arena.trim_idle(), arena.trim_idle()) == ([again.segment], [])
+    assert arena.trim_idle() == [again.segment]
+    assert arena.trim_idle() == []
     assert [segment.id for segment in arena.segments] == [held.segment]
     arena.check()
 
@@ -217,7 +220,8 @@ def test_close_keeps_arrays_valid_and_leaves_no_descriptors_or_names(arena: Aren
 
 def test_an_array_must_fit_its_block(arena: Arena) -> None:
     block = arena.allocate(100)
-    assert (len(block.memory()), block.array(U8, (100,)).ctypes.data) == (100, block.address)
+    assert len(block.memory()) == 100
+    assert block.array(U8, (100,)).ctypes.data == block.address
     with pytest.raises(InvalidRequest, match="needs 104 bytes, the block has 100"):
         block.array(F32, (26,))
     with pytest.raises(InvalidRequest, match="negative"):

@@ -33,7 +33,8 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
             runtime, _ = stack.enter_context(standins())
             yield request.param
             end(runtime)
-            assert (runtime.state.left(), runtime.state.violations) == ({}, [])
+            assert runtime.state.left() == {}
+            assert runtime.state.violations == []
         else:
             cupy: Any = pytest.importorskip("cupy")
             if not cupy.is_available():

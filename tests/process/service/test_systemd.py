@@ -389,12 +389,14 @@ def gateway_serves_http(machine: Machine) -> None:
     assert machine.run("nsenter", "-t", first, "-m", "touch", "/srv/x", code=1)
     with journal(machine, "HTTP on 127.0.0.1, port 8000", GATEWAY):
         machine.run("kill", "-KILL", first)
-    assert (asked(machine, "/v2/models/number/ready"), shown(machine, "NRestarts", GATEWAY)) == ("200", "1")
+    assert asked(machine, "/v2/models/number/ready") == "200"
+    assert shown(machine, "NRestarts", GATEWAY) == "1"
 
 
 def gateway_survives_server_restart(machine: Machine) -> None:
     """Without the server, callers get an error; with the next server they are served again."""
-    assert (shown(machine, "ActiveState", GATEWAY), asked(machine, "/v2/models/number")) == ("active", "503")
+    assert shown(machine, "ActiveState", GATEWAY) == "active"
+    assert asked(machine, "/v2/models/number") == "503"
     machine.run("systemctl", "start", "shmserve")
     assert asked(machine, "/v2/models/number") == "200"
     machine.run("systemctl", "stop", "shmserve", GATEWAY)

@@ -85,7 +85,8 @@ class Naive(RuleBasedStateMachine):
     def teardown(self) -> None:
         for offset in list(self.sizes):
             self.blocks.free(offset)
-        assert (self.blocks.used, self.blocks.allocate(SIZE)) == (0, 0)
+        assert self.blocks.used == 0
+        assert self.blocks.allocate(SIZE) == 0
         self.blocks.check()
 
 

@@ -18,7 +18,8 @@ from tests.support.workers.gpu.tensorrt_harness import Gpu
 def gpu() -> Iterator[Gpu]:
     with standins() as (runtime, trt):
         yield Gpu(runtime, trt)
-        assert (runtime.state.left(), runtime.state.violations) == ({}, [])
+        assert runtime.state.left() == {}
+        assert runtime.state.violations == []
 
 
 @pytest.fixture

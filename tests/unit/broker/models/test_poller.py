@@ -93,7 +93,8 @@ def test_a_model_is_read_once_its_files_have_settled(world: World) -> None:
     world.model("m")
     for _ in range(3):
         found = world.poll.check()
-        assert (names(found), found.removed) == ([], [])
+        assert names(found) == []
+        assert found.removed == []
         assert found.recheck_s == SETTLE, "it makes sense to look before the next round"
         assert list(found.names) == ["m"]
         world.later(SETTLE / 4)
@@ -205,7 +206,8 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
     assert quiet(world.settled())
     shutil.rmtree(second / "m")
     found = world.settled()
-    assert (names(found), found.readings[0].scanned.path) == (["m"], first / "m")
+    assert names(found) == ["m"]
+    assert found.readings[0].scanned.path == first / "m"
     assert found.readings[0].scanned.problem_texts == ()
     assert found.removed == []
     world.model("m", root=second)
@@ -243,9 +245,11 @@ def test_a_repository_that_disappears_and_returns(tmp_path: Path) -> None:
 
 def test_at_startup_models_are_read_without_waiting_for_them_to_settle(world: World) -> None:
     folder = world.model("m")
-    assert (names(world.poll.check(at_start=True)), names(world.settled())) == (["m"], [])
+    assert names(world.poll.check(at_start=True)) == ["m"]
+    assert names(world.settled()) == []
     world.write(folder / "1" / "more", "half")
-    assert (names(world.poll.check()), names(world.settled())) == ([], ["m"])
+    assert names(world.poll.check()) == []
+    assert names(world.settled()) == ["m"]
     other = world.model("n")
     world.repositories.before = lambda: world.write(other / "1" / "more", "half")
     assert names(world.poll.check(at_start=True)) == [], "it changed while it was read"

@@ -220,7 +220,8 @@ def test_a_terminal_shows_the_progress_and_ctrl_c_ends_the_command(broker: Opera
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.ends() == 130
         assert "shmserve load: interrupted" in terminal.lines
-    assert (progress(INDEX, ["mlp"]), progress(INDEX, ["odd", "other"])) == (": 2 of 4 instances", "")
+    assert progress(INDEX, ["mlp"]) == ": 2 of 4 instances"
+    assert progress(INDEX, ["odd", "other"]) == ""
 
 
 def test_the_tables_of_models_and_instances(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:

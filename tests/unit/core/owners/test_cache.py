@@ -186,7 +186,8 @@ def test_inputs_in_frames_are_compared_byte_by_byte() -> None:
     client = world.connect("a", "zmq", "frames")
     many = x(*range(2000))
     first = world.ask_in_frames(client, (many,))
-    assert (world.ask_in_frames(client, (many,)).outputs, world.runs) == (first.outputs, 1)
+    assert world.ask_in_frames(client, (many,)).outputs == first.outputs
+    assert world.runs == 1
     for other in (x(*range(1999), 5), x(5, *range(1, 2000)), x(*range(2000), shape=(2, 1000)), x(*range(1999))):
         world.ask_in_frames(client, (other,))
     assert world.runs == 5
@@ -239,7 +240,8 @@ def test_inputs_in_client_memory_are_copied_before_they_are_compared_and_run() -
     assert world.memory.read(read) == x(1, 2).data
     world.own(client, x(8, 9))
     assert world.ask(other, (world.own(other, x(1, 2)),)).outputs == first.outputs
-    assert (world.ask(other, (x(1, 2),)).outputs, world.runs) == (first.outputs, 1)
+    assert world.ask(other, (x(1, 2),)).outputs == first.outputs
+    assert world.runs == 1
     world.ask(client, (world.own(client, x(8, 9)),))
     assert world.runs == 2
     assert world.freed == world.memory.placed[INTERNAL], "copies are for one run, and hits need none"

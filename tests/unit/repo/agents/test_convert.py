@@ -84,7 +84,8 @@ def test_plans_replace_onnx_files_and_are_built_once_for_each_content_and_gpu(
     assert converter.builds() == 3
     monkeypatch.setenv("STANDIN_GPUS", json.dumps([GPU[0] | {"name": "Stand-in B"}]))
     converter.convert("5")
-    assert (converter.builds(), len(list(converter.cache.glob("*.plan")))) == (4, 4)
+    assert converter.builds() == 4
+    assert len(list(converter.cache.glob("*.plan"))) == 4
 
 
 def test_models_that_cannot_be_converted_are_refused(converter: Converter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,7 +180,8 @@ def test_shapes_are_converted_by_the_reshape(
         output=(ModelOutput(name="y", data_type="TYPE_FP32", dims=dims, reshape=reshape),),
     )
     for spec in (*inputs_of(given), *outputs_of(given)):
-        assert (spec.inner(outer), spec.outer(inner)) == (inner, outer)
+        assert spec.inner(outer) == inner
+        assert spec.outer(inner) == outer
         assert spec.fits(inner)
         assert not spec.fits((*inner, 1))
     with pytest.raises(InvalidRequest, match="dims of the configuration"):
