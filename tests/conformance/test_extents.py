@@ -89,22 +89,6 @@ def test_dropping_an_extent_closes_it(make: Callable[[int], Extent]) -> None:
     assert name is None or not Path("/dev/shm", name[1:]).exists()
 
 
-@pytest.mark.parametrize("size", [2**62, 2**70])
-def test_a_size_over_the_free_memory_is_refused_before_allocation(
-    make: Callable[[int], Extent], size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the kernel would allocate all memory and then kill processes."""
-
-    def never(*_: int) -> None:
-        raise AssertionError("this test must not fill the machine")
-
-    monkeypatch.setattr(os, "posix_fallocate", never)
-    before = count_descriptors(), own_names()
-    with pytest.raises(Unavailable, match=f"cannot reserve {size} bytes.*bytes left"):
-        make(size)
-    assert (count_descriptors(), own_names()) == before
-
-
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_size_below_1_is_refused(make: Callable[[int], Extent], size: int) -> None:
     with pytest.raises(Internal, match=f"{size} bytes"):

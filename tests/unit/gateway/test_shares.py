@@ -108,17 +108,6 @@ def test_a_full_address_refuses_its_largest_connections() -> None:
     assert [len(fill(shares.connect("10.0.0.1").payer(""), 1000)) for _ in range(8)] == [18, 14, 10, 8, 6, 4, 3, 3]
 
 
-def test_the_share_of_a_token_includes_all_its_connections() -> None:
-    shares = pool(400, ShareBounds())
-    connections = [shares.connect(f"10.0.0.{n + 10}") for n in range(30)]
-    taken = [len(fill(connection.payer("bob"), 1000)) for connection in connections]
-    assert 200 < sum(taken) <= 200 + 30, "twice the share, and one call for each connection that has none"
-    with pytest.raises(Unavailable, match=r"of this token are in flight, its share \(--limit caller_share\)"):
-        connections[-1].payer("bob").take(0)
-    shares.connect("10.9.9.9").payer("alice").take(0)
-    shares.connect("10.9.9.9").payer("").take(0)
-
-
 def test_input_bytes_have_shares_and_one_request_always_fits() -> None:
     shares = Shares(ShareBounds(input_bytes=4000))
     first, second = (shares.connect("10.0.0.1").payer("") for _ in range(2))

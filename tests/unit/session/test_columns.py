@@ -335,14 +335,3 @@ def test_single_answers_and_replies_instead_of_rows() -> None:
     session.infer(Kept(), "m", {"x": ROW}, 100.0)
     feed(session, answers(1))
     assert settled == [Reply(1, 5, answers(1).columns.tensors(0))]
-
-
-def test_few_requests_are_sent_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "MIN_REQUESTS", 24)
-    messages = [Infer(number, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)) for number in range(1, 25)]
-    assert in_batches(messages[:23], 64) == messages[:23]
-    (batch,) = in_batches(messages, 64)
-    assert batch.columns.requests == tuple(range(1, 25))
-    other = Infer(25, "m", 0, (Tensor("x", "FP32", (1, 2), bytes(8)),))
-    mixed = [*messages[:12], other, *messages[12:]]
-    assert in_batches(mixed, 64) == mixed

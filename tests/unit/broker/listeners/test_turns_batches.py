@@ -63,24 +63,6 @@ def test_a_share_is_split_off_by_weight_and_nothing_is_lost(sizes: list[int], sh
         assert sum(weights[: len(head)]) >= share
 
 
-def test_infer_batches_on_the_lane_are_delivered_in_shares_and_in_order(worlds: Worlds) -> None:
-    world = worlds(1)
-    sent = flood(40)
-    world.theirs[1].send(codec.encode(sent))
-    world.theirs[1].send(codec.encode([Ping(10**6)]))
-    heard: list[int] = []
-    turns = 0
-    while not heard or heard[-1] != 10**6:
-        got = [message for _, message in world.turn()]
-        assert got
-        assert weight(got) <= 2 * MOST  # what is readable at once, plus the rest of the previous turn
-        heard += numbers_of(got)
-        turns += 1
-    assert heard == [*numbers_of(sent), 10**6]
-    assert turns >= weight(sent) // (2 * MOST)
-    assert not world.turn()
-
-
 def test_a_packet_with_descriptors_may_have_as_many_requests_as_messages(worlds: Worlds) -> None:
     """Such a packet is always delivered as a whole."""
     world = worlds(1)

@@ -64,32 +64,6 @@ class Recorder(Echo):
         self.events.append(bytes(data))
 
 
-def test_a_large_message_is_inflated_in_slices() -> None:
-    caller = Caller(Host(Recorder))
-    honest = Caller(caller.host)
-    data = bytes(16 << 20)
-    number = caller.begin(ZIPPED)
-    caller.h2.send_data(number, message(gzip.compress(data), 1) + message(b"behind it"), end_stream=True)
-    caller.core.feed(caller.h2.data_to_send())
-    call, turns = caller.host.calls[0], 0
-    sizes = []
-    while not call.events:
-        assert len(caller.host.loop.soon) == 1
-        before = caller.host.held
-        caller.host.loop.iterate()
-        sizes.append(caller.host.held - before)
-        turns += 1
-        if turns == 5:
-            number = honest.begin(end=True)
-            honest.core.feed(honest.h2.data_to_send())
-            assert caller.host.calls[1].events == ["half closed"]
-    assert max(sizes) <= SLICE, "the budget counts output"
-    assert turns >= len(data) // SLICE - 1
-    caller.host.loop.run()
-    assert call.events == [data, b"behind it", "half closed"]
-    assert caller.host.held == 0
-
-
 def test_inflated_bytes_count_against_the_budget_and_the_limit() -> None:
     bomb = gzip.compress(bytes(32 << 20))
     for host, code in (

@@ -82,19 +82,6 @@ def test_a_large_part_is_read_in_slices() -> None:
         list(PartReader("m", 1).deltas(part(text_output=[b""], logprobs=[json.dumps(tokens).encode()[:-1]])))
 
 
-def test_a_part() -> None:
-    reader = PartReader("m", 2)
-    entries = [[{"5": {"logprob": -1.0}}], []]
-    first, second = added(reader, part(
-        text_output=[b"a", b""], finish_reason=[b"None", b"stop"], num_input_tokens=[7], num_output_tokens=[1, 0],
-        logprobs=[json.dumps(one).encode() for one in entries], tool_calls=[b"null", b'[{"id": "1"}]'],
-    ))  # fmt: skip
-    assert first == Delta("a", None, entries[0], None, None)
-    assert second == Delta("", "stop", [], None, [{"id": "1"}])
-    added(reader, part(text_output=[b"a", b"b"], num_input_tokens=[7], num_output_tokens=[2, 1]))
-    assert reader.usage == Usage(7, 4)
-
-
 @pytest.mark.parametrize("dtype", ["UINT16", "INT32", "UINT32", "INT64"])
 def test_types_of_numbers(dtype: str) -> None:
     reader = PartReader("m", 2)

@@ -140,22 +140,6 @@ CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 MESSAGES = [{"content": letter} for letter in "abc"]
 
 
-def test_a_template_runs_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that loops or needs too much memory is ended with its process, and the next chat is rendered."""
-    monkeypatch.setattr(templates, "SECONDS", 2.0)
-
-    async def work(made: ChatTemplates) -> None:
-        with pytest.raises(InvalidRequest, match="refuses the messages: it takes more than 2 seconds"):
-            await Chat(made, ENDLESS).result
-        with pytest.raises(InvalidRequest, match=r"refuses the messages: (MemoryError|its process has ended)"):
-            await Chat(made, "{{ 'x' * 3000000000 }}").result
-        assert await Chat(made, CHAT, messages=MESSAGES).result == "abc"
-        with pytest.raises(Unsupported, match="template of the model is invalid"):
-            await Chat(made, "{% for %}").result
-
-    run(work)
-
-
 def test_a_template_that_loops_does_not_delay_the_chats_of_other_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller has one process, however many chats it sends. If the processes are not enough for the callers, a
     template that loops loses its own."""

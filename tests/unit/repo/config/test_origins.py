@@ -14,9 +14,8 @@ from msgspec.structs import replace
 from shmserve.repo.config import protos
 from shmserve.repo.config.complete import TensorFacts, complete, complete_from_model
 from shmserve.repo.config.origins import as_text, origins
-from shmserve.repo.config.schema import ModelConfig, ModelDynamicBatching, as_triton_json
+from shmserve.repo.config.schema import ModelConfig, as_triton_json
 from shmserve.repo.load import parse
-from shmserve.repo.rules.fields import completion_warnings
 from tests.support.hypothesis_profiles import examples
 from tests.support.repo.messages import messages
 from tests.support.repo.texts import ALL, BACKENDS, SMALL
@@ -89,18 +88,3 @@ def shown(config: ModelConfig) -> str:
     """The configuration with sorted maps, because their order varies, and without the sign of zero, which is not
     written."""
     return re.sub(r"-0\.0(?![0-9])", "0.0", json.dumps(msgspec.to_builtins(config), sort_keys=True))
-
-
-def test_only_a_completed_batch_size_is_warned_about() -> None:
-    given, filled = completed('backend: "onnxruntime"')
-    (text,) = completion_warnings(given, complete_from_model(filled, *FACTS))
-    assert "it is set to 4, and requests are batched dynamically" in text
-    assert "max_batch_size in config.pbtxt" in text
-    assert "--backend-config=onnxruntime,default-max-batch-size=N" in text
-    (text,) = completion_warnings(given, complete_from_model(filled, *FACTS, default_max_batch=1))
-    assert "it is set to 1. To change it" in text
-    assert completion_warnings(given, complete_from_model(filled, *FACTS, can_batch=False)) == []
-    given, filled = completed('backend: "onnxruntime" max_batch_size: 8')
-    assert completion_warnings(given, complete_from_model(filled, *FACTS)) == []
-    given, filled = completed('backend: "python"')
-    assert completion_warnings(given, replace(filled, max_batch_size=8, dynamic_batching=ModelDynamicBatching())) == []

@@ -136,20 +136,6 @@ def copied_to_pinned(gpu: Gpu) -> list[bool]:
     return [any(a <= to and to + size <= a + length for a, length in pinned) for to, _, size in copies]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_outputs_in_memory_that_is_not_pinned_are_staged(gpu: Gpu, tmp_path: Path, order: str) -> None:
-    adder(tmp_path, 40_000)
-    with gpu.load(tmp_path, settings={PINNED_SETTING: "0"}) as instance:
-        hurry(gpu, order)
-        gpu.clear()
-        Flight(instance, 40_000, True).run()
-        assert not gpu.state.registered
-        copies = copied_to_pinned(gpu)
-        assert all(copies)
-        assert len(copies) == 5
-        assert instance.arenas.used == 0
-
-
 def test_segments_in_use_are_not_evicted(gpu: Gpu, tmp_path: Path) -> None:
     """There is room for the client's segment only."""
     adder(tmp_path, 40_000)

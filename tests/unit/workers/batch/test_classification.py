@@ -152,21 +152,6 @@ def test_classes_and_tensors_in_one_batch(way: str, width: int) -> None:
         free(parts, found)
 
 
-@pytest.mark.parametrize("together", [1, 2])
-@pytest.mark.parametrize("width", [3, 5000])
-def test_classes_take_no_memory_of_the_audience(together: int, width: int) -> None:
-    with Parts(OUTPUTS, LABELLED) as parts:
-        work_items = [Work(number, 1, (), (Wanted("y", None, 1),), "internal") for number in range(together)]
-        results = Results(parts.scatter, work_items, together)
-        assert results.needed(0)
-        assert not results.direct(0, (together, width))
-        results.place(0, (together, width))[...] = np.arange(width)
-        assert parts.arenas.used == 0
-        text = f"{width - 1}.000000:{width - 1}".encode() + (b":dog:big" if width == 3 else b"")
-        data = len(text).to_bytes(4, "little") + text
-        assert [row.outputs[0].data for row in results.rows()] == [data] * together
-
-
 def test_outputs_without_classes_fail_their_request_alone() -> None:
     array = np.zeros((4, 3), np.float32)
     with Parts(OUTPUTS, LABELLED) as parts:
