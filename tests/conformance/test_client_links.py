@@ -60,6 +60,22 @@ def test_cancel(client: Any, broker: FakeBroker) -> None:
 
 
 @shared_only
+def test_inputs_are_not_reused_before_they_are_released(client: Any, broker: FakeBroker) -> None:
+    x = np.full((100, 100), 1.0)
+    with pytest.raises(shmserve.QueueTimeout, match="waited for too long"):
+        client.infer("held", {"x": x})
+    peer, infer, _ = broker.parked.get(timeout=20)
+    still_read = place_of(infer.inputs[0])
+    client.infer("echo", {"x": x + 1})
+    assert place_of(broker.requests[-1].inputs[0]) != still_read
+    assert (np.frombuffer(peer.mapped.memory(still_read)) == 1.0).all()
+    broker.do(lambda: peer.send(Released(infer.request)))
+    client.live()
+    client.infer("echo", {"x": x + 2})
+    assert place_of(broker.requests[-1].inputs[0]) == still_read
+
+
+@shared_only
 def test_memory_for_an_output_is_kept_until_it_is_released(client: Any, broker: FakeBroker) -> None:
     place = client.empty((100, 100))
     with pytest.raises(shmserve.QueueTimeout):
