@@ -118,7 +118,9 @@ def from_json(file: str, known: Mapping[str, Spec]) -> Arrays:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
         document = json.loads(text, parse_float=number)
     except (OSError, ValueError, RecursionError) as error:
-        raise Misuse(f"cannot read inputs from {where}: {_reason(error)}") from error
+        is_input = isinstance(error, FileNotFoundError) and "=" in file
+        hint = f"; to send one input, write --input {file}" if is_input else ""
+        raise Misuse(f"cannot read inputs from {where}: {_reason(error)}{hint}") from error
     inputs = document.get("inputs") if isinstance(document, dict) else None
     if isinstance(inputs, dict):
         return {name: from_value(value, _spec(known, name)) for name, value in inputs.items()}

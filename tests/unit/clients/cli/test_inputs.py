@@ -254,6 +254,8 @@ def test_json_documents_that_do_not_fit(text: str, match: str, monkeypatch: pyte
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     with pytest.raises(Misuse, match=match):
         inputs.from_json("-", known(spec("FP32", -1, 3)))
+    with pytest.raises(Misuse, match="No such file or directory; to send one input, write --input x=1"):
+        inputs.from_json("x=1", known(spec("FP32", -1, 3)))
 
 
 @pytest.mark.parametrize("dtype", list(ITEM_BYTES))
