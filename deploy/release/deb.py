@@ -49,6 +49,9 @@ set -e
 if [ "$1" = remove ] && [ -d "$DPKG_ROOT/opt/shmserve" ]; then
 	find "$DPKG_ROOT/opt/shmserve" -name __pycache__ -prune -exec rm -rf {} +
 fi
+if [ "$1" = purge ]; then
+	rm -rf "$DPKG_ROOT/var/lib/shmserve" "$DPKG_ROOT/var/cache/shmserve" "$DPKG_ROOT/var/log/shmserve-mps"
+fi
 if [ -z "$DPKG_ROOT" ] && [ -d /run/systemd/system ]; then
 	systemctl daemon-reload
 fi
@@ -77,7 +80,7 @@ def build(root: Path, target: Path) -> Path:
         (about / name).chmod(0o755)
     target.mkdir(parents=True, exist_ok=True)
     package = target / f"shmserve_{version}_{architecture}.deb"
-    _output("dpkg-deb", "--root-owner-group", "--build", str(root), str(package))
+    _output("dpkg-deb", "-Zgzip", "--root-owner-group", "--build", str(root), str(package))
     return package
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.release import deb
 from tests import ROOT
 from tests.support.living import PYTHON, generation, renew
 from tests.support.model_files import write_model
@@ -77,6 +78,7 @@ GATEWAY = "shmserve-gateway"
 MEMBER = ("setpriv", "--reuid=nobody", "--regid=shmserve", "--clear-groups")
 STRANGER = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
 SHMSERVE = "/usr/local/bin/shmserve"
+PLACES = ("/etc", "/opt", "/run", "/srv", "/usr", "/var")
 
 
 needs_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not there")
@@ -140,14 +142,10 @@ def test_destdir_installs_everything_below_one_directory(wheel: Path, tmp_path: 
     interpreter = python()
     if interpreter is None:
         pytest.skip("no Python that a service could run")
-    command = ["make", "-C", str(ROOT), "install-systemd", f"PYTHON={interpreter}", f"DESTDIR={tmp_path}"]
-    command += [f"PACKAGE={wheel}", "PIP_ARGS=--no-index --no-deps"]
-    outer = ("MAKE", "MFLAGS", "PREFIX", "PYTHON", "VIRTUAL_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     settings = tmp_path / "etc/shmserve/shmserve.toml"
     settings.parent.mkdir(parents=True)
     settings.write_text("# mine\n")
-    subprocess.run(command, env=environment, capture_output=True, check=True)
+    install_below(tmp_path, wheel, interpreter)
     assert (tmp_path / "opt/shmserve/bin/shmserve").read_text().startswith("#!/opt/shmserve/bin/python")
     assert os.readlink(tmp_path / "usr/local/bin/shmserve") == "/opt/shmserve/bin/shmserve"
     unit = (tmp_path / "usr/lib/systemd/system/shmserve.service").read_text()
@@ -159,6 +157,14 @@ def test_destdir_installs_everything_below_one_directory(wheel: Path, tmp_path: 
     for name in (*files, "usr/lib/sysusers.d/shmserve.conf", "usr/lib/tmpfiles.d/shmserve.conf"):
         assert (tmp_path / name).is_file()
     assert settings.read_text() == "# mine\n"
+
+
+def install_below(root: Path, wheel: Path, interpreter: Path | None, *more: str) -> None:
+    command = ["make", "-C", str(ROOT), "install-systemd", f"PYTHON={interpreter}", f"DESTDIR={root}"]
+    command += [f"PACKAGE={wheel}", "PIP_ARGS=--no-index --no-deps", *more]
+    outer = ("MAKE", "MFLAGS", "PREFIX", "PYTHON", "VIRTUAL_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    subprocess.run(command, env=environment, capture_output=True, check=True)
 
 
 def test_an_interpreter_that_the_service_cannot_run_is_refused(tmp_path: Path) -> None:
@@ -174,7 +180,8 @@ def test_an_interpreter_that_the_service_cannot_run_is_refused(tmp_path: Path) -
 
 
 @pytest.fixture
-def machine(wheel: Path, tmp_path: Path) -> Iterator[Machine]:
+def bare(tmp_path: Path) -> Iterator[Machine]:
+    """A machine without shmserve."""
     reason = why_not()
     if reason:
         pytest.skip(f"no systemd can be booted here: {reason}")
@@ -183,12 +190,17 @@ def machine(wheel: Path, tmp_path: Path) -> Iterator[Machine]:
             machine = stack.enter_context(Machine(tmp_path, Path(sysconfig.get_path("purelib"))))
         except CannotBoot as error:
             pytest.skip(f"no systemd can be booted here: {error}")
-        install(machine, wheel)
         yield machine
 
 
+@pytest.fixture
+def machine(bare: Machine, wheel: Path) -> Machine:
+    install(bare, wheel)
+    return bare
+
+
 def install(machine: Machine, wheel: Path) -> None:
-    """Installs it as docs/operations.md says. Required packages are those of this environment."""
+    """Installs it as docs/operations.md says."""
     source = machine.path("/opt/source")
     source.mkdir()
     shutil.copy(wheel, source)
@@ -199,8 +211,7 @@ def install(machine: Machine, wheel: Path) -> None:
         *("make", "-C", "/opt/source", "install-systemd", f"PYTHON={python()}"),
         *(f"PACKAGE=/opt/source/{wheel.name}", "PIP_ARGS=--no-index --no-deps"),
     )
-    (site,) = machine.path("/opt/shmserve/lib").glob("python*/site-packages")
-    (site / "dependencies.pth").write_text("/opt/dependencies\n")
+    use_dependencies(machine.path("/"))
     models = machine.path(MODELS)
     generation(models, "number", 1)
     write_model(models, "bad", 'backend: "python" max_batch_sise: 8')
@@ -211,6 +222,12 @@ def install(machine: Machine, wheel: Path) -> None:
     override.mkdir()
     (override / "quick.conf").write_text("[Service]\nWatchdogSec=5\nEnvironment=SHMSERVE_INSTANCE_MEMORY_LIMIT=4GiB\n")
     machine.run("systemctl", "daemon-reload")
+
+
+def use_dependencies(root: Path) -> None:
+    """Required packages are those of this environment."""
+    (site,) = (root / "opt/shmserve/lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text("/opt/dependencies\n")
 
 
 def shown(machine: Machine, name: str, unit: str = "shmserve") -> str:
@@ -294,6 +311,39 @@ def test_the_service_is_installed_started_and_uninstalled(machine: Machine) -> N
         assert not os.path.lexists(machine.path(name))
     assert machine.path("/etc/shmserve/shmserve.toml").exists()
     assert "could not be found" in machine.run("systemctl", "status", "shmserve", code=4)
+
+
+@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg is not installed")
+def test_the_package_is_installed_upgraded_and_purged(bare: Machine, wheel: Path, tmp_path: Path) -> None:
+    """An upgrade restarts what runs and keeps the settings. Afterwards only the users are left, and the models."""
+    root = tmp_path / "root"
+    install_below(root, wheel, python(), f"COMMAND={root}/usr/bin/shmserve")
+    use_dependencies(root)
+    package, control = deb.build(root, tmp_path), root / "DEBIAN/control"
+    search = ("find", *PLACES, "-xdev", "-ipath", "*shmserve*", "-not", "-path", "/run/log/*")
+    before = bare.run(*search)
+    for is_upgrade in (False, True):
+        if is_upgrade:
+            control.write_text(re.sub("(?m)^Version: .*", "Version: 99", control.read_text()))
+            subprocess.run(["dpkg-deb", "-Zgzip", "--build", str(root), str(package)], check=True, capture_output=True)
+        shutil.copy(package, bare.path("/opt/package.deb"))
+        bare.run("dpkg", "--install", "/opt/package.deb")
+        if not is_upgrade:
+            assert (shown(bare, "ActiveState"), shown(bare, "UnitFileState")) == ("inactive", "disabled")
+            generation(bare.path(MODELS), "number", 1)
+            bare.path("/etc/shmserve/gateway.env").write_text("GATEWAY_OPTIONS=--http-port 8000 --allow-grpc false\n")
+            bare.run("systemctl", "enable", "--now", "shmserve", GATEWAY)
+            first = shown(bare, "MainPID")
+        assert shown(bare, "ActiveState") == shown(bare, "ActiveState", GATEWAY) == "active"
+        assert asked(bare, "/v2/models/number/ready") == "200"
+        assert bare.run("/usr/bin/shmserve", "infer", "number", "--random", "--json").count('"data"') == 1
+    assert shown(bare, "MainPID") != first
+    assert "--allow-grpc false" in bare.path("/etc/shmserve/gateway.env").read_text()
+    bare.run("dpkg", "--purge", "shmserve")
+    nothing_is_left_behind(bare)
+    assert "could not be found" in bare.run("systemctl", "status", "shmserve", GATEWAY, code=4)
+    left = set(bare.run(*search).split()) - set(before.split())
+    assert {path for path in left if not path.startswith("/srv/shmserve")} == set()
 
 
 def becomes_active_when_loaded(machine: Machine) -> None:
