@@ -114,8 +114,8 @@ TABLE = {
         ("an evicted response stays pinned", "        self._outputs.unpin(entry.handles)\n", ""),
     ],
     "shmserve/core/intake/intake.py": [
-        ("columns of a client that holds too much are taken", "and client.held_bytes <= self._heavy and not",
-         "and not"),
+        ("columns of a client that holds too much are taken", "                and client.held_bytes <= self._heavy\n",
+         ""),
         ("requests overtake those that waited for a load",
          "        elif version is not None and state.loaded_versions and waited is None:",
          "        elif version is None and state.loaded_versions and waited is None:"),
