@@ -5,7 +5,7 @@ Flags are plain integers, because pyzmq's enums take longer than the socket oper
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -39,6 +39,19 @@ def send(socket: Any, parts: Sequence[Any]) -> None:
     for part in first:
         socket.send(part, _MORE)
     socket.send(last, NOBLOCK)
+
+
+def send_to(socket: Any, identity: bytes, parts: Sequence[Any], gone: Callable[[], object]) -> bool:
+    """Sends from a ROUTER. False if the queue of the peer is full; calls `gone` if there is no such peer any more."""
+    try:
+        send(socket, (identity, *parts))
+    except zmq.Again:
+        return False
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EHOSTUNREACH:
+            raise
+        gone()
+    return True
 
 
 def events(socket: Any) -> int:

@@ -355,15 +355,8 @@ class ZmqRouter:
             self._backlog.changed(outbox.peer, True)
 
     def _try(self, outbox: ZmqOutbox, parts: list[bytes]) -> bool:
-        try:
-            zmq_frames.send(self._socket, (outbox.identity, *parts))
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            self._loop.call_soon(outbox.close, "disconnected")
-        return True
+        gone = partial(self._loop.call_soon, outbox.close, "disconnected")
+        return zmq_frames.send_to(self._socket, outbox.identity, parts, gone)
 
     def _retry(self) -> None:
         for outbox in list(self._blocked):

@@ -16,6 +16,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import zmq
@@ -304,15 +305,8 @@ class ZmqTcpListener:
         """Copies each part once: CURVE copies it again anyway, and pyzmq would release a buffer that libzmq borrows in
         another thread."""
         self._soon()
-        try:
-            zmq_frames.send(self._socket, (peer.identity, *parts))
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            self._loop.call_soon(self.drop, peer, False)
-        return True
+        gone = partial(self._loop.call_soon, self.drop, peer, False)
+        return zmq_frames.send_to(self._socket, peer.identity, parts, gone)
 
     # ------------------------------------------------------------------------------------ disconnects
 
