@@ -100,26 +100,19 @@ def discover(environment: Mapping[str, str] = os.environ, control: Path = CONTRO
 
 def cpu_only() -> frozenset[str]:
     """Backends that run on the CPU only, or whose installed package is the CPU build."""
+    from shmserve.version import version_of  # workers import this module and do not need it
+
     backends = {"fil", "identity", "llamacpp", "openvino", "paddle", "tflite"}
-    if not _version("onnxruntime-gpu"):
+    if not version_of("onnxruntime-gpu"):
         backends.add("onnxruntime")
-    if not _version("tensorflow"):
+    if not version_of("tensorflow"):
         backends.add("tensorflow")
-    if not any(_version(f"nvidia-dali-cuda{cuda}") for cuda in (120, 130)):
+    if not any(version_of(f"nvidia-dali-cuda{cuda}") for cuda in (120, 130)):
         backends.add("dali")
-    torch = _version("torch")
+    torch = version_of("torch")
     if not torch or torch.endswith("+cpu"):
         backends.add("pytorch")
     return frozenset(backends)
-
-
-def _version(package: str) -> str:
-    from importlib import metadata  # workers import this module and do not need it
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def visible(every: Sequence[Gpu], text: str) -> list[Gpu]:

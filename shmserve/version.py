@@ -1,4 +1,4 @@
-"""The installed version."""
+"""Versions of installed packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from importlib import metadata
 
 
 def version() -> str:
+    return version_of("shmserve") or "0+unknown"  # a checkout without an installation
+
+
+def version_of(package: str) -> str:
+    """Empty if the package is not installed."""
     try:
-        return metadata.version("shmserve")
-    except metadata.PackageNotFoundError:  # a checkout without an installation
-        return "0+unknown"
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

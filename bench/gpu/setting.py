@@ -101,7 +101,7 @@ class Busy:
 
 def facts() -> dict[str, str]:
     """The GPU and its libraries, for the head of the results. Empty without a GPU."""
-    from bench.lib.table import version_of
+    from shmserve.version import version_of
 
     try:
         result = gpu()

@@ -11,11 +11,11 @@ import platform
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from shmserve.terminal import tables
+from shmserve.version import version_of
 
 RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("numpy", "onnxruntime", "pyzmq", "msgspec", "uvloop")
@@ -103,14 +103,6 @@ def machine() -> dict[str, str]:
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "packages": ", ".join(f"{name} {version}" for name in PACKAGES if (version := version_of(name))),
     }
-
-
-def version_of(package: str) -> str:
-    """Empty if the package is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def host_kind() -> str:

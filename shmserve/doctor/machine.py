@@ -9,11 +9,12 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from msgspec import Struct, field
+
+from shmserve.version import version_of
 
 OK, INFO, WARNING, ERROR = "ok", "info", "warning", "error"
 """States of a finding. info: no action needed. warning: the server runs, with restrictions. error: the server does not
@@ -35,13 +36,6 @@ def _limit(which: int) -> int:
     """The hard limit, up to which the server can raise its soft limit."""
     hard = resource.getrlimit(which)[1]
     return UNLIMITED if hard == resource.RLIM_INFINITY else hard
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _is_free(port: int) -> bool:
@@ -68,7 +62,7 @@ class Machine(Struct, frozen=True):
     cores: tuple[int, ...] = field(default_factory=lambda: tuple(sorted(os.sched_getaffinity(0))))
     descriptors: Callable[[], int] = lambda: _limit(resource.RLIMIT_NOFILE)
     processes: Callable[[], int] = lambda: _limit(resource.RLIMIT_NPROC)
-    version: Callable[[str], str] = _version
+    version: Callable[[str], str] = version_of
     has_module: Callable[[str], bool] = lambda name: find_spec(name) is not None
     is_free: Callable[[int], bool] = _is_free
     runtime_dir: Path | None = None
