@@ -74,6 +74,10 @@ class Queries(ABC, Generic[Document, Documents, Text]):
         """What runs now: the server, every version of every model with its counters and instances, clients, GPUs."""
         return self._ask("activity")
 
+    def report(self, model: str, version: int | str | None = None) -> Document:
+        """What the page shows about one model: its recent errors and slow requests, and the steps of an ensemble."""
+        return self._ask("report", model, version)
+
     def logs(self, model: str | None = None, after: int = 0) -> Document:
         """The latest records of the server's log, or of one model; with `after`, those after this number."""
         return self._ask("logs", model or "", after or None)

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
+from msgspec import Struct
 from textual import on
 from textual.binding import Binding, BindingType
 
 from shmserve.errors import ServeError
 from shmserve.protocol.rates import Row
 from shmserve.terminal.tables import visible
-from shmserve.tools.top.columns import TABLES, Table
+from shmserve.tools.top.columns import MODELS, TABLES, Table
 from shmserve.tools.top.panels import TrendHistory, summary, wrapped
 from shmserve.tools.top.screens import ConfirmScreen, DetailScreen, Lines, LogScreen
-from shmserve.tools.top.sources import Source
+from shmserve.tools.top.sources import Source, Step
 from shmserve.tools.top.table_view import TableView
 from shmserve.tools.top.tables_app import KEYS_OF_TABLES, OF_TABLES, SLOW_S, TablesApp, keys_line
 from shmserve.tools.top.texts import Line, fit
-from shmserve.tools.top.view import make_view
+from shmserve.tools.top.view import make_view, step_rows
 
 KEYS = (
     ("Enter", "detail"),
@@ -36,7 +37,8 @@ HELP = (
     ("1 2 3 4, Tab", "models, instances, clients, GPUs"),
     ("Enter", "one model in detail; Esc goes back"),
     ("l u r", "load, unload, restart what is selected"),
-    ("g", "the log of the selected model"),
+    ("s", "the steps of the selected ensemble, below its row"),
+    ("g", "the log of the selected model, which follows"),
     *KEYS_OF_TABLES,
 )
 QUESTIONS = {
@@ -45,7 +47,29 @@ QUESTIONS = {
     "unload": "All its versions finish the requests that they have accepted; then their processes end.",
     "restart": "Its processes are replaced. Requests that have not started move to the new ones.",
 }
+Key = tuple[str, int | None]
+Result = TypeVar("Result")
 DOING = {"load": "loading", "unload": "unloading", "restart": "restarting"}
+
+
+class OpenEnsemble(Struct):
+    """The steps of an ensemble, as last read."""
+
+    rows: list[Row] = []
+    steps: Sequence[Step] = ()
+    read_at: float = 0.0
+
+    def add(self, steps: Sequence[Step], now: float) -> None:
+        self.rows = step_rows(self.steps, steps, now - self.read_at)
+        self.steps, self.read_at = steps, now
+
+
+def _tried(call: Callable[..., Result], *arguments: Any) -> Result | ServeError:
+    """Returns errors instead of raising them: if the user quits during a read, no task awaits it any more."""
+    try:
+        return call(*arguments)
+    except ServeError as error:
+        return error
 
 
 class TopApp(TablesApp):
@@ -57,6 +81,7 @@ class TopApp(TablesApp):
             for key, what in (("l", "load"), ("u", "unload"), ("r", "restart"))
         ),
         Binding("g", "show_log", show=False, priority=True),
+        Binding("s", "steps", show=False, priority=True),
     ]
 
     def __init__(
@@ -74,11 +99,17 @@ class TopApp(TablesApp):
         self.source = source
         self.history = TrendHistory()
         self.view = make_view(None, first)
+        self._ensembles: dict[Key, OpenEnsemble] = {}
+        """Those whose steps are shown below their rows."""
+        self._detailed: dict[Key, OpenEnsemble] = {}
+        """The one on the screen of one model."""
         self.busy: dict[str, float] = {}
         """Operations in progress, as texts, and when they began."""
         self._end_key = ("q", end_key)
         self._before = first
         self._last = time.monotonic()
+        self._seeded = False
+        """The graphs of the rows have been filled."""
         self._problem = ""
         self._message: list[tuple[str, str]] = []
         self._reading = asyncio.Lock()
@@ -91,7 +122,7 @@ class TopApp(TablesApp):
     async def read(self) -> None:
         """Reads a document and shows it."""
         async with self._reading:
-            reading = asyncio.ensure_future(asyncio.to_thread(self._attempt))
+            reading = asyncio.ensure_future(asyncio.to_thread(_tried, self.source.read))
             await asyncio.wait({reading}, timeout=SLOW_S)
             if not reading.done():
                 self._problem = self._problem or "waiting for the server"
@@ -104,14 +135,30 @@ class TopApp(TablesApp):
                 self.view = make_view(self._before, document)
                 self._before = document
                 self.history.add(self.view)
+                if not self._seeded:
+                    self._seeded = True
+                    self.run_worker(self._seed_all(), group="history")
+                self.history.draw(self.view)
+            await self._read_opened()
         self.draw()
 
-    def _attempt(self) -> Mapping[str, Any] | ServeError:
-        """Returns errors instead of raising them: if the user quits during the read, no task awaits this any more."""
-        try:
-            return self.source.read()
-        except ServeError as error:
-            return error
+    async def _read_opened(self) -> None:
+        """Reads what the user has opened: steps of ensembles, and a log."""
+        for ensembles in (self._ensembles, self._detailed):
+            for key, ensemble in list(ensembles.items()):
+                found = await asyncio.to_thread(_tried, self.source.steps, key[0], key[1])
+                if isinstance(found, ServeError) or not found:
+                    reason = f": {found}" if isinstance(found, ServeError) else ", which is not an ensemble"
+                    if ensembles is self._ensembles:
+                        self.say(f"no steps of model '{visible(key[0])}'{reason}", "warn")
+                    ensembles.pop(key, None)
+                else:
+                    ensemble.add(found, time.monotonic())
+        if isinstance(self.screen, LogScreen):
+            screen = self.screen
+            records = await asyncio.to_thread(_tried, self.source.log, screen.model)
+            if not isinstance(records, ServeError) and screen is self.screen:
+                screen.show_records(records)
 
     # -------------------------------------------------------------------------------------- drawing
 
@@ -119,10 +166,27 @@ class TopApp(TablesApp):
         super().draw()
         for screen in self.screen_stack if self.is_running else ():
             if isinstance(screen, DetailScreen) and screen.is_mounted:  # else it draws when it is
-                screen.show_view(self.view)
+                opened = self._detailed.get((screen.model, screen.version))
+                screen.show_view(self.view, opened.rows if opened is not None else ())
 
     def _rows(self, name: str) -> list[Row]:
         return self.view.table(name)
+
+    def _with_rows_below(self, rows: list[Row]) -> list[Row]:
+        """The steps of the ensembles that are open, below their rows."""
+        if self._table is not MODELS:
+            return rows
+        shown: list[Row] = []
+        defaults = {row["model"]: row["version"] for row in self.view.models if row["default"]}
+        for row in rows:
+            key = row["model"], row["version"]
+            opened = self._ensembles.get(key)
+            shown.append(row | {"mark": " ▾" if opened is not None else " ▸"} if row["ensemble"] or opened else row)
+            steps = opened.rows if opened is not None else []
+            for place, step in enumerate(steps):
+                known = {"version": step["version"] or defaults.get(step["model"]), "below": (*key, place)}
+                shown.append(step | known | {"branch": "└ " if place == len(steps) - 1 else "├ "})
+        return shown
 
     def _total(self, table: Table) -> int:
         """Number of rows: the server counts more clients than it lists."""
@@ -171,7 +235,7 @@ class TopApp(TablesApp):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Disables the keys for tables on the screen of one model."""
-        if action in ("operate", "show_log"):  # allowed on all screens that are not dialogs
+        if action in ("operate", "show_log", "steps"):  # allowed on all screens that are not dialogs
             action = "end"
         return bool(super().check_action(action, parameters)) and not (
             isinstance(self.screen, DetailScreen) and action in OF_TABLES
@@ -185,6 +249,10 @@ class TopApp(TablesApp):
         if row is not None and "model" in row:
             self.push_screen(DetailScreen(row["model"], row["version"], self.view, self.history), lambda _: self.draw())
             self.call_after_refresh(self.draw)
+            self._detailed = {}
+            if row.get("ensemble", False) is not False:  # None: the source does not know
+                self._detailed[row["model"], row["version"]] = OpenEnsemble()
+            self.action_refresh_now()
             if not self.history.of(row["model"], row["version"]).seeded:
                 self.run_worker(self._seed(row["model"], row["version"]), group="history")
 
@@ -197,6 +265,29 @@ class TopApp(TablesApp):
         else:
             self.history.seed(model, version, curves, max(1, round(self.interval)))
             self.draw()
+
+    async def _seed_all(self) -> None:
+        """Shows the last minute of all models in the graphs of their rows."""
+        found = await asyncio.to_thread(_tried, self.source.recent)
+        if isinstance(found, ServeError):
+            return  # a server without this history has no graphs of the time before
+        for one in found:
+            version = int(one["version"]) if one["version"].isdecimal() else None
+            step = max(1, round(self.interval))
+            self.history.seed(one["name"], version, {"requests": one["requests"]}, step, whole=False)
+        self.history.draw(self.view)
+        self.draw()
+
+    def action_steps(self) -> None:
+        """Shows or hides the steps of the selected ensemble."""
+        row = self.query_one(TableView).selected
+        if self._table is not MODELS or row is None or isinstance(self.screen, DetailScreen):
+            return
+        key = row["below"][:2] if row.get("below") else (row["model"], row["version"])
+        if self._ensembles.pop(key, None) is None:
+            self._ensembles[key] = OpenEnsemble()
+            self.action_refresh_now()
+        self.draw()
 
     def _subject(self) -> Row | None:
         """The model or the instance that keys apply to."""

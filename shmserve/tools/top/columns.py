@@ -88,7 +88,8 @@ class Table(Struct, frozen=True):
         return replace(self, columns=tuple(column for column in self.columns if column.key not in keys))
 
     def identity_of(self, row: Row) -> tuple[Any, ...]:
-        return tuple(row.get(key) for key in self.identity)
+        """The rows below others have an identity of their own, `below`."""
+        return *(row.get(key) for key in self.identity), row.get("below")
 
 
 MODELS = Table(
@@ -109,6 +110,7 @@ MODELS = Table(
         Column("queued", "queue", "count", 5, "requests that have not started"),
         Column("in_flight", "run", "count", 8, "requests that are running"),
         Column("mean_batch", "batch", "rate", 9, "mean rows per batch"),
+        Column("trend", "req/s over time", "graph", 9.5, "answered requests per second, up to now", 15, rare=True),
         Column("busy", "busy", "share", 10, "share of time in which instances ran a batch"),
         Column("cpu", "cpu", "share", 16, "CPU time of its processes; 100% is one core"),
         Column("memory_bytes", "mem", "bytes", 13, "memory of its processes (PSS)"),
@@ -128,6 +130,18 @@ MODELS = Table(
         Column("reason", "reason", "text", 27, "why it is not, or not fully, served", 16),
     ),
 )
+STEPS = Table(
+    "steps",
+    "Steps",
+    "step",
+    ("step",),
+    tuple(
+        column
+        for column in MODELS.columns
+        if column.key in ("model", "version", "requests_per_s", "failed_per_s", "queue_seconds", "compute_seconds")
+    ),
+)
+"""The steps of an ensemble in detail."""
 INSTANCES = Table(
     "instances",
     "Instances",
@@ -234,7 +248,9 @@ def cell(column: Column, row: Mapping[str, Any], unknown: frozenset[str] = froze
         return UNKNOWN if column.key in unknown else NOTHING
     if column.kind == "counts":
         return reasons_text(value)
-    return visible(value) if column.kind == "text" else NUMBERS[column.kind](value)
+    if column.key == "model":
+        return f"{row.get('branch', '')}{visible(value)}{row.get('mark', '')}"
+    return visible(value) if column.kind in ("text", "graph") else NUMBERS[column.kind](value)
 
 
 def style(column: Column, row: Mapping[str, Any]) -> str:
@@ -245,6 +261,8 @@ def style(column: Column, row: Mapping[str, Any]) -> str:
         return STATES.get(value, "plain")
     if column.key == "busy_seconds":
         return "bad" if row.get("slow") else "plain"
+    if column.kind == "graph":
+        return "bar"
     if column.key == "release":
         return "warn" if row.get("release_differs") else "plain"
     if column.key in ("failed_per_s", "queued"):

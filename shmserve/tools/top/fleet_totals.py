@@ -92,7 +92,7 @@ BY_SERVER = Table(
     (
         *[column for column in MODELS.columns if column.key in _OWN],
         Column("server", "server", "text", 0, "the server", 12),
-        *[column for column in MODELS.columns if column.key not in _OWN],
+        *[column for column in MODELS.without("trend").columns if column.key not in _OWN],
     ),
 )
 FLEET_TABLES = (SERVERS, FLEET_MODELS, BY_SERVER)

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 from shmserve import histogram
 from shmserve.errors import Internal, ServeError, Unsupported
 from shmserve.repo.gpus import SHOWN_METRICS
-from shmserve.tools.top.sources import Curves, Record, curves_of
+from shmserve.tools.top.sources import Curves, Record, Step, curves_of, recent_of, steps_of
 from shmserve.transport.http_link import HttpLink, parts_of
 
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
@@ -167,6 +167,14 @@ class HttpSource:
 
     def history(self, model: str, version: int | None) -> Curves:
         return curves_of(self._api, self._path, model, version)
+
+    def recent(self) -> Sequence[Mapping[str, Any]]:
+        return recent_of(self._api, self._path)
+
+    def steps(self, model: str, version: int | None) -> Sequence[Step]:
+        """Only gateways of shmserve have this."""
+        path = f"{self._path}/page/model/{quote(model, safe='')}" + (f"/versions/{version}" if version else "")
+        return steps_of(_object(self._api.call("GET", path)))
 
     def close(self) -> None:
         for connection in list(self._operating):

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from shmserve.llm.figures import FIGURES
 from shmserve.protocol.rates import Row
 from shmserve.terminal.tables import visible
-from shmserve.tools.top.columns import INSTANCES, NUMBERS, STATES, choose, heading, spans
+from shmserve.tools.top.columns import INSTANCES, NUMBERS, STATES, STEPS, Table, choose, heading, spans
 from shmserve.tools.top.sources import Curves
 from shmserve.tools.top.texts import (
     NOTHING,
@@ -32,6 +32,8 @@ from shmserve.tools.top.texts import (
 from shmserve.tools.top.view import View
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+ROW_GRAPH = 15
+"""Number of samples in the graph of a row."""
 KEPT = 240
 """Number of samples of a model that are kept."""
 _LABEL = 11
@@ -51,7 +53,7 @@ class Trends(Struct):
     p99: deque[float | None] = field(default_factory=lambda: deque(maxlen=KEPT))
     queued: deque[float | None] = field(default_factory=lambda: deque(maxlen=KEPT))
     seeded: bool = False
-    """Whether it has what was recorded before the first refresh."""
+    """Whether it has all that was recorded before the first refresh."""
 
 
 class TrendHistory:
@@ -70,12 +72,20 @@ class TrendHistory:
                     getattr(samples, name).append(row[name])
         self._samples = kept
 
-    def seed(self, model: str, version: int | None, curves: Curves, step: int) -> None:
-        """Puts every `step`-th of the recorded values before the samples, which begin when they were recorded."""
+    def draw(self, view: View) -> None:
+        """Sets the graphs of the rows."""
+        for row in view.models:
+            values = self.of(row["model"], row["version"]).requests_per_s
+            shown = list(values)[-ROW_GRAPH:] if values else []
+            row["trend"] = sparkline(shown, ROW_GRAPH) if any(shown) else None
+
+    def seed(self, model: str, version: int | None, curves: Curves, step: int, whole: bool = True) -> None:
+        """Puts every `step`-th of the recorded values before the samples, which begin when they were recorded. `whole`:
+        these are all that were recorded."""
         samples = self._samples.get((model, version))
         if samples is None or samples.seeded:
             return
-        samples.seeded = True
+        samples.seeded = whole
         for name, curve in (("requests_per_s", "requests"), ("p99", "p99"), ("queued", "queue")):
             kept: deque[float | None] = getattr(samples, name)
             recorded = list(curves.get(curve, ()))[::-1][::step][len(kept) :]
@@ -196,8 +206,10 @@ def _gpu(gpu: Row) -> Line:
 # ------------------------------------------------------------------------------------------ one model
 
 
-def detail(view: View, history: TrendHistory, model: str, version: int | None, width: int) -> list[Line]:
-    """Everything about one version of a model."""
+def detail(
+    view: View, history: TrendHistory, model: str, version: int | None, width: int, steps: Sequence[Row] = ()
+) -> list[Line]:
+    """Everything about one version of a model. `steps`: those of an ensemble."""
     row = next((row for row in view.models if (row["model"], row["version"]) == (model, version)), None)
     if row is None:
         return [[(f"{visible(model)} is not listed by the server any more", "warn")]]
@@ -227,8 +239,10 @@ def detail(view: View, history: TrendHistory, model: str, version: int | None, w
     sizes = {f"{size} rows": count for size, count in row["batch_sizes"].items()}
     lines += _shares("batch sizes since it was loaded", sizes, width)
     ours = [one for one in view.instances if (one["model"], one["version"]) == (model, version)]
+    if steps:
+        lines += [[], [("steps", "dim")], *_table(STEPS, steps, width, unknown)]
     if ours:
-        lines += [[], *_table(ours, width, unknown)]
+        lines += [[], *_table(INSTANCES.without("model", "version"), ours, width, unknown)]
     return [fit(line, width) for line in lines]
 
 
@@ -312,8 +326,8 @@ def _shares(head: str, counts: dict[str, int], width: int) -> list[Line]:
     return lines
 
 
-def _table(rows: Sequence[Row], width: int, unknown: frozenset[str]) -> list[Line]:
-    layout = choose(INSTANCES.without("model", "version"), rows, width, unknown)
+def _table(table: Table, rows: Sequence[Row], width: int, unknown: frozenset[str]) -> list[Line]:
+    layout = choose(table, rows, width, unknown)
     head = (" " * layout.gap).join(heading(layout))
     return [[(head, "dim")], *[spans(layout, row, unknown) for row in rows]]
 

@@ -16,6 +16,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widgets import Button
 
+from shmserve.protocol.rates import Row
 from shmserve.terminal.tables import visible
 from shmserve.tools.top.columns import Table
 from shmserve.tools.top.panels import TrendHistory, detail, wrapped
@@ -70,6 +71,7 @@ class DetailScreen(Screen[None]):
         self.version = version
         self._view = view
         self._history = history
+        self._steps: Sequence[Row] = ()
 
     def compose(self) -> ComposeResult:
         yield Lines(id="detail")
@@ -84,15 +86,15 @@ class DetailScreen(Screen[None]):
     def on_resize(self, event: Resize) -> None:
         self._draw()
 
-    def show_view(self, view: View) -> None:
+    def show_view(self, view: View, steps: Sequence[Row]) -> None:
         self._view = view
+        self._steps = steps
         self._draw()
 
     def _draw(self) -> None:
         lines = self.query_one("#detail", Lines)
-        lines.show(
-            detail(self._view, self._history, self.model, self.version, max(20, lines.scrollable_content_region.width))
-        )
+        width = max(20, lines.scrollable_content_region.width)
+        lines.show(detail(self._view, self._history, self.model, self.version, width, self._steps))
 
 
 class ConfirmScreen(ModalScreen[bool]):
@@ -147,25 +149,34 @@ class ReadingScreen(ModalScreen[None]):
 
 
 class LogScreen(ReadingScreen):
-    """The latest records of a model's log; the last ones are shown first if they do not fit."""
+    """The latest records of a model's log. The app calls `show_records` after each refresh, and the view follows unless
+    it has been scrolled up."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter,g", "dismiss(None)", show=False)]
 
     def __init__(self, model: str, records: Sequence[Record]) -> None:
         super().__init__()
-        self._model = model
+        self.model = model
         self._records = records
 
+    def show_records(self, records: Sequence[Record]) -> None:
+        self._records = records
+        self._draw(self.text.scroll_offset.y >= self.text.max_scroll_y)
+
     def on_resize(self, event: Resize) -> None:
+        self._draw(True)
+
+    def _draw(self, to_end: bool) -> None:
         width = max(20, self.text.scrollable_content_region.width)
-        lines: list[Line] = [[(f"Log of {visible(self._model)}", "strong"), ("  Esc closes this.", "dim")], []]
+        lines: list[Line] = [[(f"Log of {visible(self.model)}", "strong"), ("  Esc closes this.", "dim")], []]
         for record in self._records:
             at = time.strftime("%H:%M:%S", time.localtime(record["time"]))
             level = str(record["level"])
             text = f"{at} {level.upper()} {record['text']}"
             lines += wrapped(text, width, LEVELS.get(level, "plain"))
         self.text.show(lines if self._records else [*lines, [("no records", "dim")]])
-        self.text.scroll_end(animate=False)
+        if to_end:
+            self.text.scroll_end(animate=False)
 
 
 class HelpScreen(ReadingScreen):

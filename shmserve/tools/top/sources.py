@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from shmserve.transport.http_link import HttpLink
@@ -12,9 +12,14 @@ from shmserve.transport.http_link import HttpLink
 Record = Mapping[str, Any]
 """A record of the log: `time`, `level`, `text` and others."""
 Curves = Mapping[str, Sequence[float | None]]
+Step = Mapping[str, Any]
+"""A step of an ensemble, with the counters of its executions, as in the answer to the query `report`."""
 OPERATIONS = ("load", "unload", "restart")
 FIRST = 0.25
 """A live view reads a second time after this fraction of its interval, to show rates early."""
+
+
+Found = TypeVar("Found")
 
 
 class Source(Protocol):
@@ -42,6 +47,12 @@ class Source(Protocol):
     def history(self, model: str, version: int | None) -> Curves:
         """What the gateway has recorded in the last five minutes, once a second; {} if nothing records it."""
 
+    def recent(self) -> Sequence[Mapping[str, Any]]:
+        """`requests`, per second, of the last minute, with `name` and `version`, as the gateway has recorded them."""
+
+    def steps(self, model: str, version: int | None) -> Sequence[Step]:
+        """The steps of an ensemble; none if it is not an ensemble."""
+
     def close(self) -> None:
         """Ends calls in progress."""
 
@@ -64,7 +75,20 @@ class Operator(Protocol):
 
     def logs(self, model: str | None = None) -> dict[str, Any]: ...
 
+    def report(self, model: str, version: int | str | None = None) -> dict[str, Any]: ...
+
     def close(self) -> None: ...
+
+
+def recent_of(link: HttpLink, path: str) -> Sequence[Mapping[str, Any]]:
+    found: dict[str, Any] = link.call("GET", f"{path}/page/history")
+    trends: Sequence[Mapping[str, Any]] = found["trends"]
+    return trends
+
+
+def steps_of(report: Mapping[str, Any]) -> Sequence[Step]:
+    steps: Sequence[Step] = (report.get("graph") or {}).get("steps", ())
+    return steps
 
 
 def curves_of(link: HttpLink, path: str, model: str, version: int | None) -> Curves:
@@ -106,11 +130,21 @@ class ServerSource:
         return records
 
     def history(self, model: str, version: int | None) -> Curves:
+        return self._of_gateway(lambda link: curves_of(link, "", model, version), {})
+
+    def recent(self) -> Sequence[Mapping[str, Any]]:
+        return self._of_gateway(lambda link: recent_of(link, ""), ())
+
+    def _of_gateway(self, ask: Callable[[HttpLink], Found], without: Found) -> Found:
+        """`without`: the result if the server has no gateway."""
         port = self._client.activity()["server"].get("ports", {}).get("http")
         if port is None:
-            return {}
+            return without
         with closing(HttpLink("http", f"localhost:{port}", "")) as link:
-            return curves_of(link, "", model, version)
+            return ask(link)
+
+    def steps(self, model: str, version: int | None) -> Sequence[Step]:
+        return steps_of(self._client.report(model, version))
 
     def close(self) -> None:
         self._client.close()

@@ -126,6 +126,10 @@ class TablesApp(App[str]):
     def _help(self) -> Sequence[tuple[str, str]]:
         """Keys and what they do."""
 
+    def _with_rows_below(self, rows: list[Row]) -> list[Row]:
+        """Adds rows that are shown below one of the sorted rows."""
+        return rows
+
     def _total(self, table: Table) -> int:
         return len(self._rows(table.name))
 
@@ -189,9 +193,8 @@ class TablesApp(App[str]):
         empty = f"no {self._table.title if self._table.name == 'gpus' else self._table.title.lower()}"
         if rows:
             empty = f"{empty} with '{self._filter}'; Esc shows all"
-        base.query_one(TableView).show(
-            self._table, sort(self._table, chosen, key, reverse), self._unknown(), key, empty
-        )
+        shown = self._with_rows_below(sort(self._table, chosen, key, reverse))
+        base.query_one(TableView).show(self._table, shown, self._unknown(), key, empty)
         base.query_one("#tabs", Lines).show([self._tabs(width)])
         self._draw_bottom()
 

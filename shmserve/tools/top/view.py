@@ -17,6 +17,7 @@ from shmserve.llm.figures import figures_of
 from shmserve.protocol.rates import Document, Row, rates
 
 NOT_LOADED = "not loaded"
+_STEP_COUNTERS = ("count", "failed", "queue_ns", "input_ns", "infer_ns", "output_ns")
 UNLOADED = "unloaded"
 """Reason of a version that was unloaded on request."""
 _SERVER = (
@@ -163,9 +164,34 @@ def _model(entry: Document, before: Document | None, instances: list[Row], secon
         "loading_seconds": entry.get("loading_seconds"),
         "reason": _reason(entry),
         "batch_sizes": counters.get("batch_rows") or {},
+        "ensemble": entry.get("ensemble"),
+        "trend": None,
     }
     row |= figures_of(before and before.get("language"), entry.get("language"), seconds)
     return row | rates(before, entry, seconds, ready)
+
+
+def step_rows(before: Iterable[Document], after: Iterable[Document], seconds: float) -> list[Row]:
+    """Rows of an ensemble's steps, for the table of models. Without a state before, they have no rates."""
+    earlier = {step["index"]: step for step in before}
+    rows: list[Row] = []
+    for step in after:
+        old = earlier.get(step["index"])
+        known = old is not None and seconds > 0 and step["count"] >= old["count"]
+        more = {name: step[name] - old[name] for name in _STEP_COUNTERS} if old is not None and known else {}
+        count = more.get("count", 0)
+        compute_ns = sum(more.get(name, 0) for name in ("input_ns", "infer_ns", "output_ns"))
+        rows.append(
+            {
+                "model": step["model"],
+                "version": int(step["version"]) if step["version"].isdecimal() else None,
+                "requests_per_s": count / seconds if more else None,
+                "failed_per_s": more["failed"] / seconds if more else None,
+                "queue_seconds": more["queue_ns"] / count / 1e9 if count else None,
+                "compute_seconds": compute_ns / count / 1e9 if count else None,
+            }
+        )
+    return rows
 
 
 def _reason(entry: Document) -> str:

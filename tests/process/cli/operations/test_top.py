@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 from shmserve.testing import Server
 from tests.support.commands import COMMAND
 from tests.support.docs import pages
+from tests.support.ensemble_models import ensemble
 from tests.support.launch import identity
 from tests.support.system.terminal import Terminal
 
@@ -92,6 +94,26 @@ def test_the_screen_shows_queued_requests_and_operations(server: Server) -> None
         client.load("stuck")
         terminal.press("\x03")
         assert terminal.ends() == 0
+
+
+def test_the_steps_of_an_ensemble_that_was_clicked_in_sixteen_colours(tmp_path: Path) -> None:
+    identity(tmp_path, "mlp")
+    ensemble(tmp_path, "pipeline", "x:FP32:[3]", "y:FP32:[3]", "mlp(x:x)->(y:y)", more="max_batch_size: 4")
+    with Server(tmp_path) as server, server.client() as client:
+        command = [*TOP, "--url", server.url, "--interval", "0.1"]
+        with Terminal(command, 150, 30, {"TERM": "xterm-16color"}) as terminal:
+            terminal.wait_for("pipeline ▸")
+            line = terminal.text.split("\n").index(next(one for one in terminal.text.split("\n") if "pipeline" in one))
+            terminal.press(f"\x1b[<0;3;{line + 1}M\x1b[<0;3;{line + 1}m")
+            terminal.press("s")
+            terminal.wait_for("└ mlp")
+            for _ in range(100):
+                client.infer("pipeline", {"x": np.ones((2, 3), np.float32)})
+            terminal.wait_for(lambda text: re.search(r"└ mlp +1 .* [1-9]", text) and re.search(r"pipeline ▾.*█", text))
+            terminal.press("q")
+            assert terminal.ends() == 0
+    assert COLOR.search(terminal.raw)
+    assert not re.search(rb"[34]8;[25];", terminal.raw), "other colours than the terminal's 16"
 
 
 def test_all_transports_show_the_same_values(server: Server) -> None:

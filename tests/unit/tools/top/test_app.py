@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from textual.events import MouseScrollDown
 from textual.pilot import Pilot
 
 from shmserve.errors import ConnectionLost, Denied
@@ -31,6 +32,8 @@ class OperatedSource(ScriptedSource):
         self.error: Exception | None = None
         self.done: list[tuple[str, str, int | None, str]] = []
         self.histories: list[str] = []
+        self.records = 50
+        self.step_reads = 0
 
     def document(self, number: int) -> dict[str, Any]:
         if self.error is not None:
@@ -44,6 +47,7 @@ class OperatedSource(ScriptedSource):
             )
             for place, name in enumerate(self.names)
         ]
+        models[-1]["ensemble"] = True
         failed = model("broken", state="UNAVAILABLE", reason="no such file", instances=[], counters={})
         return document(2 * number, *models, failed, clients=[client(7, "[red]camera")], gpus=[gpu(0)])
 
@@ -59,10 +63,29 @@ class OperatedSource(ScriptedSource):
         curve: list[float | None] = [*[50.0] * 8, *[0.0] * 8]
         return {"requests": curve} if (model, version) == ("beta", 1) else {}
 
+    def recent(self) -> list[dict[str, Any]]:
+        return [{"name": "beta", "version": "1", "requests": [0.0] * 52 + [7.0] * 8}]
+
+    def steps(self, model: str, version: int | None) -> list[dict[str, Any]]:
+        """Each execution waits 1 ms, and runs 3 ms; the second step also fails."""
+        if model != "delta":
+            return []
+        self.step_reads += 1
+        ns = self.step_reads * 10**9
+        times = {"queue_ns": ns, "input_ns": ns, "infer_ns": ns, "output_ns": ns}
+        count = self.step_reads * 1000
+        both = (("alpha", "", 0), ("beta", "1", self.step_reads * 10))
+        return [
+            {"index": at, "model": name, "version": number, "count": count, "failed": failed, **times}
+            for at, (name, number, failed) in enumerate(both)
+        ]
+
     def log(self, model: str) -> list[dict[str, Any]]:
         if self.error is not None:
             raise self.error
-        return [{"time": 0.0, "level": "error", "text": f"{model} failed [red]{number}"} for number in range(50)]
+        return [
+            {"time": 0.0, "level": "error", "text": f"{model} failed [red]{number}"} for number in range(self.records)
+        ]
 
 
 class Driver(AppDriver[TopApp]):
@@ -103,7 +126,7 @@ def driven(
     made = source or OperatedSource()
 
     async def main(steps: Callable[[Any], Awaitable[None]]) -> None:
-        app = TopApp(made, made.read(), NEVER_S, **options)
+        app = TopApp(made, made.read(), **{"interval": NEVER_S} | options)
         async with app.run_test(size=size) as pilot:
             driver = Driver(app, pilot, made)
             await driver.read()
@@ -139,7 +162,7 @@ def test_the_screen_fits_terminals_of_any_size(size: tuple[int, int]) -> None:
     test()
 
 
-@driven(size=(100, 60), table="instances", sort_key="batch_rows", filter_text="beta")
+@driven(size=(100, 64), table="instances", sort_key="batch_rows", filter_text="beta")
 async def test_keys_switch_between_the_tables_and_help(top: Driver) -> None:
     assert top.column("instance") == ["beta_0_1", "beta_0_0"]
     await top.press("escape", "tab")
@@ -234,9 +257,54 @@ async def test_enter_shows_the_details_of_a_model(top: Driver) -> None:
 
 
 @driven()
-async def test_the_log_of_a_model(top: Driver) -> None:
+async def test_steps_are_shown_below_their_ensemble_and_in_its_details(top: Driver) -> None:
+    assert "delta ▸" in top.text
+    await top.press("down", "down", "down", "s")
+    await top.until(lambda: top.source.step_reads)
+    await top.read()
+    assert top.names == ["alpha", "beta", "broken", "delta", "alpha", "beta", "gamma"]
+    for line in (r"├ alpha +1 ", r"└ beta +1 "):
+        assert re.search(line, top.text), top.text
+    first, second = top.table.rows[4:6]
+    assert (first["queue_seconds"], first["compute_seconds"]) == (0.001, 0.003)
+    assert first["failed_per_s"] == 0 < second["failed_per_s"] < second["requests_per_s"]
+    await top.press("down", "down", "r")
+    await top.asked("Restart model 'beta' version 1?")
+    await top.press("n", "s")
+    await top.until(lambda: top.names == ["alpha", "beta", "broken", "delta", "gamma"])
+    await top.press("home", "s")
+    await top.until(lambda: "no steps of model 'alpha', which is not an ensemble" in top.message)
+    await top.press("down", "down", "down", "enter")
+    await top.until(lambda: isinstance(top.app.screen, DetailScreen) and "steps" in top.text)
+    assert re.search(r"beta +1 ", top.text)
+
+
+@driven(size=(160, 12), interval=30.0)
+async def test_graphs_of_rows_and_the_mouse(top: Driver) -> None:
+    await top.until(lambda: re.search(r"^beta .* ▁+█ ", top.text, re.M))  # with what was recorded before
+    place = next(number for number, line in enumerate(top.text.split("\n")) if line.startswith("beta "))
+    await top.pilot.click(offset=(2, place))
+    assert top.table.selected is not None
+    assert top.table.selected["model"] == "beta"
+    top.table.post_message(MouseScrollDown(top.table, 2, 2, 0, 1, 0, False, False, False))
+    await top.until(lambda: top.table.scroll_offset.y > 0)
+    assert top.table.selected["model"] == "beta"
+    await top.pilot.click(offset=(2, place - 1), times=2)
+    await top.until(lambda: isinstance(top.app.screen, DetailScreen))
+
+
+@driven()
+async def test_the_log_of_a_model_follows_unless_it_was_scrolled_up(top: Driver) -> None:
     await top.press("down", "g")
     await top.until(lambda: isinstance(top.app.screen, LogScreen) and "ERROR beta failed [red]49" in top.text)
+    top.source.records = 52
+    await top.read()
+    assert "[red]51" in top.text
+    await top.press("home")
+    await top.until(lambda: "Log of beta" in top.text)
+    top.source.records = 54
+    await top.read()
+    assert "Log of beta" in top.text
     await top.press("g")
     await top.until(lambda: not isinstance(top.app.screen, LogScreen))
     top.source.error = Denied("it needs the role operate")

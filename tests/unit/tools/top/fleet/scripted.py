@@ -44,6 +44,12 @@ class ScriptedSource:
     def history(self, model: str, version: int | None) -> dict[str, list[float | None]]:
         return {}
 
+    def recent(self) -> list[Document]:
+        return []
+
+    def steps(self, model: str, version: int | None) -> list[Document]:
+        return []
+
     def release(self) -> None:
         self.gate.set()
 
