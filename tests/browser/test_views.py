@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -84,12 +85,15 @@ def test_changed_files_are_reported_and_reloaded(tab: Tab, site: Site) -> None:
     tab.go("#/model/words")
     tab.wait_for("[data-action=load]", "Reload")
     config = site.repository / "words" / "config.pbtxt"
-    config.write_text(config.read_text() + "max_batch_size: 0\n")
+    config.write_text(config.read_text() + 'metric_tags { key: "a" value: "b" }\n')
     tab.wait("document.querySelector('main').innerText.includes('Changed on disk')")
     use_token(tab, site)
     tab.click("[data-action=load]")
     tab.wait("[...document.querySelectorAll('[role=status]')].some((one) => one.textContent === 'words is loaded.')")
     tab.wait("!document.querySelector('main').innerText.includes('Changed on disk')")
+    tab.go("#/model/words/config")
+    tab.wait_for(".problem", "metric_tags")
+    tab.wait("document.querySelector('.code pre').scrollHeight <= document.querySelector('.code pre').clientHeight")
 
 
 def test_an_ensemble_is_a_graph_with_times_on_its_edges(tab: Tab, site: Site) -> None:
@@ -103,6 +107,10 @@ def test_an_ensemble_is_a_graph_with_times_on_its_edges(tab: Tab, site: Site) ->
     tab.wait_for("[data-tensor=middle] title", "waits")
     flowing = "document.querySelector('[data-step] .flow, [data-step] .failing')?.textContent.includes('/s')"
     until(tab, flowing, lambda: site.ask("pipeline"))
+    with pytest.raises(shmserve.ModelFailed):
+        site.ask("pipeline", -1)
+    tab.wait("/1 of \\d+ failed/.test(document.querySelector('[data-step=\"1\"] .failing')?.textContent)")
+    assert "failed" not in tab.text("[data-step='0']")
     take(tab, "ensemble")
     tab.click("[data-step='1']")
     tab.wait("document.querySelector('main h1').textContent === 'moody'")
@@ -144,6 +152,12 @@ def test_failures_appear_on_an_open_model_page(tab: Tab, site: Site) -> None:
         site.ask("moody", -2)
     tab.wait(f"/^\\d+$/.test({process}) && {process} !== {json.dumps(before)}")
     tab.wait("document.querySelector('table[aria-label=Instances]').textContent.includes('ready')")
+    tab.wait_for("#notices", "was restarted")
+    assert tab.evaluate(COVERED) == []
+    tab.go("#/")
+    tab.wait("document.querySelector('[data-model=moody] .spark .bad').getAttribute('d')")
+    tab.wait("[...document.querySelectorAll('.chip')].some((one) => /^Failing [1-9]/.test(one.textContent))")
+    tab.wait_for(".events", "moody_0_0 was restarted")
 
 
 def test_the_timelines_of_slow_and_failed_requests(tab: Tab, site: Site) -> None:
@@ -157,6 +171,7 @@ def test_the_timelines_of_slow_and_failed_requests(tab: Tab, site: Site) -> None
     tab.wait("document.querySelector('.journey[open] .lanes svg').ariaLabel.startsWith('moody_0_0: queue ')")
     site.ask("moody", 2)
     tab.wait("document.querySelector('.journey[open]')")
+    assert not re.search(r"\b(false|null|undefined)\b", tab.text(".journey[open]"))
     take(tab, "journey")
     site.ask("pipeline")
     tab.go("#/model/pipeline")
@@ -244,10 +259,19 @@ def test_axe_has_no_serious_finding(tab: Tab, view: str) -> None:
         assert axe.findings(tab) == [], scheme
 
 
+COVERED = """
+[...document.querySelectorAll('header button, header a, main button, main a:not(.events a)')].filter((one) => {
+  const {x, y, width, height} = one.getBoundingClientRect();
+  const top = document.elementFromPoint(x + width / 2, y + height / 2);
+  return width && top && !one.contains(top) && !top.contains(one);
+}).map((one) => one.outerHTML.slice(0, 80))
+"""
+"""Controls on the screen that something covers."""
 WIDER = """
 [...document.querySelectorAll('body *')].filter((one) => !one.closest('.scroll') && one.getClientRects().length
   && one.getBoundingClientRect().right > innerWidth + 1).map((one) => one.outerHTML.slice(0, 80))
 """
+ROW = "(one) => one.getBoundingClientRect().bottom <= 56"
 GROUND = "[document.documentElement, document.body].map((one) => getComputedStyle(one).backgroundColor).join()"
 
 
@@ -260,8 +284,27 @@ def test_views_fit_narrow_screens_and_both_color_schemes(tab: Tab, scheme: str, 
         for view in VIEWS:
             show(tab, view)
             assert tab.evaluate("document.documentElement.scrollWidth") <= width, (view, tab.evaluate(WIDER))
+            assert tab.evaluate(COVERED) == []
+            assert tab.evaluate(f"[...document.querySelectorAll('header > *')].every({ROW})"), "one row of controls"
+            assert tab.evaluate(
+                "[...document.querySelectorAll('[data-graph]')].every((one) => one.getScreenCTM().a > 0.8)"
+            )
             take(tab, f"{view}-{width}-{scheme}")
             grounds.add(tab.evaluate(GROUND))
     assert len(grounds) == 1
     tab.scheme(other)
     assert tab.evaluate(GROUND) not in grounds
+
+
+def test_a_model_prints_in_full_and_in_light_colours(tab: Tab) -> None:
+    tab.scheme("light")
+    show(tab, "ensemble")
+    accent = "getComputedStyle(document.querySelector('.line.accent')).stroke"
+    light = tab.evaluate(accent)
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    tab.call("Emulation.setEmulatedMedia", media="print", features=features)
+    assert (tab.evaluate(accent), tab.evaluate(GROUND).count("rgb(255, 255, 255)")) == (light, 1)
+    hidden = "[...document.querySelectorAll('header, .tabs, .head button')].every((one) => !one.offsetParent)"
+    assert tab.evaluate(hidden), "controls are not printed"
+    assert tab.evaluate("[...document.querySelectorAll('.scroll')].every((one) => one.scrollWidth <= one.clientWidth)")
+    tab.call("Emulation.setEmulatedMedia", media="")

@@ -51,7 +51,7 @@ const STEP_S = 10
 export function chart(title, text, ...series) {
 	const lines = series.map(([, kind]) => s(`path.line.${kind}`))
 	const area = s("path.area")
-	const picture = s("svg", {...FRAME, role: "img"}, s("path.rules", {d: "M0 25H300M0 50H300M0 75H300"}), area, lines.toReversed())
+	const picture = s("svg", {...FRAME, role: "img"}, s("path.rules", {d: "M0 1H300M0 34H300M0 67H300"}), area, lines.toReversed())
 	const scale = h("span.top")
 	const values = series.map(() => h("b"))
 	const keys = h("p.keys", series.map(([name, kind], at) => h(`span.${kind}`, h("i"), `${name} `, values[at])))
@@ -65,7 +65,7 @@ export function chart(title, text, ...series) {
 			write(values[at], text(one.at(-1)))
 		})
 		set(area, "d", path(data[0], top, data[0].length, true))
-		write(scale, Math.max(...tops) ? text(top) : "")
+		write(scale, Math.max(...tops) ? text(top).replace(/\.0+\b/, "") : "")
 		const parts = series.map(([name], at) => ` ${name} ${values[at].textContent}, at most ${text(tops[at])}`)
 		set(picture, "aria-label", `${title}, ${about}:${parts.join(";")}`)
 		write(since, `${ago} ago`)

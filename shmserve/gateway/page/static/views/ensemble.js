@@ -1,7 +1,7 @@
 /** The steps of an ensemble as a graph from left to right, with the times at which tensors exist on its edges. */
 
 import {h, s} from "../dom.js"
-import {duration, rate} from "../format.js"
+import {count, duration, rate} from "../format.js"
 import {route} from "../route.js"
 
 const WIDTH = 190
@@ -9,8 +9,8 @@ const GAP = 130
 const PORT = 36
 const HEAD = 80
 const SPACE = 22
-/** The graph shrinks to its card down to this width, then it scrolls. */
-const READABLE = 560
+/** The graph shrinks to its card down to this scale, then it scrolls. */
+const READABLE = 0.85
 
 const mean = (step, ...parts) => (step?.count ? parts.reduce((sum, part) => sum + (step[part] ?? 0), 0) / step.count / 1e9 : 0)
 const waits = step => mean(step, "queue_ns")
@@ -68,21 +68,20 @@ function drawEdge({tensor, from, to, via}) {
 	return s("g.edge", {"data-tensor": tensor}, s("title", about + wait), s("path", {d: path}), text(x + 8, y - 5, cut(tensor, 18)), text(x + 8, y + 14, time, "time"))
 }
 
-function drawBox({step, name, x, y, height}, rates) {
+function drawBox({step, name, x, y, height}, busy) {
 	const time = step?.count ? `waits ${duration(waits(step))}, runs ${duration(runs(step))}` : ""
-	const now = step && rates(step)
-	const flow = now ? `${rate(now.requests)}/s${now.failed ? `, ${rate(now.failed)} fail` : ""}` : ""
+	const flow = step ? `${rate(busy ? step.rate : 0)}/s${step.failed ? `, ${count(step.failed)} of ${count(step.count)} failed` : ""}` : ""
 	const node = s("g", {"data-step": step?.index}, s("rect", {x, y, width: WIDTH, height, rx: 8}),
-		text(x + 12, y + 22, cut(name, 23), "name"), text(x + 12, y + 40, time), text(x + 12, y + 57, flow, now?.failed ? "failing" : "flow"))
+		text(x + 12, y + 22, cut(name, 23), "name"), text(x + 12, y + 40, time), text(x + 12, y + 57, flow, step?.failed ? "failing" : "flow"))
 	return step ? s("a", {href: route(step.model, step.version)}, node) : node
 }
 
-/** `rates(step)`: those of the step's model in the last interval, if they are known. */
-export function graph(document, rates) {
+/** `busy`: requests were answered in the last interval. */
+export function graph(document, busy) {
 	const {boxes, edges, width, height} = layout(document)
 	const picture = s("svg", {"data-graph": "", viewBox: `-1 -1 ${width + 2} ${height + 2}`, role: "group", label: "Graph of the ensemble"},
-		edges.map(drawEdge), boxes.map(box => drawBox(box, rates)))
+		edges.map(drawEdge), boxes.map(box => drawBox(box, busy)))
 	picture.style.maxWidth = `${width + 2}px`
-	picture.style.minWidth = `${Math.min(width + 2, READABLE)}px`
+	picture.style.minWidth = `${READABLE * width}px`
 	return h("div.scroll", {tabindex: 0, role: "region", label: "Steps"}, picture)
 }

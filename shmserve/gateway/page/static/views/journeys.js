@@ -7,20 +7,20 @@ const PARTS = ["queue", "gather", "compute", "scatter", "answer"]
 const WIDTH = 1000
 
 /** Requests that can be opened. `opened`: keys of those that are, kept by the caller. */
-export function journeys({slow, failed}, opened, reasons) {
+export function journeys({slow, failed, graph: ensemble}, opened, reasons) {
 	return h("div", [["Failed", failed], ["Slowest of the last minutes", slow]].map(([title, list]) => list.length > 0 &&
-		[h("h3", title), ...list.map(one => journey(one, opened, reasons))]))
+		[h("h3", title), ...list.map(one => journey(one, opened, reasons, ensemble))]))
 }
 
-function journey(one, opened, reasons) {
+function journey(one, opened, reasons, ensemble) {
 	const key = `${one.code} ${one.time} ${one.took_ns}`
 	const node = h("details.journey", {open: opened.has(key) && "", ontoggle: () => opened[node.open ? "add" : "delete"](key)},
 		h("summary", h("b", duration(one.took_ns / 1e9)), ` ${clock(one.time)} · ${plural(one.rows, "row")}`, one.id && ` · ${one.id}`, one.code && h("span.failing", ` · ${one.code}`)))
-	const lanes = [[one.steps.length ? "ensemble" : one.instance || "no instance", 0, one],
+	const lanes = [[ensemble ? "ensemble" : one.instance || "no instance", 0, one],
 		...one.steps.map(step => [`${step.model} ${step.version}`, step.begin_ns, step])]
-	node.append(h("ul.lanes", {label: "Timeline"}, lanes.map(([name, begin, lane]) => laneOf(name, begin, lane, one.took_ns))),
+	node.append(h("div", h("ul.lanes", {label: "Timeline"}, lanes.map(([name, begin, lane]) => laneOf(name, begin, lane, one.took_ns))),
 		one.text && h("pre", one.text),
-		one.batch_rows > 0 && h("p.hint", `In a batch of ${plural(one.batch_rows, "row")}, sent because ${reasons[one.reason] ?? one.reason}.`))
+		one.batch_rows > 0 && h("p.hint", `In a batch of ${plural(one.batch_rows, "row")}, sent because ${reasons[one.reason] ?? one.reason}.`)))
 	return node
 }
 

@@ -7,7 +7,6 @@ import {NOTHING, bytes, clock, count, duration, plural, rate, share} from "../fo
 import {between} from "../rates.js"
 import {modelPath, route} from "../route.js"
 import {graph} from "./ensemble.js"
-import {logPart} from "./logs.js"
 import {stateCell} from "./overview.js"
 
 const REFETCH_MS = 1000
@@ -39,6 +38,7 @@ export function modelView(store, {model, version}) {
 	body.append(h("nav.tabs", {label: "Views"}, tabs), ...Object.values(parts))
 	let part = ""
 	let detail = null
+	let taken = 0
 	let fetched = ""
 	let tried = "" // what the form was made from
 	let timer = 0
@@ -78,8 +78,15 @@ export function modelView(store, {model, version}) {
 	const missing = ({error = "The model is being loaded."}) => h("p.empty", error)
 
 	function take(found) {
+		const now = performance.now()
+		found.graph?.steps.forEach((step, at) => {
+			const more = step.count - detail?.graph?.steps[at]?.count
+			step.rate = more >= 0 ? more * 1000 / (now - taken) : null
+		})
+		taken = now
 		detail = found
-		refill(parts.config, [found.text, found.error], () => (found.text ? codePanel("Configuration as loaded", found.text, "config") : missing(found)))
+		refill(parts.config, [found.text, found.error, found.warnings], () => (found.text ? [...found.warnings.map(text => h("p.problem.mild", text)),
+			codePanel("Configuration as loaded", found.text, "config")] : missing(found)))
 		fillForm()
 	}
 
@@ -95,6 +102,13 @@ export function modelView(store, {model, version}) {
 		tried = ways && source
 		const failed = ways ? found : {error: "The form could not be loaded; reload the page."}
 		parts.try.replaceChildren(...make ? make() : [missing(failed)])
+	}
+
+	/** The code of the log is loaded when it is first shown. */
+	async function followLog() {
+		const {logPart} = part === "logs" && await import("./logs.js").catch(() => false)
+		if (logPart && !log) parts.logs.append((log = logPart(model)).node)
+		log?.follow(part === "logs")
 	}
 
 	async function operate(action) {
@@ -127,11 +141,11 @@ export function modelView(store, {model, version}) {
 			document.title = `${model} – shmserve`
 			update()
 			fillForm()
-			if (part === "logs" && !log) parts.logs.append((log = logPart(model)).node)
-			log?.follow(part === "logs")
+			followLog()
 		},
 		close() {
 			stop()
+			part = ""
 			log?.follow(false)
 		},
 	}
@@ -193,8 +207,8 @@ function livePart(store) {
 			["Rows per batch", rate(since.batch)], ["Busy", share(entry.rates?.busy)], ["Memory", bytes(entry.memory || null)],
 			row.scaled && ["Instances", `${entry.expected}, at least ${row.scaled[0]}, at most ${row.scaled[1]}`]])
 		const hint = recent ? "since you opened this page" : "since it was loaded"
-		const stepRates = ({model, version}) => store.find(model, version)?.rates
-		fill("graph", "means since a page was opened", detail?.graph && [detail.graph, detail.graph.steps.map(stepRates)], () => graph(detail.graph, stepRates))
+		const busy = entry.rates?.requests > 0
+		fill("graph", "means and failures since a page was opened", detail?.graph && [detail.graph, busy], () => graph(detail.graph, busy))
 		fill("split", hint, Object.keys(PARTS).map(id => since[id]), () => split(since))
 		fill("sizes", hint, since.sizes, () => shares("Batch sizes", since.sizes, rows => ({label: plural(rows, "row")})))
 		fill("reasons", hint, !row.ensemble && since.reasons, () => shares("Reasons", since.reasons, reason => ({label: `${reason}: ${REASONS[reason]}`})))
