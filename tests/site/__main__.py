@@ -22,6 +22,7 @@ PACKAGES = ("zensical==0.0.73", "mkdocstrings-python==2.0.11", "ruff==0.17.6")
 ENVIRONMENT = ROOT / "build" / "site-env"
 MADE = ENVIRONMENT / ".made"
 PAGES = ROOT / "build" / "site-pages"
+STYLE = Path(__file__).with_name("site.css")
 SITE = ROOT / "build" / "site"
 INSTALL_S = 400
 MERMAID = "mermaid@12.3.0"
@@ -49,6 +50,7 @@ def install() -> str:
 def build() -> int:
     """Builds the site. Any warning is an error."""
     stage(ROOT, PAGES)
+    shutil.copyfile(STYLE, PAGES / STYLE.name)
     shutil.rmtree(SITE, ignore_errors=True)
     command = [str(ENVIRONMENT / "bin" / "zensical"), "build", "--clean", "--strict"]
     if status := subprocess.call(command, cwd=ROOT, env=os.environ | {"NO_COLOR": "1"}):
