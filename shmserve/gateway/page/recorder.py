@@ -7,6 +7,7 @@ page can continue the history of one gateway with the events of another.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ class Recorder:
         for key, values in changed.items():
             self._last[self._lines[key]] = [_NAN if (value := values[name]) is None else value for name in SERIES]
         passed = np.arange(max(self.second, second - COARSE * STEP) + 1, second + 1)
-        covered = passed[-max(1, round(seconds)) :]
+        covered = passed[-max(1, ceil(seconds)) :]
         self._fine[:, :, passed % FINE] = _NAN
         self._fine[:, :, covered % FINE] = self._last[:, :, None]
         self._coarse[:, :, passed // STEP % COARSE] = _NAN

@@ -17,7 +17,8 @@ function path(values, top, slots, closed) {
 			start = ""
 		} else {
 			const point = `${x(at)} ${(HEIGHT - 1 - value / top * (HEIGHT - 2)).toFixed(1)}`
-			text += start ? `L${point}` : `M${point}h.1`
+			const lone = !start && !(values[at + 1] <= top)
+			text += start ? `L${point}` : `M${point}h${lone ? 1.5 : .1}`
 			start ||= x(at)
 		}
 	})

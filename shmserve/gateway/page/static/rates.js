@@ -58,7 +58,7 @@ export class History {
 	push(second, seconds, values) {
 		const passed = Math.min(second - this.second, SECONDS)
 		if (passed <= 0) return
-		const covered = Math.min(passed, Math.max(1, Math.round(seconds)))
+		const covered = Math.min(passed, Math.max(1, Math.ceil(seconds)))
 		for (const [name, series] of Object.entries(this.series)) {
 			series.copyWithin(0, passed)
 			series.fill(NaN, SECONDS - passed).fill(values[name] ?? NaN, SECONDS - covered)

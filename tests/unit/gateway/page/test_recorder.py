@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from math import ceil
 
 import numpy as np
 import pytest
@@ -20,19 +21,20 @@ def values(number: float | None) -> dict[str, float | None]:
     return dict.fromkeys(SERIES, number)
 
 
-POINTS = st.tuples(st.integers(1, 15), st.integers(0, 12), st.none() | st.integers(0, 5))
+POINTS = st.tuples(st.integers(1, 15), st.integers(0, 24).map(lambda halves: halves / 2), st.none() | st.integers(0, 5))
 """Seconds that passed, those of them that the value covers, and the value."""
 
 
 @settings(max_examples=examples(60, quick=15))
 @given(st.lists(POINTS, min_size=1, max_size=80))
-def test_the_last_seconds_and_steps(points: list[tuple[int, int, int | None]]) -> None:
+def test_the_last_seconds_and_steps(points: list[tuple[int, float, int | None]]) -> None:
     recorder = Recorder()
     kept = np.full(START + sum(passed for passed, _, _ in points) + FINE + COARSE * STEP, np.nan)
     now = START
-    for passed, covered, value in points:
+    for passed, seconds, value in points:
         now += passed
-        recorder.record(now, covered, [KEY], {KEY: values(value)})
+        recorder.record(now, seconds, [KEY], {KEY: values(value)})
+        covered = ceil(seconds)
         covered = max(1, min(covered, passed if now - passed > START else covered))
         kept[now - covered + 1 : now + 1] = np.nan if value is None else value
     curves = recorder.curves(KEY)
