@@ -215,6 +215,18 @@ def test_sequences_are_sent_one_by_one_from_start_to_end() -> None:
     assert result.models["m"].sent == result.models["m"].answered == 300
 
 
+def test_the_tokens_that_wait_are_limited() -> None:
+    """Prompts of 4 tokens, of which the model computes 25 per second, arrive twice as fast. At most 10 wait or run."""
+    known = replace(policy(max_batch=1, decoupled=True), prompt_inputs=("x",), queue_tokens=40)
+    load = Load("m", Poisson(50), 1)
+    result = simulate(Plan((served(known, 1, Constant(40 * MS)),), (load,), requests=1000, check_every=20))
+    accounted(result)
+    found = result.models["m"]
+    assert found.failed.keys() == {"UNAVAILABLE"}
+    assert found.answered > 450, "the model is always busy"
+    assert 300 * MS < found.latency.largest <= 405 * MS
+
+
 def test_an_ensemble_with_a_decoupled_step_sends_many_responses() -> None:
     many = replace(served(policy("many", 4, decoupled=True)), responses=(0, 9))
     steps = StepPolicy("many", 0, (("x", "x"),), (("y", "t"),)), StepPolicy("next", 0, (("x", "t"),), (("y", "y"),))

@@ -10,6 +10,7 @@ from shmserve.core.exit import exit
 from shmserve.core.intake.begin_run import begin
 from shmserve.core.policy import TimeoutAction
 from shmserve.core.records import ClientState, Miss, Payer, Request, Version
+from shmserve.core.service.prompts import size_of
 from shmserve.core.state import State, Timer
 from shmserve.core.states import RequestState
 from shmserve.errors import DeadlineExceeded, Unavailable, Unsupported
@@ -58,7 +59,7 @@ def check_prompt(
     """Raises if the prompt of a request would wait for too long behind those of others."""
     backlog = version.service.prompts
     assert backlog is not None
-    tokens = backlog.estimate(_prompt_size(version, inputs))
+    tokens = backlog.estimate(size_of(inputs, backlog.inputs))
     if backlog.exceeds(payer, tokens):
         raise Unavailable(
             f"Exceeds maximum queue size: prompts of about {backlog.total} tokens wait for model '{version.model}', "
@@ -93,19 +94,8 @@ def _add_prompt(request: Request, now: int) -> None:
     """Counts the prompt of a request that is about to be queued."""
     backlog = request.version.service.prompts
     if backlog is not None and request.prompt is None:
-        size = _prompt_size(request.version, request.tensors())
+        size = size_of(request.tensors(), backlog.inputs)
         request.prompt = backlog.add(request.payer, request.level, size, now)
-
-
-def _prompt_size(version: Version, inputs: tuple[Tensor, ...]) -> int:
-    """The number of bytes of the prompt."""
-    backlog, size = version.service.prompts, 0
-    assert backlog is not None
-    for tensor in inputs:
-        if tensor.name in backlog.inputs:
-            data = tensor.data
-            size += sum([handle.size for handle in data]) if isinstance(data, tuple) else len(data)  # type: ignore[arg-type]  # checked
-    return size
 
 
 def put(state: State, version: Version, number: int, request: Request, now: int) -> None:

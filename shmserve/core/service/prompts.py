@@ -8,10 +8,12 @@ The rate is low while all slots generate long texts, because prompts wait for sl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Protocol
 
 from msgspec import Struct
+
+from shmserve.protocol.messages import Tensor
 
 SECOND = 1_000_000_000
 KNOWN = 4
@@ -20,6 +22,17 @@ KEPT = 7 / 8
 """What a report leaves of the sums of earlier ones."""
 TOKENS_PER_BYTE = 0.25
 """Until a prompt has been reported. That of English text, and of token ids."""
+
+
+def size_of(inputs: Iterable[Tensor], names: Container[str]) -> int:
+    """The number of bytes of the inputs with these names."""
+    size = 0
+    for tensor in inputs:
+        if tensor.name in names:
+            data = tensor.data
+            assert not isinstance(data, int), "a frame, which the checks have resolved"
+            size += len(data) if isinstance(data, bytes) else sum([handle.size for handle in data])
+    return size
 
 
 class Payer(Protocol):

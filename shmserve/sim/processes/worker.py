@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.core.service.padding import rounded
+from shmserve.core.service.prompts import TOKENS_PER_BYTE, size_of
 from shmserve.protocol.batch_queue import BatchQueue, QueuedBatch
 from shmserve.protocol.messages import (
     OWNER_SHIFT,
@@ -37,6 +38,7 @@ from shmserve.protocol.worker_messages import (
     LeaseLogged,
     LeaseOver,
     Load,
+    Prefilled,
     Revoke,
     Row,
     Started,
@@ -446,6 +448,9 @@ class SimWorker:
         """Returns the requests answered by this Done, and those to run again."""
         if self.model.policy.decoupled:
             for work in batch.work_items:
+                if names := self.model.policy.prompt_inputs:
+                    tokens = round(size_of(work.inputs, names) * TOKENS_PER_BYTE)
+                    self._send(Prefilled(work.request, tokens))
                 self._stream(self._streams[work.request])
             return [], ()
         over, again = [], []
