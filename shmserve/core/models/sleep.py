@@ -101,10 +101,8 @@ def _is_busy(state: State, instance: Instance) -> bool:
     if instance.state is _I.READY:
         calls = instance.caller is not None and bool(instance.caller.requests)
         return bool(instance.batches() or instance.streams or calls or _keeps_tensors(state, instance))
-    if (
-        instance.state is _I.WAITING and instance not in state.memory.holders
-    ):  # waits for its turn to load, or for memory
-        return False
+    if instance.state is _I.WAITING and instance not in state.memory.holders:
+        return False  # it waits for its turn to load, or for memory
     return not (instance.over or instance.state in (_I.BACKOFF, _I.ASLEEP))
 
 
@@ -211,9 +209,8 @@ def wake(state: State, version: Version, now: int) -> None:
         return
     version.sleep_state.woken = version.sleep_state.woken or now
     version.sleep_state.users = {}
-    version.sleep_state.logged = (
-        not state.memory.limited
-    )  # with budgets, logged once it is known which versions make room
+    # With budgets, it is logged once it is known which versions make room.
+    version.sleep_state.logged = not state.memory.limited
     if version.sleep_state.logged:
         text = f"model '{version.model}' is waking for a request"
         state.log("info", text, model=version.model, version=version.number)
