@@ -72,13 +72,12 @@ def _load(action: Action, message: Any) -> RpcQuery:
 def _unload(action: Action, message: Any) -> RpcQuery:
     if message.repository_name:
         return Route(Action.NAMED_REPOSITORY), Arguments()
-    arguments = Arguments()
-    for name, parameter in message.parameters.items():
+    for name in message.parameters:
         if name not in ("unload_dependents", "force"):
             known = "supported are 'unload_dependents' and 'force'"
             raise InvalidRequest(f"Unrecognized unload parameter '{name[:80]}'; {known}")
-        setattr(arguments, name, _value(name, parameter, "bool_param"))
-    return Route(action, message.model_name), arguments
+    flags = {name: _value(name, parameter, "bool_param") for name, parameter in message.parameters.items()}
+    return Route(action, message.model_name), Arguments(**flags)
 
 
 def _value(name: str, parameter: Any, kind: str) -> Any:
