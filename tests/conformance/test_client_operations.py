@@ -72,7 +72,7 @@ def test_the_default_timeout_does_not_apply_to_operations(connect: Callable[...,
 
 
 @pytest.mark.parametrize("way", ["sync lane", "sync ipc"], indirect=True)
-def test_requests_of_other_threads_continue_during_an_operation(
+def test_requests_of_threads_continue_during_operations(
     client: Any, operations: Operations, broker: FakeBroker
 ) -> None:
     """Tested while the body is sent, and while the client waits for the answer."""

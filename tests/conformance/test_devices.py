@@ -191,9 +191,7 @@ def test_an_allocation_that_does_not_fit_is_an_error_with_the_numbers(device: Gp
 
 
 @pytest.mark.parametrize("writable", [True, False])
-def test_mapped_host_memory_is_pinned_if_possible(
-    device: GpuDevice, stream: int, memory: list[int], writable: bool
-) -> None:
+def test_mapped_memory_is_pinned_if_possible(device: GpuDevice, stream: int, memory: list[int], writable: bool) -> None:
     given, found = bytes_of(8), np.zeros(SIZE, np.uint8)
     pinned = device.register(address(given), SIZE, writable)
     device.copy(memory[0], address(given), SIZE, device.to_device, stream)

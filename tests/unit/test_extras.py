@@ -154,7 +154,7 @@ def installed(root: Path, origin: Mapping[str, Any] | None) -> Path:
         (None, "pip install 'rich>=13.7' 'jinja2>=3.1'", "make install-systemd EXTRAS=runtime"),
     ],
 )  # fmt: skip
-def test_the_install_command_of_an_installed_package(
+def test_the_install_command_in_packages(
     tmp_path: Path, origin: Mapping[str, Any] | None, command: str, service: str
 ) -> None:
     package = installed(tmp_path, origin)

@@ -135,9 +135,7 @@ def test_torch(site: Site, client: shmserve.Client) -> None:
 
 
 @needs_torch
-def test_a_wrong_file_is_an_error_and_a_crashed_reader_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_file_is_an_error_a_crashed_reader_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An uncaught exception also ends the reader with exit code 1."""
     file, repository = tmp_path / "model.pt", tmp_path / "models"
     file.write_bytes(b"not an archive")

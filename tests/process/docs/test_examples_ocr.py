@@ -97,9 +97,7 @@ def test_transparent_pixels_become_white(client: shmserve.Client) -> None:
     assert prepared["X"].max() == 1
 
 
-def test_concurrent_pages_share_batches_and_get_their_own_lines(
-    client: shmserve.Client, oracle: Callable[[bytes], Found]
-) -> None:
+def test_concurrent_pages_share_batches_not_lines(client: shmserve.Client, oracle: Callable[[bytes], Found]) -> None:
     pages = [(lines, draw()) for lines, draw in PAGES.values()]
     before = counts(client)
     with stopped(client, ocr.MODEL, 2):

@@ -35,9 +35,7 @@ RAISES = EXECUTE + "  def initialize(self, args): raise KeyError('k')"
         ("python", RAISES, "MODEL_FAILED", "KeyError: 'k'"),
     ],
 )  # fmt: skip
-def test_a_failed_load_is_reported_and_ends_the_worker(
-    tmp_path: Path, backend: str, source: str, code: str, text: str
-) -> None:
+def test_a_failed_load_ends_the_worker(tmp_path: Path, backend: str, source: str, code: str, text: str) -> None:
     python_model(tmp_path, source)
     with WorkerProcess(config(backend, X, Y), tmp_path) as worker:
         failed = worker.failed()

@@ -109,9 +109,7 @@ def infers(packets: list[list[Any]]) -> list[int]:
     return [count for packet in packets if (count := sum(isinstance(message, Infer) for message in packet))]
 
 
-def test_requests_are_sent_at_once_unless_results_are_unread(
-    broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_go_at_once_unless_results_are_unread(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     parked: list[tuple[Peer, Infer]] = []
 
     def in_batches(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:

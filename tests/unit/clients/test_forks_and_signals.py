@@ -126,9 +126,7 @@ def test_a_client_dropped_without_close_leaves_nothing_behind(broker: FakeBroker
     gc.collect()
 
 
-def test_a_client_survives_ctrl_c_while_it_waits(
-    client: shmserve.Client, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_survive_ctrl_c(client: shmserve.Client, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         await_leader(client)
         os.kill(os.getpid(), signal.SIGINT)

@@ -84,9 +84,7 @@ def client(without: Client) -> Client:
 @pytest.mark.parametrize(
     ("is_default", "version", "leased"), [(True, None, True), (True, 2, True), (False, None, False), (False, 2, True)]
 )
-def test_a_request_that_is_alone_is_sent_over_the_lease(
-    without: Client, is_default: bool, version: int | None, leased: bool
-) -> None:
+def test_a_lone_request_takes_the_lease(without: Client, is_default: bool, version: int | None, leased: bool) -> None:
     """A lease of a version that is not the default is for requests that name the version."""
     client = without
     client.lend(Lease(5, "m", 2, 4, is_default))

@@ -115,9 +115,7 @@ def cache(tmp_path: Path) -> Iterator[Path]:
         ([member("a", tarfile.BLKTYPE)], "'a' is neither a file nor a directory nor a link"),
     ],
 )
-def test_members_outside_the_directory_are_refused(
-    tmp_path: Path, cache: Path, members: list[tarfile.TarInfo], why: str
-) -> None:
+def test_members_outside_are_refused(tmp_path: Path, cache: Path, members: list[tarfile.TarInfo], why: str) -> None:
     made = archive(tmp_path / "env.tar.gz", *members)
     with pytest.raises(InvalidRequest, match="the archive of EXECUTION_ENV_PATH is rejected") as found:
         environment_archive.unpacked(made, cache, python_of)

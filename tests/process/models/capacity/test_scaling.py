@@ -31,9 +31,7 @@ def gate(tmp_path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-def test_instances_are_added_for_a_queue_and_removed_without_one(
-    shared_server: SharedServer, tmp_path: Path, gate: int
-) -> None:
+def test_instances_follow_the_queue_up_and_down(shared_server: SharedServer, tmp_path: Path, gate: int) -> None:
     """The processes of what the simulator and the scenarios decide."""
     given = parameters(max_instances="3", scale_up_queue_ms="5", scale_down_secs="0.3")
     source = python_model(WAITS, f"self.gate = os.open({str(tmp_path / 'gate')!r}, os.O_RDWR)")

@@ -126,9 +126,7 @@ def scale(folder: Path, number: float, external: bool = False) -> None:
 
 
 @pytest.mark.parametrize("external", [False, True])
-def test_replaced_weights_are_kept_until_the_next_load(
-    root: Path, client: shmserve.Client, tmp_path: Path, external: bool
-) -> None:
+def test_replaced_weights_wait_for_a_load(root: Path, client: shmserve.Client, tmp_path: Path, external: bool) -> None:
     """The engine itself opens the files of a generation, also those beside the model."""
     name = f"external_{external}"
     scale(write_model(root, name, ONNX.replace("-1", "3") + group(2)), 1, external)

@@ -83,9 +83,7 @@ def test_a_configuration_is_kept_until_the_files_change(server: Server, root: Pa
     assert client.load("m")["changed"] is False
 
 
-def test_a_model_outside_any_repository_is_loaded_from_files(
-    server: Server, root: Path, client: shmserve.Client
-) -> None:
+def test_a_model_in_no_repository_is_loaded_from_files(server: Server, root: Path, client: shmserve.Client) -> None:
     for number in (0, 1, 2):
         files = {"1/model.py": living.GENERATION.encode(), "1/generation": str(number).encode()}
         assert client.load("sent", config=PYTHON, files=files)["changed"] is True

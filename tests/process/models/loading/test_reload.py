@@ -189,7 +189,7 @@ def test_unload_frees_memory(server: Server, root: Path, client: shmserve.Client
     until(client, lambda: sum(segments(server)) <= sum(resting_segments) + (1 << 20), "segments are back")
 
 
-def test_outputs_of_an_unloaded_model_survive_the_start_of_another_server(
+def test_outputs_of_an_unloaded_model_survive_another_start(
     server: Server, root: Path, client: shmserve.Client
 ) -> None:
     """The starting server removes segments of dead processes, but not those that clients have yet to open by name."""

@@ -92,9 +92,7 @@ def test_models_are_loaded_on_request(store: ObjectStore, proxy: Proxy, tmp_path
         assert states(client, "other") == {"1": "UNAVAILABLE"}
 
 
-def test_a_killed_download_is_resumed_and_the_secret_is_not_exposed(
-    store: ObjectStore, proxy: Proxy, tmp_path: Path
-) -> None:
+def test_a_killed_download_is_resumed_and_the_secret_is_kept(store: ObjectStore, proxy: Proxy, tmp_path: Path) -> None:
     """The model has two pieces, and is loaded automatically because an ensemble needs it."""
     put(store, tmp_path, "step", 3)
     store.put("repo/step/1/weights.bin", os.urandom(PIECE_BYTES + 1000))

@@ -131,9 +131,7 @@ def test_tensors_on_the_gpu_do_not_pass_through_the_host(journal: Path, client: 
 
 
 @pytest.mark.parametrize("model", ["other", "host", "both"])
-def test_tensors_for_models_on_other_devices_pass_through_the_host(
-    runtime: Any, client: shmserve.Client, model: str
-) -> None:
+def test_tensors_for_other_devices_pass_through_the_host(runtime: Any, client: shmserve.Client, model: str) -> None:
     given = numbers(2)
     x, y = Foreign(runtime, given), Foreign(runtime, np.zeros_like(given))
     more = {"host": 0, "other": 1, "both": 2}[model]

@@ -95,9 +95,7 @@ def test_inputs_and_outputs_are_read_from_the_model(older: bool, tmp_path: Path)
     [(("x", "counts"), ("OUTPUT__0", "OUTPUT__1")), (("INPUT__0", "INPUT__1"), ("scores", "doubled"))],
     ids=["by position", "in order"],
 )
-def test_configured_names_are_matched_with_the_model(
-    inputs: tuple[str, str], outputs: tuple[str, str], tmp_path: Path
-) -> None:
+def test_configured_names_match_the_model(inputs: tuple[str, str], outputs: tuple[str, str], tmp_path: Path) -> None:
     """Version 3 names all outputs fetch_name_N."""
     paddle_models.save(tmp_path, linear)
     given = config(

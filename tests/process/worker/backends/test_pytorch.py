@@ -70,9 +70,7 @@ def export(folder: Path, source: str, *arguments: Any, dynamic: Any = None, **mo
         ("x, y: Optional[Tensor] = None", ("INPUT__0",), [0, None]),
     ],
 )
-def test_inputs_are_matched_with_script_arguments(
-    tmp_path: Path, arguments: str, names: tuple[str, ...], expected: list[int]
-) -> None:
+def test_inputs_match_arguments(tmp_path: Path, arguments: str, names: tuple[str, ...], expected: list[int]) -> None:
     program = opened(torch_forward(tmp_path, arguments, "return x"))
     assert programs.arrange("m", program, specs(*names)) == expected
 
@@ -121,9 +119,7 @@ class Pair(NamedTuple):
     ],
     ids=["one", "tuple", "places", "one of them", "dict", "dict in order", "named tuple"],
 )
-def test_results_are_matched_with_configured_outputs(
-    value: Callable[[Any, Any], Any], names: tuple[str, ...], expected: str
-) -> None:
+def test_results_match_outputs(value: Callable[[Any, Any], Any], names: tuple[str, ...], expected: str) -> None:
     tensors = {"a": torch.zeros(1), "b": torch.ones(2)}
     found = programs.picker("m", UNNAMED, made(*names))(value(*tensors.values()))
     assert [item.tolist() for item in found] == [tensors[name].tolist() for name in expected]

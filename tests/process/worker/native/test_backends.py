@@ -153,9 +153,7 @@ def test_a_refused_batch_is_an_error_of_each_request(client: shmserve.Client) ->
         ("released", ServeError, r"\(signal SIGABRT\)"),
     ],
 )
-def test_a_fault_is_the_error_of_its_request(
-    client: shmserve.Client, what: str, kind: type[ServeError], text: str
-) -> None:
+def test_a_fault_fails_its_request(client: shmserve.Client, what: str, kind: type[ServeError], text: str) -> None:
     with pytest.raises(kind, match=text):
         do(client, what)
     served_again(client)

@@ -85,9 +85,7 @@ def test_where_a_library_is_found(server: Server, name: str) -> None:
         assert result.parameters["buffers"] == 1  # only the library sets it
 
 
-def test_verbose_messages_follow_the_flag(
-    server: Server, shared_server: SharedServer, library: Path, tmp_path: Path
-) -> None:
+def test_verbosity_follows_the_flag(server: Server, shared_server: SharedServer, library: Path, tmp_path: Path) -> None:
     def texts(running: Server) -> str:
         with running.client() as client:
             return " ".join(record["text"] for record in client.logs("shared")["records"])
@@ -105,9 +103,7 @@ def test_a_backend_that_is_not_found_is_named(server: Server) -> None:
 
 
 @pytest.mark.parametrize("soname", ["libtritonserver.so", "libtritonserver-0123abcd.so.2"])
-def test_a_library_is_linked_under_any_name(
-    shared_server: SharedServer, tmp_path: Path, folder: Path, soname: str
-) -> None:
+def test_a_library_links_under_any_name(shared_server: SharedServer, tmp_path: Path, folder: Path, soname: str) -> None:
     library = compiled(HERE / "backend.c", folder / soname / "libtriton_probe.so", soname=soname)
     model(tmp_path, "linked", library, PROBE)
     with shared_server.serving(tmp_path) as running, running.client() as client:
@@ -155,9 +151,7 @@ def test_an_exception_of_cpp_ends_the_worker_only(shared_server: SharedServer, t
         until(client, lambda: any("a fault in C++" in one["text"] for one in client.logs("throwing")["records"]))
 
 
-def test_a_backend_that_hangs_is_killed_with_its_children(
-    shared_server: SharedServer, tmp_path: Path, library: Path
-) -> None:
+def test_a_hanging_backend_is_killed_with_children(shared_server: SharedServer, tmp_path: Path, library: Path) -> None:
     limit = 'parameters { key: "execution_limit_secs" value { string_value: "1" } }'
     model(tmp_path, "hanging", library, PROBE + limit)
     with shared_server.serving(tmp_path) as running, running.client() as client:

@@ -91,9 +91,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
         ("deep", "FP32", np.array([1, 2], np.float32).reshape((1,) * 31 + (2,))),
     ],
 )
-def test_arrays_that_differ_from_the_configuration_are_passed_on(
-    model: LoadedModel, wish: str, dtype: str, expected: Any
-) -> None:
+def test_arrays_that_differ_are_passed_on(model: LoadedModel, wish: str, dtype: str, expected: Any) -> None:
     row = ask(model, wish)
     assert row.error is None, row.error
     y, _ = row.outputs

@@ -198,9 +198,7 @@ def test_a_failed_batch_fails_the_streams_that_are_open(faulty: WorkerProcess, c
         assert_failed(one, "MODEL_FAILED", text)
 
 
-def test_a_sender_that_is_dropped_without_a_last_response_fails_its_request(
-    faulty: WorkerProcess, tmp_path: Path
-) -> None:
+def test_a_sender_dropped_without_a_last_response_fails_its_request(faulty: WorkerProcess, tmp_path: Path) -> None:
     gate = gate_in(tmp_path)
     text = "the model dropped the request without a last response"
     faulty.execute(asks(1, 0, wish="drop"))

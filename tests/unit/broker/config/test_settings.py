@@ -127,9 +127,7 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("flag", BOTH, ids=lambda flag: flag.name)
-def test_flags_environment_and_file_are_parsed_alike(
-    flag: Flag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_variables_and_file_are_parsed_alike(flag: Flag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, value, toml = SAMPLES.get(flag.kind, ("", None, ""))
     if flag.kind in ("path", "repository"):
         text, value, toml = str(tmp_path), tmp_path, '"."'
@@ -228,9 +226,7 @@ def test_invalid_arguments_are_reported_once(
     assert message.count("\n") == 3, "what is wrong, once"
 
 
-def test_errors_of_the_file_and_the_arguments_are_reported_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_of_file_and_arguments_are_reported_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = {
         "log-verbos = 1": "log-verbos is unknown; did you mean log-verbose?",
         "log-file = 3": "log-file: found the number 3, expected text",

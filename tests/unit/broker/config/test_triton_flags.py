@@ -75,9 +75,7 @@ def test_a_missing_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("file", ["config.pbtxt", "1/model.onnx"])
-def test_a_model_directory_instead_of_a_repository(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_in_place_of_a_repository(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "net"
     (folder / file).parent.mkdir(parents=True)
     (folder / file).write_text("")

@@ -229,9 +229,7 @@ def test_nothing_is_delivered_from_a_paused_or_closed_link(worlds: Worlds) -> No
     assert len(heard) >= PACKET_MESSAGES - 2 * SHARE
 
 
-def test_a_pause_lasts_until_the_latest_time_or_the_end_of_the_link(
-    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pause_lasts_until_the_latest_time_or_the_end(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
     world = worlds(1)
     monkeypatch.setattr(fair_turns, "time", SimpleNamespace(monotonic_ns=lambda: round(world.loop.now * 1e9)))
     world.send(1, 3)

@@ -125,9 +125,7 @@ def test_all_models_are_loaded(started: Started) -> None:
 
 
 @pytest.mark.parametrize("models", [["*"], ["both"]])
-def test_startup_completes_although_the_disk_fails(
-    started: Started, monkeypatch: pytest.MonkeyPatch, models: list[str]
-) -> None:
+def test_startup_survives_a_failed_disk(started: Started, monkeypatch: pytest.MonkeyPatch, models: list[str]) -> None:
     """Otherwise the server would never be ready, without saying why."""
     for name in ("read_all", "read"):
         failing = Mock(side_effect=OSError(EIO, "Input/output error"))

@@ -200,9 +200,7 @@ def test_repeats_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 30], ids=["nothing fits", "a part of a record fits"])
-def test_a_full_disk_and_its_end_are_each_reported_once(
-    room: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_and_its_end_are_reported(room: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "log"
     set_up(log_settings(log_file=file))
     log.info("before%s", "x" * 1000)

@@ -110,9 +110,7 @@ def test_workers_get_the_variables_that_the_operator_names(monkeypatch: pytest.M
     assert not every & {*VARIABLES, "SHMSERVE_SERVER_KEY"}
 
 
-def test_variables_that_are_removed_and_addresses_that_are_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_removed_variables_and_reported_addresses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for usec, pid, seconds in (
         ("30000000", "17", 30),
         ("1", "", 1e-6),

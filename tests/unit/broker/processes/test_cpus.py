@@ -144,9 +144,7 @@ def test_instances_get_the_cores_of_their_policy() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 12), st.integers(2, 4))
-def test_more_instances_of_a_group_change_neither_names_nor_cores(
-    count: int, more: int, others: int, size: int
-) -> None:
+def test_more_instances_change_neither_names_nor_cores(count: int, more: int, others: int, size: int) -> None:
     cores = CoreSet(tuple(range(2 * size)), (tuple(range(size)), tuple(range(size, 2 * size))))
     rest = (group(others, "b"),) if others else ()
     before = compile_instances(model(group(count), *rest), cores)

@@ -126,9 +126,7 @@ def test_each_failure_has_its_reason(broker: Operated, capsys: pytest.CaptureFix
     assert "'load' of model 'never' did not finish within its timeout; the server continues it; --timeout" in said.err
 
 
-def test_a_load_sends_the_configuration_and_the_files(
-    broker: Operated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_sends_its_settings_and_files(broker: Operated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, model = tmp_path / "config.json", tmp_path / "model.onnx"
     config.write_text('{"backend": "onnxruntime"}')
     model.write_bytes(b"bytes\nof it")

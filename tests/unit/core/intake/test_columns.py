@@ -290,7 +290,7 @@ def test_columns_of_a_client_that_holds_too_much_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_requests_that_are_refused_for_the_same_reason_share_a_check_and_an_answer(
+def test_requests_refused_for_the_same_reason_share_a_check_and_an_answer(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, client = serving()

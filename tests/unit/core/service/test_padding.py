@@ -89,9 +89,7 @@ def may_be_passed(request: Waiting, policy: BatchPolicy, urgent: int) -> int:
 
 
 @given(QUEUES, POLICIES, PADDINGS, st.sampled_from([0, 150]))
-def test_every_plan_satisfies_the_invariants(
-    waiting: list[Any], policy: BatchPolicy, padding: PaddingPolicy, urgent: int
-) -> None:
+def test_plans_are_consistent(waiting: list[Any], policy: BatchPolicy, padding: PaddingPolicy, urgent: int) -> None:
     rules = BatchRules.of(MAX, policy, True)
     plan = form_padded(waiting, rules, padding, NOW, urgent)
     if not plan.count:

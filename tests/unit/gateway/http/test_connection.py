@@ -43,7 +43,7 @@ BODIES = st.lists(st.binary(max_size=40), min_size=1, max_size=5)
 @given(
     BODIES, st.lists(st.integers(1, 800), max_size=10), st.lists(st.booleans(), min_size=5, max_size=5), st.booleans()
 )
-def test_requests_do_not_depend_on_the_borders_of_pieces(
+def test_pieces_of_requests_do_not_matter(
     sent: list[bytes], cuts: list[int], as_chunks: list[bool], at_once: bool
 ) -> None:
     stream = b""

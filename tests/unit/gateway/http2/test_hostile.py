@@ -398,9 +398,7 @@ def test_many_new_fields_end_the_connection() -> None:
     lambda at: frame(HEAD, 5, 2 * at + 1, block()) + frame(DATA, 0, 2 * at + 1, b"x"),
     lambda at: frame(HEAD, 4, 2 * at + 1, block()) + frame(RST, 0, 2 * at + 1, number(8)),
 ], ids=["a window of nothing", "malformed headers", "data after the end", "cancelled"])  # fmt: skip
-def test_many_resets_by_either_side_end_the_connection(
-    provoke: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_resets_end_the_connection(provoke: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "RESETS", 50)
     caller = Caller(Host(Unfinished), opening=HELLO)
     assert caller.errors(*[provoke(at) for at in range(50)]) == []
@@ -420,9 +418,7 @@ def unknown(stream: TransportStream) -> Any:
     (Echo, [*HEADERS[:4], ("content-type", "text/html")]),
     (Echo, [(":method", "GET"), *HEADERS[1:]]),
 ], ids=["no such method", "not gRPC", "not POST"])  # fmt: skip
-def test_calls_that_are_refused_take_turns_and_end_the_connection(
-    application: Any, headers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_calls_take_turns_and_end_it(application: Any, headers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MISTAKES", 100)
     caller = Caller(Host(application), opening=HELLO)
     calls = [frame(HEAD, 5, 2 * at + 1, hpack.Encoder().encode(headers)) for at in range(101)]

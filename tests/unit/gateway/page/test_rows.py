@@ -95,9 +95,7 @@ MODELS = st.dictionaries(KEYS, st.integers(0, 2), max_size=4)
 
 @given(st.lists(st.tuples(MODELS, st.sets(st.integers(0, 2))), max_size=12))
 @settings(max_examples=examples(150))
-def test_viewers_reach_the_current_state_after_missed_events(
-    events: list[tuple[dict[tuple[str, str], int], set[int]]],
-) -> None:
+def test_viewers_catch_up_after_missed_events(events: list[tuple[dict[tuple[str, str], int], set[int]]]) -> None:
     """Three viewers; each event reaches only some of them."""
     rows = Rows(Timeline())
     seen: list[dict[tuple[str, str], Document]] = [{}, {}, {}]

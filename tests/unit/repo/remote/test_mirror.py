@@ -116,9 +116,7 @@ def test_a_model_that_is_larger_than_the_cache(mirrored: Callable[..., Mirrored]
     assert this.mirror.sync("m").state == "published"
 
 
-def test_a_file_that_another_server_evicts_during_the_download(
-    mirrored: Callable[..., Mirrored], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_another_server_evicts(mirrored: Callable[..., Mirrored], monkeypatch: pytest.MonkeyPatch) -> None:
     this = mirrored(**{"1_model": "one"})
     adopt = this.cache.adopt
 

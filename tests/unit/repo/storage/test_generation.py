@@ -113,9 +113,7 @@ def test_limit_of_copied_bytes(generations: Generations, folder: Path) -> None:
     assert len(copied) + len(pins(kept)) == len(take(folder).files) - len(["1/", "2/", "2/model.py", "1/inner/"])
 
 
-def test_links_without_descriptors_use_the_path(
-    generations: Generations, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_without_a_descriptor(generations: Generations, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DESCRIPTORS", 0)
     kept = keep(generations, folder)
     assert links(kept)["1/weights"] == str(folder / "1" / "weights")

@@ -71,9 +71,7 @@ class Flight:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize(("width", "shared"), [(4, False), (4, True), (5000, True), (40_000, True)])
-def test_batches_do_not_disturb_each_other(
-    gpu: Gpu, tmp_path: Path, width: int, shared: bool, graphs: bool, order: str
-) -> None:
+def test_batches_are_independent(gpu: Gpu, tmp_path: Path, width: int, shared: bool, graphs: bool, order: str) -> None:
     adder(tmp_path, width)
     with gpu.load(tmp_path, tuned(Cuda(graphs=graphs))) as instance:
         assert type(instance.runner) is OverlappingRunner
@@ -153,9 +151,7 @@ def test_segments_in_use_are_not_evicted(gpu: Gpu, tmp_path: Path) -> None:
                 assert not {"deviceSynchronize", "hostUnregister"} & {call[0] for call in gpu.state.calls}
 
 
-def test_without_pinned_memory_outputs_are_copied_directly(
-    gpu: Gpu, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_outputs_are_copied_without_pinned_memory(gpu: Gpu, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     adder(tmp_path, 40_000)
     with gpu.load(tmp_path, settings={PINNED_SETTING: "0"}) as instance:
         gpu.state.failures["hostAlloc"] = 2
@@ -186,9 +182,7 @@ def test_a_batch_that_cannot_be_queued_does_not_disturb_the_one_before(gpu: Gpu,
         check(instance, 2, width=40_000)
 
 
-def test_a_device_lost_with_two_batches_ends_the_process(
-    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_lost_with_two_batches_is_fatal(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from shmserve.workers.backends import device_pipeline
 
     class Ended(BaseException):
@@ -225,9 +219,7 @@ def test_a_context_outlives_the_batches_that_use_it(gpu: Gpu, tmp_path: Path) ->
         del batch
 
 
-def test_too_little_memory_for_a_second_set_of_buffers(
-    gpu: Gpu, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_memory_for_a_second_set_of_buffers(gpu: Gpu, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The model is served without the overlap, and the log says why."""
     adder(tmp_path, 40_000)
     gpu.state.total = 3_000_000  # a set has 2 * 1.28 MB

@@ -291,9 +291,7 @@ def test_models_that_cannot_be_captured_run_without_graphs(
     assert why in text
 
 
-def test_graphs_of_open_dims_need_a_spec(
-    gpu: Gpu, fake: FakeDevice, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_graphs_of_open_dims(gpu: Gpu, fake: FakeDevice, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with load(tmp_path, tuned(model(tmp_path, -1), Cuda(graphs=True))):
         assert fake.captures == 0
     assert "input 'x' has the shape [-1]: set its dims in graph_spec" in capfd.readouterr().err

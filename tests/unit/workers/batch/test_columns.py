@@ -226,9 +226,7 @@ batches = st.tuples(
 
 
 @given(batches)
-def test_columns_give_the_same_rows_as_work_items_and_single_requests(
-    batch: tuple[str, list[int], int, bool, bool],
-) -> None:
+def test_columns_give_the_rows_of_work_items_and_single_requests(batch: tuple[str, list[int], int, bool, bool]) -> None:
     name, shares, width, turned, placed = batch
     case = CASES[name]
     columns, audiences = batch_of(case, list(case.inputs)[:: -1 if turned else 1], shares, width)

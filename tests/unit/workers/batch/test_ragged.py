@@ -90,9 +90,7 @@ shapes = st.lists(
 
 
 @given(batch=shapes, dtype=st.sampled_from(["TYPE_INT32", "TYPE_FP32"]), placed=st.booleans(), some=st.booleans())
-def test_requests_of_any_shapes_share_a_batch(
-    batch: list[tuple[int, int, int, bool]], dtype: str, placed: bool, some: bool
-) -> None:
+def test_shapes_share_a_batch(batch: list[tuple[int, int, int, bool]], dtype: str, placed: bool, some: bool) -> None:
     """`some`: the last request asks only for z."""
     with Parts(ragged(dtype)) as parts:
         xs, plains, work_items = [], [], []

@@ -207,9 +207,7 @@ def test_a_gpu_failure_in_onnx_runtime_fails_one_batch(onnx_pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("second", ["memcpyAsync", "malloc"])
-def test_inputs_are_released_only_after_their_copies(
-    onnx_pair: Pair, second: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_are_released_after_their_copies(onnx_pair: Pair, second: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the second input fails, when the first one is queued."""
     pair, consumer = onnx_pair, onnx_pair.consumer
     device: Any = memory_of(consumer.mapped).cuda
