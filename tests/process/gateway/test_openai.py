@@ -411,13 +411,9 @@ def test_scores_of_pairs(client: Any) -> None:
         ("/v1/rerank", {"query": "a", "documents": [1]}, openai.BadRequestError, "is neither a string nor an object"),
         ("/v1/score", {"model": "talk", "text_1": "a", "text_2": "b"}, openai.NotFoundError, "does not compute scores"),
         ("/v1/score", {"text_1": "a", "text_2": ["b", ""]}, openai.InternalServerError, "division by zero"),
-        (
-            "/tokenize",
-            {"model": "talk", "prompt": "a"},
-            openai.BadRequestError,
-            "cannot tokenize: it has no input 'task'",
-        ),
-    ):
+        ("/tokenize", {"model": "talk", "prompt": "a"}, openai.BadRequestError,
+         "cannot tokenize: it has no input 'task'"),
+    ):  # fmt: skip
         with pytest.raises(error, match=text):
             post(client, path, **{"model": "overlap"} | more)
 

@@ -144,20 +144,14 @@ def test_unload_and_restart(broker: Operated, capsys: pytest.CaptureFixture[str]
     plain = {"unload_dependents": False, "wait": True}
     for words, operation, said in (
         ("unload a", ("unload", "a", 0, plain), "a: versions 1, 2 unloaded\n"),
-        (
-            "unload a --no-wait --dependents",
-            ("unload", "a", 0, {"unload_dependents": True, "wait": False}),
-            "a: unloading versions 1, 2\n",
-        ),
+        ("unload a --no-wait --dependents", ("unload", "a", 0, {"unload_dependents": True, "wait": False}),
+         "a: unloading versions 1, 2\n"),
         ("unload other", ("unload", "other", 0, plain), "other: nothing to unload\n"),
-        (
-            "restart a --version 2 --instance a_0_1",
-            ("restart", "a", 2, {"instance": "a_0_1"}),
-            "a: instance a_0_1 rest",
-        ),
+        ("restart a --version 2 --instance a_0_1", ("restart", "a", 2, {"instance": "a_0_1"}),
+         "a: instance a_0_1 rest"),
         ("restart a --version 2", ("restart", "a", 2, {"instance": ""}), "a: version 2 restarted\n"),
         ("restart a", ("restart", "a", 0, {"instance": ""}), "a: versions 1, 2 restarted\n"),
-    ):
+    ):  # fmt: skip
         assert run(broker, *words.split()) == 0
         assert broker.done.pop() == operation
         assert capsys.readouterr().out.startswith(said)
