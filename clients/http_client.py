@@ -35,6 +35,7 @@ class HttpClient(BlockingQueries):
         parts = parts_of(url)
         self._url = url
         self._path = parts.path.rstrip("/")
+        self._timeout = timeout  # of the queries that are inherited
         self._link = HttpLink(parts.scheme, parts.netloc, token, timeout)
         self._closed = threading.Event()
 

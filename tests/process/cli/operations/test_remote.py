@@ -60,6 +60,7 @@ TASKS = (
     ("config a", "max_batch_size"),
     ("stats a b", "requests"),
     ("stats --prometheus", "nv_inference_request_success"),
+    ("top --once", "READY"),
     ("load a", "a"),
     ("traffic a 1=100", "100 %"),
     ("unload b --no-wait", "b"),
