@@ -222,7 +222,7 @@ def test_clients_of_a_gateway_share_its_lease(leases: Leases) -> None:
         before = leases.counts("large")
         for width in (2, WIDE):
             count = leased = 0
-            while leased < 20:  # in a row: while the gateway asks for its page, a request goes to the broker
+            while leased < 20:  # in a row: a request in a new segment goes to the broker
                 leased = leased + 1 if "\nshmserve_leases 1\n" in observer.metrics() else 0
                 ask(count, width)
                 count += 1
