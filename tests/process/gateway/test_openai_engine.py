@@ -5,9 +5,7 @@ test_language_models.py tests the engine itself, test_openai.py the endpoints.
 
 from __future__ import annotations
 
-import base64
 import importlib.util
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +20,7 @@ from shmserve.tools.load.measure import measure
 from shmserve.tools.load.plan import CHAT as CHAT_API
 from shmserve.tools.load.plan import COMPLETIONS, SECOND, Closed, Endpoint, Lengths, Objectives, Plan, Prompts, Settings
 from tests.process.models.language import llm_oracle
-from tests.support.gateway.language_models import openai_client, post
+from tests.support.gateway.language_models import openai_client, picture, post
 from tests.support.model_files import parameters
 from tests.support.optional import optional
 from tests.support.workers.models import gguf_models
@@ -33,7 +31,6 @@ pytestmark = [
 ]
 
 anthropic = optional("anthropic")
-image = optional("PIL.Image")
 jsonschema = optional("jsonschema")
 openai = optional("openai")
 PROMPTS = ["Hello", "What is a tensor?", "abc" * 20]
@@ -314,13 +311,6 @@ def test_tool_calls_of_responses(client: Any, choice: Any) -> None:
 def test_refused_responses(client: Any, given: dict[str, Any], text: str) -> None:
     with pytest.raises(openai.BadRequestError, match=text):
         client.responses.create(**{"model": "text", "input": "a"} | given)
-
-
-def picture(colour: str) -> str:
-    """A picture in base64."""
-    file = io.BytesIO()
-    image.new("RGB", (40, 30), colour).save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def test_images(client: Any, claude: Any, server: Server, repository: Path) -> None:

@@ -14,6 +14,8 @@ A model repeats the words of its prompt, one word per token; choice i begins wit
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -229,6 +231,15 @@ def post(client: Any, path: str, **body: Any) -> Any:
     """Calls an endpoint that OpenAI's client does not know."""
     root = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
     return root.post(path, cast_to=object, body=body)
+
+
+def picture(colour: str) -> str:
+    """A picture in base64."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (40, 30), colour).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def openai_client(address: str, token: str = "none", **more: Any) -> Any:

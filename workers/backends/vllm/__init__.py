@@ -1,4 +1,5 @@
 """Language models run by vLLM: `model.json` has the arguments of its engine.
 
-`engine` owns vLLM, `parameters` translates a request for it, and `settings` reads the configuration.
+`runtime` owns vLLM. `engine` generates texts with it, `encoder` computes vectors and scores, `parameters` translates a
+request, and `settings` reads the configuration.
 """

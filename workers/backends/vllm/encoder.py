@@ -1,0 +1,87 @@
+"""Models that do not generate: vLLM's pooling models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.entrypoints.pooling.factories import init_pooling_io_processors
+from vllm.pooling_params import PoolingParams
+from vllm.renderers.chat_utils import ChatTemplateConfig
+
+from shmserve.errors import Unsupported
+from shmserve.workers.backends.language.encoder import RANK
+from shmserve.workers.backends.vllm.runtime import Runtime
+
+if TYPE_CHECKING:
+    from shmserve.workers.backends.language.encoder import Vector
+    from shmserve.workers.backends.vllm.settings import Settings
+
+_TASKS = {True: "classify", False: "embed"}
+"""Whether the model computes scores -> the task in vLLM."""
+
+
+class VllmEncoder:
+    """A loaded model. `close` is called when no call is in progress; the others in any thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises what vLLM raises if the model cannot be loaded, and Unsupported if it does not do what is wanted."""
+        scores = settings.pooling == RANK
+        self._runtime = Runtime(settings.arguments)
+        self.limits = self._runtime.limits
+        try:
+            self._prepare(scores, settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, scores: bool, settings: Settings) -> None:
+        engine = self._runtime.engine
+        tasks = self._runtime.run(engine.get_supported_tasks())
+        if _TASKS[scores] not in tasks:
+            raise Unsupported(
+                f"with this model, vLLM computes no {'scores' if scores else 'vectors'}: its tasks are "
+                f"{', '.join(tasks)}, and not {_TASKS[scores]}"
+            )
+        if not scores:
+            self._parameters = PoolingParams(task="embed", use_activation=settings.normalize)
+            return
+        labels = engine.model_config.hf_config.num_labels
+        if labels != 1:
+            raise Unsupported(f"a model that scores pairs has 1 output, and not {labels}")
+        self._template = settings.chat_template or None
+        processors = init_pooling_io_processors(tasks, engine.vllm_config, engine.renderer, ChatTemplateConfig())
+        self._pairs = processors["cross-encoder"]
+
+    def embedding(self, text: str) -> tuple[Vector, int]:
+        return self._runtime.run(self._encoded({"prompt": text}, self._parameters))
+
+    def score(self, query: str, document: str) -> tuple[Vector, int]:
+        return self._runtime.run(self._scored(query, document))
+
+    async def _scored(self, query: str, document: str) -> tuple[Vector, int]:
+        given = self._pairs.render(
+            {
+                "data_1": query,
+                "data_2": document,
+                "chat_template": self._template,
+                "max_tokens_per_query": 0,
+                "max_tokens_per_doc": 0,
+                "tok_params": self._runtime.engine.renderer.default_cmpl_tok_params,
+                "prompt_extras": None,
+                "skip_mm_cache": False,
+                "params": PoolingParams(task="classify"),
+                "lora_requests": None,
+                "priorities": 0,
+            }
+        )
+        return await self._encoded(given["prompts"], given["params"])
+
+    async def _encoded(self, prompt: Any, parameters: PoolingParams) -> tuple[Vector, int]:
+        outputs = self._runtime.engine.encode(prompt, parameters, self._runtime.number())
+        async for output in outputs:
+            found = output
+        return np.asarray(found.outputs.data.float(), np.float32).reshape(-1), len(found.prompt_token_ids)
+
+    def close(self) -> None:
+        self._runtime.close()

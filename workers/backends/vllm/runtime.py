@@ -1,0 +1,87 @@
+"""vLLM in this process. Its scheduler and the network run in processes of its own; an event loop in a thread of this
+process receives what they compute. The sockets between them are in a private directory, which others cannot enter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable, Coroutine
+from itertools import count
+from typing import Any, TypeVar
+
+import uvloop
+from vllm.config import PoolerConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from shmserve.errors import InvalidRequest
+from shmserve.workers.backends.language.engine import Limits
+from shmserve.workers.model_calls.coroutines import Coroutines
+from shmserve.workers.process.exit_codes import Exit, exit_process
+from shmserve.workers.process.log import log_message
+
+_Found = TypeVar("_Found")
+POOLER = "pooler_config"
+
+
+class Runtime:
+    """A loaded model. `close` is called when no call is in progress; the others in any thread."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Raises what vLLM raises if the model cannot be loaded."""
+        if isinstance(arguments.get(POOLER), dict):
+            arguments = {**arguments, POOLER: PoolerConfig(**arguments[POOLER])}
+        try:
+            parsed = AsyncEngineArgs(**arguments)
+        except TypeError as error:
+            raise InvalidRequest(f"vLLM does not accept an argument of the model: {error}") from error
+        self._numbers = count(1)
+        self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", self._sockets.name)
+        self._coroutines = Coroutines(uvloop.new_event_loop())
+        try:
+            self.engine: AsyncLLM = self._coroutines.submit(_started(parsed)).result()
+        except BaseException:
+            self._coroutines.close()
+            self._sockets.cleanup()
+            raise
+        self.tokenizer = self.engine.get_tokenizer()
+        config = self.engine.vllm_config
+        cache = (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size
+        self.limits = Limits(config.scheduler_config.max_num_seqs, config.model_config.max_model_len, max(1, cache))
+
+    def number(self) -> str:
+        """The number of a request, which the engine demands."""
+        return str(next(self._numbers))
+
+    def run(
+        self, request: Coroutine[Any, Any, _Found], started: Callable[[Callable[[], object]], object] | None = None
+    ) -> _Found:
+        """Runs a request and returns its result. `started` gets a function that cancels it, which ends this call with
+        CancelledError. Raises InvalidRequest if the engine refuses the request."""
+        running = self._coroutines.submit(request)
+        if started is not None:
+            started(running.cancel)
+        try:
+            found: _Found = running.result()
+        except (ValueError, VLLMClientError) as error:
+            raise InvalidRequest(f"vLLM: {error}") from error
+        except EngineDeadError as error:
+            log_message(f"vLLM has ended: {error}")
+            exit_process(Exit.INTERNAL)
+        return found
+
+    def close(self) -> None:
+        self._coroutines.close()
+        self.engine.shutdown()
+        self._sockets.cleanup()
+
+
+async def _started(arguments: AsyncEngineArgs) -> AsyncLLM:
+    """With the defaults of vLLM's own server, which depend on the context."""
+    context = UsageContext.OPENAI_API_SERVER
+    return await asyncio.to_thread(AsyncLLM.from_engine_args, arguments, usage_context=context)
