@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.lib import models, processes
+from bench.lib import models
 from bench.lib.child import Answer, Child, Handler
 from shmserve import Client
 from shmserve.gateway.auth import tokens
@@ -272,20 +272,18 @@ def honest(way: str, model: str, place: dict[str, Any]) -> Handler:
     pauses = random.Random(models.SEED)
 
     def handle(seconds: float) -> Answer:
-        waits, failed, stolen = [], [], []
+        waits, failed = [], []
         end = perf_counter() + seconds
         while (start := perf_counter()) < end:
-            before = processes.stolen()
             try:
                 call()
             except Exception as error:
                 failed.append(f"{way}: {error}")
-            waits.append(1000 * (perf_counter() - start))
-            stolen.append(1000 * (processes.stolen() - before))
+            waits.append((perf_counter() - start, start))
             Event().wait(pauses.uniform(*PAUSE_S))
-        worst = max(waits)
-        lost = stolen[waits.index(worst)]
-        return {"worst": worst, "stolen": lost, "median": median(waits), "calls": len(waits), "failed": failed}
+        worst, began = max(waits)
+        middle = median(wait for wait, _ in waits)
+        return {"worst": worst, "began": began, "median": middle, "calls": len(waits), "failed": failed}
 
     return handle
 
@@ -338,15 +336,19 @@ def haproxy(work: Path, targets: dict[str, int]) -> Iterator[dict[str, dict[str,
             process.terminate()
 
 
-def measured(caller: Child, hostile: Child | None, seconds: float) -> Answer:
-    """The hostile caller begins before the honest one, and ends after it."""
-    if hostile is None:
-        return caller.ask(seconds=seconds)
-    hostile.tell(seconds=seconds + 1.5)
-    Event().wait(1.0)
+def measured(caller: Child, hostile: Child | None, cores: list[Child], seconds: float) -> Answer:
+    """The hostile caller begins before the honest one, and ends after it. `stopped`: for how long a core ran nobody
+    during the longest wait."""
+    if hostile is not None:
+        hostile.tell(seconds=seconds + 1.5)
+        Event().wait(1.0)
+    for core in cores:
+        core.tell(seconds=seconds)
     found = caller.ask(seconds=seconds)
-    refusals = hostile.answer()["refusals"]
-    if refusals:
+    start, end = found["began"], found["began"] + found["worst"]
+    gaps = [gap for core in cores for gap in core.answer()["gaps"]]
+    found["stopped"] = max([min(end, until) - max(start, since) for since, until in gaps], default=0)
+    if hostile is not None and (refusals := hostile.answer()["refusals"]):
         print(f"the hostile caller was refused: {refusals}", file=sys.stderr)
     return found
 
@@ -359,9 +361,9 @@ class Route(NamedTuple):
     tokens: dict[str, str]
 
 
-def cell(work: Path, route: Route, name: str, way: str, seconds: float) -> str:
-    """The longest wait beside an attack and, in parentheses, alone. If the hypervisor gave the processors to others
-    meanwhile, says for how long."""
+def cell(work: Path, route: Route, name: str, way: str, cores: list[Child], seconds: float) -> str:
+    """The longest wait beside an attack and, in parentheses, alone. If the machine stood still meanwhile, says for how
+    long."""
     place = route.ports["honest"] | {
         "token": route.tokens["honest"],
         "timeout": TIMEOUT_S if name == "held" else PATIENCE_S,
@@ -373,13 +375,13 @@ def cell(work: Path, route: Route, name: str, way: str, seconds: float) -> str:
         Child("bench.hostile.callers:honest", way=way, model=ATTACKS[name].model, place=place) as caller,
         Child("bench.hostile.callers:attack", name=name, **target) as hostile,
     ):
-        alone = measured(caller, None, seconds)
-        beside = measured(caller, hostile, seconds)
+        alone = measured(caller, None, cores, seconds)
+        beside = measured(caller, hostile, cores, seconds)
     for problem in (alone["failed"] + beside["failed"])[:1]:
         print(problem, file=sys.stderr)
     failed = f", {len(beside['failed'])} of {beside['calls']} failed" if beside["failed"] else ""
-    stolen = f", {beside['stolen']:.0f} stolen" if beside["stolen"] else ""
-    return f"{beside['worst']:.0f} ({alone['worst']:.0f}){stolen}{failed}"
+    stopped = f", {1000 * beside['stopped']:.0f} of them without a processor" if beside["stopped"] > 0 else ""
+    return f"{1000 * beside['worst']:.0f} ({1000 * alone['worst']:.0f}){stopped}{failed}"
 
 
 def run(work: Path, names: list[str], seconds: float) -> Iterator[str]:
@@ -408,14 +410,16 @@ def run(work: Path, names: list[str], seconds: float) -> Iterator[str]:
     yield "| --- | --- |" + " --- |" * len(CALLS)
     with Server(work / "models", *map(str, options), gateway=True) as server:
         direct = {name: int(server.endpoints[name].rpartition(":")[2]) for name in ("http", "grpc", "zmq")}
-        with haproxy(work, direct) as proxied:
+        with haproxy(work, direct) as proxied, contextlib.ExitStack() as watched:
+            watchers = [Child("bench.lib.clock:watch_core", core=core) for core in os.sched_getaffinity(0)]
+            cores = [watched.enter_context(watcher) for watcher in watchers]
             routes = [
                 Route("the gateway", dict.fromkeys(ADDRESSES, direct), token_of),
                 Route("HAProxy", proxied, dict.fromkeys(ADDRESSES, "")),
             ]
             for route, name in product(routes, names):
                 woken = metric(server, "shmserve_model_wakes_total")
-                cells = [cell(work, route, name, way, seconds) for way in CALLS]
+                cells = [cell(work, route, name, way, cores, seconds) for way in CALLS]
                 if name == "sleepers" and metric(server, "shmserve_model_wakes_total") == woken:
                     cells = ["no model was woken"] * len(cells)
                 yield f"| {ATTACKS[name].text} | {route.text} | {' | '.join(cells)} |"

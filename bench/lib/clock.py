@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from statistics import median
-from time import perf_counter, perf_counter_ns
+from time import perf_counter, perf_counter_ns, sleep
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+GAP_S = 0.005
+"""Shorter gaps are usual."""
 
 
 def durations(call: Callable[[], Any], seconds: float, warm: int = 5) -> list[int]:
@@ -67,3 +70,23 @@ def in_turn(rounds: int, parties: Mapping[str, Callable[[], T]]) -> dict[str, li
         for name in list(parties)[:: -1 if number % 2 else 1]:
             results[name].append(parties[name]())
     return results
+
+
+def watch_core(core: int) -> Callable[[float], dict[str, Any]]:
+    """A party that finds out for `seconds` when this core ran nobody: the gaps, as begin and end, in the run of a
+    thread with the highest priority, which sleeps for 1 ms at a time. Hypervisors do not report all of them."""
+    os.sched_setaffinity(0, {core})
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(os.sched_get_priority_max(os.SCHED_FIFO)))
+
+    def handle(seconds: float) -> dict[str, Any]:
+        gaps, last = [], perf_counter()
+        end = last + seconds
+        while last < end:
+            sleep(0.001)
+            now = perf_counter()
+            if now - last > GAP_S:
+                gaps.append((last, now))
+            last = now
+        return {"gaps": gaps}
+
+    return handle

@@ -105,11 +105,6 @@ class OtherLoad:
         return max(0.0, (busy - self._busy - (ours - self._ours)) / (at - self._at))
 
 
-def stolen() -> float:
-    """Processor seconds that the hypervisor has given to others."""
-    return int(Path("/proc/stat").read_text().split(None, 9)[8]) / procfs.TICKS
-
-
 def _ours() -> float:
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
