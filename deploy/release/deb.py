@@ -41,6 +41,7 @@ _PRERM = """\
 set -e
 if [ "$1" = remove ] && [ -z "$DPKG_ROOT" ] && [ -d /run/systemd/system ]; then
 	systemctl disable --now shmserve-gateway.service shmserve.service shmserve-mps.service
+	systemctl stop shmserve.slice
 fi
 """
 _POSTRM = """\
