@@ -390,3 +390,18 @@ def test_the_body_of_a_closed_connection_is_not_inflated_further() -> None:
     loop.run()
     assert not echo.answers
     assert not transport.sent
+
+
+def test_white_space_outside_strings_is_not_counted(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """White space in strings is counted, and it still separates tokens."""
+    tidy = body("[1, 2, 3]", 3).replace(b'"1"', b'"1  , \\"   2"')
+    loose = tidy.replace(b',"', b" \n\t ," + b" " * 1000 + b'"')
+    assert b'"1  , \\"   2"' in loose
+    monkeypatch.setattr(json_outline, "AROUND_BYTES", 1000)
+    assert finished(plan_in_slices(loose, MOST)) == plan_of(tidy)
+    parted = loose.replace(b'"outputs"', b'"parameters":{"priority":1' + b" " * 1000 + b'2},"outputs"')
+    with pytest.raises(InvalidRequest, match="failed to parse"):
+        finished(plan_in_slices(parted, MOST))
+    monkeypatch.setattr(json_outline, "AROUND_BYTES", 60)
+    with pytest.raises(InvalidRequest, match="besides the 'data' of its inputs; the limit is 60"):
+        finished(plan_in_slices(loose, MOST))
