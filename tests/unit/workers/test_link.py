@@ -118,6 +118,28 @@ def test_more_descriptors_than_the_kernel_takes_at_once(ends: Ends) -> None:
         os.close(fd)
 
 
+<<<<<<< ours
+=======
+# ---------------------------------------------------------------------------------------------- outbox
+
+
+def test_the_outbox_sends_one_packet(ends: Ends) -> None:
+    link, broker = ends
+    outbox = Outbox(link)
+    outbox.flush()  # nothing to say, so nothing is sent
+    read, write = os.pipe()
+    outbox.add(Map(1, 1), read)
+    outbox.add(Pong(5))
+    os.close(read)  # its owner may close it before it is sent
+    outbox.flush()
+    data, descriptors, _, _ = socket.recv_fds(broker, 1 << 18, 4)
+    assert decode(data) == [Map(1, 1), Pong(5)]
+    assert [os.fstat(fd).st_ino for fd in descriptors] == [os.fstat(write).st_ino]
+    for fd in (write, *descriptors):
+        os.close(fd)
+
+
+>>>>>>> theirs
 Y = TensorForm("y", "FP32", (1000,))
 
 
