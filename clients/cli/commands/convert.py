@@ -197,7 +197,7 @@ def _requests(args: argparse.Namespace, client: Client, model: str, config: Mode
     known = inputs.specs(client.metadata(model))
     entered = inputs.from_arguments(args.input, known)
     if entered.keys() >= known.keys():
-        return {len(next(iter(entered.values()))) if config.max_batch_size else 1: [entered]}
+        return batches_of(entered, config.max_batch_size)
     others = {name: spec for name, spec in known.items() if name not in entered}
     if entered and config.max_batch_size:
         raise Misuse(f"--input is missing for {', '.join(others)}: give all inputs of the model, or none")
@@ -210,6 +210,18 @@ def _requests(args: argparse.Namespace, client: Client, model: str, config: Mode
             requests[rows] = [
                 entered | inputs.random(others, batch, sized, args.seed + number) for number in range(SEEDS)
             ]
+    return requests
+
+
+def batches_of(entered: dict[str, Any], largest: int) -> Requests:
+    """The rows in requests that the model can take; 0: it does not batch."""
+    if not largest:
+        return {1: [entered]}
+    rows = min(map(len, entered.values()))
+    requests: Requests = {}
+    for first in range(0, rows, largest):
+        batch = {name: array[first : first + largest] for name, array in entered.items()}
+        requests.setdefault(min(largest, rows - first), []).append(batch)
     return requests
 
 

@@ -100,7 +100,7 @@ def test_tensorflow_and_paddle(kind: str, file: str, converter: str, tmp_path: P
 @pytest.mark.parametrize("precision", ["int8", "int8-static", "fp16"])
 def test_quantize(precision: str, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
-    np.save(tmp_path / "x.npy", np.random.default_rng(0).random((8, 64), np.float32))
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).random((40, 64), np.float32))
     rows = ("--input", f"x=@{tmp_path / 'x.npy'}") if precision == "int8-static" else ()
     document = written(tmp_path, "quantize", "small", "--from", MLP, "--precision", precision, *rows)
     (output,) = document["outputs"]
