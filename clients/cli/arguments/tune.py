@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shmserve.clients.cli.arguments.common import (
     add_backend_settings,
@@ -19,13 +21,25 @@ from shmserve.clients.cli.arguments.common import (
 from shmserve.clients.cli.arguments.measure import add_prompts, objectives
 from shmserve.clients.cli.help import rare
 
+Value = TypeVar("Value")
 OBJECTIVES = ("throughput", "latency", "memory")
+
+
+def of_model(parse: Callable[[str], Value]) -> Callable[[str], tuple[str, Value]]:
+    """A parser of [MODEL=]VALUE. The name is empty if there is none."""
+
+    def parsed(text: str) -> tuple[str, Value]:
+        name, _, value = text.rpartition("=")
+        return name, parse(value)
+
+    return parsed
 
 
 def add_tune(commands: Any) -> None:
     examples = """  shmserve tune models/mlp --p99 20ms --memory 2GiB
   shmserve tune models/mlp --p99 20ms --rate 500           the cheapest setting for this load
   shmserve tune models/mlp --p99 20ms --apply --html report.html
+  shmserve tune models/mlp models/cnn --p99 20ms --p99 cnn=80ms --memory 4GiB
   shmserve tune models/chat --slo ttft=500ms,itl=50ms --prompt-tokens 64:256 --output-tokens 64
 """
     note = """
@@ -36,32 +50,24 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
     codes = ("a setting holds the target", "none does, or the model cannot be tuned")
     command = add_command(commands, "tune", "tune", about, examples, codes, note)
     add = command.add_argument
-    add("model", metavar="MODEL", type=Path, help="directory with the model's config.pbtxt")
-    add("--p99", metavar="TIME", type=duration, help="limit of the 99th percentile, e.g. 20ms; not for language models")
+    add("model", metavar="MODEL", type=Path, nargs="+", help="directory with config.pbtxt, or several")
+    constraint = partial(add, action="append", default=[])
+    text = "limit of the 99th percentile, e.g. 20ms; not for language models"
+    constraint("--p99", metavar="[MODEL=]TIME", type=of_model(duration), help=text)
     add("--slo", metavar="NAME=TIME,...", type=objectives, help="target of a language model: ttft=500ms,itl=50ms")
     add_prompts(command)
-    add(
-        "--memory",
-        metavar="SIZE",
-        type=size,
-        default=0,
-        help="memory limit of all instances, e.g. 2GiB (default: none)",
-    )
-    add(
-        "--rate",
-        metavar="N",
-        type=positive,
-        default=0.0,
-        help="hold the limit at N requests per second (default: find the highest rate)",
-    )
-    add("--apply", action="store_true", help="write the changes to config.pbtxt, if the target is held")
+    text = "memory limit of all instances, e.g. 2GiB (default: none)"
+    constraint("--memory", metavar="[MODEL=]SIZE", type=of_model(size), help=text)
+    text = "hold the limit at N requests per second (default: find the highest rate)"
+    constraint("--rate", metavar="[MODEL=]N", type=of_model(positive), help=text)
+    add("--apply", action="store_true", help="write the changes, if the target is held")
     add("--html", metavar="FILE", type=Path, help="write a report with curves")
-    text = "also compare with an earlier run: FILE has what --json printed"
+    text = "compare with an earlier run, saved by --json"
     add("--compare", metavar="FILE", type=Path, help=text)
     add("--rows", metavar="N", type=at_least_1, default=1, help="rows of each request (default: 1)")
     add("--lengths", metavar="N[-M]", type=span, help="sizes of the input dims that are -1")
     add("--instances", metavar="N[-M]", type=span, default=(1, 16), help="instances to try (default: 1-16)")
-    text = "largest batch to try (default: the model's max_batch_size)"
+    text = "largest batch to try (default: max_batch_size)"
     add("--max-batch", metavar="N", type=at_least_1, default=0, help=text)
     text = "with --rate, prefer the lowest p99 (latency) or the least memory (default: the fewest instances)"
     rare(add, "--objective", choices=OBJECTIVES, default="", help=text)

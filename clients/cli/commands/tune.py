@@ -27,14 +27,19 @@ if TYPE_CHECKING:
     from shmserve.clients.client import Client
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.terminal.console import Screen
+    from shmserve.tools.tune.bench import SharedBench
     from shmserve.tools.tune.goal import Goal
+    from shmserve.tools.tune.joint import Step, Target
     from shmserve.tools.tune.predict import Prediction
     from shmserve.tools.tune.served import ServedModel
+    from shmserve.tools.tune.space import TunedModel
     from shmserve.tools.tune.tuner import Events, Outcome
 
 CONFIG = "config.pbtxt"
 ASK_S = 30.0
 START_S = 60.0
+SAMPLE_MS = "100"
+"""Interval at which the server measures the memory on GPUs."""
 SAMPLES = 8
 """Number of different inputs for the steps of an ensemble."""
 CALLERS = 16
@@ -54,16 +59,23 @@ STEPS = {
 
 def tune(args: argparse.Namespace) -> int:
     """Returns 0 if a setting holds the target, 130 after Ctrl-C, else 1."""
-    folder = _folder(args.model)
+    folders = [_folder(provided) for provided in args.model]
+    folder, screen = folders[0], screen_of(args)
+    _name_constraints(args, [each.name for each in folders])
     if args.slo is not None or asks(args):
+        if len(folders) > 1:
+            raise Misuse("a language model is tuned alone: give one model")
         return _tune_language(args, folder)
-    if args.p99 is None:
+    if not args.p99:
         raise Misuse("--p99 TIME is the target; of a language model, it is --slo ttft=TIME,itl=TIME")
-    goal = _goal(args)
-    screen = screen_of(args)
+    if len(folders) > 1 or _is_ensemble(folder):
+        if args.html is not None:
+            raise Misuse("--html shows a single model: leave it out")
+        if len(folders) > 1:
+            return _tune_together(args, folders, screen)
+        return _tune_ensemble(args, folder, _goal(args, folder.name), screen)
+    goal = _goal(args, folder.name)
     before = _earlier(args, folder, goal)
-    if _is_ensemble(folder):
-        return _tune_ensemble(args, folder, goal, screen)
     outcome = _tuned(args, folder, goal)
     from shmserve.tools.tune import compared, report
 
@@ -92,14 +104,19 @@ def tune(args: argparse.Namespace) -> int:
 
 def _earlier(args: argparse.Namespace, folder: Path, goal: Goal) -> Mapping[str, Any] | None:
     """The outcome that --compare names, with the same target."""
-    if args.compare is None:
-        return None
-    from shmserve.errors import InvalidRequest
     from shmserve.tools.tune import compared
 
     target = {"model": folder.name, "p99_ms": goal.p99_ns / 1e6, "rate": goal.rate or None}
+    return _compared(args, lambda document: compared.check(document, target))
+
+
+def _compared(args: argparse.Namespace, check: Callable[[Any], Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    if args.compare is None:
+        return None
+    from shmserve.errors import InvalidRequest
+
     try:
-        return compared.check(json.loads(args.compare.read_bytes()), target)
+        return check(json.loads(args.compare.read_bytes()))
     except OSError as error:
         raise Misuse(f"cannot read {args.compare}: {error.strerror}") from error
     except (ValueError, InvalidRequest) as error:
@@ -125,17 +142,33 @@ def _missed(outcome: Outcome) -> str:
     return f"no setting that was measured held {goal.target}; raise --p99{' or lower --rate' if goal.rate else ''}"
 
 
-def _goal(args: argparse.Namespace) -> Goal:
+def _name_constraints(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Turns the words of each constraint into a mapping from the model's name, "" for all, to its value."""
+    if len(set(names)) < len(names):
+        raise Misuse("two of the models have the same name")
+    for option in ("p99", "memory", "rate"):
+        values = dict(getattr(args, option))
+        setattr(args, option, values)
+        for name in values.keys() - {"", *names}:
+            raise Misuse(f"--{option} {name}=...: no model '{name}' is tuned; there is {', '.join(names)}")
+
+
+def _goal(args: argparse.Namespace, name: str, several: bool = False) -> Goal:
+    """`several`: a limit without a model's name is one for the memory of all together, and the rates are shares of the
+    load of which the highest is searched with --objective throughput."""
     from shmserve.tools.tune.goal import Goal
 
-    if args.objective == "throughput" and args.rate:
+    p99, rate = args.p99.get(name, args.p99.get("")), args.rate.get(name, args.rate.get("", 0.0))
+    if p99 is None:
+        raise Misuse(f"--p99 {name}=TIME is missing")
+    if args.objective == "throughput" and rate and not several:
         raise Misuse("--objective throughput finds the highest rate: leave out --rate")
-    if args.objective in ("latency", "memory") and not args.rate:
+    if args.objective in ("latency", "memory") and not rate:
         raise Misuse(f"--objective {args.objective} compares settings under a load: give it with --rate")
     return Goal(
-        args.p99,
-        args.rate,
-        args.memory,
+        p99,
+        rate,
+        args.memory.get(name, 0 if several else args.memory.get("", 0)),
         args.rows,
         args.lengths or (1, 1),
         args.instances,
@@ -184,34 +217,40 @@ def _read(file: Path) -> str:
 
 
 @contextmanager
-def _serving(args: argparse.Namespace, folder: Path) -> Iterator[tuple[Client, ModelConfig]]:
-    """A server of its own, and the completed configuration of the model."""
+def _serving(args: argparse.Namespace, folders: Sequence[Path]) -> Iterator[tuple[Client, list[ModelConfig]]]:
+    """A server of its own, and the completed configurations of the models."""
     from shmserve.clients.cli.temporary_server import TemporaryServer, ended_in_order
     from shmserve.repo.config.schema import from_triton_json
     from shmserve.tools.tune.served import MAX_IN_FLIGHT
 
-    options = ["--model-control-mode", "explicit", "--limit", f"client_requests={MAX_IN_FLIGHT}"]
+    options = [
+        "--model-control-mode",
+        "explicit",
+        "--metrics-interval-ms",
+        SAMPLE_MS,
+        "--limit",
+        f"client_requests={MAX_IN_FLIGHT}",
+    ]
     options += [word for provided in args.backend_config for word in ("--backend-config", provided)]
     options += ["--backend-directory", str(args.backend_directory)] if args.backend_directory else []
-    with ended_in_order(), TemporaryServer([folder.parent], options) as server, server.client(ASK_S) as client:
+    roots = list(dict.fromkeys(folder.parent for folder in folders))
+    with ended_in_order(), TemporaryServer(roots, options) as server, server.client(ASK_S) as client:
         if not server.ready(START_S):
             raise Failed(f"the temporary server did not start within {START_S:g} s: {server.last_words}")
-        client.load(folder.name)
-        yield client, from_triton_json(client.config(folder.name))
+        for folder in folders:
+            client.load(folder.name)
+        yield client, [from_triton_json(client.config(folder.name)) for folder in folders]
 
 
 def _tuned(args: argparse.Namespace, folder: Path, goal: Goal) -> Outcome:
     from shmserve.tools.tune.served import ServedModel
-    from shmserve.tools.tune.space import TunedModel, check_tunable
     from shmserve.tools.tune.tuner import Tuner
 
-    with _serving(args, folder) as (client, config):
-        check_tunable(config)
-        cores = len(os.sched_getaffinity(0))
-        model = TunedModel(_read(folder / CONFIG), config, cores, args.max_batch)
+    with _serving(args, [folder]) as (client, (config,)):
+        model = _tuned_model(args, folder, config)
         served = ServedModel(client, folder.name, _inputs(args, client, config))
         with StatusLine() as status:
-            return Tuner(served, model, goal, _progress(status), cores).run()
+            return Tuner(served, model, goal, _progress(status), model.cores).run()
 
 
 def _tune_language(args: argparse.Namespace, folder: Path) -> int:
@@ -223,11 +262,16 @@ def _tune_language(args: argparse.Namespace, folder: Path) -> int:
 
     if args.slo is None:
         raise Misuse("--slo ttft=TIME,itl=TIME is the target of a language model")
-    if args.p99 is not None or args.rate or args.html is not None:
+    if args.p99 or args.rate or args.html is not None:
         raise Misuse("a language model is tuned for --slo: leave out --p99, --rate and --html")
-    goal = LanguageGoal(Objectives(**args.slo), prompts_of(args, SEED), args.memory, args.seconds)
+    goal = LanguageGoal(
+        Objectives(**args.slo),
+        prompts_of(args, SEED),
+        args.memory.get(folder.name, args.memory.get("", 0)),
+        args.seconds,
+    )
     path, interrupted = _shown(folder / CONFIG), False
-    with _serving(args, folder) as (client, config):
+    with _serving(args, [folder]) as (client, (config,)):
         if config.backend not in DEFAULTS:
             raise Unsupported(f"backend '{config.backend}' has no slots to tune: {', '.join(DEFAULTS)} has")
         model = TunedLanguageModel(_read(folder / CONFIG), config)
@@ -262,14 +306,9 @@ def _tune_ensemble(args: argparse.Namespace, folder: Path, goal: Goal, screen: S
     from shmserve.repo.compile import compile_policy
     from shmserve.repo.config.schema import from_triton_json
     from shmserve.tools.tune import joint
-    from shmserve.tools.tune.report import unified
-    from shmserve.tools.tune.served import ServedModel
-    from shmserve.tools.tune.space import TunedModel, check_tunable
+    from shmserve.tools.tune.served import ServedModel, ServedModels
 
-    if args.rate or args.html is not None or args.compare is not None:
-        raise Misuse("an ensemble is tuned for the highest rate: leave out --rate, --html and --compare")
-    cores = len(os.sched_getaffinity(0))
-    with _serving(args, folder) as (client, config):
+    with _serving(args, [folder]) as (client, (config,)):
         inputs = _inputs(args, client, config)
         bench = ServedModel(client, config.name, inputs)
         if not args.json:
@@ -278,26 +317,84 @@ def _tune_ensemble(args: argparse.Namespace, folder: Path, goal: Goal, screen: S
             joint.inputs_of_steps(config, given, lambda name, given: client.infer(name, given))
             for given in inputs(goal.typical_length)[:SAMPLES]
         ]
+        share = goal.rate or 1.0
         steps = []
         for name in samples[0]:
-            member, text = from_triton_json(client.config(name)), _read(folder.parent / name / CONFIG)
-            check_tunable(member)
+            model = _tuned_model(args, folder.parent / name, from_triton_json(client.config(name)))
             served = ServedModel(client, name, partial(_same, [sample[name] for sample in samples]))
-            steps.append(joint.Step(TunedModel(text, member, cores, args.max_batch), served))
-        with StatusLine() as status:
-            tuner = joint.JointTuner(compile_policy(config, 1), bench, steps, goal, cores, status.show)
-            outcome = tuner.run()
+            steps.append(joint.Step(model, served, goal, share))
+        target = joint.Target(config.name, goal, share, compile_policy(config, 1))
+        files = {name: folder.parent / name / CONFIG for name in samples[0]}
+        return _tune_jointly(args, [target], ServedModels([bench]), steps, files, goal.memory, screen)
+
+
+def _tune_together(args: argparse.Namespace, folders: Sequence[Path], screen: Screen) -> int:
+    """The same for several models that share the machine, under load at once."""
+    from shmserve.tools.tune import joint
+    from shmserve.tools.tune.served import ServedModel, ServedModels
+
+    if args.input:
+        raise Misuse("--input is for a single model; several get random inputs")
+    goals = [_goal(args, folder.name, several=True) for folder in folders]
+    if len({bool(goal.rate) for goal in goals}) > 1:
+        raise Misuse("--rate is missing for some of the models: give it for each, or for none")
+    with _serving(args, folders) as (client, configs):
+        targets, benches, steps = [], [], []
+        for folder, config, goal in zip(folders, configs, goals, strict=True):
+            bench = ServedModel(client, config.name, _inputs(args, client, config))
+            share = goal.rate or 1.0
+            targets.append(joint.Target(config.name, goal, share))
+            benches.append(bench)
+            steps.append(joint.Step(_tuned_model(args, folder, config), bench, goal, share))
+        files = {folder.name: folder / CONFIG for folder in folders}
+        return _tune_jointly(args, targets, ServedModels(benches), steps, files, args.memory.get("", 0), screen)
+
+
+def _tuned_model(args: argparse.Namespace, folder: Path, config: ModelConfig) -> TunedModel:
+    from shmserve.tools.tune.space import TunedModel, check_tunable
+
+    check_tunable(config)
+    return TunedModel(_read(folder / CONFIG), config, len(os.sched_getaffinity(0)), args.max_batch)
+
+
+def _tune_jointly(
+    args: argparse.Namespace,
+    targets: Sequence[Target],
+    bench: SharedBench,
+    steps: Sequence[Step],
+    files: Mapping[str, Path],
+    memory: int,
+    screen: Screen,
+) -> int:
+    """`files`: the configurations of the models."""
+    from shmserve.tools.tune import joint_report
+    from shmserve.tools.tune.joint import JointTuner
+    from shmserve.tools.tune.report import unified
+
+    fixed = bool(targets[0].goal.rate) and args.objective != "throughput"
+    cores = len(os.sched_getaffinity(0))
+    with StatusLine() as status:
+        tuner = JointTuner(targets, bench, steps, cores, status.show, memory, fixed, args.objective)
+        before = _compared(args, lambda document: joint_report.check(document, joint_report.as_json(tuner)["targets"]))
+        outcome = tuner.run()
     if args.json:
-        print_json({"model": config.name, "p99_ms": goal.p99_ns / 1e6} | joint.as_json(tuner, steps))
+        print_json(joint_report.as_json(tuner))
     else:
-        print(joint.text(tuner, steps, screen))
-    held = outcome.best is not None and outcome.rate(outcome.best.settings) > 0
-    for step, chosen in zip(steps, outcome.best.settings if outcome.best is not None else (), strict=False):
-        file = folder.parent / step.model.name / CONFIG
-        if not args.json and (changes := unified(step.model.text, step.model.text_of(chosen), _shown(file))):
+        print(joint_report.text(tuner, screen))
+        if before is not None:
+            print(f"\n{joint_report.comparison(before, joint_report.as_json(tuner), screen)}")
+    chosen = outcome.chosen
+    held = chosen is not None and outcome.rate(chosen) > 0
+    for step, candidate in zip(steps, chosen or (), strict=False):
+        after = step.model.text_of(candidate)
+        if not args.json and (changes := unified(step.model.text, after, _shown(files[step.model.name]))):
             print(f"\n{changes}", end="")
-        if args.apply and held:
-            _apply(file, step.model.text, step.model.text_of(chosen))
+        if args.apply and held and not outcome.interrupted and after != step.model.text:
+            _apply(files[step.model.name], step.model.text, after)
+    if outcome.interrupted:
+        return 130
+    if args.apply and not held:
+        raise Failed("no configuration is changed: no settings that were measured held the targets")
     return 0 if held else 1
 
 

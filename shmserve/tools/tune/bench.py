@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -57,4 +58,16 @@ class Bench(Protocol):
 
     def memory(self) -> int:
         """Bytes of memory of the model's processes."""
+        ...
+
+    def gpu_memory(self) -> int:
+        """Bytes of their memory on GPUs."""
+        ...
+
+
+class SharedBench(Protocol):
+    """A server under the loads of several models at once."""
+
+    def open(self, rates: Sequence[float], seconds: float, give_up_ns: Sequence[float]) -> Sequence[Observation]:
+        """The loads of `Bench.open`, of each model one, together for as long as the slowest needs."""
         ...

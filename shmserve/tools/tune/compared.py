@@ -32,21 +32,20 @@ def text(before: Document, now: Document, screen: Screen) -> str:
 
 
 def _rows(before: Document, now: Document) -> list[list[str]]:
-    rows = [["setting", _setting(before), _setting(now), ""]]
+    rows = [["setting", *(setting(document["chosen"] or {}) for document in (before, now)), ""]]
     for name, scale in (("rate", 1.0), ("memory_bytes", 1 / MIB)):
         label = {"rate": "requests/s", "memory_bytes": "MiB"}[name]
-        rows.append(_row(label, *(_of_chosen(document, name, scale) for document in (before, now))))
+        rows.append(row(label, *(_of_chosen(document, name, scale) for document in (before, now))))
     old, new = _batch_ms(before), _batch_ms(now)
-    return rows + [_row(f"ms per batch of {size}", old[size], new[size]) for size in sorted(old.keys() & new.keys())]
+    return rows + [row(f"ms per batch of {size}", old[size], new[size]) for size in sorted(old.keys() & new.keys())]
 
 
-def _row(label: str, before: float | None, now: float | None) -> list[str]:
+def row(label: str, before: float | None, now: float | None) -> list[str]:
     change = f"{now / before - 1:+.0%}" if before and now else ""
     return [label, *("-" if value is None else per_s(value) for value in (before, now)), change]
 
 
-def _setting(document: Document) -> str:
-    chosen = document["chosen"] or {}
+def setting(chosen: Document) -> str:
     return ", ".join(f"{name} {value}" for name, value in chosen.items() if value) or "-"
 
 

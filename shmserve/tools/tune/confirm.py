@@ -61,6 +61,7 @@ class Confirmed(Struct):
     predicted: Prediction | None
     points: list[RatePoint] = field(default_factory=list)
     memory: int = 0
+    gpu_memory: int = 0
     error: str = ""
 
     @property
@@ -143,6 +144,7 @@ class Confirmation:
         self._bench.closed(each.candidate.batch, goal.seconds / 20)
         result = self._bench.open(rate, goal.seconds, GIVE_UP * goal.p99_ns)
         each.memory = max(each.memory, self._bench.memory())
+        each.gpu_memory = max(each.gpu_memory, self._bench.gpu_memory())
         if result.failed:
             each.error = f"{result.failed} requests failed: {result.error}"
         each.points.append(point(result, rate, goal))

@@ -1,15 +1,15 @@
-"""Tunes the steps of an ensemble together, for the highest rate of the ensemble that holds the p99.
+"""Tunes several models together: the steps of an ensemble, or models that share a machine.
 
-Each step is measured alone, with tensors that the steps before it have made. The simulator then runs the whole
-ensemble: the settings of the busiest step are changed first, and a change stays if the ensemble holds the target at a
-higher rate. What all instances compute together must fit the cores of the machine.
+Each model is measured alone. The simulator then runs all of them under their loads at once: the settings of the busiest
+model are changed first, and a change stays if all targets hold at a higher rate, or at the same rate while the changed
+model is less busy. What all instances compute together must fit the cores of the machine, and their memory the limit.
+Then the settings that cost less and hold the same rate are taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 from msgspec import Struct, field
@@ -20,58 +20,105 @@ from shmserve.errors import Unsupported
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.rules.ensemble_steps import IF, MAP, added, steps_of
 from shmserve.sim import Load, Plan, Poisson, SimModel, simulate
-from shmserve.terminal.console import Column, Screen
-from shmserve.tools.tune import report
-from shmserve.tools.tune.bench import Bench
-from shmserve.tools.tune.confirm import FACTOR, GIVE_UP, RatePoint, point, surplus
-from shmserve.tools.tune.fit import Fit, Pair, fit
+from shmserve.tools.tune.bench import Bench, SharedBench
+from shmserve.tools.tune.confirm import FACTOR, GIVE_UP, RatePoint, point
+from shmserve.tools.tune.fit import Pair
 from shmserve.tools.tune.goal import Goal, per_s
 from shmserve.tools.tune.measure import Measurement
-from shmserve.tools.tune.predict import PRECISION, RatePredictor, p99_ns, request_count
+from shmserve.tools.tune.predict import MAX_REQUESTS, PRECISION, RatePredictor, p99_ns, predictor_of, request_count
 from shmserve.tools.tune.space import Candidate, TunedModel
 
 ROUNDS = 3
-"""How often all steps are examined at most: a change of one can make another the bottleneck."""
+"""How often all models are examined at most: a change of one can make another the bottleneck."""
 GAIN = 1.03
-"""Factor by which a change must raise the rate."""
+"""Factor by which a change must raise the rate, or lower the p99."""
 TRIES = 8
 HELD = 3
 """Measurements of a rate, most of which must hold the p99."""
-COLUMNS = (Column("STEP"), Column("PRESENT"), Column("BEST"), Column("BUSY", right=True))
 Tensors = Mapping[str, Any]
 Settings = tuple[Candidate, ...]
-"""Of each step, in their order."""
+"""Of each tuned model, in their order."""
 
 
 class Step(Struct):
-    """The model of a step, and what was measured of it alone."""
+    """A model to tune, and what was measured of it alone. `share`: its requests at a rate of 1."""
 
     model: TunedModel
     bench: Bench
-    fits: dict[Pair, Fit] = {}
+    goal: Goal
+    share: float = 1.0
+    predictor: RatePredictor | None = None
     memory: dict[Pair, int] = {}
+    gpu_memory: dict[Pair, int] = {}
+
+    def measure(self, progress: Callable[[str], None]) -> None:
+        times = Measurement(self.bench, self.model, self.goal, progress).run()
+        self.predictor, self.memory = predictor_of(times, self.model, self.goal), times.memory
+        self.gpu_memory = times.gpu_memory
+
+    @property
+    def known(self) -> RatePredictor:
+        assert self.predictor is not None, "measure() comes first"
+        return self.predictor
+
+    def bytes_of(self, candidate: Candidate) -> int:
+        return self.memory.get((candidate.instances, candidate.threads), 0)
+
+    def alternatives(self) -> list[Candidate]:
+        limit = self.goal.memory or float("inf")
+        return [
+            replace(self.model.current, instances=instances, threads=threads, batch=batch, delay_us=0)
+            for instances, threads in self.known.fits
+            if self.memory.get((instances, threads), 0) <= limit
+            for batch in self.model.batches(self.goal.rows)
+        ]
+
+
+class Target(Struct, frozen=True):
+    """What callers ask, and what it must hold: a tuned model, or an ensemble of such models, which has a policy of its
+    own. `share`: its requests at a rate of 1."""
+
+    name: str
+    goal: Goal
+    share: float = 1.0
+    policy: ModelPolicy | None = None
 
 
 class JointPrediction(Struct, frozen=True):
-    """The simulator's result for these settings at a rate. `busy`: of each step, the share of the time in which its
-    instances ran batches."""
+    """The simulator's result for these settings at a rate. `p99_ns`: of each target. `busy`: of each tuned model, the
+    share of the time in which its instances ran batches."""
 
     settings: Settings
     rate: float
-    p99_ns: float
+    p99_ns: tuple[float, ...]
     busy: tuple[float, ...]
 
 
 class JointOutcome(Struct):
     present: JointPrediction | None = None
     best: JointPrediction | None = None
-    points: dict[Settings, list[RatePoint]] = field(default_factory=dict)
-    """Settings -> the measurements on the server."""
+    interrupted: bool = False
+    """Ctrl-C was pressed. The rest has the results so far."""
+    points: dict[Settings, list[list[RatePoint]]] = field(default_factory=dict)
+    """Settings -> the measurements on the server, each of all targets."""
+    rates: dict[Settings, list[float]] = field(default_factory=dict)
+    """The rate of each measurement."""
 
     def rate(self, settings: Settings) -> float:
-        """The highest rate that has held the p99 in most measurements; 0: none has."""
-        points = self.points.get(settings, ())
-        return max((each.rate for each in points if surplus(points, each.rate) > 0), default=0.0)
+        """The highest rate at which all targets have held their p99 in most measurements; 0: none."""
+        surplus: dict[float, int] = {}
+        for rate, points in zip(self.rates.get(settings, ()), self.points.get(settings, ()), strict=True):
+            surplus[rate] = surplus.get(rate, 0) + (1 if all(each.holds for each in points) else -1)
+        return max((rate for rate, value in surplus.items() if value > 0), default=0.0)
+
+    @property
+    def chosen(self) -> Settings | None:
+        """The settings that hold the higher rate on the server, or those that the simulator found."""
+        if self.best is None:
+            return None
+        if self.present is not None and self.rate(self.present.settings) > self.rate(self.best.settings):
+            return self.present.settings
+        return self.best.settings
 
 
 def inputs_of_steps(
@@ -93,37 +140,48 @@ def inputs_of_steps(
 
 
 class JointTuner:
-    """`bench` sends requests to the ensemble, those of `steps` to their models."""
+    """`bench` sends requests to the targets, those of `steps` to the tuned models. `memory`: bytes for all instances;
+    0: no limit. `fixed`: the targets must hold at a rate of 1; otherwise the highest rate is searched. `objective`:
+    what is best among the settings that hold; empty: the fewest instances."""
 
     def __init__(
         self,
-        policy: ModelPolicy,
-        bench: Bench,
+        targets: Sequence[Target],
+        bench: SharedBench,
         steps: Sequence[Step],
-        goal: Goal,
         cores: int,
         progress: Callable[[str], None],
+        memory: int = 0,
+        fixed: bool = False,
+        objective: str = "",
     ) -> None:
-        self._policy = policy
+        self.targets = targets
+        self.steps = steps
+        self.fixed = fixed
         self._bench = bench
-        self._steps = steps
-        self._goal = goal
         self._cores = cores
         self._progress = progress
+        self._memory = memory or float("inf")
+        self._objective = objective
         self.present: Settings = tuple(step.model.current for step in steps)
         self.outcome = JointOutcome()
 
     def run(self) -> JointOutcome:
-        for step in self._steps:
-            measured = Measurement(step.bench, step.model, self._goal, partial(self._within, step.model.name)).run()
-            step.fits, step.memory = fit(measured.samples), measured.memory
+        try:
+            self._run()
+        except KeyboardInterrupt:
+            self.outcome.interrupted = True
+        return self.outcome
+
+    def _run(self) -> None:
+        for step in self.steps:
+            step.measure(partial(self._within, step.model.name))
             step.bench.apply(step.model.config)
         self._search()
         for prediction in (self.outcome.present, self.outcome.best):
             if prediction is not None and prediction.settings not in self.outcome.points:
                 self._confirm(prediction)
         self._apply(self.present)
-        return self.outcome
 
     def _within(self, step: str, text: str) -> None:
         self._progress(f"{step}: {text}")
@@ -131,33 +189,62 @@ class JointTuner:
     # ------------------------------------------------------------------------------------ in the simulator
 
     def at(self, settings: Settings, rate: float) -> JointPrediction:
-        goal = self._goal
-        models = [SimModel(self._policy)]
-        for step, candidate in zip(self._steps, settings, strict=True):
-            service = step.fits[candidate.instances, candidate.threads].service()
+        models = [SimModel(target.policy) for target in self.targets if target.policy is not None]
+        for step, candidate in zip(self.steps, settings, strict=True):
+            service = step.known.fits[candidate.instances, candidate.threads].service(step.known.spread)
             models.append(SimModel(step.model.policy_of(candidate), step.model.instances_of(candidate), service))
-        load = Load(self._policy.name, Poisson(rate), 1, (goal.rows, goal.rows), lengths=goal.lengths)
-        plan = Plan(tuple(models), (load,), requests=request_count(goal, rate), seed=1)
+        loads = tuple(
+            Load(
+                target.name,
+                Poisson(rate * target.share),
+                1,
+                (target.goal.rows, target.goal.rows),
+                lengths=target.goal.lengths,
+            )
+            for target in self.targets
+        )
+        total = sum(target.share for target in self.targets)
+        needed = max(request_count(each.goal, rate * each.share) * total / each.share for each in self.targets)
+        link_ns = max(step.known.link_ns for step in self.steps)
+        plan = Plan(tuple(models), loads, requests=min(round(needed), MAX_REQUESTS), seed=1, link_ns=link_ns)
         result = simulate(plan).models
-        busy = tuple(result[step.model.name].utilisation for step in self._steps)
-        return JointPrediction(settings, rate, p99_ns(result[self._policy.name]), busy)
+        busy = tuple(result[step.model.name].utilisation for step in self.steps)
+        return JointPrediction(settings, rate, tuple(p99_ns(result[target.name]) for target in self.targets), busy)
 
     def holds(self, prediction: JointPrediction) -> bool:
-        """Whether the p99, the cores and the memory suffice."""
-        cores = memory = 0.0
-        for step, candidate, busy in zip(self._steps, prediction.settings, prediction.busy, strict=True):
-            cores += busy * candidate.instances * max(candidate.threads, 1)
-            memory += step.memory.get((candidate.instances, candidate.threads), 0)
-        limit = self._goal.memory or float("inf")
-        return prediction.p99_ns <= self._goal.p99_ns and cores <= self._cores and memory <= limit
+        """Whether the p99 of all targets, the cores and the memory suffice."""
+        cores = sum(
+            busy * candidate.instances * max(candidate.threads, 1)
+            for candidate, busy in zip(prediction.settings, prediction.busy, strict=True)
+        )
+        return (
+            self._strain(prediction) <= 1
+            and cores <= self._cores
+            and self.bytes_of(prediction.settings) <= self._memory
+        )
+
+    def _strain(self, prediction: JointPrediction) -> float:
+        """The largest p99, as a share of its limit."""
+        return max(each / target.goal.p99_ns for each, target in zip(prediction.p99_ns, self.targets, strict=True))
+
+    def bytes_of(self, settings: Settings) -> int:
+        return sum(step.bytes_of(candidate) for step, candidate in zip(self.steps, settings, strict=True))
 
     def highest(self, settings: Settings, floor: float = 0.0) -> JointPrediction | None:
-        """The prediction at the highest rate that holds; None if no rate above `floor` does."""
-        pairs = zip(self._steps, settings, strict=True)
-        high = min(RatePredictor(step.model, self._goal, step.fits).capacity(candidate) for step, candidate in pairs)
+        """The prediction at the highest rate that holds, of at most 1 if it is fixed; None if no rate above `floor`
+        does."""
+        pairs = zip(self.steps, settings, strict=True)
+        high = min(step.known.capacity(candidate) / step.share for step, candidate in pairs)
         best: JointPrediction | None = None
         low = floor
-        if floor and (high <= floor or not self.holds(self.at(settings, floor))):
+        if self.fixed and high > 1:
+            whole = self.at(settings, 1.0)
+            if self.holds(whole):
+                return whole
+            high = 1.0
+        if self.bytes_of(settings) > self._memory or high <= floor:
+            return None
+        if floor and not self.holds(self.at(settings, floor)):
             return None
         while high - low > PRECISION * high:
             prediction = self.at(settings, (low + high) / 2)
@@ -170,80 +257,93 @@ class JointTuner:
     def _search(self) -> None:
         outcome = self.outcome
         outcome.present = best = self.highest(self.present)
-        settings = self.present
-        for _ in range(ROUNDS):
-            before = settings
-            busy = best.busy if best is not None else (0.0,) * len(self._steps)
-            for index in sorted(range(len(self._steps)), key=lambda index: -busy[index]):
-                for candidate in self._alternatives(index):
-                    other = (*settings[:index], candidate, *settings[index + 1 :])
-                    rate = best.rate if best is not None else 0.0
-                    self._progress(f"{self._steps[index].model.name}: {candidate.describe()}; best {per_s(rate)}/s")
-                    better = self.highest(other, GAIN * rate)
-                    if better is not None:
-                        best, settings = better, other
-            if settings == before:
-                break
-        outcome.best = best
+        least = [min(step.alternatives(), key=partial(_cost, step, "memory"), default=None) for step in self.steps]
+        if best is None:  # the others are reached from those that need the least memory
+            best = self.highest(tuple(each for each in least if each is not None)) if all(least) else None
+        if best is None:
+            return
+        for change in (self._grown, self._relaxed if self._objective == "latency" else self._trimmed):
+            for _ in range(ROUNDS):
+                before = best.settings
+                for index in sorted(range(len(self.steps)), key=[-busy for busy in best.busy].__getitem__):
+                    best = change(best, index)
+                    if not self.fixed or best.rate == 1:
+                        outcome.best = best
+                if best.settings == before:
+                    break
 
-    def _alternatives(self, index: int) -> list[Candidate]:
-        step = self._steps[index]
-        now = step.model.current
-        return [
-            replace(now, instances=instances, threads=threads, batch=batch, delay_us=0)
-            for instances, threads in step.fits
-            for batch in step.model.batches(self._goal.rows)
-        ]
+    def _grown(self, best: JointPrediction, index: int) -> JointPrediction:
+        """The best settings of this model with those of the others, for the highest rate."""
+        for candidate in self.steps[index].alternatives():
+            if self.fixed and best.rate == 1:
+                break
+            self._tell(index, candidate, best)
+            settings = _with(best.settings, index, candidate)
+            higher = self.highest(settings, GAIN * best.rate)
+            if higher is not None:
+                best = higher
+                continue
+            same = self.at(settings, best.rate)  # another model may limit the rate
+            if GAIN * same.busy[index] < best.busy[index] and self.holds(same):
+                best = same
+        return best
+
+    def _trimmed(self, best: JointPrediction, index: int) -> JointPrediction:
+        """The cheapest settings of this model that hold the rate."""
+        cost = partial(_cost, self.steps[index], self._objective)
+        for candidate in sorted(self.steps[index].alternatives(), key=cost):
+            if cost(candidate) >= cost(best.settings[index]):
+                break
+            self._tell(index, candidate, best)
+            cheaper = self.at(_with(best.settings, index, candidate), best.rate)
+            if self.holds(cheaper):
+                return cheaper
+        return best
+
+    def _relaxed(self, best: JointPrediction, index: int) -> JointPrediction:
+        """The settings of this model with which the p99 are the farthest from their limits."""
+        for candidate in self.steps[index].alternatives():
+            self._tell(index, candidate, best)
+            other = self.at(_with(best.settings, index, candidate), best.rate)
+            if self.holds(other) and GAIN * self._strain(other) < self._strain(best):
+                best = other
+        return best
+
+    def _tell(self, index: int, candidate: Candidate, best: JointPrediction) -> None:
+        total = best.rate * sum(target.share for target in self.targets)
+        self._within(self.steps[index].model.name, f"{candidate.describe()}; best {per_s(total)}/s")
 
     # ------------------------------------------------------------------------------------ on the server
 
     def _confirm(self, prediction: JointPrediction) -> None:
-        """Measures the predicted rate, and lower ones until one holds the p99."""
-        goal, rate = self._goal, prediction.rate
+        """Measures the predicted rate, and lower ones until one holds; a fixed rate alone."""
+        targets, rate = self.targets, 1.0 if self.fixed else prediction.rate
         points = self.outcome.points[prediction.settings] = []
+        measured = self.outcome.rates[prediction.settings] = []
+        limits = [GIVE_UP * target.goal.p99_ns for target in targets]
         self._apply(prediction.settings)
-        for _ in range(TRIES):
+        for _ in range(1 if self.fixed else TRIES):
             for _ in range(HELD):
-                self._progress(f"the ensemble at {per_s(rate)} requests/s")
-                points.append(point(self._bench.open(rate, goal.seconds, GIVE_UP * goal.p99_ns), rate, goal))
+                rates = [rate * target.share for target in targets]
+                self._progress(
+                    " and ".join(f"{each.name} at {per_s(r)}/s" for each, r in zip(targets, rates, strict=True))
+                )
+                seen = self._bench.open(rates, targets[0].goal.seconds, limits)
+                measured.append(rate)
+                points.append([point(*each) for each in zip(seen, rates, (t.goal for t in targets), strict=True)])
             if self.outcome.rate(prediction.settings):
                 return
             rate /= FACTOR
 
     def _apply(self, settings: Settings) -> None:
-        for step, candidate in zip(self._steps, settings, strict=True):
+        for step, candidate in zip(self.steps, settings, strict=True):
             step.bench.apply(step.model.config_of(candidate))
 
 
-# ------------------------------------------------------------------------------------------------- the report
+def _with(settings: Settings, index: int, candidate: Candidate) -> Settings:
+    return (*settings[:index], candidate, *settings[index + 1 :])
 
 
-def text(tuner: JointTuner, steps: Sequence[Step], screen: Screen) -> str:
-    outcome = tuner.outcome
-    if outcome.best is None:
-        return "No setting holds the target in the simulator."
-    rows = [
-        [step.model.name, now.describe(), best.describe() if best != now else "as it is", f"{busy:.0%}"]
-        for step, now, best, busy in zip(steps, tuner.present, outcome.best.settings, outcome.best.busy, strict=True)
-    ]
-    reached = outcome.rate(outcome.best.settings)
-    lines = [f"Predicted: {per_s(outcome.best.rate)} requests/s; measured: {per_s(reached) if reached else 'none'}."]
-    if outcome.best.settings != tuner.present:
-        lines.append(f"The present settings reach {per_s(outcome.rate(tuner.present))} requests/s.")
-    return "\n".join([screen.table(COLUMNS, rows), "", *lines])
-
-
-def as_json(tuner: JointTuner, steps: Sequence[Step]) -> dict[str, Any]:
-    outcome = tuner.outcome
-    best = outcome.best.settings if outcome.best is not None else tuner.present
-    return {
-        "present": {"rate": outcome.rate(tuner.present) or None},
-        "best": {
-            "rate": outcome.rate(best) or None,
-            "predicted_rate": outcome.best.rate if outcome.best is not None else None,
-            "p99_ms": median([each.p99_ns for each in outcome.points[best]]) / 1e6 if best in outcome.points else None,
-        },
-        "steps": [
-            {"model": step.model.name, "settings": report.settings(one)} for step, one in zip(steps, best, strict=True)
-        ],
-    }
+def _cost(step: Step, objective: str, candidate: Candidate) -> tuple[int, ...]:
+    memory, cores = step.bytes_of(candidate), candidate.instances * max(candidate.threads, 1)
+    return (memory, candidate.instances, cores) if objective == "memory" else (candidate.instances, memory, cores)

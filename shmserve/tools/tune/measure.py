@@ -34,6 +34,7 @@ class Times(Struct):
     """Batches of the largest size, with all instances busy."""
     first: Pair = (1, 0)
     memory: dict[Pair, int] = {}
+    gpu_memory: dict[Pair, int] = {}
     highest: dict[Pair, float] = {}
     """The highest number of rows per second that each pair has reached."""
     skipped: list[str] = field(default_factory=list)
@@ -92,6 +93,7 @@ class Measurement:
             if not self._round(pair, size, lengths, rounds):
                 break
         times.memory[pair] = self._bench.memory()
+        times.gpu_memory[pair] = self._bench.gpu_memory()
         for size in sorted({size for size, _ in rounds}, reverse=True):
             self._round(pair, size, lengths, rounds)
         if complete:

@@ -12,8 +12,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.sim import Load, ModelResult, Plan, Poisson, SimModel, simulate
-from shmserve.tools.tune.fit import Fit, Pair, Spread
+from shmserve.tools.tune.fit import Fit, Pair, Spread, fit, spread_of
 from shmserve.tools.tune.goal import Goal
+from shmserve.tools.tune.measure import Times
 from shmserve.tools.tune.space import Candidate, TunedModel
 
 MAX_REQUESTS = 40_000
@@ -31,6 +32,9 @@ WRONG = 1.1
 BUSY = 0.75
 """From this utilization, the instances themselves are the bottleneck."""
 MESSAGE_NS = 4_000
+TURN_NS = 20_000
+"""Duration of a turn of the broker in the simulator."""
+LINK_NS = (5_000, 500_000)
 CLIENTS = 1
 """One process sends all requests, as in a measurement."""
 
@@ -147,3 +151,17 @@ class RatePredictor(Struct, frozen=True):
 
     def curve(self, candidate: Candidate, rates: tuple[float, ...]) -> list[Prediction]:
         return [self.at(candidate, rate) for rate in rates]
+
+
+def predictor_of(times: Times, model: TunedModel, goal: Goal) -> RatePredictor:
+    """The predictor for a model of which this was measured."""
+    fits = fit(times.samples)
+    assert times.lone is not None
+    first, full = fits[times.first], times.full
+    service = first.ns(goal.rows, goal.typical_length)
+    overhead = max(0.0, times.lone.p50_ns - service)
+    rows = max(goal.rows, round(full.mean_batch)) if full is not None else goal.rows
+    ratio = first.ns(rows, goal.typical_length) / service
+    spread = spread_of(times.lone.latencies, overhead, full.latencies if full is not None else (), ratio)
+    link_ns = round(min(max((overhead - 2 * TURN_NS) / 4, LINK_NS[0]), LINK_NS[1]))
+    return RatePredictor(model, goal, fits, spread, link_ns)

@@ -22,6 +22,7 @@ COLUMNS = (
     Column("P99 MS", right=True, rank=1),
     Column("BATCH", right=True, rank=2),
     Column("MIB", right=True, rank=3),
+    Column("GPU MIB", right=True, rank=3),
     Column(""),
 )
 RATE_COLUMNS = (
@@ -30,6 +31,7 @@ RATE_COLUMNS = (
     Column("MEASURED P99 MS", right=True),
     Column("BATCH", right=True, rank=2),
     Column("MIB", right=True, rank=3),
+    Column("GPU MIB", right=True, rank=3),
     Column(""),
 )
 """Columns with a target rate."""
@@ -113,9 +115,15 @@ def _row(outcome: Outcome, each: Confirmed) -> list[str]:
         *rates,
         _p99(median(times) if goal.rate or each.rate else max(times)) if at else "-",
         f"{at[-1].mean_batch:.1f}" if at else "-",
-        f"{each.memory / MIB:,.0f}" if each.memory else "-",
+        mib(each.memory),
+        mib(each.gpu_memory),
         ", ".join(notes),
     ]
+
+
+def mib(size: int) -> str:
+    """A number of bytes that is 0 if unknown."""
+    return f"{size / MIB:,.0f}" if size else "-"
 
 
 def _points(outcome: Outcome) -> list[list[str]]:
@@ -188,7 +196,12 @@ def as_json(outcome: Outcome, path: str) -> dict[str, Any]:
             for sample in outcome.times.samples
         ],
         "memory": [
-            {"instances": count, "threads": threads or None, "bytes": size}
+            {
+                "instances": count,
+                "threads": threads or None,
+                "bytes": size,
+                "gpu_bytes": outcome.times.gpu_memory[count, threads],
+            }
             for (count, threads), size in sorted(outcome.times.memory.items())
         ],
         "frontier": [
@@ -213,6 +226,7 @@ def _confirmed(outcome: Outcome, each: Confirmed) -> dict[str, Any]:
         "rate": each.rate or None,
         "prediction_error": prediction_error(outcome, each.candidate),
         "memory_bytes": each.memory,
+        "gpu_memory_bytes": each.gpu_memory,
         "error": each.error or None,
         "points": [
             {

@@ -9,7 +9,8 @@ import asyncio
 import gc
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from statistics import median
 from time import monotonic_ns
@@ -54,6 +55,7 @@ REFUSED = tuple(f"{error.code}: " for error in (Unavailable, QueueTimeout))
 
 Inputs = Callable[[int], Sequence[Mapping[str, Any]]]
 """Length (0: drawn from the range) -> several distinct requests."""
+Run = Callable[[LoadSender], Coroutine[Any, Any, Observation]]
 
 
 class ServedModel:
@@ -75,49 +77,83 @@ class ServedModel:
                 return sum(procfs.proportional_bytes(each["pid"]) for each in entry["instances"])
         return 0
 
+    def gpu_memory(self) -> int:
+        entries = [each for each in self._client.activity()["models"] if each["name"] == self._name]
+        return sum(instance["gpu_memory_bytes"] for each in entries for instance in each.get("instances", ()))
+
     def load(self, plan: Plan) -> Point:
         """The result of a load of `bench`."""
         (point,) = measure(replace(plan, endpoint=Endpoint(url=self._client.url))).points
         return point
 
     def closed(self, callers: int, seconds: float, length: int = 0) -> Observation:
-        return self._observed(length, lambda sender: closed(sender, callers, seconds))
+        return together([(self, length, lambda sender: closed(sender, callers, seconds))])[0]
 
     def open(self, rate: float, seconds: float, give_up_ns: float) -> Observation:
-        self._seed += 1
-        load = Open(rate, seed=self._seed)
-        return self._observed(0, lambda sender: opened(sender, load, seconds, give_up_ns))
+        return ServedModels([self]).open([rate], seconds, [give_up_ns])[0]
 
-    def _observed(self, length: int, run: Callable[[LoadSender], Any]) -> Observation:
+    def next_load(self, rate: float) -> Open:
+        """Requests at random times, other ones than those of the last load."""
+        self._seed += 1
+        return Open(rate, seed=self._seed)
+
+    def feeds(self, length: int) -> Sequence[Mapping[str, Any]]:
         if length not in self._known:
             self._known[length] = self._inputs(length)
-        gc.collect()
-        gc.freeze()
-        try:
-            before = self._counts()
-            result: Observation = uvloop.run(self._run(self._known[length], run))
-            batches, rows = (now - then for now, then in zip(self._counts(), before, strict=True))
-            return replace(result, batches=batches, rows=rows)
-        finally:
-            gc.unfreeze()
+        return self._known[length]
 
-    async def _run(self, feeds: Sequence[Mapping[str, Any]], run: Callable[[LoadSender], Any]) -> Observation:
+    async def run(self, feeds: Sequence[Mapping[str, Any]], run: Run) -> Observation:
         target, timer = NativeTarget(Endpoint(url=self._client.url)), MonotonicTimer()
         facts = await target.facts(self._name, "")
         bodies = [target.prepare(feed, facts, TargetOptions(model=self._name)) for feed in feeds]
         sender = LoadSender(bodies, target.slot, monotonic_ns, timer.until)
         try:
-            result: Observation = await run(sender)
-            return result
+            return await run(sender)
         finally:
             await sender.stop(0)
             await target.close()
             timer.close()
 
-    def _counts(self) -> tuple[int, int]:
+    def counts(self) -> tuple[int, int]:
         """The number of batches that the server has run, and of their rows."""
         stats = self._client.statistics(self._name)["model_stats"]
         return (sum(entry["execution_count"] for entry in stats), sum(entry["inference_count"] for entry in stats))
+
+
+class ServedModels:
+    """Several models of a server, under load at the same time."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self._models = models
+
+    def open(self, rates: Sequence[float], seconds: float, give_up_ns: Sequence[float]) -> list[Observation]:
+        lasts = max(max(seconds, min(LEAST / rate, seconds * LONGEST)) for rate in rates)
+        runs = [
+            partial(opened, load=model.next_load(rate), seconds=lasts, give_up_ns=limit)
+            for model, rate, limit in zip(self._models, rates, give_up_ns, strict=True)
+        ]
+        return together([(model, 0, run) for model, run in zip(self._models, runs, strict=True)])
+
+
+def together(loads: Sequence[tuple[ServedModel, int, Run]]) -> list[Observation]:
+    """Runs a load for each model at the same time, with inputs of this length."""
+    feeds = [model.feeds(length) for model, length, _ in loads]
+
+    async def run() -> list[Observation]:
+        return await asyncio.gather(*(model.run(feed, run) for (model, _, run), feed in zip(loads, feeds, strict=True)))
+
+    gc.collect()
+    gc.freeze()
+    try:
+        before = [model.counts() for model, *_ in loads]
+        results = uvloop.run(run())
+        after = [model.counts() for model, *_ in loads]
+    finally:
+        gc.unfreeze()
+    return [
+        replace(result, batches=new[0] - old[0], rows=new[1] - old[1])
+        for result, old, new in zip(results, before, after, strict=True)
+    ]
 
 
 async def closed(sender: LoadSender, callers: int, seconds: float) -> Observation:
@@ -142,7 +178,7 @@ async def opened(sender: LoadSender, load: Open, seconds: float, give_up_ns: flo
     limit = min(max(50, round(load.rate * give_up_ns / SECOND)), MAX_IN_FLIGHT - 1)
     start = monotonic_ns() + SECOND // 100
     begin = start + round(seconds * WARM_SHARE * SECOND)
-    end = begin + round(max(seconds, min(LEAST / load.rate, seconds * LONGEST)) * SECOND)
+    end = begin + round(seconds * SECOND)
     sender.start_open(takewhile(lambda after: start + after < end, send_times(load)), start, limit)
     while sender.is_dispatching and not sender.backlog and all(map(_is_refusal, sender.recorder.errors)):
         await asyncio.sleep(LOOK_S)

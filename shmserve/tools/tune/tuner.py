@@ -13,10 +13,10 @@ from msgspec import Struct, field
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.tools.tune.bench import Bench
 from shmserve.tools.tune.confirm import Confirmation, Confirmed
-from shmserve.tools.tune.fit import Fit, Pair, Spread, fit, spread_of
+from shmserve.tools.tune.fit import Fit, Pair, Spread
 from shmserve.tools.tune.goal import Goal
 from shmserve.tools.tune.measure import Measurement, Times
-from shmserve.tools.tune.predict import MESSAGE_NS, Prediction, RatePredictor
+from shmserve.tools.tune.predict import MESSAGE_NS, Prediction, RatePredictor, predictor_of
 from shmserve.tools.tune.search import Search, SimulationPool, shortlist
 from shmserve.tools.tune.space import Candidate, TunedModel
 
@@ -28,12 +28,9 @@ the higher predicted rate."""
 CURVE = (0.3, 0.5, 0.7, 0.85)
 """Points of the predicted curve, as shares of the highest rate, besides the measured rates."""
 CLOSE = 0.05
-TURN_NS = 20_000
-"""Duration of a turn of the broker in the simulator."""
 CALIBRATION_ROUNDS = 4
 """Number of measurements of the current setting before the search; the rest follow in turn with the other
 candidates."""
-LINK_NS = (5_000, 500_000)
 
 
 class Outcome(Struct):
@@ -128,17 +125,8 @@ class Tuner:
         outcome = self.outcome
         measurement = Measurement(self._bench, outcome.model, outcome.goal, self._events.within)
         outcome.times = measurement.times
-        times = measurement.run()
-        outcome.fits = fit(times.samples)
-        assert times.lone is not None
-        goal, first = outcome.goal, outcome.fits[times.first]
-        service = first.ns(goal.rows, goal.typical_length)
-        overhead = max(0.0, times.lone.p50_ns - service)
-        outcome.link_ns = round(min(max((overhead - 2 * TURN_NS) / 4, LINK_NS[0]), LINK_NS[1]))
-        full = times.full
-        rows = max(goal.rows, round(full.mean_batch)) if full is not None else goal.rows
-        ratio = first.ns(rows, goal.typical_length) / service
-        outcome.spread = spread_of(times.lone.latencies, overhead, full.latencies if full is not None else (), ratio)
+        predictor = predictor_of(measurement.run(), outcome.model, outcome.goal)
+        outcome.fits, outcome.spread, outcome.link_ns = predictor.fits, predictor.spread, predictor.link_ns
 
     def _calibrate(self) -> None:
         """Measures the current setting. If it holds a lower rate than predicted although its instances are idle, the

@@ -65,9 +65,13 @@ def ran(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def commands_of_the_page() -> list[str]:
+    return [line for line in pages.commands("sizing") if line.startswith("shmserve tune ")]
+
+
 def test_the_commands_of_the_page(folder: Path) -> None:
-    lines = [line for line in pages.commands("sizing") if line.startswith("shmserve tune ")]
-    assert [line.split()[0] for line in lines] == ["shmserve"] * 3
+    lines = commands_of_the_page()[:-1]
+    assert len(lines) == 3
     file = folder / "models/mlp/config.pbtxt"
     for line in lines:
         words = [*shlex.split(line)[1:], *QUICK.split()]
@@ -158,7 +162,23 @@ def test_the_steps_of_an_ensemble_are_tuned_together(folder: Path) -> None:
     ended = ran(folder, "tune", "models/both", *QUICK.split(), "--instances", "1")
     found = json.loads(ended.stdout)
     assert [step["model"] for step in found["steps"]] == ["quick", "mlp"]
-    assert (ended.returncode == 0) is (found["best"]["rate"] is not None), ended.stderr
-    ended = ran(folder, "tune", "models/both", *QUICK.split(), "--rate", "5")
-    assert ended.returncode == 2
-    assert "an ensemble is tuned for the highest rate: leave out --rate" in ended.stderr
+    assert (ended.returncode == 0) is found["holds"], ended.stderr
+    assert found["best"]["both"]["rate"] > 0
+
+
+def test_models_that_share_the_machine_are_tuned_together(folder: Path) -> None:
+    models, (x, y) = folder / "models", ("x:FP32:[2]", "y:FP32:[2]")
+    write_model(models, "cnn", config_text("identity", x, y, BATCHES))
+    before = (models / "cnn/config.pbtxt").read_text()
+    words = f"{commands_of_the_page()[-1]} {QUICK} --rate mlp=40"
+    ended = ran(folder, *words.split()[1:])
+    found = json.loads(ended.stdout)
+    assert found["targets"] == {"mlp": {"p99_ms": 200.0, "rate": 40.0}, "cnn": {"p99_ms": 80.0, "rate": 20.0}}
+    assert {name: each["rate"] for name, each in found["best"].items()} == {"mlp": 40.0, "cnn": 20.0}
+    assert all(step["memory_bytes"] for step in found["steps"])
+    assert (ended.returncode == 0) is found["holds"], ended.stderr
+    (folder / "before.json").write_text(ended.stdout)
+    ended = ran(folder, *words.replace("--json", "--apply --compare before.json --instances 1-1").split()[1:])
+    assert "mlp: requests/s" in ended.stdout, ended.stderr
+    assert ("no configuration is changed" in ended.stderr) is (ended.returncode == 1)
+    assert (models / "cnn/config.pbtxt").read_text() == before, "one instance without batches holds the target"

@@ -13,6 +13,7 @@ import pytest
 
 import shmserve
 from shmserve.testing import Server
+from shmserve.tools.tune.served import ServedModel
 from tests import STANDINS
 from tests.support.ensemble_models import config_text, ensemble
 from tests.support.living import until
@@ -90,7 +91,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[
         planned(repository, name, gpu)
     chained(repository, "same", "first", "second", "third")
     chained(repository, "apart", "first", "other", "third")
-    with serving_on_gpus(repository, journal) as server:
+    with serving_on_gpus(repository, journal, "--metrics-interval-ms=100") as server:
         yield server
 
 
@@ -112,6 +113,14 @@ def test_a_worker_sees_its_own_gpu(server: Server, client: shmserve.Client) -> N
     assert seen(client, "anywhere") == {"GPU 0 GPU-aa11", "GPU 0 GPU-bb22"}
     assert f'nv_gpu_memory_total_bytes{{gpu_uuid="GPU-bb22"}} {80 << 30}' in client.metrics()
     assert "GPU 1: Stand-in, GPU-bb22" in server.log
+
+
+def test_tune_measures_the_memory_of_all_instances_on_gpus(client: shmserve.Client) -> None:
+    pids = {entry["name"]: [each["pid"] for each in entry["instances"]] for entry in client.models()}
+    used = {"GPU-aa11": dict.fromkeys(pids["anywhere"], 5), "GPU-bb22": dict.fromkeys(pids["on_gpu"], 7)}
+    Path(os.environ["STANDIN_PROCESSES"]).write_text(json.dumps(used))
+    models = [ServedModel(client, name, lambda length: ()) for name in ("anywhere", "on_gpu", "on_cpu")]
+    until(client, lambda: [model.gpu_memory() for model in models] == [10, 7, 0])
 
 
 def test_tensors_between_steps_on_one_gpu_stay_on_it(journal: Path, client: shmserve.Client) -> None:

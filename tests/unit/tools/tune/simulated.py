@@ -17,6 +17,8 @@ MS = 1_000_000
 MIB = 1 << 20
 EACH_MIB = 100
 """Memory of an instance."""
+GPU_MIB = 7
+"""Memory of an instance on a GPU."""
 SPREAD = (0.95, 1.0, 1.0, 1.05)
 SIZES = (1, 2, 4, 8, 16, 32)
 CONFIG = """# A model for these tests.
@@ -42,11 +44,16 @@ def tuned(text: str = CONFIG, cores: int = 2, name: str = "net") -> TunedModel:
 
 class SimulatedBench:
     def __init__(
-        self, service: Service, failing: Callable[[int], bool] = lambda count: False, requests: int = 2000
+        self,
+        service: Service,
+        failing: Callable[[int], bool] = lambda count: False,
+        requests: int = 2000,
+        lasts_s: float = 0.0,
     ) -> None:
-        """`requests`: in a measurement at a rate."""
+        """A measurement at a rate has at least this many `requests`, and lasts at least so long."""
         self._service = service
         self._requests = requests
+        self._lasts_s = lasts_s
         self._failing = failing
         self._seed = 100
         self.applied: list[ModelConfig] = []
@@ -58,12 +65,15 @@ class SimulatedBench:
     def memory(self) -> int:
         return EACH_MIB * MIB * self.applied[-1].instance_group[0].count
 
+    def gpu_memory(self) -> int:
+        return GPU_MIB * MIB * self.applied[-1].instance_group[0].count
+
     def closed(self, callers: int, seconds: float, length: int = 0) -> Observation:
         return self._run(Closed(callers), max(300, 4 * callers))
 
     def open(self, rate: float, seconds: float, give_up_ns: float) -> Observation:
         self.opened.append(rate)
-        return self._run(Poisson(rate), self._requests)
+        return self._run(Poisson(rate), max(self._requests, round(self._lasts_s * rate)))
 
     def model(self) -> SimModel:
         """The model as it is served now."""

@@ -171,6 +171,8 @@ def test_a_candidate_is_given_up_after_two_failures() -> None:
         def memory(self) -> int:
             return 0
 
+        gpu_memory = memory
+
     bench = Slow()
     candidates = [Candidate(1, 1, 32), Candidate(2, 1, 32)]
     told = [(each, Prediction(each, 950.0, 1.0, 1.0, 1.0, 0.5)) for each in candidates]

@@ -17,7 +17,7 @@ from shmserve.tools.tune.goal import Goal
 from shmserve.tools.tune.predict import Prediction
 from shmserve.tools.tune.space import TunedModel
 from shmserve.tools.tune.tuner import Events, Outcome, Tuner
-from tests.unit.tools.tune.simulated import CONFIG, EACH_MIB, MIB, MS, SimulatedBench, tuned
+from tests.unit.tools.tune.simulated import CONFIG, EACH_MIB, GPU_MIB, MIB, MS, SimulatedBench, tuned
 
 QUICK = 300
 """Number of requests in a simulation, for tests with large differences."""
@@ -160,7 +160,9 @@ def test_a_target_rate_takes_the_fewest_instances_or_the_objective(objective: st
     assert EACH_MIB * MIB in sizes
     assert "Memory and latency" in html.page(outcome, "x")
     assert set(bench.opened) == {1000.0}
-    assert "At 1,000 requests/s the p99 is" in report.text(outcome, Screen(False))
+    text = report.text(outcome, Screen(False))
+    assert "At 1,000 requests/s the p99 is" in text
+    assert ("GPU MIB" in text, f" {outcome.chosen.instances * GPU_MIB} " in text) == (True, True)
 
 
 @pytest.mark.parametrize(
