@@ -5,10 +5,12 @@
 
 A sweep measures every setting of the tuner's search space: instances, threads, batch sizes and queue delays, each at
 several rates until the highest rate that holds the p99 is known to within 4 %. On a simulated server, service times are
-known and every measurement counts as long as on a real one; the tuner's own computing time is added to its
-measurements. The choice and the best setting of the sweep are then compared in long simulations. On a real server this
-takes hours, so the results are kept in FOLDER, and a run continues where the last one stopped. At the end, the choice
-and the best settings are measured again in turn, because the best of a hundred noisy values is partly luck.
+known and every measurement counts as long as on a real one; the tuner's own computing time (of the CPU, so that the
+load of this machine does not matter) is added to its measurements. Those of the sweep are simulated with fewer requests
+than a real one has. The choice and the best settings of the sweep are then compared in long simulations. `--write`
+saves the table. On a real server this takes hours, so the results are kept in FOLDER, and a run
+continues where the last one stopped. At the end, the choice and the best settings are measured again in turn, because
+the best of a hundred noisy values is partly luck.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
-from time import monotonic
-from typing import Any
+from time import monotonic, process_time
+from typing import Any, NamedTuple
 
 from bench.lib import models
+from bench.lib.table import RESULTS, markdown
 from shmserve.clients.cli.temporary_server import TemporaryServer
 from shmserve.paths import python
 from shmserve.repo.config.schema import from_triton_json
@@ -33,6 +37,7 @@ from shmserve.tools.tune.bench import Bench, Observation
 from shmserve.tools.tune.confirm import Confirmation, Confirmed
 from shmserve.tools.tune.goal import Goal
 from shmserve.tools.tune.predict import Prediction
+from shmserve.tools.tune.search import SimulationPool
 from shmserve.tools.tune.served import WARM_SHARE, ServedModel
 from shmserve.tools.tune.space import Candidate, TunedModel
 from shmserve.tools.tune.tuner import Events, Tuner
@@ -42,9 +47,17 @@ MS = 1_000_000
 P99_MS = {"mlp": 20, "cnn": 60}
 INSTANCES = (1, 2)
 CORES, SIMULATED_INSTANCES = 4, 3
-LONG = 20_000
+REQUESTS = 300
+"""Requests of a simulated measurement of the sweep, at least."""
+SIMULATED = 600
+"""Requests of a simulation of the tuner."""
+LONG = 4_000
 """Requests in the simulations that compare two settings."""
-BEST = 2
+LASTS = 2
+"""It lasts at least this many times the p99, so that a growing queue has time to show."""
+RESULT = RESULTS / "tune.md"
+"""The table: a row for each model."""
+BEST = 4
 """Settings of the sweep that are measured again."""
 STEP = 1.05
 """Factor between the rates of the final comparison."""
@@ -206,7 +219,7 @@ def contended(count: int, threads: int) -> float:
 
 
 HIDDEN = {
-    "small": Hidden(20, lambda count, threads, rows: (0.4 + 0.03 * rows) * contended(count, threads)),
+    "small": Hidden(100, lambda count, threads, rows: (8 + 0.6 * rows) * contended(count, threads)),
     "cpu": Hidden(150, lambda count, threads, rows: (1 + 9 * rows / threads**0.8) * contended(count, threads)),
     "gpu": Hidden(40, lambda count, threads, rows: (4 + 0.15 * rows) * (1 + 0.85 * (count - 1))),
     "cache": Hidden(60, lambda count, threads, rows: (2 + rows * (0.4 if rows <= 8 else 2.0)) * contended(count, 1)),
@@ -217,51 +230,117 @@ device for each instance."""
 
 
 class Timed:
-    """A Bench that adds up how long its measurements would take on a real server."""
+    """A Bench that adds up how long its measurements would take on a real server, and how long they take here."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
-        self.seconds = 0.0
-        self.apply, self.memory = bench.apply, bench.memory
+        self.seconds = self.computed = 0.0
+        self.apply, self.memory, self.gpu_memory = bench.apply, bench.memory, bench.gpu_memory
 
     def closed(self, callers: int, seconds: float, length: int = 0) -> Observation:
-        self.seconds += (1 + WARM_SHARE) * seconds
-        return self._bench.closed(callers, seconds, length)
+        return self._measured(lambda: self._bench.closed(callers, seconds, length), seconds)
 
     def open(self, rate: float, seconds: float, give_up_ns: float) -> Observation:
+        return self._measured(lambda: self._bench.open(rate, seconds, give_up_ns), seconds)
+
+    def _measured(self, run: Callable[[], Observation], seconds: float) -> Observation:
+        begun = process_time()
+        result = run()
+        self.computed += process_time() - begun
         self.seconds += (1 + WARM_SHARE) * seconds
-        return self._bench.open(rate, seconds, give_up_ns)
+        return result
 
 
-def simulated(name: str, processes: int) -> str:
-    hidden, model = HIDDEN[name], tuned(cores=CORES)
-    goal = Goal(hidden.p99_ms * MS, seconds=1.0, instances=(1, SIMULATED_INSTANCES))
-    bench = Timed(SimulatedBench(hidden.ms))
-    outcome = Tuner(bench, model, goal, Events(), processes).run()
-    took = bench.seconds + outcome.seconds["search"]
+class Proof(NamedTuple):
+    """The choice of `shmserve tune` beside the best setting of a sweep. Rates are those that hold the p99 in long
+    simulations; seconds are those of a real server, and the computing time of the tuner itself."""
+
+    model: str
+    choice: Candidate
+    rate: float
+    seconds: float
+    best: Candidate
+    best_rate: float
+    settings: int
+    sweep_seconds: float
+
+    def cells(self) -> list[str]:
+        return [
+            self.model,
+            self.choice.describe(),
+            f"{self.rate:,.0f}",
+            f"{self.best_rate:,.0f}",
+            f"{self.rate / self.best_rate:.1%}",
+            f"{self.seconds:.0f} s",
+            f"{self.sweep_seconds:,.0f} s",
+            f"1/{self.sweep_seconds / self.seconds:.0f}",
+        ]
+
+
+HEAD = ("Model", "Choice", "Requests/s", "Best of the sweep", "Share", "Tuning", "Sweep", "Time")
+
+
+def simulated(name: str, pool: SimulationPool) -> Proof:
+    model, goal = tuned(cores=CORES), goal_of(name)
+    todo = space(model, goal)
+    sweep = pool.run(partial(swept, name), todo)  # computed while the tuner runs
+    bench = Timed(SimulatedBench(HIDDEN[name].ms, requests=REQUESTS, lasts_s=goal.seconds))
+    begun = process_time()
+    outcome = Tuner(bench, model, goal, Events()).run()
+    seconds = bench.seconds + process_time() - begun - bench.computed
     assert outcome.chosen is not None
-    bench = Timed(SimulatedBench(hidden.ms))
-    rates = {candidate: highest(bench, model, goal, candidate).rate for candidate in space(model, goal)}
-    best = max(rates, key=rates.__getitem__)
-    own, other = (true_rate(hidden, model, goal, candidate, rates[best]) for candidate in (outcome.chosen, best))
-    return (
-        f"{name}: the choice ({outcome.chosen.describe()}) holds {own:,.0f} requests/s, {own / other:.3f} of the "
-        f"{other:,.0f} of the best of {len(rates)} settings ({best.describe()}); tuning took {took:.0f} s, the sweep "
-        f"{bench.seconds:,.0f} s: {took / bench.seconds:.3f}"
+    measured = dict(zip(todo, sweep, strict=True))
+    ranked = sorted(todo, key=lambda candidate: -measured[candidate][0])
+    compared = list(dict.fromkeys([outcome.chosen, *ranked[:BEST]]))
+    near = measured[ranked[0]][0]
+    rates = dict(zip(compared, pool.run(partial(true_rate, name, near), compared), strict=True))
+    best = max(ranked[:BEST], key=rates.__getitem__)
+    return Proof(
+        name,
+        outcome.chosen,
+        rates[outcome.chosen],
+        seconds,
+        best,
+        rates[best],
+        len(todo),
+        sum(took for _, took in measured.values()),
     )
 
 
-def true_rate(hidden: Hidden, model: TunedModel, goal: Goal, candidate: Candidate, near: float) -> float:
-    """The highest rate that holds the p99 in long simulations, to half a percent."""
-    bench = SimulatedBench(hidden.ms, requests=LONG)
-    bench.apply(model.config_of(candidate))
-    low, high = 0.5 * near, 1.3 * near
-    while high > 1.005 * low:
+def goal_of(name: str) -> Goal:
+    return Goal(HIDDEN[name].p99_ms * MS, seconds=1.0, instances=(1, SIMULATED_INSTANCES), simulated=SIMULATED)
+
+
+def bench_of(name: str, requests: int = REQUESTS) -> SimulatedBench:
+    return SimulatedBench(HIDDEN[name].ms, requests=requests, lasts_s=LASTS * HIDDEN[name].p99_ms / 1000)
+
+
+def swept(name: str, candidate: Candidate) -> tuple[float, float]:
+    """The highest rate of a setting, and the seconds that measuring it takes on a real server."""
+    bench = Timed(bench_of(name))
+    return highest(bench, tuned(cores=CORES), goal_of(name), candidate).rate, bench.seconds
+
+
+def write(proof: Proof) -> None:
+    """Replaces the row of this model in the table."""
+    lines = RESULT.read_text().splitlines()[2:] if RESULT.exists() else []
+    rows = {row[0]: row for line in lines for row in [[cell.strip() for cell in line.strip("|").split("|")]]}
+    rows[proof.model] = proof.cells()
+    RESULT.write_text(markdown(HEAD, [rows[name] for name in HIDDEN if name in rows]) + "\n")
+
+
+def true_rate(name: str, near: float, candidate: Candidate) -> float:
+    """The highest rate that holds the p99 in long simulations, to one percent."""
+    bench, goal = bench_of(name, LONG), goal_of(name)
+    bench.apply(tuned(cores=CORES).config_of(candidate))
+    low, high = 0.0, 1.5 * near
+    while high > 1.01 * low:
         rate = (low + high) / 2
         if bench.open(rate, 1.0, 0.0).p99_ns <= goal.p99_ns:
             low = rate
         else:
             high = rate
+    assert 0 < low < 1.4 * near
     return low
 
 
@@ -273,14 +352,22 @@ def main() -> None:
     parser.add_argument("where", choices=("simulated", "served"))
     parser.add_argument("folder", type=Path, nargs="?", help="of served models: for the models and the results")
     parser.add_argument("--model", action="append", choices=(*HIDDEN, *P99_MS), help="only this one; repeatable")
+    parser.add_argument("--write", action="store_true", help=f"of simulated models: update their rows in {RESULT.name}")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="that compute the sweep of simulated models"
+    )
     parser.add_argument("--minutes", type=float, default=600.0, help="stop sweeping after this time")
     parser.add_argument("--seconds", type=float, default=1.0, help="duration of each measurement on a real server")
     parser.add_argument("--rounds", type=int, default=32, help="measurements of each setting in the final comparison")
     provided = parser.parse_args()
     names = list(provided.model or (*HIDDEN, *P99_MS))
     if provided.where == "simulated":
-        for name in [name for name in names if name in HIDDEN]:
-            print(simulated(name, os.cpu_count() or 1), flush=True)
+        with SimulationPool(provided.processes) as pool:
+            for name in [name for name in names if name in HIDDEN]:
+                proof = simulated(name, pool)
+                print(proof, flush=True)
+                if provided.write:
+                    write(proof)
         return
     if provided.folder is None:
         parser.error("served models need FOLDER")
