@@ -44,7 +44,7 @@ def main(port: int) -> int:
         place = Path(folder)
         began = time.monotonic()
         subprocess.run([sys.executable, "-m", "venv", place / "env"], check=True)
-        pip = [f"{place}/env/bin/pip", "install", "--quiet", "--disable-pip-version-check", f"{ROOT}[runtime]"]
+        pip = [f"{place}/env/bin/pip", "install", "--quiet", "--disable-pip-version-check", f"{ROOT}[server]"]
         subprocess.run(pip, check=True, stderr=subprocess.DEVNULL)
         installed, cpu = time.monotonic() - began, sum(os.times()[2:4])
         app = place / "app.py"
