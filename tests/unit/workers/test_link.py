@@ -118,11 +118,6 @@ def test_more_descriptors_than_the_kernel_takes_at_once(ends: Ends) -> None:
         os.close(fd)
 
 
-<<<<<<< ours
-=======
-# ---------------------------------------------------------------------------------------------- outbox
-
-
 def test_the_outbox_sends_one_packet(ends: Ends) -> None:
     link, broker = ends
     outbox = Outbox(link)
@@ -139,7 +134,6 @@ def test_the_outbox_sends_one_packet(ends: Ends) -> None:
         os.close(fd)
 
 
->>>>>>> theirs
 Y = TensorForm("y", "FP32", (1000,))
 
 
