@@ -164,7 +164,10 @@ def completion(text: bytes) -> CompletionRequest:
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise BadParameter("best_of", "'best_of' is not supported, unless it is equal to 'n'")
     if request.echo and request.logprobs is not None:
-        raise BadParameter("echo", "'echo' together with 'logprobs' is not supported")
+        if request.stream:
+            raise BadParameter("echo", "'echo' together with 'logprobs' is not possible with 'stream'")
+        if request.prompt_logprobs is None:
+            request.prompt_logprobs = request.logprobs
     _check(request)
     return request
 

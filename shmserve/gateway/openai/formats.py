@@ -27,11 +27,12 @@ _LOWEST_LOGPROB = -9999.0
 
 
 class TokenLogprobs:
-    """Log probabilities for one chosen token. `top`: the most probable tokens and their log probabilities, in order."""
+    """Log probabilities for one chosen token. `logprob` None: it is the first one. `top`: the most probable tokens and
+    their log probabilities, in order."""
 
     __slots__ = ("logprob", "text", "top")
 
-    def __init__(self, text: str, logprob: float, top: list[tuple[str, float]]) -> None:
+    def __init__(self, text: str, logprob: float | None, top: list[tuple[str, float]]) -> None:
         self.text = text
         self.logprob = logprob
         self.top = top
@@ -50,6 +51,17 @@ def logprobs_of(delta: Delta, alternatives: int) -> list[TokenLogprobs]:
         return [_token(entries, chosen, alternatives) for entries, chosen in zip(model_logprobs, ids, strict=True)]
     except (AttributeError, KeyError, TypeError, ValueError, StopIteration):
         raise ModelFailed("the output 'logprobs' of the model is not a list of objects, one for each token") from None
+
+
+def prompt_logprobs_of(prompt: str, lists: list[Any], alternatives: int) -> list[TokenLogprobs]:
+    """The tokens of a prompt, from the output `prompt_logprobs` of the model. The first one has none."""
+    try:
+        tokens = [_token(entries, None, alternatives) for entries in lists[1:]]
+    except (AttributeError, KeyError, TypeError, ValueError, StopIteration):
+        text = "the output 'prompt_logprobs' of the model is not a list of null and objects, one for each token"
+        raise ModelFailed(text) from None
+    first = prompt[: max(0, len(prompt) - sum([len(token.text) for token in tokens]))]
+    return [TokenLogprobs(first, None, []), *tokens]
 
 
 def _token(entries: dict[str, Any], chosen: int | None, alternatives: int) -> TokenLogprobs:
@@ -84,7 +96,7 @@ def chat_logprobs(tokens: list[TokenLogprobs]) -> dict[str, Any]:
     }
 
 
-def _described(text: str, logprob: float) -> dict[str, Any]:
+def _described(text: str, logprob: float | None) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
 
 
@@ -94,7 +106,9 @@ def completion_logprobs(tokens: list[TokenLogprobs], offset: int) -> dict[str, A
         "text_offset": list(_offsets(tokens, offset)),
         "token_logprobs": [token.logprob for token in tokens],
         "tokens": [token.text for token in tokens],
-        "top_logprobs": [dict(token.top) or {token.text: token.logprob} for token in tokens],
+        "top_logprobs": [
+            None if token.logprob is None else dict(token.top) or {token.text: token.logprob} for token in tokens
+        ],
     }
 
 
@@ -228,17 +242,22 @@ class ChoicesFormat(ABC):
     def add(self, choice: Choice, delta: Delta) -> int:
         size = choice.add_text(delta.text)
         if self.top is not None:
-            tokens = logprobs_of(delta, self.top)
-            for name, values in (self._lists(choice, tokens) if tokens else {}).items():
-                pieces = choice.tokens.setdefault(name, [])
-                pieces += [b",", _encode(values)[1:-1]] if pieces else [_encode(values)[1:-1]]
-                size += len(pieces[-1])
+            size += self._keep(choice, logprobs_of(delta, self.top))
         if delta.tool_calls:
             choice.tool_calls.add(delta.tool_calls)
         if delta.prompt_logprobs is not None:
             choice.prompt = _encode(delta.prompt_logprobs)
             size += len(choice.prompt)
         choice.finish = delta.finish or choice.finish
+        return size
+
+    def _keep(self, choice: Choice, tokens: list[TokenLogprobs]) -> int:
+        """Adds the JSON of tokens to that of the choice. Returns its size."""
+        size = 0
+        for name, values in (self._lists(choice, tokens) if tokens else {}).items():
+            pieces = choice.tokens.setdefault(name, [])
+            pieces += [b",", _encode(values)[1:-1]] if pieces else [_encode(values)[1:-1]]
+            size += len(pieces[-1])
         return size
 
     def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
@@ -289,6 +308,13 @@ class ChoicesFormat(ABC):
 
 class CompletionFormat(ChoicesFormat):
     object = chunk_object = "text_completion"
+
+    def add(self, choice: Choice, delta: Delta) -> int:
+        size = 0
+        if choice.echo is not None and self.top is not None and delta.prompt_logprobs:
+            choice.length = 0  # the tokens of the prompt are the first ones
+            size = self._keep(choice, prompt_logprobs_of(choice.echo.text, delta.prompt_logprobs, self.top))
+        return size + super().add(choice, delta)
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
         text, logprobs_json = delta.text, b"null"

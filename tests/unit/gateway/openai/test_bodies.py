@@ -39,7 +39,7 @@ TALK = models.language_model(
 
 
 @pytest.mark.parametrize(("param", "value", "text"), [
-    ("stop[0]", [1], "Expected `str`"), ("echo", True, "not supported"),
+    ("stop[0]", [1], "Expected `str`"), ("echo", True, "not possible with 'stream'"),
     ("model", 1, "Expected `str`, got `int`"),
     ("temperature", "hot", "Expected `float | null`, got `str`"), ("temperature", 2.5, "<= 2.0"),
     ("n", 0, ">= 1"), ("n", 129, "<= 128"), ("n", True, "got `bool`"),
@@ -58,7 +58,7 @@ TALK = models.language_model(
     ("prompt", [1], "model 'm' takes no token ids"), ("suffix", "b", "model 'm' cannot fill in the middle of a text"),
 ])  # fmt: skip
 def test_invalid_completions(param: str, value: Any, text: str) -> None:
-    more = {"logprobs": 1} if param == "echo" else {}
+    more = {"logprobs": 1, "stream": True} if param == "echo" else {}
     refused(complete, {"model": "m", "prompt": "a", **more, param.removesuffix("[0]"): value}, param, text)
 
 

@@ -233,6 +233,24 @@ def test_log_probabilities_of_a_whole_response(kind: type[ChatFormat | Completio
     assert answer["logprobs"] == expected
 
 
+def test_log_probabilities_of_a_prompt_and_its_text() -> None:
+    found, choice = CompletionFormat("id", 5, "m", 2, False), Choice(Echo("Why so?"))
+    likely = {"8": {"logprob": -1.0, "rank": 1, "decoded_token": "?"}}
+    prompt = [None, {"7": {"logprob": -2.0, "rank": 2, "decoded_token": " so"}, **likely}, likely]
+    text = [{"5": {"logprob": -3.0, "rank": 1, "decoded_token": "Yes"}}]
+    found.add(choice, Delta("Yes", logprobs=text, prompt_logprobs=prompt))
+    (answer,) = json.loads(b"".join(found.whole([choice], Usage())))["choices"]
+    assert answer["text"] == "Why so?Yes"
+    assert answer["logprobs"] == {
+        "text_offset": [0, 3, 6, 7],
+        "token_logprobs": [None, -2.0, -1.0, -3.0],
+        "tokens": ["Why", " so", "?", "Yes"],
+        "top_logprobs": [None, {"?": -1.0, " so": -2.0}, {"?": -1.0}, {"Yes": -3.0}],
+    }
+    with pytest.raises(ModelFailed, match="'prompt_logprobs'"):
+        found.add(Choice(Echo("a")), Delta("", prompt_logprobs=[None, 5]))
+
+
 def test_choices_share_the_json_of_their_prompt() -> None:
     found, echo = CompletionFormat("id", 5, "m", None, False), Echo("é" * 1000)
     parts = found.whole([Choice(echo) for _ in range(100)], Usage())
