@@ -58,7 +58,6 @@ OUTPUTS = (
     ModelOutput(name="finish_reason", data_type="TYPE_STRING", dims=(-1,)),
     ModelOutput(name="cumulative_logprob", data_type="TYPE_FP32", dims=(-1,)),
     ModelOutput(name="logprobs", data_type="TYPE_STRING", dims=(-1,)),
-    ModelOutput(name="prompt_logprobs", data_type="TYPE_STRING", dims=(-1,)),
     ModelOutput(name="token_ids", data_type="TYPE_STRING", dims=(-1,)),
     ModelOutput(name="num_input_tokens", data_type="TYPE_UINT32", dims=(1,)),
     ModelOutput(name="num_output_tokens", data_type="TYPE_UINT32", dims=(-1,)),

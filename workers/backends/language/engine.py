@@ -32,8 +32,6 @@ class Step(Struct):
     """Sum of the log probabilities of the tokens."""
     finish: str = ""
     """Why the text has ended; "": it has not."""
-    prompt_scores: list[dict[str, Any] | None] | None = None
-    """For each token of the prompt, as in `scores`, if the request wants `prompt_logprobs`; None for the first one."""
     prompt: int = 0
     """Number of tokens of the prompt; 0: not known yet."""
     cached: int = 0

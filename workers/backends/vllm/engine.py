@@ -95,10 +95,7 @@ class VllmEngine:
         outputs = self._runtime.engine.generate(prompt, parameters, self._runtime.number(), lora_request=adapter)
         try:
             async for output in outputs:
-                steps = [_step(one, output, calls) for one in output.outputs]
-                if steps and output.prompt_logprobs:
-                    steps[0].prompt_scores = [one and _all_described(one) for one in output.prompt_logprobs]
-                if listener.step(steps):
+                if listener.step([_step(one, output, calls) for one in output.outputs]):
                     break
         finally:
             await outputs.aclose()
@@ -162,13 +159,9 @@ def _step(text: Any, output: Any, calls: CallReaders | None) -> Step:
         calls.read(step, list(text.token_ids), output.prompt_token_ids)
     for token, scores in zip(text.token_ids, text.logprobs or (), strict=False):
         step.ids.append(token)
-        step.scores.append(_all_described(scores))
+        step.scores.append({str(other): _described(score) for other, score in scores.items()})
         step.logprob += scores[token].logprob
     return step
-
-
-def _all_described(scores: Any) -> dict[str, Any]:
-    return {str(token): _described(score) for token, score in scores.items()}
 
 
 def _described(score: Any) -> dict[str, Any]:

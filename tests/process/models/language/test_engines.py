@@ -154,24 +154,6 @@ def test_requested_outputs_are_returned(engine: Text) -> None:
     assert found["num_input_tokens"].item() == 5
 
 
-def test_log_probabilities_of_the_prompt(engine: Text) -> None:
-    """Those of a text that is generated are those that it has as a prompt."""
-    prompt = PROMPTS[1]
-    if engine.kind.name == "llamacpp":
-        with pytest.raises(ServeError, match="'prompt_logprobs'"):
-            engine.complete(prompt, sampling={"prompt_logprobs": 1})
-        return
-    generated = engine.complete(prompt, sampling={"logprobs": 1}, return_logprobs=True)
-    text = prompt + text_of(generated)
-    whole = engine.complete(text, sampling={"prompt_logprobs": 1, "max_tokens": 1, "n": 2})
-    first, *scores = json.loads(whole["prompt_logprobs"][1])
-    assert first is None
-    assert "".join(next(iter(score.values()))["decoded_token"] for score in scores) == text[1:]
-    expected = [one["logprob"] for score in json.loads(generated["logprobs"][0]) for one in score.values()]
-    found = [score[token]["logprob"] for score in scores[-TOKENS:] for token in score]
-    assert found == pytest.approx(expected, rel=1e-3)
-
-
 def test_sampling_parameters(engine: Text) -> None:
     prompt = PROMPTS[2]
     expected = engine.expected[prompt]
@@ -399,6 +381,7 @@ def test_a_slow_reader_does_not_delay_other_streams(text: Text) -> None:
     ("sampling", "more", "words"),
     [
         ({"tempratur": 1}, {}, "unknown parameter 'tempratur'"),
+        ({"prompt_logprobs": 1}, {}, "'prompt_logprobs'"),
         ({"n": 9}, {}, "at most 4 sequences at once; its parameter 'slots'"),
         ({}, {"text_input": "x" * ENDLESS}, "context|maximum model length"),
         ({}, {"text_input": ""}, "input 'text_input' is empty"),
