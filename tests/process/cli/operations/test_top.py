@@ -105,6 +105,7 @@ def test_the_steps_of_an_ensemble_that_was_clicked_in_sixteen_colours(tmp_path: 
             terminal.wait_for("pipeline ▸")
             line = terminal.text.split("\n").index(next(one for one in terminal.text.split("\n") if "pipeline" in one))
             terminal.press(f"\x1b[<0;3;{line + 1}M\x1b[<0;3;{line + 1}m")
+            terminal.wait_for(lambda _: terminal.screen.buffer[line][2].reverse)
             terminal.press("s")
             terminal.wait_for("└ mlp")
             for _ in range(100):
