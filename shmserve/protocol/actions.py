@@ -126,6 +126,13 @@ class Action(str, Enum):
         "ResponsesRequest",
         "Response",
     )
+    COUNT_INPUT_TOKENS = _inference(
+        "count_input_tokens",
+        "OpenAI-compatible: the number of tokens of the input of a response",
+        "/v1/responses/input_tokens",
+        "InputRequest",
+        "InputTokens",
+    )
     MESSAGES = _inference(
         "messages",
         "Anthropic-compatible: messages; with `stream`, as server-sent events",

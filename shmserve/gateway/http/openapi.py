@@ -17,7 +17,7 @@ from shmserve.gateway.kserve.plans import CLASSES
 from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest
 from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.openai.messages import CountRequest, MessagesRequest
-from shmserve.gateway.openai.responses import ResponsesRequest
+from shmserve.gateway.openai.responses import InputRequest, ResponsesRequest
 from shmserve.gateway.openai.scores import RerankRequest, ScoreRequest
 from shmserve.gateway.openai.speech import TranscriptionRequest
 from shmserve.gateway.openai.tokens import DetokenizeRequest, TokenizeRequest
@@ -40,6 +40,7 @@ BODIES = (
     CountRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    InputRequest,
     MessagesRequest,
     RerankRequest,
     ResponsesRequest,

@@ -98,6 +98,10 @@ class OpenAiRequests:
             case Action.COUNT_TOKENS:
                 request = chat = messages.counted(text)
                 go_on = partial(self._convert, exchange, chat, strings, "tokenize", CountFormat())
+            case Action.COUNT_INPUT_TOKENS:
+                request = chat = responses.counted(text)
+                response = CountFormat(object="response.input_tokens")
+                go_on = partial(self._convert, exchange, chat, strings, "tokenize", response)
             case Action.DETOKENIZE:
                 request = prompt = tokens.detokenize_request(text)
                 response = DetokenizeFormat()

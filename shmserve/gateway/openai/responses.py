@@ -40,15 +40,12 @@ class TextOptions(Struct, forbid_unknown_fields=True):
     verbosity: Any = None
 
 
-class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+class InputRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the tokens of the input follow from."""
+
     model: str
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -56,9 +53,17 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     reasoning: ReasoningOptions | None = None
     previous_response_id: str | None = None
     conversation: Any = None
+    truncation: str | None = None
+
+
+class ResponsesRequest(InputRequest, kw_only=True, forbid_unknown_fields=True):
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     background: bool | None = None
     include: list[str] | None = None
-    truncation: str | None = None
 
     metadata: Any = None
     store: bool | None = None
@@ -70,39 +75,53 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)
+_counted = msgspec.json.Decoder(InputRequest)
 
 
 def request_of(text: bytes) -> tuple[ResponsesRequest, ChatRequest]:
     """The request, and the chat that it becomes."""
     request = bodies.decoded(_decoder, text)
-    for name in ("previous_response_id", "conversation"):
-        if getattr(request, name) is not None:
-            raise BadParameter(
-                name, f"'{name}' is not supported: this server keeps no responses; send all items as 'input'"
-            )
     if request.background:
         raise BadParameter("background", "'background' is not supported")
     for name in request.include or ():
         if name != _ENCRYPTED:
             raise BadParameter("include", f"'include' with '{name[:80]}' is not supported")
+    chat = _chat(
+        request,
+        stream=request.stream,
+        max_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+    )
+    return request, chat
+
+
+def counted(text: bytes) -> ChatRequest:
+    """The chat whose prompt is counted."""
+    return _chat(bodies.decoded(_counted, text))
+
+
+def _chat(request: InputRequest, **more: Any) -> ChatRequest:
+    for name in ("previous_response_id", "conversation"):
+        if getattr(request, name) is not None:
+            raise BadParameter(
+                name, f"'{name}' is not supported: this server keeps no responses; send all items as 'input'"
+            )
     if request.truncation not in (None, "disabled"):
         raise BadParameter("truncation", "'truncation' must be 'disabled'")
     messages = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     chat = ChatRequest(
         model=request.model,
         messages=messages + _messages(request.input),
-        stream=request.stream,
-        max_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
         tools=None if request.tools is None else [_tool(number, tool) for number, tool in enumerate(request.tools)],
         tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request.text.format if request.text is not None else None),
         reasoning_effort=request.reasoning.effort if request.reasoning is not None else None,
+        **more,
     )
     bodies.check_chat(chat)
-    return request, chat
+    return chat
 
 
 def without_long_strings(request: ResponsesRequest) -> ResponsesRequest:

@@ -90,11 +90,12 @@ class TokenizeFormat:
 
 
 class CountFormat:
-    """As Anthropic's endpoint answers."""
+    """As the endpoints of Anthropic and OpenAI answer. `more`: fields besides the number."""
 
     kind = JSON
 
-    def __init__(self) -> None:
+    def __init__(self, **more: str) -> None:
+        self._more = more
         self._count = 0
 
     def add(self, choice: Choice, delta: Delta) -> int:
@@ -102,7 +103,7 @@ class CountFormat:
         return 0
 
     def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
-        return [_encode({"input_tokens": self._count})]
+        return [_encode({**self._more, "input_tokens": self._count})]
 
 
 class DetokenizeFormat:

@@ -385,11 +385,16 @@ def test_structured_messages(claude: Any) -> None:
 
 
 def test_tokens_of_messages(client: Any, claude: Any) -> None:
-    """As many as the template makes of the chat."""
+    """As many as the template makes of the chat, by the endpoints of both APIs."""
     messages = [{"role": "user", "content": "Why?"}]
     counted = claude.messages.count_tokens(model="text", system="Be brief.", messages=messages).input_tokens
     chat = [{"role": "system", "content": "Be brief."}, *messages]
     assert counted == post(client, "/tokenize", model="text", messages=chat)["count"]
+    for given in messages, "Why?":
+        found = client.responses.input_tokens.count(model="text", instructions="Be brief.", input=given)
+        assert (found.object, found.input_tokens) == ("response.input_tokens", counted)
+    with pytest.raises(openai.BadRequestError, match="this server keeps no responses"):
+        client.responses.input_tokens.count(model="text", input="Why?", previous_response_id="resp_1")
     with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
         claude.messages.count_tokens(model="nothing", messages=messages)
 

@@ -23,6 +23,7 @@ from shmserve.protocol.roles import QUERIES, names
 DOCUMENT = json.loads(openapi.text())
 OTHER_HANDLERS = {
     "infer", "generate", "generate_stream", "completions", "chat_completions", "responses", "messages", "count_tokens",
+    "count_input_tokens",
     "embeddings", "rerank", "score", "transcriptions", "tokenize", "detokenize", "openai_models", "openai_model",
     "metrics", "openapi", "model_openapi", "page_file", "page_events", "page_preflight", "page_model", "page_history",
 }  # fmt: skip
