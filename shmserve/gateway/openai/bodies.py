@@ -127,6 +127,8 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -174,8 +176,29 @@ def completion(text: bytes) -> CompletionRequest:
 
 def chat(text: bytes) -> ChatRequest:
     request = decoded(_chat, text)
+    _replace_functions(request)
     check_chat(request)
     return request
+
+
+def _replace_functions(request: ChatRequest) -> None:
+    """Functions are what tools were first: a request has their calls and results without ids, and one call at most."""
+    functions, choice = request.functions, request.function_call
+    if functions is None and choice is not None:
+        raise BadParameter("function_call", "'function_call' needs 'functions'")
+    if functions is not None:
+        if request.tools is not None or request.tool_choice is not None:
+            raise BadParameter("functions", "'functions' is not possible with 'tools' or 'tool_choice'")
+        request.tools = [{"type": "function", "function": function} for function in functions]
+        request.tool_choice = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
+        request.parallel_tool_calls = False
+    call_id = "call_0"
+    for number, message in enumerate(request.messages):
+        if message.get("function_call") is not None:
+            call_id = f"call_{number}"
+            message["tool_calls"] = [{"id": call_id, "type": "function", "function": message.pop("function_call")}]
+        elif message.get("role") == "function":
+            message |= {"role": "tool", "tool_call_id": call_id}
 
 
 def check_chat(request: ChatRequest) -> None:

@@ -362,10 +362,19 @@ class ChatFormat(ChoicesFormat):
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, response_id: str, created: int, model: str, top: int | None, shows_usage: bool, reading: Reading = PLAIN
+        self,
+        response_id: str,
+        created: int,
+        model: str,
+        top: int | None,
+        shows_usage: bool,
+        reading: Reading = PLAIN,
+        of_functions: bool = False,
     ) -> None:
+        """`of_functions`: the request has functions instead of tools, so that the message has one call."""
         super().__init__(response_id, created, model, top, shows_usage)
         self._reading = reading
+        self._of_functions = of_functions
 
     def add(self, choice: Choice, delta: Delta) -> int:
         delta = self._read(choice, delta)
@@ -388,7 +397,7 @@ class ChatFormat(ChoicesFormat):
         if delta.text:
             added["content"] = delta.text
         if delta.tool_calls:
-            added["tool_calls"] = choice.tool_calls.add(delta.tool_calls)
+            added |= self._fields_of(choice.tool_calls.add(delta.tool_calls))
         if not added and delta.finish is None and logprobs_json == b"null":
             return first
         return first + self._chunk(index, _encode(added), logprobs_json, self._finish(choice, delta))
@@ -405,12 +414,23 @@ class ChatFormat(ChoicesFormat):
             delta = replace(delta, text="", tool_calls=choice.calls.feed(delta.text) or None)
         return delta
 
+    def _fields_of(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
+        """The fields of a message with these pieces of calls."""
+        if not self._of_functions:
+            return {"tool_calls": pieces}
+        call: dict[str, Any] = {}
+        for number, piece in enumerate(pieces):
+            if piece.get("index", number) == 0:
+                more = piece["function"]
+                call |= more | {"arguments": call.get("arguments", "") + (more.get("arguments") or "")}
+        return {"function_call": call} if call else {}
+
     def _reason(self, reason: str, choice: Choice) -> str:
-        if reason != "stop":
-            return reason
-        if self._reading.forced is not None and not choice.tool_calls:
+        if reason == "stop" and self._reading.forced is not None and not choice.tool_calls:
             raise ModelFailed("the model has called no tool, although 'tool_choice' demands it")
-        return "tool_calls" if choice.tool_calls else reason
+        if reason == "stop" and choice.tool_calls:
+            reason = "tool_calls"
+        return "function_call" if reason == "tool_calls" and self._of_functions else reason
 
     def _chunk(self, index: int, delta: bytes, logprobs_json: bytes, finish: bytes) -> bytes:
         return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (
@@ -429,7 +449,7 @@ class ChatFormat(ChoicesFormat):
         parts.append(b'"content":')
         parts += [b'"', *choice.texts, b'"'] if choice.texts or not choice.tool_calls else [b"null"]
         if choice.tool_calls:
-            parts += [b',"tool_calls":', _encode(choice.tool_calls.whole())]
+            parts += [b",", _encode(self._fields_of(choice.tool_calls.whole()))[1:-1]]
         return [*parts, b"}"]
 
     def _lists(self, choice: Choice, tokens: list[TokenLogprobs]) -> dict[str, list[Any]]:

@@ -270,7 +270,8 @@ class OpenAiRequests:
         top = (request.top_logprobs or 0) if request.logprobs else None
         shows_usage = _shows_usage(request)
         now = int(time.time())
-        return ChatFormat(f"chatcmpl-{number}", now, request.model, top, shows_usage, reading)
+        of_functions = request.functions is not None
+        return ChatFormat(f"chatcmpl-{number}", now, request.model, top, shows_usage, reading, of_functions)
 
     def _messages_format(self, shows_thinking: bool, request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
         return MessagesFormat(f"msg_{number}", request.model, shows_thinking, reading)

@@ -172,6 +172,26 @@ def test_demanded_tool_calls(client: Any, choice: str, parallel: bool | None) ->
                 assert (call.function.name, arguments) == ("now", {})
 
 
+@pytest.mark.parametrize("choice", ["weather", "now"])
+def test_functions_are_tools(client: Any, choice: str) -> None:
+    """OpenAI's older fields: the message has the arguments of the same call, and may be sent back with its result."""
+    demanded: Any = {"type": "function", "function": {"name": choice}}
+    given: dict[str, Any] = {"messages": CHAT, **SAMPLING, "max_tokens": 400}
+    (tool,) = client.chat.completions.create(tools=TOOLS, tool_choice=demanded, **given).choices
+    given |= {"functions": [one["function"] for one in TOOLS], "function_call": {"name": choice}}
+    (found,) = client.chat.completions.create(**given).choices
+    with client.chat.completions.stream(**given) as stream:
+        (streamed,) = stream.get_final_completion().choices
+    (expected,) = [call.function for call in tool.message.tool_calls]
+    for one in found, streamed:
+        call = one.message.function_call
+        assert (one.finish_reason, one.message.tool_calls) == ("function_call", None)
+        assert (call.name, call.arguments) == (expected.name, expected.arguments)
+    history = [*CHAT, found.message, {"role": "function", "name": choice, "content": "warm"}]
+    answer = client.chat.completions.create(**given | {"messages": history, "function_call": "none", "max_tokens": 3})
+    assert answer.usage.completion_tokens == 3
+
+
 def test_structured_outputs_of_vllm(client: Any) -> None:
     given: dict[str, Any] = {
         "model": "text",

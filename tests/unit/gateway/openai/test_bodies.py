@@ -84,7 +84,8 @@ def complete(document: dict[str, Any]) -> Any:
     ({"top_logprobs": 2}, "top_logprobs", "needs 'logprobs'"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
     ({"modalities": ["text", "audio"]}, "modalities", "only supported modality"),
-    ({"function_call": "auto"}, "function_call", "Unrecognized"),
+    ({"function_call": "auto"}, "function_call", "needs 'functions'"),
+    ({"functions": [], "tools": []}, "functions", "not possible with 'tools'"),
     ({"tools": [1]}, "tools[0]", "Expected `object`"),
 ])  # fmt: skip
 def test_invalid_chats(change: dict[str, Any], param: str, text: str) -> None:
