@@ -26,6 +26,7 @@ TEXTS = 2048
 _INT64 = Meta(ge=-(2**63), le=2**63 - 1)
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_TokensOrNone = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Stops = Annotated[list[str], Meta(max_length=64)]
 _TextOrList = str | list[Any]
@@ -116,6 +117,7 @@ _OWN = frozenset((*Sampling.__struct_fields__, "logprobs", "max_completion_token
 
 class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     prompt: _TextOrList
+    max_tokens: _TokensOrNone | None = None
     echo: bool | None = None
     best_of: int | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -232,7 +234,7 @@ def embedding(text: bytes) -> EmbeddingRequest:
 def max_tokens(request: Sampling) -> int | None:
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         return request.max_completion_tokens
-    return request.max_tokens
+    return 1 if request.max_tokens == 0 else request.max_tokens  # engines generate at least one
 
 
 def sampling(request: Sampling) -> dict[str, Any]:

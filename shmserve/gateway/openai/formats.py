@@ -269,7 +269,7 @@ class ChoicesFormat(ABC):
             parts += self._content(choice)
             parts += [b',"logprobs":', *(self._all_tokens(choice) if self.top is not None else [b"null"])]
             parts += [b',"prompt_logprobs":', choice.prompt] * bool(choice.prompt) + [b"}"]
-        counted = _usage(usage)
+        counted = self._counted(usage)
         parts.append(b"]}" if counted is None else b'],"usage":%b}' % _encode(counted))
         return parts
 
@@ -283,7 +283,13 @@ class ChoicesFormat(ABC):
         return event(body)
 
     def _usage_chunk(self, usage: Usage) -> bytes:
-        return self._start + b'],"usage":' + _encode(_usage(usage)) + b"}\n\n"
+        return self._start + b'],"usage":' + _encode(self._counted(usage)) + b"}\n\n"
+
+    def _counted(self, usage: Usage) -> dict[str, int] | None:
+        if usage.prompt is None or usage.completion is None:
+            return None
+        total = usage.prompt + usage.completion
+        return {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion, "total_tokens": total}
 
     @abstractmethod
     def _content(self, choice: Choice) -> list[bytes]:
@@ -307,16 +313,34 @@ class ChoicesFormat(ABC):
 
 
 class CompletionFormat(ChoicesFormat):
+    """`empty`: the request wants no tokens, so that the one that the model generates is left out."""
+
     object = chunk_object = "text_completion"
 
+    def __init__(
+        self, response_id: str, created: int, model: str, top: int | None, shows_usage: bool, empty: bool = False
+    ) -> None:
+        super().__init__(response_id, created, model, top, shows_usage)
+        self._empty = empty
+
     def add(self, choice: Choice, delta: Delta) -> int:
+        delta = self._without_token(delta)
         size = 0
         if choice.echo is not None and self.top is not None and delta.prompt_logprobs:
             choice.length = 0  # the tokens of the prompt are the first ones
             size = self._keep(choice, prompt_logprobs_of(choice.echo.text, delta.prompt_logprobs, self.top))
         return size + super().add(choice, delta)
 
+    def _without_token(self, delta: Delta) -> Delta:
+        if not self._empty:
+            return delta
+        return Delta("", "length" if delta.finish else None, prompt_logprobs=delta.prompt_logprobs)
+
+    def _counted(self, usage: Usage) -> dict[str, int] | None:
+        return super()._counted(usage if usage.completion is None or not self._empty else replace(usage, completion=0))
+
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
+        delta = self._without_token(delta)
         text, logprobs_json = delta.text, b"null"
         if self.top is not None:
             tokens = logprobs_of(delta, self.top)
@@ -457,13 +481,3 @@ class ChatFormat(ChoicesFormat):
 
     def _all_tokens(self, choice: Choice) -> list[bytes]:
         return [b'{"content":[', *choice.tokens.get("content", ()), b'],"refusal":null}']
-
-
-def _usage(usage: Usage) -> dict[str, int] | None:
-    if usage.prompt is None or usage.completion is None:
-        return None
-    return {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.completion,
-        "total_tokens": usage.prompt + usage.completion,
-    }

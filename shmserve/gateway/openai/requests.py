@@ -202,7 +202,12 @@ class OpenAiRequests:
             )
         response_id = f"cmpl-{_PROCESS}{next(self._ids):08x}"
         response = CompletionFormat(
-            response_id, int(time.time()), request.model, request.logprobs, _shows_usage(request)
+            response_id,
+            int(time.time()),
+            request.model,
+            request.logprobs,
+            _shows_usage(request),
+            request.max_tokens == 0,
         )
         before = [Echo(text) if request.echo else None for text in prompts.texts] or [None] * len(prompts)
         self._generate(

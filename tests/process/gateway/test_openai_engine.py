@@ -92,6 +92,19 @@ def test_completions_and_chats(client: Any, expected: list[str]) -> None:
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
+def test_no_tokens(client: Any) -> None:
+    """A request may want its prompt only, such as to count its tokens."""
+    given: dict[str, Any] = {"prompt": PROMPTS, **SAMPLING, "max_tokens": 0, "logprobs": 1}
+    for echoed in {}, {"echo": True, "logprobs": None}:
+        found = client.completions.create(**given | echoed)
+        assert [one.text for one in found.choices] == (PROMPTS if echoed else [""] * len(PROMPTS))
+        assert {one.finish_reason for one in found.choices} == {"length"}
+        assert (found.usage.completion_tokens, found.usage.total_tokens) == (0, found.usage.prompt_tokens)
+    chunks = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **given))
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == ""
+    assert chunks[-1].usage == found.usage
+
+
 def test_log_probabilities(client: Any) -> None:
     """The tokens make up the text, each is the most probable one, and a stream has the same."""
     (choice,) = client.completions.create(prompt="Hello", logprobs=3, **SAMPLING).choices

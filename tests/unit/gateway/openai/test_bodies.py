@@ -43,7 +43,7 @@ TALK = models.language_model(
     ("model", 1, "Expected `str`, got `int`"),
     ("temperature", "hot", "Expected `float | null`, got `str`"), ("temperature", 2.5, "<= 2.0"),
     ("n", 0, ">= 1"), ("n", 129, "<= 128"), ("n", True, "got `bool`"),
-    ("max_tokens", 0, ">= 1"), ("logprobs", 21, "<= 20"), ("seed", 2**63, ""), ("priority", -1, ">= 0"),
+    ("max_tokens", -1, ">= 0"), ("logprobs", 21, "<= 20"), ("seed", 2**63, ""), ("priority", -1, ">= 0"),
     ("stop", "", "contains an empty string"), ("stop", ["a", ""], "contains an empty string"),
     ("stop", ["a"] * 65, "length <= 64"),
     ("stream_options", {}, "needs 'stream'"), ("logit_bias", {"a": 1}, "must be token ids"),
@@ -76,7 +76,7 @@ def complete(document: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("change", "param", "text"), [
-    ({"messages": []}, "messages", "is empty"),
+    ({"messages": []}, "messages", "is empty"), ({"max_tokens": 0}, "max_tokens", ">= 1"),
     ({"messages": "a"}, "messages", "Expected `array`"),
     ({"messages": [1]}, "messages[0]", "Expected `object`"),
     ({"messages": [{"content": "a"}]}, "messages[0].role", "not a string"),
