@@ -49,6 +49,8 @@ PREPARED = ("-m shmserve.workers.zygote", "-m shmserve.gateway.openai.renderer")
 template on."""
 BROWSER = " --headless"
 """A browser starts and ends processes at any time. Those that survive it are found as orphans."""
+POOL = "event_engine"
+"""gRPC starts these threads when all of them are busy, and ends them when they have been idle for long."""
 LISTED = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 """Whether this kernel lists the children of a thread."""
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
@@ -95,7 +97,10 @@ def _threads() -> Generator[Thing, None, None]:
         except OSError:
             continue  # ended in the meantime
         name = names.get(int(tid))
-        yield Thing("thread", ("thread", tid), name or comm, f"thread {name!r}" if name else f"native thread {comm!r}")
+        if comm != POOL:
+            yield Thing(
+                "thread", ("thread", tid), name or comm, f"thread {name!r}" if name else f"native thread {comm!r}"
+            )
 
 
 def _has_children() -> bool:

@@ -47,6 +47,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, tuple[str, ...]]] = {
     "FORCE_CPU_ONLY_INPUT_TENSORS": (True, {"no": False, "False": False, "yes": True}, '"yes" or "no"', ()),
     "embedding_pooling": ("", {"cls": "cls"}, '"mean", "cls" or "last"', ("max", "")),
     "embedding_normalize": (False, {"true": True}, FLAG, ("1",)),
+    "max_queue_tokens": (0, {"5000": 5000, "0": 0}, 'a number of tokens, such as "100000", or "0" for no limit',
+                         ("many", "-1")),
     "overlap_batches": (True, {"Off": False, "1": True}, FLAG, ("maybe",)),
 }  # fmt: skip
 """Name -> the default, valid values and what is read, a description of them, invalid values. Other rows are texts."""
