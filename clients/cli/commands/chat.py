@@ -20,6 +20,8 @@ from shmserve.transport.http_link import HttpLink, parts_of
 HELP = "/clear forgets the conversation, /quit or Ctrl-D ends it; Ctrl-C stops an answer"
 
 Message = dict[str, Any]
+_THINKING = ("reasoning_content", "reasoning")
+"""The field of a message with the thinking of the model, which other servers name differently."""
 
 
 def chat(args: argparse.Namespace) -> int:
@@ -30,8 +32,8 @@ def chat(args: argparse.Namespace) -> int:
         text = " ".join(args.prompt) or sys.stdin.read()
         if not text.strip():
             raise Misuse("there is no message: give it as an argument or on standard input")
-        for piece in conversation.answer(text):
-            print(piece, end="", flush=True)
+        for piece, thought in conversation.answer(text):
+            print("" if thought else piece, end="", flush=True)
         print()
         return 0
     _talk(conversation, screen_of(args))
@@ -64,9 +66,12 @@ def _talk(conversation: Conversation, screen: Screen) -> None:
 
 
 def _show(conversation: Conversation, text: str, screen: Screen) -> None:
+    thinks = False
     try:
-        for piece in conversation.answer(text):
-            print(piece, end="", flush=True)
+        for piece, thought in conversation.answer(text):
+            end_of_thinking = "\n" if thinks and not thought else ""
+            thinks = thought
+            print(end_of_thinking + (screen.styled(piece, FAINT) if thought else piece), end="", flush=True)
     except KeyboardInterrupt:
         print(screen.styled(" (stopped)", FAINT), end="")
     except ServeError as error:
@@ -91,7 +96,8 @@ class Conversation:
     def clear(self) -> None:
         self.messages = list(self._first)
 
-    def answer(self, text: str) -> Iterator[str]:
+    def answer(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Pieces of the answer, and of what the model thinks before it (True)."""
         asked = [*self.messages, {"role": "user", "content": text}]
         options = {"stream": True, "stream_options": {"include_usage": True}}
         pieces: list[str] = []
@@ -99,11 +105,14 @@ class Conversation:
         self.figures = ""
         try:
             for chunk in self._endpoint.stream({"model": self._model, "messages": asked, **options, **self._sampling}):
-                for choice in chunk.get("choices", ()):
-                    if piece := choice.get("delta", {}).get("content"):
+                for delta in [choice.get("delta", {}) for choice in chunk.get("choices", ())]:
+                    for thought in filter(None, map(delta.get, _THINKING)):
+                        first = first or time.monotonic()
+                        yield thought, True
+                    if piece := delta.get("content"):
                         first = first or time.monotonic()
                         pieces.append(piece)
-                        yield piece
+                        yield piece, False
                 tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
         finally:
             if pieces:
@@ -117,7 +126,7 @@ def _figures(tokens: int, first_s: float, rest_s: float) -> str:
 
 
 class Endpoint:
-    """An OpenAI-compatible endpoint. `url`: without /v1."""
+    """An OpenAI-compatible endpoint. `url`: with or without /v1."""
 
     def __init__(self, url: str, token: str) -> None:
         try:
@@ -128,7 +137,7 @@ class Endpoint:
 
     def stream(self, body: Message) -> Iterator[Message]:
         """The events of a chat completion. Closing the iterator closes the connection, which stops the model."""
-        path = f"{self._parts.path.rstrip('/')}/v1/chat/completions"
+        path = f"{self._parts.path.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
         with closing(HttpLink(self._parts.scheme, self._parts.netloc, self._token, timeout=None)) as link:
             try:
                 for data in link.events(path, json.dumps(body).encode()):

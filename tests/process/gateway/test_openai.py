@@ -499,6 +499,7 @@ def test_connection_shares_restrictions_and_forwarded_headers(server: Server) ->
 def test_chat_prints_one_answer(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"http://127.0.0.1:{gateway.http}"
     assert run("chat", "talk", "one", "two", "--url", url) == (0, "one two\n", "")
+    assert run("chat", "thinks", "<think>one</think>two", "--url", f"{url}/v1") == (0, "two\n", "")
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
     assert run("chat", "talk", "--url", url) == (0, "from a pipe\n", "")
     code, _, err = run("chat", "nothing", "a", "--url", url)
@@ -515,7 +516,7 @@ def test_chat_remembers_the_conversation_and_stops_answers(gateway: Gateway, fil
     child, terminal = pty.fork()
     if child == 0:
         os.execv(
-            sys.executable, [*COMMAND, "chat", "talk", "--system", "S", "--url", f"http://127.0.0.1:{gateway.http}"]
+            sys.executable, [*COMMAND, "chat", "thinks", "--system", "S", "--url", f"http://127.0.0.1:{gateway.http}"]
         )
     said = b""
 
@@ -544,6 +545,9 @@ def test_chat_remembers_the_conversation_and_stops_answers(gateway: Gateway, fil
     os.write(terminal, b"/clear\nDOCUMENT\n")
     shown(b"DOCUMENT")
     assert b"FOREVER" not in shown(b"the first after")
+    shown(b"> ")
+    os.write(terminal, b"<think> hm </think> yes\n")
+    assert re.search(rb" hm[^>]*\r\n yes", shown(b"the first after")), "the thinking, and on another line the answer"
     shown(b"> ")
     os.write(terminal, b"\x04")
     assert os.waitpid(child, 0) == (child, 0)
