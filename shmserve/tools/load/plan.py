@@ -73,9 +73,9 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
     @property
     def path(self) -> str:
-        """The path of an OpenAI API, e.g. /v1."""
+        """The path of an OpenAI API, /v1 unless the URL has another one."""
         _, slash, path = (self.url or "").partition("://")[2].rstrip("/").partition("/")
-        return slash + path
+        return slash + path or "/v1"
 
     @property
     def authority(self) -> str:

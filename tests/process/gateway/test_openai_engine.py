@@ -122,7 +122,7 @@ def test_log_probabilities(client: Any) -> None:
 @pytest.mark.parametrize(("kind", "api"), [("native", CHAT_API), ("openai", COMPLETIONS), ("openai", CHAT_API)])
 def test_a_load_generator_counts_tokens(kind: str, api: str, server: Server) -> None:
     """As many as were asked for, and as the engine has counted."""
-    url = f"http://{server.endpoints['http']}/v1" if kind == "openai" else server.url
+    url = f"http://{server.endpoints['http']}{'/v1' if api == COMPLETIONS else ''}" if kind == "openai" else server.url
     plan = Plan(
         model="text",
         endpoint=Endpoint(url=url, openai=kind == "openai"),
