@@ -65,9 +65,13 @@ def is_remote(text: str) -> bool:
 
 def parse_address(text: str) -> RemoteAddress:
     """Raises InvalidRequest, with a text that does not repeat what may be a secret."""
-    scheme, _, rest = text.partition("://")
+    scheme, separator, rest = text.partition("://")
     if scheme not in PACKAGES:
         known = ", ".join(f"{name}://" for name in PACKAGES)
+        if not separator:
+            raise InvalidRequest(
+                f"the address of the model repository has no scheme; known are {known}, such as {_EXAMPLES['hf']}"
+            )
         raise InvalidRequest(f"model repository '{scheme[:20]}://...': unknown scheme; known are {known}")
     shown = f"{scheme}://..."
     if not text.isprintable() or " " in text or "\\" in text:

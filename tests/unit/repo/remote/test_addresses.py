@@ -36,6 +36,7 @@ def test_addresses(text: str, endpoint: str, path: str) -> None:
     ("text", "error"),
     [
         ("ftp://host/x", "unknown scheme; known are s3://"),
+        ("owner/model", "the address of the model repository has no scheme; known are s3://"),
         ("s3://", "expected s3://BUCKET/PATH"),
         ("s3://bucket/../x", "expected s3://"),
         ("as://account", "expected as://ACCOUNT/CONTAINER"),
