@@ -237,6 +237,7 @@ class ServerProcess:
         activity = ActivityReport(
             state,
             control.index,
+            control.marks,
             lambda: control.about() | {"ports": dict(gateways.ports)},
             gpu_monitor.document,
             gpu_monitor.used_by,
@@ -254,7 +255,7 @@ class ServerProcess:
         control.add(
             {
                 "metrics": page.answer,
-                "activity": lambda ask: activity.document(),
+                "activity": lambda ask: activity.answer(ask.body),
                 "service": lambda ask: service.document(),
                 "set_service": lambda ask: service.change(ask.body),
                 "log": lambda ask: logged.document(),

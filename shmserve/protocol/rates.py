@@ -13,6 +13,8 @@ from shmserve import histogram
 Document = Mapping[str, Any]
 Row = dict[str, Any]
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+MEMORY_STEP = 1 << 20
+"""Live views round resident memory down to this, because it changes constantly."""
 _MONOTONIC = ("success", "failed", "batches", "rows")
 
 

@@ -1,4 +1,5 @@
 """The answer to the query `activity`: current activity and all counters that live views need, in one compact document.
+A caller that queries it every second gets only the models that have changed since its last document.
 
 Invariant: the document is computed on demand from the core's tables and /proc; no state is kept per request for it. Its
 size does not depend on the load, as it lists only the SHOWN_CLIENTS clients with the most requests in flight.
@@ -8,10 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from heapq import nlargest
 from itertools import groupby
 from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 from shmserve.broker.models.traffic import traffic_document
 from shmserve.core.owners import activity
@@ -19,6 +23,7 @@ from shmserve.core.records import ClientState, Version
 from shmserve.core.state import State
 from shmserve.core.stats.statistics import Statistics
 from shmserve.core.traffic import UNSET
+from shmserve.errors import InvalidRequest
 from shmserve.llm.figures import with_queue
 from shmserve.system import procfs
 
@@ -29,16 +34,51 @@ COMPARED_S = 10.0
 Document = dict[str, Any]
 
 
+class Arguments(Struct):
+    """`since`: `time_ns` of the caller's last document. The new one lists only the models that have changed since,
+    whose names are in `changed`. 0: all."""
+
+    since: int = 0
+
+
+class ModelChanges:
+    """When models changed. Times are those of the documents in which the changes were noticed."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, object] = {}
+        self._changed_at: dict[str, int] = {}
+        self._complete_at = time.monotonic_ns()
+        """A caller without a document since then needs all models: others have gone."""
+
+    def since(self, time_ns: int, marks: Iterable[tuple[str, object]], now: int) -> list[str] | None:
+        """The models that changed after that time; None: any may have. `marks`: those of all models, now. None is that
+        of a model that is changing."""
+        names = []
+        for name, mark in marks:
+            names.append(name)
+            if mark is None or mark != self._marks.get(name):  # an equal mark is dropped at once: no work for the GC
+                self._marks[name] = mark
+                self._changed_at[name] = now
+        if len(names) < len(self._marks):
+            for name in self._marks.keys() - names:
+                del self._marks[name], self._changed_at[name]
+            self._complete_at = now
+        if time_ns < self._complete_at:
+            return None
+        return [name for name, at in self._changed_at.items() if at > time_ns]
+
+
 class ActivityReport:
-    """`models()`: the index of models. `about()`: facts about the server. `gpus()`: one entry per GPU.
-    `gpu_bytes(pid)`: a process's memory on all GPUs. `language()`: what engines of language models have counted, by
-    model and version. `compare()` starts to compare the loaded versions with the files
-    on disk; a later document contains the result."""
+    """`models(chosen)`: the index of these models, or of all. `marks(gpu_bytes)`: of all models. `about()`: facts about
+    the server. `gpus()`: one entry per GPU. `gpu_bytes(pid)`: a process's memory on all GPUs. `language()`: what
+    engines of language models have counted, by model and version. `compare()` starts to compare the loaded versions
+    with the files on disk; a later document contains the result."""
 
     def __init__(
         self,
         state: State,
-        models: Callable[[], list[Document]],
+        models: Callable[[Container[str] | None], list[Document]],
+        marks: Callable[[Callable[[int], int]], Iterable[tuple[str, object]]],
         about: Callable[[], Document],
         gpus: Callable[[], list[Document]],
         gpu_bytes: Callable[[int], int],
@@ -47,6 +87,8 @@ class ActivityReport:
     ) -> None:
         self._state = state
         self._models = models
+        self._marks = marks
+        self._changes = ModelChanges()
         self._about = about
         self._gpus = gpus
         self._gpu_bytes = gpu_bytes
@@ -56,12 +98,21 @@ class ActivityReport:
         self._cores = procfs.Cores()
         self._started = procfs.usage(os.getpid()).started
 
-    def document(self) -> Document:
+    def answer(self, body: bytes) -> Document:
+        try:
+            arguments = msgspec.json.decode(body or b"{}", type=Arguments)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidRequest(f"the body of 'activity' must be {{\"since\": a number}}: {error}") from None
+        return self.document(arguments.since)
+
+    def document(self, since: int = 0) -> Document:
         began, spent = time.monotonic_ns(), time.thread_time_ns()
         if began / 1e9 >= self._compared_at + COMPARED_S:
             self._compared_at = began / 1e9
             self._compare()
-        index, language = self._models(), self._language()
+        language = self._language()
+        changed = self._changed(since, began, language) if since else None
+        index = self._models(changed)
         for entry in index:
             if entry["version"]:
                 version = self._state.models[entry["name"]].versions[int(entry["version"])]
@@ -83,7 +134,14 @@ class ActivityReport:
             "clients": self._clients(),
             "gpus": self._gpus(),
         }
+        if changed is not None:
+            answer["changed"] = sorted(changed)
         return answer | {"took_ns": time.thread_time_ns() - spent}
+
+    def _changed(self, since: int, now: int, language: Iterable[tuple[str, str]]) -> set[str] | None:
+        """The models that changed; None: any may have. Counts of language models change outside the core's tables."""
+        changed = self._changes.since(since, self._marks(self._gpu_bytes), now)
+        return {*changed, *(name for name, _ in language)} if changed is not None else None
 
     def _add_traffic(self, index: list[Document]) -> None:
         """Adds a model's shares, aliases and shadow, if any are set, to the entry of its first version."""

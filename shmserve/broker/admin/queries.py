@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +24,7 @@ from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError
 from shmserve.llm.figures import with_queue
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail
 from shmserve.protocol.namespaces import plain
+from shmserve.protocol.rates import MEMORY_STEP
 from shmserve.protocol.roles import OPERATE, OPERATIONS, remove_private
 from shmserve.repo.config.schema import as_triton_json
 from shmserve.system import procfs
@@ -47,7 +48,8 @@ METRICS_PERIOD_S = 1.0
 METRICS_SHARE = 0.05
 """Maximum share of the broker's time spent on building metrics."""
 CHUNK = FIELD_BYTES // 2
-Shared = dict[tuple[str, str, int, bool], list[bytes]]
+_PASSING = (VersionState.LOADING, VersionState.UNLOADING)
+Shared = dict[tuple[str, str, int, bytes, bool], list[bytes]]
 
 
 class ControlSettings(NamedTuple):
@@ -133,7 +135,7 @@ class Control:
     def answer(self, ask: Ask, roles: int, shared: Shared) -> list[Answer | Fail]:
         """The messages of the answer, in order. `shared`: answers that are still valid, reused for equal queries."""
         operator = bool(roles & OPERATE)
-        key = (ask.what, ask.model, ask.version, operator)
+        key = (ask.what, ask.model, ask.version, ask.body, operator)
         pieces = shared.get(key)
         if pieces is None:
             try:
@@ -267,15 +269,17 @@ class Control:
             "out_of_service": self._core.state.out_of_service,
         }
 
-    def index(self) -> list[dict[str, Any]]:
-        """All versions of all models, by name."""
+    def index(self, chosen: Container[str] | None = None) -> list[dict[str, Any]]:
+        """All versions of the chosen models, or of all, by name."""
         known, downloads, on_disk = self._core.state.models, self._downloads(), self._catalog.repositories.names
         index = [
             _without_version(name, "", "", downloads)
             for name in dict.fromkeys([*on_disk, *downloads])
-            if name not in known
+            if name not in known and (chosen is None or name in chosen)
         ]
         for model in known.values():
+            if chosen is not None and model.name not in chosen:
+                continue
             default, shares = model.default(), model.shares_now()
             shown = [version for version in model.versions.values() if self._is_listed(version)]
             if not shown and (model.reason or model.name in on_disk or model.name in downloads):
@@ -308,6 +312,39 @@ class Control:
                 ]
                 index.append(entry)
         return sorted(index, key=lambda entry: entry["name"])
+
+    def marks(self, gpu_bytes: Callable[[int], int]) -> Iterator[tuple[str, object]]:
+        """The models with their marks. If the mark is the same, the model's entries and counters have not changed,
+        except for CPU times and less than MEMORY_STEP of memory. None: they change as time passes."""
+        known, downloads, on_disk = self._core.state.models, self._downloads(), self._catalog.repositories.names
+        for name in dict.fromkeys([*on_disk, *downloads]):
+            if name not in known:
+                yield name, downloads.get(name, "")
+        now, pid_of, memory_of = time.monotonic_ns(), self._process_of, self._memory_of
+        for name, model in known.items():
+            if model.coming or model.leaving or model.comparisons:
+                yield name, None
+                continue
+            mark: list[object] | None = [
+                model.reason,
+                model.failed,
+                model.traffic,
+                name in on_disk,
+                downloads.get(name),
+            ]
+            for version in model.versions.values():
+                if mark is None or (found := _mark(version, now)) is None:
+                    mark = None
+                    break
+                mark += found
+                mark.append(version.source in self._changed_on_disk)
+                for instance in version.instances:
+                    if instance.peer:
+                        pid = pid_of(instance.peer)
+                        mark.append(memory_of(pid) // MEMORY_STEP)
+                        if instance.spec.kind == "KIND_GPU":
+                            mark.append(gpu_bytes(pid))
+            yield name, mark
 
     def _degraded(self, version: Version) -> str:
         """For a READY version that lacks instances: how many serve, and why the others do not."""
@@ -509,6 +546,31 @@ class Control:
                 if (ns := activity.busy_ns(generation, instance, time.monotonic_ns()))
             },
         }
+
+
+def _mark(version: Version, now: int) -> list[object] | None:
+    """None: it has work, or a state with an age or a remaining time."""
+    if version.state in _PASSING or version.users or version.waits:
+        return None
+    counted, slots = version.statistics, version.service.sequence_slots
+    mark: list[object] = [
+        version,
+        version.state,
+        version.reason,
+        version.asleep,
+        version.policy,
+        slots.count if slots is not None else 0,
+        _scaled(version),
+        counted.success_count + counted.execution_count + counted.cache_hits + counted.cache_misses,
+        *counted.failures,
+        *counted.restarts.values(),
+    ]
+    for one in version.instances:
+        if one.running is not None or one.waiting is not None or one.lease or one.streams or one.retry_at > now:
+            return None
+        flags = (one.quarantined, one.held, one.loaded, one.sleeping, one.retiring, one.joining)
+        mark += (one, one.peer, one.state, one.reason, one.restarts, one.replaces, *flags)
+    return mark
 
 
 def _without_version(name: str, state: str, reason: str, downloads: Mapping[str, str]) -> dict[str, Any]:

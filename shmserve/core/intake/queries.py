@@ -23,7 +23,9 @@ from shmserve.protocol.messages import Ask
 QUERIES_PER_TURN = 4
 """Queries passed to the shell in one turn, for all peers together."""
 ARGUMENTS_BYTES = 64
-"""Maximum size of the body of a config query, which says whether it waits."""
+"""Maximum size of the arguments of a query."""
+WITH_ARGUMENTS = frozenset({"config", "activity"})
+"""Queries with arguments in their body: whether to wait for the model, and the time since when models have changed."""
 HEAVY = frozenset({"metrics", "statistics", "activity", "models", "config", "origins", "report", "logs"})
 """Queries whose responses may be large and take milliseconds to build."""
 
@@ -59,7 +61,7 @@ class QueryQueue:
                 f"{len(unanswered)} queries of this client are in flight, its limit (client_questions); wait for "
                 "responses first"
             )
-        if ask.what != "config":
+        if ask.what not in WITH_ARGUMENTS:
             ask.body = b""  # no other query has a body; do not keep its bytes queued
         elif len(ask.body) > ARGUMENTS_BYTES:
             raise InvalidRequest(f"the body of '{ask.what}' is too long")
@@ -96,13 +98,13 @@ class QueryQueue:
 
     def pass_on(self) -> None:
         """Passes queries to the shell, once per turn."""
-        built: tuple[str, str, int] | None = None
+        built: tuple[str, str, int, bytes] | None = None
         for _ in range(QUERIES_PER_TURN):
             if not self._next:
                 return
             ask = self._queued[self._next.first()][0]
             if ask.what in HEAVY:
-                key = ask.what, ask.model, ask.version
+                key = ask.what, ask.model, ask.version, ask.body
                 if built is not None and key != built:
                     return
                 built = key

@@ -23,16 +23,17 @@ from shmserve.gateway.page.timeline import Timeline
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.llm.figures import FIGURES, Counts, figures_of
-from shmserve.protocol.rates import percentiles, rates
+from shmserve.protocol.rates import MEMORY_STEP, percentiles, rates
 from shmserve.session import Ticket
+from shmserve.session.uploads import of_json
 
 _encode = msgspec.json.Encoder().encode
 PERIOD_S = 1.0
 BROKER_SHARE = 0.02
 """Maximum fraction of the broker's time spent on open pages."""
-RECORDING_SHARE = 0.003
-"""The same for the history while no page is open. Sending and reading a state cost about as much as making it, and all
-together stays below 1 % of a core."""
+RECORDING_SHARE = 0.006
+"""The same for the history while no page is open. Sending and reading a state cost about half as much as making it, and
+all together stays below 1 % of a core."""
 VIEWERS = 64
 """Maximum number of streams of a gateway."""
 CALLER_VIEWERS = 16
@@ -42,8 +43,6 @@ log = logging.getLogger("shmserve.gateway")
 _NO_TIME = 0.0
 SLICE = 50
 """Number of versions compared in one slice of work."""
-MEMORY_STEP = 1 << 20
-"""Resident memory is rounded to this, because it changes constantly."""
 KEPT_GONE = 1000
 """Number of removed versions remembered. A viewer that has missed earlier removals gets everything."""
 
@@ -98,11 +97,14 @@ class Rows:
         self._gone: dict[Key, int] = {}
         """Removed version -> the event of its removal."""
 
-    def update(self, models: list[Document], seconds: float) -> Generator[None, None, list[Row]]:
+    def update(
+        self, models: list[Document], seconds: float, names: Iterable[str] | None = None
+    ) -> Generator[None, None, list[Row]]:
         """Makes the new state the next event. A generator, so that other work can run in between. Returns the rows that
-        changed. `seconds`: the time since the last state."""
+        changed. `seconds`: the time since the last state. `names`: the models that may have changed; None: all."""
         number = self.number + 1
-        missing = set(self._rows)
+        known = None if names is None else set(names)
+        missing = {key for key in self._rows if known is None or key[0] in known}
         changed = []
         for index, entry in enumerate(models):
             if index % SLICE == SLICE - 1:
@@ -293,7 +295,8 @@ class PageFeed:
         self._asking = True
         self._asked_at = self._loop.time()
         try:
-            self._link.session.ask(_ActivityQuery(self), "activity", _NO_TIME)
+            body = of_json({"since": self._time_ns}) if self._time_ns else None
+            self._link.session.ask(_ActivityQuery(self), "activity", _NO_TIME, body=body)
         except ServeError as error:
             self.failed(error)
             return
@@ -323,7 +326,7 @@ class PageFeed:
         if self._server is not None:
             self._timeline.compare_servers(self._rows.number + 1, self._server, server)
         self._server = server
-        changed = yield from self._rows.update(document["models"], seconds)
+        changed = yield from self._rows.update(document["models"], seconds, document.get("changed"))
         total = self._record(time_ns // 1_000_000_000, seconds, changed)
         self._time_ns = time_ns
         self._cost_s = document.get("took_ns", 0) / 1e9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -17,9 +18,10 @@ from shmserve import histogram
 from shmserve.broker.admin.activity import SHOWN_CLIENTS, ActivityReport
 from shmserve.broker.admin.queries import Control, ControlSettings
 from shmserve.broker.admin.report import document
-from shmserve.core.events import SetTraffic
+from shmserve.core.events import SetTraffic, Unload
 from shmserve.core.owners.activity import SHOWN_CALLERS
 from shmserve.core.policy import ModelPolicy, TensorSpec
+from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Ask, Fail
 from shmserve.protocol.roles import ALL_ROLES, FORWARD, INFER, OBSERVE, OPERATE
 from shmserve.system import procfs
@@ -28,19 +30,29 @@ from tests.support.core.policies import step
 from tests.support.core.world import World
 
 
-def control_of(world: World, gpus: list[dict[str, Any]] | None = None) -> Control:
+def control_of(world: World, gpus: list[dict[str, Any]] | None = None, memory: Iterable[int] = ()) -> Control:
     catalog = cast("Any", SimpleNamespace(repositories=SimpleNamespace(names=("m", "not loaded"))))
     settings = ControlSettings("test", "1", strict=True)
-    control = Control(world.core, catalog, settings, lambda peer: os.getpid(), lambda pid: 1 << 20, dict)
-    report = ActivityReport(
-        world.core.state, control.index, control.about, lambda: gpus or [], lambda pid: 5 * pid, dict, lambda: None
+    control = Control(
+        world.core, catalog, settings, lambda peer: os.getpid(), lambda pid: (1 + len([*memory])) << 20, dict
     )
-    control.add({"activity": lambda ask: report.document()})
+    report = ActivityReport(
+        world.core.state,
+        control.index,
+        control.marks,
+        control.about,
+        lambda: gpus or [],
+        lambda pid: 5 * pid,
+        dict,
+        lambda: None,
+    )
+    control.add({"activity": lambda ask: report.answer(ask.body)})
     return control
 
 
-def ask(control: Control, what: str = "activity", roles: int = OPERATE) -> Any:
-    body = b"".join(message.body for message in control.answer(Ask(1, what), roles, {}))  # type: ignore[union-attr]
+def ask(control: Control, what: str = "activity", roles: int = OPERATE, since: int = 0, shared: Any = None) -> Any:
+    asked = Ask(1, what, body=msgspec.json.encode({"since": since}) if since else b"")
+    body = b"".join(message.body for message in control.answer(asked, roles, {} if shared is None else shared))  # type: ignore[union-attr]
     return msgspec.json.decode(body)
 
 
@@ -72,6 +84,71 @@ def test_models_and_what_their_instances_run() -> None:
     times = {int(bucket): count for bucket, count in counters["request_times"].items()}
     assert times == {(3 * MS).bit_length(): 1, (8 * MS).bit_length(): 2}
     assert all(histogram.edge(bucket - 1) < 8 * MS for bucket in times)
+
+
+def test_models_that_changed_since_a_document_complete_it() -> None:
+    """After each change, a caller that gets only changed models knows what one that gets all of them does."""
+    world, memory = World(), list[int]()
+    for name in ("m", "idle", "other"):
+        world.deploy(policy(name))
+    client = world.connect("c")
+    control = control_of(world, memory=memory)
+
+    def entries(found: Any) -> dict[tuple[str, str], Any]:
+        for entry in found["models"]:
+            for instance in entry.get("instances", ()):
+                del instance["cpu_seconds"]
+        return {(entry["name"], entry["version"]): entry for entry in found["models"]}
+
+    def fail() -> None:
+        world.turn([infer(client, 2)])
+        world.finish(error=("MODEL_FAILED", "no"))
+
+    def serve() -> None:
+        world.turn([infer(client, 3)])
+        world.finish(took=MS)
+
+    def unload() -> None:
+        world.turn([(0, Unload("other"))])
+        world.settle()
+
+    def crash() -> None:
+        world.crash(world.worker("m_0"))
+        world.settle()
+
+    first = ask(control)
+    known, time_ns = entries(first), first["time_ns"]
+    changes: list[tuple[Callable[[], Any], set[str] | None]] = [
+        (lambda: None, {"m", "idle", "other", "not loaded"}),  # nobody has asked for changes before
+        (lambda: None, set()),
+        (lambda: world.turn([infer(client, 1)]), {"m"}),
+        (lambda: None, {"m"}),  # it runs
+        (lambda: world.finish(took=MS), {"m"}),
+        (lambda: None, set()),
+        (serve, {"m"}),
+        (fail, {"m"}),
+        (lambda: world.turn([(0, SetTraffic("other", {1: 1}, {"prod": 1}, {}))]), {"other"}),
+        (lambda: control.on_disk({world.core.state.ready["idle"].source}), {"m", "idle", "other"}),
+        (lambda: memory.append(1), {"m", "idle", "other"}),
+        (unload, {"other"}),
+        (lambda: world.deploy(policy("new")), {"new"}),
+        (lambda: world.deploy(replace(policy("idle"), version=2)), {"idle"}),
+        (crash, {"m"}),
+        (lambda: None, {"m"}),  # it has a time until it restarts
+        (lambda: world.core.state.models.pop("new"), None),  # forgotten: all models again
+    ]
+    for number, (change, expected) in enumerate(changes):
+        change()
+        shared: Any = {}
+        found = ask(control, since=time_ns, shared=shared)
+        assert found.get("changed") == (sorted(expected) if expected is not None else None), number
+        time_ns = found["time_ns"]
+        names = expected if expected is not None else {name for name, _ in known}
+        known = {key: entry for key, entry in known.items() if key[0] not in names} | entries(found)
+        assert known == entries(ask(control, shared=shared)), number
+    (failed,) = control.answer(Ask(1, "activity", body=b"[]"), OPERATE, {})
+    assert isinstance(failed, Fail)
+    assert failed.code == InvalidRequest.code
 
 
 def test_the_first_version_has_the_traffic_of_its_model() -> None:

@@ -25,6 +25,7 @@ from shmserve.gateway.page.recorder import SERVER
 from shmserve.gateway.page.requests import TRENDS, PageRequests
 from shmserve.gateway.upstream.documents import Route
 from shmserve.protocol.actions import Action
+from shmserve.session.uploads import Body
 from tests.support.clients.activity_documents import absent, counters, model
 from tests.support.manual_loop import ManualLoop
 
@@ -43,6 +44,7 @@ class Broker:
         self.models: list[dict[str, Any]] = []
         self.tickets: list[Any] = []
         self.asked: list[float] = []
+        self.since: list[int] = []
         link: Any = SimpleNamespace(
             bind=lambda: self.clock, session=SimpleNamespace(ask=self.ask), send_soon=lambda: None,
             turns=JobTurns(self.clock),  # type: ignore[arg-type]
@@ -50,8 +52,9 @@ class Broker:
         self.feed = PageFeed(link, ["http://gpu1:8000"])
         self.feed.start()
 
-    def ask(self, ticket: Any, what: str, now: float) -> None:
+    def ask(self, ticket: Any, what: str, now: float, body: Body | None = None) -> None:
         assert what == "activity"
+        self.since.append(json.loads(body.take())["since"] if body is not None else 0)
         self.asked.append(self.clock.time())
         self.tickets.append(ticket)
         if self.error is not None:
@@ -289,13 +292,16 @@ def test_a_lost_server_is_reported_until_it_returns() -> None:
     broker = Broker()
     broker.set(a=1)
     early = broker.view()
-    broker.clock.advance(0)
+    broker.clock.advance(PERIOD_S)
+    assert broker.since == [0, 100_000_000_000], "only what has changed since the last document"
+    early.events.pop()
     broker.error = Unavailable("no server")
     broker.clock.advance(3 * PERIOD_S)
     late = broker.view()
     assert early.events[1:] == late.events == [("down", {"error": "no server"})]
     broker.error = None
     broker.clock.advance(PERIOD_S)
+    assert broker.since[-1] == 0, "everything"
     for connection in (early, late):
         name, state = connection.events[-1]
         assert (name, [row["name"] for row in state["models"]]) == ("state", ["a"])

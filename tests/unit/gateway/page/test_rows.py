@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.gateway.page.feed import KEPT_GONE, MEMORY_STEP, SLICE, Rows
+from shmserve.gateway.page.feed import KEPT_GONE, SLICE, Rows
 from shmserve.gateway.page.timeline import Timeline
+from shmserve.protocol.rates import MEMORY_STEP
 from tests.support.hypothesis_profiles import examples
 
 Document = dict[str, Any]
@@ -24,8 +26,8 @@ def instance(**more: Any) -> Document:
     return {"name": "m_0", "state": "ready", "pid": 7, "memory_bytes": 10 * MEMORY_STEP, "cpu_seconds": 1.5, **more}
 
 
-def update(rows: Rows, *models: Document, seconds: float = 1.0) -> None:
-    for _ in rows.update(copy.deepcopy(list(models)), seconds):
+def update(rows: Rows, *models: Document, seconds: float = 1.0, names: Iterable[str] | None = None) -> None:
+    for _ in rows.update(copy.deepcopy(list(models)), seconds, names):
         pass
 
 
@@ -93,15 +95,21 @@ KEYS = st.sampled_from([("a", "1"), ("a", "2"), ("b", "1"), ("c", "")])
 MODELS = st.dictionaries(KEYS, st.integers(0, 2), max_size=4)
 
 
-@given(st.lists(st.tuples(MODELS, st.sets(st.integers(0, 2))), max_size=12))
+@given(st.lists(st.tuples(MODELS, st.sets(st.integers(0, 2))), max_size=12), st.booleans())
 @settings(max_examples=examples(150))
-def test_viewers_catch_up_after_missed_events(events: list[tuple[dict[tuple[str, str], int], set[int]]]) -> None:
-    """Three viewers; each event reaches only some of them."""
+def test_viewers_catch_up_after_missed_events(
+    events: list[tuple[dict[tuple[str, str], int], set[int]]], partial: bool
+) -> None:
+    """Three viewers; each event reaches only some of them. `partial`: the broker sends only models that changed."""
+    known: dict[tuple[str, str], int] = {}
     rows = Rows(Timeline())
     seen: list[dict[tuple[str, str], Document]] = [{}, {}, {}]
     numbers = [0, 0, 0]
     for state, reached in events:
-        update(rows, *[model(name, version, queued=queued) for (name, version), queued in sorted(state.items())])
+        names = {key[0] for key in {*state, *known} if state.get(key) != known.get(key)} if partial else None
+        chosen = [(key, queued) for key, queued in sorted(state.items()) if names is None or key[0] in names]
+        update(rows, *[model(*key, queued=queued) for key, queued in chosen], names=names)
+        known = state
         for viewer in reached:
             changed, gone = since(rows, 0 if numbers[viewer] < rows.complete_since else numbers[viewer])
             if numbers[viewer] < rows.complete_since:
