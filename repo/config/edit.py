@@ -18,10 +18,12 @@ _SEPARATOR = re.compile(r"[ \t]*[,;]")
 
 class Edit(Struct, frozen=True):
     """Sets the field at `path` to `value`, in text format, or removes it if `value` is None. A path names fields from
-    the root; of repeated blocks it means the first. ("parameters", key) is the string value of a parameter."""
+    the root; of repeated blocks at the root it means the one with this index, of others the first. ("parameters", key)
+    is the string value of a parameter."""
 
     path: tuple[str, ...]
     value: str | None
+    index: int = 0
 
 
 def edited(text: str, edits: Sequence[Edit]) -> str:
@@ -39,12 +41,12 @@ def _field(text: str, edit: Edit) -> str:
             return text if edit.value is None else _inserted(text, block, edit.path[depth:], edit.value, not depth)
         if depth + 1 == len(edit.path):
             return _replaced(text, fields, edit.value)
-        inner = next(_blocks(fields[0]), None)
-        if inner is None:  # an empty list
+        inner = [each for field in fields for each in _blocks(field)]
+        if not inner:  # an empty list
             if edit.value is None:
                 return text
             return _replaced(text, fields, f"[ {{ {_written(edit.path[depth + 1 :], edit.value)} }} ]")
-        block = inner
+        block = inner[0 if depth else edit.index]
     return text
 
 

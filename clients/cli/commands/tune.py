@@ -320,7 +320,7 @@ def _tune_ensemble(args: argparse.Namespace, folder: Path, goal: Goal, screen: S
         share = goal.rate or 1.0
         steps = []
         for name in samples[0]:
-            model = _tuned_model(args, folder.parent / name, from_triton_json(client.config(name)))
+            model = _tuned_model(args, folder.parent / name, from_triton_json(client.config(name)), step=True)
             served = ServedModel(client, name, partial(_same, [sample[name] for sample in samples]))
             steps.append(joint.Step(model, served, goal, share))
         target = joint.Target(config.name, goal, share, compile_policy(config, 1))
@@ -350,10 +350,10 @@ def _tune_together(args: argparse.Namespace, folders: Sequence[Path], screen: Sc
         return _tune_jointly(args, targets, ServedModels(benches), steps, files, args.memory.get("", 0), screen)
 
 
-def _tuned_model(args: argparse.Namespace, folder: Path, config: ModelConfig) -> TunedModel:
+def _tuned_model(args: argparse.Namespace, folder: Path, config: ModelConfig, step: bool = False) -> TunedModel:
     from shmserve.tools.tune.space import TunedModel, check_tunable
 
-    check_tunable(config)
+    check_tunable(config, step)
     return TunedModel(_read(folder / CONFIG), config, len(os.sched_getaffinity(0)), args.max_batch)
 
 

@@ -106,7 +106,7 @@ class ServedModel:
         target, timer = NativeTarget(Endpoint(url=self._client.url)), MonotonicTimer()
         facts = await target.facts(self._name, "")
         bodies = [target.prepare(feed, facts, TargetOptions(model=self._name)) for feed in feeds]
-        sender = LoadSender(bodies, target.slot, monotonic_ns, timer.until)
+        sender = LoadSender(bodies, target.slot, monotonic_ns, timer.until, stream=facts.decoupled)
         try:
             return await run(sender)
         finally:

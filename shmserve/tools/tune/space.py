@@ -19,6 +19,7 @@ from shmserve.repo.config.schema import ModelConfig, ModelDynamicBatching, Model
 from shmserve.repo.load import parse
 from shmserve.repo.parameters import PADDING_BATCH_COST, PADDING_MULTIPLE
 from shmserve.repo.rules.padding import padding_of
+from shmserve.tools.tune.language import DEFAULTS
 
 THREADS = {
     "dali": "num_threads",
@@ -38,7 +39,7 @@ MULTIPLES = (1, 8, 16, 32, 64)
 
 
 class Candidate(Struct, frozen=True, order=True):
-    """A setting. `instances`: count of the instance group. `threads`: number of engine threads per instance; 0: not
+    """A setting. `instances`: count of each instance group. `threads`: number of engine threads per instance; 0: not
     adjustable. `batch`: largest batch in rows; 1: requests run alone. `multiple` and `batch_cost`: padding; 0: not
     padded."""
 
@@ -88,9 +89,8 @@ class TunedModel(Struct, frozen=True):
 
     @property
     def devices(self) -> int:
-        """Number of instances per unit of `count`."""
-        group = self.config.instance_group[0]
-        return len(group.gpus) if group.kind == "KIND_GPU" else 1
+        """Number of instances per unit of `count`, in all groups."""
+        return sum(len(group.gpus) if group.kind == "KIND_GPU" else 1 for group in self.config.instance_group)
 
     @property
     def pads(self) -> bool:
@@ -120,7 +120,8 @@ class TunedModel(Struct, frozen=True):
         """The edits of config.pbtxt for a candidate. Settings that already have the desired value are not touched."""
         now, result = self.current, []
         if candidate.instances != now.instances:
-            result.append(Edit(("instance_group", "count"), str(candidate.instances)))
+            groups = range(len(self.config.instance_group))
+            result += [Edit(("instance_group", "count"), str(candidate.instances), group) for group in groups]
         key = self.thread_parameter
         if key and candidate.threads:
             provided = int(parameter(self.config, key) or 0)
@@ -167,7 +168,7 @@ class TunedModel(Struct, frozen=True):
         for edit in edits:
             if edit.path[0] == "parameters" and edit.value is not None:
                 parameters[edit.path[1]] = ModelParameter(string_value=edit.value.strip('"'))
-        groups = (replace(base.instance_group[0], count=candidate.instances), *base.instance_group[1:])
+        groups = tuple(replace(group, count=candidate.instances) for group in base.instance_group)
         return replace(
             base, max_batch_size=largest, dynamic_batching=dynamic, parameters=parameters, instance_group=groups
         )
@@ -227,14 +228,32 @@ def _two_digits(value: float) -> int:
     return int(float(f"{value:.2g}"))
 
 
-def check_tunable(config: ModelConfig) -> None:
-    """Raises Unsupported for models whose load the search cannot describe."""
+def check_tunable(config: ModelConfig, step: bool = False) -> None:
+    """Raises Unsupported for models whose load the search cannot describe. `step`: the model is one of an ensemble."""
     decoupled = config.model_transaction_policy is not None and config.model_transaction_policy.decoupled
+    groups = config.instance_group
     reasons: Sequence[tuple[bool, str]] = (
         (config.ensemble_scheduling is not None, "is an ensemble, whose steps have the settings"),
-        (config.sequence_batching is not None, "has sequence_batching; only models without it can be tuned"),
-        (decoupled, "is decoupled; only models with one response to each request can be tuned"),
-        (len(config.instance_group) > 1, "has several instance groups; tune it with one"),
+        (
+            config.sequence_batching is not None,
+            "has sequence_batching, and the search sends single requests: measure its settings with `shmserve bench "
+            "--sequence-length`, or simulate them with `python -m shmserve.sim --sequence`",
+        ),
+        (decoupled and config.backend in DEFAULTS, "is a language model, whose target is --slo ttft=TIME,itl=TIME"),
+        (
+            decoupled and step,
+            "is a decoupled step, whose responses the next step gets one by one: tune each model alone, and measure "
+            "the ensemble with `shmserve bench`",
+        ),
+        (
+            len({(group.kind, group.profile, group.passive) for group in groups}) > 1,
+            "has instance groups of several kinds or profiles, whose batches take different times: tune it with one "
+            "of them at a time",
+        ),
+        (
+            len({group.count for group in groups}) > 1,
+            "has instance groups with different counts, and `tune` sets one count for all: give them the same",
+        ),
     )
     for result, text in reasons:
         if result:

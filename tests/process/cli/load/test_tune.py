@@ -47,6 +47,20 @@ BATCHES = "max_batch_size: 4"
 QUICK = "--p99 200ms --seconds 0.1 --instances 1-2 --confirm 1 --simulated 200 --json"
 
 
+STREAM = """import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            sender = request.get_response_sender()
+            for _ in range(3):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", x)]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with models/mlp, the model of the page."""
@@ -153,6 +167,16 @@ def test_an_interrupt_prints_the_results_so_far(folder: Path) -> None:
     assert found["service_times"]
     assert "Traceback" not in error
     assert os.listdir(folder / "tmp") == []
+
+
+def test_a_decoupled_model_with_two_instance_groups(folder: Path) -> None:
+    group = "instance_group [ { count: 1 kind: KIND_CPU } ]\n"
+    text = CONFIG.replace(group[:-1], group + group) + "model_transaction_policy { decoupled: true }\n"
+    write_model(folder / "models", "stream", text, STREAM)
+    done = ran(folder, "tune", "models/stream", *QUICK.split(), "--instances", "2")
+    found = json.loads(done.stdout)
+    assert (done.returncode == 0) is found["holds"], done.stderr
+    assert found["diff"].count("+instance_group [ { count: 2 kind: KIND_CPU } ]") == 2
 
 
 def test_the_steps_of_an_ensemble_are_tuned_together(folder: Path) -> None:

@@ -18,6 +18,8 @@ DELAY = ("dynamic_batching", "max_queue_delay_microseconds")
         ("instance_group [ { count: 1 } ]", Edit(COUNT, "3"), "instance_group [ { count: 3 } ]"),
         ("instance_group { kind: KIND_CPU }\n", Edit(COUNT, "3"), "instance_group { kind: KIND_CPU count: 3 }\n"),
         ("instance_group [ ]\n", Edit(COUNT, "3"), "instance_group [ { count: 3 } ]\n"),
+        ("instance_group [ { count: 1 } ]\ninstance_group { }\n", Edit(COUNT, "3", 1),
+         "instance_group [ { count: 1 } ]\ninstance_group { count: 3 }\n"),
         ("# c", Edit(COUNT, "3"), "# c\ninstance_group [ { count: 3 } ]\n"),
         ("max_batch_size:4 # four", Edit(("max_batch_size",), "8"), "max_batch_size: 8 # four"),
         ("", Edit(("dynamic_batching",), "{ }"), "dynamic_batching { }\n"),

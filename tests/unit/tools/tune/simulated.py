@@ -31,6 +31,8 @@ instance_group [ { count: 1 kind: KIND_CPU } ]
 dynamic_batching { }
 parameters { key: "intra_op_thread_count" value: { string_value: "1" } }
 """
+GROUPS = CONFIG.replace("KIND_CPU }", 'KIND_CPU }, { count: 1 kind: KIND_CPU host_policy: "b" }')
+STREAM = CONFIG + "model_transaction_policy { decoupled: true }\n"
 
 Service = Callable[[int, int, int], float]
 """Instances, threads, rows -> ms."""
@@ -40,6 +42,10 @@ def tuned(text: str = CONFIG, cores: int = 2, name: str = "net") -> TunedModel:
     text = text.replace('name: "net"', f'name: "{name}"')
     context = ModelContext(name, frozenset({"onnxruntime"}), ["model.onnx"], ())
     return TunedModel(text, examine(text.encode(), "config.pbtxt", context).require(), cores)
+
+
+def _instances(config: ModelConfig) -> int:
+    return sum(group.count for group in config.instance_group)
 
 
 class SimulatedBench:
@@ -63,10 +69,10 @@ class SimulatedBench:
         self.applied.append(config)
 
     def memory(self) -> int:
-        return EACH_MIB * MIB * self.applied[-1].instance_group[0].count
+        return EACH_MIB * MIB * _instances(self.applied[-1])
 
     def gpu_memory(self) -> int:
-        return GPU_MIB * MIB * self.applied[-1].instance_group[0].count
+        return GPU_MIB * MIB * _instances(self.applied[-1])
 
     def closed(self, callers: int, seconds: float, length: int = 0) -> Observation:
         return self._run(Closed(callers), max(300, 4 * callers))
@@ -78,7 +84,7 @@ class SimulatedBench:
     def model(self) -> SimModel:
         """The model as it is served now."""
         config = self.applied[-1]
-        count, threads = config.instance_group[0].count, int(parameter(config, "intra_op_thread_count") or 1)
+        count, threads = _instances(config), int(parameter(config, "intra_op_thread_count") or 1)
         entries = tuple((rows, self._service(count, threads, rows) * MS) for rows in SIZES)
         policy: ModelPolicy = compile_policy(config, 1)
         return SimModel(policy, compile_instances(config), Measured(entries, 0.0, SPREAD))

@@ -15,7 +15,7 @@ from shmserve.tools.tune.fit import Sample, Spread, fit, spread_of
 from shmserve.tools.tune.predict import Prediction
 from shmserve.tools.tune.search import shortlist
 from shmserve.tools.tune.space import Candidate, check_tunable
-from tests.unit.tools.tune.simulated import CONFIG, MS, tuned
+from tests.unit.tools.tune.simulated import CONFIG, GROUPS, MS, STREAM, tuned
 
 PADDED = """name: "net"
 backend: "onnxruntime"
@@ -31,7 +31,7 @@ def completed(text: str) -> ModelConfig:
     return tuned(text).config
 
 
-@pytest.mark.parametrize("text", [CONFIG, CONFIG.replace("dynamic_batching { }\n", ""), PADDED])
+@pytest.mark.parametrize("text", [CONFIG, CONFIG.replace("dynamic_batching { }\n", ""), PADDED, GROUPS])
 @pytest.mark.parametrize(
     "candidate",
     [Candidate(1, 1, 8), Candidate(3, 2, 4, 500), Candidate(2, 1, 64, 0, 16, 99), Candidate(2, 1, 8, 100, 1, 128)],
@@ -68,15 +68,18 @@ def test_default_threads_follow_the_instances() -> None:
 
 
 def test_models_that_cannot_be_tuned_are_refused() -> None:
-    groups = CONFIG.replace("count: 1 kind: KIND_CPU }", "count: 1 kind: KIND_CPU }, { count: 1 kind: KIND_CPU }")
-    for text, reason in (
-        (CONFIG.replace("dynamic_batching { }", "sequence_batching { }"), "sequence_batching"),
-        (CONFIG + "model_transaction_policy { decoupled: true }\n", "decoupled"),
-        (groups, "several instance groups"),
+    for text, step, reason in (
+        (CONFIG.replace("dynamic_batching { }", "sequence_batching { }"), False, "bench --sequence-length"),
+        (STREAM, True, "decoupled step"),
+        (GROUPS.replace("host_policy", "passive: true host_policy"), False, "groups of several kinds"),
+        (GROUPS.replace("count: 1", "count: 2", 1), False, "different counts"),
     ):
         with pytest.raises(Unsupported, match=reason):
-            check_tunable(completed(text))
-    check_tunable(completed(CONFIG))
+            check_tunable(completed(text), step)
+    with pytest.raises(Unsupported, match="language model, whose target is --slo"):
+        check_tunable(replace(completed(STREAM), backend="vllm"))
+    for text in (CONFIG, STREAM, GROUPS):
+        check_tunable(completed(text))
 
 
 def test_an_affine_fit() -> None:

@@ -17,7 +17,7 @@ from shmserve.tools.tune.goal import Goal
 from shmserve.tools.tune.predict import Prediction
 from shmserve.tools.tune.space import TunedModel
 from shmserve.tools.tune.tuner import Events, Outcome, Tuner
-from tests.unit.tools.tune.simulated import CONFIG, EACH_MIB, GPU_MIB, MIB, MS, SimulatedBench, tuned
+from tests.unit.tools.tune.simulated import CONFIG, EACH_MIB, GPU_MIB, GROUPS, MIB, MS, STREAM, SimulatedBench, tuned
 
 QUICK = 300
 """Number of requests in a simulation, for tests with large differences."""
@@ -132,6 +132,19 @@ def test_queue_limits_do_not_change_the_optimum(policy: str) -> None:
     assert any(point.refused for each in outcome.confirmed for point in each.points)
     assert "the queue limits of the model rejected" in report.text(outcome, Screen(False))
     json.dumps(report.as_json(outcome, "x"), allow_nan=False)
+
+
+@pytest.mark.parametrize(("text", "count"), [(STREAM, 2), (GROUPS, 1)], ids=["decoupled", "groups"])
+def test_the_optimum_of_decoupled_models_and_of_several_groups(text: str, count: int) -> None:
+    """Two groups of one instance each are two instances."""
+    goal = Goal(30 * MS, instances=(1, 2), simulated=QUICK)
+    outcome = Tuner(SimulatedBench(sweet), tuned(text), goal, Events()).run()
+    chosen = outcome.of(outcome.chosen)
+    assert chosen is not None
+    assert (chosen.candidate.instances, chosen.candidate.batch) == (count, 8)
+    assert 0.85 * 4000 < chosen.rate < 1.1 * 4000
+    assert chosen.predicted is not None
+    assert abs(chosen.predicted.rate / chosen.rate - 1) < 0.1
 
 
 def test_the_memory_limit_bounds_the_number_of_instances() -> None:
