@@ -188,6 +188,7 @@ class Choice:
         "finish",
         "length",
         "prompt",
+        "stop",
         "texts",
         "thinking",
         "thoughts",
@@ -200,6 +201,8 @@ class Choice:
         self.begun = False
         """Its first chunk was sent."""
         self.finish: str | None = None
+        self.stop: str | None = None
+        """The text of `stop` that has ended it."""
         self.length = len(echo.text) if echo is not None else 0
         """Characters so far."""
         self.texts: list[bytes] = []
@@ -229,6 +232,7 @@ class ChoicesFormat(ABC):
 
     object = chunk_object = ""
     kind = JSON
+    shows_stop = False
 
     def __init__(self, response_id: str, created: int, model: str, top: int | None, shows_usage: bool) -> None:
         self.id = response_id

@@ -40,10 +40,13 @@ class ResponseFormat(Protocol):
 
 class StreamFormat(ResponseFormat, Protocol):
     """A response that is sent as a whole or as a stream of events. `shows_usage`: the stream ends with the number of
-    tokens."""
+    tokens. `shows_stop`: the response says which text of `stop` has ended it."""
 
     @property
     def shows_usage(self) -> bool: ...
+
+    @property
+    def shows_stop(self) -> bool: ...
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
         """The events for a part; empty if there is nothing to send to the client."""

@@ -224,7 +224,7 @@ def task_tensor(model: LanguageModel, task: str) -> InputPlan:
     return text_tensor(model, TASK, task.encode())
 
 
-def wanted_flags(model: LanguageModel, stream: bool, usage: bool, logprobs: bool) -> list[str]:
+def wanted_flags(model: LanguageModel, stream: bool, usage: bool, logprobs: bool, stop: bool = False) -> list[str]:
     if logprobs and "return_logprobs" not in model.inputs:
         raise BadParameter(
             "logprobs", f"model '{model.name[:80]}' returns no log probabilities: it has no input 'return_logprobs'"
@@ -236,6 +236,8 @@ def wanted_flags(model: LanguageModel, stream: bool, usage: bool, logprobs: bool
         flags += ["return_num_input_tokens", "return_num_output_tokens"]
     if logprobs:
         flags += ["return_logprobs", "return_token_ids"]
+    if stop:
+        flags.append("return_stop_reason")
     return flags
 
 

@@ -180,6 +180,8 @@ def _tool_choice(choice: dict[str, Any]) -> Any:
 class MessagesFormat(ChatFormat):
     """A message, or the events of its stream. It has one choice."""
 
+    shows_stop = True
+
     def __init__(self, response_id: str, model: str, shows_thinking: bool, reading: Reading) -> None:
         super().__init__(response_id, 0, model, None, True, reading)
         self._document = {"id": response_id, "type": "message", "role": "assistant", "model": model}
@@ -193,7 +195,7 @@ class MessagesFormat(ChatFormat):
 
     def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
         (choice,) = choices
-        reason = _REASONS.get(self._reason(choice.finish or "stop", choice), "end_turn")
+        ends = {**self._ending(choice), "usage": _usage(usage)}
         blocks: list[list[Buffer]] = []
         if choice.thoughts and self._shows_thinking:
             blocks.append([b'{"type":"thinking","signature":"","thinking":"', *choice.thoughts, b'"}'])
@@ -206,7 +208,6 @@ class MessagesFormat(ChatFormat):
         parts: list[Buffer] = [_encode(self._document)[:-1], b',"content":[']
         for number, pieces in enumerate(blocks):
             parts += [b",", *pieces] if number else pieces
-        ends = {"stop_reason": reason, "stop_sequence": None, "usage": _usage(usage)}
         return [*parts, b"],", _encode(ends)[1:]]
 
     # ------------------------------------------------------------------------------------ as events
@@ -242,12 +243,22 @@ class MessagesFormat(ChatFormat):
 
     def end(self, choices: list[Choice], usage: Usage) -> bytes:
         (choice,) = choices
-        reason = _REASONS.get(self._reason(choice.finish or "stop", choice), "end_turn")
-        ends = _event("message_delta", delta={"stop_reason": reason, "stop_sequence": None}, usage=_usage(usage))
+        ends = _event("message_delta", delta=self._ending(choice), usage=_usage(usage))
         return b"".join([*self._close(), ends, _event("message_stop")])
 
     def error(self, body: bytes) -> bytes:
         return _event("error", error=msgspec.json.decode(anthropic_body(body))["error"])
+
+    def _read(self, choice: Choice, delta: Delta) -> Delta:
+        choice.stop = delta.stop or choice.stop
+        return super()._read(choice, delta)
+
+    def _ending(self, choice: Choice) -> dict[str, str | None]:
+        """Why the message ends."""
+        reason = self._reason(choice.finish or "stop", choice)
+        if reason == "stop" and choice.stop is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop}
+        return {"stop_reason": _REASONS.get(reason, "end_turn"), "stop_sequence": None}
 
     def _begin(self, which: str | int, block: dict[str, Any]) -> list[bytes]:
         """Opens the block, unless it is open."""

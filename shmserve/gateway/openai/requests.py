@@ -331,7 +331,8 @@ class OpenAiRequests:
         options = bodies.request_options(response_id, request)
         together, apart = (n, 1) if MESSAGES in model.inputs else (1, n)
         sampling = inputs.SamplingInputs(model, inputs.sampling_of(model, request, logprobs, forced), options, apart)
-        names = inputs.wanted_flags(model, stream, shows_usage or not stream, logprobs is not None)
+        shows_stop = response.shows_stop and request.stop is not None
+        names = inputs.wanted_flags(model, stream, shows_usage or not stream, logprobs is not None, shows_stop)
         echoed = n * prompt_bytes if any(before) else 0
         _hold(exchange, len(before) * apart, apart * prompt_bytes + len(before) * apart * sampling.bytes, echoed)
         plans = self._plans(prompts, sampling, inputs.flag_tensors(model, names), apart)

@@ -77,6 +77,7 @@ class TranscriptionFormat:
     """A transcription, or the events of its stream. It has one choice."""
 
     shows_usage = False
+    shows_stop = False
 
     def __init__(self, request: TranscriptionRequest) -> None:
         self._format = request.response_format

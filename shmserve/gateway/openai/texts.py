@@ -41,12 +41,15 @@ class Delta(Struct):
     prompt_logprobs: list[Any] | None = None
     thought: str = ""
     """Thinking of the model that was in its text."""
+    stop: str | None = None
+    """The text of `stop` that has ended the choice, if the model was asked for it."""
 
 
 class _More(Struct):
     """What a part has for one choice besides its text, not decoded yet."""
 
     finish: Buffer = b""
+    stop: Buffer = b""
     logprobs: Buffer = b""
     ids: Buffer | list[int] = b""
     tool_calls: Buffer = b""
@@ -56,6 +59,7 @@ class _More(Struct):
 
 _FIELDS = {
     "finish_reason": "finish",
+    "stop_reason": "stop",
     "logprobs": "logprobs",
     "token_ids": "ids",
     TOOL_CALLS: "tool_calls",
@@ -167,6 +171,7 @@ class PartReader:
     def _add(self, delta: Delta, more: _More) -> None:
         if more.finish not in _NOT_FINISHED:
             delta.finish = str(more.finish, "utf-8", "replace")
+            delta.stop = str(more.stop, "utf-8", "replace") or None
         delta.logprobs = self._list("logprobs", more.logprobs)
         delta.token_ids = self._ids(more)
         delta.tool_calls = self._list(TOOL_CALLS, more.tool_calls)

@@ -410,6 +410,22 @@ def test_messages(claude: Any, expected: list[str]) -> None:
     assert (streamed.stop_reason, streamed.usage.output_tokens) == ("max_tokens", 24)
 
 
+@pytest.mark.parametrize("at", [None, 5])
+def test_stop_sequences_of_messages(claude: Any, expected: list[str], at: int | None) -> None:
+    """The reason names the one that has ended the message; none has if the model ends it, or the limit."""
+    stop = expected[-1][at : at + 3] if at is not None else "never"
+    kept = expected[-1].partition(stop)[0]
+    given: dict[str, Any] = {"model": "text", "system": "Be brief.", "max_tokens": 24, "extra_body": {"temperature": 0}}
+    given |= {"messages": [{"role": "user", "content": "Why?"}], "stop_sequences": ["not this", stop]}
+    found = claude.messages.create(**given)
+    with claude.messages.stream(**given) as stream:
+        streamed = stream.get_final_message()
+    for message in found, streamed:
+        assert "".join(block.text for block in message.content) == kept
+        reason = ("max_tokens", None) if at is None else ("stop_sequence", stop)
+        assert (message.stop_reason, message.stop_sequence) == reason
+
+
 def test_structured_messages(claude: Any) -> None:
     asked: dict[str, Any] = {"model": "text", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 400}
     config = {"format": {"type": "json_schema", "schema": WEATHER}, "effort": "low"}

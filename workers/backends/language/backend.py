@@ -56,6 +56,7 @@ OUTPUTS = (
     ModelOutput(name="text_output", data_type="TYPE_STRING", dims=(-1,)),
     ModelOutput(name="tool_calls", data_type="TYPE_STRING", dims=(-1,)),
     ModelOutput(name="finish_reason", data_type="TYPE_STRING", dims=(-1,)),
+    ModelOutput(name="stop_reason", data_type="TYPE_STRING", dims=(-1,)),
     ModelOutput(name="cumulative_logprob", data_type="TYPE_FP32", dims=(-1,)),
     ModelOutput(name="logprobs", data_type="TYPE_STRING", dims=(-1,)),
     ModelOutput(name="token_ids", data_type="TYPE_STRING", dims=(-1,)),

@@ -32,6 +32,8 @@ class Step(Struct):
     """Sum of the log probabilities of the tokens."""
     finish: str = ""
     """Why the text has ended; "": it has not."""
+    stop: str = ""
+    """The text of `stop` that has ended it; "": none has."""
     prompt: int = 0
     """Number of tokens of the prompt; 0: not known yet."""
     cached: int = 0

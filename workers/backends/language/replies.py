@@ -24,7 +24,7 @@ _encode = msgspec.json.Encoder().encode
 class Text:
     """The unsent output of one of a request's texts."""
 
-    __slots__ = ("calls", "cumulative", "finish", "forced", "ids", "parts", "scores", "tokens")
+    __slots__ = ("calls", "cumulative", "finish", "forced", "ids", "parts", "scores", "stop", "tokens")
 
     def __init__(self, forced: CallReader | None) -> None:
         self.forced = forced
@@ -36,6 +36,7 @@ class Text:
         self.tokens = 0
         self.cumulative = 0.0
         self.finish = NOT_FINISHED
+        self.stop = ""
 
     def clear(self) -> None:
         """Called when the output has been sent."""
@@ -90,7 +91,7 @@ class Reply:
         if measured is not None and step.generated:
             measured.generated(step.generated)
         if step.finish:
-            text.finish = step.finish
+            text.finish, text.stop = step.finish, step.stop
             self._open -= 1
             if measured is not None:
                 measured.finished(step.cached)
@@ -114,6 +115,8 @@ class Reply:
         match name:
             case "finish_reason":
                 return strings([text.finish for text in texts])
+            case "stop_reason":
+                return strings([text.stop for text in texts])
             case "cumulative_logprob":
                 return np.array([text.cumulative for text in texts], np.float32)
             case "logprobs":

@@ -35,6 +35,7 @@ PIXELS = 64 << 20
 _BASE64 = re.compile(rb"[A-Za-z0-9+/]*={0,2}")
 RETURNED = {
     "return_finish_reason": "finish_reason",
+    "return_stop_reason": "stop_reason",
     "return_cumulative_logprob": "cumulative_logprob",
     "return_logprobs": "logprobs",
     "return_token_ids": "token_ids",

@@ -60,6 +60,8 @@ def body_of(generation: Generation, defaults: Defaults, filling: Sequence[int] =
     else:
         body["prompt"] = _filled(generation, filling) if generation.suffix else generation.prompt
         body |= {"logprobs": top} if generation.scored else {}
+    if "stop_reason" in generation.returned:
+        body["verbose"] = True
     if generation.count > 1:
         body["n"] = generation.count
     return body

@@ -58,11 +58,18 @@ class EngineError(Struct):
     type: str = ""
 
 
-class Piece(Struct):
+class Details(Struct):
+    stopping_word: str = ""
+
+
+class Piece(Struct, rename={"details": "__verbose"}):
+    """`details`: if the request asked for them."""
+
     choices: list[Choice] = []
     prompt_progress: Progress | None = None
     timings: Timings | None = None
     error: EngineError | None = None
+    details: Details | None = None
 
 
 _decode = msgspec.json.Decoder(Piece).decode
@@ -115,6 +122,8 @@ class Pieces:
             step.generated = piece.timings.predicted_n - self._generated[choice.index]
             step.prompt = piece.timings.prompt_n + piece.timings.cache_n
             step.cached = piece.timings.cache_n
+        if step.finish and piece.details is not None:
+            step.stop = piece.details.stopping_word
         if choice.logprobs is not None and choice.logprobs.content:
             for token in choice.logprobs.content:
                 step.ids.append(token.id)

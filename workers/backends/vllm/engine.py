@@ -154,6 +154,7 @@ def _step(text: Any, output: Any, calls: CallReaders | None) -> Step:
     step = Step(text.index, text.text, generated=len(text.token_ids), finish=text.finish_reason or "")
     step.prompt = len(output.prompt_token_ids or ())
     if step.finish:
+        step.stop = text.stop_reason if isinstance(text.stop_reason, str) else ""
         step.cached = max(0, output.num_cached_tokens or 0)
     if calls is not None:
         calls.read(step, list(text.token_ids), output.prompt_token_ids)

@@ -187,9 +187,13 @@ def test_a_stop_text_ends_the_text_and_is_never_sent(text: Text) -> None:
     stop = expected[8:11]
     before = expected[: expected.index(stop)]
     sampling = {"stop": [f"{expected[2:4]}\u2713", stop]}
-    parts = list(text.stream(prompt, sampling=sampling, return_finish_reason=True))
+    own = {"return_stop_reason": True} if text.kind.engine else {}
+    parts = list(text.stream(prompt, sampling=sampling, return_finish_reason=True, **own))
     assert said(iter(parts)) == before
     assert parts[-1]["finish_reason"].tolist() == [b"stop"]
+    assert [part["stop_reason"].item() for part in parts if own] == ([b""] * (len(parts) - 1) + [stop.encode()]) * len(
+        own
+    )
     assert text_of(text.complete(prompt, sampling=sampling)) == before
 
 
