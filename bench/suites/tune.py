@@ -49,15 +49,13 @@ INSTANCES = (1, 2)
 CORES, SIMULATED_INSTANCES = 4, 3
 REQUESTS = 300
 """Requests of a simulated measurement of the sweep, at least."""
-SIMULATED = 600
-"""Requests of a simulation of the tuner."""
-LONG = 4_000
+LONG = 12_000
 """Requests in the simulations that compare two settings."""
 LASTS = 2
 """It lasts at least this many times the p99, so that a growing queue has time to show."""
 RESULT = RESULTS / "tune.md"
 """The table: a row for each model."""
-BEST = 4
+BEST = 6
 """Settings of the sweep that are measured again."""
 STEP = 1.05
 """Factor between the rates of the final comparison."""
@@ -308,7 +306,7 @@ def simulated(name: str, pool: SimulationPool) -> Proof:
 
 
 def goal_of(name: str) -> Goal:
-    return Goal(HIDDEN[name].p99_ms * MS, seconds=1.0, instances=(1, SIMULATED_INSTANCES), simulated=SIMULATED)
+    return Goal(HIDDEN[name].p99_ms * MS, instances=(1, SIMULATED_INSTANCES))
 
 
 def bench_of(name: str, requests: int = REQUESTS) -> SimulatedBench:

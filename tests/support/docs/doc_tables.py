@@ -215,6 +215,13 @@ def _peers() -> str:
     return f"{heading.partition(', ')[2].split()[0]}:\n\n- {rest.strip()}"
 
 
+def _tuned() -> str:
+    """The result of `python -m bench.suites.tune simulated --write`: model, share of the best rate, share of time."""
+    lines = (ROOT / "bench" / "results" / "tune.md").read_text().splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return table(("Model", "Rate", "Time"), [(row[0], row[4], row[7]) for row in rows])
+
+
 PARTS = (
     DocPart("settings.md", "the flags", lambda: sections({**SERVER, **ENDPOINTS}, _flags)),
     DocPart("settings.md", "the differences", _differences),
@@ -232,6 +239,7 @@ PARTS = (
     DocPart("parameters.md", "the model parameters", lambda: sections(parameters.GROUPS, _parameters)),
     DocPart("errors.md", "the errors", _errors),
     DocPart("compare.md", "the result", _peers),
+    DocPart("sizing.md", "the proof", _tuned),
 )
 
 
