@@ -64,7 +64,8 @@ OUTPUTS = (
     ModelOutput(name="num_output_tokens", data_type="TYPE_UINT32", dims=(-1,)),
     ModelOutput(name="max_model_len", data_type="TYPE_UINT32", dims=(1,)),
 )
-
+PROMPT_LOGPROBS = ModelOutput(name="prompt_logprobs", data_type="TYPE_STRING", dims=(-1,))
+"""An output of models that return the log probabilities of prompts."""
 
 _Run = Callable[["ResponseSender"], Exception | None]
 
@@ -86,6 +87,9 @@ class LanguageBackend(SeparateBackend, ABC):
     def inputs_of(self, config: ModelConfig) -> tuple[ModelInput, ...]:
         return INPUTS
 
+    def outputs_of(self, config: ModelConfig) -> tuple[ModelOutput, ...]:
+        return OUTPUTS
+
     @abstractmethod
     def start(self, config: ModelConfig) -> tuple[Engine, Defaults]:
         """Loads the model in an engine. Raises if it cannot be loaded."""
@@ -95,12 +99,12 @@ class LanguageBackend(SeparateBackend, ABC):
         return replace(
             config,
             input=config.input + tuple(entry for entry in self.inputs_of(config) if entry.name not in inputs),
-            output=config.output + tuple(entry for entry in OUTPUTS if entry.name not in outputs),
+            output=config.output + tuple(entry for entry in self.outputs_of(config) if entry.name not in outputs),
             model_transaction_policy=config.model_transaction_policy or ModelTransactionPolicy(decoupled=True),
         )
 
     def load(self, config: ModelConfig) -> None:
-        _check(config, self.inputs_of(config))
+        _check(config, self.inputs_of(config), self.outputs_of(config))
         self._names = [spec.name for spec in request_inputs_of(config)]
         self._outputs = frozenset(entry.name for entry in config.output)
         self.streams = OpenResponses(decoupled=True)
@@ -276,7 +280,7 @@ class _Replying:
         return stream.dropped
 
 
-def _check(config: ModelConfig, inputs: tuple[ModelInput, ...]) -> None:
+def _check(config: ModelConfig, inputs: tuple[ModelInput, ...], outputs: tuple[ModelOutput, ...]) -> None:
     """Raises unless the configuration describes a language model."""
     failed = f"unable to load model '{config.name}'"
     if config.max_batch_size:
@@ -284,7 +288,7 @@ def _check(config: ModelConfig, inputs: tuple[ModelInput, ...]) -> None:
     policy = config.model_transaction_policy
     if policy is None or not policy.decoupled:
         raise InvalidRequest(f"{failed}: a language model needs model_transaction_policy {{ decoupled: true }}")
-    for what, entries, known in (("input", config.input, inputs), ("output", config.output, OUTPUTS)):
+    for what, entries, known in (("input", config.input, inputs), ("output", config.output, outputs)):
         types = {entry.name: entry.data_type for entry in known}
         for entry in entries:
             if entry.name not in types:

@@ -34,6 +34,8 @@ class Step(Struct):
     """Why the text has ended; "": it has not."""
     stop: str = ""
     """The text of `stop` that has ended it; "": none has."""
+    prompt_scores: list[dict[str, Any] | None] | None = None
+    """For each token of the prompt, as in `scores`, if the request wants `prompt_logprobs`; None for the first one."""
     prompt: int = 0
     """Number of tokens of the prompt; 0: not known yet."""
     cached: int = 0

@@ -55,6 +55,8 @@ class Reply:
         self._open = generation.count
         self.prompt_tokens = 0
         """0: not known yet."""
+        self._prompt_scores: list[dict[str, Any] | None] | None = None
+        """Until they are sent."""
         self._measured: list[TextMetrics] = []
 
     def measure(self, texts: list[TextMetrics]) -> None:
@@ -77,6 +79,8 @@ class Reply:
             self.prompt_tokens = step.prompt
             for one in self._measured:
                 one.prompted(step.prompt)
+        if step.prompt_scores is not None:
+            self._prompt_scores = step.prompt_scores
         content, calls = step.text, step.calls
         if content and text.forced is not None:
             content, calls = "", text.forced.feed(content)
@@ -106,6 +110,9 @@ class Reply:
         if any(text.calls for text in texts):
             found.append(("tool_calls", strings([_encode(text.calls) for text in texts])))
         found += [(name, self._optional(name)) for name in returned]
+        if self._prompt_scores is not None:
+            found.append(("prompt_logprobs", strings([_encode(self._prompt_scores)] * len(texts))))
+            self._prompt_scores = None
         for text in texts:
             text.clear()
         return found

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from shmserve.errors import Unsupported
 from shmserve.extras import install_command
-from shmserve.workers.backends.language.backend import IMAGE, INPUTS, LanguageBackend
+from shmserve.workers.backends.language.backend import IMAGE, INPUTS, OUTPUTS, PROMPT_LOGPROBS, LanguageBackend
 from shmserve.workers.backends.language.encoder import POOLING, Encoder
 from shmserve.workers.backends.parameters import Parameters
-from shmserve.workers.backends.vllm.settings import Settings, sees_images, settings_of
+from shmserve.workers.backends.vllm.settings import Settings, scores_prompts, sees_images, settings_of
 
 if TYPE_CHECKING:
-    from shmserve.repo.config.schema import ModelConfig, ModelInput
+    from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput
     from shmserve.workers.backends.base import Backend
     from shmserve.workers.backends.language.encoder import EncodingEngine
     from shmserve.workers.backends.language.engine import Engine
@@ -29,6 +29,9 @@ class Vllm(LanguageBackend):
 
     def inputs_of(self, config: ModelConfig) -> tuple[ModelInput, ...]:
         return (*INPUTS, IMAGE) if sees_images(config, self.context) else INPUTS
+
+    def outputs_of(self, config: ModelConfig) -> tuple[ModelOutput, ...]:
+        return (*OUTPUTS, PROMPT_LOGPROBS) if scores_prompts(config, self.context) else OUTPUTS
 
     def start(self, config: ModelConfig) -> tuple[Engine, Defaults]:
         settings = settings_of(config, self.context)

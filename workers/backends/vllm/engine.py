@@ -95,7 +95,10 @@ class VllmEngine:
         outputs = self._runtime.engine.generate(prompt, parameters, self._runtime.number(), lora_request=adapter)
         try:
             async for output in outputs:
-                if listener.step([_step(one, output, calls) for one in output.outputs]):
+                steps = [_step(one, output, calls) for one in output.outputs]
+                if steps and output.prompt_logprobs:
+                    steps[0].prompt_scores = [one and _all_described(one) for one in output.prompt_logprobs]
+                if listener.step(steps):
                     break
         finally:
             await outputs.aclose()
@@ -160,9 +163,13 @@ def _step(text: Any, output: Any, calls: CallReaders | None) -> Step:
         calls.read(step, list(text.token_ids), output.prompt_token_ids)
     for token, scores in zip(text.token_ids, text.logprobs or (), strict=False):
         step.ids.append(token)
-        step.scores.append({str(other): _described(score) for other, score in scores.items()})
+        step.scores.append(_all_described(scores))
         step.logprob += scores[token].logprob
     return step
+
+
+def _all_described(scores: Any) -> dict[str, Any]:
+    return {str(token): _described(score) for token, score in scores.items()}
 
 
 def _described(score: Any) -> dict[str, Any]:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from shmserve.workers.backends.language.sampling import Defaults
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (None,),  # vLLM 0.32 ends with an error if the model has adapters
     "detokenize": (True,),
     "truncate_prompt_tokens": (None,),
 }
@@ -37,6 +36,7 @@ _SAME = (
     "include_stop_str_in_output",
     "skip_special_tokens",
     "spaces_between_special_tokens",
+    "prompt_logprobs",
 )
 """Parameters that have the same name and values in the engine."""
 STRUCTURED = ("json", "json_object", "choice", "grammar", "regex", "structural_tag")

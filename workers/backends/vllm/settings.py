@@ -11,7 +11,7 @@ from msgspec import Struct
 from shmserve.errors import InvalidRequest
 from shmserve.repo.backends import NETWORK
 from shmserve.repo.compile import DEFAULT_SLOTS
-from shmserve.repo.parameters import CHAT_TEMPLATE
+from shmserve.repo.parameters import ADAPTERS, CHAT_TEMPLATE
 from shmserve.workers.backends.language.encoder import NORMALIZE, POOLING, RANK
 from shmserve.workers.backends.language.requests import IMAGE
 from shmserve.workers.backends.language.sampling import Defaults, adapters_of, defaults_of
@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 FILE = "model.json"
 MODEL = "model"
 TOOL_PARSER = "tool_parser"
+LORA = "enable_lora"
 SLOTS, THREADS = "max_num_seqs", "threads"
 _TYPES = {"mean": "MEAN", "cls": "CLS", "last": "LAST"}
 POOLINGS = (*_TYPES, RANK, "auto")
 PARAMETERS = {"slots": SLOTS, "context_length": "max_model_len", "prompt_batch": "max_num_batched_tokens"}
 """Parameters that all engines have -> arguments of this one."""
+_WITH_ADAPTERS = {**UNSUPPORTED, "prompt_logprobs": (None,)}
+"""With adapters, vLLM 0.32 on a CPU computes the logits of the prompt with the adapter indices of the samples: one such
+request ends the engine, and all texts with it."""
 
 
 class Settings(Struct, frozen=True):
@@ -58,7 +62,7 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
         # On a CPU, vLLM 0.32 runs requests without an adapter with the last one if the batch has others that name one:
         # an empty place is the last one.
         places = max(len(adapters) + 1, arguments.get("max_loras", 0))
-        arguments = {"enable_lora": True, **arguments, "max_loras": places}
+        arguments = {LORA: True, **arguments, "max_loras": places}
     pooling = parameters.text(POOLING)
     if pooling:
         if pooling not in POOLINGS:
@@ -76,7 +80,7 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
         pooling,
         parameters.flag(NORMALIZE, True),
         adapters,
-        defaults_of(config, UNSUPPORTED, adapters),
+        defaults_of(config, UNSUPPORTED if _scores_prompts(arguments) else _WITH_ADAPTERS, adapters),
     )
 
 
@@ -85,6 +89,15 @@ def _threads(parameters: Parameters, context: Context) -> int:
     and OpenMP's threads spin until the last one of them has run: on two busy cores, two threads generated 5 tokens per
     second, and one thread 240."""
     return parameters.whole(THREADS, 0) or max(1, context.engine_threads - 1)
+
+
+def scores_prompts(config: ModelConfig, context: Context) -> bool:
+    """Whether the model returns log probabilities of prompts. Raises NotFound or InvalidRequest."""
+    return not ADAPTERS.read(config) and _scores_prompts(_arguments(config, context))
+
+
+def _scores_prompts(arguments: dict[str, Any]) -> bool:
+    return not arguments.get(LORA)
 
 
 def sees_images(config: ModelConfig, context: Context) -> bool:

@@ -87,10 +87,19 @@ def server(networks: tuple[Path, Answers], tmp_path_factory: pytest.TempPathFact
         for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}.items():
             patch.setenv(name, value)
         with Server(root, *options, gateway=True) as running:
-            with running.client() as native:
-                for name in MODELS:
-                    native.load(name, timeout=280)
             yield running
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, server: Server) -> str:
+    """A model that is loaded for its tests: on a busy machine, one takes most of the time that a test may take."""
+    with server.client() as native:
+        native.load(request.param, timeout=280)
+    return str(request.param)
+
+
+def of_model(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("model", [name], indirect=True)
 
 
 @pytest.fixture
@@ -99,9 +108,10 @@ def client(server: Server) -> Iterator[Any]:
         yield made
 
 
-def test_images_of_a_chat(client: Any, networks: tuple[Path, Answers]) -> None:
+@of_model("eyes")
+def test_images_of_a_chat(client: Any, model: str, networks: tuple[Path, Answers]) -> None:
     """The engine sees them at their places, and a chat without images is one of the same model."""
-    given: dict[str, Any] = {"model": "eyes", "temperature": 0, "max_tokens": COUNT, "extra_body": {"ignore_eos": True}}
+    given: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": COUNT, "extra_body": {"ignore_eos": True}}
     found = [client.chat.completions.create(messages=messages_of(chat), **given) for chat in CHATS]
     assert [one.choices[0].message.content for one in found] == networks[1]["continuations"]
     streamed = client.chat.completions.create(messages=messages_of(CHATS[0]), stream=True, **given)
@@ -111,30 +121,46 @@ def test_images_of_a_chat(client: Any, networks: tuple[Path, Answers]) -> None:
             client.chat.completions.create(messages=[{"role": "user", "content": [image_part(image)]}], **given)
 
 
-def test_vectors(client: Any, networks: tuple[Path, Answers]) -> None:
+@of_model("eyes")
+def test_log_probabilities_of_a_prompt(client: Any, model: str) -> None:
+    """Those of a text that is generated are those that it has as a prompt."""
+    given: dict[str, Any] = {"model": model, "temperature": 0, "logprobs": 1, "extra_body": {"ignore_eos": True}}
+    (made,) = client.completions.create(prompt=TEXTS[0], max_tokens=COUNT, **given).choices
+    text = TEXTS[0] + made.text
+    found = client.completions.create(prompt=text, max_tokens=0, echo=True, n=2, **given)
+    for choice in found.choices:
+        scores = choice.logprobs
+        assert (choice.text, "".join(scores.tokens), scores.token_logprobs[0]) == (text, text, None)
+        assert scores.token_logprobs[-COUNT:] == pytest.approx(made.logprobs.token_logprobs, rel=1e-3)
+    assert found.usage.total_tokens == len(text)
+
+
+@of_model("vectors")
+def test_vectors(client: Any, model: str, networks: tuple[Path, Answers]) -> None:
     forms: dict[str, Callable[[Any], Any]] = {"float": np.array, "base64": decoded}
     for form, read in forms.items():
-        found = client.embeddings.create(model="vectors", input=list(TEXTS), encoding_format=form)
+        found = client.embeddings.create(model=model, input=list(TEXTS), encoding_format=form)
         vectors = np.array([read(item.embedding) for item in found.data])
         assert vectors == pytest.approx(np.array(networks[1]["vectors"]["mean"]), abs=1e-5)
         assert found.usage.prompt_tokens == sum(map(len, TEXTS))
-    (cut,) = client.embeddings.create(model="vectors", input=TEXTS[0], dimensions=8).data
+    (cut,) = client.embeddings.create(model=model, input=TEXTS[0], dimensions=8).data
     expected = np.array(networks[1]["vectors"]["mean"][0][:8])
     assert cut.embedding == pytest.approx(expected / np.linalg.norm(expected), abs=1e-5)
     with pytest.raises(openai.BadRequestError, match=r"vLLM: .*maximum"):
-        client.embeddings.create(model="vectors", input="a" * 70000)
-    assert "vectors" in [model.id for model in client.models.list()]
+        client.embeddings.create(model=model, input="a" * 70000)
+    assert model in [one.id for one in client.models.list()]
 
 
 def decoded(vector: str) -> Any:
     return np.frombuffer(base64.b64decode(vector), "<f4")
 
 
-def test_scores(client: Any, networks: tuple[Path, Answers]) -> None:
+@of_model("rank")
+def test_scores(client: Any, model: str, networks: tuple[Path, Answers]) -> None:
     scores = networks[1]["scores"]
-    results = post(client, "/v1/rerank", model="rank", query="Why?", documents=list(DOCUMENTS))["results"]
+    results = post(client, "/v1/rerank", model=model, query="Why?", documents=list(DOCUMENTS))["results"]
     assert {one["index"]: one["relevance_score"] for one in results} == pytest.approx(dict(enumerate(scores)), abs=1e-5)
-    found = post(client, "/v1/score", model="rank", text_1="Why?", text_2=list(DOCUMENTS))
+    found = post(client, "/v1/score", model=model, text_1="Why?", text_2=list(DOCUMENTS))
     assert [one["score"] for one in found["data"]] == pytest.approx(scores, abs=1e-5)
     assert found["usage"]["prompt_tokens"] == sum(len("Why?") + len(document) + 3 for document in DOCUMENTS)
 

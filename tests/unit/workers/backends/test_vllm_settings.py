@@ -12,7 +12,7 @@ import pytest
 from shmserve.errors import InvalidRequest
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from shmserve.workers.backends.base import Context
-from shmserve.workers.backends.language.backend import IMAGE
+from shmserve.workers.backends.language.backend import IMAGE, PROMPT_LOGPROBS
 from shmserve.workers.backends.vllm.backend import Vllm, VllmTexts, prepare_environment
 from shmserve.workers.backends.vllm.settings import Settings, settings_of
 
@@ -74,6 +74,18 @@ def test_the_input_for_images(arguments: dict[str, Any], sees: bool, tmp_path: P
     context, config = context_of(tmp_path, **arguments), config_of()
     assert (IMAGE in Vllm(context).inputs_of(config)) is sees
     assert settings_of(config, context).sees_images is sees
+
+
+@pytest.mark.parametrize(("arguments", "given", "scores"), [
+    ({}, {}, True), ({"enable_lora": True}, {}, False), ({"enable_lora": False}, {}, True),
+    ({}, {"adapters": "french=net"}, False),
+])  # fmt: skip
+def test_models_with_adapters_refuse_log_probabilities_of_prompts(
+    arguments: dict[str, Any], given: dict[str, str], scores: bool, tmp_path: Path
+) -> None:
+    context, config = context_of(tmp_path, **arguments), config_of(**given)
+    assert (PROMPT_LOGPROBS in Vllm(context).outputs_of(config)) is scores
+    assert ("prompt_logprobs" in settings_of(config, context).defaults.unsupported) is not scores
 
 
 def test_a_pooling_makes_an_encoder() -> None:
