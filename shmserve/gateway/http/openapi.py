@@ -201,7 +201,7 @@ _SEQUENCE: dict[str, _Schema] = {
     "sequence_start": _BOOL,
     "sequence_end": _BOOL,
 }
-_MESSAGE = _object(("role", "content"), role=_STRING, content={"type": ["string", "array"]})
+_MESSAGE = _object(("role",), role=_STRING, content={"type": ["string", "array"]})
 _TOKENS_USED = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 _VALUE: _Schema = {"type": ["string", "integer", "number", "boolean"]}
 
