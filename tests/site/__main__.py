@@ -1,4 +1,7 @@
-"""`python -m tests.site`: builds the site in build/site and checks its links.
+"""`python -m tests.site`: builds the site of this version in build/site/VERSION and checks its links.
+
+build/site has what a host serves: a folder for each version, versions.json, which the page's choice of versions reads,
+and a page that leads to the newest one. Folders of other versions that are there stay.
 
 The generator is installed in build/site-env, if missing. If it cannot be installed, nothing is built, and the reason is
 printed. The site loads nothing from other hosts: Mermaid, which draws the diagrams, is a file of the site.
@@ -6,12 +9,15 @@ printed. The site loads nothing from other hosts: Mermaid, which draws the diagr
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from shmserve.version import version
 from tests import ROOT
 from tests.site.links import broken_links
 from tests.site.stage import stage
@@ -22,8 +28,15 @@ PACKAGES = ("zensical==0.0.73", "mkdocstrings-python==2.0.11", "ruff==0.17.6")
 ENVIRONMENT = ROOT / "build" / "site-env"
 MADE = ENVIRONMENT / ".made"
 PAGES = ROOT / "build" / "site-pages"
+BUILT = ROOT / "build" / "site-built"
 STYLE = Path(__file__).with_name("site.css")
 SITE = ROOT / "build" / "site"
+NEWEST = """\
+<!doctype html>
+<title>shmserve</title>
+<meta http-equiv="refresh" content="0; url={version}/index.html">
+<a href="{version}/index.html">Documentation of shmserve {version}</a>
+"""
 INSTALL_S = 400
 MERMAID = "mermaid@12.3.0"
 MERMAID_FILE = ROOT / "build" / "mermaid" / "mermaid.min.js"
@@ -51,16 +64,28 @@ def build() -> int:
     """Builds the site. Any warning is an error."""
     stage(ROOT, PAGES)
     shutil.copyfile(STYLE, PAGES / STYLE.name)
-    shutil.rmtree(SITE, ignore_errors=True)
+    built = SITE / version()
     command = [str(ENVIRONMENT / "bin" / "zensical"), "build", "--clean", "--strict"]
     if status := subprocess.call(command, cwd=ROOT, env=os.environ | {"NO_COLOR": "1"}):
         return status
-    add_mermaid(SITE, MERMAID_FILE)
-    if broken := broken_links(SITE):
+    shutil.rmtree(built, ignore_errors=True)
+    shutil.copytree(BUILT, built)
+    add_mermaid(built, MERMAID_FILE)
+    list_versions(SITE)
+    if broken := broken_links(built):
         print("broken links:", *broken, sep="\n  ")
         return 1
-    print(f"the site: {(SITE / 'index.html').relative_to(ROOT)}")
+    print(f"the site: {(built / 'index.html').relative_to(ROOT)}")
     return 0
+
+
+def list_versions(site: Path) -> None:
+    """Writes the list of the versions that are there, the newest first, and the page that leads to it."""
+    versions = sorted(
+        (page.parent.name for page in site.glob("*/index.html")), key=lambda name: [*map(int, re.findall(r"\d+", name))]
+    )[::-1]
+    (site / "versions.json").write_text(json.dumps([{"version": v, "title": v, "aliases": []} for v in versions]))
+    (site / "index.html").write_text(NEWEST.format(version=versions[0]))
 
 
 def add_mermaid(site: Path, file: Path) -> None:

@@ -7,6 +7,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from shmserve.broker.config import command_line
 from shmserve.clients.cli import parser
 from shmserve.errors import BY_CODE
 from tests import ROOT
+from tests.site.__main__ import list_versions
 from tests.site.links import broken_links
 from tests.site.stage import page_names
 from tests.support.docs import pages, terminal
@@ -196,6 +198,19 @@ def test_every_page_is_in_the_navigation_once() -> None:
     configuration = (ROOT / "mkdocs.yml").read_text()
     nav = re.findall(r"^ +- (?:.*: )?(\S+\.md)$", configuration.partition("\nnav:\n")[2], re.MULTILINE)
     assert sorted(nav) == sorted(page_names(ROOT)), "add each page to `nav` in mkdocs.yml"
+
+
+def test_the_newest_version_of_the_site_is_the_first(tmp_path: Path) -> None:
+    for name in ("0.9.0", "0.10.0", "0.2.1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.html").touch()
+    list_versions(tmp_path)
+    assert [one["version"] for one in json.loads((tmp_path / "versions.json").read_text())] == [
+        "0.10.0",
+        "0.9.0",
+        "0.2.1",
+    ]
+    assert 'url=0.10.0/index.html"' in (tmp_path / "index.html").read_text()
 
 
 def test_broken_links_are_found(tmp_path: Path) -> None:
