@@ -150,10 +150,10 @@ def test_failures_appear_on_an_open_model_page(tab: Tab, site: Site) -> None:
     before = tab.evaluate(process)
     with contextlib.suppress(shmserve.ServeError):
         site.ask("moody", -2)
-    tab.wait(f"/^\\d+$/.test({process}) && {process} !== {json.dumps(before)}")
-    tab.wait("document.querySelector('table[aria-label=Instances]').textContent.includes('ready')")
     tab.wait_for("#notices", "was restarted")
     assert tab.evaluate(COVERED) == []
+    tab.wait(f"/^\\d+$/.test({process}) && {process} !== {json.dumps(before)}")
+    tab.wait("document.querySelector('table[aria-label=Instances]').textContent.includes('ready')")
     tab.go("#/")
     tab.wait("document.querySelector('[data-model=moody] .spark .bad').getAttribute('d')")
     tab.wait("[...document.querySelectorAll('.chip')].some((one) => /^Failing [1-9]/.test(one.textContent))")
