@@ -109,7 +109,7 @@ def test_an_ensemble_is_a_graph_with_times_on_its_edges(tab: Tab, site: Site) ->
     until(tab, flowing, lambda: site.ask("pipeline"))
     with pytest.raises(shmserve.ModelFailed):
         site.ask("pipeline", -1)
-    tab.wait("/1 of \\d+ failed/.test(document.querySelector('[data-step=\"1\"] .failing')?.textContent)")
+    tab.wait("/1 of [\\d,]+ failed/.test(document.querySelector('[data-step=\"1\"] .failing')?.textContent)")
     assert "failed" not in tab.text("[data-step='0']")
     take(tab, "ensemble")
     tab.click("[data-step='1']")
