@@ -73,7 +73,7 @@ def test_fields_and_limits() -> None:
         f"up to {generation.AT_ONCE} of them are in flight at a time",
         f"up to {collection.AT_ONCE} of them are in flight at a time",
         f"**Several texts**, up to {bodies.TEXTS}, become one request each",
-        f"A chat may have {images.IMAGES} images, and an image {images.IMAGE_BYTES >> 20} MiB",
+        f"A chat may have {images.IMAGES} images, an image {images.IMAGE_BYTES >> 20} MiB",
         f"Messages that wait for rendering may take {templates.WAITING_BYTES >> 20} MiB together",
         f"{templates.INPUT_BYTES >> 20} MiB of JSON, a prompt to {renderer.TEXT_CHARACTERS >> 20} Mi characters",
     )
