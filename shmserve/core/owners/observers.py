@@ -104,7 +104,7 @@ class Observers:
         if self.traces.active:
             batch.number = number
         now, journeys, oldest = self._turn.now, version.statistics.journeys, batch.pieces[0][1][0]
-        if (now - oldest.arrived > journeys.floor or now >= journeys.until) and oldest.batch is batch:  # `is_slow`
+        if journeys.is_slow(oldest.arrived, now) and oldest.batch is batch:
             journeys.add_slow(_journey(oldest, now), now)
         if self._followed:
             for request in batch.requests():
