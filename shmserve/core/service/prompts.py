@@ -8,8 +8,7 @@ The rate is low while all slots generate long texts, because prompts wait for sl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
-from typing import Protocol
+from collections.abc import Container, Hashable, Iterable
 
 from msgspec import Struct
 
@@ -35,15 +34,11 @@ def size_of(inputs: Iterable[Tensor], names: Container[str]) -> int:
     return size
 
 
-class Payer(Protocol):
-    """The caller whose share a request uses."""
-
-
 class Prompt(Struct, eq=False, gc=False):
-    """A prompt that waits, or is being computed. `tokens` is an estimate."""
+    """A prompt that waits, or is being computed. `payer`: the caller whose share it uses. `tokens` is an estimate."""
 
     backlog: PromptBacklog
-    payer: Payer
+    payer: Hashable
     level: int
     size: int
     tokens: int
@@ -58,7 +53,7 @@ class PromptBacklog:
         self.inputs = frozenset(inputs)
         self.limit = limit
         self.total = 0
-        self.shares: dict[int, Counter[Payer]] = {}
+        self.shares: dict[int, Counter[Hashable]] = {}
         self._reports = 0
         self._size = self._tokens = self._spent_ns = 0.0
         """Sums over the last reports: bytes and tokens of prompts, and the time in which prompts waited."""
@@ -69,7 +64,7 @@ class PromptBacklog:
         """The number of tokens of a prompt with this many bytes."""
         return max(1, round(size * (self._tokens / self._size if self._size else TOKENS_PER_BYTE)))
 
-    def add(self, payer: Payer, level: int, size: int, now: int) -> Prompt:
+    def add(self, payer: Hashable, level: int, size: int, now: int) -> Prompt:
         prompt = Prompt(self, payer, level, size, self.estimate(size))
         if not self.total:
             self._since = now
@@ -98,7 +93,7 @@ class PromptBacklog:
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Asserts that exactly these prompts wait."""
-        shares: dict[int, Counter[Payer]] = {}
+        shares: dict[int, Counter[Hashable]] = {}
         for prompt in prompts:
             shares.setdefault(prompt.level, Counter())[prompt.payer] += prompt.tokens
         assert self.shares == shares
@@ -109,7 +104,7 @@ class PromptBacklog:
         spent_ns = self._spent_ns + (now - self._since if self.total else 0)
         return self._tokens * SECOND / spent_ns if self._reports >= KNOWN and spent_ns > 0 else 0.0
 
-    def ahead(self, payer: Payer, level: int, tokens: int) -> int:
+    def ahead(self, payer: Hashable, level: int, tokens: int) -> int:
         """The tokens that are computed before a new prompt of this payer, who shares its level with others."""
         urgent = sum(share.total() for number, share in self.shares.items() if number < level)
         share = self.shares.get(level)
@@ -118,7 +113,7 @@ class PromptBacklog:
         parties = len(share) + (payer not in share)
         return urgent + min(share.total(), (share[payer] + tokens) * parties - tokens)
 
-    def exceeds(self, payer: Payer, tokens: int) -> bool:
+    def exceeds(self, payer: Hashable, tokens: int) -> bool:
         """Whether another prompt would exceed the limit, and this payer uses at least an equal share of it."""
         if not self.limit or not self.total or self.total + tokens <= self.limit:
             return False
