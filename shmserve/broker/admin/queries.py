@@ -320,31 +320,29 @@ class Control:
         for name in dict.fromkeys([*on_disk, *downloads]):
             if name not in known:
                 yield name, downloads.get(name, "")
-        now, pid_of, memory_of = time.monotonic_ns(), self._process_of, self._memory_of
+        now = time.monotonic_ns()
         for name, model in known.items():
-            if model.coming or model.leaving or model.comparisons:
-                yield name, None
-                continue
-            mark: list[object] | None = [
-                model.reason,
-                model.failed,
-                model.traffic,
-                name in on_disk,
-                downloads.get(name),
-            ]
-            for version in model.versions.values():
-                if mark is None or (found := _mark(version, now)) is None:
-                    mark = None
-                    break
-                mark += found
-                mark.append(version.source in self._changed_on_disk)
-                for instance in version.instances:
-                    if instance.peer:
-                        pid = pid_of(instance.peer)
-                        mark.append(memory_of(pid) // MEMORY_STEP)
-                        if instance.spec.kind == "KIND_GPU":
-                            mark.append(gpu_bytes(pid))
-            yield name, mark
+            yield name, self._mark_of(model, name in on_disk, downloads.get(name), gpu_bytes, now)
+
+    def _mark_of(
+        self, model: Model, is_on_disk: bool, download: str | None, gpu_bytes: Callable[[int], int], now: int
+    ) -> list[object] | None:
+        if model.coming or model.leaving or model.comparisons:
+            return None
+        mark: list[object] = [model.reason, model.failed, model.traffic, is_on_disk, download]
+        for version in model.versions.values():
+            found = _mark(version, now)
+            if found is None:
+                return None
+            mark += found
+            mark.append(version.source in self._changed_on_disk)
+            for instance in version.instances:
+                if instance.peer:
+                    pid = self._process_of(instance.peer)
+                    mark.append(self._memory_of(pid) // MEMORY_STEP)
+                    if instance.spec.kind == "KIND_GPU":
+                        mark.append(gpu_bytes(pid))
+        return mark
 
     def _degraded(self, version: Version) -> str:
         """For a READY version that lacks instances: how many serve, and why the others do not."""
