@@ -411,8 +411,10 @@ def run(work: Path, names: list[str], seconds: float) -> Iterator[str]:
     with Server(work / "models", *map(str, options), gateway=True) as server:
         direct = {name: int(server.endpoints[name].rpartition(":")[2]) for name in ("http", "grpc", "zmq")}
         with haproxy(work, direct) as proxied, contextlib.ExitStack() as watched:
-            watchers = [Child("bench.lib.clock:watch_core", core=core) for core in os.sched_getaffinity(0)]
-            cores = [watched.enter_context(watcher) for watcher in watchers]
+            cores = [
+                watched.enter_context(Child("bench.lib.clock:watch_core", core=core))
+                for core in os.sched_getaffinity(0)
+            ]
             routes = [
                 Route("the gateway", dict.fromkeys(ADDRESSES, direct), token_of),
                 Route("HAProxy", proxied, dict.fromkeys(ADDRESSES, "")),
