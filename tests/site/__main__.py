@@ -65,11 +65,12 @@ def build() -> int:
     stage(ROOT, PAGES)
     shutil.copyfile(STYLE, PAGES / STYLE.name)
     built = SITE / version()
+    shutil.rmtree(BUILT, ignore_errors=True)
     command = [str(ENVIRONMENT / "bin" / "zensical"), "build", "--clean", "--strict"]
     if status := subprocess.call(command, cwd=ROOT, env=os.environ | {"NO_COLOR": "1"}):
         return status
     shutil.rmtree(built, ignore_errors=True)
-    shutil.copytree(BUILT, built)
+    shutil.move(BUILT, built)
     add_mermaid(built, MERMAID_FILE)
     list_versions(SITE)
     if broken := broken_links(built):
