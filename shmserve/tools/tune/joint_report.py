@@ -42,11 +42,10 @@ def text(tuner: JointTuner, screen: Screen) -> str:
         rows.append([step.model.name, now.describe(), described, f"{busy:.0%}", *memory])
     parts = [screen.table(MODELS, rows)]
     if reached := _reached(tuner, chosen):
-        cells = [
-            [name, per_s(each["rate"]), f"{each['p99_ms']:.2f}" if each["p99_ms"] is not None else "overloaded",
-             f"{each['limit_ms']:g}"]
-            for name, each in reached.items()
-        ]  # fmt: skip
+        cells = []
+        for name, each in reached.items():
+            p99 = f"{each['p99_ms']:.2f}" if each["p99_ms"] is not None else "overloaded"
+            cells.append([name, per_s(each["rate"]), p99, f"{each['limit_ms']:g}"])
         parts.append(screen.table(TARGETS, cells))
     rate = outcome.rate(chosen)
     predicted = "" if tuner.fixed else f"Predicted: {_total(tuner, outcome.best.rate)} requests/s; "
