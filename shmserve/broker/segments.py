@@ -18,8 +18,7 @@ class Segments:
         self._descriptors: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._names: dict[int, tuple[str, int | None]] = {}
-        """Segment -> the name of a worker's named segment, and the descriptor that holds it once the worker has
-        exited."""
+        """Segment -> the name of a worker's named segment, and the descriptor that holds it."""
         self._mapped = Mapped()
 
     def add(self, peer: int, message: Map, descriptor: int) -> None:
@@ -39,20 +38,16 @@ class Segments:
         self._sizes[message.segment] = message.size
 
     def add_named(self, message: Map, pid: int) -> None:
-        """Records a worker's named segment. `forget` unlinks it, as the worker may have exited by then."""
+        """Records a worker's named segment, and holds it until `forget` unlinks it. The worker may exit before clients
+        have opened the segment, and any server that starts sweeps the names of exited processes."""
         if message.name is not None and posix.is_made_by(pid, message.name):
-            self._names[message.segment] = message.name, None
+            self._names[message.segment] = message.name, posix.hold(message.name)
 
     def worker_ended(self, pid: int) -> None:
-        """Unlinks named segments that the worker created but did not announce, as no handle refers to them. Announced
-        segments are held until they are forgotten, as clients may not have opened them yet. Pid 0: the process was
-        never started."""
-        if not pid:
-            return
-        for segment, (name, held) in self._names.items():
-            if held is None and posix.is_made_by(pid, name):
-                self._names[segment] = name, posix.hold(name)
-        posix.sweep(pid)
+        """Unlinks named segments that the worker created but did not announce, as no handle refers to them. Pid 0: the
+        process was never started."""
+        if pid:
+            posix.sweep(pid)
 
     def lend(self, message: Map, descriptor: int) -> None:
         """Adds one of the broker's own segments, with a duplicate of the descriptor, which stays with the arena."""

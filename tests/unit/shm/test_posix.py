@@ -14,7 +14,9 @@ from pathlib import Path
 import posix_ipc
 import pytest
 
+from shmserve.broker.segments import Segments
 from shmserve.errors import Denied, InvalidRequest, NotFound, Unavailable
+from shmserve.protocol.messages import Map
 from shmserve.shm.extents import posix
 from tests.support.leaks import count_descriptors, own_names
 
@@ -216,6 +218,18 @@ def test_the_sweep_keeps_names_that_a_process_holds(dead: Path) -> None:
     assert descriptor is not None
     os.close(descriptor)
     assert posix.sweep() == 1
+
+
+def test_an_announced_name_is_kept_from_the_sweeps_of_all_servers_until_it_is_forgotten(dead: Path) -> None:
+    """Also between the exit of the worker and the broker's notice of it."""
+    segments = Segments()
+    segments.add_named(Map(1, SIZE, f"/{dead.name}"), DEAD)
+    assert posix.sweep() == 0
+    segments.worker_ended(DEAD)
+    assert dead.exists()
+    segments.forget(1)
+    assert not dead.exists()
+    segments.close()
 
 
 @pytest.mark.usefixtures("namespace")
