@@ -15,8 +15,9 @@ import re
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+import threading
+from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,7 +46,9 @@ import xllamacpp
 
 _SILENT, _ERRORS = 0, 1
 """Log levels of the engine."""
-_ERROR_LINE = re.compile(r"^[\d.]+ E +(.+)$", re.MULTILINE)
+_ERROR_LINE = re.compile(r"[\d.]+ E +(.+)")
+_LATE_S = 5.0
+"""How long to wait for the log of a failed load."""
 _Answer = TypeVar("_Answer", bound=Struct)
 
 
@@ -117,16 +120,12 @@ class Engine:
             self._server, self._socket = _started(settings, self._key, _SILENT)
         except RuntimeError:
             # Load again with logging, because the engine only logs the reason.
-            with tempfile.TemporaryFile() as log:
+            with closing(_Log()) as log:
                 try:
-                    with _logging_to(log.fileno()):
-                        self._server, self._socket = _started(settings, self._key, _ERRORS)
+                    self._server, self._socket = _started(settings, self._key, _ERRORS)
                 except RuntimeError as error:
-                    log.seek(0)
-                    text = log.read().decode(errors="replace").replace(str(settings.file), settings.file.name)
-                    for line in text.splitlines():
-                        log_message(line)
-                    raise ModelFailed(f"llama.cpp cannot load {settings.file.name}: {_reason(text)}") from error
+                    reason = log.error(settings.file)
+                    raise ModelFailed(f"llama.cpp cannot load {settings.file.name}: {reason}") from error
 
         self._filling = [] if settings.pooling else self._filling_tokens()
 
@@ -233,22 +232,44 @@ def _started(settings: Settings, key: str, verbosity: int) -> tuple[Any, int]:
         return server, os.open(path, os.O_PATH | os.O_CLOEXEC)
 
 
-@contextmanager
-def _logging_to(descriptor: int) -> Iterator[None]:
-    """The engine writes its log to the standard error."""
-    before = os.dup(2)
-    os.dup2(descriptor, 2)
-    try:
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
+class _Log:
+    """The engine's log during a load: lines `TIME E FUNCTION: TEXT` on the standard error. A thread of the engine writes
+    them, perhaps only after the load has failed."""
 
+    def __init__(self) -> None:
+        self._before = os.dup(2)
+        reading, writing = os.pipe()
+        os.dup2(writing, 2)
+        os.close(writing)
+        self._lines: list[str] = []
+        self._has_error = threading.Event()
+        self._reader = threading.Thread(target=self._read, args=(reading,), name="engine log")
+        self._reader.start()
 
-def _reason(log: str) -> str:
-    """The first error in the log of the engine, in which a line is `TIME E FUNCTION: TEXT`."""
-    found = _ERROR_LINE.search(log)
-    return " ".join(found[1].split()) if found is not None else "the log of the server has its messages"
+    def _read(self, descriptor: int) -> None:
+        with open(descriptor, errors="replace") as log:
+            for line in log:
+                self._lines.append(line.rstrip())
+                if _ERROR_LINE.match(line):
+                    self._has_error.set()
+
+    def error(self, file: Path) -> str:
+        """The first error. All lines so far are logged, without the folder of the file."""
+        self._has_error.wait(_LATE_S)
+        self.close()
+        lines = [line.replace(str(file), file.name) for line in self._lines]
+        for line in lines:
+            log_message(line)
+        errors = [" ".join(found[1].split()) for line in lines if (found := _ERROR_LINE.match(line))]
+        return errors[0] if errors else "the log of the server has its messages"
+
+    def close(self) -> None:
+        if self._before < 0:
+            return
+        os.dup2(self._before, 2)
+        os.close(self._before)
+        self._before = -1
+        self._reader.join()
 
 
 def _parameters(settings: Settings, path: Path, key: str, verbosity: int) -> Any:
