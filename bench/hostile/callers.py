@@ -29,7 +29,7 @@ from itertools import count, product
 from pathlib import Path
 from statistics import median
 from threading import Event
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,6 +79,8 @@ PROXY_ADDRESS = "127.0.0.2"
 TIMEOUT_S = 1.0
 PAUSE_S = (0.01, 0.03)
 """Between two requests of the honest caller."""
+SLOW = 5
+"""How many times its usual processor time a call takes the caller when the machine is slow."""
 REOPENED_S = 0.25
 """Time after which an unread stream is closed, and another one opened."""
 READ_S = 0.05
@@ -275,15 +277,17 @@ def honest(way: str, model: str, place: dict[str, Any]) -> Handler:
         waits, failed = [], []
         end = perf_counter() + seconds
         while (start := perf_counter()) < end:
+            computed = process_time()
             try:
                 call()
             except Exception as error:
                 failed.append(f"{way}: {error}")
-            waits.append((perf_counter() - start, start))
+            waits.append((perf_counter() - start, start, process_time() - computed))
             Event().wait(pauses.uniform(*PAUSE_S))
-        worst, began = max(waits)
-        middle = median(wait for wait, _ in waits)
-        return {"worst": worst, "began": began, "median": middle, "calls": len(waits), "failed": failed}
+        worst, began, computed = max(waits)
+        usual = median(computed for _, _, computed in waits)
+        own = {"computed": computed, "usual": usual}
+        return {"worst": worst, "began": began, "calls": len(waits), "failed": failed} | own
 
     return handle
 
@@ -362,8 +366,8 @@ class Route(NamedTuple):
 
 
 def cell(work: Path, route: Route, name: str, way: str, cores: list[Child], seconds: float) -> str:
-    """The longest wait beside an attack and, in parentheses, alone. If the machine stood still meanwhile, says for how
-    long."""
+    """The longest wait beside an attack and, in parentheses, alone. Says if a core stood still meanwhile, and if the
+    machine was slow: the caller's own processor time for that call is then many times the usual one."""
     place = route.ports["honest"] | {
         "token": route.tokens["honest"],
         "timeout": TIMEOUT_S if name == "held" else PATIENCE_S,
@@ -381,7 +385,12 @@ def cell(work: Path, route: Route, name: str, way: str, cores: list[Child], seco
         print(problem, file=sys.stderr)
     failed = f", {len(beside['failed'])} of {beside['calls']} failed" if beside["failed"] else ""
     stopped = f", {1000 * beside['stopped']:.0f} of them without a processor" if beside["stopped"] > 0 else ""
-    return f"{1000 * beside['worst']:.0f} ({1000 * alone['worst']:.0f}){stopped}{failed}"
+    slow = ""
+    if beside["computed"] > SLOW * beside["usual"]:
+        slow = (
+            f", the caller itself computed for {1000 * beside['computed']:.0f} instead of {1000 * beside['usual']:.1f}"
+        )
+    return f"{1000 * beside['worst']:.0f} ({1000 * alone['worst']:.0f}){stopped}{slow}{failed}"
 
 
 def run(work: Path, names: list[str], seconds: float) -> Iterator[str]:
