@@ -107,6 +107,22 @@ class Requester(Protocol):
         """No worker has the request any more. Called before it leaves the tables."""
 
 
+class CopyRequest(Protocol):
+    """The way into the core for a copy of `original` at `target`, whose checker has returned `checked`. `segments` and
+    `pins` are already in use."""
+
+    def __call__(
+        self,
+        requester: Requester,
+        original: Request,
+        target: Version,
+        inputs: tuple[Tensor, ...],
+        checked: tuple[int, object, int, bool, int],
+        segments: tuple[int, ...],
+        pins: tuple[Handle, ...],
+    ) -> None: ...
+
+
 class Request(Struct, eq=False, gc=False):
     """`number` is the broker's, `client_number` the requester's. `client` has sent it: the requester itself, or the
     client of the ensemble. `payer` is the caller whose share it uses: the client, or one of the callers for whom the

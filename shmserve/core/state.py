@@ -23,7 +23,7 @@ from shmserve.core.owners.outputs import Outputs
 from shmserve.core.owners.progress import Changes, Loading, Memory
 from shmserve.core.owners.rate_limiter import Limiter
 from shmserve.core.owners.run import Runs
-from shmserve.core.records import CallingWorker, ClientState, Instance, Key, Request, Sequence, Version
+from shmserve.core.records import CallingWorker, ClientState, CopyRequest, Instance, Key, Request, Sequence, Version
 from shmserve.core.states import RequestState, SequenceState, VersionState
 from shmserve.core.stats.callers import Caller, Callers
 from shmserve.core.traffic import ALIAS, Shadow, Split, Traffic
@@ -78,7 +78,7 @@ class State:
         """Model name or alias -> the version for requests that do not name one."""
         self.splits: dict[str, Split] = {}  # models whose requests are divided among several versions
         self.shadows: dict[str, Shadow] = {}  # models that have a shadow
-        self.shadowed: dict[int, Shadow] = {}
+        self.shadowed: dict[int, tuple[Shadow, CopyRequest]] = {}
         """Requests in flight that are repeated at a shadow when they are answered."""
         self.compared_bytes = 0
         """Bytes of tensors in shared memory that requests of shadows keep."""

@@ -15,8 +15,7 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from shmserve.core.ledger import INTERNAL
-from shmserve.core.records import ClientState, Request, Response, Version
+from shmserve.core.records import ClientState, CopyRequest, Request, Response, Version
 from shmserve.core.service.graph import handles_of
 from shmserve.core.state import State
 from shmserve.core.traffic import Shadow
@@ -40,8 +39,6 @@ PENDING_BATCHES = 2
 PENDING_BYTES = 256 << 20
 """Limit of tensors in shared memory that are kept, for all shadows together."""
 LOG_NS = 60 * 1_000_000_000
-LEVEL = 1 << 30
-"""A priority level behind all others."""
 EQUAL, OUTPUT, DIFFERENCE = "equal", "output", "difference"
 """Parameters with which a worker reports a comparison."""
 
@@ -102,7 +99,7 @@ class Comparison(Struct, eq=False):
             state.send(self.keeper.number, Released(self.client_number))
 
 
-def choose(state: State, request: Request, shadow: Shadow) -> None:
+def choose(state: State, request: Request, shadow: Shadow, copy: CopyRequest) -> None:
     """Decides whether to repeat at the shadow a request that has just been admitted and names no version."""
     version = request.version
     if (
@@ -114,61 +111,32 @@ def choose(state: State, request: Request, shadow: Shadow) -> None:
         return
     if shadow.choose():
         request.special = True
-        state.shadowed[request.number] = shadow
+        state.shadowed[request.number] = shadow, copy
 
 
 def answered(state: State, request: Request, reply: Reply) -> Reply:
     """Called when a chosen request is about to be answered: queues the shadow's request if there is room. Returns the
     message for the client."""
-    shadow, version = state.shadowed.pop(request.number), request.version
+    (shadow, copy), version = state.shadowed.pop(request.number), request.version
     target = state.models[version.model].versions.get(shadow.version)
     inputs = request.tensors()
     size = sum(handle.size for tensors in (inputs, reply.outputs) for handle in handles_of(tensors))
     if target is None or not _has_room(state, shadow, target, size) or not _can_be_kept(state, request, reply):
         _count(state, version, shadow, "skipped")
         return reply
-    assert target.policy is not None
     try:
-        rows, signature, inline, _, length = target.service.checker.check(inputs, request.outputs)
+        checked = target.service.checker.check(inputs, request.outputs)
     except ServeError as error:
         _count(state, version, shadow, "failed")
         _log(state, version, shadow, f"cannot run a request that version {version.number} answers: {error.message}")
         return reply
-    number, client = state.next_number(), state.shadow_client
     segments, pins = _share(state, request, reply)
     in_its_memory = any(segment >> OWNER_SHIFT == request.client.number for segment in request.segments)
     keeper = request.client if in_its_memory else None
     comparison = Comparison(state, shadow, version, reply.outputs, size, keeper, request.client_number)
-    compared = Request(
-        number,
-        comparison,
-        client,
-        client,
-        number,
-        target,
-        inputs,
-        request.outputs,
-        request.options,
-        rows,
-        rows or 1,
-        inline,
-        signature,
-        segments,
-        pins,
-        (),
-        state.now,
-        LEVEL,
-        audience=INTERNAL,
-        special=True,
-        length=length,
-    )
     state.compared_bytes += size
     shadow.pending += 1
-    state.requests[number] = compared
-    client.requests[number] = number
-    client.bytes += inline
-    target.service.queue.add(compared)
-    state.to_dispatch[target] = None
+    copy(comparison, request, target, inputs, checked, segments, pins)
     return reply if keeper is None else ReplyHeld(reply.request, reply.version, reply.outputs, reply.parameters)
 
 
@@ -227,9 +195,9 @@ def send_expected(state: State, peer: int, requests: list[Request]) -> None:
 
 def not_repeated(state: State, request: Request) -> None:
     """Called when any request has ended: counts it if it was chosen, and has failed."""
-    shadow = state.shadowed.pop(request.number, None)
-    if shadow is not None:
-        _count(state, request.version, shadow, "skipped")
+    chosen = state.shadowed.pop(request.number, None)
+    if chosen is not None:
+        _count(state, request.version, chosen[0], "skipped")
 
 
 def _count(state: State, version: Version, shadow: Shadow, result: str) -> None:

@@ -1,9 +1,9 @@
-"""The one way into the core for the requests of clients, of models and of ensembles.
+"""The one way into the core for the requests of clients, models, ensembles and shadows.
 
 `ask` takes the message of a client, or a call of a model: it finds the version, lets the request wait while that is
 loading, checks it, and queues it. What differs for a call is asked of its `Calling`. `ask_columns` does the same for
-many requests of one form at once. `step` makes the request of a step, which its ensemble has checked. Only the copy of
-a request for a shadow is made elsewhere, in `exit.shadow`: no limit may refuse it.
+many requests of one form at once. `step` makes the request of a step, which its ensemble has checked, and `copy` the
+request of a shadow, which no limit may refuse.
 
 Invariant: `ask_columns` refuses the same requests as `ask`, with the same errors. Once the memory of a request is
 pinned, nothing refuses it.
@@ -21,6 +21,7 @@ from shmserve.core.intake import enqueue, waiting
 from shmserve.core.intake.connections import Connections
 from shmserve.core.intake.quotas import Quotas
 from shmserve.core.intake.refusals import BatchRefusals, refuse
+from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import ClientState, Payer, Request, Requester, Version
 from shmserve.core.service.graph import HANDLE_BYTES
 from shmserve.core.service.validation import options_bytes
@@ -44,6 +45,8 @@ Memory = tuple[tuple[int, ...], tuple[Handle, ...], int]
 """The segments that a worker must map for a request, the holds that it pins, and the bytes of its inputs."""
 _NOTHING: Memory = ((), (), 0)
 _INFER = roles.INFER
+_LAST_LEVEL = 1 << 30
+"""The priority level of the requests of shadows, behind all others."""
 
 
 class Calling(Protocol):
@@ -202,7 +205,7 @@ class Intake:
             if payer is not client and waited is None:  # `payer.enter`
                 payer.entered += 1  # type: ignore[union-attr]
             if state.shadows and not message.version and message.model in state.shadows:
-                shadow.choose(state, request, state.shadows[message.model])
+                shadow.choose(state, request, state.shadows[message.model], self.copy)
             if options is not None or self._samples:
                 state.observers.admitted(version, (request,))
         else:
@@ -503,6 +506,49 @@ class Intake:
         self._state.requests[request.number] = request
         self._state.observers.child_admitted(request, parent)
         return request
+
+    def copy(
+        self,
+        requester: Requester,
+        original: Request,
+        target: Version,
+        inputs: tuple[Tensor, ...],
+        checked: tuple[int, object, int, bool, int],
+        segments: tuple[int, ...],
+        pins: tuple[Handle, ...],
+    ) -> None:
+        """Makes and queues the request of a shadow. See `CopyRequest`."""
+        state = self._state
+        number, client = state.next_number(), state.shadow_client
+        rows, signature, inline, _, length = checked
+        request = Request(
+            number,
+            requester,
+            client,
+            client,
+            number,
+            target,
+            inputs,
+            original.outputs,
+            original.options,
+            rows,
+            rows or 1,
+            inline,
+            signature,
+            segments,
+            pins,
+            (),
+            state.now,
+            _LAST_LEVEL,
+            audience=INTERNAL,
+            special=True,
+            length=length,
+        )
+        state.requests[number] = request
+        client.requests[number] = number
+        client.bytes += inline
+        target.service.queue.add(request)
+        state.to_dispatch[target] = None
 
 
 def _belongs(request: Request, calling: Calling) -> None:
