@@ -38,7 +38,7 @@ Incoming = tuple[Any, "list[int]", "list[Any]"]
 
 
 class SessionOutbox:
-    __slots__ = ("_announcements", "_memory", "_tickets", "batch_requests", "framed", "messages", "size")
+    __slots__ = ("_announcements", "_framed", "_memory", "_tickets", "batch_requests", "messages", "size")
 
     def __init__(self, memory: SessionMemory, tickets: Tickets) -> None:
         self._announcements = memory.announcements
@@ -47,10 +47,14 @@ class SessionOutbox:
         self.messages: list[Any] = []
         self.size = 0
         """Approximate encoded size of `messages`."""
-        self.framed = False
+        self._framed = False
         """Whether one of `messages` has frames."""
         self.batch_requests = 0
         """Maximum number of requests in an InferBatch; 0: the server does not accept InferBatch."""
+
+    def expect_frames(self) -> None:
+        """One of the next `messages` has frames."""
+        self._framed = True
 
     def queue(self, message: Any) -> None:
         self.messages.append(message)
@@ -59,7 +63,7 @@ class SessionOutbox:
     def clear(self) -> None:
         self.messages = []
         self.size = 0
-        self.framed = False
+        self._framed = False
 
     def take(self) -> list[Packet]:
         announcements, memory = self._announcements, self._memory
@@ -73,8 +77,8 @@ class SessionOutbox:
             announcements.unmaps.clear()
         while memory.drops:
             batch.insert(0, Return(memory.drops.take(HANDLES)))
-        if self.framed:
-            self.framed = False
+        if self._framed:
+            self._framed = False
             return packets + self._with_frames(batch)
         if batch:
             try:

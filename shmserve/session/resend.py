@@ -62,7 +62,8 @@ def send_again(numbers: list[int], tickets: dict[int, Ticket], outbox: SessionOu
         if ticket.message is None:
             over.append(ticket)
         else:
-            outbox.framed |= ticket.kept is not None and bool(ticket.kept.frames)
+            if ticket.kept is not None and ticket.kept.frames:
+                outbox.expect_frames()
             outbox.queue(ticket.message)
     return over
 

@@ -249,7 +249,7 @@ class Session:
         ticket.begin(number, message, kept, deadline)
         outbox = self.outbox
         if kept is not None and kept.frames:
-            outbox.framed = True
+            outbox.expect_frames()
         self.tickets[number] = ticket
         if self._to_resend and message.options is not None and message.options.sequence:
             self._to_resend.append(number)  # after the earlier requests of its sequence, which are not resent yet
