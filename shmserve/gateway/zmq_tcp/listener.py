@@ -335,11 +335,7 @@ class ZmqTcpListener:
         """Reloads changed keys, and applies them to connected clients."""
         if self._allowed.reload_if_changed():
             for peer in list(self._peers.values()):
-                entry = self._allowed.entries.get(peer.key)
-                if entry is None:
-                    peer.revoked()
-                else:
-                    peer.entry = entry
+                peer.key_changed(self._allowed.entries.get(peer.key))
 
     async def close(self) -> None:
         """Stops accepting requests and waits for those in flight. The socket keeps listening until then, because libzmq

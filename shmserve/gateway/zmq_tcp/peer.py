@@ -505,6 +505,12 @@ class Peer:
         self.take_out()
         self._listener.drop(self, True)
 
+    def key_changed(self, entry: KeyEntry | None) -> None:
+        if entry is None:
+            self.revoked()
+        else:
+            self.entry = entry
+
     def revoked(self) -> None:
         self.goodbye(Denied(f"the key of this client has no roles; roles are set in {GIVEN_BY}"))
 
