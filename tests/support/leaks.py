@@ -22,18 +22,18 @@ import signal
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.shared_mappings import shared_mappings
-
 SHM = Path("/dev/shm")
 OWNER = re.compile(r"shmserve-(\d+)-(\d+)-")
 """Names of shmserve begin with the pid and the start time of their owner."""
+MAPPING = re.compile(r"^(\w+)-\S+ \S+ \S+ \S+ (\d+) +(/(?:memfd:|dev/shm/).*)$", re.MULTILINE)
+"""Start, inode and path of memory that may be shared, in /proc/self/maps."""
 STANDARD = ("0", "1", "2")
 """pytest's capture redirects these descriptors repeatedly."""
 
@@ -51,8 +51,6 @@ BROWSER = " --headless"
 """A browser starts and ends processes at any time. Those that survive it are found as orphans."""
 POOL = "event_engine"
 """gRPC starts these threads when all of them are busy, and ends them when they have been idle for long."""
-LISTED = Path(f"/proc/self/task/{os.getpid()}/children").exists()
-"""Whether this kernel lists the children of a thread."""
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 DRIVER = ("thread", "fd", "map")
 """What a driver of a GPU keeps in a process that has used it. It is not checked in tests with the mark `gpu`."""
@@ -120,16 +118,6 @@ def _stat(pid: str) -> tuple[str, int, int] | None:
     return fields[0].decode(), int(fields[1]), int(fields[19])
 
 
-def _everybodys_children() -> Callable[[int], Iterable[int]]:
-    """For a kernel that does not list the children of a thread: derived from the parents of all processes."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        found = _stat(name) if name.isdigit() else None
-        if found:
-            children.setdefault(found[1], []).append(int(name))
-    return lambda pid: children.get(pid, ())
-
-
 def _children(pid: int) -> list[int]:
     found: list[int] = []
     try:
@@ -148,12 +136,11 @@ def _processes() -> Generator[Thing, None, None]:
     has processes of its own."""
     if not _has_children():
         return
-    children = _children if LISTED else _everybodys_children()
     seen: set[int] = set()
     todo = [(os.getpid(), 0)]
     while todo:
         parent, server = todo.pop()
-        for pid in children(parent):
+        for pid in _children(parent):
             if pid not in seen:
                 seen.add(pid)
                 if BROWSER not in _command(pid):
@@ -232,7 +219,7 @@ def _is_ours(pid: int, started: int) -> bool:
 
 
 def _mappings() -> Generator[Thing, None, None]:
-    for start, inode, path in shared_mappings():
+    for start, inode, path in MAPPING.findall(Path("/proc/self/maps").read_text(errors="replace")):
         yield Thing("map", ("map", start, inode), path, f"mapping of {path} ({inode})")
 
 
