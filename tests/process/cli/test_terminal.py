@@ -38,8 +38,8 @@ def server(root: Path) -> Iterator[Server]:
         yield server
 
 
-def on_a_terminal(words: list[str], columns: int, variables: dict[str, str] | None = None) -> str:
-    with Terminal([*COMMAND, *words], columns, 24, {"TERM": "xterm", **(variables or {})}) as terminal:
+def on_a_terminal(words: list[str], columns: int) -> str:
+    with Terminal([*COMMAND, *words], columns, 24, {"TERM": "xterm"}) as terminal:
         terminal.ends()
         return terminal.raw.decode().replace("\r\n", "\n")
 
@@ -58,19 +58,3 @@ def test_tables_fit_the_terminal(server: Server, root: Path, command: str, colum
     if (command, columns) == ("models", 80):
         reason = r'^broken .* UNAVAILABLE .*\n    broken/config.pbtxt:1:1: backend: found "onnx"'
         assert re.search(reason, text, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "variables", "colored"),
-    [
-        ([], [], {"NO_COLOR": "1"}, False),
-        ([], ["--no-color"], {"FORCE_COLOR": "1"}, False),
-        (["--color"], [], {"NO_COLOR": "1"}, True),  # before the command, as a global option
-    ],
-)
-def test_color_follows_the_flag_and_the_environment(
-    server: Server, before: list[str], after: list[str], variables: dict[str, str], colored: bool
-) -> None:
-    text = on_a_terminal([*before, "models", "--url", server.url, *after], 120, variables)
-    assert bool(re.search(r"\x1b\[32mREADY", text)) is colored
-    assert ("\x1b" in text) is colored

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ import numpy as np
 import pytest
 
 from shmserve import Client
-from shmserve.dtypes import ITEM_BYTES
 from shmserve.testing import Server
-from tests.conformance.client_ways import NUMBERS, data
 from tests.support.gateway.rpc import Rpcs, infer_request, outputs, talk
 from tests.support.gateway.running_gateway import Gateway, model, open_gate, wait_in_flight
 from tests.support.shared_server import SharedServer
@@ -24,9 +21,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def server(shared_server: SharedServer, repository: Path, gate: Path) -> Iterator[Server]:
-    model(repository, "types", list(ITEM_BYTES), "[ -1, -1 ]", 0)
     model(repository, "row", ["FP32"], "[ -1 ]", 8, "dynamic_batching { }\n")
-
     with shared_server.serving(repository) as running:
         yield running
 
@@ -55,19 +50,6 @@ def succeeded(client: Client, model: str) -> int:
 def row(width: int, value: float = 0.0, name: str = "row", **more: Any) -> Any:
     array = np.full((1, width), value, np.float32)
     return infer_request(name, {"i_FP32": ("FP32", array, array.tobytes())}, **more)
-
-
-@pytest.mark.parametrize("elements", [0, 6, 40_000])
-def test_every_data_type_as_bytes(rpcs: Rpcs, elements: int) -> None:
-    """All types in one request, in messages and in shared memory."""
-    shape = (2, elements // 2)
-    words = [b"\xff" * (number % 5) for number in range(elements)]
-    inputs = {f"i_{dtype}": (dtype, data(dtype, shape), data(dtype, shape).tobytes()) for dtype in NUMBERS}
-    lengths = b"".join(struct.pack("<I", len(word)) + word for word in words)
-    inputs["i_BYTES"] = "BYTES", np.array(words, object).reshape(shape), lengths
-    answer = rpcs.ModelInfer(infer_request("types", inputs))
-    assert outputs(answer) == {f"o_{dtype}": inputs[f"i_{dtype}"][2] for dtype in ITEM_BYTES}
-    assert [tuple(one.shape) for one in answer.outputs] == [shape] * len(ITEM_BYTES)
 
 
 def test_large_messages_with_and_without_compression(rpcs: Rpcs) -> None:

@@ -15,12 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from shmserve.dtypes import ITEM_BYTES
 from shmserve.testing import Server
-from tests.conformance.client_ways import NUMBERS, data
 from tests.support.ensemble_models import config_text
 from tests.support.gateway.running_gateway import (
     FAILS_AT_ONCE,
@@ -29,7 +26,6 @@ from tests.support.gateway.running_gateway import (
     metric,
     model,
     open_gate,
-    outputs,
     rows,
     talker,
     wait_in_flight,
@@ -44,7 +40,6 @@ LIMITS = ("--http-max-input-size=8000000", "--limit=http_json_bytes=200000")
 
 @pytest.fixture(scope="module")
 def server(shared_server: SharedServer, repository: Path, gate: Path) -> Iterator[SharedServer]:
-    model(repository, "types", list(ITEM_BYTES), "[ -1, -1 ]", 0)
     model(repository, "row", ["FP32"], "[ -1 ]", 8, "dynamic_batching { }\n")
     talker(repository)
     write_model(repository, "echo", config_text("identity", "x:STRING:[1]", "y:STRING:[1]"))
@@ -59,23 +54,6 @@ def gateway(server: Server) -> Iterator[Gateway]:
     log = made.stop().decode()
     assert "Traceback" not in log
     assert "ERROR" not in log
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (40, 300), (0, 4)], ids=str)
-def test_all_types_as_binary_data(gateway: Gateway, shape: tuple[int, int]) -> None:
-    """Small tensors are sent in messages, large ones in shared memory."""
-    given: dict[str, tuple[str, np.ndarray[Any, Any], bytes]] = {}
-    for name in NUMBERS:
-        array = data(name, shape)
-        given[f"i_{name}"] = (name, array, array.tobytes())
-    words = b"".join(len(word).to_bytes(4, "little") + word for word in [b"\xffword"] * (shape[0] * shape[1]))
-    given["i_BYTES"] = ("BYTES", np.empty(shape), words)
-    with contextlib.closing(gateway.connection()) as made:
-        made.request("POST", "/v2/models/types/infer", *binary(given, id="me"))
-        document, found = outputs(made.getresponse())
-    assert (document["model_name"], document["model_version"], document["id"]) == ("types", "1", "me")
-    assert found == {f"o{name[1:]}": raw for name, (_, _, raw) in given.items()}
-    assert all(tuple(output["shape"]) == shape for output in document["outputs"])
 
 
 def test_generate(gateway: Gateway) -> None:

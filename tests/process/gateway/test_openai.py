@@ -84,26 +84,6 @@ def test_models(client: Any, server: Server) -> None:
     assert client.completions.create(model="talk@prod", prompt="a b").choices[0].text == "a b"
 
 
-def test_choices_of_several_prompts_are_in_order(client: Any) -> None:
-    """More prompts than are sent at once; choices are in OpenAI's order, with the prompts echoed."""
-    prompts = [f"a{number} b c" for number in range(80)]
-    found = client.completions.create(model="talk", prompt=prompts, n=2, echo=True, max_tokens=2)
-    assert [choice.index for choice in found.choices] == list(range(160))
-    expected = [f"{prompt}{text}" for prompt in prompts for text in (prompt[:-2], "b c")]
-    assert [choice.text for choice in found.choices] == expected
-    assert found.usage is not None
-    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (240, 320)
-    streamed = [""] * 160
-    stream = client.completions.create(model="talk", prompt=prompts, n=2, echo=True, max_tokens=2, stream=True)
-    reasons = {}
-    for chunk in stream:
-        (choice,) = chunk.choices
-        streamed[choice.index] += choice.text
-        reasons[choice.index] = choice.finish_reason
-    assert streamed == expected
-    assert set(reasons.values()) == {"length"}
-
-
 def test_a_chat_whole_and_as_a_stream(client: Any) -> None:
     given: Any = {"model": "talk", "messages": user("Grüße an alle")}
     found = client.chat.completions.create(**given)

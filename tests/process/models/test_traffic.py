@@ -50,23 +50,6 @@ def cli(server: Server, *words: str) -> tuple[int, str]:
     return code, out + err
 
 
-def test_a_load_selects_versions(client: shmserve.Client) -> None:
-    client.load("m")
-    assert ready(client, "m") == ["3"], "the version policy selects the latest"
-    client.load("m", versions=[1, 2])
-    assert ready(client, "m") == ["1", "2"]
-    assert (answer(client, "m"), answer(client, "m", 1)) == (2, 1)
-    with pytest.raises(InvalidRequest, match="7: has no directory"):
-        client.load("m", versions=[2, 7])
-    assert ready(client, "m") == ["1", "2"]
-    client.load("m")
-    assert ready(client, "m") == ["3"]
-    with pytest.raises(InvalidRequest, match="it cannot be combined with"):
-        client.load("m", versions=[2], previous=True)
-    with pytest.raises(InvalidRequest, match="versions"):
-        client.load("m", versions=[0])
-
-
 def test_a_canary_is_rolled_back_without_a_lost_request(server: Server, client: shmserve.Client) -> None:
     client.load("m", versions=[2])
     client.traffic("m", shares={3: 0})
@@ -111,6 +94,7 @@ def test_a_load_selects_versions_over_http(server: Server, client: shmserve.Clie
         ({"versions": "latest"}, "'latest'; expected numbers, such as '2' or '2,3'"),
         ({"versions": True}, "must be a string"),
         ({"versions": "0"}, "versions"),
+        ({"versions": "2,7"}, "7: has no directory"),
         ({"versions": "2", "previous": True}, "cannot be combined"),
         ({"previous": "yes"}, "must be true or false"),
         ({"config": True}, "must be a string"),

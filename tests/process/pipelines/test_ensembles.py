@@ -56,10 +56,8 @@ def write(root: Path) -> None:
     ensemble(root, "chain", "x", "z", "pass0(x:x)->(y:a)", "pass1(x:a)->(y:b)", "pass2(x:b)->(y:z)")
     for name in ("plus1", "plus20"):
         model(root, name, ADD)
-    model(root, "row1", ADD, BATCHES)
     ensemble(root, "both", "x", "l r", "plus1(x:x)->(y:l)", "plus20(x:x)->(y:r)")
     ensemble(root, "all", "x", "u v", "chain(x:x)->(z:t)", "both(x:t)->(l:u,r:v)")
-    ensemble(root, "each", "x:FP32:[-1,-1]", "y:FP32:[-1,-1]", "row1(x:x)->(y:y)/map:x")
     model(root, "sign", SIGN, outputs=("y", "flag:BOOL:[1]"))
     ensemble(root, "perhaps", "x", "s z", "sign(x:x)->(y:s,flag:f)", "plus1(x:s)->(y:t)/if:f", "pass0(x:t)->(y:z)")
     ensemble(root, "given", "x f:BOOL:[1]", "z", "plus1(x:x)->(y:z)/if:f")
@@ -129,14 +127,6 @@ def test_all_memory_is_returned(server: Server) -> None:
             del both
             client.infer("pass0", {"x": numbers(1)})  # returns the handles of the dropped results
             until(client, lambda client=client: used(client) == used(client, "held") == 0)  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(("rows", "width"), [(500, 7), (500, 2000), (0, 3), (2, 0)])
-def test_a_mapped_step_runs_for_each_row(client: shmserve.Client, rows: int, width: int) -> None:
-    x = numbers(rows, width)
-    y = client.infer("each", {"x": x})["y"]
-    assert y.shape == (x.shape if rows else (0, 0))
-    assert y.tolist() == (x + 1).tolist() or not rows
 
 
 @pytest.mark.parametrize("size", [3, 50_000])

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import trustme
 
 from shmserve.clients.cli.contexts import token_of
 from shmserve.testing import Server
-from tests.security.users import ALICE, as_user, needs_root
 from tests.support.commands import run
 from tests.support.gateway.credentials import digest
 from tests.support.gateway.running_gateway import Gateway
@@ -72,35 +69,11 @@ TASKS = (
 """Commands, and a part of what they print."""
 
 
-def run_tasks() -> list[tuple[int, str, str]]:
-    return [run(*words.split(), "--context", "operator") for words, _ in TASKS]
-
-
 @pytest.mark.usefixtures("contexts")
 def test_commands_over_https_do_what_they_do_locally() -> None:
     for words, part in TASKS:
         results = [run(*words.split(), "--context", name) for name in ("local", "operator")]
         assert [(code, part in out, err) for code, out, err in results] == [(0, True, "")] * 2, (words, results)
-
-
-@needs_root
-@pytest.mark.usefixtures("contexts")
-def test_another_user_does_the_same_over_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This user may not use the local socket, and has a copy of the context, the token and the certificate."""
-    with TemporaryDirectory() as folder:
-        home = Path(folder)
-        for name in ("operator", "trusted", "config/shmserve/contexts.json"):
-            (home / name).parent.mkdir(parents=True, exist_ok=True)
-            text = (tmp_path / name).read_text().replace(str(tmp_path), folder)
-            (home / name).write_text(text)
-        for path in (home, *home.rglob("*")):
-            os.chown(path, ALICE, ALICE)
-        monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
-        monkeypatch.setenv("SSL_CERT_FILE", str(home / "trusted"))
-        run_tasks()  # imports what the other user may not be able to read
-        results = as_user(ALICE, run_tasks)
-    for (words, part), (code, out, err) in zip(TASKS, results, strict=True):
-        assert (code, part in out) == (0, True), (words, out, err)
 
 
 @pytest.mark.parametrize(

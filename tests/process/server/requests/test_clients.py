@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +10,6 @@ import pytest
 
 import shmserve
 from shmserve.dtypes import ITEM_BYTES
-from shmserve.protocol.messages import InferBatch
-from shmserve.session import outbox
-from shmserve.session.columns import in_batches
 from shmserve.shm import views
 from shmserve.testing import Server
 from tests.conformance.client_ways import NUMBERS, data
@@ -31,7 +27,6 @@ def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory
     repository = tmp_path_factory.mktemp("models")
     model(repository, "types", list(ITEM_BYTES), "[ -1, -1 ]", 0)
     model(repository, "batched", ["FP32"], "[ -1 ]", 8, "dynamic_batching { }\n")
-    model(repository, "pair", ["FP32", "INT32"], "[ -1 ]", 256, "dynamic_batching { }\n")
     with shared_server.serving(repository) as running:
         with shmserve.Client(running.zmq_url) as client:
             # Named segments stay while their workers live: create all that the tests need before the leak check starts.
@@ -89,40 +84,3 @@ def test_output_memory_is_reused(server: Server) -> None:
             places.add(hold.what)
             del result, hold
         assert len(places) <= 3, "what is dropped goes back and is used again"
-
-
-@pytest.mark.parametrize("link", ["lane", "ipc"])
-def test_requests_in_columns_get_their_own_results_and_are_counted_once(
-    server: Server, link: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two clients with many requests of one form in flight send them in one go."""
-    in_columns: list[int] = []
-
-    def recorded(messages: list[Any], most: int) -> list[Any]:
-        found = in_batches(messages, most)
-        in_columns.extend(len(one.columns.requests) for one in found if isinstance(one, InferBatch))
-        return found
-
-    def counted() -> tuple[int, int]:
-        with server.client() as client:
-            (found,) = client.statistics("pair")["model_stats"]
-        return found["inference_stats"]["success"]["count"], found["inference_count"]
-
-    async def ask(start: int) -> list[Any]:
-        async with shmserve.AsyncClient(server.url if link == "lane" else server.zmq_url) as client:
-            assert await client.live()
-            x, y = np.ones((1, 3), np.float32), np.ones((1, 2), np.int32)
-            given = [{"i_FP32": x * number, "i_INT32": y * -number} for number in range(start, start + 64)]
-            return await asyncio.gather(*[client.infer("pair", one) for one in given])
-
-    async def both() -> Any:
-        return await asyncio.gather(ask(0), ask(1000))
-
-    monkeypatch.setattr(outbox, "in_batches", recorded)
-    before = counted()
-    for start, results in zip((0, 1000), asyncio.run(both()), strict=True):
-        for number, result in enumerate(results, start):
-            assert (list(result), result.version, result.parameters) == (["o_FP32", "o_INT32"], 1, {})
-            assert (result["o_FP32"].tolist(), result["o_INT32"].tolist()) == ([[number] * 3], [[-number] * 2])
-    assert counted() == (before[0] + 128, before[1] + 128)
-    assert sum(in_columns) == 128

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-import numpy as np
 import pytest
 
 from bench.hostile.client import SECRETS
@@ -80,20 +79,7 @@ def infer(*tensors: Tensor, model: Any = "identity", version: Any = 0, outputs: 
 BAD: dict[str, tuple[Any, str, str]] = {
     "unknown model": (infer(model="nobody"), "NOT_FOUND", "'nobody'"),
     "unknown version": (infer(version=7), "NOT_FOUND", "'identity' version 7"),
-    "unknown input": (infer(tensor("z")), "INVALID_ARG", "'z'.*x"),
-    "unknown output": (infer(outputs=(Wanted("z"),)), "INVALID_ARG", "'z'.*y"),
-    "output asked for twice": (infer(outputs=(Wanted("y"), Wanted("y"))), "INVALID_ARG", "'y' already exists"),
-    "input given twice": (infer(tensor(), tensor()), "INVALID_ARG", "'x' already exists"),
-    "no input": (Infer(5, "identity", 0, ()), "INVALID_ARG", "missing required.*'x'"),
-    "wrong dtype": (infer(tensor(dtype="INT64", data=bytes(32))), "INVALID_ARG", "'x'.*'INT64'.*'FP32'"),
     "unknown dtype": (infer(tensor(dtype="FLOAT9")), "INVALID_ARG", "'x'.*'FLOAT9'"),
-    "wrong rank": (infer(tensor(shape=(1, 2, 2))), "INVALID_ARG", r"'x'.*\[-1,-1\].*\[1,2,2\]"),
-    "no batch dimension": (infer(tensor(shape=(4,))), "INVALID_ARG", r"'x'.*\[4\].*batch dimension"),
-    "scalar": (infer(tensor(shape=(), data=bytes(4))), "INVALID_ARG", r"'x'.*\[\]"),
-    "batch over the limit": (infer(tensor(shape=(9, 1), data=bytes(36))), "INVALID_ARG", "<= 8 .*9 rows"),
-    "negative dimension": (infer(tensor(shape=(1, -4))), "INVALID_ARG", r"'x'.*\[1,-4\].*negative"),
-    "product over 64 bits": (infer(tensor(shape=(4, 2**62))), "INVALID_ARG", "'x'.*more than any memory"),
-    "product that wraps to 16 bytes": (infer(tensor(shape=(4, 2**62 + 1))), "INVALID_ARG", "'x'.*more than any memory"),
     "too few bytes": (infer(tensor(data=bytes(15))), "INVALID_ARG", "'x'.*Expected 16, got 15"),
     "frame that is not there": (infer(tensor(data=9)), "INVALID_ARG", "'x'.*frame 9"),
     "handle of nobody": (infer(tensor(data=(Handle(77 << 32, 0, 16),))), "INVALID_ARG", "handle.*neither"),
@@ -107,7 +93,6 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "10,000 tensors": (infer(*[tensor("x", "FP32", (1,), b"1")] * 10_000), "PROTOCOL", "inputs.*256"),
     "33 dimensions": (infer(tensor(shape=(1,) * 33)), "PROTOCOL", r"inputs\[0\].shape.*32"),
     "inline bytes over the limit": (infer(tensor(data=bytes(4097))), "PROTOCOL", r"inputs\[0\].data.*4096"),
-    "64 KiB inline": (infer(*[tensor(f"x{i}", data=bytes(4096)) for i in range(17)]), "INVALID_ARG", "'x0'|65536"),
     "negative version": (infer(version=-1), "PROTOCOL", "version"),
     "unknown question": (Ask(5, "nothing"), "INVALID_ARG", "'nothing'"),
     "question of 300": (Ask(5, "q" * 300), "PROTOCOL", "what.*128"),
@@ -213,22 +198,6 @@ def segment(lane: Lane) -> Iterator[RawSegment]:
     made = RawSegment(lane, SIZE)
     yield made
     made.close()
-
-
-def test_memory_of_another_client_is_refused(server: BenchServer, lane: Lane, segment: RawSegment) -> None:
-    """Segments and handles of the other client cannot be read, written to, returned or withdrawn."""
-    x = np.arange(4096, dtype=np.float32)
-    lane.send(Infer(8, "identity", 0, (tensor(shape=(1, 4096), data=segment.put(0, x.tobytes())),)))
-    output = lane.receive_kind(Reply).outputs[0]
-    (held,) = output.data
-    with connect(server, "lane") as other:
-        for handle in (Handle(segment.id, 0, 16), Handle(held.segment, held.offset, 16)):
-            fail = refused(other, infer(tensor(data=(handle,))))
-            assert (fail.code, "neither" in fail.text) == ("INVALID_ARG", True)
-            assert refused(other, infer(outputs=(Wanted("y", handle),))).code == "INVALID_ARG"
-        for message in (messages.Return((held,)), messages.Unmap(segment.id)):
-            assert refused(other, message, request=0).code == "INVALID_ARG"
-    assert lane.read(output) == x.tobytes()
 
 
 def test_an_unsealed_segment_is_refused(lane: Lane) -> None:
