@@ -233,8 +233,8 @@ def _started(settings: Settings, key: str, verbosity: int) -> tuple[Any, int]:
 
 
 class _Log:
-    """The engine's log during a load: lines `TIME E FUNCTION: TEXT` on the standard error. A thread of the engine writes
-    them, perhaps only after the load has failed."""
+    """The engine's log during a load: lines `TIME E FUNCTION: TEXT` on the standard error. A thread of the engine
+    writes them, perhaps only after the load has failed."""
 
     def __init__(self) -> None:
         self._before = os.dup(2)
