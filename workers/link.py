@@ -28,6 +28,7 @@ _WAIT = int(socket.MSG_CMSG_CLOEXEC)
 _NO_WAIT = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _CUT = int(socket.MSG_TRUNC)
 _CTRUNC = int(socket.MSG_CTRUNC)
+_decode = codec.Codec(WorkerOrder).decode
 
 
 class BrokerLink:
@@ -40,7 +41,6 @@ class BrokerLink:
         self._buffer = bytearray(PACKET_BYTES + 1)
         self._view = memoryview(self._buffer)
         self._into = [self._buffer]
-        self._decode = codec.Codec(WorkerOrder).decode
         self._polling = PollBudget(busy_poll_ns) if busy_poll_ns else None
 
     def fileno(self) -> int:
@@ -98,7 +98,7 @@ class BrokerLink:
                 raise ProtocolError(f"a packet was cut off; the limit is {PACKET_BYTES} bytes")
             if size == 0:
                 raise ConnectionLost("the broker closed the link")
-            return self._decode(self._view[:size]), descriptors  # type: ignore[arg-type]  # it accepts any buffer
+            return _decode(self._view[:size]), descriptors  # type: ignore[arg-type]  # it accepts any buffer
         except BaseException:
             for fd in descriptors:
                 os.close(fd)

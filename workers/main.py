@@ -38,7 +38,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 def main(argv: list[str] | None = None, threads: Callable[[], object] | None = None) -> Exit:
     """`threads` applies the thread limit to libraries that are already imported."""
     words = sys.argv[1:] if argv is None else argv
-    arguments = _parser().parse_args(words)
+    arguments = _parser.parse_args(words)
     parent = os.getppid()
     prepare(arguments.name)
     keep_freed_memory()
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None, threads: Callable[[], object] | None = N
         link.close()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shmserve.workers.main", allow_abbrev=False)
     parser.add_argument("--link", type=int, required=True, help="descriptor of the link to the broker")
     parser.add_argument("--cpus", default="", help="the cores this worker may use, like 0,1")
@@ -95,6 +95,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--load-nice", type=int, default=0, help="how much to lower the priority while loading")
     parser.add_argument("--normal-nice", type=int, help="the nice value after loading; default: the present one")
     return parser
+
+
+_parser = _make_parser()
+"""Made at import, so that a forked worker need not make it."""
 
 
 def run(argv: list[str] | None = None, threads: Callable[[], object] | None = None) -> NoReturn:

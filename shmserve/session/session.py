@@ -84,6 +84,7 @@ Encode = Callable[[Any, SessionMemory], tuple[tuple[Tensor, ...], KeptInputs | N
 Shapes = tuple[tuple[int, ...], ...]
 GRACE_S = 0.1
 """The server enforces the deadline of a request; the client itself gives up this much later."""
+_decode_packet = codec.Codec(BrokerMessage).decode
 _MODEL_CHANGED = (InvalidRequest.code, NotFound.code)
 """Error codes of a request after which the model may have different inputs than before."""
 
@@ -147,7 +148,6 @@ class Session:
         self.wants_trace_context = True
         """The server traces requests with a sampled trace context, or has not said so yet."""
         self._trace_context = trace_context
-        self._decode_packet = codec.Codec(BrokerMessage).decode
         self._decode = decode
         """Not used for replies whose outputs are all inline: `receive` handles these itself."""
         self._row_reply = row_reply
@@ -398,7 +398,7 @@ class Session:
         pop = self.tickets.pop
         if descriptors:
             self._take_descriptors(data, descriptors)
-        for message in self._decode_packet(data):
+        for message in _decode_packet(data):
             if type(message) is Reply:
                 ticket = pop(message.request, None)
                 if ticket is None:
@@ -427,7 +427,7 @@ class Session:
         """The n-th descriptor belongs to the n-th message that has one. All others are closed, even on errors."""
         remaining = list(descriptors)
         try:
-            for message in self._decode_packet(data):
+            for message in _decode_packet(data):
                 if not remaining:
                     return
                 if type(message) is Map and message.name is None:
