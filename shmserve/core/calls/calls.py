@@ -104,6 +104,8 @@ class ModelCalls:
                 raise roles.unknown(message.what)
             if instance.state is InstanceState.STARTING and message.what == "load":
                 loading.load_over(self.state, instance)
+            if message.what not in ("load", "unload"):  # which apply to all models of a name
+                message.model = self.state.resolve(message.model, version.model)
             self._queries.put(instance.peer, message)
         except ServeError as error:
             self.state.send(instance.peer, Fail(message.request, error.code, error.message))
@@ -192,7 +194,8 @@ class _Call:
         self._caller = caller
         self._message = message
         self._waited = waited
-        self._instance = calls.state.instances[caller.number][1]
+        version, self._instance = calls.state.instances[caller.number]
+        self.model = version.model
         self.parent = self._parent()
 
     @property

@@ -39,6 +39,7 @@ from shmserve.protocol.messages import (
     Tensor,
     WantedOutputs,
 )
+from shmserve.protocol.namespaces import namespace_of
 from shmserve.protocol.worker_messages import Call
 
 Memory = tuple[tuple[int, ...], tuple[Handle, ...], int]
@@ -50,8 +51,10 @@ _LAST_LEVEL = 1 << 30
 
 
 class Calling(Protocol):
-    """What differs for a call of a model. `parent`: the request that the model is running, if the call names it."""
+    """What differs for a call of a model. `model`: the calling model. `parent`: the request that it is running, if the
+    call names it."""
 
+    model: str
     parent: Request | None
 
     @property
@@ -101,7 +104,8 @@ class Intake:
         load."""
         state, options, inputs, outputs = self._state, message.options, message.inputs, message.outputs
         if state.namesakes:
-            message.model = state.full_name(message.model)
+            near = namespace_of(calling.model) if calling is not None else ""
+            message.model = state.full_name(message.model, near)
         version = None if message.version else state.ready.get(message.model)
         going_on = waits = None
         if options is not None and options.sequence:
