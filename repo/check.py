@@ -371,7 +371,10 @@ def _check_files(
     for problem in scanned.problems:
         if not (unreadable and problem.text.startswith(_UNREADABLE)):
             model.add(ERROR, problem)
+    refused = [one.path for one in seen if one.severity == ERROR]
     for problem in scanned.warnings:
+        if problem.path and any(path.startswith((f"{problem.path}.", f"{problem.path}[")) for path in refused):
+            continue  # a field without effect, whose content is refused
         lacking = problem.file.rpartition("/")[2] in map(str, scanned.missing) and not problem.line
         model.add(ERROR if lacking else WARNING, problem)
     for one in seen:

@@ -6,9 +6,10 @@ what is wrong for an instance on a GPU does not matter on a machine without one.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from shmserve.errors import InvalidRequest
 from shmserve.repo.config.complete import needs_completion
 from shmserve.repo.config.schema import (
     ModelConfig,
@@ -16,11 +17,21 @@ from shmserve.repo.config.schema import (
     ModelOptimizationPolicyExecutionAcceleratorsAccelerator,
 )
 from shmserve.repo.parameters import CHAT_TEMPLATE
+from shmserve.repo.rules.onnx_options import ONNX_ON_CPU, ONNX_ON_GPU, option_problems, parameter_problems, typos
+from shmserve.repo.rules.values import LARGEST, Check, flag, whole
 
-ONNX_ON_GPU = ("tensorrt", "cuda")
-"""In the order in which they may claim an operator."""
-ONNX_ON_CPU = ("openvino", "xnnpack", "dnnl")
-_PADDLE_PARAMETERS = frozenset({"cpu_threads", "capacity", "use_fp16", "use_int8"})
+_COUNT = whole(LARGEST)
+_PADDLE_OPTIONS: dict[str, Check] = {"capacity": _COUNT, "cpu_threads": _COUNT, "use_fp16": flag, "use_int8": flag}
+"""Of its accelerator mkldnn."""
+_PADDLE_PARAMETERS: dict[str, Check] = {
+    "capacity": _COUNT,
+    "clear_intermediate_tensors": flag,
+    "cpu_threads": _COUNT,
+    "enable_memory_optim": flag,
+    "enable_mkldnn": flag,
+    "enable_mkldnn_bfloat16": flag,
+    "use_int8": flag,
+}
 _PADDLE_ON_CPU = {"mkldnn": "", "ort": "packages of PaddlePaddle are built without ONNX Runtime"}
 """Triton's accelerators for PaddlePaddle, and why one cannot be used."""
 _PADDLE_ON_GPU = "PaddlePaddle runs on the CPU only here"
@@ -33,10 +44,11 @@ _Accelerators = Sequence[ModelOptimizationPolicyExecutionAcceleratorsAccelerator
 
 
 class SettingProblem(NamedTuple):
-    """`path` is a field of the configuration."""
+    """`path` is a field of the configuration. `fails`: the model cannot be loaded."""
 
     path: str
     text: str
+    fails: bool = True
 
 
 def setting_problems(config: ModelConfig) -> Iterator[SettingProblem]:
@@ -54,6 +66,12 @@ def setting_problems(config: ModelConfig) -> Iterator[SettingProblem]:
             for index, accelerator in enumerate(listed.gpu_execution_accelerator):
                 text = _unsupported(accelerator.name, _TENSORFLOW_ON_GPU)
                 yield SettingProblem(f"{path}.gpu_execution_accelerator[{index}].name", text)
+    if config.backend == "onnxruntime":
+        given = {key: entry.string_value for key, entry in config.parameters.items()}
+        for key, text in parameter_problems(given):
+            yield SettingProblem(f'parameters["{key}"]', text)
+        for key, text in typos(given):
+            yield SettingProblem(f'parameters["{key}"]', text, fails=False)
     if config.backend == "paddle":
         yield from paddle_problems(config)
     if optimization is not None and optimization.graph is not None and config.backend == "onnxruntime":
@@ -81,11 +99,17 @@ def _wrong(path: str, accelerators: _Accelerators, known: Collection[str]) -> It
     for index, accelerator in enumerate(accelerators):
         if text := accelerator_problem(accelerator.name, known, earlier):
             yield SettingProblem(f"{path}[{index}].name", text)
+        else:
+            for key, text in option_problems(accelerator.name.lower(), accelerator.parameters):
+                yield SettingProblem(f'{path}[{index}].parameters["{key}"]', text)
         earlier.append(accelerator.name.lower())
 
 
 def paddle_problems(config: ModelConfig) -> Iterator[SettingProblem]:
-    """The accelerators of a model of PaddlePaddle that cannot be used."""
+    """The parameters and accelerators of a model of PaddlePaddle that cannot be used."""
+    for key, entry in config.parameters.items():
+        if text := _wrong_value(_PADDLE_PARAMETERS, key, entry.string_value):
+            yield SettingProblem(f'parameters["{key}"]', text)
     optimization = config.optimization
     listed = optimization.execution_accelerators if optimization is not None else None
     if listed is None:
@@ -101,9 +125,21 @@ def paddle_problems(config: ModelConfig) -> Iterator[SettingProblem]:
             yield SettingProblem(path("cpu", index, "name"), text)
         elif reason := _PADDLE_ON_CPU[name]:
             yield SettingProblem(path("cpu", index, "name"), _unsupported(name, reason))
-        elif unknown := sorted(accelerator.parameters.keys() - _PADDLE_PARAMETERS):
-            text = f"'{name}' has no parameter '{unknown[0]}'; it has {', '.join(sorted(_PADDLE_PARAMETERS))}"
-            yield SettingProblem(path("cpu", index, f'parameters["{unknown[0]}"]'), text)
+        else:
+            for key, value in accelerator.parameters.items():
+                text = f"'{name}' has no parameter '{key}'; it has {', '.join(_PADDLE_OPTIONS)}"
+                if key not in _PADDLE_OPTIONS or (text := _wrong_value(_PADDLE_OPTIONS, key, value)):
+                    yield SettingProblem(path("cpu", index, f'parameters["{key}"]'), text)
+
+
+def _wrong_value(table: Mapping[str, Check], key: str, value: str) -> str:
+    """Why the value of a parameter cannot be used; "" if it can, or is not in the table."""
+    try:
+        if key in table and value:
+            table[key]("the value", value)
+    except InvalidRequest as error:
+        return error.message
+    return ""
 
 
 def _unsupported(name: str, reason: str) -> str:

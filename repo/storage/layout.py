@@ -111,7 +111,10 @@ def inspect_model(
     findings += _walk(folder, selected)
     if config is not None and not is_ensemble(config):
         findings += _without_effect(folder, config, selected)
-        findings += (Finding(ERROR, "", problem.text, path=problem.path) for problem in setting_problems(config))
+        findings += (
+            Finding(ERROR if problem.fails else WARNING, "", problem.text, path=problem.path)
+            for problem in setting_problems(config)
+        )
         for version in selected:
             findings += _model_file(folder, version, config, warnings_only)
             findings += _operator_libraries(folder, version, config)

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from shmserve.errors import NotFound
 from shmserve.repo.config.complete import DEFAULT_MAX_BATCH
-from shmserve.workers.backends.parameters import flag_in, whole_in
+from shmserve.repo.rules.values import flag_in, whole_in
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Value

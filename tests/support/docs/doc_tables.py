@@ -18,10 +18,11 @@ from shmserve.llm.figures import METRICS, Metric
 from shmserve.protocol.actions import Action, Row
 from shmserve.repo import parameters
 from shmserve.repo.config.support import TABLE, Status
+from shmserve.repo.rules.onnx_options import PARAMETERS, Parameter
 from shmserve.settings.flag import Flag, bytes_text
 from shmserve.settings.limits import GATEWAY_LIMITS, GatewayLimits, Limit
 from shmserve.settings.table import BY_NAME, ENDPOINTS, FLAGS, GROUPS, SERVER
-from shmserve.workers.backends.onnx.options import PARAMETERS, SETTINGS, Parameter
+from shmserve.workers.backends.onnx.options import SETTINGS
 from tests import ROOT
 from tests.support.docs import terminal
 

@@ -28,6 +28,7 @@ WARM = """model_warmup [ {
 """
 LABELS = GOOD.removesuffix(" } ]\n") + '\n  label_filename: "labels.txt" } ]\n'
 ONNX = GOOD.replace("identity", "onnxruntime")
+PADDLE = GOOD.replace("identity", "paddle")
 SEVERAL = """backend: "identity"
 max_batch_size: -1
 input [ { name: "x" data_type: TYPE_FP32 dims: [ -2 ] } ]
@@ -104,6 +105,7 @@ MISTAKES: list[Mistake] = [
     lambda root: model(root, "asleep", GOOD + "instance_group [ { count: 1 passive: true } ]"),
     lambda root: model(root, "slow", ONNX + GPU_ACCELERATOR, {"1/model.onnx": network()}),
     lambda root: model(root, "speedy", ONNX + CPU_GROUP + ACCELERATORS, {"1/model.onnx": network()}),
+    lambda root: model(root, "paddled", PADDLE + GPU_ACCELERATOR, {"1/model.pdmodel": "x"}),
     lambda root: model(root, "levelled", ONNX + "optimization { graph { level: 3 } }", {"1/model.onnx": network()}),
     lambda root: model(root, "custom", ONNX + LIBRARIES, {"1/model.onnx": network(), "1/ours.so": "", "all.so": ""}),
     lambda root: model(root, "chatty", GOOD + template("{% for m in messages %}\\n{{ m.role }}{% endif %}")),

@@ -1,88 +1,43 @@
 """Converts a model's configuration to a plan for ONNX Runtime: providers, session options, run options.
 
-Invariant: pure functions from texts to a plan. The engine is not imported; its capabilities are arguments. Each
-parameter has a row in a table, with the check of its value; the tables in docs/onnx.md are generated from these rows.
+Invariant: pure functions from texts to a plan. The engine is not imported; its capabilities are arguments. The
+table of settings in docs/onnx.md is generated from the one here.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
+from shmserve.repo.rules.onnx_options import (
+    ENTRIES,
+    EXTEND,
+    MAX_THREADS,
+    OF_CUDA,
+    PARAMETERS,
+    SHRINKAGE,
+    Parameter,
+    pool_conflict,
+    typos,
+    value_of,
+)
 from shmserve.repo.rules.optimization import onnx_level_problem
+from shmserve.repo.rules.values import flag, whole
 from shmserve.workers.backends.onnx.providers import (
     CUDA,
-    EXTEND,
-    MAX_BYTES,
-    SEARCH,
     TENSORRT,
     Providers,
     cpu_providers,
     gpu_providers,
 )
-from shmserve.workers.backends.parameters import Check, choice, flag, text_of, whole
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
 
-_MAX_THREADS = 1024
-
 GRAPH_LEVELS = {-1: "ORT_ENABLE_BASIC", 0: "ORT_ENABLE_ALL", 1: "ORT_ENABLE_EXTENDED", 2: "ORT_DISABLE_ALL"}
-
-SHRINKAGE = "memory.enable_memory_arena_shrinkage"
-ENTRIES = ("session.", "optimization.", "ep.", "mlas.")
-"""Prefixes of parameters that are passed on as entries of the session's configuration."""
-
-
-class Parameter(NamedTuple):
-    """`default` "": the engine's own. `check` returns the value in the engine's form or raises."""
-
-    check: Check
-    default: str
-    meaning: str
-
-
-PARAMETERS = {
-    "intra_op_thread_count": Parameter(
-        whole(_MAX_THREADS), "0", "threads within one operator; 0: as many as this instance may use"
-    ),
-    "inter_op_thread_count": Parameter(
-        whole(_MAX_THREADS), "0", "threads for parallel operators, with `execution_mode` 1; 0: chosen by the engine"
-    ),
-    "execution_mode": Parameter(
-        choice({"0": "0", "1": "1"}), "0", "0: operators run one after another; 1: in parallel"
-    ),
-    "enable_mem_arena": Parameter(flag, "1", "0: host memory is returned to the system immediately after use"),
-    "enable_mem_pattern": Parameter(flag, "1", "0: no memory plans for recurring shapes"),
-    SHRINKAGE: Parameter(
-        text_of(r"(cpu|gpu):\d+(;(cpu|gpu):\d+)*", "devices like 'gpu:0;cpu:0'"),
-        "",
-        "memory pools to shrink after each run; any gpu means the instance's own",
-    ),
-    "cpu_mem_limit": Parameter(
-        whole(MAX_BYTES), "0", "not in Triton: maximum bytes of the host memory pool, including weights; 0: no limit"
-    ),
-    "gpu_mem_limit": Parameter(whole(MAX_BYTES), "", "maximum bytes of the GPU memory pool"),
-    "arena_extend_strategy": Parameter(
-        choice(EXTEND), "0", "growth of these two pools. 0: by powers of two; 1: by the requested size"
-    ),
-    "cudnn_conv_algo_search": Parameter(
-        choice(SEARCH), "0", "cuDNN's search for convolution algorithms. 0: exhaustive; 1: heuristic; 2: default"
-    ),
-    "cudnn_conv_use_max_workspace": Parameter(flag, "", "whether this search may use unlimited workspace memory"),
-    "do_copy_in_default_stream": Parameter(flag, "", "whether copies wait for the GPU's default stream"),
-}
-_OF_CUDA = (
-    "gpu_mem_limit",
-    "arena_extend_strategy",
-    "cudnn_conv_algo_search",
-    "cudnn_conv_use_max_workspace",
-    "do_copy_in_default_stream",
-)
 
 SETTINGS = {
     "default-max-batch-size": Parameter(
@@ -90,9 +45,9 @@ SETTINGS = {
     ),
     "enable-global-threadpool": Parameter(flag, "0", "1: the process has one thread pool, instead of one per session"),
     "intra_op_thread_count": Parameter(
-        whole(_MAX_THREADS), "0", "default of this parameter; with a global thread pool, the size of that pool"
+        whole(MAX_THREADS), "0", "default of this parameter; with a global thread pool, the size of that pool"
     ),
-    "inter_op_thread_count": Parameter(whole(_MAX_THREADS), "0", "the same"),
+    "inter_op_thread_count": Parameter(whole(MAX_THREADS), "0", "the same"),
 }
 """The keys of `--backend-config=onnxruntime,KEY=VALUE`."""
 
@@ -130,7 +85,9 @@ def plan(
     """`available`: the providers of this engine. `threads`: the CPU limit of this instance. `setting`: returns a value
     of --backend-config, or ""."""
     given = {key: entry.string_value for key, entry in config.parameters.items()}
-    values = {key: _value(given, key) for key in PARAMETERS}
+    values = {key: value_of(given, key, f"parameter {key}") for key in PARAMETERS}
+    for _, text in pool_conflict(values):
+        raise InvalidRequest(text)
     for key in SETTINGS:
         _setting(setting, key)
     intra, inter = (
@@ -156,7 +113,7 @@ def plan(
     arena = _arena(values)
     if arena is not None:
         entries["session.use_env_allocators"] = "1"
-    run = _run(values[SHRINKAGE], providers, values["enable_mem_arena"] == "1", device)
+    run = _run(values[SHRINKAGE], providers, device)
     if providers.captures:
         run["gpu_graph_id"] = "-1"
     return SessionPlan(
@@ -169,7 +126,7 @@ def plan(
         arena=arena,
         device=device,
         captures=providers.captures,
-        notes=tuple(_typos(given)),
+        notes=tuple(f"parameter '{key}' is {note}" for key, note in typos(given)),
     )
 
 
@@ -179,17 +136,11 @@ def _providers(
     optimization = config.optimization
     accelerators = optimization.execution_accelerators if optimization is not None else None
     if kind == "KIND_GPU" or (kind == "KIND_AUTO" and CUDA in available):
-        old = {key: values[key] for key in _OF_CUDA if key in config.parameters}
+        old = {key: values[key] for key in OF_CUDA if key in config.parameters}
         wanted = accelerators.gpu_execution_accelerator if accelerators is not None else ()
         return gpu_providers(config.name, wanted, device, available, old, kind == "KIND_GPU")
     listed = accelerators.cpu_execution_accelerator if accelerators is not None else ()
     return cpu_providers(config.name, listed, available, threads)
-
-
-def _value(given: dict[str, str], key: str) -> str:
-    row = PARAMETERS[key]
-    text = given.get(key, "")
-    return row.check(f"parameter {key}", text or row.default) if text or row.default else ""
 
 
 def _setting(setting: Callable[[str], str], key: str) -> str:
@@ -209,34 +160,14 @@ def _arena(values: dict[str, str]) -> dict[str, int] | None:
     limit = int(values["cpu_mem_limit"])
     if not limit:
         return None
-    if values["enable_mem_arena"] == "0":
-        raise InvalidRequest(
-            f"parameter cpu_mem_limit {limit} limits the memory pool, which enable_mem_arena 0 turns off: remove "
-            "one of the two"
-        )
     grows = list(EXTEND.values()).index(values["arena_extend_strategy"])
     return {"max_mem": limit, "arena_extend_strategy": grows}
 
 
-def _run(shrinkage: str, providers: Providers, arena: bool, device: int) -> dict[str, str]:
+def _run(shrinkage: str, providers: Providers, device: int) -> dict[str, str]:
     """Returns the run options. An instance has at most one GPU, so any `gpu:` in the parameter means that one."""
     on_gpu = any(name == CUDA for name, _ in providers.listed)
     parts = [part for part in shrinkage.split(";") if part.startswith("cpu:")]
-    if parts and not arena:
-        raise InvalidRequest(
-            f"parameter {SHRINKAGE} '{shrinkage}' shrinks the host memory pool, which enable_mem_arena 0 turns off"
-        )
     if on_gpu and "gpu:" in shrinkage:
         parts.append(f"gpu:{device}")
     return {SHRINKAGE: ";".join(parts)} if parts else {}
-
-
-def _typos(given: dict[str, str]) -> list[str]:
-    """Returns notes about likely typos. Unknown parameters are not errors, because they may be for other components."""
-    notes = []
-    for key in given:
-        if key not in PARAMETERS and not key.startswith(ENTRIES):
-            near = difflib.get_close_matches(key, PARAMETERS, 1, 0.8)
-            if near:
-                notes.append(f"parameter '{key}' is unknown to onnxruntime; did you mean '{near[0]}'?")
-    return notes

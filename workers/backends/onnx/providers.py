@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, Unsupported
-from shmserve.repo.rules.optimization import ONNX_ON_CPU, ONNX_ON_GPU, accelerator_problem
-from shmserve.workers.backends.parameters import Check, as_it_is, choice, flag, text_of, whole
+from shmserve.repo.rules.onnx_options import (
+    CUDA_OPTIONS,
+    ONNX_ON_CPU,
+    ONNX_ON_GPU,
+    checked,
+    refuse_address,
+    tensorrt_options,
+)
+from shmserve.repo.rules.optimization import accelerator_problem
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelOptimizationPolicyExecutionAcceleratorsAccelerator as Accelerator
@@ -33,76 +40,6 @@ _HOW = {
     OPENVINO: "pip install onnxruntime-openvino in place of onnxruntime",
 }
 _BUILD = "it needs a build of onnxruntime that has it"
-
-EXTEND = {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"}
-SEARCH = {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"}
-MAX_BYTES = (1 << 63) - 1
-_NUMBER = whole(MAX_BYTES)
-_SHAPES = text_of(r"[^:,]+:\d+(x\d+)*(,[^:,]+:\d+(x\d+)*)*", "shapes like 'x:1x3x224x224,mask:1x128'")
-
-CUDA_OPTIONS: dict[str, Check] = {
-    "gpu_mem_limit": _NUMBER,
-    "arena_extend_strategy": choice(EXTEND),
-    "cudnn_conv_algo_search": choice(SEARCH),
-    "cudnn_conv_use_max_workspace": flag,
-    "cudnn_conv1d_pad_to_nc1d": flag,
-    "do_copy_in_default_stream": flag,
-    "enable_cuda_graph": flag,
-    "enable_skip_layer_norm_strict_mode": flag,
-    "fuse_conv_bias": flag,
-    "prefer_nhwc": flag,
-    "sdpa_kernel": _NUMBER,
-    "tunable_op_enable": flag,
-    "tunable_op_tuning_enable": flag,
-    "tunable_op_max_tuning_duration_ms": _NUMBER,
-    "use_ep_level_unified_stream": flag,
-    "use_tf32": flag,
-}
-
-_PRECISIONS = {"FP32": "", "FP16": "trt_fp16_enable", "BF16": "trt_bf16_enable", "INT8": "trt_int8_enable"}
-_RENAMED = {
-    "max_workspace_size_bytes": "trt_max_workspace_size",
-    "int8_calibration_table_name": "trt_int8_calibration_table_name",
-    "int8_use_native_calibration_table": "trt_int8_use_native_calibration_table",
-}
-TENSORRT_OPTIONS: dict[str, Check] = {
-    "trt_auxiliary_streams": whole(1 << 16),
-    "trt_bf16_enable": flag,
-    "trt_build_heuristics_enable": flag,
-    "trt_builder_optimization_level": whole(5),
-    "trt_context_memory_sharing_enable": flag,
-    "trt_cuda_graph_enable": flag,
-    "trt_detailed_build_log": flag,
-    "trt_dla_core": whole(64),
-    "trt_dla_enable": flag,
-    "trt_dump_ep_context_model": flag,
-    "trt_dump_subgraphs": flag,
-    "trt_engine_cache_enable": flag,
-    "trt_engine_cache_path": as_it_is,
-    "trt_engine_cache_prefix": as_it_is,
-    "trt_ep_context_embed_mode": choice({"0": "0", "1": "1"}),
-    "trt_ep_context_file_path": as_it_is,
-    "trt_extra_plugin_lib_paths": as_it_is,
-    "trt_force_sequential_engine_build": flag,
-    "trt_force_timing_cache": flag,
-    "trt_fp16_enable": flag,
-    "trt_int8_calibration_table_name": as_it_is,
-    "trt_int8_enable": flag,
-    "trt_int8_use_native_calibration_table": flag,
-    "trt_layer_norm_fp32_fallback": flag,
-    "trt_max_partition_iterations": whole(1 << 31, 1),
-    "trt_max_workspace_size": _NUMBER,
-    "trt_min_subgraph_size": whole(1 << 31, 1),
-    "trt_profile_max_shapes": _SHAPES,
-    "trt_profile_min_shapes": _SHAPES,
-    "trt_profile_opt_shapes": _SHAPES,
-    "trt_sparsity_enable": flag,
-    "trt_tactic_sources": as_it_is,
-    "trt_timing_cache_enable": flag,
-    "trt_timing_cache_path": as_it_is,
-}
-_ADDRESSES = ("user_compute_stream", "gpu_external_", "bytestream")
-"""Parts of names of options that are pointers."""
 
 
 class Providers(Struct, frozen=True):
@@ -124,10 +61,10 @@ def gpu_providers(
 ) -> Providers:
     """`old`: CUDA options given as parameters of the model. CUDA is always listed, after other providers."""
     options = _given(model, accelerators, _ON_GPU)
-    cuda = old | {key: _checked("cuda", CUDA_OPTIONS, key, text) for key, text in options.get("cuda", {}).items()}
+    cuda = old | {key: checked("cuda", CUDA_OPTIONS, key, text) for key, text in options.get("cuda", {}).items()}
     listed = [(CUDA, {"device_id": str(device)} | cuda)]
     if "tensorrt" in options:
-        listed.insert(0, (TENSORRT, {"device_id": str(device)} | _tensorrt(options["tensorrt"])))
+        listed.insert(0, (TENSORRT, {"device_id": str(device)} | tensorrt_options(options["tensorrt"])))
     names = tuple(name for name, _ in listed)
     _there(model, names, available, "instance_group kind KIND_GPU" if len(listed) == 1 else "it")
     captures = any(
@@ -145,7 +82,7 @@ def cpu_providers(
     own_threads = 0
     for name, parameters in options.items():
         for key in parameters:
-            _no_address(name, key)
+            refuse_address(name, key)
         if name == "openvino":
             parameters = {"device_type": "CPU", "num_of_threads": str(threads)} | parameters
         elif name == "xnnpack":
@@ -183,40 +120,3 @@ def lost(model: str, name: str) -> Unsupported:
         f"unable to load model '{model}': {name} did not start. It needs {libraries.get(name, 'its libraries')} of "
         "the version that this onnxruntime was built for, and a device; the log says what is missing"
     )
-
-
-def _tensorrt(given: dict[str, str]) -> dict[str, str]:
-    options = {}
-    for key, text in given.items():
-        if key == "precision_mode":
-            name = _PRECISIONS.get(text.upper())
-            if name is None:
-                raise InvalidRequest(
-                    f"tensorrt parameter precision_mode must be one of {', '.join(_PRECISIONS)}, not '{text}'"
-                )
-            if name:
-                options[name] = "1"
-            continue
-        option = _RENAMED.get(key, key)
-        if not option.startswith("trt_"):
-            raise InvalidRequest(
-                f"unknown parameter '{key}' is provided for TensorRT Execution Accelerator; it has precision_mode, "
-                f"{', '.join(_RENAMED)} and those of the provider, which begin with trt_"
-            )
-        options[option] = _checked("tensorrt", TENSORRT_OPTIONS, option, text, key)
-    return options
-
-
-def _checked(accelerator: str, table: dict[str, Check], key: str, text: str, label: str = "") -> str:
-    """Checks an option. Options newer than this table are passed on unchecked."""
-    _no_address(accelerator, key)
-    return table.get(key, as_it_is)(f"{accelerator} parameter {label or key}", text)
-
-
-def _no_address(accelerator: str, key: str) -> None:
-    if key == "device_id" and accelerator in _ON_GPU:
-        raise InvalidRequest(
-            f"{accelerator} parameter device_id cannot be given: `gpus` of the instance_group says the device"
-        )
-    if any(part in key for part in _ADDRESSES):
-        raise InvalidRequest(f"{accelerator} parameter {key} cannot be given: it is an address in the process")

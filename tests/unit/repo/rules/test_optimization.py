@@ -67,15 +67,48 @@ def test_accelerators() -> None:
         (problem,) = found(listed("paddle", "gpu", '{ name: "tensorrt" }'), gpus)
         assert problem.startswith(f"{path}.gpu_execution_accelerator[0].name: 'tensorrt' is not supported")
     both = '[ { name: "mkldnn" parameters { key: "speed" value: "1" } }, { name: "dnnl" }, { name: "ort" } ]'
-    path += ".cpu_execution_accelerator"
+    place = f"{path}.cpu_execution_accelerator"
     assert found(listed("paddle", "cpu", both)) == [
-        f"{path}[0].parameters[\"speed\"]: 'mkldnn' has no parameter 'speed'; it has capacity, cpu_threads, "
+        f"{place}[0].parameters[\"speed\"]: 'mkldnn' has no parameter 'speed'; it has capacity, cpu_threads, "
         "use_fp16, use_int8",
-        f"{path}[1].name: unknown cpu_execution_accelerator name 'dnnl' is provided. Available choices are "
+        f"{place}[1].name: unknown cpu_execution_accelerator name 'dnnl' is provided. Available choices are "
         "[mkldnn, ort]",
-        f"{path}[2].name: 'ort' is not supported: packages of PaddlePaddle are built without ONNX Runtime; "
+        f"{place}[2].name: 'ort' is not supported: packages of PaddlePaddle are built without ONNX Runtime; "
         "leave it out",
     ]
+    for backend, name, key, value, expected in (
+        ("onnxruntime", "tensorrt", "speed", "1", "unknown parameter 'speed' is provided for TensorRT Execution"),
+        ("onnxruntime", "tensorrt", "precision_mode", "FP8", "tensorrt parameter precision_mode must be one of FP32, "),
+        ("onnxruntime", "tensorrt", "trt_fp16_enable", "1", ""),
+        ("onnxruntime", "CUDA", "device_id", "1", "cuda parameter device_id cannot be given"),
+        ("onnxruntime", "cuda", "use_tf32", "2", "cuda parameter use_tf32 must be true or false, not '2'"),
+        ("onnxruntime", "openvino", "gpu_external_alloc", "1", "openvino parameter gpu_external_alloc cannot be given"),
+        ("paddle", "mkldnn", "capacity", "-1", "the value must be an integer of at least 0, not '-1'"),
+        ("paddle", "mkldnn", "use_fp16", "1", ""),
+    ):
+        place = "cpu" if name in ("openvino", "mkldnn") else "gpu"
+        entry = f'{{ name: "{name}" parameters {{ key: "{key}" value: "{value}" }} }}'
+        problems = found(listed(backend, place, entry), gpus=() if place == "cpu" else (0,))
+        start = f'{path}.{place}_execution_accelerator[0].parameters["{key}"]: {expected}'
+        assert [problem[: len(start)] for problem in problems] == ([start] if expected else [])
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "expected"),
+    [
+        ("onnxruntime", {"intra_op_thread_count": "many"}, "the value must be an integer of at least 0, not 'many'"),
+        ("onnxruntime", {"intra_op_threads_count": "2"},
+         "unknown to onnxruntime; did you mean 'intra_op_thread_count'?"),
+        ("onnxruntime", {"cpu_mem_limit": "9", "enable_mem_arena": "0"},
+         "parameter cpu_mem_limit 9 limits the memory pool, which enable_mem_arena 0 turns off: remove one of the two"),
+        ("onnxruntime", {"enable_mem_arena": "0", "session.whatever": "x", "mine": "y"}, ""),
+        ("paddle", {"enable_mkldnn": "perhaps"}, "the value must be true or false, not 'perhaps'"),
+        ("paddle", {"cpu_threads": "2", "mine": "y"}, ""),
+    ],
+)  # fmt: skip
+def test_parameters_of_engines(backend: str, given: dict[str, str], expected: str) -> None:
+    text = f'backend: "{backend}" {parameters(**given)}'
+    assert found(text) == ([f'parameters["{next(iter(given))}"]: {expected}'] if expected else [])
 
 
 def test_templates_that_jinja_cannot_compile() -> None:

@@ -19,16 +19,15 @@ from shmserve.repo.config.schema import (
     ModelOptimizationPolicyGraph,
     ModelParameter,
 )
+from shmserve.repo.rules.onnx_options import CUDA_OPTIONS, PARAMETERS, TENSORRT_OPTIONS
 from shmserve.workers.backends.onnx.facts import engine_text
-from shmserve.workers.backends.onnx.options import PARAMETERS, SETTINGS, SessionPlan, plan
+from shmserve.workers.backends.onnx.options import SETTINGS, SessionPlan, plan
 from shmserve.workers.backends.onnx.providers import (
     CPU,
     CUDA,
-    CUDA_OPTIONS,
     DNNL,
     OPENVINO,
     TENSORRT,
-    TENSORRT_OPTIONS,
     XNNPACK,
 )
 from shmserve.workers.process.device import device_of, visible_number
