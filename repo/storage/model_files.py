@@ -160,6 +160,10 @@ class ModelFiles:
         source = self.source(folder)
         return self._problems.get(source, "") if source is not None else ""
 
+    def unread(self) -> list[str]:
+        """The problems of files of which no model is known."""
+        return [text for path, text in self._problems.items() if path not in self._models]
+
     def source(self, folder: Path) -> Path | None:
         """The user's file of the model in this directory."""
         return self._sources.get(folder.name) if folder.parent == self.folder.resolve() else None

@@ -374,6 +374,8 @@ class ServerProcess:
         if settings.model_control_mode == "poll" and settings.repository_poll_secs:
             poll = Poll(self._repositories, setting.settle_s(settings))
             changes = poll.check(at_start=True)
+            for text in changes.problems:
+                log.error("%s", text)
             readings, names = changes.readings, changes.names
             self._disk_changes.poll(poll, settings.repository_poll_secs, changes.recheck_s)
         else:

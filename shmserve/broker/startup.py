@@ -122,12 +122,13 @@ def find_gpus() -> Gpus:
 
 
 def model_files(settings: argparse.Namespace) -> ModelFiles | None:
-    """The models that are single files; None if there are none. Raises CannotStart for a file that is not a model."""
+    """The models that are single files; None if there are none. Raises CannotStart for a file that is not a model,
+    unless the server follows its changes and serves on without it."""
     if not settings.model_files:
         return None
     files = ModelFiles(settings.model_files, settings.runtime_dir.absolute() / FILES)
     try:
-        files.refresh(strict=True)
+        files.refresh(strict=settings.exit_on_error or settings.model_control_mode != "poll")
     except InvalidRequest as error:
         raise CannotStart(str(error)) from None
     except OSError as error:

@@ -61,17 +61,15 @@ class Poll:
         self._backends: dict[str, Path] = {}
         """Model -> the directory of its backend when it was read, if that is in the backend directory."""
         self._unsettled: dict[str, _Unsettled] = {}
-        self._last_error = ""
+        self._problems: list[str] = []
+        """Those of the last poll, which are not reported again."""
 
     def check(self, at_start: bool = False) -> Changes:
         settle_s = 0.0 if at_start else self._settle_s
         try:
             names = self._repositories.names_on_disk()
         except ServeError as error:  # the repository itself cannot be read now
-            problems = [] if error.message == self._last_error else [error.message]
-            self._last_error = error.message
-            return Changes([], [], list(self._known), problems, float("inf"))
-        self._last_error = ""
+            return Changes([], [], list(self._known), self._new([error.message]), float("inf"))
         backends = _Pass({}, {})
         models = (self._model(name, folders, settle_s, backends) for name, folders in names.items())
         readings = [reading for reading in models if reading is not None]
@@ -81,7 +79,11 @@ class Poll:
             self._backends.pop(name, None)
         self._unsettled = {name: entry for name, entry in self._unsettled.items() if name in names}
         again = self._settle_s if self._unsettled else float("inf")
-        return Changes(readings, removed, names, [], again)
+        return Changes(readings, removed, names, self._new(self._repositories.unread_files()), again)
+
+    def _new(self, problems: list[str]) -> list[str]:
+        before, self._problems = self._problems, problems
+        return [text for text in problems if text not in before]
 
     def _model(self, name: str, folders: list[Path], settle_s: float, backends: _Pass) -> Reading | None:
         if len(folders) > 1:

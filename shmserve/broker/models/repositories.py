@@ -90,6 +90,10 @@ class Repositories:
         """The single file from which this folder was made; None if the folder itself is the model."""
         return self._files.source(folder) if self._files is not None else None
 
+    def unread_files(self) -> list[str]:
+        """Why single files cannot be read of which no model is known."""
+        return self._files.unread() if self._files is not None else []
+
     # ------------------------------------------------------------------------------------ names
 
     def names_on_disk(self) -> dict[str, list[Path]]:
