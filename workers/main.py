@@ -32,7 +32,7 @@ _GC_THRESHOLDS = (50_000, 20, 50)
 """The loop's own objects are freed by reference counting. The collector is needed only for reference cycles of models,
 so it can run rarely."""
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 def main(argv: list[str] | None = None, threads: Callable[[], object] | None = None) -> Exit:
