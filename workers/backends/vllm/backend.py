@@ -73,3 +73,4 @@ def prepare_environment(settings: Settings) -> None:
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    os.environ.pop("MKL_NUM_THREADS", None)  # torch would use as many threads for OpenMP, too

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,15 @@ def test_one_core_is_left_to_the_scheduler(
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": str(cores), "VLLM_HOST_IP": "10.0.0.1"})
     prepare_environment(settings(tmp_path, {}, cores, **given))
     assert (os.environ["OMP_NUM_THREADS"], os.environ["VLLM_HOST_IP"]) == (str(expected), "10.0.0.1")
+
+
+def test_torch_computes_with_the_threads_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More threads than that spin for each other, and take the cores of the scheduler."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"})
+    prepare_environment(settings(tmp_path, {}, cores=2))
+    program = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+    assert subprocess.run(program, env=os.environ, capture_output=True, check=True).stdout == b"1\n"
 
 
 def test_arguments_of_the_engine(tmp_path: Path) -> None:
