@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import shmserve
+from shmserve.testing import Server
 from tests import ROOT
 from tests.support.shared_server import SharedServer
 
@@ -21,6 +23,13 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSe
     with server:
         yield server
         assert not list(server.root.iterdir()), "a test left its models to the others"
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[shmserve.Client]:
+    """A client of the server of the module."""
+    with server.client() as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from shmserve import Client
 from shmserve.repo import samples
 from shmserve.testing import Server
 from tests.support.shared_server import SharedServer
@@ -21,9 +20,3 @@ def server(
     built = samples.build(folder, lambda text: None, request.module.SAMPLES)
     with shared_server.serving(folder, *built) as server:
         yield server
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[Client]:
-    with server.client() as client:
-        yield client

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.gateway.running_gateway import gated
+from shmserve.testing import Server
+from tests.support.gateway.running_gateway import Gateway, gated
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +20,13 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gate(repository: Path) -> Path:
     """The named pipe that releases requests to the model `gated`."""
     return gated(repository)
+
+
+@pytest.fixture(scope="module")
+def gateway(request: pytest.FixtureRequest, server: Server) -> Iterator[Gateway]:
+    """A gateway with the options that the module names in GATEWAY. It logs no errors."""
+    made = Gateway(server, *request.module.GATEWAY)
+    yield made
+    log = made.stop().decode()
+    assert "Traceback" not in log
+    assert "ERROR" not in log

@@ -18,21 +18,14 @@ from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
+GATEWAY = ("--grpc-infer-response-compression-level=low",)
+
 
 @pytest.fixture(scope="module")
 def server(shared_server: SharedServer, repository: Path, gate: Path) -> Iterator[Server]:
     model(repository, "row", ["FP32"], "[ -1 ]", 8, "dynamic_batching { }\n")
     with shared_server.serving(repository) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def gateway(server: Server) -> Iterator[Gateway]:
-    made = Gateway(server, "--grpc-infer-response-compression-level=low")
-    yield made
-    log = made.stop().decode()
-    assert "Traceback" not in log
-    assert "ERROR" not in log
 
 
 @pytest.fixture(scope="module")

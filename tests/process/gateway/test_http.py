@@ -35,7 +35,7 @@ from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
-LIMITS = ("--http-max-input-size=8000000", "--limit=http_json_bytes=200000")
+GATEWAY = ("--http-max-input-size=8000000", "--limit=http_json_bytes=200000", "--allow-client-shm")
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +45,6 @@ def server(shared_server: SharedServer, repository: Path, gate: Path) -> Iterato
     write_model(repository, "echo", config_text("identity", "x:STRING:[1]", "y:STRING:[1]"))
     with shared_server.serving(repository) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def gateway(server: Server) -> Iterator[Gateway]:
-    made = Gateway(server, *LIMITS, "--allow-client-shm")
-    yield made
-    log = made.stop().decode()
-    assert "Traceback" not in log
-    assert "ERROR" not in log
 
 
 def test_generate(gateway: Gateway) -> None:

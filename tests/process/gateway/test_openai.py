@@ -29,6 +29,8 @@ from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
+GATEWAY = ("--limit=http_json_bytes=200000",)
+
 openai, anthropic = optional("openai"), optional("anthropic")
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
@@ -43,15 +45,6 @@ def server(shared_server: SharedServer, repository: Path, files: LanguageModels)
     model(repository, "number", ["FP32"], "[ -1 ]", 8)
     with shared_server.serving(repository) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def gateway(server: Server) -> Iterator[Gateway]:
-    made = Gateway(server, "--limit=http_json_bytes=200000")
-    yield made
-    log = made.stop().decode()
-    assert "Traceback" not in log
-    assert "ERROR" not in log
 
 
 @pytest.fixture

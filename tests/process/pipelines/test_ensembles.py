@@ -83,12 +83,6 @@ def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory
         yield running
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[shmserve.Client]:
-    with server.client() as made:
-        yield made
-
-
 def used(client: Any, name: str = "broker_arena_used") -> float:
     return Seen(client.metrics())(f"shmserve_{name}_bytes")
 

@@ -38,12 +38,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[shmserve.Client]:
-    with server.client() as made:
-        yield made
-
-
 def records(server: Server) -> list[dict[str, Any]]:
     """The log's records; every line must be a JSON object."""
     found = [json.loads(line) for line in server.log.splitlines()]

@@ -95,12 +95,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[
         yield server
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[shmserve.Client]:
-    with server.client() as client:
-        yield client
-
-
 def seen(client: shmserve.Client, model: str) -> set[str]:
     futures = [client.submit(model, {"x": np.zeros(1, np.float32)}) for _ in range(32)]
     return {future.result()["seen"][0].decode() for future in futures}

@@ -82,12 +82,6 @@ def server(
         yield running
 
 
-@pytest.fixture
-def client(server: SharedServer) -> Iterator[shmserve.Client]:
-    with server.client() as made:
-        yield made
-
-
 def do(client: shmserve.Client, what: str, x: Any = X, **more: Any) -> shmserve.Result:
     return client.infer("echo", {"IN": x}, parameters={"do": what}, **more)
 

@@ -102,12 +102,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[shmserve.Client]:
-    with server.client() as made:
-        yield made
-
-
 def test_identity_reports_parameters_and_a_metric(server: Server, client: shmserve.Client) -> None:
     for x in (A.reshape(1, 16), LARGE):
         result = client.infer("identity", {"INPUT0": x})

@@ -162,12 +162,6 @@ def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory
         yield server
 
 
-@pytest.fixture
-def client(server: SharedServer) -> Iterator[shmserve.Client]:
-    with server.client() as client:
-        yield client
-
-
 ONE = np.array([[1, 2]], np.float32)
 
 

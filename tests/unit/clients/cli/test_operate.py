@@ -172,39 +172,6 @@ def test_unload_of_a_model_that_does_not_exist(broker: Operated, capsys: pytest.
     assert json.loads(capsys.readouterr().out) == [{"model": "othr", "error": {"code": "NOT_FOUND", "message": text}}]
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("load", "name one or more models, or use --all"),
-        ("load a --all", "name one or more models, or use --all"),
-        ("load a b --config-json x", "--config-json and --file are for one model"),
-        ("load --all --previous", "--previous"),
-        ("load a --previous --config-json -", "--previous"),
-        ("load a --file 1/m=x", "--file needs --config-json"),
-        ("load a --config-json /no/such", "cannot read a configuration from /no/such: No such file or directory"),
-        ("load a --config-json BAD", "cannot read a configuration from"),
-        ("load a --config-json LIST", "it is not a JSON object"),
-        ("load a --config-json OK --file x", "expected NAME=PATH"),
-        ("load a --config-json OK --file 1/x=/no/such", "no such file"),
-        ("restart a b --instance a_0_0", "--instance is for one model"),
-        ("config a --origins", "--origins needs --json"),
-        ("drain --undrain --timeout 3", "cannot be combined"),
-        ("drain --undrain --no-wait", "cannot be combined"),
-        ("drain --no-wait --quiet 3", "cannot be combined"),
-        ("stats a --prometheus", "--prometheus covers the whole server"),
-        ("stats a --callers", "--callers covers the whole server"),
-    ],
-)
-def test_invalid_arguments_are_refused(
-    words: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, content in ("BAD", "{"), ("LIST", "[]"), ("OK", "{}"):
-        (tmp_path / name).write_text(content)
-        words = words.replace(name, str(tmp_path / name))
-    assert main.main([*words.split(), "--runtime-dir", str(tmp_path)]) == 2
-    assert text in capsys.readouterr().err
-
-
 def test_a_terminal_shows_the_progress_and_ctrl_c_ends_the_command(broker: Operated) -> None:
     command = [*COMMAND, "load", "mlp", "never", "--url", broker.lane]
     with Terminal(command, 60, 24, {}) as terminal:

@@ -102,28 +102,3 @@ def test_times_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     file.write_text("{}")
     assert main.main(words.split()) == 1
     assert "neither from `bench --save`" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("--policy best", "'best' is not a policy; the policies are random"),
-        ("--policy hash", "needs keys"),
-        ("--rate 5x", "not a rate above 0, such as 500, 50k or 1.2M"),
-        (f"--deadline {'9' * 400}s", "is not a duration above 0, such as 300us"),
-        ("--kill-zone 5", "'5' has no unit: 5ms?"),
-        ("--kill 5s", "is not N@AT or N@AT+FOR"),
-        ("--surge 2", "is not FACTOR@AT"),
-        ("--service 5ms --service-ms 5", "--service and --service-ms exclude each other"),
-        ("--service 5", "'5' is not a duration"),
-        ("--autoscale 10-20 --servers 5", "5 servers are not within 10 to 20"),
-        ("--kill-zone 5s --seconds 4", "something begins after 5 s, and requests are sent for 4 s"),
-    ],
-)
-def test_invalid_arguments_are_refused(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code = main.main(f"plan --requests 100 {words}".replace("--requests 100 --kill", "--kill").split())
-    except SystemExit as ended:
-        code = ended.code  # type: ignore[assignment]
-    assert code == 2
-    assert text in capsys.readouterr().err
