@@ -1,8 +1,10 @@
-"""Passive instances, and the cores of a host policy."""
+"""Instances of models: passive ones, cores of a host policy, numbers that follow the load, and models that sleep."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,8 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests.support import living
-from tests.support.living import index
-from tests.support.model_files import python_model, write_model
+from tests.support.living import ONE, PYTHON, answer, generation, group, index, pids, renew, until
+from tests.support.model_files import parameters, python_model, write_model
 
 pytestmark = pytest.mark.process
 
@@ -64,3 +66,85 @@ def test_host_policies(server: Server, root: Path, client: shmserve.Client) -> N
         assert isinstance(pid, int)
         assert sorted(os.sched_getaffinity(pid)) == cores
     assert server.log.count("unknown host policy 'unknown'") == 1
+
+
+WAITS = """
+os.read(self.gate, 1)
+return self.respond(x)
+"""
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[int]:
+    os.mkfifo(tmp_path / "gate")
+    descriptor = os.open(tmp_path / "gate", os.O_RDWR)
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_instances_follow_the_queue_up_and_down(
+    server: Server, root: Path, client: shmserve.Client, tmp_path: Path, gate: int
+) -> None:
+    """The processes of what the simulator and the scenarios decide."""
+    given = parameters(max_instances="3", scale_up_queue_ms="5", scale_down_secs="0.3")
+    source = python_model(WAITS, f"self.gate = os.open({str(tmp_path / 'gate')!r}, os.O_RDWR)")
+    write_model(root, "scaled", PYTHON + group(1) + given, source)
+
+    def await_size(count: int) -> dict[str, int]:
+        """Waits until this many processes exist and all others have ended. Returns the pids of the instances."""
+
+        def found() -> list[str]:
+            return [one["state"] for one in index(client, "scaled")["scaled/1"]["instances"]]
+
+        until(client, lambda: found() == ["ready"] * count)
+        return pids(client, "scaled")
+
+    def scales() -> dict[str, int]:
+        lines = re.findall(r"\nshmserve_model_scale_total\{(.*)\} (\d+)", client.metrics())
+        return {re.sub(r'.*direction="(\w+)".*', r"\1", labels): int(n) for labels, n in lines if '"scaled"' in labels}
+
+    client.load("scaled")
+    for _ in range(2):
+        (first,) = await_size(1).items()
+        futures = [client.submit("scaled", {"x": ONE}) for _ in range(20)]
+        there = await_size(3)
+        assert sorted(there) == ["1 scaled_0_0", "1 scaled_0_1", "1 scaled_0_2"]
+        assert first in there.items(), "the first one was not restarted"
+        assert index(client, "scaled")["scaled/1"]["scaled"] == [1, 3]
+        os.write(gate, b"." * len(futures))
+        assert all((future.result()["y"] == ONE).all() for future in futures)
+    await_size(1)
+    assert scales() == {"up": 4, "down": 4}
+    assert "gets one more instance, 'scaled_0_2' (3 of at most 3): requests waited" in server.log
+    text = "needs one instance less, so 'scaled_0_2' leaves (2 remain, of at least 1): fewer were enough for"
+    assert text in server.log
+
+
+def fall_asleep(client: shmserve.Client, name: str) -> None:
+    """Waits until all processes of the model have ended."""
+    until(client, lambda: all(one["state"] == "asleep" for one in index(client)[f"{name}/1"]["instances"]))
+
+
+def test_a_request_wakes_a_sleeping_model_as_it_was_loaded(root: Path, client: shmserve.Client) -> None:
+    """Not as the repository has it now."""
+    folder = generation(root, "sleeper", 1, parameters(idle_unload_secs="0.05"))
+    client.load("sleeper")
+    assert answer(client, "sleeper") == 1
+    fall_asleep(client, "sleeper")
+    found = index(client)["sleeper/1"]
+    assert (found["state"], found["asleep"], found["degraded"], found["reason"]) == ("READY", True, False, "")
+    assert found["instances"][0]["pid"] == 0
+    assert client.ready("sleeper")
+    assert client.metadata("sleeper")["inputs"][0]["name"] == "x"
+    assert index(client)["sleeper/1"]["asleep"], "questions do not wake it"
+    renew(folder, 2)
+    assert answer(client, "sleeper") == 1
+    assert client.statistics("sleeper")["model_stats"][0]["inference_count"] == 2
+    fall_asleep(client, "sleeper")
+    client.load("sleeper")
+    assert answer(client, "sleeper") == 2
+    fall_asleep(client, "sleeper")
+    client.unload("sleeper")
+    assert not client.ready("sleeper")
+    client.load("sleeper")
+    assert answer(client, "sleeper") == 2

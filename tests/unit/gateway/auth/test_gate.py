@@ -1,4 +1,4 @@
-"""Access control from the flags of the gateway, and the reload of its files."""
+"""Access control from the flags of the gateway: roles, tokens and certificates, their files and the errors in them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.clients.cli import parser
+from shmserve.clients.cli import main, parser
 from shmserve.errors import Denied
+from shmserve.gateway.auth import tls, tokens
 from shmserve.gateway.auth.access import Unauthenticated
 from shmserve.gateway.auth.gate import Guards
+from shmserve.gateway.auth.tls import Files, FlagFile
 from shmserve.protocol.actions import Action
 from shmserve.terminal.errors import Failed, Misuse
 from tests.support.gateway.credentials import digest, nothing
@@ -110,3 +112,88 @@ def test_credentials_are_not_forwarded(tokens_file: Path) -> None:
         assert guard.forward is not None
         secret = [("Authorization", "Bearer x"), ("Admin", "x"), ("triton-grpc-protocol-k", "x")]
         assert guard.forward.of([*secret, ("y", "z")]) == {"y": "z"}
+
+
+def test_a_new_token_and_its_line() -> None:
+    token, line = tokens.new("alice", "infer,observe")
+    assert token not in line
+    assert len(token) >= 40
+    holder = tokens.Tokens(f"# people\n\n{line}\n").holder(f"Bearer {token}")
+    assert holder == ("alice", frozenset({"infer", "observe"}))
+    assert tokens.new("alice", "infer")[0] != token
+    with pytest.raises(tokens.BadTokens):
+        tokens.new("a b", "infer")
+
+
+def test_the_command_for_a_new_token(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["gateway", "--new-token", "alice=infer"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"alice infer {digest(printed.err.split()[-1])}\n"
+
+
+@pytest.mark.parametrize(("line", "text"), [
+    ("alice infer", "NAME ROLE,ROLE SHA256"),
+    ("alice infer secret", "not the token itself"),
+    (f"alice root {digest('x')}", "'root' is not a role"),
+    (f"al/ce infer {digest('x')}", "a name may have"),
+    (f"a infer {digest('x')}\nb infer {digest('x')}", "line 2: the same token"),
+])  # fmt: skip
+def test_invalid_lines_of_tokens_are_refused(line: str, text: str) -> None:
+    with pytest.raises(tokens.BadTokens, match=text) as caught:
+        tokens.Tokens(line)
+    assert "secret" not in str(caught.value)
+
+
+def test_an_invalid_file_of_tokens_is_refused(tokens_file: Path) -> None:
+    path = tokens_file
+    path.chmod(0o640)
+    assert len(tokens.load(str(path))) == 1
+    valid = path.read_bytes()
+    for mode, content, text in (
+        (0o660, valid, "chmod go-w"),
+        (0o600, b"\xff", "UTF-8"),
+        (0o600, b"#" * (tokens.FILE_BYTES + 1), "exceeds"),
+    ):
+        path.chmod(mode)
+        path.write_bytes(content)
+        with pytest.raises(tokens.BadTokens, match=text):
+            tokens.load(str(path))
+    with pytest.raises(tokens.BadTokens, match="No such file"):
+        tokens.load(f"{path}.none")
+
+
+def chosen(files: dict[str, str], cert: str, key: str | None, ca: str | None = None) -> Files:
+    return Files(
+        FlagFile(files[cert], "--c"),
+        FlagFile(files[key], "--k") if key else None,
+        FlagFile(files[ca], "--a") if ca else None,
+    )
+
+
+def test_the_context_of_certificates(files: dict[str, str]) -> None:
+    separate = chosen(files, "cert", "key")
+    context = tls.context(separate, "h2")
+    assert (context.minimum_version, context.verify_mode) == (ssl.TLSVersion.TLSv1_2, ssl.CERT_NONE)
+    assert tls.context(chosen(files, "both", None, "ca"), "h2").verify_mode == ssl.CERT_REQUIRED
+    assert tls.exposed(separate) is None
+    Path(files["key"]).chmod(0o644)
+    assert "chmod 600" in (tls.exposed(separate) or "")
+
+
+@pytest.mark.parametrize(("cert", "key", "ca", "flag", "text"), [
+    ("none", "key", None, "--c", "No such file"),
+    ("cert", "none", None, "--k", "No such file"),
+    ("cert", "key", "none", "--a", "No such file"),
+    ("noise", "key", None, "--c", "no certificate in it"),
+    ("cert", "noise", None, "--k", "no readable private key"),
+    ("cert", "locked", None, "--k", "encrypted"),  # without a prompt
+    ("cert", "other", None, "--k", "does not match the certificate"),
+    ("cert", None, None, "--c", "no readable private key"),
+    ("cert", "key", "noise", "--a", "no certificate"),
+])  # fmt: skip
+def test_invalid_certificates_are_refused(
+    files: dict[str, str], cert: str, key: str | None, ca: str | None, flag: str, text: str
+) -> None:
+    with pytest.raises(tls.BadCertificate, match=text) as caught:
+        tls.context(chosen(files, cert, key, ca), "h2")
+    assert flag in str(caught.value)
