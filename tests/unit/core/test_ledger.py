@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shmserve.core.effects import Forget, Send
-from shmserve.core.ledger import RELEASED_AT_ONCE, RELEASED_PER_TURN, Ledger
+from shmserve.core.ledger import Ledger
 from shmserve.core.records import ClientState
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Handle, Map, Return
@@ -56,21 +56,6 @@ class Told:
 @pytest.fixture
 def told() -> Told:
     return Told()
-
-
-def test_many_holds_of_a_disconnected_client_are_released_over_several_turns(told: Told) -> None:
-    for number in range(RELEASED_AT_ONCE + RELEASED_PER_TURN):
-        told.given(told.a, 64 * number, 64)
-    told.said()
-    told.ledger.client_died(told.a)
-    (last,) = told.ledger.departed
-    released = []
-    while told.ledger.departed:
-        assert not told.said()
-        told.ledger.release_departed()
-        released += [len(send.message.handles) for send in told.said()]
-    assert released == [RELEASED_PER_TURN, RELEASED_AT_ONCE]
-    assert (last.held_bytes, told.ledger.held_bytes, told.ledger.holds) == (0, 0, {})
 
 
 def test_handles_are_inside_an_own_segment(told: Told) -> None:

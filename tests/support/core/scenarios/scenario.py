@@ -23,7 +23,6 @@ from shmserve.protocol.messages import (
     Map,
     More,
     Options,
-    Ping,
     Return,
     Tensor,
     Unmap,
@@ -216,9 +215,6 @@ class Scenario(Transcript):
     def do_gone(self, client: str) -> list[Event]:
         self.named[client].leave()
         return [(0, events.Closed(self.named[client].peer))]
-
-    def do_ping(self, client: str, number: str) -> list[Event]:
-        return [(self.named[client].peer, Ping(int(number)))]
 
     def do_ask(self, client: str, numbers: str, what: str, model: str = "") -> list[Event]:
         """ask a 1-9 metrics: queries of client a."""

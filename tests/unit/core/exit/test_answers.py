@@ -8,25 +8,25 @@ from typing import Any
 import pytest
 
 from shmserve.core import events
-from shmserve.core.effects import Close, Kill, Log, Query, Send
+from shmserve.core.effects import Close, Kill, Log, Send
 from shmserve.core.limits import Limits
+from shmserve.core.state import WORKERS_FROM
 from shmserve.protocol.messages import (
+    OWNER_SHIFT,
     Ask,
-    Bye,
     Cancel,
     Goodbye,
     Handle,
     Hello,
     Infer,
     Map,
-    Ping,
     Pong,
     Reply,
     Return,
     Tensor,
     Welcome,
 )
-from shmserve.protocol.roles import ALL_ROLES
+from shmserve.protocol.roles import ALL_ROLES, INFER, OBSERVE
 from shmserve.protocol.worker_messages import Done, Row
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.worker import FakeWorker
@@ -121,9 +121,13 @@ def test_frames_of_unknown_clients_are_freed() -> None:
     assert world.freed == [block, block]
 
 
-def test_welcome_contains_the_limits() -> None:
+@pytest.mark.parametrize(
+    ("plane", "roles", "named", "on_gpu"),
+    [("lane", ALL_ROLES, 1, 1), ("lane", INFER | OBSERVE, 0, 0), ("zmq", ALL_ROLES, 1, 0)],
+)
+def test_welcome_contains_the_limits(plane: str, roles: int, named: int, on_gpu: int) -> None:
     world = Recorded(Limits(client_requests=5, client_segments=6, client_held_bytes=7))
-    client = world.connect("a")
+    client = world.connect("a", plane, roles=roles)
     welcome = sent(world, client.peer, Welcome)[0]
     assert (welcome.protocol, welcome.owner, welcome.server) == (1, client.peer, "test")
     assert welcome.limits == {
@@ -135,28 +139,20 @@ def test_welcome_contains_the_limits() -> None:
         "client_questions": 1024,
         "client_segments": 6,
         "client_held_bytes": 7,
-        "device_memory": 1,
-        "named_memory": 1,
+        "device_memory": on_gpu,
+        "named_memory": named,
         "trace_context": 0,
     }
 
 
-def test_pings_queries_and_bye() -> None:
+def test_memory_of_a_worker_cannot_be_announced_by_its_name() -> None:
+    """Although the worker made it for this user."""
     world = Recorded()
-    client = world.connect("a")
-    world.turn([(client.peer, Ping(77)), (client.peer, Pong(1)), (client.peer, Ask(5, "live"))])
-    assert sent(world, client.peer, Pong) == [Pong(77)]
-    assert world.of(Query) == [Query(client.peer, Ask(5, "live"))]
-    world.turn([(client.peer, Bye())])
-    assert client.peer not in world.clients
-
-
-@pytest.mark.parametrize("segment", [(2 << 32) + 1, 7])
-def test_segments_outside_the_range_of_a_client_disconnect_it(segment: int) -> None:
-    world = Recorded()
-    client = world.connect("a")
-    world.turn([(client.peer, Map(segment, 10))])
-    assert "not in this connection's range" in sent(world, client.peer, Goodbye)[0].text
+    client = world.connect("a", "zmq")
+    made = Map(WORKERS_FROM << OWNER_SHIFT | 1, 4096, "/made")
+    world.core.state.ledger.announce(WORKERS_FROM, made, "posix:uid:1000")
+    world.turn([(client.peer, Map(client.peer << OWNER_SHIFT | 1, 4096, "/made"))])
+    assert "has already been announced" in sent(world, client.peer, Goodbye)[0].text
 
 
 def test_messages_of_peers_that_have_ended_are_ignored() -> None:

@@ -18,7 +18,6 @@ from shmserve.core.state import WORKERS_FROM
 from shmserve.protocol import roles as access
 from shmserve.protocol.messages import (
     OWNER_SHIFT,
-    PROTOCOL,
     Ask,
     Bye,
     Cancel,
@@ -38,11 +37,9 @@ from shmserve.protocol.messages import (
     Tensor,
     TensorForm,
     Unmap,
-    Welcome,
 )
-from shmserve.protocol.roles import ALL_ROLES, INFER, OBSERVE, OPERATE, ROLES
+from shmserve.protocol.roles import INFER, OBSERVE, OPERATE, ROLES
 from shmserve.protocol.worker_messages import Execute
-from shmserve.shm.extents.cuda import name_of
 from tests.support.core.world import OUTPUTS
 
 CLIENT = 1
@@ -218,52 +215,3 @@ def test_the_log_of_denials_is_limited() -> None:
         assert line.level == "warning"
         assert "'load' needs the role operate" in line.text
     assert {line.fields["user"] for line in logged if line.fields} == {"uid:0", "uid:1"}
-
-
-ON_GPU = name_of(bytes(range(64)), b"uuid")
-
-
-def connect(core: Core, peer: int, audience: str = "uid:1000", plane: str = "zmq", roles: int = ALL_ROLES) -> Welcome:
-    hello = Hello(PROTOCOL, 0, "test", OUTPUTS[plane])
-    (effect,) = core.handle([(0, events.Opened(peer, audience, plane, roles)), (peer, hello)], 0)
-    assert isinstance(effect, Send)
-    assert isinstance(effect.message, Welcome)
-    return effect.message
-
-
-def farewell(effects: list[Effect]) -> str:
-    (text,) = [e.message.text for e in effects if isinstance(e, Send) and isinstance(e.message, Goodbye)]
-    return text
-
-
-def announce(core: Core, peer: int, name: str) -> list[Effect]:
-    return core.handle([(peer, Map(peer << OWNER_SHIFT | 1, 4096, name))], 0)
-
-
-def test_named_memory_on_the_lane_needs_the_role_operate() -> None:
-    core = Core()
-    assert connect(core, 1, plane="lane").limits["named_memory"] == 1
-    assert announce(core, 1, "/made") == []
-    assert connect(core, 2, "uid:1001", "lane", INFER | OBSERVE).limits["named_memory"] == 0
-    assert "needs the role operate" in farewell(announce(core, 2, "/made"))
-
-
-def test_memory_of_a_worker_cannot_be_announced_by_its_name() -> None:
-    """Although the worker made it for this user."""
-    core = Core()
-    connect(core, 1)
-    core.state.ledger.announce(WORKERS_FROM, Map(WORKERS_FROM << OWNER_SHIFT | 1, 4096, "/made"), "posix:uid:1000")
-    assert "has already been announced" in farewell(announce(core, 1, "/made"))
-
-
-def test_roles_that_may_not_register_gpu_memory() -> None:
-    """The server's user, root, and users that --access allows to operate, over the link that has their credentials."""
-    core = Core()
-    assert connect(core, 1, "uid:1001", "lane", INFER | OBSERVE).limits["device_memory"] == 0
-    assert "needs the role operate" in farewell(announce(core, 1, ON_GPU))
-    assert connect(core, 2).limits["device_memory"] == 0
-    assert "only be announced over the lane" in farewell(announce(core, 2, ON_GPU))
-    connect(core, 3, plane="lane")
-    assert "does not contain an exported handle" in farewell(
-        core.handle([(3, Map(3 << OWNER_SHIFT | 1, 0, ON_GPU))], 0)
-    )
