@@ -1,7 +1,5 @@
 """Digests of all effects of the core in simulated runs, and the command `python -m tests.sim.effect_digests`, which
-writes them to effect_digests.json.
-
-written again, and the commit says which runs differ and why.
+writes them to effect_digests.json. The commit that writes them again says which runs differ, and why.
 """
 
 from __future__ import annotations

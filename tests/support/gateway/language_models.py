@@ -180,50 +180,35 @@ if b"FAIL" in x:
     raise ValueError("a text that fails")
 return self.respond(np.array([[len(text), text[:1] == b"a", 0.1] for (text,) in x], np.float32))
 """)
-STATES = """
+_EACH = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
-        responses = []
-        for request in requests:
-            (text,) = pb_utils.get_input_tensor_by_name(request, "text").as_numpy().ravel()
-            codes = np.frombuffer(text, np.uint8)[:, None]
-            states = (codes * [1, 0, 0, 1] + [0, 2, 4, 0]).astype(np.float16)
-            mask = (codes[:, 0] != ord("_")).astype(np.int64)
-            tensors = [pb_utils.Tensor("states", states[None]), pb_utils.Tensor("attention_mask", mask[None])]
-            responses.append(pb_utils.InferenceResponse(tensors))
-        return responses
+        given = [{tensor.name(): tensor.as_numpy() for tensor in request.inputs()} for request in requests]
+        return [pb_utils.InferenceResponse(self.one(**inputs)) for inputs in given]
+"""
+STATES = f"""{_EACH}
+    def one(self, text):
+        codes = np.frombuffer(text[0, 0], np.uint8)[:, None]
+        states = (codes * [1, 0, 0, 1] + [0, 2, 4, 0]).astype(np.float16)
+        mask = (codes[:, 0] != ord("_")).astype(np.int64)
+        return [pb_utils.Tensor("states", states[None]), pb_utils.Tensor("attention_mask", mask[None])]
 """
 """A vector for each character. The mask excludes underlines."""
-OVERLAP = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        responses = []
-        for request in requests:
-            names = ("query", "document")
-            texts = [pb_utils.get_input_tensor_by_name(request, name).as_numpy().ravel() for name in names]
-            scores = [[len({*query.split()} & {*text.split()}) / len(text.split())] for query, text in zip(*texts)]
-            counts = [[len(b" ".join(pair).split())] for pair in zip(*texts)]
-            outputs = (("score", scores, np.float32), ("num_input_tokens", counts, np.uint32))
-            tensors = [pb_utils.Tensor(name, np.array(values, kind)) for name, values, kind in outputs]
-            responses.append(pb_utils.InferenceResponse(tensors))
-        return responses
+OVERLAP = f"""{_EACH}
+    def one(self, query, document):
+        pairs = [(query.split(), text.split()) for query, text in zip(query.ravel(), document.ravel())]
+        scores = [[len({{*query}} & {{*text}}) / len(text)] for query, text in pairs]
+        counts = [[len(query) + len(text)] for query, text in pairs]
+        outputs = (("score", scores, np.float32), ("num_input_tokens", counts, np.uint32))
+        return [pb_utils.Tensor(name, np.array(values, kind)) for name, values, kind in outputs]
 """
 """The part of a document's words that are in the query."""
-ONCE = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        texts = [pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy() for request in requests]
-        upper = [np.array([[text.upper()] for (text,) in rows], object) for rows in texts]
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("text_output", rows)]) for rows in upper]
+ONCE = f"""{_EACH}
+    def one(self, text_input):
+        return [pb_utils.Tensor("text_output", np.array([[text.upper()] for (text,) in text_input], object))]
 """
 
 

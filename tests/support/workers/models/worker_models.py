@@ -110,8 +110,8 @@ def identity_failing(folder: Path) -> ModelConfig:
     return config("identity", x, {"y": ("FP32", (-1,))}, max_batch=8, parameters={"triggers": "1"})
 
 
-def _identity_fail(x: Tensor) -> tuple[list[Tensor], Options | None]:
-    return [x], Options(parameters={"fail": "told to"})
+def _told_to_fail(x: Tensor) -> tuple[list[Tensor], Options | None]:
+    return [x], Options(parameters={"fail": "told to", "raise": "told to"})
 
 
 def python_model(folder: Path, source: str) -> None:
@@ -126,10 +126,6 @@ def python_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_ba
 def python_failing(folder: Path) -> ModelConfig:
     python_model(folder, PYTHON_ECHO)
     return config("python", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=8)
-
-
-def _python_fail(x: Tensor) -> tuple[list[Tensor], Options | None]:
-    return [x], Options(parameters={"raise": "told to"})
 
 
 class Graph:
@@ -390,8 +386,8 @@ STANDINS = str(tests.STANDINS)
 TENSORRT = Kind("tensorrt", tensorrt_echo, tensorrt_failing, _onnx_fail, (STANDIN_DTYPES,), "", STANDINS)
 """Uses the fakes of TensorRT and a GPU, which a worker only loads if its environment names them."""
 KINDS = (
-    Kind("identity", identity_echo, identity_failing, _identity_fail, (DTYPES,)),
-    Kind("python", python_echo, python_failing, _python_fail, (DTYPES,)),
+    Kind("identity", identity_echo, identity_failing, _told_to_fail, (DTYPES,)),
+    Kind("python", python_echo, python_failing, _told_to_fail, (DTYPES,)),
     Kind("onnxruntime", onnx_echo, onnx_failing, _onnx_fail, ((*NUMERIC, "BYTES"), ("FP32", "BF16", "BYTES"))),
     Kind("openvino", openvino_echo, openvino_failing, _onnx_fail, ((*NUMERIC, "BF16"),), "openvino"),
     Kind("pytorch", torch_echo, torch_failing, _onnx_fail, (DTYPES,), "torch"),

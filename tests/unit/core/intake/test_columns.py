@@ -142,32 +142,32 @@ def test_a_batch_has_a_limit_of_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "field"),
+    "bad",
     [
-        ([[["x", "FP32", [1]]] * (TENSORS + 1), [5], [1], [[b""] * (TENSORS + 1)]], "columns"),
-        ([[["x" * (NAME_LENGTH + 1), "FP32", [1]]], [5], [1], [[b"abcd"]]], "columns"),
-        ([[["x", "123456789", [1]]], [5], [1], [[b"abcd"]]], "columns"),
-        ([[["x", "FP32", [1] * DIMS]], [5], [1], [[b"abcd"]]], "columns"),
-        ([[["x", "FP32", [1]]], [5], [1], [[bytes(INLINE_BYTES + 1)]]], "columns"),
-        ([[["x", "FP32", [1]]], [5], [1], [[[[1, 0, 4]]]]], "columns"),
-        ([[["x", "FP32", [1]]], [-5], [1], [[b"abcd"]]], "columns"),
-        ([[["x", "FP32", [1]]], [5], [-1], [[b"abcd"]]], "columns"),
-        ([[["x", "FP32", [1]]], [2**63], [1], [[b"abcd"]]], "columns"),
-        ([[["x", "FP32", [1]]], [0] * (PACKET_MESSAGES + 1), [1], [[b"abcd"]]], "columns"),
-        ([[["x", "FP32", [1]]], [5], [1] * (PACKET_MESSAGES + 1), [[b"abcd"]]], "columns"),
-        ([[["x", "FP32", [1]]], [5], [1], [[b"abcd"]] * (PACKET_MESSAGES + 1)], "columns"),
-        ([[["x", "FP32", [1]]], [5], [1]], "columns"),
-        (None, "columns"),
+        [[["x", "FP32", [1]]] * (TENSORS + 1), [5], [1], [[b""] * (TENSORS + 1)]],
+        [[["x" * (NAME_LENGTH + 1), "FP32", [1]]], [5], [1], [[b"abcd"]]],
+        [[["x", "123456789", [1]]], [5], [1], [[b"abcd"]]],
+        [[["x", "FP32", [1] * DIMS]], [5], [1], [[b"abcd"]]],
+        [[["x", "FP32", [1]]], [5], [1], [[bytes(INLINE_BYTES + 1)]]],
+        [[["x", "FP32", [1]]], [5], [1], [[[[1, 0, 4]]]]],
+        [[["x", "FP32", [1]]], [-5], [1], [[b"abcd"]]],
+        [[["x", "FP32", [1]]], [5], [-1], [[b"abcd"]]],
+        [[["x", "FP32", [1]]], [2**63], [1], [[b"abcd"]]],
+        [[["x", "FP32", [1]]], [0] * (PACKET_MESSAGES + 1), [1], [[b"abcd"]]],
+        [[["x", "FP32", [1]]], [5], [1] * (PACKET_MESSAGES + 1), [[b"abcd"]]],
+        [[["x", "FP32", [1]]], [5], [1], [[b"abcd"]] * (PACKET_MESSAGES + 1)],
+        [[["x", "FP32", [1]]], [5], [1]],
+        None,
     ],
 )
-def test_a_batch_over_the_limits_of_a_message_is_refused_and_the_others_are_not(bad: Any, field: str) -> None:
+def test_a_batch_over_the_limits_of_a_message_is_refused_and_the_others_are_not(bad: Any) -> None:
     packet = codec.encode([Ping(1), [12, "m", 0, bad], Ping(2)])
     first, refused, last = codec.Codec(ClientMessage, PACKET_MESSAGES).decode(packet)
     assert (first, last) == (Ping(1), Ping(2))
     assert isinstance(refused, codec.Refused)
     assert refused.request == 0
     assert "InferBatch" in refused.text
-    assert field in refused.text
+    assert "columns" in refused.text
 
 
 def test_requests_of_one_form_go_to_the_worker_and_come_back_in_columns() -> None:

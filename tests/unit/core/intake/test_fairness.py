@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from shmserve.core.core import ROWS
 from shmserve.core.effects import Send
 from shmserve.core.ledger import RELEASED_PER_TURN
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, TimeoutAction
-from shmserve.protocol.messages import Cancel, Handle, Infer, Map, Reply, Tensor
+from shmserve.protocol.messages import Handle, Infer, Map, Reply, Tensor
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.policies import plain, plain_mapped
 from tests.support.core.world import World
@@ -127,26 +126,6 @@ def test_rows_of_mapped_steps_are_requested_in_small_turns() -> None:
         reply = client.answers[number]
         assert isinstance(reply, Reply)
         assert reply.outputs[0].shape == (rows, 1)
-
-
-@pytest.mark.parametrize("how", ["cancel", "leave"])
-def test_no_rows_are_requested_for_a_cancelled_mapped_step(how: str) -> None:
-    world = World(checks=False)
-    world.deploy(plain())
-    world.deploy(plain_mapped("e"))
-    client = world.connect("a")
-    client.sends(1)
-    tensor = Tensor("x", "FP32", (1000, 1), bytes(4000))
-    end: Any = (client.peer, Cancel(1)) if how == "cancel" else (0, events.Closed(client.peer))
-    if how == "leave":
-        client.ended = True
-    world.turn([(client.peer, Infer(1, "e", 0, (tensor,)))])
-    world.turn([end])
-    world.advance(world.now)
-    world.finish_running(MS)
-    assert not world.core.state.runs.with_rows
-    assert not world.core.state.requests
-    world.core.check()
 
 
 def test_requests_that_expire_do_not_cost_their_client_its_share() -> None:

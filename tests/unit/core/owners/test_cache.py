@@ -23,28 +23,92 @@ from tests.support.core.world import World
 KIB = 1024
 INPUTS = (TensorSpec("x", "FP32", (-1,)), TensorSpec("i", "INT32", (-1,), optional=True))
 OUTPUTS = (TensorSpec("y", "FP32", (-1,)), TensorSpec("z", "FP32", (-1,)))
+FRAMES = 7
+"""The broker's own segment."""
 POLICY = ModelPolicy("m", 1, 8, INPUTS, OUTPUTS, BatchPolicy(), cached=True)
 
 
+class Memory:
+    """Shared memory of all peers, and the broker's copies in its own."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[int, bytearray] = {}
+        self.placed: dict[str, list[Handle]] = {}
+        self.full = False
+        self.reads = 0
+
+    def write(self, segment: int, offset: int, data: bytes) -> None:
+        found = self.bytes.setdefault(segment, bytearray())
+        found.extend(bytes(max(0, offset + len(data) - len(found))))
+        found[offset : offset + len(data)] = data
+
+    def read(self, parts: Any) -> bytes | None:
+        self.reads += 1
+        found = [self._read(part) for part in parts]
+        return None if None in found else b"".join(data for data in found if data is not None)
+
+    def _read(self, part: Handle) -> bytes | None:
+        if part.segment >> OWNER_SHIFT >= WORKERS_FROM:  # whatever a fake worker would have made
+            return (str(part).encode() * part.size)[: part.size]
+        known = self.bytes.get(part.segment)
+        return bytes(known[part.offset : part.offset + part.size]) if known is not None else None
+
+    def place(self, data: bytes, audience: str) -> Placed | None:
+        if self.full:
+            return None
+        placed = self.placed.setdefault(audience, [])
+        number = 100 + list(self.placed).index(audience)
+        handle = Handle(number, sum(handle.size for handle in placed), len(data))
+        placed.append(handle)
+        self.write(number, handle.offset, data)
+        return Placed(handle, Map(number, 1 << 30, None, audience) if len(placed) == 1 else None)
+
+
 class Caching(World):
-    """A world that counts the requests that its workers run."""
+    """A world that counts the requests that its workers run, and has the bytes of all tensors in shared memory."""
 
     def __init__(self, limit: int = 64 * KIB, large: str = "", policy: ModelPolicy = POLICY) -> None:
         super().__init__(Limits(cache_bytes=limit))
         self.deploy(policy, 1, large)
-        self.last = 0
+        self.memory = Memory()
+        self.core.copy_with(self.memory)
+        self.turn([(0, events.OwnSegment(Map(FRAMES, 1 << 30)))])
+        self.last, self.places = 0, count(0, 1 << 16)
 
     def ask(self, client: FakeClient, inputs: tuple[Tensor, ...], outputs: Any = None, **options: Any) -> Any:
         """The response, from the cache or from a worker."""
+        given = Options(**options) if options else None
+        return self._answer(client, Infer(self.last + 1, "m", 0, inputs, outputs, 0, given))
+
+    def ask_in_frames(self, client: FakeClient, inputs: tuple[Tensor, ...]) -> Any:
+        """Tensors arrive in frames, in the broker's own memory."""
+        framed = tuple(self._place(tensor, FRAMES, next(self.places)) for tensor in inputs)
+        blocks = tuple(references(framed))
+        freed = len(self.freed)
+        found = self._answer(client, events.Framed(Infer(self.last + 1, "m", 0, framed, None), blocks))
+        assert self.freed[freed:] == list(blocks), "the cache has its own copy"
+        for block in blocks:  # which may now be reused
+            self.memory.write(FRAMES, block.offset, b"\xff" * block.size)
+        return found
+
+    def _answer(self, client: FakeClient, event: Any) -> Any:
         self.last += 1
         client.sends(self.last)
-        given = Options(**options) if options else None
-        self.turn([(client.peer, Infer(self.last, "m", 0, inputs, outputs, 0, given))])
-        for worker in list(self.workers.values()):
-            if worker.running is not None:
-                worker.finish(self.now)
-                self.settle()
+        self.turn([(client.peer, event)])
+        self.finish_all()
         return client.answers[self.last]
+
+    def own(self, client: FakeClient, tensor: Tensor) -> Tensor:
+        """The same tensor in memory of the client."""
+        if not client.own:
+            self.turn([(client.peer, self.own_segment(client, 1 << 20))])
+        (segment,) = client.own
+        return self._place(tensor, segment, 0)
+
+    def _place(self, tensor: Tensor, segment: int, offset: int) -> Tensor:
+        assert isinstance(tensor.data, bytes)
+        self.memory.write(segment, offset, tensor.data)
+        return Tensor(tensor.name, tensor.dtype, tensor.shape, (Handle(segment, offset, len(tensor.data)),))
 
     @property
     def runs(self) -> int:
@@ -57,7 +121,7 @@ def x(*values: float, name: str = "x", dtype: str = "FP32", shape: tuple[int, ..
 
 def test_hit_and_miss_durations_are_those_of_lookup_and_insertion() -> None:
     """Measured within a turn, whose own time stands still. Responses that cannot be kept count as neither."""
-    world = Copying(large="y")
+    world = Caching(large="y")
     world.core.copy_with(world.memory, count(0, 10).__next__)
     client = world.connect("a")
     counted = world.core.state.models["m"].versions[1].statistics
@@ -98,91 +162,8 @@ def test_r19_everything_that_affects_a_response_is_part_of_the_key(one: Any, ano
     assert world.runs == 2
 
 
-class Memory:
-    """Shared memory of all peers, and the broker's copies in its own."""
-
-    def __init__(self) -> None:
-        self.bytes: dict[int, bytearray] = {}
-        self.placed: dict[str, list[Handle]] = {}
-        self.full = False
-        self.reads = 0
-
-    def write(self, segment: int, offset: int, data: bytes) -> None:
-        found = self.bytes.setdefault(segment, bytearray())
-        found.extend(bytes(max(0, offset + len(data) - len(found))))
-        found[offset : offset + len(data)] = data
-
-    def read(self, parts: Any) -> bytes | None:
-        self.reads += 1
-        found = [self._read(part) for part in parts]
-        return None if None in found else b"".join(data for data in found if data is not None)
-
-    def _read(self, part: Handle) -> bytes | None:
-        if part.segment >> OWNER_SHIFT >= WORKERS_FROM:  # whatever a fake worker would have made
-            return (str(part).encode() * part.size)[: part.size]
-        known = self.bytes.get(part.segment)
-        return bytes(known[part.offset : part.offset + part.size]) if known is not None else None
-
-    def place(self, data: bytes, audience: str) -> Placed | None:
-        if self.full:
-            return None
-        placed = self.placed.setdefault(audience, [])
-        number = 100 + list(self.placed).index(audience)
-        handle = Handle(number, sum(handle.size for handle in placed), len(data))
-        placed.append(handle)
-        self.write(number, handle.offset, data)
-        return Placed(handle, Map(number, 1 << 30, None, audience) if len(placed) == 1 else None)
-
-
-class Copying(Caching):
-    def __init__(self, limit: int = 64 * KIB, large: str = "", policy: ModelPolicy = POLICY) -> None:
-        super().__init__(limit, large, policy)
-        self.memory = Memory()
-        self.core.copy_with(self.memory)
-
-    def own(self, client: FakeClient, tensor: Tensor, offset: int = 0) -> Tensor:
-        """The same tensor in memory of the client."""
-        if not client.own:
-            self.turn([(client.peer, self.own_segment(client, 1 << 20))])
-        (segment,) = client.own
-        assert isinstance(tensor.data, bytes)
-        self.memory.write(segment, offset, tensor.data)
-        return Tensor(tensor.name, tensor.dtype, tensor.shape, (Handle(segment, offset, len(tensor.data)),))
-
-
-class Framing(Copying):
-    """Tensors arrive in frames, in the broker's own memory."""
-
-    def __init__(self, limit: int = 64 * KIB, large: str = "", policy: ModelPolicy = POLICY) -> None:
-        super().__init__(limit, large, policy)
-        self.used = 0
-        self.turn([(0, events.OwnSegment(Map(7, 1 << 30)))])
-
-    def frame(self, tensor: Tensor) -> Tensor:
-        assert isinstance(tensor.data, bytes)
-        handle = Handle(7, self.used, len(tensor.data))
-        self.memory.write(7, self.used, tensor.data)
-        self.used += len(tensor.data)
-        return Tensor(tensor.name, tensor.dtype, tensor.shape, (handle,))
-
-    def ask_in_frames(self, client: FakeClient, inputs: tuple[Tensor, ...]) -> Any:
-        framed = tuple(self.frame(tensor) for tensor in inputs)
-        blocks = tuple(references(framed))
-        self.last += 1
-        client.sends(self.last)
-        freed = len(self.freed)
-        self.turn([(client.peer, events.Framed(Infer(self.last, "m", 0, framed, None), blocks))])
-        for worker in [worker for worker in self.workers.values() if worker.running is not None]:
-            worker.finish(self.now)
-            self.settle()
-        assert self.freed[freed:] == list(blocks), "the cache has its own copy"
-        for block in blocks:  # which may now be reused
-            self.memory.write(7, block.offset, b"\xff" * block.size)
-        return client.answers[self.last]
-
-
 def test_inputs_in_frames_are_compared_byte_by_byte() -> None:
-    world = Framing()
+    world = Caching()
     client = world.connect("a", "zmq", "frames")
     many = x(*range(2000))
     first = world.ask_in_frames(client, (many,))
@@ -197,7 +178,7 @@ def test_inputs_in_frames_are_compared_byte_by_byte() -> None:
 
 
 def test_equal_inputs_in_a_frame_and_inline_share_an_entry() -> None:
-    world = Framing()
+    world = Caching()
     client = world.connect("a", "zmq", "frames")
     first = world.ask(client, (x(1), Tensor("i", "INT32", (1, 1), INT)), id="another")
     assert world.ask_in_frames(client, (Tensor("i", "INT32", (1, 1), INT), x(1))).outputs == first.outputs
@@ -205,7 +186,7 @@ def test_equal_inputs_in_a_frame_and_inline_share_an_entry() -> None:
 
 
 def test_inputs_larger_than_the_cache_are_not_read() -> None:
-    world = Framing(limit=4 * KIB)
+    world = Caching(limit=4 * KIB)
     client, sharer = world.connect("a", "zmq", "frames"), world.connect("b")
     many = x(*range(2000))
     for _ in range(2):
@@ -218,7 +199,7 @@ def test_inputs_larger_than_the_cache_are_not_read() -> None:
 
 def test_ensemble_steps_with_inputs_in_frames_are_cached() -> None:
     """Including the rows over which a step is mapped."""
-    world = Framing(policy=replace(POLICY, name="step"))
+    world = Caching(policy=replace(POLICY, name="step"))
     steps = (StepPolicy("step", 0, (("x", "x"),), (("y", "y"),), mapped="x"),)
     world.deploy(ModelPolicy("m", 1, 0, (TensorSpec("x", "FP32", (-1, -1)),), OUTPUTS[:1], steps=steps))
     client = world.connect("a", "zmq", "frames")
@@ -230,7 +211,7 @@ def test_ensemble_steps_with_inputs_in_frames_are_cached() -> None:
 
 def test_inputs_in_client_memory_are_copied_before_they_are_compared_and_run() -> None:
     """Whatever its owner writes later, the worker and the cache use the copy."""
-    world = Copying()
+    world = Caching()
     client, other = world.connect("a"), world.connect("b")
     (worker,) = world.workers.values()
     read: list[Handle] = []
@@ -249,7 +230,7 @@ def test_inputs_in_client_memory_are_copied_before_they_are_compared_and_run() -
 
 def test_without_memory_for_a_copy_a_request_runs_uncached() -> None:
     """Even if there was room for one of two inputs."""
-    world = Copying()
+    world = Caching()
     client = world.connect("a")
     world.memory.full = True
     for _ in range(2):
@@ -267,7 +248,7 @@ def test_without_memory_for_a_copy_a_request_runs_uncached() -> None:
 
 def test_requests_with_unreadable_memory_are_not_cached() -> None:
     """The memory is on a GPU, or has a name."""
-    world = Copying()
+    world = Caching()
     client = world.connect("a")
     world.turn([(client.peer, world.own_segment(client, 4096))])
     for _ in range(2):
@@ -277,7 +258,7 @@ def test_requests_with_unreadable_memory_are_not_cached() -> None:
 
 
 def test_responses_are_kept_in_the_memory_of_the_broker() -> None:
-    world = Copying(large="y")
+    world = Caching(large="y")
     client, other, stranger = world.connect("a"), world.connect("b"), world.connect("c", audience="uid:2000")
     first = world.ask(client, (x(1),))
     (made,) = references(first.outputs)

@@ -1,4 +1,5 @@
-"""`form` compared with a slow, literal implementation of its rules; and properties that every plan must have."""
+"""`form` compared with a slow, literal implementation of its rules; properties that every plan must have; and the time
+in which a batch waits for callers."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.core.policy import BatchPolicy
-from shmserve.core.service.form import BatchPlan, BatchRules, form
+from shmserve.core.service.batch import Batch
+from shmserve.core.service.form import BatchPlan, BatchRules, Reason, form
 
 
 @dataclass
@@ -99,3 +101,13 @@ def test_an_extension_respects_the_size_limits_of_the_batch(
 
 def test_meaningless_preferred_sizes_are_ignored() -> None:
     assert BatchRules.of(8, BatchPolicy(preferred=(0,)), False) == BatchRules.of(8, BatchPolicy(), False)
+
+
+def test_time_in_which_a_batch_waits_for_several_callers_counts_once() -> None:
+    batch: Batch[Any] = Batch([(1, [])], 2, Reason.FULL, None, 0)
+    batch.stall("a", 10)
+    batch.stall("b", 15)
+    assert batch.resume("a", 20) == 10
+    assert batch.resume("b", 30) == 15
+    assert batch.waited_for_callers(40) == 20
+    assert batch.worked(40) == 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,27 +107,6 @@ def test_a_user_who_keeps_an_instance_waiting_comes_after_others() -> None:
     assert names(waiting.take(3)) == [100, 101, 4]
 
 
-def test_the_number_of_remembered_idle_users_is_bounded() -> None:
-    level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
-    for number in range(1, 2000):
-        one: Any = request(name=number)
-        one.payer = SimpleNamespace(number=number, user=f"user {number}")
-        level.add(one)
-        level.take(1)
-    assert len(level.shares) <= IDLE_USERS
-
-
-def test_refunds_for_cancelled_requests_are_bounded() -> None:
-    """Even while nothing is dequeued, as with a hanging model."""
-    level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
-    level.add(request(1))
-    for name in range(10_000):
-        one = request(2, name=name)
-        level.add(one)
-        level.remove(one)
-    assert len(level.share("ann").unserved) <= 2 * UNSERVED
-
-
 def test_priority_levels_reach_up_to_64_bits() -> None:
     last = 2**64 - 1
     waiting = queue(BatchPolicy(levels=last, default_level=last, level_policies={7: QueuePolicy(max_size=3)}))
@@ -181,17 +161,25 @@ def test_cancelling_requests_gives_no_precedence() -> None:
     assert sum(each.payer.number == 1 for each in first) <= 10
 
 
-def test_the_number_of_clients_that_a_level_remembers_is_bounded() -> None:
-    level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
-    last = SimpleNamespace(number=0, user="ann")
-    level.add(SimpleNamespace(inline=0, deadline=0, payer=last, cost=1, level=0, tag=0, delayed=False))
+def test_what_a_level_remembers_is_bounded() -> None:
+    """Idle users, idle clients of a user, and refunds for cancelled requests, even while nothing is dequeued."""
+    users, clients, cancelled = (PriorityLevel[Any](QueuePolicy()) for _ in range(3))
+
+    def of(number: int, user: str) -> Any:
+        return SimpleNamespace(**{**vars(request()), "payer": SimpleNamespace(number=number, user=user)})
+
+    clients.add(of(0, "ann"))
+    cancelled.add(request(1))
     for number in range(1, 2000):
-        one: Any = SimpleNamespace(
-            inline=0, deadline=0, payer=SimpleNamespace(number=number, user="ann"), cost=1, tag=0, delayed=False
-        )
-        level.add(one)
-        level.take(1)
-    assert len(level.share("ann").tags) < 200
+        for level, user in ((users, f"user {number}"), (clients, "ann")):
+            level.add(of(number, user))
+            level.take(1)
+        one = request(2)
+        cancelled.add(one)
+        cancelled.remove(one)
+    assert len(users.shares) <= IDLE_USERS
+    assert len(clients.share("ann").tags) < 200
+    assert len(cancelled.share("ann").unserved) <= 2 * UNSERVED
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -259,37 +247,24 @@ def test_queue_machine() -> None:
     run_state_machine_as_test(QueueMachine, settings=settings(max_examples=examples(60)))
 
 
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), min_size=30, max_size=60), st.integers(0, 2**32))
-def test_backlogged_clients_get_equal_rows(offers: list[tuple[int, int]], seed: int) -> None:
-    """While all clients have waiting requests, no two differ by more than two of the largest requests."""
-    waiting = queue()
-    for client in (1, 2, 3):
-        for cost in [cost for who, cost in offers if who == client] * 40:
-            waiting.add(request(client, cost))
-    served = {client: 0 for client, _ in offers}
-    remaining = dict.fromkeys(served, 0)
-    for each in waiting.in_order():
-        remaining[each.payer.number] += 1
-    while all(remaining.values()):
-        each = waiting.take(1)[0]
-        served[each.payer.number] += each.cost
-        remaining[each.payer.number] -= 1
-        assert max(served.values()) - min(served.values()) <= 12
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=30, max_size=60), st.integers(1, 7))
-def test_backlogged_users_get_equal_rows(offers: list[tuple[int, int]], most: int) -> None:
-    """This holds for any number of connections per user."""
+@pytest.mark.parametrize(("clients", "whose"), [(3, "number"), (9, "user")])
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 6)), min_size=30, max_size=60), st.integers(1, 7))
+def test_backlogged_clients_and_users_get_equal_rows(
+    clients: int, whose: str, offers: list[tuple[int, int]], most: int
+) -> None:
+    """While all have waiting requests, no two differ by more than two of the largest requests, for any number of
+    connections per user."""
     waiting = queue()
     for client, cost in offers * 10:
-        waiting.add(request(client, cost))
-    remaining = Counter(each.payer.user for each in waiting.in_order())
+        waiting.add(request(1 + client % clients, cost))
+    owner = attrgetter(f"payer.{whose}")
+    remaining = Counter(map(owner, waiting.in_order()))
     served = dict.fromkeys(remaining, 0)
     while True:
         taken = waiting.take(most)
-        remaining.subtract(each.payer.user for each in taken)
+        remaining.subtract(map(owner, taken))
         if not all(remaining.values()):
             break
         for each in taken:
-            served[each.payer.user] += each.cost
+            served[owner(each)] += each.cost
         assert max(served.values()) - min(served.values()) <= 12

@@ -102,16 +102,10 @@ class LentDeviceMachine(DeviceRules, LeaseMachine):
         self.world = LentOnDevices()
 
 
-@pytest.mark.hypothesis
-def test_no_request_is_lost_when_gpus_fail_and_recover() -> None:
-    run_machine(DeviceMachine, 120)
+MACHINES = {DeviceMachine: 120, TightDeviceMachine: 30, LentDeviceMachine: 40}
 
 
 @pytest.mark.hypothesis
-def test_gpus_fail_under_memory_pressure() -> None:
-    run_machine(TightDeviceMachine, 30)
-
-
-@pytest.mark.hypothesis
-def test_gpus_fail_while_their_models_are_lent_or_asleep() -> None:
-    run_machine(LentDeviceMachine, 40)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_request_is_lost_when_gpus_fail_and_recover(machine: type[OperatedMachine]) -> None:
+    run_machine(machine, MACHINES[machine])

@@ -181,26 +181,16 @@ class SleepyLeaseMachine(LeaseMachine):
         self.world = SleepyLentWorld()
 
 
-@pytest.mark.hypothesis
-def test_sleeping_models_wake_with_all_features_combined() -> None:
-    run_machine(SleepMachine, 40)
+MACHINES = {
+    SleepMachine: 40,
+    TightMachine: 60,
+    TightOperatedMachine: 25,
+    TightCallingMachine: 30,
+    SleepyLeaseMachine: 40,
+}
 
 
 @pytest.mark.hypothesis
-def test_all_features_combined_under_memory_pressure() -> None:
-    run_machine(TightMachine, 60)
-
-
-@pytest.mark.hypothesis
-def test_operations_under_memory_pressure() -> None:
-    run_machine(TightOperatedMachine, 25)
-
-
-@pytest.mark.hypothesis
-def test_models_that_call_each_other_under_memory_pressure() -> None:
-    run_machine(TightCallingMachine, 30)
-
-
-@pytest.mark.hypothesis
-def test_leased_models_sleep_when_their_client_is_idle() -> None:
-    run_machine(SleepyLeaseMachine, 40)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_sleeping_models_wake_and_models_share_memory(machine: type[OperatedMachine]) -> None:
+    run_machine(machine, MACHINES[machine])
