@@ -25,6 +25,19 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSe
         assert not list(server.root.iterdir()), "a test left its models to the others"
 
 
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, shared_server: SharedServer, repository: Path) -> Iterator[SharedServer]:
+    """Serves the models that `write_models` of the module writes."""
+    request.module.write_models(repository)
+    with shared_server.serving(repository) as running:
+        yield running
+
+
 @pytest.fixture
 def client(server: Server) -> Iterator[shmserve.Client]:
     """A client of the server of the module."""

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +24,6 @@ from shmserve.testing import Server
 from tests.support import commands
 from tests.support.ensemble_models import tensors
 from tests.support.model_files import parameters, write_model
-from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
@@ -44,14 +42,10 @@ def add_model(repository: Path, name: str, text: str) -> None:
     write_model(repository, name, f'name: "{name}" backend: "identity" max_batch_size: 0\n{text}')
 
 
-@pytest.fixture(scope="module")
-def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
+def write_models(repository: Path) -> None:
     samples.build(repository, lambda text: None)
     for name, text in (("every", EVERY), ("slow", SLOW), ("failing", FAILING)):
         add_model(repository, name, text)
-    with shared_server.serving(repository):
-        yield shared_server
 
 
 def environment(server: Server | None) -> dict[str, str]:

@@ -9,17 +9,19 @@ import pytest
 
 from shmserve.testing import Server
 from tests.support.gateway.running_gateway import Gateway, gated
-
-
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+from tests.support.shared_server import SharedServer
 
 
 @pytest.fixture(scope="module")
 def gate(repository: Path) -> Path:
     """The named pipe that releases requests to the model `gated`."""
     return gated(repository)
+
+
+@pytest.fixture(scope="module")
+def server(gate: Path, server: SharedServer) -> SharedServer:
+    """Also serves the model `gated`, which is written first."""
+    return server
 
 
 @pytest.fixture(scope="module")

@@ -14,18 +14,14 @@ from shmserve import Client
 from shmserve.testing import Server
 from tests.support.gateway.rpc import Rpcs, infer_request, outputs, talk
 from tests.support.gateway.running_gateway import Gateway, model, open_gate, wait_in_flight
-from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
 GATEWAY = ("--grpc-infer-response-compression-level=low",)
 
 
-@pytest.fixture(scope="module")
-def server(shared_server: SharedServer, repository: Path, gate: Path) -> Iterator[Server]:
+def write_models(repository: Path) -> None:
     model(repository, "row", ["FP32"], "[ -1 ]", 8, "dynamic_batching { }\n")
-    with shared_server.serving(repository) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,13 +37,10 @@ pytestmark = pytest.mark.process
 GATEWAY = ("--http-max-input-size=8000000", "--limit=http_json_bytes=200000", "--allow-client-shm")
 
 
-@pytest.fixture(scope="module")
-def server(shared_server: SharedServer, repository: Path, gate: Path) -> Iterator[SharedServer]:
+def write_models(repository: Path) -> None:
     model(repository, "row", ["FP32"], "[ -1 ]", 8, "dynamic_batching { }\n")
     talker(repository)
     write_model(repository, "echo", config_text("identity", "x:STRING:[1]", "y:STRING:[1]"))
-    with shared_server.serving(repository) as running:
-        yield running
 
 
 def test_generate(gateway: Gateway) -> None:

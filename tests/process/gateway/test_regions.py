@@ -20,21 +20,16 @@ from tests.support.ensemble_models import ensemble, model
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.living import pids, until
 from tests.support.model_files import python_model
-from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
 WIDTH = 50_000
 
 
-@pytest.fixture(scope="module")
-def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = tmp_path_factory.mktemp("models")
+def write_models(root: Path) -> None:
     model(root, "add", python_model("return self.respond(x[:-1] + 1)"))
     model(root, "first", "")
     ensemble(root, "both", "x", "y", "first(x:x)->(y:t)", "add(x:t)->(y:y)")
-    with shared_server.serving(root) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

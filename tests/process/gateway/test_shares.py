@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tests.support.commands import COMMAND
 from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.gateway.running_gateway import Gateway, model, open_gate, wait_in_flight
 from tests.support.living import until
-from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
@@ -29,12 +27,9 @@ SEQUENCE = "sequence_batching { max_sequence_idle_microseconds: 60000000 direct 
 TENSOR = {"name": "i_FP32", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0]}
 
 
-@pytest.fixture(scope="module")
-def server(shared_server: SharedServer, repository: Path, gate: Path) -> Iterator[Server]:
+def write_models(repository: Path) -> None:
     model(repository, "quick", ["FP32"], "[ -1 ]", 8)
     model(repository, "sequence", ["FP32"], "[ -1 ]", 8, SEQUENCE)
-    with shared_server.serving(repository) as running:
-        yield running
 
 
 def request(name: str) -> Any:

@@ -22,7 +22,6 @@ from tests.support.gateway.credentials import digest
 from tests.support.gateway.rpc import Rpcs, infer_request, message, refused
 from tests.support.gateway.running_gateway import Gateway, binary, model, outputs, rows
 from tests.support.model_files import python_model, write_model
-from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
@@ -77,12 +76,9 @@ class SecureGateway(Gateway):
         return self.context.wrap_socket(self.socket(), server_hostname="localhost")
 
 
-@pytest.fixture(scope="module")
-def server(shared_server: SharedServer, repository: Path) -> Iterator[Server]:
+def write_models(repository: Path) -> None:
     model(repository, "row", ["FP32"], "[ -1 ]", 8)
     write_model(repository, "told", CONFIG, TOLD)
-    with shared_server.serving(repository) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

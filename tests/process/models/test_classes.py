@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import shmserve
 from shmserve import TopK
 from shmserve.testing import Server
 from tests.support.docs import pages
 from tests.support.living import until
 from tests.support.model_files import write_model
-from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
@@ -42,19 +41,6 @@ def section(title: str) -> list[str]:
     return pages.blocks(pages.page("models").partition(f"\n## {title}\n")[2].partition("\n## ")[0])
 
 
-@pytest.fixture(scope="module")
-def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
-    (configuration,) = section("Warm-up")
-    labels, source, _ = section("Labels and classes")
-    pets = write_model(repository, "pets", configuration, source)
-    (pets / "warmup").mkdir()
-    (pets / "warmup" / "x.bin").write_bytes(bytes(16))
-    (pets / "labels.txt").write_text(labels)
-    with shared_server.serving(repository, "pets") as running:
-        yield running
-
-
 def test_labels_of_ensembles(tmp_path: Path) -> None:
     """The labels of the outermost ensemble that has any, else those of the step. The cache distinguishes them."""
     labels = 'label_filename: "labels.txt" }'
@@ -76,14 +62,19 @@ def test_labels_of_ensembles(tmp_path: Path) -> None:
             assert client.infer(name, {"x": given})["y"].shape == given.shape
 
 
-def test_the_example_of_the_page(server: Server) -> None:
-    program = section("Labels and classes")[2]
+def test_the_example_of_the_page(server: Server, root: Path, client: shmserve.Client) -> None:
+    (configuration,) = section("Warm-up")
+    labels, source, program = section("Labels and classes")
+    pets = write_model(root, "pets", configuration, source)
+    (pets / "warmup").mkdir()
+    (pets / "warmup" / "x.bin").write_bytes(bytes(16))
+    (pets / "labels.txt").write_text(labels)
+    client.load("pets")
     (expected,) = re.findall(r"# (\[\[.*\]\])", program)
     first, *others = pages.run_program(server, program).splitlines()
     assert first == expected
     assert others == ["dog 0.610296 1", "rabbit 0.224515 3"]
     sample = "warm-up sample '{}' of model 'pets' took "
-    with server.client() as client:  # output of a worker may be logged after its answers
-        until(client, lambda: sample.format("a real one") in server.log)
+    until(client, lambda: sample.format("a real one") in server.log)  # perhaps after the answers of the worker
     assert sample.format("full batch") in server.log
     assert "2 run(s) of 8 request(s)" in server.log

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,8 @@ import shmserve
 from shmserve.errors import InvalidRequest
 from shmserve.testing import Server
 from tests.support.commands import run
-from tests.support.living import PYTHON, policy, until, write
-from tests.support.model_files import python_model
-from tests.support.shared_server import SharedServer
+from tests.support.living import PYTHON, generation, policy, until, write
+from tests.support.model_files import python_model, write_model
 
 pytestmark = pytest.mark.process
 
@@ -39,31 +38,20 @@ LARGE = 50_000
 """Number of elements of an input that is placed in shared memory."""
 
 
-@pytest.fixture(scope="module")
-def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = tmp_path_factory.mktemp("models")
+@pytest.fixture(scope="module", autouse=True)
+def models(root: Path) -> None:
     for version in (1, 2, 3):
-        folder = root / "m" / str(version)
-        folder.mkdir(parents=True)
-        write(folder / "model.py", MODEL)
-    write(root / "m" / "config.pbtxt", PYTHON + policy("all { }"))
-    folder = root / "stream" / "1"
-    folder.mkdir(parents=True)
-    write(folder / "model.py", MODEL)
-    decoupled = "model_transaction_policy { decoupled: true }\n"
-    write(root / "stream" / "config.pbtxt", PYTHON + decoupled)
-    with shared_server.serving(root) as running:
-        yield running
+        folder = generation(root, "m", version, policy("all { }"), version)
+        write(folder / str(version) / "model.py", MODEL)
+    write_model(root, "stream", PYTHON + "model_transaction_policy { decoupled: true }\n", MODEL)
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[shmserve.Client]:
-    """Version 1 answers."""
-    with server.client() as made:
-        made.load("m")
-        made.traffic("m", shares={1: 100})
-        yield made
-        made.unload("m")
+def client(client: shmserve.Client) -> shmserve.Client:
+    """Version 1 of the model "m" answers."""
+    client.load("m")
+    client.traffic("m", shares={1: 100})
+    return client
 
 
 def counts(client: shmserve.Client, shadow: int) -> dict[str, int]:
@@ -135,4 +123,3 @@ def test_invalid_shadows_are_refused(client: shmserve.Client) -> None:
         with pytest.raises(InvalidRequest, match=text):
             client.traffic("m", shadow=shadow)
     assert client.traffic("m")["shadow"] == {}
-    client.unload("stream")

@@ -24,11 +24,6 @@ pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Server]:
     for version in (1, 2, 3):
         generation(repository, "m", version, version=version)

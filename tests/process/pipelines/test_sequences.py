@@ -4,7 +4,6 @@ compared with numpy's result for that sequence alone."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from shmserve.testing import Server
 from tests.support.clients.client_faces import connect
 from tests.support.ensemble_models import config_text
 from tests.support.living import write
-from tests.support.shared_server import SharedServer
 from tests.support.workers.models.worker_models import Graph
 
 pytestmark = pytest.mark.process
@@ -57,13 +55,9 @@ def recurrent(root: Path, name: str, strategy: str) -> None:
     write(folder / "config.pbtxt", f"{RECURRENT} sequence_batching {{ {strategy} {STATE} }}")
 
 
-@pytest.fixture(scope="module")
-def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = tmp_path_factory.mktemp("models")
+def write_models(root: Path) -> None:
     for name, strategy in WAYS.items():
         recurrent(root, name, strategy)
-    with shared_server.serving(root) as made:
-        yield made
 
 
 def alone(x: Array) -> Array:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,13 @@ import pytest
 from shmserve.testing import Server
 from tests.support.commands import COMMAND, IMPATIENT
 from tests.support.living import PATIENCE_S, identity
-from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture(scope="module")
-def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = tmp_path_factory.mktemp("models")
+def write_models(root: Path) -> None:
     for name in ("first", "second"):
         identity(root, name)
-    with shared_server.serving(root):
-        yield shared_server
 
 
 def words(server: Server, *more: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ import shmserve
 from tests.support.ensemble_models import config_text
 from tests.support.launch import identity
 from tests.support.model_files import write_model
-from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
@@ -63,16 +61,10 @@ class TritonPythonModel:
 """
 
 
-@pytest.fixture(scope="module")
-def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
-    root: Path = tmp_path_factory.mktemp("models")
+def test_processes_of_a_pool_call_models(root: Path, client: shmserve.Client) -> None:
     identity(root, "same")
     write_model(root, "forking", CONFIG, MODEL)
-    with shared_server.serving(root) as server:
-        yield server
-
-
-def test_processes_of_a_pool_call_models(server: SharedServer) -> None:
-    with server.client() as client:
-        answer: shmserve.Result = client.infer("forking", {"x": np.zeros(1, np.float32)})
-        assert answer["y"].tolist() == [5, 6, 7, -1]
+    for name in ("same", "forking"):
+        client.load(name)
+    answer: shmserve.Result = client.infer("forking", {"x": np.zeros(1, np.float32)})
+    assert answer["y"].tolist() == [5, 6, 7, -1]

@@ -19,7 +19,6 @@ from shmserve.session.memory import SessionMemory
 from shmserve.workers.loading import LoadedModel
 from tests.support.ensemble_models import config_text, ensemble
 from tests.support.model_files import write_model
-from tests.support.shared_server import SharedServer
 from tests.support.workers.in_process import inline, loaded, run, value
 from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import assert_failed, config, work
@@ -150,16 +149,12 @@ def test_strict_outputs(tmp_path: Path) -> None:
             assert_failed(ask(model, wish), "MODEL_FAILED", text)
 
 
-@pytest.fixture(scope="module")
-def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
-    root = tmp_path_factory.mktemp("models")
+def write_models(root: Path) -> None:
     batches = "max_batch_size: 8"
     write_model(root, "differs", config_text("python", "x", "y z", f"{batches} dynamic_batching {{ }}"), MODEL)
     write_model(root, "plain", config_text("identity", "x", "y", batches))
     ensemble(root, "last", "x", "y", "differs(x:x)->(y:y)", more=batches)
     ensemble(root, "chain", "x", "y", "differs(x:x)->(y:m)", "plain(x:m)->(y:y)", more=batches)
-    with shared_server.serving(root, "differs", "plain", "last", "chain") as server:
-        yield server
 
 
 ONE = np.array([[1, 2]], np.float32)
