@@ -56,32 +56,25 @@ def test_large_rows_are_not_copied_on_the_host(gpu: Gpu, tmp_path: Path) -> None
         assert [call for call in gpu.trt.calls if call[0] != "execute_async_v3"] == []  # the same shapes as before
 
 
-def test_small_rows_go_in_one_copy(gpu: Gpu, tmp_path: Path) -> None:
-    adder(tmp_path)
-    with gpu.load(tmp_path) as instance:
-        gpu.clear()
-        check(instance, 1, 1, 1, shared=True)
-        assert gpu.copies() == [(48, 1), (48, 2)]
-
-
-def test_large_rows_are_copied_directly_and_small_runs_gathered(gpu: Gpu, tmp_path: Path) -> None:
-    width = 10_000  # 40 kB a row: one is small, two are not
+@pytest.mark.parametrize(
+    ("width", "tuning", "shares", "to_device"),
+    [
+        (4, {}, (1, 1, 1), [3]),
+        (10_000, {}, (1, 1, 2, 1, 2, 1), [2, 2, 1, 2, 1]),  # 40 kB a row: one is small, two are not
+        (40_000, {"gather_kernel_buffer_threshold": 3}, (1, 1), [1, 1]),
+        (40_000, {"gather_kernel_buffer_threshold": 3}, (1, 1, 1), [3]),
+    ],
+    ids=["small rows go in one copy", "runs of small rows are gathered", "below the threshold", "at the threshold"],
+)
+def test_rows_of_a_batch_are_copied_together(
+    gpu: Gpu, tmp_path: Path, width: int, tuning: dict[str, int], shares: tuple[int, ...], to_device: list[int]
+) -> None:
     adder(tmp_path, width)
-    with gpu.load(tmp_path) as instance:
+    with gpu.load(tmp_path, tuned(**tuning)) as instance:
         gpu.clear()
-        check(instance, 1, 1, 2, 1, 2, 1, width=width)
-        row = width * 4
-        assert gpu.copies() == [(2 * row, 1), (2 * row, 1), (row, 1), (2 * row, 1), (row, 1), (8 * row, 2)]
-
-
-def test_the_gather_kernel_buffer_threshold_is_the_number_of_pieces(gpu: Gpu, tmp_path: Path) -> None:
-    width = 40_000
-    adder(tmp_path, width)
-    with gpu.load(tmp_path, tuned(gather_kernel_buffer_threshold=3)) as instance:
-        gpu.clear()
-        check(instance, 1, 1, width=width)
-        check(instance, 1, 1, 1, width=width)
-        assert [size // 160_000 for size, kind in gpu.copies() if kind == 1] == [1, 1, 3]
+        check(instance, *shares, width=width, shared=True)
+        row = 4 * width
+        assert gpu.copies() == [*((count * row, 1) for count in to_device), (sum(shares) * row, 2)]
 
 
 def test_only_requested_outputs_are_copied_to_the_host(gpu: Gpu, tmp_path: Path) -> None:
