@@ -33,7 +33,7 @@ from shmserve.protocol.messages import OWNER_SHIFT, Fail, FailHeld, Handle, Infe
 from shmserve.protocol.worker_messages import EndSequences, Row, Work
 from tests.support.core.fakes.tensors import replies_of
 from tests.support.core.fakes.worker import FakeWorker
-from tests.support.core.policies import step_of
+from tests.support.core.policies import model, step_of
 from tests.unit.core.state_machines.test_machine_operations import Operated
 
 MS = 10**6
@@ -45,7 +45,6 @@ OWN_VALUE = 7
 FIXED = (TensorSpec("x", "FP32", (1,)),)
 VARIES = (TensorSpec("x", "FP32", (-1,)),)
 PAIR = (TensorSpec("x", "FP32", (2,)),)
-OUT = (TensorSpec("y", "FP32", (-1,)), TensorSpec("w", "FP32", (-1,)))
 BOXES = (TensorSpec("y", "FP32", (-1, 2)),)
 FLAG = (TensorSpec("y", "BOOL", (1,)),)
 Z = (TensorSpec("z", "FP32", (-1,)),)
@@ -66,35 +65,29 @@ class Served:
     large: str = ""
 
 
-def _model(
-    name: str, most: int, inputs: tuple[TensorSpec, ...], batching: BatchPolicy | None, **more: Any
-) -> ModelPolicy:
-    return ModelPolicy(name, 1, most, inputs, more.pop("outputs", OUT), batching, **more)
-
-
 def _ensemble(name: str, most: int, inputs: tuple[TensorSpec, ...], *steps: str, **more: Any) -> ModelPolicy:
     found = tuple(step_of(step) for step in steps)
     return ModelPolicy(name, 1, most, inputs, more.pop("outputs", Z), None, steps=found, **more)
 
 
 _ALL = (
-    Served(_model("plain", 8, FIXED, BATCH), 1, "y"),
-    Served(_model("pair", 6, VARIES, BATCH), 2),
-    Served(_model("ranked", 4, VARIES, BatchPolicy((), 5 * MS, False, 3, 2, DELAYS, {1: EXPIRES})), 1, "y"),
-    Served(_model("ordered", 4, FIXED, BatchPolicy(preserve_ordering=True)), 2, "y w"),
-    Served(_model("flat", 0, VARIES, None), 1, "w"),
-    Served(_model("kept", 4, FIXED, BATCH, cached=True), 2, "w"),
-    Served(_model("det", 0, VARIES, BATCH, outputs=BOXES), 1),
-    Served(_model("rec", 4, PAIR, BATCH, cached=True), 2),
-    Served(_model("flag", 0, VARIES, BATCH, outputs=FLAG), 1),
-    Served(_model("direct", 4, FIXED, None, sequence=DIRECT), 2, "w"),
-    Served(_model("oldest", 4, FIXED, None, sequence=OLDEST), 1),
-    Served(_model("iterative", 4, FIXED, None, sequence=ITERATIVE), 1, "y"),
-    Served(_model("saying", 0, FIXED, None, sequence=OLDEST, decoupled=True), 1),
+    Served(model("plain", 8, FIXED, BATCH), 1, "y"),
+    Served(model("pair", 6, VARIES, BATCH), 2),
+    Served(model("ranked", 4, VARIES, BatchPolicy((), 5 * MS, False, 3, 2, DELAYS, {1: EXPIRES})), 1, "y"),
+    Served(model("ordered", 4, FIXED, BatchPolicy(preserve_ordering=True)), 2, "y w"),
+    Served(model("flat", 0, VARIES, None), 1, "w"),
+    Served(model("kept", 4, FIXED, BATCH, cached=True), 2, "w"),
+    Served(model("det", 0, VARIES, BATCH, outputs=BOXES), 1),
+    Served(model("rec", 4, PAIR, BATCH, cached=True), 2),
+    Served(model("flag", 0, VARIES, BATCH, outputs=FLAG), 1),
+    Served(model("direct", 4, FIXED, None, sequence=DIRECT), 2, "w"),
+    Served(model("oldest", 4, FIXED, None, sequence=OLDEST), 1),
+    Served(model("iterative", 4, FIXED, None, sequence=ITERATIVE), 1, "y"),
+    Served(model("saying", 0, FIXED, None, sequence=OLDEST, decoupled=True), 1),
     Served(
-        _model("stream", 4, FIXED, BATCH, decoupled=True, prompt_inputs=(FIXED[0].name,), queue_tokens=9), 2, "y"
+        model("stream", 4, FIXED, BATCH, decoupled=True, prompt_inputs=(FIXED[0].name,), queue_tokens=9), 2, "y"
     ),
-    Served(_model("turn", 4, FIXED, BATCH), 1),
+    Served(model("turn", 4, FIXED, BATCH), 1),
     Served(_ensemble("e_chain", 4, FIXED, "plain(x:x)->(y:t)", "pair(x:t)->(y:z)", cached=True)),
     Served(_ensemble("e_nest", 4, FIXED, "e_chain(x:x)->(z:t)", "pair(x:t)->(y:z)")),
     Served(_ensemble("e_map", 0, VARIES, "det(x:x)->(y:b)", "rec(x:b)->(y:z)/map:b", outputs=ROWS)),

@@ -33,6 +33,16 @@ def plain(name: str = "m", max_batch: int = 8, batching: BatchPolicy | None = BA
     return ModelPolicy(name, 1, max_batch, *SPECS, batching, **more)
 
 
+OUTPUTS = (TensorSpec("y", "FP32", (-1,)), TensorSpec("w", "FP32", (-1,)))
+
+
+def model(
+    name: str, max_batch: int, inputs: tuple[TensorSpec, ...], batching: BatchPolicy | None, **more: Any
+) -> ModelPolicy:
+    """A model with the outputs `y` and `w`, unless `more` has others."""
+    return ModelPolicy(name, 1, max_batch, inputs, more.pop("outputs", OUTPUTS), batching, **more)
+
+
 def step(model: str, source: str = "x", target: str = "y", mapped: str = "") -> StepPolicy:
     """A step that runs such a model."""
     return StepPolicy(model, 0, (("x", source),), (("y", target),), mapped=mapped)

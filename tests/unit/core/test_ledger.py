@@ -262,13 +262,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.hypothesis
-def test_ledger_machine() -> None:
-    run_state_machine_as_test(LedgerMachine, settings=settings(max_examples=examples(60)))
-
-
-@pytest.mark.hypothesis
-def test_ledger_machine_with_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The holds of a disconnected client are released one per turn."""
-    monkeypatch.setattr("shmserve.core.ledger.RELEASED_AT_ONCE", 1)
-    monkeypatch.setattr("shmserve.core.ledger.RELEASED_PER_TURN", 1)
+@pytest.mark.parametrize("step", [None, 1])
+def test_ledger_machine(step: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1: the holds of a disconnected client are released one per turn."""
+    for name in ("AT_ONCE", "PER_TURN") if step else ():
+        monkeypatch.setattr(f"shmserve.core.ledger.RELEASED_{name}", step)
     run_state_machine_as_test(LedgerMachine, settings=settings(max_examples=examples(60)))

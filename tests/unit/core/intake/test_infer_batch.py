@@ -19,7 +19,6 @@ from shmserve.core.limits import Limits
 from shmserve.core.owners.cache import Placed
 from shmserve.core.policy import (
     BatchPolicy,
-    ModelPolicy,
     PaddingPolicy,
     QueuePolicy,
     SequencePolicy,
@@ -45,9 +44,9 @@ from shmserve.protocol.messages import (
 from shmserve.protocol.roles import ALL_ROLES, INFER, OBSERVE
 from shmserve.protocol.worker_messages import Row, Work
 from tests.support.core.fakes.client import FakeClient
-from tests.support.core.fakes.tensors import references, replies_of
+from tests.support.core.fakes.tensors import one_by_one, references, replies_of
 from tests.support.core.fakes.worker import FakeWorker
-from tests.support.core.policies import step_of
+from tests.support.core.policies import OUTPUTS, model, step_of
 from tests.support.core.world import World
 from tests.support.hypothesis_profiles import examples
 
@@ -56,37 +55,30 @@ X = TensorSpec("x", "FP32", (1,))
 VARIES = TensorSpec("x", "FP32", (-1,))
 MAYBE = TensorSpec("z", "FP32", (-1,), optional=True)
 STRINGS = TensorSpec("x", "BYTES", (1,))
-Y = (TensorSpec("y", "FP32", (-1,)), TensorSpec("w", "FP32", (-1,)))
 EXPIRES = QueuePolicy(TimeoutAction.REJECT, 9 * MS, True, 3)
 PADDING = PaddingPolicy((("x", (0,)),), lookahead=5, multiple=2, batch_cost=3)
-
-
-def policy(
-    name: str, most: int, inputs: tuple[TensorSpec, ...], batching: BatchPolicy | None, **more: Any
-) -> ModelPolicy:
-    return ModelPolicy(name, 1, most, inputs, more.pop("outputs", Y), batching, **more)
 
 
 _CHAIN = (step_of("plain(x:x)->(y:t)"), step_of("pair(x:t)->(y:y)"))
 MODELS = {
     served.name: (served, instances, large)
     for served, instances, large in (
-        (policy("plain", 8, (X,), BatchPolicy()), 1, ""),
-        (policy("pair", 6, (VARIES,), BatchPolicy()), 2, "w"),
-        (policy("maybe", 6, (MAYBE,), BatchPolicy()), 1, ""),
-        (policy("both", 6, (VARIES, MAYBE), BatchPolicy()), 1, ""),
-        (policy("ragged", 6, (replace(VARIES, ragged=True),), BatchPolicy()), 1, ""),
-        (policy("strings", 6, (STRINGS,), BatchPolicy()), 1, ""),
-        (policy("flat", 0, (VARIES,), BatchPolicy()), 1, ""),
-        (policy("single", 4, (X,), None), 1, ""),
-        (policy("delayed", 6, (X,), BatchPolicy((4,), 5 * MS)), 1, ""),
-        (policy("ranked", 4, (VARIES,), BatchPolicy((), 5 * MS, False, 3, 2, EXPIRES)), 1, ""),
-        (policy("ordered", 4, (X,), BatchPolicy(preserve_ordering=True)), 2, ""),
-        (policy("padded", 4, (VARIES,), BatchPolicy(), padding=PADDING), 1, ""),
-        (policy("kept", 4, (X,), BatchPolicy(), cached=True), 1, ""),
-        (policy("stream", 4, (X,), BatchPolicy(), decoupled=True), 1, ""),
-        (policy("sequence", 4, (X,), None, sequence=SequencePolicy(True, 4, 30 * MS, 0, 0.5)), 1, ""),
-        (policy("chain", 4, (X,), None, outputs=(Y[0],), steps=_CHAIN), 0, ""),
+        (model("plain", 8, (X,), BatchPolicy()), 1, ""),
+        (model("pair", 6, (VARIES,), BatchPolicy()), 2, "w"),
+        (model("maybe", 6, (MAYBE,), BatchPolicy()), 1, ""),
+        (model("both", 6, (VARIES, MAYBE), BatchPolicy()), 1, ""),
+        (model("ragged", 6, (replace(VARIES, ragged=True),), BatchPolicy()), 1, ""),
+        (model("strings", 6, (STRINGS,), BatchPolicy()), 1, ""),
+        (model("flat", 0, (VARIES,), BatchPolicy()), 1, ""),
+        (model("single", 4, (X,), None), 1, ""),
+        (model("delayed", 6, (X,), BatchPolicy((4,), 5 * MS)), 1, ""),
+        (model("ranked", 4, (VARIES,), BatchPolicy((), 5 * MS, False, 3, 2, EXPIRES)), 1, ""),
+        (model("ordered", 4, (X,), BatchPolicy(preserve_ordering=True)), 2, ""),
+        (model("padded", 4, (VARIES,), BatchPolicy(), padding=PADDING), 1, ""),
+        (model("kept", 4, (X,), BatchPolicy(), cached=True), 1, ""),
+        (model("stream", 4, (X,), BatchPolicy(), decoupled=True), 1, ""),
+        (model("sequence", 4, (X,), None, sequence=SequencePolicy(True, 4, 30 * MS, 0, 0.5)), 1, ""),
+        (model("chain", 4, (X,), None, outputs=OUTPUTS[:1], steps=_CHAIN), 0, ""),
     )
 }
 NAMES = [*MODELS, "nobody"]
@@ -332,16 +324,11 @@ def _flat(statistics: Any) -> dict[str, str]:
 
 
 def split_up(message: InferBatch) -> list[Infer]:
-    """The requests one by one; written for these tests, without the code of the core."""
-    found = []
-    columns = message.columns
-    for number, rows, blobs in zip(columns.requests, columns.rows, columns.data, strict=True):
-        inputs = tuple(
-            Tensor(form.name, form.dtype, (rows, *form.dims), blob)
-            for form, blob in zip(columns.forms, blobs, strict=True)
-        )
-        found.append(Infer(number, message.model, message.version, inputs, None, message.timeout_us))
-    return found
+    """The requests one by one."""
+    return [
+        Infer(number, message.model, message.version, inputs, None, message.timeout_us)
+        for number, inputs in one_by_one(message.columns)
+    ]
 
 
 class Item(NamedTuple):

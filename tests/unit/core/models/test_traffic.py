@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from shmserve.broker.models.traffic import TrafficControl
 from shmserve.core import events
-from shmserve.core.state import State
 from shmserve.core.traffic import Split, Traffic
 from shmserve.protocol.messages import Fail
 from tests.support.core.lent import Lent, model
@@ -40,10 +39,6 @@ class Divided(Lent):
         answer = self.client.answers[message.request]
         return answer.text if isinstance(answer, Fail) else int(answer.version)
 
-    @property
-    def state(self) -> State:
-        return self.core.state
-
 
 @given(st.dictionaries(st.integers(1, 6), st.integers(0, 25), max_size=4), st.sets(st.integers(1, 6)))
 @settings(max_examples=examples(200))
@@ -71,7 +66,7 @@ def test_traffic_of_a_configuration() -> None:
     """It is set by the first load at once, by others when they succeed, and never after an operator has set one."""
     world = Divided()
     given = Traffic({2: 100}, {"prod": 1})
-    model_of = world.state.models["m"]
+    model_of = world.core.state.models["m"]
     model_of.traffic_set = False
 
     def load(traffic: Traffic | None, *numbers: int) -> None:
@@ -94,23 +89,23 @@ def test_traffic_of_a_configuration() -> None:
 
 def test_a_load_that_fails_leaves_the_traffic() -> None:
     world = Divided()
-    world.state.models["m"].traffic_set = False
+    world.core.state.models["m"].traffic_set = False
     world.loads_itself["m"] = False
     targets = tuple(replace(world.targets["m"][number], source=90 + number) for number in (1, 2, 3))
     world.turn([(0, events.Deploy("m", targets, traffic=Traffic({1: 100})))])
     assert world.version_of() == 3, "not before the new generation serves"
     starting = [worker for worker in world.workers.values() if worker.name.endswith("~")]
     world.crash(starting[0], loading_error="no such file")
-    assert (world.version_of(), world.state.models["m"].traffic) == (3, Traffic())
+    assert (world.version_of(), world.core.state.models["m"].traffic) == (3, Traffic())
 
 
 def test_changes_of_one_turn_are_all_applied() -> None:
     world = Divided()
     changes: list[events.SetTraffic] = []
-    control = TrafficControl(world.state, changes.append)
+    control = TrafficControl(world.core.state, changes.append)
     control.change("m", b'{"aliases": {"prod": 1}}')
     control.change("m", b'{"aliases": {"next": 3}}')
     control.change("m", b'{"shares": {"2": 100}}')
     world.turn([(0, change) for change in changes])
-    assert world.state.models["m"].traffic == Traffic({2: 100}, {"prod": 1, "next": 3})
+    assert world.core.state.models["m"].traffic == Traffic({2: 100}, {"prod": 1, "next": 3})
     assert control.document("m")["now"] == {"2": 100.0}

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from msgspec.structs import replace
 
 from shmserve.core import events
 from shmserve.core.effects import Kill, Send
@@ -46,6 +45,7 @@ from shmserve.protocol.roles import ALL_ROLES, FORWARD
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import references
 from tests.support.core.machine import MS, WorldMachine, in_batches, run_machine
+from tests.support.core.policies import OUTPUTS, model
 from tests.support.core.world import World
 
 LIMITS = Limits(
@@ -59,13 +59,6 @@ LIMITS = Limits(
     exit_ns=30 * MS,
 )
 BROKER_SEGMENT = 1
-Y = (TensorSpec("y", "FP32", (-1,)), TensorSpec("w", "FP32", (-1,)))
-
-
-def model(name: str, max_batch: int, inputs: tuple[TensorSpec, ...], batching: BatchPolicy | None) -> ModelPolicy:
-    return ModelPolicy(name, 1, max_batch, inputs, Y, batching)
-
-
 FIXED = TensorSpec("x", "FP32", (1,))
 VARIES = TensorSpec("x", "FP32", (-1,))
 RAGGED = TensorSpec("x", "FP32", (-1,), ragged=True)
@@ -91,12 +84,12 @@ MODELS = (
     (model("ordered", 4, (FIXED,), BatchPolicy(preserve_ordering=True)), 2, "y w"),
     (model("strict", 2, (FIXED,), BatchPolicy((), 0, True, 0, 0, EXPIRES)), 2, ""),
     (model("single", 3, (FIXED,), None), 1, "y"),
-    (replace(model("padded", 3, (VARIES,), BatchPolicy()), padding=PADDING), 1, "y"),
-    (replace(model("patient", 4, (VARIES,), BatchPolicy((3,), 6 * MS)), padding=PADDING), 2, ""),
-    (replace(model("levelled", 3, (VARIES,), BatchPolicy((), 0, False, 2, 1, DELAYS)), padding=PADDING), 1, ""),
+    (model("padded", 3, (VARIES,), BatchPolicy(), padding=PADDING), 1, "y"),
+    (model("patient", 4, (VARIES,), BatchPolicy((3,), 6 * MS), padding=PADDING), 2, ""),
+    (model("levelled", 3, (VARIES,), BatchPolicy((), 0, False, 2, 1, DELAYS), padding=PADDING), 1, ""),
     (model("flat", 0, (VARIES,), BatchPolicy()), 1, "y"),
-    (ModelPolicy("chain", 1, 3, (FIXED,), (*Y, TensorSpec("v", "FP32", (-1,))), steps=CHAIN), 0, ""),
-    (ModelPolicy("nested", 1, 3, (FIXED,), Y, steps=NESTED), 0, ""),
+    (ModelPolicy("chain", 1, 3, (FIXED,), (*OUTPUTS, TensorSpec("v", "FP32", (-1,))), steps=CHAIN), 0, ""),
+    (ModelPolicy("nested", 1, 3, (FIXED,), OUTPUTS, steps=NESTED), 0, ""),
 )
 MEMBERS = {"chain": {"plain", "ordered", "single"}, "nested": {"chain", "plain", "ordered", "single"}}
 
@@ -147,6 +140,14 @@ class CoreMachine(WorldMachine):
     def choose_client(self, which: int) -> FakeClient:
         return self.clients[which % len(self.clients)]
 
+    def enter(self, plane: str, outputs: str, other: bool, **more: Any) -> FakeClient:
+        """A new client, perhaps of the other user."""
+        audience = "uid:2000" if other else "uid:1000"
+        client = self.world.connect(f"c{len(self.all_clients)}", plane, outputs, audience, **more)
+        self.clients.append(client)
+        self.all_clients.append(client)
+        return client
+
     # ------------------------------------------------------------------------------------ rules
 
     @initialize(names=st.lists(st.sampled_from(NAMES), max_size=2), ahead=st.sampled_from(AHEAD))
@@ -174,10 +175,7 @@ class CoreMachine(WorldMachine):
     @rule(kind=st.integers(0, 3), other=st.booleans())
     def connect(self, kind: int, other: bool) -> None:
         plane, outputs = (("lane", "memfd"), ("lane", "memfd"), ("zmq", "posix"), ("zmq", "frames"))[kind]
-        audience, roles = ("uid:2000", ALL_ROLES) if other else ("uid:1000", ALL_ROLES | FORWARD)
-        client = self.world.connect(f"c{len(self.all_clients)}", plane, outputs, audience, roles)
-        self.clients.append(client)
-        self.all_clients.append(client)
+        self.enter(plane, outputs, other, roles=ALL_ROLES if other else ALL_ROLES | FORWARD)
 
     @precondition(lambda self: len(self.clients) > 1)
     @rule(which=st.integers(0, 9), really=st.integers(0, 3))

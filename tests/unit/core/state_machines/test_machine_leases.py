@@ -90,11 +90,7 @@ class LeaseMachine(OperatedMachine):
     @rule(kind=st.integers(0, 3), other=st.booleans())
     def connect(self, kind: int, other: bool) -> None:
         plane, outputs = (("lane", "memfd"), ("lane", "memfd"), ("lane", "memfd"), ("zmq", "posix"))[kind]
-        audience = "uid:2000" if other else "uid:1000"
-        name = f"c{len(self.all_clients)}"
-        client = self.world.connect(name, plane, outputs, audience, leases=plane == "lane")
-        self.clients.append(client)
-        self.all_clients.append(client)
+        client = self.enter(plane, outputs, other, leases=plane == "lane")
         if plane == "lane":
             self.send([(client.peer, self.world.own_segment(client, 4096))], False)
 

@@ -241,10 +241,7 @@ class ShadowMachine(OperatedMachine):
     def connect(self, kind: int, other: bool) -> None:
         kinds = (("lane", "memfd"), ("lane", "memfd"), ("zmq", "posix"), ("zmq", "frames"))
         plane, outputs = kinds[max(0, kind - 2)]
-        name, audience = f"c{len(self.all_clients)}", "uid:2000" if other else "uid:1000"
-        client = self.world.connect(name, plane, outputs, audience, keeps=kind < 4)
-        self.clients.append(client)
-        self.all_clients.append(client)
+        self.enter(plane, outputs, other, keeps=kind < 4)
 
     @rule(which=st.integers(0, 9), answers=st.integers(1, 2), percent=st.sampled_from([0, 40, 100, 100]))
     def shadow(self, which: int, answers: int, percent: int) -> None:
