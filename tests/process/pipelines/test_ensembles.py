@@ -22,7 +22,6 @@ from tests.support.ensemble_models import ADD, BATCHES, ensemble, model, numbers
 from tests.support.launch import descriptors_of, workers_of
 from tests.support.living import states, unload_all, until
 from tests.support.model_files import python_model
-from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
@@ -49,7 +48,7 @@ class TritonPythonModel:
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 
-def write(root: Path) -> None:
+def write_models(root: Path) -> None:
     """Some ensembles precede the models that they need in the order of names."""
     for index in range(3):
         model(root, f"pass{index}")
@@ -70,17 +69,14 @@ def write(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = tmp_path_factory.mktemp("models")
-    write(root)
-    with shared_server.serving(root) as running:
-        # Named segments stay while their workers live: create all that the tests need before the leak check starts.
-        with shmserve.Client(running.zmq_url) as client:
-            x = np.zeros(1 << 20, np.float32)
-            for _ in range(2):  # while the previous results are still held
-                held = [client.infer("chain", {"x": x}), client.infer("all", {"x": x})]
-            assert len(held) == 2
-        yield running
+def server(server: Server) -> Server:
+    """Named segments stay while their workers live: creates all that the tests need before the leak check starts."""
+    with shmserve.Client(server.zmq_url) as client:
+        x = np.zeros(1 << 20, np.float32)
+        for _ in range(2):  # while the previous results are still held
+            held = [client.infer("chain", {"x": x}), client.infer("all", {"x": x})]
+        assert len(held) == 2
+    return server
 
 
 def used(client: Any, name: str = "broker_arena_used") -> float:
@@ -173,7 +169,7 @@ def test_an_ensemble_computes_and_does_not_queue(client: shmserve.Client) -> Non
 def explicit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
     """A server that serves nothing before and after each test."""
     root = tmp_path_factory.mktemp("explicit")
-    write(root)
+    write_models(root)
     with Server(root, "--model-control-mode", "explicit") as server:
         yield server, root
 

@@ -24,7 +24,6 @@ from tests.support.clients.client_faces import connect
 from tests.support.commands import run
 from tests.support.ensemble_models import config_text
 from tests.support.model_files import write_model
-from tests.support.shared_server import SharedServer
 from tests.support.workers.models.stream_models import HEAD, IN_EXECUTE
 
 pytestmark = pytest.mark.process
@@ -80,20 +79,21 @@ WAYS = ["sync lane", "sync frames", "uvloop ipc"]
 LARGE = 3000
 
 
-@pytest.fixture(scope="module")
-def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
+def write_models(repository: Path) -> None:
     sources = {"repeat": REPEAT, "tokens": TOKENS, "fails": FAILS, "counted": REPEAT, "inside": IN_EXECUTE}
     for name, source in sources.items():
         write_model(repository, name, CONFIG, HEAD + REPORT + source)
-    with shared_server.serving(repository) as running:
-        # Named segments stay while their workers live: create all that the tests need before the leak check starts.
-        with shmserve.Client(running.zmq_url) as client:
-            for name in ("repeat", "tokens"):
-                streams = [ask(client, name, 20, size=LARGE) for _ in range(8)]
-                kept = [part for stream in streams for part in stream]
-                del kept, streams
-        yield running
+
+
+@pytest.fixture(scope="module")
+def server(server: Server) -> Server:
+    """Named segments stay while their workers live: creates all that the tests need before the leak check starts."""
+    with shmserve.Client(server.zmq_url) as client:
+        for name in ("repeat", "tokens"):
+            streams = [ask(client, name, 20, size=LARGE) for _ in range(8)]
+            kept = [part for stream in streams for part in stream]
+            del kept, streams
+    return server
 
 
 @pytest.fixture(params=WAYS)
