@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from shmserve.core.effects import Send
 from shmserve.core.ledger import Ledger
 from shmserve.core.limits import Limits
-from shmserve.core.policy import BatchPolicy, InstanceSpec, MemoryEstimate, ModelPolicy, QueuePolicy
+from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, QueuePolicy
 from shmserve.core.service.batch import Batch
 from shmserve.core.service.form import BatchRules
 from shmserve.core.service.graph import EnsembleGraph, handles_of
@@ -669,8 +669,10 @@ class Service:
         self.padding = policy.padding if policy.max_batch > 0 and batching is not None else None
         self.max_work_items = max(1, WORK_ITEM_BYTES // _work_bytes(policy))
         """Maximum number of requests in one message to a worker, given their size without tensors and options."""
-        self.prefetch = sequence is None and (batching is None or _sends_ahead(batching))
-        """Batches may wait at busy instances."""
+        self.prefetch = sequence is None and (
+            batching is None or not (batching.levels or batching.default_policy != QueuePolicy())
+        )
+        """Batches may wait at busy instances: the order of queued requests does not change any more."""
         self.order: deque[Request] | None = deque() if ordered and not policy.decoupled else None
         """With preserve_ordering: requests in order of arrival, until all earlier ones have been answered."""
         self.order_swept = ORDER
@@ -729,11 +731,6 @@ def _work_bytes(policy: ModelPolicy) -> int:
     for spec in policy.outputs:
         size += 2 * len(spec.name) + 64
     return size
-
-
-def _sends_ahead(policy: BatchPolicy) -> bool:
-    """False if the order of queued requests may still change: they stay in the broker until an instance is idle."""
-    return policy.levels == 0 and policy.default_policy == QueuePolicy()
 
 
 class Version:

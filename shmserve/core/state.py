@@ -131,7 +131,8 @@ class State:
         """An operator took the server out of service: it reports not ready, but still accepts requests."""
         self._timers: list[tuple[int, int, Timer, Subject]] = []
         """Heap: time, a number that makes entries comparable, kind and subject. May contain obsolete timers."""
-        self._numbers, self._workers = 0, WORKERS_FROM
+        self._numbers = 0
+        self.worker_numbers = count(WORKERS_FROM + 1)
         self._timer_numbers = count()
 
     def callers_of(self, user: str, trusted: bool) -> Callers:
@@ -159,10 +160,6 @@ class State:
     def last_number(self) -> int:
         """The last of these. Unchanged since an earlier turn: no request has arrived since."""
         return self._numbers
-
-    def next_worker(self) -> int:
-        self._workers += 1
-        return self._workers
 
     def request_of(self, client: ClientState, number: int) -> Request | None:
         """The request in flight with this client-side number."""

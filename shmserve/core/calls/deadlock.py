@@ -122,7 +122,7 @@ def _served_by(state: State, version: Version, stuck: Stuck) -> Instance | None:
     """A deadlocked instance that the version's queue waits for. None: an instance will run the queued requests, or they
     will fail."""
     if version.service.graph is not None:
-        members = version.members or memory.loading_for(state, version)
+        members = version.members or memory.needed_by(state, version)
         blockers = [_served_by(state, member, stuck) for member in members]
         return next((blocker for blocker in blockers if blocker is not None), None)
     able = [instance for instance in version.instances if not instance.over and not instance.spec.passive]
@@ -135,12 +135,6 @@ def _served_by(state: State, version: Version, stuck: Stuck) -> Instance | None:
     return None
 
 
-def _needed_by(state: State, call: Request) -> list[Version]:
-    """The versions that have to load for this call."""
-    version = call.version
-    return [version] if version.service.graph is None else memory.loading_for(state, version)
-
-
 def _is_blocked(state: State, instance: Instance, stuck: Stuck) -> bool:
     """False for an instance that only cannot sleep: it still runs new requests."""
     return instance in stuck and instance in state.blocked_instances
@@ -148,7 +142,8 @@ def _is_blocked(state: State, instance: Instance, stuck: Stuck) -> bool:
 
 def _explanation(state: State, calls: list[Request], stuck: Stuck) -> str:
     for call in calls:
-        short = next((one for one in _needed_by(state, call) if memory.held_up_by(state, one, stuck) is not None), None)
+        needed = memory.needed_by(state, call.version)
+        short = next((one for one in needed if memory.held_up_by(state, one, stuck) is not None), None)
         if short is not None:
             to_wake = memory.needed_to_wake(short)
             need = " and ".join(

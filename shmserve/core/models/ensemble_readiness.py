@@ -146,8 +146,7 @@ def _set_unavailable(state: State, version: Version, reason: str, recovers: bool
     version.move(_V.UNAVAILABLE, reason)
     state.refresh(version.model)
     if model.versions.get(version.number) is version:
-        text = f"{version.label} is UNAVAILABLE: {reason}"
-        state.log_version("error", text, version)
+        state.log_version("error", f"{version.label} is UNAVAILABLE: {reason}", version)
     else:  # another generation is served, and continues
         state.ensembles.pop(version, None)
     deployment.has_failed(state, version, reason)

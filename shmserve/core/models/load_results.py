@@ -35,8 +35,7 @@ def failed_to_load(state: State, version: Version, instance: Instance, reason: s
         version.instances.remove(instance)
         if version.state is _V.UNAVAILABLE:  # its GPU had been unhealthy
             version.explain(version.degraded_reason or reason)
-            text = f"{version.label} is UNAVAILABLE: {reason}"
-            state.log("error", text, **about(version, instance))
+            state.log("error", f"{version.label} is UNAVAILABLE: {reason}", **about(version, instance))
         deployment.has_failed(state, version, reason, instance)
     elif version.retries < state.limits.load_retries:
         version.retries += 1
@@ -74,8 +73,7 @@ def give_up(state: State, version: Version, instance: Instance, reason: str) -> 
     version.move(_V.UNAVAILABLE, reason)
     state.refresh(version.model)
     if state.models[version.model].versions.get(version.number) is version:
-        text = f"{version.label} is UNAVAILABLE: {reason}"
-        state.log("error", text, **about(version, instance))
+        state.log("error", f"{version.label} is UNAVAILABLE: {reason}", **about(version, instance))
     for other in list(version.instances):
         retirement.stop(state, version, other)
     version.idle.clear()

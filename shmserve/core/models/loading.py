@@ -72,7 +72,7 @@ def spawn(state: State, version: Version, instance: Instance) -> None:
     state.memory.holders[instance] = version
     if state.limits.load_ns:
         state.set_timer(state.now + state.limits.load_ns, Timer.LATE, instance)
-    instance.peer = state.next_worker()
+    instance.peer = next(state.worker_numbers)
     state.instances[instance.peer] = (version, instance)
     if instance.sleeping:
         shares.wakes(state, version)

@@ -191,10 +191,13 @@ def may_never_load(state: State, instance: Instance) -> bool:
     return state.memory.limited and (instance.joining or instance.lost) and instance not in state.memory.holders
 
 
-def loading_for(state: State, ensemble: Version) -> list[Version]:
-    """The loading models for which an ensemble waits that is loading itself."""
+def needed_by(state: State, version: Version) -> list[Version]:
+    """The versions that have to load for a request: this one or, if it is an ensemble, the loading models for which it
+    waits."""
+    if version.service.graph is None:
+        return [version]
     found: dict[Version, None] = {}
-    todo, seen = [ensemble], {ensemble}
+    todo, seen = [version], {version}
     while todo:
         version = todo.pop()
         graph = version.service.graph

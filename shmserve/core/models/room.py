@@ -211,8 +211,7 @@ def _called(state: State) -> set[Version]:
         if run is not None:
             todo += run.in_flight.values()
         elif request.state is RequestState.QUEUED:
-            version = request.version
-            found.update((version,) if version.service.graph is None else memory.loading_for(state, version))
+            found.update(memory.needed_by(state, request.version))
     return found
 
 
@@ -260,8 +259,7 @@ def _log_waking(state: State, claim: _Claim, need: BytesByPlace, sleeping: int =
     size = " and ".join(f"{megabytes(size)} of {memory.name_of(place)}" for place, size in need.items() if size)
     more = f", {sleeping} model{'s go' if sleeping > 1 else ' goes'} to sleep" if sleeping else ""
     more += ", which busy models use" if waits else ""
-    text = f"model '{version.model}' is waking for a request (needs {size}{more})"
-    state.log("info", text, model=version.model, version=version.number)
+    state.log_version("info", f"model '{version.model}' is waking for a request (needs {size}{more})", version)
 
 
 # ------------------------------------------------------------------------------------ making room
@@ -427,7 +425,7 @@ def _yield(state: State, version: Version, now: int) -> None:
     state.memory.yielding[version] = now
     version.yielding = True
     text = f"{version.label} makes room for others: it finishes what runs, and its queue waits for its turn"
-    state.log("info", text, model=version.model, version=version.number)
+    state.log_version("info", text, version)
 
 
 def _let_yielding_sleep(state: State) -> None:

@@ -21,12 +21,8 @@ def belongs(spec: InstanceSpec, group: ScaledGroup) -> bool:
     return (group_of(spec), spec.kind, spec.device) == (group.group, first.kind, first.device)
 
 
-def free_name(version: Version, group: str) -> str:
+def free_name(taken: Iterable[str], group: str) -> str:
     """The first of `group`_0, `group`_1, ... that is not in use, not even by an instance that is about to end."""
-    return _free_name({instance.spec.name for instance in version.instances}, group)
-
-
-def _free_name(taken: Iterable[str], group: str) -> str:
     number = 0
     while f"{group}_{number}" in taken:
         number += 1
@@ -55,7 +51,7 @@ def _is_scaled(spec: InstanceSpec, policy: ScalingPolicy) -> bool:
 
 def next_spec(version: Version, policy: ScalingPolicy, group: ScaledGroup) -> InstanceSpec:
     """The spec of one more instance of the group."""
-    spec = _named(group, free_name(version, group.group))
+    spec = _named(group, free_name({instance.spec.name for instance in version.instances}, group.group))
     specs = [*specs_of(version), spec]
     return replace(spec, threads=_threads(policy, spec, specs))
 
@@ -88,7 +84,7 @@ def keep_size(target: Target, served: Version | None) -> Target:
         wanted = min(max(wanted, group.minimum), group.maximum)
         del names[wanted:]
         while len(names) < wanted:
-            names.append(_free_name({*names, *(spec.name for spec in (*present, *specs))}, group.group))
+            names.append(free_name({*names, *(spec.name for spec in (*present, *specs))}, group.group))
         for name in names:
             begun = first.get(name)
             specs.append(begun if begun is not None and belongs(begun, group) else _named(group, name))

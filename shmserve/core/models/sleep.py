@@ -134,7 +134,7 @@ def put_unused_to_sleep(state: State, now: int) -> None:
             if not for_others:
                 idle_s = version.sleep_state.idle_ns / 1e9
                 idle = f"it had no request for {idle_s:g} s (--idle-unload-secs, idle_unload_secs)"
-                state.log("info", f"{version.label} goes to sleep: {idle}", model=version.model, version=version.number)
+                state.log_version("info", f"{version.label} goes to sleep: {idle}", version)
             put_to_sleep(state, version)
 
 
@@ -184,7 +184,7 @@ def fell_asleep(state: State, version: Version, instance: Instance, reason: str)
     """The process has ended. If requests have been queued since, the dispatcher wakes the version."""
     if reason.startswith("signal "):  # not a signal that the server sent
         text = f"worker of {version.label} instance '{instance.spec.name}' ended while going to sleep: {reason}"
-        state.log("error", text, model=version.model, version=version.number, instance=instance.spec.name)
+        state.log_version("error", text, version, instance)
     instance.move(_I.ASLEEP, "")
     instance.due = 0
     if blocked := state.loading.forbids(instance.spec):
@@ -212,8 +212,7 @@ def wake(state: State, version: Version, now: int) -> None:
     # With budgets, it is logged once it is known which versions make room.
     version.sleep_state.logged = not state.memory.limited
     if version.sleep_state.logged:
-        text = f"model '{version.model}' is waking for a request"
-        state.log("info", text, model=version.model, version=version.number)
+        state.log_version("info", f"model '{version.model}' is waking for a request", version)
     for instance in able:
         _start(state, version, instance)
     version.settle_sleep()
@@ -244,8 +243,7 @@ def has_woken(state: State, version: Version, instance: Instance, now: int) -> N
         took = now - version.sleep_state.woken
         version.sleep_state.woken = 0
         state.observers.woken(version, took)
-        text = f"{version.label} is READY after {took / 1e9:.3g} s"
-        state.log("info", text, model=version.model, version=version.number)
+        state.log_version("info", f"{version.label} is READY after {took / 1e9:.3g} s", version)
 
 
 def died_waking(state: State, version: Version, instance: Instance, reason: str, about: dict[str, Any]) -> None:
@@ -280,8 +278,7 @@ def cannot_wake(state: State, version: Version, instances: list[Instance], reaso
         _sleep_on(state, version, instance, reason, now)
         state.loading.queue.remove((version, instance))
     state.to_dispatch[version] = None
-    text = f"{version.label} could not be woken: {reason}"
-    state.log("error", text, model=version.model, version=version.number)
+    state.log_version("error", f"{version.label} could not be woken: {reason}", version)
 
 
 def _sleep_on(state: State, version: Version, instance: Instance, reason: str, now: int) -> int:

@@ -48,8 +48,7 @@ def hold(state: State, version: Version, instance: Instance, reason: str) -> Non
     state.memory.holders.pop(instance, None)
     state.memory.changed = True
     if retirement.settle_lost(state, version):
-        text = f"{version.label} is UNAVAILABLE: {version.reason}"
-        state.log_version("error", text, version, instance)
+        state.log_version("error", f"{version.label} is UNAVAILABLE: {version.reason}", version, instance)
     state.to_dispatch[version] = None
 
 

@@ -211,7 +211,7 @@ class Observers:
         """An ensemble has run. `times`: the total input, infer and output ns of its steps."""
         statistics, now = request.version.statistics, self._turn.now
         statistics.answered_alone(request.arrived, request.cost, request.arrived, now)
-        statistics.ensemble_done(request.cost, times, now)
+        statistics.ran(request.cost, 1, times[0], times[1], times[2], now)
 
     def responded(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
         """A response with these outputs was sent."""

@@ -38,7 +38,8 @@ class Recording:
         requests = [request for _, piece in batch.pieces for request in piece if request.batch is batch]
         if requests and self._wants(version, len(requests)):
             recorded = [self._request(request, request.state is not RequestState.SENT) for request in requests]
-            self._add_batch(version, instance, number, batch.reason, batch.rows, batch.times, now, 0, recorded)
+            about = (version.model, version.number, instance.spec.name, number, batch.reason.value, batch.rows)
+            self._add(RecordedBatch(*about, batch.times, now, 0, recorded), len(recorded))
 
     def leased(self, lease: Lease, records: Sequence[LeasedRequest], reason: Reason, numbers: Iterable[int]) -> None:
         """Records leased requests. `numbers`: new request numbers for them."""
@@ -49,9 +50,8 @@ class Recording:
             request = RecordedRequest(number, lease.client.number, 0, "", 0, rows, arrived)
             self._name(lease.client)
             times = (taken, ready, computed, placed)
-            self._add_batch(
-                version, lease.instance, number, reason, max(rows, 1), times, placed, lease.number, [request]
-            )
+            about = (version.model, version.number, lease.instance.spec.name, number, reason.value, max(rows, 1))
+            self._add(RecordedBatch(*about, times, placed, lease.number, [request]), 1)
             if failed and self._wants(version, 1):
                 self._add(RecordedEnd(version.model, version.number, "batch", "INTERNAL", placed, request), 1)
 
@@ -90,24 +90,6 @@ class Recording:
             self.left_out += count
             return False
         return True
-
-    def _add_batch(
-        self,
-        version: Version,
-        instance: Instance,
-        number: int,
-        reason: Reason,
-        rows: int,
-        times: tuple[int, ...],
-        now: int,
-        lease: int,
-        requests: list[RecordedRequest],
-    ) -> None:
-        name = instance.spec.name
-        record = RecordedBatch(
-            version.model, version.number, name, number, reason.value, rows, times, now, lease, requests
-        )
-        self._add(record, len(requests))
 
     def _add(self, record: RecordedBatch | RecordedEnd, count: int) -> None:
         self._records.append(record)

@@ -331,17 +331,14 @@ class Statistics(Struct):
         if self.summaries is not None:
             self.summaries.miss.add(ns, 1, now)
 
-    def ensemble_done(self, rows: int, times: Sequence[int], now: int) -> None:
-        """Counts an ensemble request, as a separate batch, with the total input, infer and output ns of its steps."""
-        self._ran(rows, 1, times[0], times[1], times[2], now)
-
     def batch_done(self, rows: int, answered: int, reason: Reason, times: tuple[int, int, int, int], now: int) -> None:
         """Counts a batch. Its times count once for the batch, and for each of its requests that succeeded."""
         taken, ready, computed, placed = times
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
-        self._ran(rows, answered, ready - taken, computed - ready, placed - computed, now)
+        self.ran(rows, answered, ready - taken, computed - ready, placed - computed, now)
 
-    def _ran(self, rows: int, answered: int, input_ns: int, infer_ns: int, output_ns: int, now: int) -> None:
+    def ran(self, rows: int, answered: int, input_ns: int, infer_ns: int, output_ns: int, now: int) -> None:
+        """Counts a batch, or an ensemble's request with the total times of its steps."""
         count = self.batches.get(rows)
         if count is None:
             count = self.batches[rows] = BatchCount()

@@ -120,7 +120,7 @@ class OperatedMachine(CoreMachine):
         if self.world.core.state.models[version.model].operation is not None:
             return  # scaling waits until it is over: it may remove the others
         if grow and len(here) < 4:
-            name = sizes.free_name(version, version.model)
+            name = sizes.free_name({instance.spec.name for instance in version.instances}, version.model)
             spec = replace(chosen.spec, name=name)
             self.world.change(lambda state: resizing.join(state, version, spec))
         elif not grow and others:
