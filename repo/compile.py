@@ -62,7 +62,7 @@ _ACTIONS = {"REJECT": TimeoutAction.REJECT, "DELAY": TimeoutAction.DELAY}
 
 def compile_policy(config: ModelConfig, version: int, folder: Path | None = None) -> ModelPolicy:
     """The core's policy for one version of the model. `folder`: the directory of an ensemble's label files."""
-    policy, cache = config.model_transaction_policy, config.response_cache
+    cache = config.response_cache
     ensemble, is_python = config.ensemble_scheduling, config.backend == "python"
     # A library may read and write on its GPU. For other backends of users, the worker copies what is there.
     in_place = config.backend in ON_DEVICE or (config.backend not in BACKENDS and _has_gpu(config))
@@ -78,13 +78,11 @@ def compile_policy(config: ModelConfig, version: int, folder: Path | None = None
         stays_loaded=parameters.STAY_LOADED.read(config),
         retry=parameters.RETRY.read(config),
         crash_limit=parameters.CRASH_LIMIT.read(config),
-        prompt_inputs=PROMPT_INPUTS
-        if config.backend in DEFAULT_SLOTS and policy is not None and policy.decoupled
-        else (),
+        prompt_inputs=PROMPT_INPUTS if config.backend in DEFAULT_SLOTS and config.decoupled else (),
         queue_tokens=parameters.QUEUE_TOKENS.read(config),
         first_response_ms=_first_response_buckets(config),
         sequence=_sequence(config, config.sequence_batching) if config.sequence_batching is not None else None,
-        decoupled=policy is not None and policy.decoupled,
+        decoupled=config.decoupled,
         cached=cache is not None and cache.enable,
         reads_device_memory=in_place or (is_python and not parameters.HOST_INPUTS.read(config)),
         leaves_on_device=in_place or (is_python and _has_gpu(config)),

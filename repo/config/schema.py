@@ -355,6 +355,11 @@ class ModelConfig(Message, frozen=True):
     response_cache: ModelResponseCache | None = None
     model_metrics: ModelMetrics | None = None
 
+    @property
+    def decoupled(self) -> bool:
+        """True if a request may have any number of responses."""
+        return self.model_transaction_policy is not None and self.model_transaction_policy.decoupled
+
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(ModelConfig)

@@ -75,8 +75,7 @@ def decoupled_in(name: str, models: Mapping[str, StepModel]) -> set[str]:
         if member is None or member.config is None:
             continue
         if not is_ensemble(member.config):
-            policy = member.config.model_transaction_policy
-            if policy is not None and policy.decoupled:
+            if member.config.decoupled:
                 decoupled.add(current)
             continue
         for step in steps_of(member.config):

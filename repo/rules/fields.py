@@ -320,8 +320,7 @@ def _instance_group(path: str, group: ModelInstanceGroup, host: HostFacts, probl
 
 
 def _others(config: ModelConfig, problem: ProblemFunction) -> None:
-    decoupled = config.model_transaction_policy is not None and config.model_transaction_policy.decoupled
-    if decoupled and config.response_cache is not None and config.response_cache.enable:
+    if config.decoupled and config.response_cache is not None and config.response_cache.enable:
         problem("response_cache.enable", uncached(config.name, "'decoupled' transaction policy"))
     for index, control in enumerate(config.model_metrics.metric_control if config.model_metrics else ()):
         path = f"model_metrics.metric_control[{index}]"

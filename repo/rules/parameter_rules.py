@@ -92,9 +92,7 @@ def validate_traffic(config: ModelConfig, problem: ProblemFunction) -> None:
         if row is SHADOW and shares:
             if len(shares) > 1:
                 problem(row.path, f"found {len(shares)} versions, expected one")
-            policy = config.model_transaction_policy
-            decoupled = policy is not None and policy.decoupled
             ensemble, sequences = config.ensemble_scheduling is not None, config.sequence_batching is not None
             ordered = config.dynamic_batching is not None and config.dynamic_batching.preserve_ordering
-            if reason := why_no_shadow(ensemble, sequences, decoupled, ordered):
+            if reason := why_no_shadow(ensemble, sequences, config.decoupled, ordered):
                 problem(row.path, reason)

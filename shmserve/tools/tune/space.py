@@ -230,7 +230,7 @@ def _two_digits(value: float) -> int:
 
 def check_tunable(config: ModelConfig, step: bool = False) -> None:
     """Raises Unsupported for models whose load the search cannot describe. `step`: the model is one of an ensemble."""
-    decoupled = config.model_transaction_policy is not None and config.model_transaction_policy.decoupled
+    decoupled = config.decoupled
     groups = config.instance_group
     reasons: Sequence[tuple[bool, str]] = (
         (config.ensemble_scheduling is not None, "is an ensemble, whose steps have the settings"),
