@@ -48,6 +48,8 @@ _NUMPY = {
     "FP32": "float32",
     "FP64": "float64",
 }
+BY_NAME = {name: dtype for dtype, name in _NUMPY.items()} | {"bfloat16": "BF16"}
+"""The wire names by the names of numpy, which most engines use."""
 
 _to_numpy: dict[str, Any] = {}
 _from_numpy: dict[Any, str] = {}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shmserve.dtypes import BY_NAME
 from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.workers.backends.base import Context, StackedBackend
@@ -39,20 +40,8 @@ def _engine() -> Any:
 
 
 ov = _engine()
-DTYPES = {
-    "boolean": "BOOL",
-    "u8": "UINT8",
-    "u16": "UINT16",
-    "u32": "UINT32",
-    "u64": "UINT64",
-    "i8": "INT8",
-    "i16": "INT16",
-    "i32": "INT32",
-    "i64": "INT64",
-    "f16": "FP16",
-    "f32": "FP32",
-    "f64": "FP64",
-    "bf16": "BF16",
+DTYPES = {"boolean": "BOOL"} | {
+    name.replace("uint", "u").replace("int", "i").replace("float", "f"): dtype for name, dtype in BY_NAME.items()
 }
 _HINTS = ("LATENCY", "THROUGHPUT", "CUMULATIVE_THROUGHPUT", "UNDEFINED")
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shmserve.dtypes import BY_NAME
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.repo.rules.optimization import paddle_problems
@@ -52,16 +53,7 @@ def _engine() -> Any:
 
 
 paddle = _engine()
-DTYPES = {
-    "bool": "BOOL",
-    "uint8": "UINT8",
-    "int8": "INT8",
-    "int32": "INT32",
-    "int64": "INT64",
-    "float16": "FP16",
-    "float32": "FP32",
-    "float64": "FP64",
-}
+DTYPES = {name: BY_NAME[name] for name in ("bool", "uint8", "int8", "int32", "int64", "float16", "float32", "float64")}
 _OF_JSON = {
     "ui8": "uint8",
     "i8": "int8",

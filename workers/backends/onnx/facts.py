@@ -9,24 +9,13 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from shmserve.dtypes import BY_NAME
 from shmserve.errors import Unsupported
 from shmserve.repo.config.complete import TensorFacts
 
 DTYPES = {
-    "tensor(bool)": "BOOL",
-    "tensor(uint8)": "UINT8",
-    "tensor(uint16)": "UINT16",
-    "tensor(uint32)": "UINT32",
-    "tensor(uint64)": "UINT64",
-    "tensor(int8)": "INT8",
-    "tensor(int16)": "INT16",
-    "tensor(int32)": "INT32",
-    "tensor(int64)": "INT64",
-    "tensor(float16)": "FP16",
-    "tensor(float)": "FP32",
-    "tensor(double)": "FP64",
-    "tensor(bfloat16)": "BF16",
-    "tensor(string)": "BYTES",
+    f"tensor({name})": dtype
+    for name, dtype in (BY_NAME | {"float": "FP32", "double": "FP64", "string": "BYTES"}).items()
 }
 
 _WHERE = re.compile(r"\S*/\S+\.(?:cc|cpp|cu|h):\d+ (?:[^\n()]*\([^()]*\)(?: const)?:?)? ?")

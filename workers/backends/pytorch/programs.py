@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from shmserve.dtypes import BY_NAME
 from shmserve.errors import Internal, InvalidRequest
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.repo.files.torch_file import TorchKind, torch_kind
@@ -23,21 +24,7 @@ from shmserve.repo.files.torch_file import TorchKind, torch_kind
 if TYPE_CHECKING:
     from shmserve.workers.batch.specs import Spec
 
-DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "UINT8",
-    torch.uint16: "UINT16",
-    torch.uint32: "UINT32",
-    torch.uint64: "UINT64",
-    torch.int8: "INT8",
-    torch.int16: "INT16",
-    torch.int32: "INT32",
-    torch.int64: "INT64",
-    torch.float16: "FP16",
-    torch.float32: "FP32",
-    torch.float64: "FP64",
-    torch.bfloat16: "BF16",
-}
+DTYPES = {getattr(torch, name): dtype for name, dtype in BY_NAME.items()}
 _BY_PLACE = re.compile(r".+__(\d+)", re.ASCII)
 _STRINGS = "List[str]"
 _THROUGH = frozenset({"aten::dropout", "aten::alpha_dropout", "aten::feature_dropout", "aten::feature_alpha_dropout"})

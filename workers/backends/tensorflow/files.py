@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from google.protobuf import text_format
 from google.protobuf.message import DecodeError
 
+from shmserve.dtypes import BY_NAME
 from shmserve.errors import InvalidRequest, NotFound, Unsupported
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.workers.backends.tensorflow.engine import engine_text, graph_pb2, saved_model_pb2, tf
@@ -22,22 +23,7 @@ if TYPE_CHECKING:
     from shmserve.workers.backends.parameters import Parameters
     from shmserve.workers.batch.specs import Spec
 
-DTYPES = {
-    "bool": "BOOL",
-    "uint8": "UINT8",
-    "uint16": "UINT16",
-    "uint32": "UINT32",
-    "uint64": "UINT64",
-    "int8": "INT8",
-    "int16": "INT16",
-    "int32": "INT32",
-    "int64": "INT64",
-    "float16": "FP16",
-    "float32": "FP32",
-    "float64": "FP64",
-    "bfloat16": "BF16",
-    "string": "BYTES",
-}
+DTYPES = BY_NAME | {"string": "BYTES"}
 TAG, SIGNATURE = "TF_GRAPH_TAG", "TF_SIGNATURE_DEF"
 _INTERNAL_SIGNATURES = ("__saved_model_init_op", "__saved_model_train_op")
 _DEFAULT_OP = "PlaceholderWithDefault"
