@@ -33,29 +33,17 @@ from shmserve.workers.overlap import Overlap
 from shmserve.workers.runner import OverlappingRunner
 
 if TYPE_CHECKING:
-    from shmserve.shm.mapped import Mapped
-    from shmserve.workers.backends.base import Backend
-    from shmserve.workers.inbox import Inbox
     from shmserve.workers.link import BrokerLink
+    from shmserve.workers.loading import LoadedModel
     from shmserve.workers.outbox import Outbox
-    from shmserve.workers.output_arenas import Arenas
-    from shmserve.workers.runner import Runner
 
 
 class Loop:
     """Runs until Stop. Raises ConnectionLost if the link is lost, ProtocolError if the broker violates the protocol."""
 
-    def __init__(
-        self,
-        link: BrokerLink,
-        inbox: Inbox,
-        outbox: Outbox,
-        arenas: Arenas,
-        mapped: Mapped,
-        runner: Runner[Any],
-        backend: Backend,
-        max_batch: int,
-    ) -> None:
+    def __init__(self, link: BrokerLink, outbox: Outbox, model: LoadedModel) -> None:
+        inbox, runner, backend, mapped = model.inbox, model.runner, model.backend, model.mapped
+        assert inbox is not None
         self._receive = link.receive
         self._inbox = inbox
         self._handle = inbox.handle
@@ -66,7 +54,7 @@ class Loop:
         self._run_batch = runner.run_batch
         self._overlap: Overlap | None = None
         if isinstance(runner, OverlappingRunner):
-            self._overlap = Overlap(link.fileno(), runner, self._waiting, inbox.read, max_batch)
+            self._overlap = Overlap(link.fileno(), runner, self._waiting, inbox.read, model.config.max_batch_size)
             self._start, self._run_batch = self._overlap.start, self._overlap.run_batch
         self._stopping = False
         self._streams = backend.streams
@@ -81,7 +69,7 @@ class Loop:
             {
                 Execute: self._waiting.add,
                 Expect: self._comparisons.expect,
-                Return: lambda order: arenas.free(order.handles),
+                Return: lambda order: model.arenas.free(order.handles),
                 Withdraw: self._withdraw,
                 Ping: lambda order: outbox.add(Pong(order.number)),
                 More: self._widen_window,

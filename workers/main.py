@@ -209,10 +209,7 @@ def _serve(link: BrokerLink, priority: LoadPriority) -> Exit:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
-        assert model.inbox is not None
-        max_batch = model.config.max_batch_size
-        loop = Loop(link, model.inbox, outbox, model.arenas, model.mapped, model.runner, model.backend, max_batch)
-        loop.run(orders[1:], descriptors)
+        Loop(link, outbox, model).run(orders[1:], descriptors)
         stopped = True
     finally:
         finalized = _finalize(model, stopped)

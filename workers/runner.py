@@ -125,6 +125,11 @@ class Runner(ABC, Generic[B]):
     def _failure(self, error: Exception) -> Failure:
         return failure_of(error, self._instance, self._model_dir, self._trace)
 
+    def _abandon(self, work_items: Sequence[Work], results: Results, error: Exception) -> list[Row]:
+        results.abandon()
+        failure = self._failure(error)
+        return [Row(work.request, (), failure) for work in work_items]
+
 
 class StackedRunner(Runner[StackedBackend]):
     """Calls the backend with one array per input."""
@@ -163,7 +168,7 @@ class StackedRunner(Runner[StackedBackend]):
             rows, ran = results.rows(), True
         except Exception as error:
             computed = clock()
-            rows, ran = self._abandon(group, results, error), False
+            rows, ran = self._abandon(group.work_items, results, error), False
         if hidden is not None:
             hidden.after(group, rows, ran)
         return rows, group.ready or computed, computed
@@ -172,11 +177,6 @@ class StackedRunner(Runner[StackedBackend]):
         if group.lengths:
             return PaddedResults(self._scatter, group.work_items, group.rows, group.lengths, group.length)
         return Results(self._scatter, group.work_items, group.rows)
-
-    def _abandon(self, group: GatherGroup, results: Results, error: Exception) -> list[Row]:
-        results.abandon()
-        failure = self._failure(error)
-        return [Row(work.request, (), failure) for work in group.work_items]
 
 
 class BegunBatch:
@@ -218,7 +218,7 @@ class OverlappingRunner(StackedRunner):
         try:
             batch.computation = self._backend.begin(group, results)
         except Exception as error:
-            batch.rows = self._abandon(group, results, error)
+            batch.rows = self._abandon(work_items, results, error)
         return batch
 
     def finish(self, batch: BegunBatch) -> Ran:
@@ -235,7 +235,7 @@ class OverlappingRunner(StackedRunner):
                 computed = clock()
                 rows = results.in_columns() if type(group.work_items) is WorkColumns else results.rows()
             except Exception as error:
-                rows = self._abandon(group, results, error)
+                rows = self._abandon(group.work_items, results, error)
         assert rows is not None
         taken = max(batch.taken, self._finished)
         ready = max(group.ready, taken)
@@ -314,9 +314,7 @@ class SeparateRunner(Runner[SeparateBackend]):
                 rows = results.rows(parameters)
         except Exception as error:
             computed = clock()
-            results.abandon()
-            failure = self._failure(error)
-            rows = [Row(work.request, (), failure) for work in work_items]
+            rows = self._abandon(work_items, results, error)
         return rows, (taken, group.ready or computed, computed, clock()), ()
 
     def _row_with_states(self, work: Work, response: Response | None, hidden: HiddenTensors) -> Row | None:
@@ -342,12 +340,10 @@ def runner_of(
     trace: Trace = log_traceback,
     hidden: HiddenTensors | None = None,
 ) -> Runner[Any]:
+    kind: type[Runner[Any]] = StackedRunner if isinstance(backend, StackedBackend) else SeparateRunner
     if isinstance(backend, OverlappingBackend) and backend.overlaps and hidden is None:
-        return OverlappingRunner(instance, model_dir, backend, gather, scatter, trace)
-    if isinstance(backend, StackedBackend):
-        return StackedRunner(instance, model_dir, backend, gather, scatter, trace, hidden)
-    assert isinstance(backend, SeparateBackend)
-    return SeparateRunner(instance, model_dir, backend, gather, scatter, trace, hidden)
+        kind = OverlappingRunner
+    return kind(instance, model_dir, backend, gather, scatter, trace, hidden)
 
 
 def failed(work: Work, error: ServeError) -> Row:

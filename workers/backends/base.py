@@ -17,9 +17,11 @@ from msgspec import Struct
 from shmserve.errors import NotFound
 from shmserve.repo.config.complete import DEFAULT_MAX_BATCH
 from shmserve.repo.rules.values import flag_in, whole_in
+from shmserve.workers.model_calls.answer import failure_of
+from shmserve.workers.process.log import log_traceback
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Value
+    from shmserve.protocol.messages import Failure, Value
     from shmserve.protocol.worker_messages import Work
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.gather import GatherGroup
@@ -144,6 +146,10 @@ class Backend:
     def close(self) -> None:
         """Releases the model. Called once, also after `load` failed."""
 
+    def _failure_of(self, error: Exception) -> Failure:
+        """Returns the error for callers when the model has failed outside `execute`; the log gets the traceback."""
+        return failure_of(error, self.context.instance, str(self.context.folder), log_traceback)
+
 
 class StackedBackend(Backend, metaclass=ABCMeta):
     """Gets one array per input for a whole batch and returns one array per output, as listed by `specs.model_inputs_of`
@@ -215,4 +221,7 @@ class SeparateBackend(Backend, metaclass=ABCMeta):
 
     def failed(self, requests: list[Request], response: Response) -> list[Response | None]:
         """Returns the responses after `execute` raised: None for requests whose last response was already sent."""
-        return [response] * len(requests)
+        streams = self.streams
+        if streams is None or not streams.decoupled:
+            return [response] * len(requests)
+        return [response if streams.take_over(request.work.request) else None for request in requests]

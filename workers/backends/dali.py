@@ -7,7 +7,6 @@ an error in a sample fails only its request. The error also breaks the pipeline,
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,9 +26,8 @@ from shmserve.workers.backends.base import Context, SeparateBackend
 from shmserve.workers.backends.model_facts import completed, none_missing, none_optional, unexpected
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import Spec, outputs_of, request_inputs_of
-from shmserve.workers.model_calls.answer import Response, failure_of
+from shmserve.workers.model_calls.answer import Response
 from shmserve.workers.process.device import device_of, visible_number
-from shmserve.workers.process.log import log_traceback
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -131,9 +129,7 @@ class Dali(SeparateBackend):
         try:
             (response,) = self.execute([request])
         except ModelFailed as error:
-            return Response(
-                error=failure_of(error, self.context.instance, os.fspath(self.context.folder), log_traceback)
-            )
+            return Response(error=self._failure_of(error))
         if response is not None:
             response.outputs = [(name, array.copy()) for name, array in response.outputs]
         return response

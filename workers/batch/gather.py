@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ServeError
@@ -32,49 +33,25 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class GatherGroup:
+class GatherGroup(Struct, eq=False):
     """Requests whose inputs stack along axis 0 and that a backend runs together; or one request without a batch
     dimension.
 
     `work_items` are in the order of their rows. `rows` is the length of axis 0, or 0 without a batch dimension.
-    `extras` are the inputs that do not come from callers; they follow the others. `lengths`: the length of each request
-    before padding to `length`, for models with padded inputs.
+    `lengths`: the length of each request before padding to `length`, for models with padded inputs. `extras` are the
+    inputs that do not come from callers; they follow the others.
     """
 
-    __slots__ = (
-        "_blobs",
-        "_gather",
-        "_pieces",
-        "_shapes",
-        "extras",
-        "length",
-        "lengths",
-        "ready",
-        "rows",
-        "work_items",
-    )
-
-    def __init__(
-        self,
-        gather: Gather,
-        work_items: Sequence[Work],
-        rows: int,
-        shapes: list[tuple[int, ...] | None],
-        blobs: Sequence[Sequence[bytes]] | None,
-        pieces: list[list[Array]] | None,
-        lengths: Sequence[int] = (),
-        length: int = 0,
-    ) -> None:
-        self.work_items = work_items
-        self.lengths = lengths
-        self.length = length
-        self.rows = rows
-        self.ready = 0
-        self.extras: Sequence[Array] = ()
-        self._gather = gather
-        self._shapes = shapes
-        self._blobs = blobs
-        self._pieces = pieces
+    _gather: Gather
+    work_items: Sequence[Work]
+    rows: int
+    _shapes: list[tuple[int, ...] | None]
+    _blobs: Sequence[Sequence[bytes]] | None
+    _pieces: list[list[Array]] | None
+    lengths: Sequence[int] = ()
+    length: int = 0
+    ready: int = 0
+    extras: Sequence[Array] = ()
 
     def computing(self) -> None:
         """Records that all inputs have been read or copied and that the computation starts."""

@@ -43,11 +43,8 @@ class PaddedResults(Results):
     def near(self, index: int, shape: tuple[int, ...]) -> int | None:
         return None if self._is_cut(index, shape) else super().near(index, shape)
 
-    def _place_one(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
-        return None if self._is_cut(index, shape) else super()._place_one(index, spec, shape)
-
-    def _place_all(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
-        return None if self._is_cut(index, shape) else super()._place_all(index, spec, shape)
+    def _own_place(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
+        return None if self._is_cut(index, shape) else super()._own_place(index, spec, shape)
 
     def alias(self, index: int, source: str, shape: tuple[int, ...]) -> bool:
         # The unpadded input equals the output only if the output is cut back; otherwise they differ.

@@ -168,9 +168,7 @@ class Results:
         """Returns an array for an output of all requests. Its initial content is undefined."""
         spec = self._scatter.specs[index]
         check_shape(self._scatter.model, spec, shape, self._rows)
-        array = (
-            self._place_one(index, spec, shape) if len(self._work_items) == 1 else self._place_all(index, spec, shape)
-        )
+        array = self._own_place(index, spec, shape)
         if array is None:
             if not spec.item:
                 array = np.empty(shape, spec.numpy)
@@ -184,7 +182,7 @@ class Results:
         spec = self._scatter.specs[index]
         if not self._fits_alone(spec, shape):
             return None
-        array = self._ready[index] = self._place_one(index, spec, shape)
+        array = self._ready[index] = self._own_place(index, spec, shape)
         return array
 
     def near_alone(self, index: int, shape: tuple[int, ...]) -> int | None:
@@ -404,7 +402,11 @@ class Results:
         audience = work_items[0].audience
         return None if any(work.audience != audience for work in work_items) else sizes
 
-    def _place_one(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
+    def _own_place(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
+        """Returns the memory that the requests get. None: the output is copied there."""
+        if len(self._work_items) > 1:
+            sizes = self._block_sizes(index, shape)
+            return None if sizes is None else self._allocate(index, spec, shape, sum(sizes))
         size = elements(shape) * spec.item
         place = self._place(index, 0)
         if isinstance(place, Handle) and self._scatter.placing.is_on_device(place):
@@ -425,10 +427,6 @@ class Results:
     def _max_inline(self) -> int:
         """The largest output that a lone request gets inside its message."""
         return INLINE_BYTES if self._inlined else 1
-
-    def _place_all(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
-        sizes = self._block_sizes(index, shape)
-        return None if sizes is None else self._allocate(index, spec, shape, sum(sizes))
 
     def _allocate(self, index: int, spec: Spec, shape: tuple[int, ...], size: int) -> Array | None:
         """Returns a block for the whole output. Without room for it, `_copy_share` tries the requests one by one."""

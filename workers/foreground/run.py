@@ -226,7 +226,7 @@ def _show(
     terminal: Terminal,
 ) -> None:
     dtypes = {spec.name: spec.dtype for spec in outputs_of(config)}
-    parted = _decoupled(config)
+    parted = config.decoupled
     parts = []
     for number, outputs in enumerate(answers, 1):
         for name, array in outputs.items():
@@ -246,10 +246,6 @@ def _show(
         terminal.document(document | {"parts": [part["outputs"] for part in parts]} | more)
     else:
         terminal.document(parts[0] | more)
-
-
-def _decoupled(config: ModelConfig) -> bool:
-    return config.model_transaction_policy is not None and config.model_transaction_policy.decoupled
 
 
 # ------------------------------------------------------------------------------------------ the model

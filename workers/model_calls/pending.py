@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 
 from shmserve.errors import InvalidRequest
 from shmserve.protocol import codec
@@ -59,35 +59,21 @@ class HandleReturner:
         self.defer(handle)
 
 
-class Pending:
+class Pending(Struct, eq=False):
     """A pending call or query. `over`: nothing more will arrive."""
 
-    __slots__ = (
-        "abandoned",
-        "answers",
-        "blocks",
-        "body",
-        "kept",
-        "number",
-        "over",
-        "taken",
-        "waiters",
-        "window",
-    )
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.window = 0
-        self.answers: deque[CallResponse] = deque()
-        self.body = b""
-        self.over = False
-        self.abandoned = False
-        self.taken = 0
-        """Replies taken since the last More."""
-        self.blocks: list[Handle] = []
-        self.kept: list[Array] = []
-        """Inputs that are passed by handle, in memory of other processes."""
-        self.waiters: list[asyncio.Future[None]] = []
+    number: int
+    window: int = 0
+    answers: deque[CallResponse] = field(default_factory=deque)
+    body: bytes = b""
+    over: bool = False
+    abandoned: bool = False
+    taken: int = 0
+    """Replies taken since the last More."""
+    blocks: list[Handle] = []
+    kept: list[Array] = []
+    """Inputs that are passed by handle, in memory of other processes."""
+    waiters: list[asyncio.Future[None]] = []
 
     @property
     def ready(self) -> bool:

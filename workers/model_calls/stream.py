@@ -8,6 +8,8 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 
+from msgspec import Struct, field
+
 if TYPE_CHECKING:
     from shmserve.protocol.worker_messages import Row, Work
     from shmserve.workers.model_calls.answer import Response
@@ -24,48 +26,36 @@ ROW_BYTES = 256
 """What a queued response takes besides its data."""
 
 
-class ResponseSender:
+class ResponseSender(Struct, eq=False):
     """One request that a model answers with a response sender.
 
     `final`: the model has sent the last response. `over`: the last response was reported to the broker, and nothing
     more is sent. `cancelled`: the caller no longer waits; responses are dropped, and the model should stop.
     """
 
-    __slots__ = (
-        "abort",
-        "answered_with",
-        "cancelled",
-        "final",
-        "kept",
-        "kept_bytes",
-        "over",
-        "response",
-        "room",
-        "since",
-        "unread",
-        "work",
-    )
+    work: Work
+    room: int = _NO_LIMIT
+    """The number of responses that may still be sent."""
+    since: int = field(default_factory=monotonic_ns)
+    """When the model began to compute its next response."""
+    cancelled: bool = False
+    final: bool = False
+    over: bool = False
+    response: Response | None = None
+    """The response of a model that is not decoupled; it is reported with the batch."""
+    kept: deque[tuple[Row, Future[None] | None]] = field(default_factory=deque)
+    """Queued responses without room, each with the future that resolves when it is sent."""
+    kept_bytes: int = 0
+    """Written by `keep` and `pop_kept` only."""
+    unread: bool = False
+    """The broker knows that the model waits for the caller."""
+    abort: Callable[[], object] | None = None
+    """Ends what answers this request and those in `answered_with`, in any thread."""
+    answered_with: tuple[ResponseSender, ...] = ()
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        self.room = (work.options.window if work.options is not None else 0) or _NO_LIMIT
-        """The number of responses that may still be sent."""
-        self.since = monotonic_ns()
-        """When the model began to compute its next response."""
-        self.cancelled = False
-        self.final = False
-        self.over = False
-        self.response: Response | None = None
-        """The response of a model that is not decoupled; it is reported with the batch."""
-        self.kept: deque[tuple[Row, Future[None] | None]] = deque()
-        """Queued responses without room, each with the future that resolves when it is sent."""
-        self.kept_bytes = 0
-        """Written by `keep` and `pop_kept` only."""
-        self.unread = False
-        """The broker knows that the model waits for the caller."""
-        self.abort: Callable[[], object] | None = None
-        """Ends what answers this request and those in `answered_with`, in any thread."""
-        self.answered_with: tuple[ResponseSender, ...] = ()
+    def __post_init__(self) -> None:
+        if self.work.options is not None and self.work.options.window:
+            self.room = self.work.options.window
 
     @property
     def dropped(self) -> bool:

@@ -34,6 +34,7 @@ from shmserve.workers import overlap
 from shmserve.workers.backends.base import OverlappingBackend
 from shmserve.workers.inbox import Inbox
 from shmserve.workers.link import BrokerLink
+from shmserve.workers.loading import LoadedModel
 from shmserve.workers.loop import Loop
 from shmserve.workers.outbox import Outbox
 from tests.support.workers.batch_parts import CONTEXT, WORKER, Parts
@@ -139,8 +140,9 @@ class Broker:
         """Runs the loop until Stop. Returns its reports, without the results; these are checked."""
         outbox = Outbox(self.link)
         inbox = Inbox(WORKER, self.link, outbox, self.parts.mapped, self.parts.arenas)
-        loop = Loop(self.link, inbox, outbox, self.parts.arenas, self.parts.mapped, self.runner, self.device, MOST)
-        loop.run(list(orders), [])
+        parts = self.parts
+        model = LoadedModel(parts.config, self.device, parts.arenas, parts.mapped, self.runner, inbox)
+        Loop(self.link, outbox, model).run(list(orders), [])
         reports: list[Any] = []
         self.sock.setblocking(False)
         while True:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
-from shmserve.protocol.messages import Failure
 from shmserve.repo.config.schema import ModelInput, ModelOutput, ModelTransactionPolicy
 from shmserve.workers.backends.base import Context, SeparateBackend
 from shmserve.workers.backends.language import requests
@@ -26,9 +25,8 @@ from shmserve.workers.backends.language.metrics import LanguageMetrics
 from shmserve.workers.backends.language.replies import Reply
 from shmserve.workers.backends.language.requests import Generation, generation_of
 from shmserve.workers.batch.specs import request_inputs_of
-from shmserve.workers.model_calls.answer import Request, Response, failure_of
+from shmserve.workers.model_calls.answer import Request, Response
 from shmserve.workers.model_calls.responses import CANCELLED, OpenResponses
-from shmserve.workers.process.log import log_traceback
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -147,9 +145,6 @@ class LanguageBackend(SeparateBackend, ABC):
         responses = [self.streams.collect(stream) for stream in streams]  # a warm-up sample: only its failure matters
         return [response if response is not None and response.error is not None else None for response in responses]
 
-    def failed(self, requests: list[Request], response: Response) -> list[Response | None]:
-        return [response if self.streams.take_over(request.work.request) else None for request in requests]
-
     def _begin(self, request: Request) -> ResponseSender:
         """Starts a request; waits until the engine has room for it."""
         host, work = self.streams, request.work
@@ -160,7 +155,7 @@ class LanguageBackend(SeparateBackend, ABC):
             run, count = self._plan(inputs, parameters)
             self._take_slots(count, stream)
         except Exception as error:
-            host.fail(stream, self._failure(error))
+            host.fail(stream, self._failure_of(error))
             return stream
         if stream.over or stream.cancelled:
             self._free += count
@@ -171,7 +166,7 @@ class LanguageBackend(SeparateBackend, ABC):
             thread.start()
         except RuntimeError as error:  # the thread limit was reached
             self._free += count
-            host.fail(stream, self._failure(error))
+            host.fail(stream, self._failure_of(error))
             return stream
         self._threads.add(thread)
         return stream
@@ -201,7 +196,7 @@ class LanguageBackend(SeparateBackend, ABC):
         host, error = self.streams, run(stream)
         try:
             if error is not None:
-                host.fail_all([stream], self._failure(error))
+                host.fail_all([stream], self._failure_of(error))
             elif not stream.final and not stream.over:
                 host.send(stream, None, True)
         finally:
@@ -233,9 +228,6 @@ class LanguageBackend(SeparateBackend, ABC):
         except Exception as error:
             return error
         return None
-
-    def _failure(self, error: Exception) -> Failure:
-        return failure_of(error, self.context.instance, str(self.context.folder), log_traceback)
 
 
 class _Replying:
@@ -285,8 +277,7 @@ def _check(config: ModelConfig, inputs: tuple[ModelInput, ...], outputs: tuple[M
     failed = f"unable to load model '{config.name}'"
     if config.max_batch_size:
         raise InvalidRequest(f"{failed}: max_batch_size must be 0, as the engine forms its batches itself")
-    policy = config.model_transaction_policy
-    if policy is None or not policy.decoupled:
+    if not config.decoupled:
         raise InvalidRequest(f"{failed}: a language model needs model_transaction_policy {{ decoupled: true }}")
     for what, entries, known in (("input", config.input, inputs), ("output", config.output, outputs)):
         types = {entry.name: entry.data_type for entry in known}

@@ -17,8 +17,7 @@ from shmserve.repo.config.complete import TensorFacts, complete_from_model
 from shmserve.workers.backends.base import Context, SeparateBackend
 from shmserve.workers.backends.language.requests import PROMPT
 from shmserve.workers.backends.parameters import Parameters
-from shmserve.workers.model_calls.answer import Request, Response, failure_of
-from shmserve.workers.process.log import log_traceback
+from shmserve.workers.model_calls.answer import Request, Response
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -112,7 +111,7 @@ class Encoder(SeparateBackend, ABC):
         try:
             values, counts = zip(*[future.result() for future in futures], strict=True)
         except Exception as error:
-            return Response(error=failure_of(error, self.context.instance, str(self.context.folder), log_traceback))
+            return Response(error=self._failure_of(error))
         tokens = np.array(counts, np.uint32).reshape(-1, 1)
         return Response([(self._output, np.stack(values)), (_TOKENS.name, tokens)])
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from shmserve.llm.tool_choice import CallReader
@@ -21,22 +22,19 @@ NOT_FINISHED = "None"
 _encode = msgspec.json.Encoder().encode
 
 
-class Text:
+class Text(Struct, eq=False):
     """The unsent output of one of a request's texts."""
 
-    __slots__ = ("calls", "cumulative", "finish", "forced", "ids", "parts", "scores", "stop", "tokens")
-
-    def __init__(self, forced: CallReader | None) -> None:
-        self.forced = forced
-        """Reads the tool calls that the text consists of."""
-        self.parts: list[str] = []
-        self.calls: list[Any] = []
-        self.scores: list[dict[str, Any]] = []
-        self.ids: list[int] = []
-        self.tokens = 0
-        self.cumulative = 0.0
-        self.finish = NOT_FINISHED
-        self.stop = ""
+    forced: CallReader | None
+    """Reads the tool calls that the text consists of."""
+    parts: list[str] = []
+    calls: list[Any] = []
+    scores: list[dict[str, Any]] = []
+    ids: list[int] = []
+    tokens: int = 0
+    cumulative: float = 0.0
+    finish: str = NOT_FINISHED
+    stop: str = ""
 
     def clear(self) -> None:
         """Called when the output has been sent."""

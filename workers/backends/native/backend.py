@@ -16,6 +16,7 @@ from ctypes import byref, c_uint64
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import Struct
 
 from shmserve.dtypes import elements
 from shmserve.errors import ModelFailed, ServeError
@@ -41,13 +42,13 @@ from shmserve.workers.backends.native.records import (
 )
 from shmserve.workers.backends.native.server_calls import ServerCalls
 from shmserve.workers.batch.specs import model_outputs_of, request_inputs_of
-from shmserve.workers.model_calls.answer import NOT_ITERATIVE, Request, Response, failure_of, failure_text, triton_code
+from shmserve.workers.model_calls.answer import NOT_ITERATIVE, Request, Response, failure_text, triton_code
 from shmserve.workers.model_calls.probes import Probes
 from shmserve.workers.model_calls.responses import OpenResponses
 from shmserve.workers.model_calls.stream import SENT_TWICE
 from shmserve.workers.process.device import device_of, group_of
 from shmserve.workers.process.exit_codes import Exit, exit_process
-from shmserve.workers.process.log import log_message, log_traceback, public
+from shmserve.workers.process.log import log_message, public
 
 if TYPE_CHECKING:
     from shmserve.protocol.worker_messages import Work
@@ -62,22 +63,21 @@ FINALIZE_S = 30.0
 _NOT_ANSWERED = "the backend released the request without a final response"
 
 
-class _Answer:
+class _Answer(Struct, eq=False):
     """A request that the backend has, and its response so far."""
 
-    __slots__ = ("failure", "final", "kept", "released", "request", "reschedule", "response", "states", "stream")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.kept: list[Any] = []
-        """The memory of its inputs."""
-        self.stream: ResponseSender | None = None
-        """Set for a decoupled model."""
-        self.response: Response | None = None
-        """The response of a model that is not decoupled, or the last one of a request that was not yet released."""
-        self.failure: Failure | None = None
-        self.states: list[SentTensor] = []
-        self.final = self.released = self.reschedule = False
+    request: Request
+    kept: list[Any] = []
+    """The memory of its inputs."""
+    stream: ResponseSender | None = None
+    """Set for a decoupled model."""
+    response: Response | None = None
+    """The response of a model that is not decoupled, or the last one of a request that was not yet released."""
+    failure: Failure | None = None
+    states: list[SentTensor] = []
+    final: bool = False
+    released: bool = False
+    reschedule: bool = False
 
     @property
     def ended(self) -> bool:
@@ -132,8 +132,7 @@ class Native(SeparateBackend):
     def load(self, config: ModelConfig) -> None:
         library = self._library or self._initialize(config, completes=False)
         library.host.host_set_config(_json_of(config))
-        policy = config.model_transaction_policy
-        self.streams.set_decoupled(policy is not None and policy.decoupled)
+        self.streams.set_decoupled(config.decoupled)
         inputs, outputs = request_inputs_of(config), model_outputs_of(config)
         library.set_tensors(
             self.streams.decoupled,
@@ -335,11 +334,6 @@ class Native(SeparateBackend):
             del self._answers[token]
         return [self._response_of(answer) for answer in answers.values()]
 
-    def failed(self, requests: list[Request], response: Response) -> list[Response | None]:
-        if not self.streams.decoupled:
-            return [response] * len(requests)
-        return [response if self.streams.take_over(request.work.request) else None for request in requests]
-
     def _response_of(self, answer: _Answer) -> Response:
         if answer.failure is not None:
             return self._unsent(answer.response, answer.failure)
@@ -521,9 +515,6 @@ class Native(SeparateBackend):
 
     def _named(self, what: str) -> Failure:
         return Failure(ModelFailed.code, failure_text(self.context.instance, what))
-
-    def _failure_of(self, error: Exception) -> Failure:
-        return failure_of(error, self.context.instance, str(self.context.folder), log_traceback)
 
 
 def _json_of(config: ModelConfig) -> bytes:

@@ -14,21 +14,21 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shmserve.errors import InvalidRequest, ModelFailed
+from shmserve.errors import ModelFailed
 from shmserve.protocol.messages import Failure
 from shmserve.repo.parameters import HOST_INPUTS, SEND_WAITS, STACKED
-from shmserve.workers.backends.base import Backend, Context, SeparateBackend
+from shmserve.workers.backends.base import Backend, SeparateBackend
 from shmserve.workers.backends.python import pb_utils
 from shmserve.workers.backends.python.model import PythonModel
 from shmserve.workers.backends.python.model_file import has_generator
 from shmserve.workers.backends.python.pb_requests import mark_device_inputs, request_from
 from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.batch.specs import request_inputs_of
-from shmserve.workers.model_calls.answer import NOT_ITERATIVE, Request, Response, failure_of, failure_text, triton_code
+from shmserve.workers.model_calls.answer import NOT_ITERATIVE, Request, Response, failure_text, triton_code
 from shmserve.workers.model_calls.responses import CANCELLED
 from shmserve.workers.model_calls.stream import NO_RESPONSE, SENT_TWICE, ResponseSender, StreamClosed
 from shmserve.workers.process.device import device_of
-from shmserve.workers.process.log import log_message, log_traceback, public
+from shmserve.workers.process.log import log_message, public
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Value
@@ -47,16 +47,13 @@ class Python(PythonModel, SeparateBackend):
 
         return StackedPython
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._running: Sequence[Request] = ()
-        """The batch that the model is executing."""
+    _running: Sequence[Request] = ()
 
     def _prepare(self, config: ModelConfig, kind: Any) -> None:
         self._send_waits = SEND_WAITS.read(config)
         self._generator = has_generator(kind, config.name, self.streams.decoupled)
-        if not self._generator and not callable(getattr(kind, "execute", None)):
-            raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")
+        if not self._generator:
+            self._check_execute(config, kind)
         self._inputs = [spec.name for spec in request_inputs_of(config)]
         self._outputs = [entry.name for entry in config.output]
         sequences = config.sequence_batching
@@ -111,7 +108,7 @@ class Python(PythonModel, SeparateBackend):
     def failed(self, requests: list[Request], response: Response) -> list[Response | None]:
         streams = self.streams
         if streams.decoupled:
-            return [response if streams.take_over(request.work.request) else None for request in requests]
+            return super().failed(requests, response)
         return [streams.withdraw_sent(request.work.request) or response for request in requests]
 
     def _collected(self, received: list[pb_utils.InferenceRequest], responses: list[Any]) -> list[Response | None]:
@@ -246,12 +243,6 @@ class Python(PythonModel, SeparateBackend):
         except StreamClosed as error:
             raise pb_utils.TritonModelException(str(error)) from None
 
-    def is_cancelled(self, request: int, stream: ResponseSender | None) -> bool:
-        return self.streams.is_cancelled(request, stream)
-
-    def forget(self, stream: ResponseSender) -> None:
-        self.streams.forget(stream)
-
     # ------------------------------------------------------------------------------------ running requests
 
     def _work_items(self) -> Sequence[Work]:
@@ -264,7 +255,7 @@ class Python(PythonModel, SeparateBackend):
     def _is_held(self) -> bool:
         if self.streams.decoupled and threading.current_thread() is not threading.main_thread():
             return False
-        return bool(self._running)
+        return super()._is_held()
 
     # ------------------------------------------------------------------------------------ answers
 
@@ -299,10 +290,6 @@ class Python(PythonModel, SeparateBackend):
 
     def _failure(self, what: str) -> Response:
         return Response(error=Failure(ModelFailed.code, failure_text(self._instance, what)))
-
-    def _failure_of(self, error: Exception) -> Failure:
-        """Returns the error for callers when a coroutine failed; the log gets the traceback."""
-        return failure_of(error, self._instance, str(self.context.folder), log_traceback)
 
 
 def _is_end_only(response: Any, flags: int) -> bool:

@@ -97,6 +97,17 @@ class _FunctionModel:
     def _arguments(self, request: pb_utils.InferenceRequest) -> dict[str, Any]:
         return self._values({tensor.name(): tensor.as_numpy() for tensor in request.inputs()}, False)
 
+    def _run(self, values: dict[str, Any], answer: Callable[[Any], Any]) -> Any:
+        """Calls the function, which may be a coroutine, and converts its result."""
+        with self._line_noted():
+            result = self._call(**values)
+        return self._later(result, answer) if inspect.iscoroutine(result) else answer(result)
+
+    async def _later(self, coroutine: Coroutine[Any, Any, Any], answer: Callable[[Any], Any]) -> Any:
+        with self._line_noted():
+            result = await coroutine
+        return answer(result)
+
     def _values(self, arrays: dict[str, Array], batch: bool) -> dict[str, Any]:
         """The arguments of the function."""
         values = {name: _decoded(self._inputs[name], array, batch) for name, array in arrays.items()}
@@ -115,14 +126,7 @@ class _Single(_FunctionModel):
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> Any:
         (request,) = requests
-        with self._line_noted():
-            result = self._call(**self._arguments(request))
-        return self._later(result) if inspect.iscoroutine(result) else [self._response(result)]
-
-    async def _later(self, coroutine: Coroutine[Any, Any, Any]) -> list[pb_utils.InferenceResponse]:
-        with self._line_noted():
-            result = await coroutine
-        return [self._response(result)]
+        return self._run(self._arguments(request), lambda result: [self._response(result)])
 
 
 class _Batch(_FunctionModel):
@@ -130,14 +134,7 @@ class _Batch(_FunctionModel):
 
     def execute(self, inputs: dict[str, Array]) -> Any:
         rows = len(next(iter(inputs.values())))
-        with self._line_noted():
-            result = self._call(**self._values(inputs, True))
-        return self._later(result, rows) if inspect.iscoroutine(result) else dict(self._outputs(result, rows))
-
-    async def _later(self, coroutine: Coroutine[Any, Any, Any], rows: int) -> dict[str, Array]:
-        with self._line_noted():
-            result = await coroutine
-        return dict(self._outputs(result, rows))
+        return self._run(self._values(inputs, True), lambda result: dict(self._outputs(result, rows)))
 
 
 class _Stream(_FunctionModel):

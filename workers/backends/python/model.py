@@ -42,6 +42,8 @@ class PythonModel(Backend, ABC):
     """Set by `load`, and kept after `close` for threads of the model that outlive it."""
     source: Path | None = None
     """The model.py of a backend that runs all its models with it; None: the model has its own."""
+    _running: Sequence[object] = ()
+    """The batch that the model is executing."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -67,8 +69,7 @@ class PythonModel(Backend, ABC):
     def load(self, config: ModelConfig) -> None:
         pb_requests.bind(self)
         kind = self._file.kind(config)
-        policy = config.model_transaction_policy
-        self.streams = OpenResponses(policy is not None and policy.decoupled)
+        self.streams = OpenResponses(config.decoupled)
         self.strict = STRICT_OUTPUTS.read(config)
         self._integers = {
             spec.name: spec.numpy
@@ -92,6 +93,10 @@ class PythonModel(Backend, ABC):
     @abstractmethod
     def _prepare(self, config: ModelConfig, kind: Any) -> None:
         """Checks the model's class against the configuration. Raises if they do not match."""
+
+    def _check_execute(self, config: ModelConfig, kind: Any) -> None:
+        if not callable(getattr(kind, "execute", None)):
+            raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")
 
     def close(self) -> None:
         pb_metrics.keep()
@@ -167,9 +172,9 @@ class PythonModel(Backend, ABC):
     def _work_items(self) -> Sequence[Work]:
         """The requests that the model is executing. Empty during warm-up, whose requests the server does not know."""
 
-    @abstractmethod
     def _is_held(self) -> bool:
         """Whether a call made by this thread keeps the instance from running its next batch until it is answered."""
+        return bool(self._running)
 
     # ------------------------------------------------------------------------------------ calls to the server
 

@@ -27,6 +27,7 @@ from shmserve.workers.backends.python.pb_tensor import (
 if TYPE_CHECKING:
     from shmserve.shm.counters import Subject
     from shmserve.workers.model_calls.calls import OutgoingCalls
+    from shmserve.workers.model_calls.responses import OpenResponses
     from shmserve.workers.model_calls.stream import ResponseSender
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
@@ -161,7 +162,7 @@ class InferenceRequest:
         if host is None:
             return False
         sender = getattr(self, "_sender", None)
-        return host.is_cancelled(self._work.request, None if sender is None else sender._stream)
+        return host.streams.is_cancelled(self._work.request, None if sender is None else sender._stream)
 
     def set_release_flags(self, flags: int) -> None:
         """With RESCHEDULE, the request is not answered now but runs again in a later batch."""
@@ -348,12 +349,12 @@ class InferenceResponseSender:
 
     def is_cancelled(self) -> bool:
         """Whether the caller no longer waits: further responses are dropped, and the model may stop."""
-        return self._host.is_cancelled(self._stream.work.request, self._stream)
+        return self._host.streams.is_cancelled(self._stream.work.request, self._stream)
 
     def __del__(self) -> None:
         stream = getattr(self, "_stream", None)
         if stream is not None and not (stream.final or stream.over):
-            self._host.forget(stream)
+            self._host.streams.forget(stream)
 
 
 class RequestHost(Protocol):
@@ -381,17 +382,13 @@ class RequestHost(Protocol):
 class ModelHost(Protocol):
     """The backend that delivered a request."""
 
+    streams: OpenResponses
+
     def sender(self, request: InferenceRequest) -> InferenceResponseSender:
         """Creates the sender of a request."""
 
     def send(self, stream: ResponseSender, response: InferenceResponse | None, flags: int) -> Awaitable[None]:
         """Sends a response, the last response, or the end of the responses."""
-
-    def is_cancelled(self, request: int, stream: ResponseSender | None) -> bool:
-        """Whether the caller no longer waits for the request."""
-
-    def forget(self, stream: ResponseSender) -> None:
-        """Called by finalizers when the sender of a stream is deleted."""
 
 
 class _Current:

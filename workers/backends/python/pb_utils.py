@@ -128,17 +128,11 @@ def get_model_dir() -> str:
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
-    for tensor in inference_request._inputs:
-        if tensor._name == name:
-            return tensor
-    return None
+    return next((tensor for tensor in inference_request._inputs if tensor._name == name), None)
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
-    for tensor in inference_response._tensors:
-        if tensor._name == name:
-            return tensor
-    return None
+    return next((tensor for tensor in inference_response._tensors if tensor._name == name), None)
 
 
 def get_input_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:

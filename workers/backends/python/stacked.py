@@ -32,8 +32,7 @@ class StackedPython(PythonModel, StackedBackend):
                 f"model '{config.name}' is decoupled and has the parameter 'stacked': a batch as one array can be "
                 "answered once only"
             )
-        if not callable(getattr(kind, "execute", None)):
-            raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")
+        self._check_execute(config, kind)
         self._inputs = [spec.name for spec in model_inputs_of(config)]
         self._outputs = {spec.name: index for index, spec in enumerate(model_outputs_of(config))}
 
@@ -58,6 +57,3 @@ class StackedPython(PythonModel, StackedBackend):
 
     def _work_items(self) -> Sequence[Work]:
         return self._running if self.streams.connected else ()
-
-    def _is_held(self) -> bool:
-        return bool(self._running)

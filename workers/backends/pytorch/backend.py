@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from shmserve.dtypes import FROM_CONFIG
+from shmserve.dtypes import TO_CONFIG
 from shmserve.errors import Internal, InvalidRequest, ModelFailed, Unavailable, Unsupported
 from shmserve.workers.backends.base import Context, OverlappingBackend
 from shmserve.workers.backends.model_facts import completed, match
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from shmserve.workers.batch.results import Results
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_CONFIG_TYPES = {wire: name for name, wire in FROM_CONFIG.items()}
 _BITS16 = np.dtype(np.int16)
 
 
@@ -211,9 +210,9 @@ class Torch(OverlappingBackend):
             raise ModelFailed(f"output '{spec.name}' is a {type(value).__name__}; expected a tensor")
         found = DTYPES.get(value.dtype)
         if found != spec.dtype:
-            provided = _CONFIG_TYPES.get(found or "", str(value.dtype))
+            provided = TO_CONFIG.get(found or "", str(value.dtype))
             raise Internal(
-                f"configuration expects datatype {_CONFIG_TYPES[spec.dtype]} for output '{spec.name}', model provides "
+                f"configuration expects datatype {TO_CONFIG[spec.dtype]} for output '{spec.name}', model provides "
                 f"{provided}"
             )
         if value.requires_grad:

@@ -16,6 +16,7 @@ import numpy as np
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
+from shmserve.repo.config.schema import parameter
 from shmserve.workers.backends.base import Context, OverlappingBackend
 from shmserve.workers.backends.cuda_graphs import CudaGraph, CudaGraphs, requested_graphs
 from shmserve.workers.backends.device_pipeline import DeviceBatch, NoComputation, Pipeline, options_of
@@ -121,8 +122,7 @@ class TensorRT(OverlappingBackend):
         return self._engine
 
     def _strategy(self, config: ModelConfig) -> Any:
-        given = config.parameters.get(STRATEGY)
-        name = given.string_value if given is not None and given.string_value else _STRATEGIES[0]
+        name = parameter(config, STRATEGY) or _STRATEGIES[0]
         if name not in _STRATEGIES:
             raise InvalidRequest(f"parameter {STRATEGY} is '{name}', expected one of {', '.join(_STRATEGIES)}")
         return self._trt.ExecutionContextAllocationStrategy.__members__[name]
