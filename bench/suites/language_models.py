@@ -19,11 +19,11 @@ import sys
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,8 @@ Times = list[list[float]]
 """For each stream: when it was sent, and when each of its tokens arrived."""
 WORDS = ("the", "of", "and", "to", "a", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with")
 SLOTS, CONTEXT = 32, 512
+LOOK_S, IDLE_S = 0.3, 0.05
+"""How long the servers are observed, and how much processor time they use in it while they are idle."""
 VARIABLES = ("--model-environment", "VLLM_*", "--model-environment", "HF_*")
 """So that both servers have those of the engine."""
 
@@ -258,6 +260,14 @@ def write_model(version: Path, model: Path, threads: int) -> None:
     (version.parent / "config.pbtxt").write_text("\n".join(['backend: "llamacpp"', *rows]))
 
 
+def await_idle(ways: Collection[Way]) -> None:
+    """Two processes of vLLM spin for a second after their last step: they would take the cores of the next server."""
+    before = -IDLE_S
+    while (busy := sum(way.busy_seconds() for way in ways)) - before >= IDLE_S:
+        before = busy
+        sleep(LOOK_S)
+
+
 def measure(ways: dict[str, Way], arguments: argparse.Namespace) -> None:
     for way in ways.values():
         way.run(prompts(1, arguments.words, 0), 4)
@@ -268,6 +278,7 @@ def measure(ways: dict[str, Way], arguments: argparse.Namespace) -> None:
         for number in range(arguments.rounds):
             names = list(ways) if number % 2 else list(ways)[::-1]
             for name in names:
+                await_idle(ways.values())
                 texts = prompts(streams, arguments.words, number)
                 began, busy = perf_counter(), ways[name].busy_seconds()
                 times = ways[name].run(texts, arguments.tokens)
