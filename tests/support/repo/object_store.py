@@ -8,10 +8,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
+
+from tests.support.http_endpoint import PATIENCE_S, Endpoint
 
 SECRET = "wJalrXUtnFEMIsecretK7MDENG"
 KEY_ID = "AKIAIOSFODNN7TESTING"
@@ -26,7 +27,6 @@ print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
 server.stop()
 """
-PATIENCE_S = 60.0
 
 Rule = Callable[[str, str], str]
 """(method, path) -> pass, cut (half of the body), flip (a byte of the body) or refuse (status 503)."""
@@ -80,20 +80,17 @@ def object_store() -> Iterator[ObjectStore]:
             process.wait(PATIENCE_S)
 
 
-class Proxy:
+class Proxy(Endpoint):
     """`rule` decides about each request; `requests` has the requests that have begun. While `gate` is clear, responses
     for objects with `holds(path)` wait, and `held` is set."""
 
     def __init__(self, port: int) -> None:
+        super().__init__()
         self._target = port
         self.rule: Rule = lambda method, path: "pass"
         self.holds: Callable[[str], bool] = lambda path: False
-        self.gate = threading.Event()
-        self.gate.set()
         self.held = threading.Event()
         self.requests: list[tuple[str, str, dict[str, str]]] = []
-        self.port = 0
-        self._server: ThreadingHTTPServer | None = None
 
     @property
     def url(self) -> str:
@@ -110,28 +107,7 @@ class Proxy:
         """The ranges that were requested of objects whose path contains this."""
         return [headers["range"] for method, path, headers in self.requests if part in path and "range" in headers]
 
-    def listen(self) -> None:
-        """Listens on the same port as before."""
-        proxy = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                proxy._forward(self)
-
-            do_HEAD = do_GET
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = QuietServer(("127.0.0.1", self.port), Handler)
-        self.port = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-        self._thread.start()
-
-    def _forward(self, handler: BaseHTTPRequestHandler) -> None:
-        handler.close_connection = True
+    def handle(self, handler: BaseHTTPRequestHandler) -> None:
         path = handler.path
         self.requests.append((handler.command, path, {name.lower(): text for name, text in handler.headers.items()}))
         if not self.gate.is_set() and self.holds(path):
@@ -159,42 +135,3 @@ class Proxy:
         handler.send_header("Connection", "close")
         handler.end_headers()
         handler.wfile.write(body[: len(body) // 2] if what == "cut" else body)
-
-    def close(self) -> None:
-        """Closes the socket: from now on connections are refused."""
-        if self._server is not None:
-            self.gate.set()
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join()
-            self._server = None
-
-
-class QuietServer(ThreadingHTTPServer):
-    daemon_threads = False
-    block_on_close = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores errors, because tests kill clients of this server."""
-
-
-@contextmanager
-def web_server(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
-    with QuietServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-@contextmanager
-def proxy_of(store: ObjectStore) -> Iterator[Proxy]:
-    proxy = Proxy(store.port)
-    proxy.listen()
-    try:
-        yield proxy
-    finally:
-        proxy.close()

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from shmserve.repo.remote.cache import is_absent
+from tests.support.http_endpoint import web_server
 from tests.support.repo.mirrored import PIECE, data_of, mirrored
-from tests.support.repo.object_store import CREDENTIALS, ObjectStore, Proxy, object_store, proxy_of, web_server
+from tests.support.repo.object_store import CREDENTIALS, ObjectStore, Proxy, object_store
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")
@@ -49,7 +50,7 @@ class Remote:
 def remote(store: ObjectStore, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    with proxy_of(store) as proxy:
+    with Proxy(store.port) as proxy:
         yield Remote(store, proxy, hashlib.sha256(request.node.name.encode()).hexdigest()[:12])
 
 

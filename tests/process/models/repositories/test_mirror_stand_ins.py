@@ -16,8 +16,8 @@ import pytest
 
 from shmserve.repo.remote.download import PIECE_BYTES
 from tests.support.commands import COMMAND
+from tests.support.http_endpoint import web_server
 from tests.support.repo.mirrored import PIECE, data_of, mirrored
-from tests.support.repo.object_store import web_server
 
 pytestmark = pytest.mark.process
 

@@ -17,7 +17,7 @@ from tests.support import living
 from tests.support.ensemble_models import ensemble
 from tests.support.launch import await_end, children_of
 from tests.support.living import answer, generation, index, states, until
-from tests.support.repo.object_store import CREDENTIALS, KEY_ID, SECRET, ObjectStore, Proxy, object_store, proxy_of
+from tests.support.repo.object_store import CREDENTIALS, KEY_ID, SECRET, ObjectStore, Proxy, object_store
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")
@@ -34,7 +34,7 @@ def store() -> Iterator[ObjectStore]:
 
 @pytest.fixture(scope="module")
 def proxy(store: ObjectStore) -> Iterator[Proxy]:
-    with proxy_of(store) as proxy:
+    with Proxy(store.port) as proxy:
         yield proxy
 
 
@@ -159,7 +159,7 @@ def test_unloading_a_model_frees_cache_space(store: ObjectStore, proxy: Proxy, t
 @pytest.fixture
 def failing(store: ObjectStore) -> Iterator[Proxy]:
     """A proxy that the test closes."""
-    with proxy_of(store) as proxy:
+    with Proxy(store.port) as proxy:
         yield proxy
 
 

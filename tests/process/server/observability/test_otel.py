@@ -24,7 +24,7 @@ from shmserve.testing import Server
 from tests.support.ensemble_models import ADD, BATCHES, model, numbers
 from tests.support.launch import children_of
 from tests.support.living import until
-from tests.support.observability.otlp import Collector, collecting
+from tests.support.observability.otlp import Collector
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("otel")]
 
@@ -51,7 +51,7 @@ def options(collector: Collector, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
-    with collecting() as made:
+    with Collector() as made:
         yield made
 
 
@@ -89,7 +89,7 @@ def test_the_trace_context_of_the_native_client(server: Server, collector: Colle
 
 def test_requests_do_not_depend_on_the_collector(repository: Path) -> None:
     """Requests are answered regardless, and lost spans are counted. Later spans arrive again."""
-    with collecting() as collector:
+    with Collector() as collector:
         more = ("rate=1", "opentelemetry,bsp_max_queue_size=30", "opentelemetry,bsp_max_export_batch_size=3")
         with Server(repository, *options(collector, *more)) as server, server.client(timeout=60) as client:
             client.infer("add1", {"x": numbers(1, 4)})
@@ -116,7 +116,7 @@ def test_requests_do_not_depend_on_the_collector(repository: Path) -> None:
 
 
 def test_a_killed_exporter_is_restarted_and_flushed_at_shutdown(repository: Path) -> None:
-    with collecting() as collector:
+    with Collector() as collector:
         with Server(repository, *options(collector, "rate=1")) as server, server.client() as client:
             client.infer("add1", {"x": numbers(1, 4)})
             collector.wait(3)
