@@ -150,10 +150,10 @@ def test_the_holds_of_a_disconnected_client_are_released_in_small_turns() -> Non
     load = Load(plain())
     core, client, (worker,) = load.world.core, load.world.connect("a"), load.world.workers.values()
     ledger, owner = core.state.ledger, worker.peer
-    segment = owner << 32 | 7
+    segment, holder = owner << 32 | 7, core.state.clients[client.peer]
     ledger.announce(owner, Map(segment, 1 << 20), "")
     for number in range(2 * RELEASED_PER_TURN):
-        ledger.give(core.state.clients[client.peer], Handle(segment, 64 * number, 64))
+        ledger.give(holder, Handle(segment, 64 * number, 64))
     effects = core.handle([(0, events.Closed(client.peer))], load.world.now)
     turns = 1
     while core.deadline() == load.world.now:
@@ -161,4 +161,4 @@ def test_the_holds_of_a_disconnected_client_are_released_in_small_turns() -> Non
         assert returned == [RELEASED_PER_TURN]
         effects = core.tick(load.world.now)
         turns += 1
-    assert (turns, ledger.holds, ledger.held_bytes) == (2, {}, 0)
+    assert (turns, ledger.holds, ledger.held_bytes, holder.held_bytes) == (2, {}, 0, 0)
