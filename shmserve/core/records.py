@@ -7,7 +7,7 @@ to them. Their containers are generic (`Batch`, `SequenceSlots`, `RequestQueue`)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any, ClassVar, Protocol
 
@@ -26,7 +26,7 @@ from shmserve.core.service.prompts import Prompt, PromptBacklog
 from shmserve.core.service.queue import RequestQueue
 from shmserve.core.service.scaler import Scaler
 from shmserve.core.service.slots import SequenceSlots
-from shmserve.core.service.validation import CheckedForm, Checker
+from shmserve.core.service.validation import Checked, CheckedForm, Checker
 from shmserve.core.states import InstanceState, RequestState, SequenceState, VersionState, move
 from shmserve.core.stats.callers import Caller, Callers
 from shmserve.core.stats.latencies import FirstResponses
@@ -105,22 +105,6 @@ class Requester(Protocol):
 
     def ended(self, request: Request) -> None:
         """No worker has the request any more. Called before it leaves the tables."""
-
-
-class CopyRequest(Protocol):
-    """The way into the core for a copy of `original` at `target`, whose checker has returned `checked`. `segments` and
-    `pins` are already in use."""
-
-    def __call__(
-        self,
-        requester: Requester,
-        original: Request,
-        target: Version,
-        inputs: tuple[Tensor, ...],
-        checked: tuple[int, object, int, bool, int],
-        segments: tuple[int, ...],
-        pins: tuple[Handle, ...],
-    ) -> None: ...
 
 
 class Request(Struct, eq=False, gc=False):
@@ -342,6 +326,11 @@ class ClientState(Struct, eq=False):
 
 
 Payer = ClientState | Caller
+CopyRequest = Callable[
+    [Requester, Request, "Version", tuple[Tensor, ...], Checked, tuple[int, ...], tuple[Handle, ...]], None
+]
+"""The way into the core for a copy of a request at another version. Gets the requester of the copy, the original, the
+version, the inputs, the result of their check, and the segments and pins, which are already in use."""
 
 
 class CallingWorker(ClientState, eq=False):

@@ -241,17 +241,12 @@ def _remove(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
     if lease.client.gone:
         return
     if event.running and lease.error is None and not lease.instance.held:
-        # A worker that ends a lease by itself runs nothing.
-        _accuse(state, lease, event.running)
+        # The worker died while running this request, which the client may send again: a worker that ends a lease by
+        # itself runs nothing.
+        state.lease_suspects[lease.client.number, event.running] = lease.instance
+        if len(state.lease_suspects) > state.limits.leases:  # by now, clients no longer resend the older ones
+            del state.lease_suspects[next(iter(state.lease_suspects))]
     state.send(lease.client.number, LeaseEnd(lease.number, error))
-
-
-def _accuse(state: State, lease: Lease, number: int) -> None:
-    """The worker died while running this request, which the client may send again."""
-    lease_suspects = state.lease_suspects
-    lease_suspects[lease.client.number, number] = lease.instance
-    if len(lease_suspects) > state.limits.leases:  # by now, clients no longer resend the older ones
-        del lease_suspects[next(iter(lease_suspects))]
 
 
 def queue_lease_suspect(state: State, version: Version, request: Request) -> bool:

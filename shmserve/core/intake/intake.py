@@ -24,7 +24,7 @@ from shmserve.core.intake.refusals import BatchRefusals, refuse
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import ClientState, Payer, Request, Requester, Version
 from shmserve.core.service.graph import HANDLE_BYTES
-from shmserve.core.service.validation import options_bytes
+from shmserve.core.service.validation import Checked, options_bytes
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import RequestState, VersionState
 from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
@@ -517,7 +517,7 @@ class Intake:
         original: Request,
         target: Version,
         inputs: tuple[Tensor, ...],
-        checked: tuple[int, object, int, bool, int],
+        checked: Checked,
         segments: tuple[int, ...],
         pins: tuple[Handle, ...],
     ) -> None:

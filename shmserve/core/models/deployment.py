@@ -163,7 +163,7 @@ def _add(state: State, operation: Operation, version: Version, instance: Instanc
 
 def refuse(state: State, peer: int, event: Refuse, now: int) -> None:
     model = state.model(event.model)
-    model.loads.failed += 1
+    state.observers.load_failed(model)
     model.failed = FailedChange(event.reason, now)
     state.readiness_changed = True
     if not event.version:

@@ -82,10 +82,10 @@ def overdue(state: State, version: Version, instance: Instance, now: int) -> Non
     """The grace period for the batch or leased request that was running when the instance was replaced is over. A batch
     that started since then gets another grace period."""
     limit_ns = state.limits.exit_ns
+    limit = f"{limit_ns / 1e9:g} s (--exit-timeout-secs)"
     if not instance.peer or not instance.due or now < instance.due or instance.state is InstanceState.KILLED:
         return
     if instance.state is InstanceState.GOING_TO_SLEEP:
-        limit = f"{limit_ns / 1e9:g} s (--exit-timeout-secs)"
         kill(state, version, instance, f"it was idle and did not exit within {limit}")
         return
     running = instance.running
@@ -94,15 +94,14 @@ def overdue(state: State, version: Version, instance: Instance, now: int) -> Non
         instance.due = now + max(limit_ns, RECALL_NS)
         state.set_timer(instance.due, Timer.OVERDUE, instance)
         return
-    after = f"{limit_ns / 1e9:g} s (--exit-timeout-secs)"
     text = (
         f"{version.label}: instance '{instance.spec.name}' was restarted while it ran this request, which did not "
-        f"finish within {after}"
+        f"finish within {limit}"
     )
     for request in [*(running.requests() if running is not None else ()), *instance.streams.values()]:
         _fail(state, request, "MODEL_FAILED", text)
     leases.fail(state, instance, "MODEL_FAILED", text)
-    kill(state, version, instance, f"it was restarted and did not exit within {after}")
+    kill(state, version, instance, f"it was restarted and did not exit within {limit}")
 
 
 # ------------------------------------------------------------------------------------ unload by force

@@ -137,11 +137,10 @@ class Lifecycle:
             instance.move(_I.STOPPED)
             self._no_more(version)
         elif instance.state is _I.STOPPING or instance.retiring:
-            if instance.retiring and instance.state is _I.READY:
-                text = f"worker of {version.label} instance '{instance.spec.name}' ended: {event.reason}"
-                self._state.log("error", text, **load_results.about(version, instance))
-            elif event.reason.startswith("signal "):  # not a signal that the server sent
-                text = f"worker of {version.label} instance '{instance.spec.name}' ended while stopping: {event.reason}"
+            serves = instance.retiring and instance.state is _I.READY
+            if serves or event.reason.startswith("signal "):  # not a signal that the server sent
+                ended = "ended" if serves else "ended while stopping"
+                text = f"worker of {version.label} instance '{instance.spec.name}' {ended}: {event.reason}"
                 self._state.log("error", text, **load_results.about(version, instance))
             instance.move(_I.STOPPED)
             retirement.remove_stopped(version, instance)

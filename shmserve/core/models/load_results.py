@@ -69,15 +69,21 @@ def give_up(state: State, version: Version, instance: Instance, reason: str) -> 
     """The version fails to load, because it needs all of its instances."""
     instance.explain(reason)
     _has_failed(state, instance)
-    state.observers.load_failed(state.models[version.model])
-    version.move(_V.UNAVAILABLE, reason)
-    state.refresh(version.model)
-    if state.models[version.model].versions.get(version.number) is version:
-        state.log("error", f"{version.label} is UNAVAILABLE: {reason}", **about(version, instance))
+    fail_version(state, version, instance, reason)
     for other in list(version.instances):
         retirement.stop(state, version, other)
     version.idle.clear()
     deployment.has_failed(state, version, reason)
+
+
+def fail_version(state: State, version: Version, instance: Instance, reason: str) -> None:
+    """Counts and logs the failed load. `instance`: the one that did not load."""
+    model = state.models[version.model]
+    state.observers.load_failed(model)
+    version.move(_V.UNAVAILABLE, reason)
+    state.refresh(version.model)
+    if model.versions.get(version.number) is version:
+        state.log("error", f"{version.label} is UNAVAILABLE: {reason}", **about(version, instance))
 
 
 def back_off(state: State, version: Version, instance: Instance, pause: int, now: int) -> None:

@@ -51,8 +51,6 @@ class Shares:
     """What users hold, if these bytes are granted to one of them. `user` "": the one who holds the most makes room,
     because models have grown."""
 
-    __slots__ = ("_held", "_own", "_user")
-
     def __init__(self, state: State, user: str, need: BytesByPlace) -> None:
         self._held: dict[str, float] = {user: _part(state, need)} if user else {}
         """User -> the part of the budgets."""

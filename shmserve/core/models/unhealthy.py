@@ -147,15 +147,11 @@ def _hold_first_load(state: State, version: Version, instance: Instance, reason:
 def _loads_later(state: State, version: Version, instance: Instance, reason: str) -> None:
     """All GPUs of a version that is loading are unhealthy: its load fails now, and is made up for when one of them
     has recovered. A generation that was to replace another is given up."""
-    model = state.models[version.model]
-    if model.versions.get(version.number) is not version:
+    if state.models[version.model].versions.get(version.number) is not version:
         load_results.give_up(state, version, instance, reason)
         return
     hold(state, version, instance, reason)
-    model.loads.failed += 1
-    version.move(_V.UNAVAILABLE, reason)
-    state.refresh(version.model)
-    state.log("error", f"{version.label} is UNAVAILABLE: {reason}", **load_results.about(version, instance))
+    load_results.fail_version(state, version, instance, reason)
     for other in list(version.instances):
         if not other.held and not other.over:
             retirement.stop(state, version, other)

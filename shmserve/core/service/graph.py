@@ -116,8 +116,6 @@ class Levels:
     and each of its responses starts one iteration of all steps of that level. A tensor belongs to the level that
     produces it."""
 
-    __slots__ = ("first", "pending", "readers", "reads", "sources", "steps", "tensors", "waits")
-
     def __init__(self, graph: EnsembleGraph, needed: frozenset[int], many: frozenset[int]) -> None:
         found: dict[int, int] = {}
         self.tensors: dict[str, int] = {}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, NoReturn
 
+from msgspec import Struct
+
 from shmserve.core.policy import ModelPolicy, TensorSpec
 from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import InvalidRequest
@@ -51,14 +53,11 @@ class CheckedRows(NamedTuple):
     length: int
 
 
-class CheckedForm:
+class CheckedForm(Struct, eq=False):
     """A form of inputs that a version has accepted, with the results by number of rows."""
 
-    __slots__ = ("by_rows", "forms")
-
-    def __init__(self, forms: tuple[TensorForm, ...]) -> None:
-        self.forms = forms
-        self.by_rows: dict[int, CheckedRows] = {}
+    forms: tuple[TensorForm, ...]
+    by_rows: dict[int, CheckedRows] = {}
 
 
 VALUE_BYTES = 9
