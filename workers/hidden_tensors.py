@@ -284,7 +284,8 @@ class VisibleResults(Results):
             return
         spec = self._scatter.checks.check_flat(self._scatter.specs[index], array)
         if self.needed(index):
-            self.put_shares(index, spec, self._cut(spec, array, source.name, shapes_in(self._work_items, source)))
+            shares = self._cut(spec, array, source.name, shapes_in(self._work_items, source))
+            self._columns[index] = self._shares(index, spec, shares)
 
     def _cut(self, spec: Spec, array: Array, source: str, shapes: Shapes) -> list[Array | None]:
         sizes = [0 if shape is None else elements(shape) for shape in shapes]

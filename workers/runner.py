@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from msgspec import Struct
+
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Columns, Failure
 from shmserve.protocol.work_items import WorkColumns
@@ -179,19 +181,15 @@ class StackedRunner(Runner[StackedBackend]):
         return Results(self._scatter, group.work_items, group.rows)
 
 
-class BegunBatch:
-    """A batch that has begun. `computation` None: it is not on the device; `rows` None: it has not failed either, and
-    runs when it is finished."""
+class BegunBatch(Struct, eq=False):
+    """A batch that has begun. `computation` None: it is not on the device. `group` None: it runs when it is finished.
+    `rows`: the results of one that has failed."""
 
-    __slots__ = ("computation", "group", "results", "rows", "taken", "work_items")
-
-    def __init__(self, work_items: Sequence[Work]) -> None:
-        self.work_items = work_items
-        self.taken = clock()
-        self.computation: Computation | None = None
-        self.rows: list[Row] | None = None
-        self.group: GatherGroup
-        self.results: Results
+    work_items: Sequence[Work]
+    taken: int
+    group: tuple[GatherGroup, Results] | None = None
+    computation: Computation | None = None
+    rows: list[Row] | None = None
 
 
 class OverlappingRunner(StackedRunner):
@@ -208,25 +206,24 @@ class OverlappingRunner(StackedRunner):
     """When the last batch was finished."""
 
     def begin(self, work_items: Sequence[Work]) -> BegunBatch:
-        batch = BegunBatch(work_items)
+        taken = clock()
         self._scatter.exchange_buffers()
         groups, failures = self._gather.groups(work_items)
         if len(groups) != 1 or failures:
-            return batch
-        group = batch.group = groups[0]
-        results = batch.results = self._results(group)
+            return BegunBatch(work_items, taken)
+        group, results = groups[0], self._results(groups[0])
         try:
-            batch.computation = self._backend.begin(group, results)
+            return BegunBatch(work_items, taken, (group, results), self._backend.begin(group, results))
         except Exception as error:
-            batch.rows = self._abandon(work_items, results, error)
-        return batch
+            rows = self._abandon(work_items, results, error)
+            return BegunBatch(work_items, taken, (group, results), None, rows)
 
     def finish(self, batch: BegunBatch) -> Ran:
-        if batch.computation is None and batch.rows is None:
+        if batch.group is None:
             ran = self.run_batch(batch.work_items)
             self._finished = ran[1][3]
             return ran
-        group, results = batch.group, batch.results
+        group, results = batch.group
         rows: list[Row] | Columns | None = batch.rows
         computed = 0
         if batch.computation is not None:

@@ -253,10 +253,6 @@ class Results:
         if self.needed(index):
             self._columns[index] = self._split(index, spec, array)
 
-    def put_shares(self, index: int, spec: Spec, shares: Sequence[Array | None]) -> None:
-        """`put` with an array for each request; None: the request does not get the output."""
-        self._columns[index] = self._shares(index, spec, shares)
-
     def put_named(self, name: str, array: Any) -> None:
         """`put` by name. `array` may also be a piece on the GPU."""
         index = self._scatter.names.get(name)
@@ -498,6 +494,7 @@ class Results:
         ]
 
     def _shares(self, index: int, spec: Spec, shares: Sequence[Array | None]) -> list[Tensor | None]:
+        """Returns what each request gets of an output; None: the request does not get it."""
         tensors: list[Tensor | None] = []
         for position, share in enumerate(shares):
             if share is None:

@@ -27,11 +27,6 @@ def fields_of(hint: Any) -> dict[str, Field] | None:
     return {name: Field(_bare(hints[name]), needed) for name, needed in required.items() if name in hints}
 
 
-def is_mapping(hint: Any) -> bool:
-    """Whether the fields of a value are its keys, not its attributes."""
-    return typing.is_typeddict(hint)
-
-
 def build(kind: Any, values: dict[str, Any]) -> Any:
     """An object with these fields. Raises what the class raises."""
     if not is_pydantic(kind):

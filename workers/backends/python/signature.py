@@ -21,7 +21,7 @@ from typing import Annotated, Any, NamedTuple
 from shmserve.errors import InvalidRequest
 from shmserve.functions import Tensor
 from shmserve.workers.backends.python.codecs import Codec, codec_of
-from shmserve.workers.backends.python.records import Field, fields_of, is_mapping
+from shmserve.workers.backends.python.records import Field, fields_of
 
 OUTPUT = "output"
 """The name of a function's only output, if its hint does not name it."""
@@ -146,7 +146,7 @@ class _Reader:
             return "index", [self._result(f"{OUTPUT}_{index}", item) for index, item in enumerate(items)]
         fields = self._fields(hint)
         if fields:
-            by = "key" if is_mapping(hint) else "attribute"
+            by = "key" if typing.is_typeddict(hint) else "attribute"
             return by, [self._result(name, field.hint) for name, field in fields.items()]
         return "", [self._result(OUTPUT, hint)]
 
