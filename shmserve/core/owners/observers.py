@@ -6,7 +6,7 @@ that a batch costs one call, and while nothing is traced or recorded, an event c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from shmserve.core.effects import Effect
@@ -46,8 +46,9 @@ class Observers:
         self._turn = turn
         self.traces = Traces(contexts_per_second)
         self.recording: Recording | None = None
-        self._followed: dict[int, list[Journey]] = {}
-        """Number of an ensemble's request in flight that is followed -> its steps that have run."""
+        self._followed: dict[int, dict[int, Journey]] = {}
+        """Number of an ensemble's request in flight -> its steps, by number: those that have run, if it is followed, and
+        those that have failed."""
         self.refusals: dict[str, int] = {}
         """Number of refused requests, by the limit that they exceeded, or else by error code."""
 
@@ -71,7 +72,7 @@ class Observers:
         journeys, now = request.version.statistics.journeys, self._turn.now
         if now >= journeys.sample_at and len(self._followed) < FOLLOWED:
             journeys.sample_at = now + SAMPLED_NS
-            self._followed[request.number] = []
+            self._followed[request.number] = {}
 
     def child_admitted(self, request: Request, parent: Request | None) -> None:
         """A step of the ensemble `parent`, or a call that a model makes for `parent`."""
@@ -110,7 +111,7 @@ class Observers:
             for request in batch.requests():
                 steps = self._followed.get(request.parent)
                 if steps is not None and len(steps) < STEPS:
-                    steps.append(_journey(request, now))
+                    steps[request.number] = _journey(request, now)
         if self.recording is not None:
             self.recording.batch_done(version, instance, batch, number, self._turn.now)
 
@@ -241,7 +242,11 @@ class Observers:
         """The final response was sent. `code` "": the request succeeded; `text`: of the error."""
         steps = self._followed.pop(request.number, None) if self._followed else None
         if code or steps:
-            self._keep(request, code, text, steps or [])
+            journey = self._keep(request, code, text, steps or {})
+            if code and request.is_step:
+                others = self._followed.setdefault(request.parent, {})
+                if request.number in others or len(others) < STEPS:
+                    others[request.number] = journey
         if self.traces.active:
             record = self.traces.end(request, code, self._turn.now)
             if record is not None:
@@ -249,15 +254,16 @@ class Observers:
         if self.recording is not None:
             self.recording.ended(request, code, self._turn.now)
 
-    def _keep(self, request: Request, code: str, text: str, steps: list[Journey]) -> None:
+    def _keep(self, request: Request, code: str, text: str, steps: Mapping[int, Journey]) -> Journey:
         now, journeys = self._turn.now, request.version.statistics.journeys
         journey = _journey(request, now)
-        journey.steps = steps
+        journey.steps = list(steps.values())
         if code:
             journey.code, journey.text = code, text
             journeys.failed.append(journey)
         elif journeys.is_slow(request.arrived, now):
             journeys.add_slow(journey, now)
+        return journey
 
     def forgotten(self, request: Request) -> None:
         """The request has left the core, with or without a response."""

@@ -1,6 +1,7 @@
 """The slowest requests of a version in the last minutes, and the last ones that failed: where the time of each went.
 
-A request is described only if it is one of them. Of an ensemble, one run in each SAMPLED_NS is followed with its steps.
+A request is described only if it is one of them. Of an ensemble, one run in each SAMPLED_NS is followed with its steps;
+of the others that fail, the steps that failed are known.
 """
 
 from __future__ import annotations

@@ -91,3 +91,18 @@ def test_one_run_of_an_ensemble_at_a_time_is_followed_with_its_steps() -> None:
     world.now += 7 * MS
     world.finish_all()
     assert [one.took_ns for one in journeys(world, "e").recent_slow()] == [7 * MS, MS]
+
+
+def test_a_failed_run_that_is_not_followed_has_the_step_that_failed() -> None:
+    world = served()
+    world.deploy(replace(POLICY, name="e", batching=None, steps=(step("m"),)))
+    client = world.connect("c")
+    for number in (1, 2):
+        world.turn([client.infer(number, "e", 1, 0, None)])
+        world.now += MS
+        world.finish("m_0", error=("MODEL_FAILED", "no luck"))
+    for failed in journeys(world, "e").recent_failed():
+        assert [(one.model, one.code, one.text, len(one.times)) for one in failed.steps] == [
+            ("m", "MODEL_FAILED", "no luck", 4)
+        ]
+    assert len(journeys(world, "e").recent_failed()) == 2
