@@ -372,9 +372,8 @@ def _tune_jointly(
     from shmserve.tools.tune.report import unified
 
     fixed = bool(targets[0].goal.rate) and args.objective != "throughput"
-    cores = len(os.sched_getaffinity(0))
     with StatusLine() as status:
-        tuner = JointTuner(targets, bench, steps, cores, status.show, memory, fixed, args.objective)
+        tuner = JointTuner(targets, bench, steps, steps[0].model.cores, status.show, memory, fixed, args.objective)
         before = _compared(args, lambda document: joint_report.check(document, joint_report.as_json(tuner)["targets"]))
         outcome = tuner.run()
     if args.json:
