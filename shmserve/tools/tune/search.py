@@ -1,6 +1,7 @@
 """The search over all candidates, in the simulator.
 
-1. For each number of instances and threads, and each batch size: the highest rate, without a queue delay.
+1. For each number of instances and threads, and each batch size: the highest rate, without a queue delay and with one,
+  because large batches that are never full lose to small ones unless requests wait for them.
 2. For the best of these, the other settings: delays and padding. A candidate that cannot beat those already known costs
   one simulation.
 3. The best again, with longer simulations.
@@ -54,8 +55,10 @@ class SimulationPool:
             return self._executor.map(work, tasks)
 
 
+COARSE_DELAYS = (0.0, 0.2)
+"""Queue delays of step 1, as shares of the latency target."""
 REFINED = 4
-"""Number of settings of step 1 that go on to step 2."""
+"""Number of batch sizes of instances and threads that go on from step 1 to step 2."""
 FINAL = 6
 """Number of candidates in step 3."""
 LONGER = 3
@@ -93,9 +96,12 @@ class Search:
         first = max(4, len(coarse) // 4)
         self._try(coarse[:first], 0.0, 1)
         self._try(coarse[first:], POOR * self._floor(1), 1)
+        best: dict[tuple[Pair, int], Prediction] = {}
+        for each in self.ranked():
+            best.setdefault((_pair(each), each.candidate.batch), each)
         near = {
             candidate: each.rate
-            for each in reversed(self.ranked()[:REFINED])
+            for each in list(best.values())[:REFINED]
             for candidate in self._around(each.candidate)
             if candidate not in self.predictions
         }
@@ -113,7 +119,14 @@ class Search:
     def _coarse(self) -> list[Candidate]:
         now, pairs = self._model.current, [pair for pair in self._predictor.fits if self._fits(pair)]
         sizes = self._model.batches(self._goal.rows)
-        results = [Candidate(*pair, size, 0, now.multiple, self._batch_cost(pair)) for pair in pairs for size in sizes]
+        delays = self._model.delays_us(self._goal.p99_ns, COARSE_DELAYS)
+        results = [
+            Candidate(*pair, size, delay, now.multiple, self._batch_cost(pair))
+            for delay in delays
+            for pair in pairs
+            for size in sizes
+            if size > 1 or not delay
+        ]
         if (now.instances, now.threads) in pairs and now.batch >= self._goal.rows:
             results.append(now)
         return list(dict.fromkeys(results))

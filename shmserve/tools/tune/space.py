@@ -214,10 +214,10 @@ class TunedModel(Struct, frozen=True):
             results.add(self.current.threads)
         return sorted(results)
 
-    def delays_us(self, p99_ns: int) -> list[int]:
+    def delays_us(self, p99_ns: int, shares: Sequence[float] = DELAYS) -> list[int]:
         if self.config.max_batch_size < 2:
             return [0]
-        results = {_two_digits(share * p99_ns / 1000) for share in DELAYS}
+        results = {_two_digits(share * p99_ns / 1000) for share in shares}
         if self.current.delay_us * 1000 < p99_ns:
             results.add(self.current.delay_us)
         return sorted(results)

@@ -13,11 +13,24 @@ from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.terminal.console import Screen
 from shmserve.tools.tune import html, report
 from shmserve.tools.tune.bench import Observation
+from shmserve.tools.tune.fit import Sample, fit
 from shmserve.tools.tune.goal import Goal
-from shmserve.tools.tune.predict import Prediction
+from shmserve.tools.tune.predict import Prediction, RatePredictor
+from shmserve.tools.tune.search import Search, SimulationPool
 from shmserve.tools.tune.space import TunedModel
 from shmserve.tools.tune.tuner import Events, Outcome, Tuner
-from tests.unit.tools.tune.simulated import CONFIG, EACH_MIB, GPU_MIB, GROUPS, MIB, MS, STREAM, SimulatedBench, tuned
+from tests.unit.tools.tune.simulated import (
+    CONFIG,
+    EACH_MIB,
+    GPU_MIB,
+    GROUPS,
+    MIB,
+    MS,
+    SIZES,
+    STREAM,
+    SimulatedBench,
+    tuned,
+)
 
 QUICK = 300
 """Number of requests in a simulation, for tests with large differences."""
@@ -236,3 +249,14 @@ def test_requests_that_fail_or_are_too_large_end_the_tuning() -> None:
     with pytest.raises(InvalidRequest, match="requests of 64 rows: the largest batch of 'net' is 32"):
         Tuner(SimulatedBench(sweet), tuned(), Goal(30 * MS, rows=64, simulated=QUICK), Events())
     assert tuned().batches(6) == [6, 8, 16, 32]
+
+
+def test_large_batches_that_only_a_delay_fills_are_found() -> None:
+    """Batches of 32 rows take 38 ms and those of 16 rows 22 ms. Without a delay, the large ones start almost empty."""
+    pairs = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1))
+    samples = [Sample(*pair, rows, (6 + rows) * MS) for pair in pairs for rows in SIZES]
+    predictor = RatePredictor(tuned(), Goal(60 * MS, simulated=600), fit(samples))
+    with SimulationPool(1) as pool:
+        ranked = Search(predictor, lambda pair: 0.0, pool, lambda done, total, best: None).run()
+    assert ranked[0].candidate.batch == 32
+    assert ranked[0].candidate.delay_us >= 10_000
