@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from difflib import unified_diff
 
 from msgspec import Struct
 
@@ -31,6 +32,13 @@ def edited(text: str, edits: Sequence[Edit]) -> str:
     for edit in edits:
         text = _parameter(text, edit) if edit.path[0] == "parameters" else _field(text, edit)
     return text
+
+
+def unified(before: str, after: str, path: str) -> str:
+    """The changes as a unified diff; empty if there are none."""
+    names = (path, path) if path.startswith("/") else (f"a/{path}", f"b/{path}")
+    lines = unified_diff(before.splitlines(), after.splitlines(), *names, lineterm="")
+    return "\n".join(lines) + "\n" if before != after else ""
 
 
 def _field(text: str, edit: Edit) -> str:

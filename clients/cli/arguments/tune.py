@@ -71,6 +71,8 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
     add("--max-batch", metavar="N", type=at_least_1, default=0, help=text)
     text = "with --rate, prefer the lowest p99 (latency) or the least memory (default: the fewest instances)"
     rare(add, "--objective", choices=OBJECTIVES, default="", help=text)
+    text = "of a model with sequences: requests of each (default: 10)"
+    rare(add, "--sequence-length", metavar="N", type=at_least_1, default=10, help=text)
     text = "an input: numbers, JSON, or @FILE.npy; repeatable (default: random)"
     rare(add, "-i", "--input", metavar="NAME=VALUE", action="append", default=[], help=text)
     text = "duration of each measurement (default: 2); of a language model, enough for 30 texts"

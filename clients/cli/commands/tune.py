@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from shmserve.tools.tune.bench import SharedBench
     from shmserve.tools.tune.goal import Goal
     from shmserve.tools.tune.joint import Step, Target
+    from shmserve.tools.tune.language import LanguageTuner
     from shmserve.tools.tune.predict import Prediction
+    from shmserve.tools.tune.sequences import SequenceTuner
     from shmserve.tools.tune.served import ServedModel
     from shmserve.tools.tune.space import TunedModel
     from shmserve.tools.tune.tuner import Events, Outcome
@@ -66,6 +68,8 @@ def tune(args: argparse.Namespace) -> int:
         if len(folders) > 1:
             raise Misuse("a language model is tuned alone: give one model")
         return _tune_language(args, folder)
+    if len(folders) == 1 and _has_sequences(folder):
+        return _tune_sequences(args, folder)
     if not args.p99:
         raise Misuse("--p99 TIME is the target; of a language model, it is --slo ttft=TIME,itl=TIME")
     if len(folders) > 1 or _is_ensemble(folder):
@@ -270,29 +274,75 @@ def _tune_language(args: argparse.Namespace, folder: Path) -> int:
         args.memory.get(folder.name, args.memory.get("", 0)),
         args.seconds,
     )
-    path, interrupted = _shown(folder / CONFIG), False
     with _serving(args, [folder]) as (client, (config,)):
         if config.backend not in DEFAULTS:
             raise Unsupported(f"backend '{config.backend}' has no slots to tune: {', '.join(DEFAULTS)} has")
         model = TunedLanguageModel(_read(folder / CONFIG), config)
         with StatusLine() as status:
             tuner = LanguageTuner(ServedModel(client, folder.name, lambda _: ()), model, goal, status.show)
-            try:
-                tuner.run()
-            except KeyboardInterrupt:
-                interrupted = True
-    chosen, changes = tuner.chosen, tuner.diff(path)
+            interrupted = _interrupted(tuner.run)
+    text = language_text(tuner, screen_of(args))
+    return _finish(args, folder, tuner, text, interrupted, f"no setting that was measured held {goal.objectives}")
+
+
+def _tune_sequences(args: argparse.Namespace, folder: Path) -> int:
+    """The same for a model with sequences, whose settings are only measured, too."""
+    from shmserve.tools.tune.sequence_report import sequence_text
+    from shmserve.tools.tune.sequences import SequenceGoal, SequenceTuner, TunedSequenceModel, check_sequences
+    from shmserve.tools.tune.served import ServedModel
+
+    if args.rate or args.html is not None or args.compare is not None or args.objective:
+        raise Misuse("a model with sequences is tuned for --p99: leave out --rate, --objective, --html and --compare")
+    goal = _goal(args, folder.name)
+    wanted = SequenceGoal(goal.p99_ns, args.sequence_length, goal.memory, goal.instances, goal.seconds)
+    with _serving(args, [folder]) as (client, (config,)):
+        check_sequences(config)
+        model = TunedSequenceModel(_read(folder / CONFIG), config)
+        with StatusLine() as status:
+            served = ServedModel(client, folder.name, _inputs(args, client, config))
+            tuner = SequenceTuner(served, model, wanted, status.show)
+            interrupted = _interrupted(tuner.run)
+    text = sequence_text(tuner, screen_of(args))
+    return _finish(args, folder, tuner, text, interrupted, f"no setting that was measured held {goal.target}")
+
+
+def _interrupted(run: Callable[[], None]) -> bool:
+    """Whether Ctrl-C ended it early."""
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _finish(
+    args: argparse.Namespace,
+    folder: Path,
+    tuner: LanguageTuner | SequenceTuner,
+    text: str,
+    interrupted: bool,
+    missed: str,
+) -> int:
+    """Prints and applies what was found. `missed`: why there is nothing to apply."""
+    path, chosen, model = _shown(folder / CONFIG), tuner.chosen, tuner.model
+    changes = tuner.diff(path)
     if args.json:
         print_json(tuner.as_json(path))
     else:
-        print(f"{language_text(tuner, screen_of(args))}\n\n{changes or 'No changes.'}", end="" if changes else "\n")
+        print(f"{text}\n\n{changes or 'No changes.'}", end="" if changes else "\n")
     if interrupted:
         return 130
     if args.apply and chosen is None:
-        raise Failed(f"{path} is not changed: no setting that was measured held {goal.objectives}")
+        raise Failed(f"{path} is not changed: {missed}")
     if args.apply and changes and chosen is not None:
-        _apply(folder / CONFIG, model.text, model.text_of(chosen.setting))
+        _apply(folder / CONFIG, model.text, model.text_of(chosen.setting))  # type: ignore[arg-type]
     return 0 if chosen is not None else 1
+
+
+def _has_sequences(folder: Path) -> bool:
+    from shmserve.repo.load import parse
+
+    return parse(_read(folder / CONFIG)).sequence_batching is not None
 
 
 def _is_ensemble(folder: Path) -> bool:
@@ -367,9 +417,9 @@ def _tune_jointly(
     screen: Screen,
 ) -> int:
     """`files`: the configurations of the models."""
+    from shmserve.repo.config.edit import unified
     from shmserve.tools.tune import joint_report
     from shmserve.tools.tune.joint import JointTuner
-    from shmserve.tools.tune.report import unified
 
     fixed = bool(targets[0].goal.rate) and args.objective != "throughput"
     with StatusLine() as status:

@@ -47,8 +47,8 @@ class Observers:
         self.traces = Traces(contexts_per_second)
         self.recording: Recording | None = None
         self._followed: dict[int, dict[int, Journey]] = {}
-        """Number of an ensemble's request in flight -> its steps, by number: those that have run, if it is followed, and
-        those that have failed."""
+        """Number of an ensemble's request in flight -> its steps, by number: those that have run, if it is
+        followed, and those that have failed."""
         self.refusals: dict[str, int] = {}
         """Number of refused requests, by the limit that they exceeded, or else by error code."""
 

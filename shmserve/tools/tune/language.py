@@ -8,14 +8,13 @@ because callers may need it; it becomes longer if the prompts to measure need th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from difflib import unified_diff
 from typing import Any, Protocol
 
 from msgspec import Struct, structs
 from msgspec.structs import replace
 
 from shmserve.errors import ServeError
-from shmserve.repo.config.edit import Edit, edited
+from shmserve.repo.config.edit import Edit, edited, unified
 from shmserve.repo.config.schema import ModelConfig, ModelParameter, parameter
 from shmserve.tools.load.plan import DEFAULT_OUTPUT, Closed, Objectives, Plan, Prompts, Settings
 from shmserve.tools.load.record import Point
@@ -204,9 +203,7 @@ class LanguageTuner:
         chosen = self.chosen
         if chosen is None:
             return ""
-        before, after = self.model.text.splitlines(), self.model.text_of(chosen.setting).splitlines()
-        names = (path, path) if path.startswith("/") else (f"a/{path}", f"b/{path}")
-        return "".join(f"{line}\n" for line in unified_diff(before, after, *names, lineterm=""))
+        return unified(self.model.text, self.model.text_of(chosen.setting), path)
 
     def as_json(self, path: str) -> dict[str, Any]:
         chosen = self.chosen

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import unified_diff
 from math import inf
 from statistics import median
 from typing import Any
 
+from shmserve.repo.config.edit import unified
 from shmserve.terminal.console import FAINT, GOOD, HEAD, Column, Screen
 from shmserve.tools.tune.confirm import GIVE_UP, Confirmed
 from shmserve.tools.tune.goal import per_s
@@ -48,12 +48,6 @@ def diff(outcome: Outcome, path: str) -> str:
     if outcome.chosen is None:
         return ""
     return unified(outcome.model.text, outcome.model.text_of(outcome.chosen), path)
-
-
-def unified(before: str, after: str, path: str) -> str:
-    names = (path, path) if path.startswith("/") else (f"a/{path}", f"b/{path}")
-    lines = unified_diff(before.splitlines(), after.splitlines(), *names, lineterm="")
-    return "\n".join(lines) + "\n" if before != after else ""
 
 
 def text(outcome: Outcome, screen: Screen) -> str:

@@ -24,9 +24,9 @@ from shmserve.errors import QueueTimeout, Unavailable
 from shmserve.repo.config.schema import ModelConfig, as_triton_json
 from shmserve.system import procfs
 from shmserve.tools.load.generation.schedule import send_times
-from shmserve.tools.load.generation.sending import LoadSender, MonotonicTimer
+from shmserve.tools.load.generation.sending import LoadSender, MonotonicTimer, SequenceIds
 from shmserve.tools.load.measure import measure
-from shmserve.tools.load.plan import SECOND, Endpoint, Open, Plan
+from shmserve.tools.load.plan import SECOND, Endpoint, Open, Plan, Sequences
 from shmserve.tools.load.record import Point
 from shmserve.tools.load.targets.base import TargetOptions
 from shmserve.tools.load.targets.native import NativeTarget
@@ -67,6 +67,9 @@ class ServedModel:
         self._inputs = inputs
         self._known: dict[int, Sequence[Mapping[str, Any]]] = {}
         self._seed = seed
+        self._ids = SequenceIds(seed << 32)
+        self._sequences: Sequences | None = None
+        """Those of the load that runs now."""
 
     def apply(self, config: ModelConfig) -> None:
         self._client.load(self._name, config=as_triton_json(config))
@@ -89,6 +92,13 @@ class ServedModel:
     def closed(self, callers: int, seconds: float, length: int = 0) -> Observation:
         return together([(self, length, lambda sender: closed(sender, callers, seconds))])[0]
 
+    def correlated(self, sequences: int, length: int, seconds: float) -> Observation:
+        self._sequences = Sequences(sequences, length)
+        try:
+            return self.closed(sequences, seconds)
+        finally:
+            self._sequences = None
+
     def open(self, rate: float, seconds: float, give_up_ns: float) -> Observation:
         return ServedModels([self]).open([rate], seconds, [give_up_ns])[0]
 
@@ -106,7 +116,15 @@ class ServedModel:
         target, timer = NativeTarget(Endpoint(url=self._client.url)), MonotonicTimer()
         facts = await target.facts(self._name, "")
         bodies = [target.prepare(feed, facts, TargetOptions(model=self._name)) for feed in feeds]
-        sender = LoadSender(bodies, target.slot, monotonic_ns, timer.until, stream=facts.decoupled)
+        sender = LoadSender(
+            bodies,
+            target.slot,
+            monotonic_ns,
+            timer.until,
+            stream=facts.decoupled,
+            sequences=self._sequences,
+            ids=self._ids,
+        )
         try:
             return await run(sender)
         finally:

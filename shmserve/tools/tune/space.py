@@ -236,8 +236,7 @@ def check_tunable(config: ModelConfig, step: bool = False) -> None:
         (config.ensemble_scheduling is not None, "is an ensemble, whose steps have the settings"),
         (
             config.sequence_batching is not None,
-            "has sequence_batching, and the search sends single requests: measure its settings with `shmserve bench "
-            "--sequence-length`, or simulate them with `python -m shmserve.sim --sequence`",
+            "has sequence_batching, whose load differs from that of the others: tune it alone",
         ),
         (decoupled and config.backend in DEFAULTS, "is a language model, whose target is --slo ttft=TIME,itl=TIME"),
         (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -177,6 +178,20 @@ def test_a_decoupled_model_with_two_instance_groups(folder: Path) -> None:
     found = json.loads(done.stdout)
     assert (done.returncode == 0) is found["holds"], done.stderr
     assert found["diff"].count("+instance_group [ { count: 2 kind: KIND_CPU } ]") == 2
+
+
+def test_a_model_with_sequences(folder: Path) -> None:
+    text = CONFIG + "sequence_batching { oldest { max_candidate_sequences: 1 } }  # two\n"
+    write_model(folder / "models", "talk", text, MODEL)
+    words = "tune models/talk --p99 200ms --seconds 0.1 --instances 1 --sequence-length 4 --apply"
+    ended = ran(folder, *words.split())
+    assert ended.returncode == 0, ended.stderr
+    assert "requests/s of" in ended.stdout
+    changed = (folder / "models/talk/config.pbtxt").read_text()
+    (count,) = re.findall(r"max_candidate_sequences: (\d+) } }  # two", changed)
+    assert int(count) > 1, "a batch of four takes as long as one request"
+    refused = ran(folder, *words.split(), "--rate", "50")
+    assert "a model with sequences is tuned for --p99: leave out --rate" in refused.stderr
 
 
 def test_the_steps_of_an_ensemble_are_tuned_together(folder: Path) -> None:

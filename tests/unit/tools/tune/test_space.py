@@ -69,7 +69,7 @@ def test_default_threads_follow_the_instances() -> None:
 
 def test_models_that_cannot_be_tuned_are_refused() -> None:
     for text, step, reason in (
-        (CONFIG.replace("dynamic_batching { }", "sequence_batching { }"), False, "bench --sequence-length"),
+        (CONFIG.replace("dynamic_batching { }", "sequence_batching { }"), False, "tune it alone"),
         (STREAM, True, "decoupled step"),
         (GROUPS.replace("host_policy", "passive: true host_policy"), False, "groups of several kinds"),
         (GROUPS.replace("count: 1", "count: 2", 1), False, "different counts"),
