@@ -84,7 +84,8 @@ class LanguageMetrics:
             self._update(0, tokens)
             if first:
                 self._observe("first_token", seconds)
-            else:
+                tokens, seconds = tokens - 1, 0.0
+            if tokens:  # those that arrive together
                 self._observe("between_tokens", seconds / tokens, tokens)
 
     def ended(self, reason: str, seconds: float, cached: int, hits: int) -> None:
