@@ -61,7 +61,7 @@ class OpenResponses:
         """Cancelled requests without a stream, in the running or the next batch."""
         self._forgotten: deque[ResponseSender] = deque()
         self._tickets = count(1)
-        """One for each call of `send_soon`."""
+        """One for each call of `send_soon` or `announce`."""
         self._last_ticket = self._served = 0
         """A ticket that was taken lately, and how many calls have had the turn: if fewer, others follow."""
         self._poll = select.poll()
@@ -313,6 +313,16 @@ class OpenResponses:
             finally:
                 self._flush_unless_followed()
 
+    def announce(self) -> Callable[[], None]:
+        """Returns a function. Responses of `send_soon` are sent together when it is called. In any thread."""
+        self._last_ticket = next(self._tickets)
+        return self._flush_announced
+
+    def _flush_announced(self) -> None:
+        with self.turn:
+            self._served += 1
+            self._flush_unless_followed()
+
     def _send_or_keep(
         self,
         stream: ResponseSender,
@@ -444,7 +454,7 @@ class OpenResponses:
             self._flush_unless_followed()
 
     def _flush_unless_followed(self) -> None:
-        """Sends what is queued, unless a thread waits for the turn in `send_soon`, which does so next. A lost link is
+        """Sends what is queued, unless a call of `send_soon` or `announce` is open, which does so next. A lost link is
         recorded and not raised to the model; the main thread raises it."""
         if self._served < self._last_ticket or self.lost is not None or not self.connected:
             return

@@ -82,20 +82,41 @@ def test_a_cancelled_coroutine_does_not_resume_when_the_window_opens(loop: Eager
     streams.close()
 
 
-def test_what_waiting_threads_send_together_is_complete_and_in_order() -> None:
+def test_responses_that_were_announced_are_sent_together() -> None:
+    streams, opened, packets = sending(3)
+    streams.turn.release()
+    send_announced = streams.announce()
+    for stream in opened:
+        streams.send_soon(stream, Response([1]), False, None)  # type: ignore[list-item]
+    assert packets == []
+    send_announced()
+    streams.send_soon(opened[0], Response([2]), True, None)  # type: ignore[list-item]
+    assert [[row.request for row in packet] for packet in packets] == [[0, 1, 2], [0]]
+    streams.turn.acquire()
+    streams.stop(linked=True)
+    streams.close()
+
+
+def sending(count: int) -> tuple[OpenResponses, list[ResponseSender], list[list[Row]]]:
+    """With this number of requests: their streams, and the packets that have been sent."""
     streams = OpenResponses(decoupled=True)
     queued: list[Row] = []
     packets: list[list[Row]] = []
 
     def flush() -> None:
-        packets.append(queued.copy())
+        if queued:
+            packets.append(queued.copy())
         queued.clear()
 
     def row(work: Work, response: Any) -> Row:
         return Row(work.request, tuple(response.outputs))
 
     streams.connect(queued.append, lambda _: None, row, lambda _: None, flush)
-    opened = [streams.begin(Work(number, 1, (), None, "internal")) for number in range(8)]
+    return streams, [streams.begin(Work(number, 1, (), None, "internal")) for number in range(count)], packets
+
+
+def test_what_waiting_threads_send_together_is_complete_and_in_order() -> None:
+    streams, opened, packets = sending(8)
 
     def model(stream: ResponseSender) -> None:
         for index in range(50):
@@ -107,7 +128,6 @@ def test_what_waiting_threads_send_together_is_complete_and_in_order() -> None:
     streams.turn.release()
     for thread in threads:
         thread.join()
-    assert queued == []
     sent: list[tuple[int, Any]] = [(row.request, row.outputs[0]) for packet in packets for row in packet]
     assert {number: [index for request, index in sent if request == number] for number in range(8)} == {
         number: list(range(50)) for number in range(8)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +30,10 @@ from shmserve.workers.model_calls.responses import CANCELLED, OpenResponses
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
-    from shmserve.workers.backends.language.engine import Engine, Listener, Step
+    from shmserve.workers.backends.language.engine import Engine, Run, Step
     from shmserve.workers.backends.language.metrics import Count
     from shmserve.workers.backends.language.sampling import Defaults
+    from shmserve.workers.model_calls.coroutines import Coroutines
     from shmserve.workers.model_calls.stream import ResponseSender
 
 INPUTS = (
@@ -65,7 +66,8 @@ OUTPUTS = (
 PROMPT_LOGPROBS = ModelOutput(name="prompt_logprobs", data_type="TYPE_STRING", dims=(-1,))
 """An output of models that return the log probabilities of prompts."""
 
-_Run = Callable[["ResponseSender"], Exception | None]
+_Start = Callable[[int, "ResponseSender"], object]
+"""Starts a request that occupies this number of slots."""
 
 
 class LanguageBackend(SeparateBackend, ABC):
@@ -80,7 +82,7 @@ class LanguageBackend(SeparateBackend, ABC):
         self._free = 0
         """Number of free slots. Guarded by the turn."""
         self._threads: set[threading.Thread] = set()
-        """Threads that run a request. Guarded by the turn."""
+        """Threads that run a request; an engine with a loop ends its own coroutines. Guarded by the turn."""
 
     def inputs_of(self, config: ModelConfig) -> tuple[ModelInput, ...]:
         return INPUTS
@@ -152,7 +154,7 @@ class LanguageBackend(SeparateBackend, ABC):
         parameters = work.options.parameters if work.options is not None else {}
         try:
             inputs = dict(zip(self._names, request.arrays, strict=True))
-            run, count = self._plan(inputs, parameters)
+            start, count = self._plan(inputs, parameters)
             self._take_slots(count, stream)
         except Exception as error:
             host.fail(stream, self._failure_of(error))
@@ -161,24 +163,37 @@ class LanguageBackend(SeparateBackend, ABC):
             self._free += count
             host.fail(stream, CANCELLED)
             return stream
-        thread = threading.Thread(target=self._run, args=(run, count, stream), name="sequence", daemon=True)
         try:
-            thread.start()
+            start(count, stream)
         except RuntimeError as error:  # the thread limit was reached
             self._free += count
             host.fail(stream, self._failure_of(error))
-            return stream
-        self._threads.add(thread)
         return stream
 
-    def _plan(self, inputs: dict[str, Any], parameters: Mapping[str, Any]) -> tuple[_Run, int]:
-        """What the thread of a request runs, which returns the error, and the number of slots that this occupies."""
+    def _plan(self, inputs: dict[str, Any], parameters: Mapping[str, Any]) -> tuple[_Start, int]:
+        """What starts a request, and the number of slots that it occupies."""
         conversion = conversion_of(inputs)
         if conversion is not None:
-            return partial(self._convert, conversion), 1
-        assert self._engine is not None
-        generation = generation_of(inputs, parameters, self._defaults, self._engine.limits.slots)
-        return partial(self._generate, generation, self._engine.prepared(generation)), generation.count
+            return partial(self._start_thread, partial(self._convert, conversion)), 1
+        engine = self._engine
+        assert engine is not None
+        generation = generation_of(inputs, parameters, self._defaults, engine.limits.slots)
+        run = engine.prepared(generation)
+        if engine.coroutines is None:
+            return partial(self._start_thread, partial(self._generate, generation, run)), generation.count
+        return partial(self._start_coroutine, engine.coroutines, generation, run), generation.count
+
+    def _start_thread(
+        self, run: Callable[[ResponseSender], Exception | None], count: int, stream: ResponseSender
+    ) -> None:
+        thread = threading.Thread(target=self._run, args=(run, count, stream), name="sequence", daemon=True)
+        thread.start()
+        self._threads.add(thread)
+
+    def _start_coroutine(
+        self, coroutines: Coroutines, generation: Generation, run: Run, count: int, stream: ResponseSender
+    ) -> None:
+        coroutines.start(self._generate_in_loop(generation, run, count, stream), lambda task: None)
 
     def _take_slots(self, count: int, stream: ResponseSender) -> None:
         if self._free < count and not stream.cancelled:
@@ -192,32 +207,45 @@ class LanguageBackend(SeparateBackend, ABC):
 
     # ------------------------------------------------------------------------------------ in the thread of a request
 
-    def _run(self, run: _Run, count: int, stream: ResponseSender) -> None:
-        host, error = self.streams, run(stream)
+    def _run(self, run: Callable[[ResponseSender], Exception | None], count: int, stream: ResponseSender) -> None:
+        self._end(run(stream), count, stream)
+
+    async def _generate_in_loop(self, generation: Generation, run: Run, count: int, stream: ResponseSender) -> None:
+        with self._replying(generation, stream) as replying:
+            running = run(replying)
+            assert running is not None
+            await running
+        self._end(replying.error, count, stream)
+
+    def _end(self, error: Exception | None, count: int, stream: ResponseSender) -> None:
+        host = self.streams
         try:
             if error is not None:
                 host.fail_all([stream], self._failure_of(error))
             elif not stream.final and not stream.over:
-                host.send(stream, None, True)
+                host.send_soon(stream, None, True, None)
         finally:
             with host.turn:
                 self._free += count
                 self._threads.discard(threading.current_thread())
             host.wake()
 
-    def _generate(
-        self, generation: Generation, run: Callable[[Listener], None], stream: ResponseSender
-    ) -> Exception | None:
+    def _generate(self, generation: Generation, run: Run, stream: ResponseSender) -> Exception | None:
+        with self._replying(generation, stream) as replying:
+            run(replying)
+        return replying.error
+
+    @contextmanager
+    def _replying(self, generation: Generation, stream: ResponseSender) -> Iterator[_Replying]:
+        """The listener of a request, which runs during the block. It keeps the error with which the block ends."""
         replying = _Replying(generation, stream, self.streams, self._outputs)
         if self._metrics is not None:
             replying.measure(self._metrics, generation.count)
         try:
-            run(replying)
-            error = replying.error
-        except Exception as raised:
-            error = replying.error or raised
-        replying.ended(CANCELLED.code if stream.cancelled else "" if error is None else "error")
-        return error
+            yield replying
+        except Exception as error:
+            replying.error = replying.error or error
+        replying.ended(CANCELLED.code if stream.cancelled else "" if replying.error is None else "error")
 
     def _convert(self, conversion: Tokenization | Detokenization, stream: ResponseSender) -> Exception | None:
         assert self._engine is not None
@@ -253,6 +281,9 @@ class _Replying:
         self._stream.abort = abort
         if self._stream.dropped:
             abort()
+
+    def announce(self) -> Callable[[], None]:
+        return self._host.announce()
 
     def step(self, steps: list[Step]) -> bool:
         """While the caller's window has no room, only the last response is sent, which is queued."""

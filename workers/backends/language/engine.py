@@ -5,13 +5,14 @@ The engine reports the steps of a request to its `Listener`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
 if TYPE_CHECKING:
     from shmserve.workers.backends.language.requests import Generation
+    from shmserve.workers.model_calls.coroutines import Coroutines
 
 
 class Step(Struct):
@@ -45,6 +46,10 @@ class Step(Struct):
 class Listener(Protocol):
     """The caller's side of a request in the engine."""
 
+    def announce(self) -> Callable[[], None]:
+        """For engines that report the steps of several requests in one thread: the responses to all of them are sent
+        together when the returned function is called."""
+
     def abort_with(self, abort: Callable[[], object]) -> None:
         """For engines that can end a request between two steps: `abort` does so, in any thread."""
 
@@ -61,14 +66,22 @@ class Limits(Struct, frozen=True):
     cache: int
 
 
+Run = Callable[[Listener], Coroutine[Any, Any, None] | None]
+"""Runs a request. Returns when the request has ended; or, if the engine has a loop, a coroutine that does so."""
+
+
 class Engine(Protocol):
     """A loaded model. `close` is called when no call is in progress; all others in any thread."""
 
     limits: Limits
 
-    def prepared(self, generation: Generation) -> Callable[[Listener], None]:
-        """Translates a request. Returns what runs it: a function that returns when the request has ended. Both raise
-        InvalidRequest or Unsupported for requests that the engine refuses."""
+    @property
+    def coroutines(self) -> Coroutines | None:
+        """The loop in which the requests run; None: each runs in a thread."""
+
+    def prepared(self, generation: Generation) -> Run:
+        """Translates a request. Returns what runs it. Both raise InvalidRequest or Unsupported for requests that the
+        engine refuses."""
 
     def tokens(self, prompt: str) -> list[int]:
         """The tokens that the model sees."""

@@ -104,6 +104,8 @@ class _Refusal(Struct):
 class Engine:
     """A loaded model. `close` is called when no call is in progress; all others in any thread."""
 
+    coroutines: None = None
+
     def __init__(self, settings: Settings) -> None:
         """Raises ModelFailed if the model cannot be loaded."""
         self.limits = Limits(settings.slots, settings.context, settings.slots * settings.context)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from shmserve.errors import InvalidRequest, ServeError
 from shmserve.workers.backends.language.engine import Step
 from shmserve.workers.backends.vllm.images import check_images
 from shmserve.workers.backends.vllm.parameters import messages_of, parameters_of
-from shmserve.workers.backends.vllm.runtime import Runtime
+from shmserve.workers.backends.vllm.runtime import Runtime, translated_errors
 from shmserve.workers.backends.vllm.tools import CallReaders, ToolParsers
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ class VllmEngine:
         """Raises what vLLM raises if the model cannot be loaded."""
         self._runtime = runtime = Runtime(settings.arguments)
         self.limits = runtime.limits
+        self.coroutines = runtime.coroutines
+        self._announced = False
+        """Whether responses will be sent in the next round of the loop."""
         self._tokenizer = runtime.tokenizer
         self._defaults = settings.defaults
         self._template = settings.chat_template or None
@@ -54,7 +57,7 @@ class VllmEngine:
 
     # ------------------------------------------------------------------------------------ generation
 
-    def prepared(self, generation: Generation) -> Callable[[Listener], None]:
+    def prepared(self, generation: Generation) -> Callable[[Listener], Coroutine[Any, Any, None]]:
         values, structured = parameters_of(generation, self._defaults)
         try:
             calls = self._call_readers(generation)
@@ -65,7 +68,8 @@ class VllmEngine:
             parameters = SamplingParams(output_kind=RequestOutputKind.DELTA, **values)
         except (TypeError, ValueError, VLLMClientError) as error:
             raise InvalidRequest(f"vLLM: {error}") from error
-        return partial(self._run, generation, parameters, calls)
+        adapter = self._adapters.get(generation.sampling.lora_name or "")
+        return partial(self._run, generation, parameters, adapter, calls)
 
     def _call_readers(self, generation: Generation) -> CallReaders | None:
         chat = generation.chat or {}
@@ -73,14 +77,20 @@ class VllmEngine:
             return None
         return self._tools.reader(chat, generation.count)
 
-    def _run(
-        self, generation: Generation, parameters: SamplingParams, calls: CallReaders | None, listener: Listener
+    async def _run(
+        self,
+        generation: Generation,
+        parameters: SamplingParams,
+        adapter: LoRARequest | None,
+        calls: CallReaders | None,
+        listener: Listener,
     ) -> None:
-        prompt = self._prompt(generation)
-        adapter = self._adapters.get(generation.sampling.lora_name or "")
-        generated = self._generate(prompt, parameters, adapter, calls, listener)
-        with suppress(CancelledError):
-            self._runtime.run(generated, listener.abort_with)
+        task = asyncio.current_task()
+        assert task is not None
+        listener.abort_with(partial(self.coroutines.loop.call_soon_threadsafe, task.cancel))
+        with suppress(asyncio.CancelledError), translated_errors():
+            prompt = await self._prompt(generation)
+            await self._generate(prompt, parameters, adapter, calls, listener)
 
     async def _generate(
         self,
@@ -95,6 +105,7 @@ class VllmEngine:
         outputs = self._runtime.engine.generate(prompt, parameters, self._runtime.number(), lora_request=adapter)
         try:
             async for output in outputs:
+                self._announce(listener)
                 steps = [_step(one, output, calls) for one in output.outputs]
                 if steps and output.prompt_logprobs:
                     steps[0].prompt_scores = [one and _all_described(one) for one in output.prompt_logprobs]
@@ -103,9 +114,19 @@ class VllmEngine:
         finally:
             await outputs.aclose()
 
-    def _prompt(self, generation: Generation) -> Any:
+    def _announce(self, listener: Listener) -> None:
+        """A step of the engine resumes the coroutines of all its texts in one round of the loop."""
+        if not self._announced:
+            self._announced = True
+            self.coroutines.loop.call_soon(self._send, listener.announce())
+
+    def _send(self, responses: Callable[[], None]) -> None:
+        self._announced = False
+        responses()
+
+    async def _prompt(self, generation: Generation) -> Any:
         if generation.chat is not None:
-            return self._chat_prompt(generation.chat)
+            return await asyncio.to_thread(self._chat_prompt, generation.chat)
         if isinstance(generation.prompt, str):
             return {"prompt": generation.prompt}
         return {"prompt_token_ids": generation.prompt}

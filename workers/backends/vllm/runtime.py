@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeVar
 
@@ -42,11 +43,11 @@ class Runtime:
         self._numbers = count(1)
         self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
         os.environ.setdefault("VLLM_RPC_BASE_PATH", self._sockets.name)
-        self._coroutines = Coroutines(uvloop.new_event_loop())
+        self.coroutines = Coroutines(uvloop.new_event_loop())
         try:
-            self.engine: AsyncLLM = self._coroutines.submit(_started(parsed)).result()
+            self.engine: AsyncLLM = self.coroutines.submit(_started(parsed)).result()
         except BaseException:
-            self._coroutines.close()
+            self.coroutines.close()
             self._sockets.cleanup()
             raise
         self.tokenizer = self.engine.get_tokenizer()
@@ -58,27 +59,28 @@ class Runtime:
         """The number of a request, which the engine demands."""
         return str(next(self._numbers))
 
-    def run(
-        self, request: Coroutine[Any, Any, _Found], started: Callable[[Callable[[], object]], object] | None = None
-    ) -> _Found:
-        """Runs a request and returns its result. `started` gets a function that cancels it, which ends this call with
-        CancelledError. Raises InvalidRequest if the engine refuses the request."""
-        running = self._coroutines.submit(request)
-        if started is not None:
-            started(running.cancel)
-        try:
-            found: _Found = running.result()
-        except (ValueError, VLLMClientError) as error:
-            raise InvalidRequest(f"vLLM: {error}") from error
-        except EngineDeadError as error:
-            log_message(f"vLLM has ended: {error}")
-            exit_process(Exit.INTERNAL)
+    def run(self, request: Coroutine[Any, Any, _Found]) -> _Found:
+        """Runs a request and returns its result. Raises InvalidRequest if the engine refuses the request."""
+        with translated_errors():
+            found: _Found = self.coroutines.submit(request).result()
         return found
 
     def close(self) -> None:
-        self._coroutines.close()
+        self.coroutines.close()
         self.engine.shutdown()
         self._sockets.cleanup()
+
+
+@contextmanager
+def translated_errors() -> Iterator[None]:
+    """Raises InvalidRequest if the engine refuses a request. Ends the process if the engine has ended."""
+    try:
+        yield
+    except (ValueError, VLLMClientError) as error:
+        raise InvalidRequest(f"vLLM: {error}") from error
+    except EngineDeadError as error:
+        log_message(f"vLLM has ended: {error}")
+        exit_process(Exit.INTERNAL)
 
 
 async def _started(arguments: AsyncEngineArgs) -> AsyncLLM:

@@ -240,6 +240,8 @@ def test_encoders_with_other_tensors_or_poolings_are_refused(tmp_path: Path, con
 class InstantEngine:
     """An engine that ends each text at once."""
 
+    coroutines = None
+
     def __init__(self, settings: Settings) -> None:
         self.limits = Limits(settings.slots, settings.context, settings.context)
 
