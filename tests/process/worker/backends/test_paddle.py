@@ -161,7 +161,7 @@ def test_accelerators_and_their_parameters_are_validated(tmp_path: Path) -> None
         ("cuda", {}, "unknown cpu_execution_accelerator name 'cuda'"),
         ("ort", {}, "'ort' is not supported"),
         ("mkldnn", {"speed": "1"}, "has no parameter 'speed'"),
-        ("mkldnn", {"cpu_threads": "many"}, "parameter cpu_threads of model 'm' must be an integer"),
+        ("mkldnn", {"cpu_threads": "many"}, 'parameters["cpu_threads"]: the value must be an integer'),
     ):
         bad = replace(given, optimization=accelerated(name, **parameters))
         assert text in load_failure(bad, tmp_path).text
