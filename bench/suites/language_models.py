@@ -23,7 +23,8 @@ from collections.abc import Callable, Collection, Coroutine
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
-from time import perf_counter, sleep
+from threading import Event
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -265,7 +266,7 @@ def await_idle(ways: Collection[Way]) -> None:
     before = -IDLE_S
     while (busy := sum(way.busy_seconds() for way in ways)) - before >= IDLE_S:
         before = busy
-        sleep(LOOK_S)
+        Event().wait(LOOK_S)
 
 
 def measure(ways: dict[str, Way], arguments: argparse.Namespace) -> None:
