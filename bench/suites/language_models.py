@@ -23,7 +23,6 @@ from collections.abc import Callable, Collection, Coroutine
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
-from threading import Event
 from time import perf_counter
 from typing import Any
 
@@ -266,7 +265,7 @@ def await_idle(ways: Collection[Way]) -> None:
     before = -IDLE_S
     while (busy := sum(way.busy_seconds() for way in ways)) - before >= IDLE_S:
         before = busy
-        Event().wait(LOOK_S)
+        threading.Event().wait(LOOK_S)
 
 
 def measure(ways: dict[str, Way], arguments: argparse.Namespace) -> None:
