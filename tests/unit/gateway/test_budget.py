@@ -55,14 +55,18 @@ def test_returned_memory_can_be_taken_again() -> None:
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 400), st.booleans()), max_size=60))
 def test_the_total_is_the_sum_of_the_accounts(steps: list[tuple[int, int, bool]]) -> None:
     budget = Budget(1000)
-    accounts = [budget.account(f"192.0.2.{number % 2}") for number in range(6)]
+    places = [number % 2 for number in range(6)]
+    accounts = [budget.account(f"192.0.2.{place}") for place in places]
     for which, size, give in steps:
         account = accounts[which]
         try:
             account.give(min(size, account.held)) if give else account.take(size)
-            account.count_for(f"192.0.2.{size % 3}")
+            places[which] = size % 3
+            account.count_for(f"192.0.2.{places[which]}")
         except Unavailable:
-            assert account.held + size > 1000 / 2 / 6, "less than an equal part is never refused"
+            place = sum(other.held for other, where in zip(accounts, places, strict=True) if where == places[which])
+            equal_part = account.held + size <= 1000 / 2 / 6
+            assert not equal_part or place + size > 2 * 1000 / 4, "refused, though its address has no two shares"
         assert budget.held == sum(account.held for account in accounts) <= 2000
         assert budget.holders == sum(account.held > 0 for account in accounts)
 
