@@ -28,6 +28,7 @@ def check(state: State, queries: QueryQueue) -> None:
     callers = {peer: instance.caller for peer, (_, instance) in instances if instance.caller is not None}
     state.ledger.check({**state.clients, **callers})
     queries.check(state.clients.keys() | state.instances.keys())
+    state.observers.check(state.requests)
     assert not state.to_dispatch
     assert not state.loading.blocked
     queues = _check_requests(state)

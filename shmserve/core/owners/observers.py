@@ -6,7 +6,7 @@ that a batch costs one call, and while nothing is traced or recorded, an event c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Protocol
 
 from shmserve.core.effects import Effect
@@ -270,6 +270,10 @@ class Observers:
         self._followed.pop(request.number, None)
         if self.traces.active:
             self.traces.forget(request)
+
+    def check(self, requests: Container[int]) -> None:
+        """Asserts that only requests in the core are followed. `requests`: their numbers."""
+        assert all(number in requests for number in self._followed)
 
     # ------------------------------------------------------------------------------------ instances
 
