@@ -659,7 +659,7 @@ class Service:
         self.max_work_items = max(1, WORK_ITEM_BYTES // _work_bytes(policy))
         """Maximum number of requests in one message to a worker, given their size without tensors and options."""
         self.prefetch = sequence is None and (
-            batching is None or not (batching.levels or batching.default_policy != QueuePolicy())
+            batching is None or (batching.levels == 0 and batching.default_policy == QueuePolicy())
         )
         """Batches may wait at busy instances: the order of queued requests does not change any more."""
         self.order: deque[Request] | None = deque() if ordered and not policy.decoupled else None
