@@ -324,7 +324,7 @@ def _finish(
     missed: str,
 ) -> int:
     """Prints and applies what was found. `missed`: why there is nothing to apply."""
-    path, chosen, model = _shown(folder / CONFIG), tuner.chosen, tuner.model
+    path, chosen = _shown(folder / CONFIG), tuner.chosen
     changes = tuner.diff(path)
     if args.json:
         print_json(tuner.as_json(path))
@@ -334,8 +334,8 @@ def _finish(
         return 130
     if args.apply and chosen is None:
         raise Failed(f"{path} is not changed: {missed}")
-    if args.apply and changes and chosen is not None:
-        _apply(folder / CONFIG, model.text, model.text_of(chosen.setting))  # type: ignore[arg-type]
+    if args.apply and changes:
+        _apply(folder / CONFIG, tuner.model.text, tuner.text)
     return 0 if chosen is not None else 1
 
 

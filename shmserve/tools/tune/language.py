@@ -198,12 +198,15 @@ class LanguageTuner:
         best = max((trial.tokens_per_s for trial in good), default=0.0)
         return next((trial for trial in good if trial.tokens_per_s * GAIN >= best), None)
 
+    @property
+    def text(self) -> str:
+        """config.pbtxt with the chosen setting; as it is if there is none."""
+        chosen = self.chosen
+        return self.model.text_of(chosen.setting) if chosen is not None else self.model.text
+
     def diff(self, path: str) -> str:
         """The changes of config.pbtxt as a unified diff; empty if there are none."""
-        chosen = self.chosen
-        if chosen is None:
-            return ""
-        return unified(self.model.text, self.model.text_of(chosen.setting), path)
+        return unified(self.model.text, self.text, path)
 
     def as_json(self, path: str) -> dict[str, Any]:
         chosen = self.chosen

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from shmserve.terminal.console import BAD, GOOD, Column, Screen
+from shmserve.terminal.console import Column, Screen
 from shmserve.terminal.tables import bytes_text
 from shmserve.tools.load.report.table import percentile_text, rate_text
 from shmserve.tools.tune.language import LanguageTuner, Trial
+from shmserve.tools.tune.trial_table import marks, trials_text
 
 TRIALS = (
     Column("slots", right=True),
@@ -23,13 +24,11 @@ TRIALS = (
 
 
 def language_text(tuner: LanguageTuner, screen: Screen) -> str:
-    chosen = tuner.chosen
-    table = screen.table(TRIALS, [_row(tuner, trial) for trial in tuner.trials])
-    if chosen is None:
-        return f"{table}\n\n{screen.styled('No setting holds the objectives.', BAD)}"
-    rate = rate_text(chosen.tokens_per_s)
-    text = f"{chosen.setting}: {rate} tokens/s, and {chosen.met:.0%} of the requests met the objectives"
-    return f"{table}\n\n{screen.styled(text, GOOD)}"
+    chosen, text = tuner.chosen, ""
+    if chosen is not None:
+        rate = rate_text(chosen.tokens_per_s)
+        text = f"{chosen.setting}: {rate} tokens/s, and {chosen.met:.0%} of the requests met the objectives"
+    return trials_text(screen, TRIALS, [_row(tuner, trial) for trial in tuner.trials], text, "the objectives")
 
 
 def _row(tuner: LanguageTuner, trial: Trial) -> list[str]:
@@ -38,16 +37,11 @@ def _row(tuner: LanguageTuner, trial: Trial) -> list[str]:
     first = point.first_answer if point is not None else None
     between = point.language.between_tokens if point is not None and point.language is not None else None
     times = [percentile_text(found, name) for found in (first, between) for name in ("p50", "p90")]
-    marks = [
-        trial.error,
-        "chosen" if trial is tuner.chosen else "",
-        "present" if setting == tuner.model.current else "",
-    ]
     return [
         *numbers,
         rate_text(trial.tokens_per_s),
         *times,
         f"{trial.met:.0%}",
         bytes_text(trial.memory) if trial.memory else "-",
-        ", ".join(filter(None, marks)),
+        marks(trial.error, trial is tuner.chosen, setting == tuner.model.current),
     ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from shmserve.terminal.console import BAD, GOOD, Column, Screen
+from shmserve.terminal.console import Column, Screen
 from shmserve.terminal.tables import bytes_text
 from shmserve.tools.load.report.table import rate_text
 from shmserve.tools.tune.sequences import SequenceTrial, SequenceTuner
+from shmserve.tools.tune.trial_table import marks, trials_text
 
 TRIALS = (
     Column("setting"),
@@ -19,24 +20,18 @@ TRIALS = (
 
 
 def sequence_text(tuner: SequenceTuner, screen: Screen) -> str:
-    chosen = tuner.chosen
-    table = screen.table(TRIALS, [_row(tuner, trial) for trial in tuner.trials])
-    if chosen is None:
-        return f"{table}\n\n{screen.styled('No setting holds the p99.', BAD)}"
-    text = (
-        f"{chosen.setting}: {rate_text(chosen.per_s)} requests/s of {chosen.sequences} sequences at a time hold the "
-        f"p99, with {chosen.p99_ns / 1e6:.3g} ms"
-    )
-    return f"{table}\n\n{screen.styled(text, GOOD)}"
+    chosen, text = tuner.chosen, ""
+    if chosen is not None:
+        text = (
+            f"{chosen.setting}: {rate_text(chosen.per_s)} requests/s of {chosen.sequences} sequences at a time hold "
+            f"the p99, with {chosen.p99_ns / 1e6:.3g} ms"
+        )
+    return trials_text(screen, TRIALS, [_row(tuner, trial) for trial in tuner.trials], text, "the p99")
 
 
 def _row(tuner: SequenceTuner, trial: SequenceTrial) -> list[str]:
-    marks = [
-        trial.error or ("" if trial.per_s else "does not hold the p99"),
-        "chosen" if trial is tuner.chosen else "",
-        "present" if trial.setting == tuner.model.current else "",
-    ]
-    text = ", ".join(filter(None, marks))
+    problem = trial.error or ("" if trial.per_s else "does not hold the p99")
+    text = marks(problem, trial is tuner.chosen, trial.setting == tuner.model.current)
     if not trial.per_s:
         return [str(trial.setting), "-", "-", "-", "-", "-", text]
     return [

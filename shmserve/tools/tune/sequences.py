@@ -19,6 +19,7 @@ from shmserve.repo.config.schema import ModelConfig, ModelSequenceBatching
 from shmserve.repo.load import parse
 from shmserve.tools.tune.bench import Observation
 from shmserve.tools.tune.measure import COUNTS
+from shmserve.tools.tune.space import two_digits
 
 GAIN = 1.05
 """Factor by which a setting must raise the rate to be preferred, and for still more of the same to be tried."""
@@ -173,7 +174,7 @@ class SequenceTuner:
         best = self.chosen.setting if self.chosen is not None else start
         for share in DELAYS:
             for utilization in (0.0,) if best.candidates else UTILIZATIONS:
-                delay_us = int(float(f"{share * self._goal.p99_ns / 1000:.2g}"))
+                delay_us = two_digits(share * self._goal.p99_ns / 1000)
                 self._try(replace(best, delay_us=delay_us, utilization=utilization))
 
     def _climb(self, settings: Iterable[SequenceSetting]) -> None:
@@ -240,10 +241,15 @@ class SequenceTuner:
         equal = [trial for trial in good if trial.per_s * GAIN >= best]
         return min(equal, key=lambda trial: (trial.setting != self.model.current, trial.setting), default=None)
 
+    @property
+    def text(self) -> str:
+        """config.pbtxt with the chosen setting; as it is if there is none."""
+        chosen = self.chosen
+        return self.model.text_of(chosen.setting) if chosen is not None else self.model.text
+
     def diff(self, path: str) -> str:
         """The changes of config.pbtxt as a unified diff; empty if there are none."""
-        chosen = self.chosen
-        return unified(self.model.text, self.model.text_of(chosen.setting), path) if chosen is not None else ""
+        return unified(self.model.text, self.text, path)
 
     def as_json(self, path: str) -> dict[str, Any]:
         chosen = self.chosen

@@ -217,13 +217,13 @@ class TunedModel(Struct, frozen=True):
     def delays_us(self, p99_ns: int, shares: Sequence[float] = DELAYS) -> list[int]:
         if self.config.max_batch_size < 2:
             return [0]
-        results = {_two_digits(share * p99_ns / 1000) for share in shares}
+        results = {two_digits(share * p99_ns / 1000) for share in shares}
         if self.current.delay_us * 1000 < p99_ns:
             results.add(self.current.delay_us)
         return sorted(results)
 
 
-def _two_digits(value: float) -> int:
+def two_digits(value: float) -> int:
     """The value with two significant digits, as a person would write a delay."""
     return int(float(f"{value:.2g}"))
 
