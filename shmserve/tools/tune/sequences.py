@@ -43,7 +43,9 @@ class SequenceSetting(Struct, frozen=True, order=True):
 
     def __str__(self) -> str:
         parts = [f"{self.instances} instance{'s' if self.instances > 1 else ''}"]
-        parts += [f"{self.candidates} candidate sequences"] if self.candidates else []
+        parts += (
+            [f"{self.candidates} candidate sequence{'s' if self.candidates > 1 else ''}"] if self.candidates else []
+        )
         parts += [f"delay {self.delay_us / 1000:g} ms" if self.delay_us else "no delay"]
         parts += [f"slot utilization {self.utilization:g}"] if self.utilization else []
         return ", ".join(parts)
