@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
         print(f"Chromium could not be installed, its tests are skipped: {reason}", flush=True)
     if reason := axe.install():
         print(f"axe-core could not be downloaded, its tests are skipped: {reason}", flush=True)
-    return subprocess.call([*PYTEST, "-p", "no:xdist", "-rs", *TIMEOUT, "tests/browser", *arguments], cwd=ROOT)
+    return subprocess.call([*PYTEST, "-p", "no:xdist", "-rfEs", *TIMEOUT, "tests/browser", *arguments], cwd=ROOT)
 
 
 if __name__ == "__main__":

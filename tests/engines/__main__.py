@@ -91,7 +91,7 @@ def test(engine: Engine) -> list[str]:
     # The tests of a file run on several workers, as one file has most of the tests of an engine.
     spread = [] if engine.in_one_process else ["-n", str(workers()), "--dist", "worksteal"]
     tests = [*(CONFORMANCE if engine.kind else ()), *engine.tests, "-k", engine.chosen or engine.kind]
-    command = [python, "-m", "pytest", "-q", "-rs", *TIMEOUT, *spread, *tests]
+    command = [python, "-m", "pytest", "-q", "-rfEs", *TIMEOUT, *spread, *tests]
     status = subprocess.call(command, cwd=ROOT, env=os.environ | ONE_THREAD)
     if status:
         failed.append(" ".join(tests) + (": no test ran" if status == NOTHING_RAN else ""))

@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         if reason := install():
             print(f"{name} could not be installed, its tests are skipped: {reason}", flush=True)
     # The first build of an image takes minutes.
-    options = ["-p", "no:xdist", "-rs", "--timeout", "1200", *arguments]
+    options = ["-p", "no:xdist", "-rfEs", "--timeout", "1200", *arguments]
     statuses = [subprocess.call([*PYTEST, "tests/fleet", "tests/deploy", *options], cwd=ROOT)]
     if reason := install_engine(RAY):
         print(f"Ray could not be installed, its tests are skipped: {reason}", flush=True)

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from tests import ROOT
 from tests.fleet import programs
+from tests.support.load import PATIENCE_S
 from tests.support.system.ports import free_ports
 
 CONFIGURATIONS = ROOT / "deploy" / "balancers"
-PATIENCE_S = 120.0
 PAUSE_S = 0.05
 """Between two questions: other suites run beside this one."""
 HTTP, GRPC, TLS = 8000, 8001, 8443

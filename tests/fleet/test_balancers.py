@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from shmserve.testing import Server
-from tests.fleet.balancers import HERE, PATIENCE_S, Balancer
+from tests.fleet.balancers import HERE, Balancer
 from tests.fleet.load import HEADER, SEQUENCE_ERRORS, WAYS, Load, Sequence
 from tests.support.commands import COMMAND
 from tests.support.gateway.rpc import INFERENCE, Rpcs, infer_request, message, outputs, refused, talk
-from tests.support.load import Failed
+from tests.support.load import PATIENCE_S, Failed
 
 pytestmark = pytest.mark.process
 

@@ -18,9 +18,9 @@ import shmserve
 from shmserve.clients.cli.commands.status import callers_of
 from shmserve.testing import Server
 from tests.fleet import load, programs
-from tests.fleet.balancers import PATIENCE_S
 from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.living import until
+from tests.support.load import PATIENCE_S
 from tests.support.system.ports import free_ports
 
 pytestmark = pytest.mark.process

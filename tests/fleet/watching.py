@@ -15,7 +15,8 @@ from urllib.parse import urlencode
 
 from tests import ROOT
 from tests.fleet import programs
-from tests.fleet.balancers import PATIENCE_S, PAUSE_S, SERVERS, await_end
+from tests.fleet.balancers import PAUSE_S, SERVERS, await_end
+from tests.support.load import PATIENCE_S
 from tests.support.system.ports import free_ports
 
 DEPLOY = ROOT / "deploy" / "prometheus"

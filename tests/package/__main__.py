@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     for version in pythons.VERSIONS:
         print(f"Python {version}: {pythons.install(version)}", flush=True)
     place = str(Path(__file__).parent.relative_to(ROOT))
-    return subprocess.call([*PYTEST, "-p", "no:xdist", "-rs", *TIMEOUT, place, *arguments], cwd=ROOT)
+    return subprocess.call([*PYTEST, "-p", "no:xdist", "-rfEs", *TIMEOUT, place, *arguments], cwd=ROOT)
 
 
 if __name__ == "__main__":

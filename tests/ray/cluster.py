@@ -6,13 +6,21 @@ import contextlib
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.load import PATIENCE_S
 from tests.support.system.ports import free_ports
 
 STORE_BYTES = 200 << 20
+SETTINGS = {
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "600",  # a proxy on a busy machine needs more than the default of 5 s
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "600",
+    "RAY_prestart_worker_first_driver": "0",  # each node would start two processes that nothing uses
+}
+"""For all processes of Ray."""
 RAYLET = b"RAY_RAYLET_PID="
 
 
@@ -23,6 +31,20 @@ class Place:
         self.cluster = cluster
         self.http = http
         self.grpc = grpc
+
+    def start_serve(self) -> None:
+        """With a proxy on the head. On a busy machine, the proxy needs longer than Ray waits in one call."""
+        from ray import serve
+
+        grpc = {"port": self.grpc, "grpc_servicer_functions": ["shmserve.ray:add_kserve_servicer_to_server"]}
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                serve.start("HeadOnly", {"host": "127.0.0.1", "port": self.http}, grpc_options=grpc)
+                return
+            except TimeoutError:
+                if time.monotonic() > end:
+                    raise
 
     def add_node(self) -> Any:
         return self.cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
@@ -77,7 +99,8 @@ def started(nodes: int) -> Iterator[Place]:
     from ray.cluster_utils import Cluster
 
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as sessions:
-        os.environ["RAY_TMPDIR"] = sessions  # also for the file that names the running cluster
+        settings = SETTINGS | {"RAY_TMPDIR": sessions}  # the last one also for the file that names the running cluster
+        os.environ.update(settings)
         Path(sessions, "ray").mkdir()
         head = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False, "temp_dir": sessions}
         cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -85,18 +108,12 @@ def started(nodes: int) -> Iterator[Place]:
             made = Place(cluster, *free_ports(2))
             for _ in range(nodes - 1):
                 made.add_node()
-            ray.init(address=cluster.address, log_to_driver=False)
-            serve.start(
-                proxy_location="HeadOnly",
-                http_options={"host": "127.0.0.1", "port": made.http},
-                grpc_options={
-                    "port": made.grpc,
-                    "grpc_servicer_functions": ["shmserve.ray:add_kserve_servicer_to_server"],
-                },
-            )
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
+            made.start_serve()
             yield made
             serve.shutdown()
         finally:
             ray.shutdown()
             cluster.shutdown()
-            del os.environ["RAY_TMPDIR"]
+            for name in settings:
+                del os.environ[name]

@@ -152,14 +152,16 @@ def test_a_node_killed_under_load_fails_only_its_sequences(served: Any) -> None:
         open_sequences = [(way, stack.enter_context(WAYS[way](served))) for way in WAYS for _ in range(4)]
         at = {number: send("sums", 1.0, number + 100, True)[1] for number, (_, send) in enumerate(open_sequences)}
         served.kill(victim)
-        load.until_more(300)
-        for number, (_, send) in enumerate(open_sequences):
-            if at[number] in lost:
-                with pytest.raises(Failed, match=LOST):
-                    send("sums", 2.0, number + 100, False, True)
-            else:
-                assert send("sums", 2.0, number + 100, False, True) == (3.0, at[number])
-        served.add_node()
+        try:
+            load.until_more(300)
+            for number, (_, send) in enumerate(open_sequences):
+                if at[number] in lost:
+                    with pytest.raises(Failed, match=LOST):
+                        send("sums", 2.0, number + 100, False, True)
+                else:
+                    assert send("sums", 2.0, number + 100, False, True) == (3.0, at[number])
+        finally:
+            served.add_node()  # also for the tests that follow
         after = load.until_served_by(3, frozenset(lost))
         assert len(after - before) == 1, "the new node serves"
     assert not load.failed

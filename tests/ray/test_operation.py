@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.fleet.balancers import PATIENCE_S
 from tests.ray.cluster import kill_server
 from tests.ray.load import WAYS, Load, over_handle, over_http
 from tests.ray.models import write_times
+from tests.support.load import PATIENCE_S
 from tests.support.model_files import parameters
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ray")]

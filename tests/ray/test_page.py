@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from tests import ROOT
-from tests.fleet.balancers import PATIENCE_S
 from tests.ray.conftest import REASON
 from tests.support.docs.pages import blocks, page
+from tests.support.load import PATIENCE_S
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ray")]
 

@@ -23,7 +23,8 @@ from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.living import group
 from tests.support.model_files import python_model, write_model
 
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0
+"""Clusters need minutes on a busy machine."""
 CONFIG = """
 backend: "python" max_batch_size: 8
 input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
