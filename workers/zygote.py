@@ -81,7 +81,8 @@ def main() -> NoReturn:
 
 
 def _import() -> SetThreads:
-    """Imports what workers need, with one thread for numpy. Returns the function that sets numpy's thread count."""
+    """Imports what workers need, with one thread for numpy. Returns the function that sets numpy's thread count, whose
+    threads start with the first call that needs them."""
     given = {name: os.environ.get(name) for name in _THREADS}
     os.environ.update(dict.fromkeys(_THREADS, "1"))
     try:
@@ -106,10 +107,20 @@ def _setter(path: str) -> SetThreads:
     variable can replace it: OpenBLAS reads its variables once, when numpy is imported, but each worker has its own
     thread count."""
     library = ctypes.CDLL(path)
-    for name in _SETTERS:  # dlsym also searches the libraries that a library depends on
-        if hasattr(library, name):
-            return getattr(library, name)  # type: ignore[no-any-return]
-    raise CannotFork("numpy is not linked with an OpenBLAS whose number of threads can be set")
+    # dlsym also searches the libraries that a library depends on
+    setter = next((getattr(library, name) for name in _SETTERS if hasattr(library, name)), None)
+    if setter is None:
+        raise CannotFork("numpy is not linked with an OpenBLAS whose number of threads can be set")
+    stop = getattr(library, "blas_thread_shutdown_", None)
+
+    def set_threads(count: int) -> None:
+        setter(count)
+        # The setter has started the threads, which poll for 2^26 cycles before they sleep. OpenBLAS starts them again
+        # when it needs them, as after a fork.
+        if stop is not None:
+            stop()
+
+    return set_threads
 
 
 def _fork(control: socket.socket, broker: int) -> bool:

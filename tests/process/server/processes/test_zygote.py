@@ -40,11 +40,12 @@ MODEL = python_model(
     square @ square
     names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "SHMSERVE_THREADS")
     found = {"random": self.random, "session": os.getsid(0), "pid": os.getpid(), "parent": os.getppid(),
-             "argv": sys.argv, "threads": len(os.listdir("/proc/self/task")),
+             "argv": sys.argv, "first_threads": self.threads, "threads": len(os.listdir("/proc/self/task")),
              "variables": {name: os.environ.get(name) for name in names}}
     return self.respond(np.array([json.dumps(found)], object))
     """,
-    "self.random = [random.random(), np.random.random(), os.urandom(4).hex()]",
+    "self.random = [random.random(), np.random.random(), os.urandom(4).hex()];"
+    'self.threads = len(os.listdir("/proc/self/task"))',
 )
 MORE = "instance_group { count: 1 kind: KIND_CPU }\n" + parameters(retry_alone="false")
 CONFIG = config_text("python", "x:FP32:[1]", "y:STRING:[1]", MORE)
@@ -83,6 +84,7 @@ def test_a_forked_worker_equals_a_fresh_process(place: Place) -> None:
     found = place.look()
     assert (found["parent"], found["session"]) == (place.server.process.pid, found["pid"])
     cores = len(os.sched_getaffinity(0))
+    assert found["first_threads"] == 1, "those of numpy start with the first product that needs them"
     assert found["threads"] <= cores + 1, "those of numpy, and no more"
     assert (cores == 1) is (found["threads"] == 1)
     assert found["variables"]["OPENBLAS_NUM_THREADS"] in (None, found["variables"]["SHMSERVE_THREADS"])
