@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from tests.deploy import image
 from tests.deploy.manifests import Thing
+from tests.support.patience import PATIENCE_S
 
-PATIENCE_S = 120.0
 PAUSE_S = 0.05
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 STORED = 0o2777

@@ -12,8 +12,9 @@ import pytest
 import trustme
 
 from tests.deploy.manifests import one
-from tests.deploy.pod import PATIENCE_S, Pod, running
+from tests.deploy.pod import Pod, running
 from tests.support.commands import COMMAND
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 GROUP = 10001

@@ -12,7 +12,8 @@ import pytest
 
 from tests.deploy import programs
 from tests.deploy.manifests import KSERVE, read
-from tests.deploy.pod import PATIENCE_S, running
+from tests.deploy.pod import running
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 GRPC_PORT = 9000

@@ -15,9 +15,10 @@ import pytest
 from tests import ROOT
 from tests.deploy import image
 from tests.deploy.manifests import one
-from tests.deploy.pod import PATIENCE_S, Pod, running
+from tests.deploy.pod import Pod, running
 from tests.support.gateway.rpc import Rpcs, infer_request, message
 from tests.support.load import Load, over_http
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 ALWAYS = ("add_sub", "mlp", "twice", "waits")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tests import ROOT
 from tests.fleet import programs
-from tests.support.load import PATIENCE_S
+from tests.support.patience import CLUSTER_PATIENCE_S
 from tests.support.system.ports import free_ports
 
 CONFIGURATIONS = ROOT / "deploy" / "balancers"
@@ -96,7 +96,7 @@ def running(name: str, place: Path, servers: Ports, certificate: Path) -> Iterat
     finally:
         process.terminate()
         try:
-            process.wait(PATIENCE_S)
+            process.wait(CLUSTER_PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -111,7 +111,7 @@ def await_end(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 def _await_ready(balancer: Balancer) -> None:
     """Waits until the balancer sees a ready server."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + CLUSTER_PATIENCE_S
     while True:
         with contextlib.suppress(OSError, http.client.HTTPException):
             if balancer.status("/v2/health/ready")[0] == 200:

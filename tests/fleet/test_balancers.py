@@ -18,7 +18,8 @@ from tests.fleet.balancers import HERE, Balancer
 from tests.fleet.load import HEADER, SEQUENCE_ERRORS, WAYS, Load, Sequence
 from tests.support.commands import COMMAND
 from tests.support.gateway.rpc import INFERENCE, Rpcs, infer_request, message, outputs, refused, talk
-from tests.support.load import PATIENCE_S, Failed
+from tests.support.load import Failed
+from tests.support.patience import CLUSTER_PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -54,13 +55,13 @@ def test_draining_and_upgrading_a_server_loses_no_request(own_servers: tuple[lis
         load.until_each_serves(len(fleet))
         ours = Sequence(send)
         chosen = ours.step(1.0) if sticks else 1
-        with drain(fleet[chosen], "--quiet", "2", "--timeout", str(PATIENCE_S)) as waiting:
+        with drain(fleet[chosen], "--quiet", "2", "--timeout", str(CLUSTER_PATIENCE_S)) as waiting:
             load.until_avoided(chosen)
             if sticks:
                 assert waiting.poll() is None, "our sequence has not ended"
                 assert ours.step(2.0) == chosen
                 ours.step(3.0, end=True)
-            said, _ = waiting.communicate(timeout=PATIENCE_S)
+            said, _ = waiting.communicate(timeout=CLUSTER_PATIENCE_S)
         assert (waiting.returncode, said.startswith("the server is empty")) == (0, True), said
         fleet[chosen].restart()
         load.until_each_serves(len(fleet))

@@ -20,7 +20,7 @@ from shmserve.testing import Server
 from tests.fleet import load, programs
 from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.living import until
-from tests.support.load import PATIENCE_S
+from tests.support.patience import CLUSTER_PATIENCE_S
 from tests.support.system.ports import free_ports
 
 pytestmark = pytest.mark.process
@@ -68,10 +68,10 @@ def haproxy(place: Path, ports: dict[tuple[str, int], int]) -> Iterator[None]:
 
 def infer_over_http(port: int, certificates: bytes | None) -> None:
     if certificates is None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CLUSTER_PATIENCE_S)
     else:
         tls = ssl.create_default_context(cadata=certificates.decode().partition("-----BEGIN PRIVATE")[0])
-        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=PATIENCE_S, context=tls)
+        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=CLUSTER_PATIENCE_S, context=tls)
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [2.0]}
     with contextlib.closing(connection):
         connection.request("POST", "/v2/models/twice/infer", json.dumps({"inputs": [tensor]}))
@@ -86,7 +86,9 @@ def infer_over_grpc(port: int, certificates: bytes | None) -> None:
     value = np.array([[2.0]], np.float32)
     with Rpcs(port, credentials=credentials) as rpcs:
         answer = rpcs.ModelInfer(
-            infer_request("twice", {"x": ("FP32", value, value.tobytes())}), timeout=PATIENCE_S, wait_for_ready=True
+            infer_request("twice", {"x": ("FP32", value, value.tobytes())}),
+            timeout=CLUSTER_PATIENCE_S,
+            wait_for_ready=True,
         )
         assert np.frombuffer(answer.raw_output_contents[0], np.float32)[0] == 4.0
 

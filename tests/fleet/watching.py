@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 from tests import ROOT
 from tests.fleet import programs
 from tests.fleet.balancers import PAUSE_S, SERVERS, await_end
-from tests.support.load import PATIENCE_S
+from tests.support.patience import CLUSTER_PATIENCE_S
 from tests.support.system.ports import free_ports
 
 DEPLOY = ROOT / "deploy" / "prometheus"
@@ -45,7 +45,7 @@ class Prometheus(NamedTuple):
 
     def until(self, holds: Callable[[], Any]) -> Any:
         """Polls until `holds` returns something true, and returns it. Prometheus has no event for that."""
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + CLUSTER_PATIENCE_S
         while not (found := holds()):
             await_end(self.process, PAUSE_S)
             assert self.process.poll() is None, self.log.read_text()
@@ -90,7 +90,7 @@ def running(place: Path, targets: list[str]) -> Iterator[Prometheus]:
         yield made
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(PATIENCE_S)
+        process.wait(CLUSTER_PATIENCE_S)
 
 
 def _ready(made: Prometheus) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.load import PATIENCE_S
+from tests.support.patience import CLUSTER_PATIENCE_S
 from tests.support.system.ports import free_ports
 
 STORE_BYTES = 200 << 20
@@ -37,7 +37,7 @@ class Place:
         from ray import serve
 
         grpc = {"port": self.grpc, "grpc_servicer_functions": ["shmserve.ray:add_kserve_servicer_to_server"]}
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + CLUSTER_PATIENCE_S
         while True:
             try:
                 serve.start("HeadOnly", {"host": "127.0.0.1", "port": self.http}, grpc_options=grpc)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from tests.support import load
-from tests.support.load import PATIENCE_S, Failed, Send
+from tests.support.load import Failed, Send
+from tests.support.patience import CLUSTER_PATIENCE_S
 
 PAUSE_S = 0.01
 """Pause between a response and a thread's next request, so that the nodes have time for other work."""
@@ -23,7 +24,7 @@ def over_handle(place: Any) -> Iterator[Send]:
     from shmserve.errors import ServeError
     from shmserve.ray import Handle
 
-    handle = Handle(timeout=PATIENCE_S)
+    handle = Handle(timeout=CLUSTER_PATIENCE_S)
 
     def send(model: str, value: float, sequence: int = 0, start: bool = False, end: bool = False) -> tuple[float, int]:
         more = {"sequence": sequence, "sequence_start": start, "sequence_end": end} if sequence else {}

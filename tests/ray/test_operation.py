@@ -14,8 +14,8 @@ import pytest
 from tests.ray.cluster import kill_server
 from tests.ray.load import WAYS, Load, over_handle, over_http
 from tests.ray.models import write_times
-from tests.support.load import PATIENCE_S
 from tests.support.model_files import parameters
+from tests.support.patience import CLUSTER_PATIENCE_S
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ray")]
 MODELS = 6
@@ -55,7 +55,7 @@ def test_models_on_demand_settle_on_their_replicas(place: Any, deployed: Any, tm
     deployed(models=str(tmp_path), replicas=3, multiplexed=True, options="--model-memory-budget 150MiB")
     with over_http(place) as send:
         rounds: list[list[int]] = []
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + CLUSTER_PATIENCE_S
         while len(rounds) < 2 or rounds[-1] != rounds[-2]:  # ingresses learn from each other's choices by reports
             assert time.monotonic() < until, f"the processes of the models changed in each round: {rounds}"
             answers = [send(f"m{number}", 5.0) for number in range(MODELS)]
@@ -106,5 +106,5 @@ def test_a_growing_queue_adds_a_replica(place: Any, deployed: Any, tmp_path: Pat
             caller.start()
             stack.callback(caller.join)
         stack.callback(enough.set)
-        assert enough.wait(PATIENCE_S), "no second replica has answered"
+        assert enough.wait(CLUSTER_PATIENCE_S), "no second replica has answered"
     assert not errors

@@ -19,7 +19,7 @@ import pytest
 from tests import ROOT
 from tests.ray.conftest import REASON
 from tests.support.docs.pages import blocks, page
-from tests.support.load import PATIENCE_S
+from tests.support.patience import CLUSTER_PATIENCE_S
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ray")]
 
@@ -46,7 +46,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def infer(port: int) -> Any:
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=CLUSTER_PATIENCE_S)) as connection:
         document = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 64], "data": [1.0] * 64}]}
         connection.request("POST", "/v2/models/mlp/infer", json.dumps(document))
         answer = connection.getresponse()
@@ -58,11 +58,12 @@ def test_serve_run_and_the_handle(place: Any, samples: Path, tmp_path: Path) -> 
     from ray import serve
 
     words = block("sh", "serve run").split()
-    command = [word.replace("/srv/models", str(samples / "1" / "models")) for word in words]
-    program = Path(sys.executable).with_name(command[0])
-    rest = [*command[1:], "cpus=0.1", "--non-blocking"]  # otherwise Ctrl-C would end Serve on the cluster
+    words = [word.replace("/srv/models", str(samples / "1" / "models")) for word in words]
+    program = Path(sys.executable).with_name(words[0])
+    # Without --non-blocking, Ctrl-C would end Serve on the cluster.
+    command = [str(program), *words[1:], "cpus=0.1", "--non-blocking"]
     environment = os.environ | {"RAY_ADDRESS": place.cluster.address, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([str(program), *rest], capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CLUSTER_PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     try:
         assert serve.status().applications["default"].deployments["Server"].replica_states == {"RUNNING": 3}
@@ -79,7 +80,7 @@ def test_serve_run_without_a_cluster(samples: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"RAY_TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CLUSTER_PATIENCE_S)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 

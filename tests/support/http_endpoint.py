@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
 
-PATIENCE_S = 60.0
 E = TypeVar("E", bound="Endpoint")
 
 

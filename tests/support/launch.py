@@ -13,8 +13,8 @@ from types import TracebackType
 
 from shmserve.workers.zygote import NAME as PREPARED
 from tests.support import model_files
+from tests.support.patience import PATIENCE_S
 
-START_S = 60
 END_S = 60
 
 IDENTITY = """
@@ -64,7 +64,7 @@ class Launched:
             os.close(reader)
 
     def _await_ready(self, reader: int) -> None:
-        if not select.select([reader], [], [], START_S)[0] or os.read(reader, 16) != b"READY\n":
+        if not select.select([reader], [], [], PATIENCE_S)[0] or os.read(reader, 16) != b"READY\n":
             self.kill()
             raise AssertionError(f"the broker did not become ready:\n{self.log}")
 

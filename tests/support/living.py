@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 import shmserve
+from tests.support.patience import PATIENCE_S
 
-PATIENCE_S = 60.0
 PAUSE_S = 0.02
 
 IDENTITY = """

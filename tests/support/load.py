@@ -22,9 +22,8 @@ import numpy as np
 from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.living import group
 from tests.support.model_files import python_model, write_model
+from tests.support.patience import CLUSTER_PATIENCE_S
 
-PATIENCE_S = 600.0
-"""Clusters need minutes on a busy machine."""
 CONFIG = """
 backend: "python" max_batch_size: 8
 input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
@@ -83,7 +82,7 @@ def _in_sequence(sequence: int, start: bool, end: bool) -> dict[str, Any]:
 @contextmanager
 def over_http(port: int, header: str = "", address: str = "127.0.0.1") -> Iterator[Send]:
     """`header`: the name of a header that carries the number of the sequence."""
-    connection = http.client.HTTPConnection(address, port, timeout=PATIENCE_S)
+    connection = http.client.HTTPConnection(address, port, timeout=CLUSTER_PATIENCE_S)
 
     def send(model: str, value: float, sequence: int = 0, start: bool = False, end: bool = False) -> tuple[float, int]:
         tensor = {"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [value]}
@@ -117,7 +116,7 @@ def over_grpc(port: int, header: str = "") -> Iterator[Send]:
             request = infer_request(model, {"x": ("FP32", x, x.tobytes())}, parameters=parameters)
             metadata = [(header, str(sequence))] if header and sequence else []
             try:
-                answer = rpcs.ModelInfer(request, metadata=metadata, timeout=PATIENCE_S)
+                answer = rpcs.ModelInfer(request, metadata=metadata, timeout=CLUSTER_PATIENCE_S)
             except grpc.RpcError as error:
                 raise Failed(f"grpc {error.code().name}: {error.details()}") from error
             first, server = np.frombuffer(answer.raw_output_contents[0], np.float32)
@@ -160,7 +159,7 @@ class Load:
     def until(self, holds: Callable[[], object]) -> None:
         """Waits for responses until `holds` returns something true."""
         with self._news:
-            reached = self._news.wait_for(lambda: holds() or self._errors, PATIENCE_S)
+            reached = self._news.wait_for(lambda: holds() or self._errors, CLUSTER_PATIENCE_S)
             assert reached, self.summary()
 
     def until_more(self, count: int) -> None:

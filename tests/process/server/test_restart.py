@@ -14,6 +14,7 @@ import shmserve
 from shmserve.testing import Server
 from tests.support.ensemble_models import config_text
 from tests.support.model_files import parameters, python_model, write_model
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -46,15 +47,15 @@ def test_requests_survive_a_server_restart(tmp_path: Path) -> None:
         os.mkfifo(folder / "go")
     with (
         Server(tmp_path / "models") as server,
-        shmserve.Client(server.url) as lane,
-        shmserve.Client(server.zmq_url) as zmq,
+        shmserve.Client(server.url, reconnect_timeout=PATIENCE_S) as lane,
+        shmserve.Client(server.zmq_url, reconnect_timeout=PATIENCE_S) as zmq,
         ThreadPoolExecutor(2 * len(cases)) as pool,
     ):
         inputs = [np.arange(size, dtype=np.float32)[None] for _, size in cases]
         results = []
         for (link, _), folder, x in zip(cases, folders, inputs, strict=True):
             client = lane if link == "lane" else zmq
-            results.append(pool.submit(client.submit(folder.name, {"x": x}).result, 60))
+            results.append(pool.submit(client.submit(folder.name, {"x": x}).result, PATIENCE_S))
         while not all((folder / "begun").exists() for folder in folders):
             server.client().close()
         server.kill()
@@ -67,7 +68,7 @@ def test_requests_survive_a_server_restart(tmp_path: Path) -> None:
             gates = [pool.submit((folder / "go").write_text, "") for folder in folders]
             for x, result, after in zip(inputs, results, later, strict=True):
                 assert np.array_equal(result.result()["y"], x * 2)
-                assert np.array_equal(after.result(60)["y"], x * 2)
+                assert np.array_equal(after.result(PATIENCE_S)["y"], x * 2)
             restarted.result()
         for gate in gates:
             gate.result()

@@ -25,6 +25,7 @@ import pytest
 from shmserve.repo.samples import EXAMPLES
 from tests import ROOT
 from tests.support.docs import pages
+from tests.support.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("wheel")]
 
@@ -47,7 +48,6 @@ client = sorted(sys.modules)
 shmserve.AsyncClient, shmserve.ServeError, shmserve.__version__
 print(json.dumps({"file": shmserve.__file__, "package": package, "client": client, "all": sorted(sys.modules)}))
 """
-PATIENCE_S = 120
 
 
 def run(*command: str | Path, cwd: Path) -> str:

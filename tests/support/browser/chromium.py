@@ -17,9 +17,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from tests.support.patience import PATIENCE_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE_S = 60.0
-"""A safety net: a browser that does not answer fails the test."""
 FLAGS = (
     "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
     "--no-first-run", "--no-default-browser-check", "--disable-background-networking", "--disable-component-update",

@@ -13,8 +13,8 @@ from textual.strip import Strip
 from shmserve.tools.top.screens import Lines
 from shmserve.tools.top.table_view import TableView
 from shmserve.tools.top.texts import line_text
+from tests.support.patience import PATIENCE_S
 
-PATIENCE_S = 60.0
 NEVER_S = 1e6
 """An interval that does not end in a test: the test reads documents itself."""
 SIZES = [(20, 6), (80, 24), (250, 60)]

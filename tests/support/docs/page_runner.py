@@ -24,10 +24,10 @@ from shmserve.repo import samples
 from shmserve.testing import ANY_PORTS
 from tests import ROOT
 from tests.support.commands import COMMAND
+from tests.support.patience import PATIENCE_S
 
 SAMPLES = "build/samples"
 PORTS = {"http": "localhost:8000", "grpc": "localhost:8001", "metrics": "localhost:8002"}
-START_S = 60
 RUN_S = 120
 _BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"(?s)`([\w./-]+\.\w+)`.*:|.*\s`([\w./-]+\.\w+)`:")
@@ -162,7 +162,7 @@ class PageRunner:
                 )
             os.close(writer)
             writer = -1
-            readable = select.select([reader], [], [], START_S)[0]
+            readable = select.select([reader], [], [], PATIENCE_S)[0]
             told = os.read(reader, 4096).decode().split() if readable else []
         finally:
             os.close(reader)
@@ -177,7 +177,7 @@ class PageRunner:
             return
         process.terminate()
         try:
-            code = process.wait(START_S)
+            code = process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -11,7 +11,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from tests.support.http_endpoint import PATIENCE_S, Endpoint
+from tests.support.http_endpoint import Endpoint
+from tests.support.patience import PATIENCE_S
 
 
 class Collector(Endpoint):

@@ -18,7 +18,7 @@ from shmserve.repo.remote.address import parse_address
 from shmserve.repo.remote.cache import Cache, Slot
 from shmserve.repo.remote.main import Settings
 from shmserve.repo.remote.mirror import Outcome
-from tests.support.http_endpoint import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 PIECE = 1000
 ROOM = 1 << 20

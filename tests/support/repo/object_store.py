@@ -12,7 +12,8 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import quote
 
-from tests.support.http_endpoint import PATIENCE_S, Endpoint
+from tests.support.http_endpoint import Endpoint
+from tests.support.patience import PATIENCE_S
 
 SECRET = "wJalrXUtnFEMIsecretK7MDENG"
 KEY_ID = "AKIAIOSFODNN7TESTING"

@@ -18,7 +18,8 @@ from types import TracebackType
 
 import pyte
 
-PATIENCE_S = 60.0
+from tests.support.patience import PATIENCE_S
+
 _UNKNOWN_TO_PYTE = re.compile(rb"\x1b\[[<>=][\d;]*[a-zA-Z]|\x1b\[\?[\d;]*\$p|\x1b_[^\x1b]*\x1b\\")
 """Sequences that pyte would print: requests for the keyboard's protocol, and whether a mode is known."""
 

@@ -50,10 +50,10 @@ from shmserve.shm.arena import Arena, Segment
 from shmserve.shm.extents import memfd
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes, encode_bytes
+from tests.support.patience import PATIENCE_S
 
 CLIENT = 1
 WORKER = 7
-PATIENCE_S = 60.0
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Report = TypeVar("Report")

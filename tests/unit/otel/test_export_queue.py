@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from shmserve.otel.export_queue import ExportQueue
 from shmserve.otel.records import SpanRecord
 from shmserve.otel.settings import OtelSettings
+from tests.support.patience import PATIENCE_S
 from tests.unit.otel.test_spans import REQUEST
 
-PATIENCE_S = 60.0
 SHORT = replace(REQUEST, times=())
 """One span; `REQUEST` has three."""
 

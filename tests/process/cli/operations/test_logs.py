@@ -17,8 +17,9 @@ import pytest
 from shmserve.testing import Server
 from tests.support.commands import IMPATIENT, run
 from tests.support.ensemble_models import config_text
-from tests.support.living import PATIENCE_S, identity
+from tests.support.living import identity
 from tests.support.model_files import python_model, write_model
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 

@@ -12,7 +12,8 @@ import pytest
 
 from shmserve.testing import Server
 from tests.support.commands import COMMAND, IMPATIENT
-from tests.support.living import PATIENCE_S, identity
+from tests.support.living import identity
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 

@@ -14,6 +14,7 @@ from shmserve.testing import Server
 from tests.support import living
 from tests.support.living import ONE, PYTHON, answer, generation, group, index, pids, renew, until
 from tests.support.model_files import parameters, python_model, write_model
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -30,7 +31,7 @@ def instances(client: shmserve.Client, model: str) -> dict[str, dict[str, object
 def responding_pids(client: shmserve.Client, model: str) -> set[float]:
     """The pids that respond to many concurrent requests."""
     futures = [client.submit(model, {"x": living.ONE}) for _ in range(40)]
-    return {future.result(living.PATIENCE_S)["y"][0, 0].item() for future in futures}
+    return {future.result(PATIENCE_S)["y"][0, 0].item() for future in futures}
 
 
 def test_passive_instances(root: Path, client: shmserve.Client) -> None:

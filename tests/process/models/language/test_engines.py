@@ -20,12 +20,12 @@ from shmserve.workers.backends.language import requests
 from tests.process.models.language.engines import ADAPTER, ENDLESS, KINDS, SLOTS, EngineKind, Expected
 from tests.support.gateway.language_models import openai_client
 from tests.support.living import pids, until
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
 PROMPTS = [f"{number}: prompt {'abc' * number}" for number in range(32)]
 TOKENS = 24
-PATIENCE_S = 240.0
 
 
 class Text:

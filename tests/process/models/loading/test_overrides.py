@@ -17,6 +17,7 @@ from shmserve.testing import Server
 from tests.support import living
 from tests.support.launch import descriptors_of
 from tests.support.living import answer, identity, index, pids, until
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -120,7 +121,7 @@ def begin(lane: Lane, request: int, size: int) -> None:
     for _ in range(size // FIELD_BYTES):
         lane.send(Ask(request, "", "", 0, bytes(FIELD_BYTES), True))
     lane.send(Ping(request))
-    assert lane.receive(living.PATIENCE_S) == Pong(request)
+    assert lane.receive(PATIENCE_S) == Pong(request)
 
 
 @pytest.mark.parametrize("end", ["disconnected", "cancelled"])
@@ -132,7 +133,7 @@ def test_an_incomplete_upload_is_discarded(server: Server, client: shmserve.Clie
     if end == "cancelled":
         lane.send(*(Cancel(request) for request in (1, 2, 3)))
         lane.send(Ask(1, "unload", "nothing"))
-        assert isinstance(lane.receive(living.PATIENCE_S), Answer), "the number can be used again"
+        assert isinstance(lane.receive(PATIENCE_S), Answer), "the number can be used again"
     else:
         lane.close()
     until(client, lambda: not uploads(server))
@@ -144,7 +145,7 @@ def test_the_number_of_concurrent_uploads_is_limited(server: Server, client: shm
     for request in range(16):
         begin(lane, request, FIELD_BYTES)
     lane.send(Ask(16, "load", "sent", 0, b"", True))
-    refused = lane.receive(living.PATIENCE_S)
+    refused = lane.receive(PATIENCE_S)
     assert isinstance(refused, Fail)
     assert (refused.request, refused.code) == (16, "UNAVAILABLE")
     assert "16 load calls are already being received" in refused.text

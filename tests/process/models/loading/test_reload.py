@@ -18,6 +18,7 @@ from tests.support import living
 from tests.support.clients.client_faces import connect
 from tests.support.launch import workers_of
 from tests.support.living import answer, generation, group, pids, renew, states, until
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -52,7 +53,7 @@ class Asking(threading.Thread):
                     while len(flying) < IN_FLIGHT and not load.stop.is_set():
                         flying.append((load.least, client.submit(load.model, {"x": LARGE})))
                     least, future = flying.popleft()
-                    self._check(least, future.result(living.PATIENCE_S)["y"], held)
+                    self._check(least, future.result(PATIENCE_S)["y"], held)
             except Exception as error:
                 self.wrong.append(f"{type(error).__name__}: {error}")
                 self._answered.set()
@@ -71,7 +72,7 @@ class Asking(threading.Thread):
 
     def await_answer(self) -> None:
         self._answered.clear()
-        assert self._answered.wait(living.PATIENCE_S), self.wrong
+        assert self._answered.wait(PATIENCE_S), self.wrong
         assert not self.wrong, self.wrong
 
 
@@ -96,7 +97,7 @@ class Load:
     def __exit__(self, kind: object, *_: object) -> None:
         self.stop.set()
         for asking in self._clients:
-            asking.join(living.PATIENCE_S)
+            asking.join(PATIENCE_S)
         wrong = [text for asking in self._clients for text in asking.wrong]
         assert kind is not None or not wrong, wrong[:5]
 
@@ -202,4 +203,4 @@ def test_outputs_of_an_unloaded_model_survive_another_start(
         until(client, lambda: client.statistics("swept")["model_stats"][0]["execution_count"])
         client.unload("swept")
         posix.sweep()  # as a starting server does
-        assert (future.result(living.PATIENCE_S)["y"] == 1).all()
+        assert (future.result(PATIENCE_S)["y"] == 1).all()

@@ -17,6 +17,7 @@ from tests.support import living
 from tests.support.ensemble_models import ensemble
 from tests.support.launch import await_end, children_of
 from tests.support.living import answer, generation, index, states, until
+from tests.support.patience import PATIENCE_S
 from tests.support.repo.object_store import CREDENTIALS, KEY_ID, SECRET, ObjectStore, Proxy, object_store
 
 pytest.importorskip("moto")
@@ -111,7 +112,7 @@ def test_a_killed_download_is_resumed_and_the_secret_is_kept(store: ObjectStore,
         with ThreadPoolExecutor(1) as pool:
             load = pool.submit(other.load, "both")
             try:
-                assert proxy.held.wait(living.PATIENCE_S)
+                assert proxy.held.wait(PATIENCE_S)
                 until(client, lambda: "downloading 8.4 of 8.4 MB" in index(client, "step")["step/"]["reason"])
                 assert states(client, "step") == {"": "LOADING"}
                 shown = str(client.activity()) + str(client.models())

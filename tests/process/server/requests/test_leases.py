@@ -24,8 +24,9 @@ from shmserve.core.service.lending import ALONE
 from shmserve.testing import Server
 from tests.support.clients.client_faces import FACES
 from tests.support.ensemble_models import config_text
-from tests.support.living import PATIENCE_S, pids, until
+from tests.support.living import pids, until
 from tests.support.model_files import python_model, write_model
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 

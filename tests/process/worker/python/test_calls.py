@@ -39,9 +39,10 @@ from shmserve.shm.arena import Arena, Segment
 from shmserve.shm.extents import memfd
 from shmserve.workers.backends.python.pb_calls import REPLAYED_BYTES
 from shmserve.workers.process.exit_codes import Exit
+from tests.support.patience import PATIENCE_S
 from tests.support.workers.models.calling_models import CALLER, LOADING
 from tests.support.workers.models.worker_models import python_model
-from tests.support.workers.worker_harness import PATIENCE_S, WORKER, WorkerProcess, assert_failed, config, running, work
+from tests.support.workers.worker_harness import WORKER, WorkerProcess, assert_failed, config, running, work
 
 Array = np.ndarray[Any, np.dtype[Any]]
 pytestmark = pytest.mark.process

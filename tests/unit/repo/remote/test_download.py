@@ -14,8 +14,7 @@ import pytest
 from shmserve.repo.remote.cache import Cache, Slot
 from shmserve.repo.remote.download import Download
 from shmserve.repo.remote.stores import NoRanges, RemoteFile, Store, StoreError
-
-PATIENCE_S = 60.0
+from tests.support.patience import PATIENCE_S
 
 
 class Pieces(Executor):

@@ -9,7 +9,6 @@ from typing import Any
 from shmserve.errors import ConnectionLost
 
 Document = dict[str, Any]
-PATIENCE_S = 60.0
 
 
 class ScriptedSource:

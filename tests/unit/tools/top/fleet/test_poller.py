@@ -9,7 +9,8 @@ import pytest
 from shmserve.errors import ConnectionLost
 from shmserve.tools.top.fleet_poller import Poller, Pollers, ServerSnapshot
 from tests.support.clients.activity_documents import counters, document, model
-from tests.unit.tools.top.fleet.scripted import PATIENCE_S, Document, ScriptedSource
+from tests.support.patience import PATIENCE_S
+from tests.unit.tools.top.fleet.scripted import Document, ScriptedSource
 
 OFTEN_S = 0.001
 NEVER_S = 1e6
