@@ -110,6 +110,8 @@ class State:
         """Deployed ensembles."""
         self.readiness_changed = False
         """Re-evaluate the readiness of ensembles at the end of the turn: what it depends on may have changed."""
+        self.changed_models: dict[str, None] = {}
+        """Models that were deployed in this turn, or whose default version may have changed."""
         self.wakes: dict[Version, int] = {}
         """Version -> when to dispatch it if no event does so earlier, e.g. at the end of a queue delay."""
         self.loading = Loading()
@@ -149,6 +151,8 @@ class State:
         """Begins a turn. Returns the list that will contain its effects."""
         effects: list[Effect] = []
         self.effects = self.ledger.effects = effects
+        if self.changed_models:
+            self.changed_models.clear()
         return effects
 
     def next_number(self) -> int:
@@ -179,6 +183,7 @@ class State:
     def refresh(self, name: str) -> None:
         """Updates `ready` and the readiness of ensembles. Call when the default version of a model may have changed."""
         self.readiness_changed = True
+        self.changed_models[name] = None
         model = self.models.get(name)
         if model is None:
             self.ready.pop(name, None)

@@ -6,7 +6,7 @@ Invariant: everything here runs on the loop, except that a thread reads `reposit
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, count
 from pathlib import Path
 
@@ -279,10 +279,11 @@ class Catalog:
         ]
         return same[-1] if same else None
 
-    def prune(self, live: Collection[int]) -> None:
-        """Drops unused sources, and thereby their files."""
-        in_use = {*self._latest.values(), *live, *chain.from_iterable(self._previous.values())}
-        for number in [number for number in self._sources if number not in in_use]:
+    def prune(self, live: Iterable[int]) -> None:
+        """Drops unused sources, and thereby their files. `live` is read only if others than the latest and the previous
+        sources exist."""
+        unused = self._sources.keys() - {*self._latest.values(), *chain.from_iterable(self._previous.values())}
+        for number in unused and unused.difference(live):
             del self._sources[number]
 
     def trees(self) -> set[str]:

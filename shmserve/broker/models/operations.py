@@ -393,8 +393,7 @@ class ClientOperations:
         if self.reader.closed:
             return
         versions = (version for model in self._core.state.models.values() for version in model.generations())
-        live = {v.source for v in versions if not (v.gone and v.state is VersionState.UNAVAILABLE)}
-        self._catalog.prune(live)
+        self._catalog.prune(v.source for v in versions if not (v.gone and v.state is VersionState.UNAVAILABLE))
         if self._remote is not None and self._remote.has_retired:
             self._remote.drop_unused(self._catalog.trees())
 

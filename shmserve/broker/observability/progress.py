@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,28 +65,37 @@ class LoadProgress:
         self._log_record = log_record
         self._is_incomplete = is_incomplete
         self._reported: set[Version] = set()
+        self._counts: dict[str, int] = {}
+        """Model -> number of its versions."""
+        self._loading: set[str] = set()
+        """Models with versions that are loading."""
         self._started = time.monotonic()
-
-    def versions(self) -> list[Version]:
-        return [version for model in self._core.state.models.values() for version in model.versions.values()]
 
     def report(self) -> bool:
         """Logs new READY versions. When all loads have finished, calls `ended` with the number of failures and returns
         True."""
-        versions = self.versions()
-        for version in versions:
-            if version.state is not VersionState.LOADING and version not in self._reported:
-                self._reported.add(version)
-                if version.state is VersionState.READY:  # failures are logged with their reason elsewhere
-                    seconds = time.monotonic() - self._started
-                    text = f"[{len(self._reported)}/{len(versions)}] {version.label} READY after {seconds:.1f} s"
-                    self._log_record("info", text, {"model": version.model, "version": version.number})
-        if len(self._reported) < len(versions) or self._is_incomplete():
+        models = self._core.state.models
+        for name in self._core.state.changed_models:
+            self._look_at(name, list(models[name].versions.values()) if name in models else [])
+        if self._loading or self._is_incomplete():
             return False
-        failed = sum(version.state is not VersionState.READY for version in versions)
-        failed += sum(bool(model.reason) for model in self._core.state.models.values())
+        failed = sum(v.state is not VersionState.READY for model in models.values() for v in model.versions.values())
+        failed += sum(bool(model.reason) for model in models.values())
         self._ended(failed)
         return True
+
+    def _look_at(self, name: str, versions: Sequence[Version]) -> None:
+        self._counts[name] = len(versions)
+        self._loading.discard(name)
+        for version in versions:
+            if version.state is VersionState.LOADING:
+                self._loading.add(name)
+            elif version not in self._reported:
+                self._reported.add(version)
+                if version.state is VersionState.READY:  # failures are logged with their reason elsewhere
+                    seconds, count = time.monotonic() - self._started, sum(self._counts.values())
+                    text = f"[{len(self._reported)}/{count}] {version.label} READY after {seconds:.1f} s"
+                    self._log_record("info", text, {"model": version.model, "version": version.number})
 
 
 def hints(runtime_dir: Path, is_default: bool, ports: Mapping[str, int]) -> str:

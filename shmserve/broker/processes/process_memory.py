@@ -18,6 +18,8 @@ from shmserve.system import procfs
 
 INTERVAL_S = 10.0
 """Minimum time between two measurements of a process."""
+PASS_S = INTERVAL_S / 2
+"""Minimum time between two looks at all processes."""
 SHARE = 0.01
 
 
@@ -33,6 +35,9 @@ class ProcessMemory:
     def __init__(self, loop: Any, pids: Callable[[], Collection[int]]) -> None:
         self._pids = pids
         self._measured: dict[int, _Measured] = {}
+        self._loaded: list[int] = []
+        self._pass_at = time.monotonic() + PASS_S
+        """When all processes are looked at again; until then only those that have loaded."""
         self._reader = PeriodicReader(loop, "process-memory", self._begin, self._handle, lambda: INTERVAL_S)
 
     def bytes_of(self, pid: int) -> int:
@@ -42,15 +47,20 @@ class ProcessMemory:
 
     def loaded(self, pid: int) -> None:
         """Measures a worker that has loaded its model."""
-        self._measured.pop(pid, None)
+        self._loaded.append(pid)
         self._reader.read()
 
     def close(self) -> None:
         self._reader.close()
 
     def _begin(self) -> Callable[[], dict[int, _Measured]] | None:
-        pids, now = self._pids(), time.monotonic()
-        self._measured = {pid: known for pid, known in self._measured.items() if pid in pids}
+        now = time.monotonic()
+        loaded, self._loaded = self._loaded, []
+        if now < self._pass_at:
+            return partial(_read, loaded) if loaded else None
+        self._pass_at = now + PASS_S
+        pids = self._pids()
+        self._measured = {pid: known for pid, known in self._measured.items() if pid in pids and pid not in loaded}
         pause = max(INTERVAL_S, sum(known.took_s for known in self._measured.values()) / SHARE)
         due = [pid for pid in pids if (known := self._measured.get(pid)) is None or known.at + pause <= now]
         return partial(_read, due) if due else None

@@ -45,6 +45,7 @@ def deploy(state: State, peer: int, event: Deploy, now: int) -> None:
         return
     model = state.model(event.model)
     model.reason = ""
+    state.changed_models[event.model] = None
     added: list[tuple[Version, Instance]] = []
     under_way = model.operation
     if under_way is not None:
