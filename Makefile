@@ -9,6 +9,7 @@ SAMPLES := build/samples
 ALL_SAMPLES := build/all
 TRITONCLIENT := build/tritonclient-env
 TRITON := build/triton-env
+PERF_ANALYZER := build/perf-analyzer
 TRITON_QA := build/triton-qa-env
 QA ?= $(TRITON_QA_CHECKOUT)
 RELEASE := build/release-env
@@ -180,10 +181,10 @@ mutation: $(VENV)/.dev
 bench: $(VENV)/.dev
 	@$(BIN)/python -m bench.run $(ARGS)
 
-bench-endpoints: $(VENV)/.dev tritonclient $(TRITON)/.made
+bench-endpoints: $(VENV)/.dev $(PERF_ANALYZER)/.made $(TRITON)/.made
 	@$(BIN)/python -m bench.endpoints --triton-python $(TRITON)/bin/python $(ARGS)
 
-bench-agreement: $(VENV)/.dev tritonclient
+bench-agreement: $(VENV)/.dev $(PERF_ANALYZER)/.made
 	@$(BIN)/python -m bench.endpoints.agreement $(ARGS)
 	@if [ -x $(VLLM_PYTHON) ]; then $(BIN)/python -m bench.endpoints.language_agreement --vllm $(VLLM_PYTHON); \
 	  else echo 'vllm bench serve: skipped, because make test-engines has not installed it'; fi
@@ -316,6 +317,15 @@ $(TRITONCLIENT)/.made:
 	@rm -rf $(TRITONCLIENT) && $(PYTHON) -m venv $(TRITONCLIENT)
 	@$(TRITONCLIENT)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --retries 1 \
 	  'tritonclient[all]==2.73.0' || { rm -rf $(TRITONCLIENT); exit 1; }
+	@touch $@
+
+# The newest release whose perf_analyzer runs with glibc 2.36.
+$(PERF_ANALYZER)/.made:
+	@echo 'installing perf_analyzer in $(PERF_ANALYZER) ...'
+	@rm -rf $(PERF_ANALYZER) && $(PYTHON) -m venv $(PERF_ANALYZER)
+	@$(PERF_ANALYZER)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps \
+	  tritonclient==2.49.0 nvidia-cuda-runtime-cu12
+	@/sbin/ldconfig -p | grep -q libb64.so.0d || apt-get install --quiet --yes --no-install-recommends libb64-0d
 	@touch $@
 
 $(RELEASE)/.made: deploy/release/requirements.txt

@@ -1,7 +1,7 @@
 """`python -m bench.endpoints`: the network endpoints compared with Triton's, with the same models, in turn.
 
 A point that misses its bound, or cannot be measured, stays in the table. Each point shows the processor time per
-request in each process.
+request in each process. `--busy` repeats the points beside processes that compute all the time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from time import perf_counter
 
 from bench.endpoints import perf_analyzer
 from bench.endpoints.clients import CONCURRENT_CLIENTS, SEQUENTIAL_CLIENTS, OtherPythonChild
+from bench.endpoints.open_load import OPEN_LOAD, compared_tails
 from bench.endpoints.perf_analyzer import Ran
 from bench.endpoints.servers import ROW, Serving, ours, repository, triton
 from bench.lib import models, processes, table
@@ -31,11 +32,12 @@ from bench.lib.table import Row, micros
 from tests.tritonclient import models as client_models
 
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "build" / "tritonclient-env" / "bin" / "perf_analyzer"
+TOOL = ROOT / "build" / "perf-analyzer" / "bin" / "perf_analyzer"
 FLIGHT = 64
 MIB = 1 << 20
-TINY, LARGE = 0.6, 1.0
+TINY, BESIDE_BUSY, LARGE = 1.5, 1.2, 1.0
 """Required share of Triton's throughput, measured with its own tool."""
+LARGE_GRPC = {1: 1.25, 8: 1.15}
 SIZES = {"identity": ROW, "mlp": models.MLP_SHAPE[0]}
 
 
@@ -50,16 +52,18 @@ class ComparedLoad:
     options: list[str] = field(default_factory=list)
 
 
-def points(quick: bool) -> Iterator[ComparedLoad]:
+def points(quick: bool, busy: int) -> Iterator[ComparedLoad]:
+    tiny = BESIDE_BUSY if busy else TINY
     for model in SIZES:
         for protocol in ("http", "grpc"):
             for flight in (1, 8, 32, 64):
                 load = ["--concurrency-range", str(flight)]
-                yield ComparedLoad(f"{model}, {protocol}, {flight} in flight", model, protocol, TINY, load)
+                yield ComparedLoad(f"{model}, {protocol}, {flight} in flight", model, protocol, tiny, load)
     for protocol in ("http", "grpc"):
         for flight in (1, 8):
             load = ["--concurrency-range", str(flight), "--shape", "x:150528"]
-            yield ComparedLoad(f"first of 600 KB, {protocol}, {flight} in flight", "first", protocol, LARGE, load)
+            at_least = LARGE_GRPC[flight] if protocol == "grpc" else LARGE
+            yield ComparedLoad(f"first of 600 KB, {protocol}, {flight} in flight", "first", protocol, at_least, load)
     for size in (1, 16):
         for protocol in ("http", "grpc"):
             for flight in (1,) if quick else (1, 8):
@@ -101,7 +105,8 @@ class EndpointMeasures:
         self.tool: Path = chosen.perf_analyzer
         self.python: Path | None = chosen.triton_python
         self.quick: bool = chosen.quick
-        self.only: str = chosen.only
+        self.only: list[str] = chosen.only
+        self.busy: int = chosen.busy
         self.seconds: float = 1.0 if chosen.quick else chosen.seconds
         self.rounds: int = 2 if chosen.quick else chosen.rounds
         self.setting = Setting(work, self.seconds, self.rounds, 0.0)
@@ -115,15 +120,18 @@ class EndpointMeasures:
         with ExitStack() as stack:
             server = stack.enter_context(ours(root))
             other = stack.enter_context(triton(root, self.python, self.setting.work))
-            for point in points(self.quick):
+            stack.enter_context(processes.busy(self.busy))
+            for point in points(self.quick, self.busy):
                 if self.wants(point.text):
                     yield self.taken(point.text, partial(self.compared, point, server, other))
+            if self.wants(OPEN_LOAD):
+                yield self.taken(OPEN_LOAD, lambda: compared_tails("mlp", (server, other), self.seconds, self.rounds))
             for model in SIZES:
                 if self.wants(f"{model}, native"):  # includes both rows
                     yield from self.native(model, server, other)
 
     def wants(self, text: str) -> bool:
-        return self.only in text
+        return not self.only or any(part in text for part in self.only)
 
     def taken(self, text: str, take: Callable[[], Row]) -> Row:
         others = processes.OtherLoad()
@@ -234,7 +242,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "and onnxruntime; without it only perf_analyzer is tried",
     )
     option("--perf-analyzer", type=Path, metavar="PATH", default=TOOL, help="(default: %(default)s)")
-    option("--only", default="", metavar="TEXT", help="points with this in their name")
+    option("--only", nargs="+", default=[], metavar="TEXT", help="points with one of these texts in their name")
+    option("--busy", type=int, default=0, metavar="N", help="processes that compute beside both servers (default 0)")
     option("--seconds", type=float, default=3.0, help="length of one turn (default 3)")
     option("--rounds", type=int, default=3, help="turns of each server (default 3)")
     option("--quick", action="store_true", help="two short turns each, fewer points: under six minutes")
@@ -256,7 +265,7 @@ def main(argv: list[str]) -> int:
         shown = [word for word in argv if word not in (str(chosen.triton_python), str(chosen.perf_analyzer))]
         turns = "two of 1 s each, in turn" if chosen.quick else f"{chosen.rounds} of {chosen.seconds:g} s each, in turn"
         loud = max((row.others for row in result), default=0.0)
-        notes = {"others": f"used up to {loud:.2f} cores during a point", "turns": turns}
+        notes = {"busy processes": chosen.busy, "others": f"used up to {loud:.2f} cores during a point", "turns": turns}
         path = table.save(result, shlex.join(["python", "-m", "bench.endpoints", *shown]), notes, "-endpoints")
         print(f"kept in bench/results/{path.name}")
     return 1 if any(row.verdict == "FAILED" for row in result) else 0

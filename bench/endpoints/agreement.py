@@ -26,7 +26,7 @@ from shmserve.tools.load.analysis.latencies import percentile_of
 from shmserve.tools.load.measure import measure
 from shmserve.tools.load.plan import Closed, Endpoint, Plan, Settings
 
-TOOL = Path(__file__).parents[2] / "build" / "tritonclient-env" / "bin" / "perf_analyzer"
+TOOL = Path(__file__).parents[2] / "build" / "perf-analyzer" / "bin" / "perf_analyzer"
 WITHIN = 0.05
 MODEL = "identity"
 DELAY_US = 10_000
@@ -128,7 +128,7 @@ def main(argv: list[str]) -> int:
     tool = chosen.perf_analyzer if chosen.perf_analyzer.exists() else None
     wrk_tool = shutil.which(chosen.wrk)
     for name, there, hint in (
-        ("perf_analyzer", tool, "`make tritonclient` installs it, or give --perf-analyzer"),
+        ("perf_analyzer", tool, "`make bench-agreement` installs it, or give --perf-analyzer"),
         ("wrk", wrk_tool, "`apt install wrk`, or give --wrk"),
     ):
         if there is None:

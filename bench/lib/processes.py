@@ -8,6 +8,10 @@ from __future__ import annotations
 import os
 import re
 import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 
@@ -118,3 +122,17 @@ def segments() -> set[str]:
     descendants(os.getpid())
     seen(os.getpid())
     return {name for name in os.listdir("/dev/shm") if (owner := _OWNER.match(name)) and owner.groups() in _seen}
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Runs processes beside a measurement that compute all the time, each in a session of its own like a service."""
+    started = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) for _ in range(count)
+    ]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
