@@ -16,7 +16,7 @@ from bench.lib.child import Child, Team
 from bench.lib.clock import alternate
 from bench.lib.setting import BenchServer, Setting, serving
 from bench.lib.table import Row, micros
-from bench.suites.lengths import lengths
+from bench.suites.lengths import lengths, minilm
 from bench.suites.overload import overload
 from bench.suites.python import python
 from bench.suites.simulated import simulator
@@ -299,5 +299,6 @@ ALL: dict[str, Measure] = {
     "simulator": simulator,
     "overload": overload,
     "lengths": lengths,
+    "minilm": minilm,
     "python": python,
 }

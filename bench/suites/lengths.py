@@ -7,6 +7,9 @@ because only rates of the same run are comparable.
 The gain from padding depends on the fixed cost per batch. On a CPU this cost is small: the bare engine computes a batch
 of 32 hardly faster than 32 batches of one. On a GPU it dominates; this is simulated by a model that takes 2 ms per
 batch, whatever its size.
+
+A network of MiniLM's size is also compared with a loop around the engine, which always has the same number of requests
+to choose from: it sorts them by length and cuts them into batches, of the size with the best rate.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from time import perf_counter
 from typing import Any
 
 from bench.lib import models
+from bench.lib.bare_engine import session
 from bench.lib.child import Answer, Child, Handler
-from bench.lib.clock import alternate
+from bench.lib.clock import alternate, in_turn
 from bench.lib.setting import Setting, serving
 from bench.lib.table import Row
 
@@ -32,9 +36,50 @@ BATCH = 32
 KINDS = 512
 """Number of different requests; they are created before timing starts."""
 HIDDEN = 32
+MINILM = {"hidden": 384, "layers": 6, "heads": 12}
+LOOP_BATCHES = (1, 2, 4, 8, 16, 32)
+BATCH_COSTS = ("16", "128")
+"""Values of `padding_batch_cost`; the second is the default."""
 NEAR = 1e-5
 FIXED_US = 2000
 WAYS = ("as they are", "padded by the server", f"padded to {LONGEST} by the caller")
+
+
+INPUTS = {"input_ids": ("INT64", [-1]), "attention_mask": ("INT64", [-1])}
+PADDING = {"padding": "input_ids attention_mask"}
+
+
+def _encoder(hidden: int, parameters: dict[str, str]) -> models.Model:
+    outputs = {"text": ("FP32", [hidden]), "tokens": ("FP32", [-1, hidden])}
+    threads = {"intra_op_thread_count": "1"}
+    return models.Model("onnxruntime", INPUTS, outputs, BATCH, True, parameters=parameters | threads)
+
+
+def minilm(setting: Setting) -> list[Row]:
+    """Requests of random length for a network of MiniLM's size: share of the best loop with sorted batches."""
+    repository = setting.repository("minilm")
+    path = setting.work / "onnx" / "minilm.onnx"
+    models.make_transformer(path, **MINILM)
+    for cost in BATCH_COSTS:
+        model = _encoder(MINILM["hidden"], PADDING | {"padding_batch_cost": cost})
+        models.write(repository, f"cost{cost}", model, {"model.onnx": path})
+    seconds = max(2.0, setting.seconds)
+    with (
+        serving(repository) as server,
+        Child("bench.suites.lengths:caller", url=server.lane, path=str(path)) as caller,
+        Child("bench.suites.lengths:loop", path=str(path)) as loop,
+    ):
+        parties = {f"batch cost {cost}": partial(_rate, caller, seconds, f"cost{cost}", 0) for cost in BATCH_COSTS}
+        loops = {f"loop, batches of {size}": partial(_loop_rate, loop, seconds, size) for size in LOOP_BATCHES}
+        rates = {name: median(values) for name, values in in_turn(setting.rounds, parties | loops).items()}
+    beside = ", ".join(f"{name} {rate:,.4g}/s" for name, rate in rates.items())
+    share = max(rates[name] for name in parties) / max(rates[name] for name in loops)
+    name = f"{FLIGHT} of {SHORTEST} to {LONGEST} tokens, MiniLM's size"
+    return [Row(name, share, "of the best loop", at_least=0.85, beside=beside)]
+
+
+def _loop_rate(loop: Child, seconds: float, batch: int) -> float:
+    return float(loop.ask(seconds=seconds, batch=batch)["per_s"])
 
 
 def lengths(setting: Setting) -> list[Row]:
@@ -42,14 +87,10 @@ def lengths(setting: Setting) -> list[Row]:
     repository = setting.repository("lengths")
     path = setting.work / "onnx" / "transformer.onnx"
     models.make_transformer(path, HIDDEN)
-    inputs = {"input_ids": ("INT64", [-1]), "attention_mask": ("INT64", [-1])}
-    outputs = {"text": ("FP32", [HIDDEN]), "tokens": ("FP32", [-1, HIDDEN])}
-    for name, parameters in (("plain", {}), ("padding", {"padding": "input_ids attention_mask"})):
-        model = models.Model("onnxruntime", inputs, outputs, BATCH, True, parameters=parameters)
-        model.parameters["intra_op_thread_count"] = "1"
-        models.write(repository, name, model, {"model.onnx": path})
+    for name, parameters in (("plain", {}), ("padding", PADDING)):
+        models.write(repository, name, _encoder(HIDDEN, parameters), {"model.onnx": path})
         fixed = models.Model(
-            "identity", inputs, inputs, BATCH, True, parameters=parameters | {"delay_us": str(FIXED_US)}
+            "identity", INPUTS, INPUTS, BATCH, True, parameters=parameters | {"delay_us": str(FIXED_US)}
         )
         models.write(repository, f"fixed_{name}", fixed, {})
     seconds = max(2.0, setting.seconds)
@@ -87,7 +128,48 @@ def _rate(caller: Child, seconds: float, model: str, whole: int) -> float:
     return float(caller.ask(seconds=seconds, model=model, whole=bool(whole), check=False)["per_s"])
 
 
-# ------------------------------------------------------------------------------------------------ the client
+# ------------------------------------------------------------------------------------------------ the processes
+
+Feed = dict[str, Any]
+
+
+def _feeds() -> list[Feed]:
+    import numpy as np
+
+    draws = Random(14)
+    texts = [np.array([[draws.randrange(1000) for _ in range(draws.randint(SHORTEST, LONGEST))]]) for _ in range(KINDS)]
+    return [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in texts]
+
+
+def _padded(feed: Feed, length: int) -> Feed:
+    import numpy as np
+
+    return {key: np.pad(array, ((0, 0), (0, length - array.shape[1]))) for key, array in feed.items()}
+
+
+def loop(path: str) -> Handler:
+    """Runs the engine on 32 requests after another: sorted by length, in batches that are padded to their longest."""
+    import numpy as np
+
+    run, feeds = session(path).run, _feeds()
+
+    def handle(seconds: float, batch: int) -> Answer:
+        turns, done, start = itertools.cycle(range(0, KINDS, FLIGHT)), 0, perf_counter()
+        while (passed := perf_counter() - start) < seconds:
+            first = next(turns)
+            waiting = sorted(feeds[first : first + FLIGHT], key=_length)
+            for at in range(0, FLIGHT, batch):
+                members = waiting[at : at + batch]
+                padded = [_padded(feed, _length(members[-1])) for feed in members]
+                run(["text"], {key: np.concatenate([feed[key] for feed in padded]) for key in INPUTS})
+            done += FLIGHT
+        return {"per_s": done / passed}
+
+    return handle
+
+
+def _length(feed: Feed) -> int:
+    return int(feed["input_ids"].shape[1])
 
 
 def caller(url: str, path: str) -> Handler:
@@ -96,17 +178,10 @@ def caller(url: str, path: str) -> Handler:
     """
     import numpy as np
 
-    from bench.lib.bare_engine import session
     from shmserve import AsyncClient
 
-    draws = Random(14)
-    texts = [np.array([[draws.randrange(1000) for _ in range(draws.randint(SHORTEST, LONGEST))]]) for _ in range(KINDS)]
-    alone = [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in texts]
-    room = [(0, LONGEST - ids.shape[1]) for ids in texts]
-    filled = [
-        {key: np.pad(array, ((0, 0), add)) for key, array in feed.items()}
-        for feed, add in zip(alone, room, strict=True)
-    ]
+    alone = _feeds()
+    filled = [_padded(feed, LONGEST) for feed in alone]
     engine = session(path)
 
     async def one(
