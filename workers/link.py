@@ -5,6 +5,7 @@ Invariant: the caller that receives a packet owns its descriptors, and only it c
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -38,9 +39,10 @@ class BrokerLink:
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self._sock = sock
-        self._buffer = bytearray(PACKET_BYTES + 1)
+        # Unlike a bytearray, it is not filled with zeros, so it only has the pages that packets have reached.
+        self._buffer = mmap.mmap(-1, PACKET_BYTES + 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._view = memoryview(self._buffer)
-        self._into = [self._buffer]
+        self._into = [self._view]
         self._polling = PollBudget(busy_poll_ns) if busy_poll_ns else None
 
     def fileno(self) -> int:

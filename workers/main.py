@@ -35,10 +35,11 @@ so it can run rarely."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
-def main(argv: list[str] | None = None, threads: Callable[[], object] | None = None) -> Exit:
-    """`threads` applies the thread limit to libraries that are already imported."""
-    words = sys.argv[1:] if argv is None else argv
-    arguments = _parser.parse_args(words)
+def main(
+    words: list[str], arguments: argparse.Namespace | None = None, threads: Callable[[], object] | None = None
+) -> Exit:
+    """`arguments`: the parsed `words`. `threads` applies the thread limit to libraries that are already imported."""
+    arguments = arguments or parser.parse_args(words)
     parent = os.getppid()
     prepare(arguments.name)
     keep_freed_memory()
@@ -97,12 +98,15 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-_parser = _make_parser()
-"""Made at import, so that a forked worker need not make it."""
+parser = _make_parser()
 
 
-def run(argv: list[str] | None = None, threads: Callable[[], object] | None = None) -> NoReturn:
-    exit_process(main(argv, threads))
+def run(
+    words: list[str] | None = None,
+    arguments: argparse.Namespace | None = None,
+    threads: Callable[[], object] | None = None,
+) -> NoReturn:
+    exit_process(main(sys.argv[1:] if words is None else words, arguments, threads))
 
 
 def _join_control_group(processes: str) -> None:

@@ -69,14 +69,16 @@ def main() -> NoReturn:
         request, ancillary, _, _ = control.recvmsg(REQUEST_BYTES, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         if not request:
             os._exit(Exit.STOPPED)
-        descriptors = received(ancillary)
+        link, output = descriptors = received(ancillary)
+        words = ["--link", str(link), *request.decode().split("\0")]
+        arguments = worker.parser.parse_args(words)  # not in each worker, which would copy the memory that it changes
         if _fork(control, broker, siblings):
             break
         for descriptor in descriptors:
             os.close(descriptor)
-    words = _become_worker(request.decode().split("\0"), *descriptors)
+    _become_worker(words, link, output)
     # Call from here, not deeper: only the last lines of a worker's traceback are kept, so each frame counts.
-    worker.run(words, lambda: set_threads(_threads()))
+    worker.run(words, arguments, lambda: set_threads(_threads()))
 
 
 def _import() -> SetThreads:
@@ -156,20 +158,18 @@ def _fork(control: socket.socket, broker: int, siblings: Siblings) -> bool:
     return True
 
 
-def _become_worker(words: list[str], link: int, output: int) -> list[str]:
-    """Sets the process up as if it had been started with these arguments, link and output. Returns its command line."""
+def _become_worker(words: list[str], link: int, output: int) -> None:
+    """Sets the process up as if it had been started with these arguments and this output."""
     os.setsid()
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     os.set_inheritable(link, True)
-    words = ["--link", str(link), *words]
     sys.argv = ["shmserve.workers.main", *words]
     _set_command_line([sys.executable, "-m", *sys.argv])
     random = sys.modules.get("numpy.random")
     if random is not None:  # older versions seed their global state at import, so all workers would share it
         random.seed()
-    return words
 
 
 def _threads() -> int:
