@@ -7,6 +7,7 @@ that a batch costs one call, and while nothing is traced or recorded, an event c
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 from shmserve.core.effects import Effect
@@ -117,16 +118,16 @@ class Observers:
 
     def batch_over(self, version: Version, batch: Batch[Request], times: tuple[int, int, int, int]) -> None:
         """The responses of a batch have been processed."""
-        statistics, early = version.statistics, batch.early
+        statistics, answered = version.statistics, batch.answered
         if version.service.padding is not None:
             longest, useful = batch.lengths()
             elements = batch.rows * rounded(longest, version.service.padding)
             statistics.elements += elements
             statistics.padded_elements += elements - useful
-        if early:
-            statistics.queued(early, times[0])
-        answered = batch.answered + len(early)
-        statistics.batch_done(max(batch.rows, batch.slots), answered, batch.reason, times, self._turn.now)
+        if batch.early:
+            statistics.queued(batch.early, times[0])
+            answered += len(batch.early)
+        statistics.ran(max(batch.rows, batch.slots), answered, batch.reason, times, self._turn.now)
 
     def leased(self, lease: Lease, requests: Sequence[LeasedRequest], reason: Reason) -> None:
         """Leased requests were answered, each in a batch of its own."""
@@ -138,7 +139,7 @@ class Observers:
             else:
                 self.answered(version, [arrived], cost, taken, placed)
             times = (taken, ready, computed, placed)
-            statistics.batch_done(cost, 0 if failed else 1, reason, times, placed)
+            statistics.ran(cost, 0 if failed else 1, reason, times, placed)
             journeys = statistics.journeys
             if journeys.is_slow(arrived, placed):
                 about = (lease.instance.spec.name, cost, reason.value, times)
@@ -212,7 +213,7 @@ class Observers:
         """An ensemble has run. `times`: the total input, infer and output ns of its steps."""
         statistics, now = request.version.statistics, self._turn.now
         statistics.answered_alone(request.arrived, request.cost, request.arrived, now)
-        statistics.ran(request.cost, 1, times[0], times[1], times[2], now)
+        statistics.ran(request.cost, 1, None, (0, *accumulate(times)), now)
 
     def responded(self, request: Request, outputs: tuple[Tensor, ...]) -> None:
         """A response with these outputs was sent."""

@@ -518,7 +518,10 @@ class RequestQueue(Generic[R]):
         return taken
 
     def _gone(self, taken: list[R]) -> None:
+        inline = 0
+        for request in taken:
+            inline += request.inline
         self.count -= len(taken)
-        self.bytes -= sum([request.inline for request in taken])
+        self.bytes -= inline
         if self.timed:
             self.timed -= sum([request.deadline > 0 for request in taken])

@@ -331,14 +331,14 @@ class Statistics(Struct):
         if self.summaries is not None:
             self.summaries.miss.add(ns, 1, now)
 
-    def batch_done(self, rows: int, answered: int, reason: Reason, times: tuple[int, int, int, int], now: int) -> None:
-        """Counts a batch. Its times count once for the batch, and for each of its requests that succeeded."""
+    def ran(self, rows: int, answered: int, reason: Reason | None, times: Sequence[int], now: int) -> None:
+        """Counts a batch, or a request to an ensemble, which has no reason. `times`: when it was taken, its inputs were
+        gathered, its outputs computed, and placed. The time between them counts once for the batch, and for each of its
+        requests that succeeded."""
         taken, ready, computed, placed = times
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
-        self.ran(rows, answered, ready - taken, computed - ready, placed - computed, now)
-
-    def ran(self, rows: int, answered: int, input_ns: int, infer_ns: int, output_ns: int, now: int) -> None:
-        """Counts a batch, or an ensemble's request with the total times of its steps."""
+        input_ns, infer_ns, output_ns = ready - taken, computed - ready, placed - computed
+        if reason is not None:
+            self.reasons[reason] = self.reasons.get(reason, 0) + 1
         count = self.batches.get(rows)
         if count is None:
             count = self.batches[rows] = BatchCount()
@@ -349,7 +349,7 @@ class Statistics(Struct):
         self.input_ns += input_ns * answered
         self.infer_ns += infer_ns * answered
         self.output_ns += output_ns * answered
-        self.batch_times[(input_ns + infer_ns + output_ns).bit_length()] += 1
+        self.batch_times[(placed - taken).bit_length()] += 1
         self.execution_count += 1
         self.last_inference_ns = now
         if self.summaries is not None:
