@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 from enum import Enum, auto
 from itertools import count
 from typing import Any, TypeAlias
@@ -133,7 +134,8 @@ class State:
         """An operator took the server out of service: it reports not ready, but still accepts requests."""
         self._timers: list[tuple[int, int, Timer, Subject]] = []
         """Heap: time, a number that makes entries comparable, kind and subject. May contain obsolete timers."""
-        self._numbers = 0
+        self.next_number: Callable[[], int] = count(1).__next__
+        """A number for a request, an Execute, a lease or a Compose: increasing, never reused."""
         self.worker_numbers = count(WORKERS_FROM + 1)
         self._timer_numbers = count()
 
@@ -154,16 +156,6 @@ class State:
         if self.changed_models:
             self.changed_models.clear()
         return effects
-
-    def next_number(self) -> int:
-        """A number for a request, an Execute, a lease or a Compose: increasing, never reused."""
-        self._numbers += 1
-        return self._numbers
-
-    @property
-    def last_number(self) -> int:
-        """The last of these. Unchanged since an earlier turn: no request has arrived since."""
-        return self._numbers
 
     def request_of(self, client: ClientState, number: int) -> Request | None:
         """The request in flight with this client-side number."""

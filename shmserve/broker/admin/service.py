@@ -91,12 +91,13 @@ class ServiceControl:
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def _look(self, now: float) -> None:
-        """Updates since when the server has been idle. The last request number reveals requests that arrived and
-        finished between two checks."""
+        """Updates since when the server has been idle. It takes a request number, since a gap between two of these
+        reveals requests that arrived and finished between two checks."""
         state = self._state
+        number = state.next_number()
         busy = bool(state.requests or state.leases or state.sequences)
         if not self.out_of_service or busy:
             self._quiet_since = None
-        elif self._quiet_since is None or state.last_number != self._last_number:
+        elif self._quiet_since is None or number != self._last_number + 1:
             self._quiet_since = now
-        self._last_number = state.last_number
+        self._last_number = number

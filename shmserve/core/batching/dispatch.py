@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.core.batching import leases, recall
+from shmserve.core.effects import Send
 from shmserve.core.exit import exit, shadow
 from shmserve.core.owners.rate_limiter import Limiter
 from shmserve.core.records import Instance, Request, Version
@@ -274,7 +275,8 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
             request.instance = instance
             request.batch = batch
         number = state.next_number()
-        state.send(peer, Execute(number, join, tuple(work_items), piece is not pieces[-1], is_open))
+        message = Execute(number, join, tuple(work_items), piece is not pieces[-1], is_open)
+        state.effects.append(Send(peer, message))
         batch.pieces.append((number, piece))
         join = join or number
     batch.remaining += len(requests)
