@@ -69,13 +69,13 @@ class Http2:
             data = self._rest + data
             self._rest = b""
         backlog = self._listener.backlog
-        self.streams.work = allowed = backlog.allowed
+        self.streams.work.begin(backlog.allowed)
         self.more = False
         try:
             self._parse(data)
         except Http2Error as error:
             self.streams.end(error.reason, str(error))
-        backlog.spend(self, allowed - self.streams.work)
+        backlog.spend(self, self.streams.work.spent)
 
     @property
     def estimate(self) -> int:
@@ -108,17 +108,17 @@ class Http2:
                 self._rest = data
                 return
             self.streams.greeted, at = True, _PREFACE_SIZE
-        streams, unpack = self.streams, frames.FRAME.unpack_from
+        streams, work, unpack = self.streams, self.streams.work, frames.FRAME.unpack_from
         while at < size:
             if self._remaining or self._skip:
                 at = self._go_on(data, at, size)
                 continue
             if size - at < 9:
                 break
-            if streams.work <= 0:
+            if work.left <= 0:
                 self.more = True
                 break
-            streams.work -= 1
+            work.spend(1)
             high, low, kind, flags, number = unpack(data, at)
             length = high << 8 | low
             number &= frames.LARGEST_STREAM
@@ -274,7 +274,7 @@ class Http2:
 
     def _count_fields(self) -> None:
         streams, fields = self.streams, self._heads.fields
-        streams.work -= limits.FIELD_WORK * fields
+        streams.work.spend(limits.FIELD_WORK * fields)
         if fields > limits.FIELDS:
             streams.abuse.idle(fields - limits.FIELDS)
 
@@ -292,7 +292,7 @@ class Http2:
         if number > self.life.last:
             streams.closed.add(number, ended)
             return
-        streams.work -= REQUEST_WORK
+        streams.work.spend(REQUEST_WORK)
         if len(streams.open) >= self._listener.limits.streams:
             streams.closed.add(number, ended)
             streams.abuse.idle()
@@ -378,7 +378,7 @@ class Http2:
         streams = self.streams
         change = value - streams.initial_window
         streams.initial_window = value
-        streams.work -= len(streams.open) // limits.STREAMS_WORK
+        streams.work.spend(len(streams.open) // limits.STREAMS_WORK)
         for stream in streams.open.values():
             if stream.widen(change) > frames.LARGEST_WINDOW:
                 raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
@@ -436,7 +436,7 @@ class Http2:
     def _pump(self) -> None:
         unsent = self.output.unsent
         if unsent:
-            self.streams.work -= len(unsent) // limits.STREAMS_WORK
+            self.streams.work.spend(len(unsent) // limits.STREAMS_WORK)
             self.output.pump()
 
     # ------------------------------------------------------------------------------------ shutdown

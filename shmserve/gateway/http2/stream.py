@@ -18,7 +18,7 @@ from shmserve.gateway.http2.abuse import AbuseCounters, ClosedStreams
 from shmserve.gateway.http2.interface import Awaits, Http2Host, ServiceCall
 from shmserve.gateway.http2.output import Http2Output, Sender
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.limits.backlog import CONNECTION_WORK, REQUEST_WORK
+from shmserve.gateway.limits.backlog import CONNECTION_WORK, REQUEST_WORK, WorkBudget
 from shmserve.gateway.limits.body_budget import BudgetAccount
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.proxies import named_in
@@ -337,7 +337,7 @@ class Http2Stream:
     def receive(self, data: bytes, at: int, end: int) -> None:
         """Processes bytes of messages."""
         while at < end and self.state is not CLOSED:
-            if self._streams.work < 0 and self._waiting is None:
+            if self._streams.work.left < 0 and self._waiting is None:
                 self._run(self._next_turn(), lambda result: None)
             if self._waiting is not None:
                 self._wait(data[at:end])
@@ -426,7 +426,7 @@ class Http2Stream:
         self.silent = False
         self.used = self._streams.listener.turn
         self._streams.idle_since = self._streams.listener.now()
-        self._streams.work -= REQUEST_WORK
+        self._streams.work.spend(REQUEST_WORK)
         if not flag:
             self._pass_on(data)
         elif flag != 1:
@@ -442,10 +442,10 @@ class Http2Stream:
         def hold(size: int) -> None:
             self._account.take(size)
             self._held += size
-            streams.work -= size // limits.INFLATED_BYTES
+            streams.work.spend(size // limits.INFLATED_BYTES)
 
         def work() -> SlicedWork[Buffer]:
-            if streams.work < 0:
+            if streams.work.left < 0:
                 yield from self._next_turn()
             return (yield from inflate_message(self.head.encoding, data, streams.listener.limits.message_bytes, hold))
 
@@ -458,7 +458,7 @@ class Http2Stream:
     def _next_turn(self) -> SlicedWork[None]:
         """Waits for the next iteration of the loop, when this connection has a new work budget."""
         yield
-        self._streams.work = CONNECTION_WORK
+        self._streams.work.begin(CONNECTION_WORK)
 
     def _run(self, work: SlicedWork[T], then: Callable[[T], None]) -> None:
         """Runs `work`; the stream is paused until it is done."""
@@ -553,8 +553,7 @@ class Http2Streams:
         self.trusted_bytes = 0
         """Bytes of complete large messages, less those for which memory was reserved before they arrived."""
         self.watched: set[Http2Stream] = set()
-        self.work = 0
-        """Work left in this iteration of the loop."""
+        self.work = WorkBudget()
         self.abuse = AbuseCounters()
         self.closed = ClosedStreams()
         self.quiet_since = listener.turn

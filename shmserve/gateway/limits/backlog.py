@@ -53,6 +53,24 @@ class Spender(Protocol):
     spent: int
 
 
+class WorkBudget:
+    """The work that one connection may still do in this iteration of the loop. `left` is only changed here."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self._allowed = 0
+
+    def begin(self, allowed: int) -> None:
+        self.left = self._allowed = allowed
+
+    def spend(self, work: int) -> None:
+        self.left -= work
+
+    @property
+    def spent(self) -> int:
+        return self._allowed - self.left
+
+
 class InputBacklog:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
