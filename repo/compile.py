@@ -80,6 +80,7 @@ def compile_policy(config: ModelConfig, version: int, folder: Path | None = None
         crash_limit=parameters.CRASH_LIMIT.read(config),
         prompt_inputs=PROMPT_INPUTS if config.backend in DEFAULT_SLOTS and config.decoupled else (),
         queue_tokens=parameters.QUEUE_TOKENS.read(config),
+        streams=_stream_slots(config) if config.decoupled else 0,
         first_response_ms=_first_response_buckets(config),
         sequence=_sequence(config, config.sequence_batching) if config.sequence_batching is not None else None,
         decoupled=config.decoupled,

@@ -177,6 +177,8 @@ class ModelPolicy(Struct, frozen=True):
     """For language models whose engines report the tokens of prompts: the inputs that may contain the prompt."""
     queue_tokens: int = 0
     """Maximum number of tokens of the prompts that wait; 0: no limit."""
+    streams: int = 0
+    """How many requests an instance answers at once, if its engine forms the batches itself; 0: the server does."""
     first_response_ms: tuple[float, ...] = ()
     """Upper bucket bounds of the histogram of first response times; empty: Triton's."""
 

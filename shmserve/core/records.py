@@ -652,6 +652,7 @@ class Service:
         """For language models whose engines report the tokens of prompts."""
         if policy.prompt_inputs:
             self.prompts = PromptBacklog(policy.prompt_inputs, policy.queue_tokens)
+        self.streams = policy.streams
         self.batch_rules: BatchRules | None = None
         if policy.max_batch > 0 and forming is not None:
             self.batch_rules = BatchRules.of(policy.max_batch, forming, self.checker.varies)

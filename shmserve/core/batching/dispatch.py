@@ -19,6 +19,9 @@ from shmserve.core.termination import kill_hung, watch
 from shmserve.protocol.messages import CHUNK_BYTES, PACKET_MESSAGES, Columns
 from shmserve.protocol.worker_messages import Execute, Work
 
+MAX_STREAMS = 32
+"""Maximum number of requests in a batch for an engine that forms its batches itself. If each generates several texts,
+there may be no room for all, and those that wait in the worker can no longer be overtaken."""
 _READY = VersionState.READY
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
@@ -168,7 +171,7 @@ def _send_ahead(state: State, version: Version, instance: Instance, now: int) ->
 
 def _start_batch(state: State, version: Version, instance: Instance, now: int) -> bool:
     """Plans and sends a batch. False: nothing was sent; if requests should wait for more, `version.wake` is set."""
-    plan = plan_batch(version, now, instance.quarantined)
+    plan = plan_batch(version, instance, now)
     if not plan.count:
         version.wake = plan.wake
         return False
@@ -345,16 +348,32 @@ def _send_columns(
 # Only `take` changes the queue.
 
 
-def plan_batch(version: Version, now: int, alone: bool = False) -> BatchPlan:
-    """Plans the next batch; `alone`: of a single request."""
+def plan_batch(version: Version, instance: Instance, now: int) -> BatchPlan:
+    """Plans the next batch of an instance."""
     service = version.service
     rules = service.batch_rules
-    if alone or rules is None:
-        return BatchPlan(1, service.queue.first(1)[0].cost, Reason.ALONE if alone else Reason.SINGLE)
+    if instance.quarantined:
+        return BatchPlan(1, service.queue.first(1)[0].cost, Reason.ALONE)
+    if service.streams:
+        return _plan_streams(version, instance)
+    if rules is None:
+        return BatchPlan(1, service.queue.first(1)[0].cost, Reason.SINGLE)
     if service.padding is not None:
         waiting = service.queue.first(service.padding.lookahead)
         return form_padded(waiting, rules, service.padding, now, _urgent(version, now))
     return form(service.queue.first(rules.lookahead), rules, now)
+
+
+def _plan_streams(version: Version, instance: Instance) -> BatchPlan:
+    """Requests that an engine joins to its own batches travel in one message, as many as it has room for and as the
+    other idle instances leave to this one. A single one waits there if there is no room."""
+    service = version.service
+    running = instance.running
+    room = service.streams - len(instance.streams) - (0 if running is None else running.remaining)
+    share = -(-service.queue.count // max(1, len(version.idle)))
+    count = max(1, min(room, share, MAX_STREAMS))
+    requests = service.queue.first(count)[:count]
+    return BatchPlan(len(requests), sum([request.cost for request in requests]), Reason.IDLE)
 
 
 def plan_extension(version: Version, batch: Batch[Request], now: int) -> BatchPlan:

@@ -41,7 +41,7 @@ def _row(state: State, version: Version, instance: Instance, row: Row, now: int)
     if request is None or not here:
         kill_for_protocol_error(state, version, instance, f"response to request {row.request}")
         return
-    if row.request in instance.streams:
+    if version.service.streams or row.request in instance.streams:
         instance.responded = now
     wanted = request.state is not _LINGERING and row.error is None
     if batch is not None and request in batch.unread:

@@ -275,7 +275,8 @@ class SimWorker:
     def _start(self, number: int, work_items: list[Work]) -> None:
         world, model = self._world, self.model
         rows = sum([work.rows or 1 for work in work_items])
-        assert rows <= max(model.policy.max_batch, 1), f"{rows} rows in a batch of '{model.policy.name}'"
+        limit = max(model.policy.max_batch, model.policy.streams, 1)
+        assert rows <= limit, f"{rows} rows in a batch of '{model.policy.name}'"
         if model.policy.sequence is not None:
             self._verify_sequences(work_items)
         self.running = batch = SimBatch(number, work_items, world.now, rows)

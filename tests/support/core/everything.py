@@ -87,6 +87,7 @@ _ALL = (
     Served(
         model("stream", 4, FIXED, BATCH, decoupled=True, prompt_inputs=(FIXED[0].name,), queue_tokens=9), 2, "y"
     ),
+    Served(model("joined", 0, FIXED, None, decoupled=True, streams=3), 2, "y"),
     Served(model("turn", 4, FIXED, BATCH), 1),
     Served(_ensemble("e_chain", 4, FIXED, "plain(x:x)->(y:t)", "pair(x:t)->(y:z)", cached=True)),
     Served(_ensemble("e_nest", 4, FIXED, "e_chain(x:x)->(z:t)", "pair(x:t)->(y:z)")),
@@ -99,7 +100,7 @@ _ALL = (
 )  # fmt: skip
 MODELS = {served.policy.name: served for served in _ALL}
 SEQUENCES = [name for name, served in MODELS.items() if served.policy.sequence is not None] + ["e_seq"]
-STREAMS = ["saying", "stream", "turn", "e_stream", "e_deep"]
+STREAMS = ["saying", "stream", "joined", "turn", "e_stream", "e_deep"]
 RESOURCES = {
     "plain": (Resource("cpu", 1, True),),
     "pair": (Resource("cpu", 2, True),),

@@ -88,6 +88,7 @@ def policy_of(name: str, flags: tuple[str, ...], options: dict[str, str]) -> Mod
         idle_unload_ns=nanoseconds(options["idle_unload"]) if "idle_unload" in options else None,
         padding=_padding(options["padding"]) if "padding" in options else None,
         prompt_inputs=("x",) if "prompts" in options else (), queue_tokens=int(options.get("prompts", 0)),
+        streams=int(options.get("streams", 0)),
     )  # fmt: skip
 
 

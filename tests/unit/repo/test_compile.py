@@ -23,6 +23,7 @@ from shmserve.core.policy import (
 from shmserve.core.traffic import Traffic
 from shmserve.protocol.messages import NAME_LENGTH
 from shmserve.repo.compile import (
+    DEFAULT_SLOTS,
     GPU_BASE,
     HOST_BASE,
     PROMPT_INPUTS,
@@ -173,7 +174,7 @@ def test_prompts_are_counted_for_engines_of_language_models(backend: str) -> Non
     text = f'name: "m" backend: "{backend}" model_transaction_policy {{ decoupled: true }}'
     found = compile_policy(parse(text + parameters(max_queue_tokens="5")), 1)
     assert found.prompt_inputs == (PROMPT_INPUTS if backend != "python" else ())
-    assert found.queue_tokens == 5
+    assert (found.queue_tokens, found.streams) == (5, DEFAULT_SLOTS.get(backend, 0))
 
 
 CORRID = 'control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_%s } }'

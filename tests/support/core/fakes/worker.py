@@ -283,7 +283,9 @@ class FakeWorker:
             assert len(slots) == (len(work_items) if policy.sequence.direct and policy.max_batch else 0)
             ids = [work.options.sequence for work in work_items if work.options is not None]
             assert len(set(ids)) == len(work_items), f"two of one sequence in a batch of {self.name}"
-        if policy.max_batch == 0 or (policy.batching is None and policy.sequence is None):
+        if policy.streams:
+            assert len(work_items) <= policy.streams, f"{len(work_items)} requests for {policy.streams} streams"
+        elif policy.max_batch == 0 or (policy.batching is None and policy.sequence is None):
             assert len(work_items) == 1, f"{self.name} takes one request at a time, got {len(work_items)}"
         if policy.max_batch == 0:
             return
