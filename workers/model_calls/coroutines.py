@@ -36,6 +36,14 @@ class Coroutines:
         """Runs the coroutine concurrently. `started` is called with its task, in the loop's thread, before it runs."""
         self.loop.call_soon_threadsafe(self._start, coroutine, started)
 
+    def start_all(self, coroutines: list[Coroutine[Any, Any, None]]) -> None:
+        """Runs the coroutines concurrently. All have a task before the first one runs."""
+        self.loop.call_soon_threadsafe(self._start_all, coroutines)
+
+    def _start_all(self, coroutines: list[Coroutine[Any, Any, None]]) -> None:
+        for coroutine in coroutines:
+            self._start(coroutine, lambda task: None)
+
     def _start(self, coroutine: Coroutine[Any, Any, None], started: Callable[[asyncio.Task[None]], None]) -> None:
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)  # the loop holds only weak references

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from shmserve.workers.backends.language.engine import Engine, Run, Step
     from shmserve.workers.backends.language.metrics import Count
     from shmserve.workers.backends.language.sampling import Defaults
-    from shmserve.workers.model_calls.coroutines import Coroutines
     from shmserve.workers.model_calls.stream import ResponseSender
 
 INPUTS = (
@@ -83,6 +82,10 @@ class LanguageBackend(SeparateBackend, ABC):
         """Number of free slots. Guarded by the turn."""
         self._threads: set[threading.Thread] = set()
         """Threads that run a request; an engine with a loop ends its own coroutines. Guarded by the turn."""
+        self._begun: list[Coroutine[Any, Any, None]] = []
+        """Requests of the batch that the loop of the engine gets together, so that they share its first step."""
+        self._full = False
+        """A request waits for slots. Guarded by the turn."""
 
     def inputs_of(self, config: ModelConfig) -> tuple[ModelInput, ...]:
         return INPUTS
@@ -141,6 +144,7 @@ class LanguageBackend(SeparateBackend, ABC):
 
     def execute(self, requests: list[Request]) -> list[Response | None]:
         streams = [self._begin(request) for request in requests]
+        self._start_begun()
         self.streams.withdrawn.clear()
         if self.streams.connected:
             return [None] * len(requests)
@@ -181,7 +185,7 @@ class LanguageBackend(SeparateBackend, ABC):
         run = engine.prepared(generation)
         if engine.coroutines is None:
             return partial(self._start_thread, partial(self._generate, generation, run)), generation.count
-        return partial(self._start_coroutine, engine.coroutines, generation, run), generation.count
+        return partial(self._start_coroutine, generation, run), generation.count
 
     def _start_thread(
         self, run: Callable[[ResponseSender], Exception | None], count: int, stream: ResponseSender
@@ -190,19 +194,26 @@ class LanguageBackend(SeparateBackend, ABC):
         thread.start()
         self._threads.add(thread)
 
-    def _start_coroutine(
-        self, coroutines: Coroutines, generation: Generation, run: Run, count: int, stream: ResponseSender
-    ) -> None:
-        coroutines.start(self._generate_in_loop(generation, run, count, stream), lambda task: None)
+    def _start_coroutine(self, generation: Generation, run: Run, count: int, stream: ResponseSender) -> None:
+        self._begun.append(self._generate_in_loop(generation, run, count, stream))
+
+    def _start_begun(self) -> None:
+        begun, self._begun = self._begun, []
+        coroutines = self._engine.coroutines if self._engine is not None else None
+        if begun and coroutines is not None:
+            coroutines.start_all(begun)
 
     def _take_slots(self, count: int, stream: ResponseSender) -> None:
         if self._free < count and not stream.cancelled:
+            self._start_begun()
+            self._full = True
             self.streams.turn.release()
             try:
                 with self._metrics.waiting() if self._metrics is not None else nullcontext():
                     self.streams.wait_for(lambda: self._free >= count or stream.dropped)
             finally:
                 self.streams.turn.acquire()
+                self._full = False
         self._free -= count
 
     # ------------------------------------------------------------------------------------ in the thread of a request
@@ -228,7 +239,9 @@ class LanguageBackend(SeparateBackend, ABC):
             with host.turn:
                 self._free += count
                 self._threads.discard(threading.current_thread())
-            host.wake()
+                full = self._full
+            if full:
+                host.wake()
 
     def _generate(self, generation: Generation, run: Run, stream: ResponseSender) -> Exception | None:
         with self._replying(generation, stream) as replying:

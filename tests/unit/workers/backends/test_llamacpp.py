@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from shmserve.workers.backends.llamacpp.parameters import UNSUPPORTED, engine_pa
 from shmserve.workers.backends.llamacpp.pieces import Pieces
 from shmserve.workers.backends.llamacpp.settings import Settings
 from shmserve.workers.model_calls.answer import Request
+from shmserve.workers.model_calls.coroutines import Coroutines
 from tests.support.model_files import parameters
 from tests.support.workers.models import gguf_models
 
@@ -254,18 +258,54 @@ class InstantEngine:
     def close(self) -> None: ...
 
 
-def test_a_thread_that_cannot_start_gives_its_slot_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class LoopEngine(InstantEngine):
+    """The same with a loop, in which each request waits once."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.coroutines = Coroutines()  # type: ignore[assignment]
+        self.log: list[str] = []
+
+    async def run(self, listener: Listener) -> None:  # type: ignore[override]
+        self.log.append("begun")
+        await asyncio.sleep(0)
+        self.log.append("ended")
+        super().run(listener)
+
+
+def loaded(kind: type[InstantEngine], slots: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A backend with this engine, and a function that makes its requests."""
     pytest.importorskip("xllamacpp")
     from shmserve.workers.backends.llamacpp import backend
 
-    monkeypatch.setattr(backend, "Engine", InstantEngine)
-    (tmp_path / "1").mkdir()
-    gguf_models.write(tmp_path / "1" / "model.gguf")
-    made = backend.LlamaCpp(Context("m", 1, "m_0", tmp_path, tmp_path / "1", {}))
-    config = made.complete(parse(f'name: "m" backend: "llamacpp" {parameters(slots="1")}'))
+    monkeypatch.setattr(backend, "Engine", kind)
+    (folder / "1").mkdir()
+    gguf_models.write(folder / "1" / "model.gguf")
+    made = backend.LlamaCpp(Context("m", 1, "m_0", folder, folder / "1", {}))
+    config = made.complete(parse(f'name: "m" backend: "llamacpp" {parameters(slots=str(slots))}'))
     made.load(config)
     arrays = [np.array([b"a"], object), *[None] * (len(config.input) - 1)]
-    request = Request(Work(1, 0, (), None, ""), arrays, Mock())
+    return made, lambda number: Request(Work(number, 0, (), None, ""), arrays, Mock())
+
+
+def test_requests_of_a_batch_join_the_loop_of_the_engine_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, request = loaded(LoopEngine, 2, tmp_path, monkeypatch)
+    here, there = socket.socketpair()
+    made.streams.listen(here.fileno(), lambda: None, deque(), lambda: None)
+    assert made.execute([request(number) for number in (1, 2, 3)]) == [None] * 3
+    engine = made._engine  # noqa: SLF001 - it is ours
+    assert engine.log == ["begun", "begun", "ended", "ended", "begun", "ended"]
+    made.close()
+    engine.coroutines.close()
+    here.close()
+    there.close()
+
+
+def test_a_thread_that_cannot_start_gives_its_slot_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = loaded(InstantEngine, 1, tmp_path, monkeypatch)
+    request = make(1)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         (failed,) = made.execute([request])
