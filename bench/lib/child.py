@@ -19,8 +19,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from bench.lib import processes
-
 Answer = dict[str, Any]
 Handler = Callable[..., Answer]
 
@@ -45,6 +43,8 @@ class Child:
             start_new_session=self.new_session,
         )
         self.pid = self._process.pid
+        from bench.lib import processes  # here, because a child may run in a Python without the server's packages
+
         processes.seen(self.pid)
         self._waiting = True
 
