@@ -218,15 +218,12 @@ class Statistics(Struct):
 
     def answered(self, arrivals: list[int], rows: int, taken: int, now: int) -> None:
         """Counts successful requests of a batch, answered now. Equal arrival times are adjacent, and are counted
-        together."""
-        count = len(arrivals)
-        if not count:
-            return
-        arrived = sum(arrivals)
+        together. `arrivals` is not empty."""
+        count, total = len(arrivals), sum(arrivals)
         self.success_count += count
         self.inference_count += rows
-        self.success_ns += now * count - arrived
-        self.queue_ns += max(0, taken * count - arrived)
+        self.success_ns += now * count - total
+        self.queue_ns += max(0, taken * count - total)
         request_times, queue_times = self.request_times, self.queue_times
         last, run = arrivals[0], 0
         for arrived in arrivals:
