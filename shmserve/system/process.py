@@ -6,6 +6,7 @@ import ctypes
 
 PDEATHSIG, NAME, CHILD_SUBREAPER, NO_NEW_PRIVS = 1, 15, 36, 38
 
+_library = ctypes.CDLL(None, use_errno=True)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 KEEP_BYTES = 64 << 20
 """Freed memory to keep at the top of the heap."""
@@ -15,7 +16,7 @@ HEAP_BYTES = 1 << 20
 
 def prctl(option: int, value: int | bytes) -> int:
     """Changes an attribute of the calling process or thread. Returns 0 or the errno."""
-    failed = ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    failed = _library.prctl(option, value, 0, 0, 0)
     return ctypes.get_errno() if failed else 0
 
 
@@ -24,7 +25,7 @@ def keep_freed_memory() -> bool:
     it in again, thousands of times per second. Call it only in the server's processes, never in those of users.
 
     Returns False, and changes nothing, if the C library has no mallopt (musl)."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(_library, "mallopt", None)
     if mallopt is None:
         return False
     return bool(mallopt(_TRIM_THRESHOLD, KEEP_BYTES) and mallopt(_MMAP_THRESHOLD, HEAP_BYTES))
