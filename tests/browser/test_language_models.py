@@ -16,6 +16,7 @@ import pytest
 from shmserve.testing import Server
 from tests.browser.conftest import Site, serving, take
 from tests.support.browser.tab import Tab
+from tests.support.cases import cases
 from tests.support.gateway.language_models import LanguageModels, write_language_models
 from tests.support.gateway.running_gateway import open_gate
 from tests.support.living import until
@@ -167,16 +168,19 @@ def test_the_similarity_of_texts(tab: Tab) -> None:
     tab.wait_for("#texts [role=alert]", "'dimensions' is 9")
 
 
-@pytest.mark.parametrize(("model", "area", "text", "expected"), [
-    ("talk", "#message", "it's \"a\" 大", 's "a" 大'), ("embed", "#first", "abc", "[3.0,1.0,0.1"),
-])  # fmt: skip
-def test_the_code_returns_the_same(tab: Tab, model: str, area: str, text: str, expected: str) -> None:
+@cases(
+    ("talk", "#message", 'it\'s "a" 大', 's "a" 大'),
+    ("embed", "#first", "abc", "[3.0,1.0,0.1"),
+)
+def test_the_code_returns_the_same(model: str, area: str, text: str, expected: str, tab: Tab) -> None:
     tab.go(f"#/model/{model}/try")
     tab.wait_for(area)
     tab.write(area, text)
     tab.wait_for("pre[data-code=python]", text[:3])
-    for command in ([sys.executable, "-c", tab.text("pre[data-code=python]")],
-                    ["bash", "-c", tab.text("pre[data-code=curl]").replace("curl ", "curl -s ")]):  # fmt: skip
+    for command in (
+        [sys.executable, "-c", tab.text("pre[data-code=python]")],
+        ["bash", "-c", tab.text("pre[data-code=curl]").replace("curl ", "curl -s ")],
+    ):
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         assert expected in done.stdout.replace('\\"', '"').replace(", ", ",")
 

@@ -77,9 +77,12 @@ def test_requests_after_dns_rebinding_are_refused(page: Tab, site: Site) -> None
         assert f"may not reach this endpoint by the name '{EVIL}" in page.text(), path
     before = successes(site)
     for method, path, body in (
-        ("GET", "/page/events", None), ("GET", "/v2/models/stats", None), ("POST", "/v2/repository/index", "{}"),
-        ("POST", INFER, REQUEST), ("POST", UNLOAD, "{}"),
-    ):  # fmt: skip
+        ("GET", "/page/events", None),
+        ("GET", "/v2/models/stats", None),
+        ("POST", "/v2/repository/index", "{}"),
+        ("POST", INFER, REQUEST),
+        ("POST", UNLOAD, "{}"),
+    ):
         hidden = {"Accept-Language": "*", "User-Agent": "program"}
         for more in ({"headers": JSON}, {"headers": hidden, "referrerPolicy": "no-referrer"}):
             assert page.fetch(rebound + path, method=method, body=body, **more) == "basic 403", path
@@ -109,7 +112,7 @@ def test_the_content_security_policy_blocks_injected_code(page: Tab, site: Site)
         (f"document.body.append(Object.assign(new Image(), {{src: 'http://{EVIL}/x.png'}}))", "img-src"),
         ("document.body.append(Object.assign(document.createElement('iframe'), {src: '/'}))", "frame-src"),
         ("document.createElement('object').data = '/'", "trusted-types"),
-    ):  # fmt: skip
+    ):
         violated = page.evaluate(
             "new Promise((resolve) => { addEventListener('securitypolicyviolation', "
             "(event) => resolve(event.effectiveDirective), {once: true});"

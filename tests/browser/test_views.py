@@ -43,13 +43,15 @@ FOCUSED = "document.activeElement.closest('[data-model]')?.dataset.model"
 
 def show(tab: Tab, view: str) -> None:
     tab.go(VIEWS[view])
-    tab.wait({
-        "overview": "document.body.dataset.view === 'overview' && document.querySelector('[data-model=words]')",
-        "model": "document.body.dataset.view === 'model' && document.querySelector('h1').textContent === 'numbers'",
-        "configuration": "document.querySelector('main').innerText.includes('dynamic_batching')",
-        "ensemble": "document.body.dataset.view === 'ensemble' && document.querySelector('svg[data-graph]')",
-        "try": "document.body.dataset.view === 'try' && document.querySelector('form#try')",
-    }[view])  # fmt: skip
+    tab.wait(
+        {
+            "overview": "document.body.dataset.view === 'overview' && document.querySelector('[data-model=words]')",
+            "model": "document.body.dataset.view === 'model' && document.querySelector('h1').textContent === 'numbers'",
+            "configuration": "document.querySelector('main').innerText.includes('dynamic_batching')",
+            "ensemble": "document.body.dataset.view === 'ensemble' && document.querySelector('svg[data-graph]')",
+            "try": "document.body.dataset.view === 'try' && document.querySelector('form#try')",
+        }[view]
+    )
 
 
 def test_the_overview_lists_filters_and_sorts_models(tab: Tab, site: Site) -> None:

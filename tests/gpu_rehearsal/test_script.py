@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.support.cases import cases
 
 pytestmark = pytest.mark.process
 FILES = {"install.log", "machine.log", "tests.log", "tests.xml", "bench.log", "results.json", "results.md"}
@@ -55,16 +56,13 @@ def test_without_a_gpu_everything_is_skipped(tmp_path: Path) -> None:
     assert "Python 3" in (out / "machine.log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("body", "outcome", "logged"),
-    [
-        ("assert 1 == 2", "FAILED: tests.log", "test_it.py::test_it"),
-        ("select.select([], [], [])", "FAILED: it exceeded 10 s", "KeyboardInterrupt"),
-    ],
+@cases(
+    ("assert 1 == 2", "FAILED: tests.log", "test_it.py::test_it"),
+    ("select.select([], [], [])", "FAILED: it exceeded 10 s", "KeyboardInterrupt"),
     ids=["fails", "hangs"],
 )
 def test_after_a_failed_or_hanging_test_the_measures_are_taken(
-    tmp_path: Path, body: str, outcome: str, logged: str
+    body: str, outcome: str, logged: str, tmp_path: Path
 ) -> None:
     test = tmp_path / "test_it.py"
     test.write_text(TEST.format(body=body))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from shmserve.ray.autoscaling import QueueTimePolicy, between, decide, free_bytes, totals
+from tests.support.cases import cases
 
 pytest.importorskip("starlette", reason="Ray is not installed; `make test-fleet` installs it")
 pytest.importorskip("ray", reason="Ray is not installed; `make test-fleet` installs it")
@@ -111,31 +112,25 @@ def activity(time_s: float, finished: int, queue_s: float, batch_s: float, queue
     return {"time_ns": int(time_s * 1e9), "models": [entry, ensemble, {"name": "never loaded"}]}
 
 
-@pytest.mark.parametrize(
-    ("later", "queue_ms", "busy"),
-    [
-        (activity(2.0, 100, 5.0, 1.0), 50.0, 0.5),
-        (activity(2.0, 100, 1.0, 1.0, queued=20), 200.0, 0.5),  # 100 a second, so 20 wait for 0.2 s
-        (activity(2.0, 0, 0.0, 0.0, queued=3), 1000.0, 0.0),
-        (activity(2.0, 0, 0.0, 0.0), 0.0, 0.0),
-    ],
+@cases(
+    (activity(2.0, 100, 5.0, 1.0), 50.0, 0.5),
+    (activity(2.0, 100, 1.0, 1.0, queued=20), 200.0, 0.5),  # 100 a second, so 20 wait for 0.2 s
+    (activity(2.0, 0, 0.0, 0.0, queued=3), 1000.0, 0.0),
+    (activity(2.0, 0, 0.0, 0.0), 0.0, 0.0),
 )
 def test_queue_time_and_utilization_between_two_reports(later: dict[str, Any], queue_ms: float, busy: float) -> None:
     measured = between(totals(activity(1.0, 0, 0.0, 0.0)), totals(later))
     assert measured == {"queue_ms": pytest.approx(queue_ms), "busy": pytest.approx(busy)}
 
 
-@pytest.mark.parametrize(
-    ("replicas", "queues", "busy", "wanted"),
-    [
-        (2, [90.0, 30.0], [1.0, 1.0], 3),
-        (2, [50.0, 50.0], [1.0, 1.0], 2),
-        (2, [1.0, 1.0], [0.3, 0.4], 1),
-        (2, [1.0, 1.0], [0.5, 0.4], 2),  # one would be busy for 90 %
-        (2, [30.0, 30.0], [0.1, 0.1], 2),  # more than half of the limit
-        (1, [0.0], [0.0], 1),
-        (3, [], [], 3),
-    ],
+@cases(
+    (2, [90.0, 30.0], [1.0, 1.0], 3),
+    (2, [50.0, 50.0], [1.0, 1.0], 2),
+    (2, [1.0, 1.0], [0.3, 0.4], 1),
+    (2, [1.0, 1.0], [0.5, 0.4], 2),  # one would be busy for 90 %
+    (2, [30.0, 30.0], [0.1, 0.1], 2),  # more than half of the limit
+    (1, [0.0], [0.0], 1),
+    (3, [], [], 3),
 )
 def test_the_queue_time_policy_decides_the_number_of_replicas(
     replicas: int, queues: list[float], busy: list[float], wanted: int
@@ -161,20 +156,17 @@ shmserve_model_memory_bytes{model="b",version="1",place="host"} 40
 FORM = b'--a\r\nContent-Disposition: form-data; name="model"\r\n\r\nspeech\r\n--a--\r\n'
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "body", "target"),
-    [
-        ("/v2/models/m/infer", {}, b'{"inputs": []}', Target("m")),
-        ("/v2/models/m/infer", {"x-sequence-id": "7"}, b"{}", Target("m", "7")),
-        ("/v2/models/m/versions/2/infer", {}, b'{"parameters": {"sequence_id": 9}}', Target("m", "9")),
-        ("/v2/models/m/infer", {}, b'{"parameters": {"sequence_id": 0}}', Target("m")),
-        ("/v2/models/m/infer", {}, b'{"parameters": {"sequence_id": "a', Target("m")),
-        ("/v2/models/m/infer", {"inference-header-content-length": "2"}, b'{}"sequence_id"', Target("m")),
-        ("/v2/models/m/infer", {"content-encoding": "gzip"}, b"...", Target("m", opaque=True)),
-        ("/v1/chat/completions", {}, b'{"model": "chat"}', Target("chat")),
-        ("/v1/audio/transcriptions", {}, FORM, Target("speech")),
-        ("/v1/audio/transcriptions", {}, FORM[:-9], Target()),
-    ],
+@cases(
+    ("/v2/models/m/infer", {}, b'{"inputs": []}', Target("m")),
+    ("/v2/models/m/infer", {"x-sequence-id": "7"}, b"{}", Target("m", "7")),
+    ("/v2/models/m/versions/2/infer", {}, b'{"parameters": {"sequence_id": 9}}', Target("m", "9")),
+    ("/v2/models/m/infer", {}, b'{"parameters": {"sequence_id": 0}}', Target("m")),
+    ("/v2/models/m/infer", {}, b'{"parameters": {"sequence_id": "a', Target("m")),
+    ("/v2/models/m/infer", {"inference-header-content-length": "2"}, b'{}"sequence_id"', Target("m")),
+    ("/v2/models/m/infer", {"content-encoding": "gzip"}, b"...", Target("m", opaque=True)),
+    ("/v1/chat/completions", {}, b'{"model": "chat"}', Target("chat")),
+    ("/v1/audio/transcriptions", {}, FORM, Target("speech")),
+    ("/v1/audio/transcriptions", {}, FORM[:-9], Target()),
 )
 def test_target_of_http_requests(path: str, fields: dict[str, str], body: bytes, target: Target) -> None:
     route: Any = resolve("POST", path)

@@ -20,6 +20,7 @@ from shmserve.tools.plan import Autoscale, FleetPlan, FleetResult, Outage, Surge
 from shmserve.tools.plan.balancing import Balancer, Ring
 from shmserve.tools.plan.measured import read_measured
 from tests import ROOT
+from tests.support.cases import cases
 
 MS = 1_000_000
 SECOND = 1_000_000_000
@@ -46,18 +47,23 @@ def accounted(result: FleetResult) -> int:
     return result.answered + sum(result.failed.values())
 
 
-@pytest.mark.parametrize(
-    ("given", "p99_within"),
-    [
-        ({"model": model(8, Constant(12 * MS)), "rate": 53_000.0, "policy": "random"}, 0.02),
-        ({"model": model(4, Affine(10 * MS, 2 * MS), 8), "rate": 110_000.0, "policy": "two-choices"}, 0.02),
-        ({"model": model(8, Lognormal(12 * MS, 0.5)), "rate": 45_000.0, "policy": "least"}, 0.06),
-        ({"model": model(8, Constant(12 * MS)), "rate": 45_000.0, "policy": "bounded-hash", "keys": 20_000,
-          "cached": 500}, 0.06),
-        ({"model": model(8, Constant(12 * MS)), "rate": 90_000.0, "policy": "random", "timeout_ns": 60 * MS}, 0.03),
-    ],
+@cases(
+    ({"model": model(8, Constant(12 * MS)), "rate": 53_000.0, "policy": "random"}, 0.02),
+    ({"model": model(4, Affine(10 * MS, 2 * MS), 8), "rate": 110_000.0, "policy": "two-choices"}, 0.02),
+    ({"model": model(8, Lognormal(12 * MS, 0.5)), "rate": 45_000.0, "policy": "least"}, 0.06),
+    (
+        {
+            "model": model(8, Constant(12 * MS)),
+            "rate": 45_000.0,
+            "policy": "bounded-hash",
+            "keys": 20_000,
+            "cached": 500,
+        },
+        0.06,
+    ),
+    ({"model": model(8, Constant(12 * MS)), "rate": 90_000.0, "policy": "random", "timeout_ns": 60 * MS}, 0.03),
     ids=["single", "batches", "lognormal", "cache", "overload"],
-)  # fmt: skip
+)
 def test_queues_have_the_latencies_of_the_core(given: dict[str, Any], p99_within: float) -> None:
     """With 100 servers, the queues have the same latencies and throughput as the core."""
     core, queues = [simulate_fleet(plan(servers=100, requests=8000, fast=fast, **given)) for fast in (False, True)]

@@ -86,8 +86,11 @@ def test_closed_loop_callers_get_one_instance_each(callers: int, start: int, too
 
 def test_slow_loads_add_one_instance_at_a_time_up_to_the_maximum() -> None:
     """Far too much work, and an instance takes 5 s to load: instances are added one at a time, up to the maximum."""
-    found = run(scaled(Constant(100 * MS), least=2, most=4, start=2, load=Constant(5 * SECOND)),
-                Load("m", steps((20, 45.0)), clients=4), 20)  # fmt: skip
+    found = run(
+        scaled(Constant(100 * MS), least=2, most=4, start=2, load=Constant(5 * SECOND)),
+        Load("m", steps((20, 45.0)), clients=4),
+        20,
+    )
     sizes = [count for _, count in found.sizes]
     assert (max(sizes), min(sizes)) == (4, 2)
     grown = [at for (at, count), (_, before) in zip(found.sizes[1:], found.sizes, strict=False) if count > before]

@@ -35,6 +35,7 @@ from shmserve.sim.plan import simple_model
 from shmserve.sim.service import PerElement
 from tests import ROOT
 from tests.sim.plans import MS, calling, pipeline, policy, served, some_plan, tensor
+from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 
 SEEDS = int(os.environ.get("SHMSERVE_SIM_SEEDS", "20"))
@@ -284,12 +285,9 @@ def test_a_cache_answers_repeated_requests() -> None:
     assert sum(result.models["m"].batches.values()) == 10
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan((served(policy()),), (Load("m", Poisson(1)),)),
-        Plan((served(policy()),), (Load("other", Poisson(1)),), seconds=1.0),
-    ],
+@cases(
+    Plan((served(policy()),), (Load("m", Poisson(1)),)),
+    Plan((served(policy()),), (Load("other", Poisson(1)),), seconds=1.0),
     ids=["no end", "no such model"],
 )
 def test_an_invalid_plan_is_refused(plan: Plan) -> None:

@@ -21,6 +21,7 @@ from shmserve.sim import Affine, Bursts, Constant, Lognormal, Poisson, Replay, S
 from shmserve.sim.command import main, parser
 from shmserve.sim.service import PerElement, parse, read_table
 from tests import ROOT
+from tests.support.cases import cases
 from tests.support.docs import pages
 from tests.support.hypothesis_profiles import examples
 
@@ -28,17 +29,14 @@ PAGE = pages.page("sizing")
 MS = 1_000_000
 
 
-@pytest.mark.parametrize(
-    ("text", "service"),
-    [
-        ("5ms", Constant(5 * MS)),
-        ("300us", Constant(300_000)),
-        ("1.5s", Constant(1500 * MS)),
-        ("1ms+0.2ms/row", Affine(MS, 200_000)),
-        ("1ms+5us/element", PerElement(MS, 5000)),
-        ("lognormal:4ms", Lognormal(4 * MS, 0.5)),
-        ("lognormal:4ms,0.25", Lognormal(4 * MS, 0.25)),
-    ],
+@cases(
+    ("5ms", Constant(5 * MS)),
+    ("300us", Constant(300_000)),
+    ("1.5s", Constant(1500 * MS)),
+    ("1ms+0.2ms/row", Affine(MS, 200_000)),
+    ("1ms+5us/element", PerElement(MS, 5000)),
+    ("lognormal:4ms", Lognormal(4 * MS, 0.5)),
+    ("lognormal:4ms,0.25", Lognormal(4 * MS, 0.25)),
 )
 def test_service_times_are_parsed(text: str, service: Service) -> None:
     assert parse(text) == service
@@ -48,19 +46,16 @@ TIMES = ("", "5", "ms", "5 hours", "1ms+2ms", "lognormal:1ms,x", "other:5ms", "t
 TABLES = ("", "[]", "{}", '{"0": 1}', '{"1": []}', '{"1": -1}', '{"a": 1}', '{"1": "x"}')
 
 
-@pytest.mark.parametrize(
-    ("read", "text", "error"),
-    [
-        *((parse, text, None) for text in TIMES),
-        *((read_table, text, None) for text in TABLES),
-        *(
-            (read_recording, f'{{"at": 0, "model": "a"}}\n{line}\n', "line 2")
-            for line in ("x", "[]", '{"model": "a"}', '{"at": 1}', '{"at": -1, "model": "a"}', '{"at": 1e999}')
-        ),
-    ],
-)  # fmt: skip
+@cases(
+    *((parse, text, None) for text in TIMES),
+    *((read_table, text, None) for text in TABLES),
+    *(
+        (read_recording, f'{{"at": 0, "model": "a"}}\n{line}\n', "line 2")
+        for line in ("x", "[]", '{"model": "a"}', '{"at": 1}', '{"at": -1, "model": "a"}', '{"at": 1e999}')
+    ),
+)
 def test_invalid_times_tables_and_recordings_are_refused(
-    tmp_path: Path, read: Any, text: str, error: str | None
+    read: Any, text: str, error: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text(text)
     with pytest.raises(InvalidRequest, match=error):
@@ -144,21 +139,18 @@ def test_a_model_is_simulated_with_the_models_it_calls(capsys: pytest.CaptureFix
     assert models["add_sub"]["latency_ms"]["p50"] > 7
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--service", "nonsense"],
-        ["--repository", "no/such/place"],
-        ["--repository", "repo/examples"],
-        ["--repository", "repo/examples", "--model", "nobody"],
-        ["--repository", "repo/examples", "--model", "mlp", "--max-batch", "4"],
-        ["--repository", "repo/examples", "--model", "mlp", "--calls", "nobody=mlp"],
-        ["--repository", "repo/examples", "--model", "mlp", "--calls", "mlp=nobody"],
-        ["--repository", "repo/examples", "--model", "sentiment", "--calls", "sentiment=mlp"],
-        ["--calls", "model=other"],
-        ["--callers", "4", "--compare"],
-        ["--recording", "no/such/file"],
-    ],
+@cases(
+    ["--service", "nonsense"],
+    ["--repository", "no/such/place"],
+    ["--repository", "repo/examples"],
+    ["--repository", "repo/examples", "--model", "nobody"],
+    ["--repository", "repo/examples", "--model", "mlp", "--max-batch", "4"],
+    ["--repository", "repo/examples", "--model", "mlp", "--calls", "nobody=mlp"],
+    ["--repository", "repo/examples", "--model", "mlp", "--calls", "mlp=nobody"],
+    ["--repository", "repo/examples", "--model", "sentiment", "--calls", "sentiment=mlp"],
+    ["--calls", "model=other"],
+    ["--callers", "4", "--compare"],
+    ["--recording", "no/such/file"],
 )
 def test_a_failed_simulation_prints_a_one_line_error(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -381,8 +381,11 @@ class Builder:
             "ops": {tensor.name: ["copy", network.inputs[0].name] for tensor in network.outputs},
             "host_code": "VERSION_COMPATIBLE" in config.flags,
             "built": {
-                "flags": config.flags, "pools": config.pools, "level": config.builder_optimization_level,
-                "hardware": config.hardware_compatibility_level.name, "network": network.flags,
+                "flags": config.flags,
+                "pools": config.pools,
+                "level": config.builder_optimization_level,
+                "hardware": config.hardware_compatibility_level.name,
+                "network": network.flags,
             },
-        }  # fmt: skip
+        }
         return json.dumps(plan).encode()

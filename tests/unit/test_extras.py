@@ -16,6 +16,7 @@ import pytest
 from shmserve import extras
 from shmserve.extras import install_command
 from tests import ROOT
+from tests.support.cases import cases
 
 CLIENT = {"msgspec", "numpy", "posix_ipc", "pyzmq"}
 
@@ -90,14 +91,11 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "package", "extra"),
-    [
-        (("serve", "model.onnx"), "protobuf", "server"),
-        (("gateway",), "uvloop", "server"),
-        (("check", "."), "protobuf", "server"),
-        (("bench", "mlp"), "uvloop", "bench"),
-    ],
+@cases(
+    (("serve", "model.onnx"), "protobuf", "server"),
+    (("gateway",), "uvloop", "server"),
+    (("check", "."), "protobuf", "server"),
+    (("bench", "mlp"), "uvloop", "bench"),
 )
 def test_a_command_names_the_extra_that_it_needs(arguments: tuple[str, ...], package: str, extra: str) -> None:
     """Tested in the state after `pip install shmserve` alone."""
@@ -141,21 +139,26 @@ def installed(root: Path, origin: Mapping[str, Any] | None) -> Path:
     return root / "shmserve"
 
 
-@pytest.mark.parametrize(
-    ("origin", "command", "service"),
-    [
-        ({"dir_info": {}, "url": "file:///src/shmserve"}, "pip install '.[runtime]' in the source directory",
-         "make install-systemd EXTRAS=runtime"),
-        (WHEEL, "pip install './shmserve-0.1.0+x-py3-none-any.whl[runtime]' in the directory of that file",
-         "make install-systemd PACKAGE='shmserve-0.1.0+x-py3-none-any.whl[runtime]'"),
-        ({"vcs_info": {"vcs": "git", "commit_id": "1"}, "url": "https://host/shmserve.git"},
-         "pip install 'shmserve[runtime] @ URL' with the URL that shmserve was installed from",
-         "make install-systemd EXTRAS=runtime"),
-        (None, "pip install 'rich>=13.7' 'jinja2>=3.1'", "make install-systemd EXTRAS=runtime"),
-    ],
-)  # fmt: skip
+@cases(
+    (
+        {"dir_info": {}, "url": "file:///src/shmserve"},
+        "pip install '.[runtime]' in the source directory",
+        "make install-systemd EXTRAS=runtime",
+    ),
+    (
+        WHEEL,
+        "pip install './shmserve-0.1.0+x-py3-none-any.whl[runtime]' in the directory of that file",
+        "make install-systemd PACKAGE='shmserve-0.1.0+x-py3-none-any.whl[runtime]'",
+    ),
+    (
+        {"vcs_info": {"vcs": "git", "commit_id": "1"}, "url": "https://host/shmserve.git"},
+        "pip install 'shmserve[runtime] @ URL' with the URL that shmserve was installed from",
+        "make install-systemd EXTRAS=runtime",
+    ),
+    (None, "pip install 'rich>=13.7' 'jinja2>=3.1'", "make install-systemd EXTRAS=runtime"),
+)
 def test_the_install_command_in_packages(
-    tmp_path: Path, origin: Mapping[str, Any] | None, command: str, service: str
+    origin: Mapping[str, Any] | None, command: str, service: str, tmp_path: Path
 ) -> None:
     package = installed(tmp_path, origin)
     assert install_command("runtime", package) == command

@@ -22,6 +22,7 @@ from shmserve.dtypes import ITEM_BYTES, TO_CONFIG
 from shmserve.repo import samples
 from shmserve.testing import Server
 from tests.support import commands
+from tests.support.cases import cases
 from tests.support.ensemble_models import tensors
 from tests.support.model_files import parameters, write_model
 
@@ -131,21 +132,18 @@ def test_every_dtype_is_parsed_printed_and_kept_in_files(server: Server, tmp_pat
     assert {name: found[f"out_{name}"]["data"] for name in ITEM_BYTES} == EXPECTED
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "text"),
-    [
-        (["add_sub"], 2, "needs INPUT0 (FP32 [4]), INPUT1 (FP32 [4]): give --input INPUT0=VALUE, a JSON file"),
-        (["add_sub", "-i", "INPUT0=1,2,3,4"], 1, "INPUT1"),
-        (["mlp", "--random", "--batch", "33"], 2, "--batch 33: the max_batch_size of model 'mlp' is 32"),
-        (["mlp", "--random", "--outputs", "z"], 1, "'z'"),
-        (["mlp", "--random", "--version", "7"], 1, "version 7 is not found; `shmserve models` lists"),
-        (["mlp", "--random", "--out", "/proc/no"], 1, "cannot write to /proc/no: "),
-        (["nobody", "--random"], 1, "unknown model: 'nobody' is not found; `shmserve models` lists the models"),
-        (["slow", "--random", "--timeout", "0.05"], 1, "--timeout allows more"),
-        (["failing", "--random"], 1, "no luck today"),
-    ],
+@cases(
+    (["add_sub"], 2, "needs INPUT0 (FP32 [4]), INPUT1 (FP32 [4]): give --input INPUT0=VALUE, a JSON file"),
+    (["add_sub", "-i", "INPUT0=1,2,3,4"], 1, "INPUT1"),
+    (["mlp", "--random", "--batch", "33"], 2, "--batch 33: the max_batch_size of model 'mlp' is 32"),
+    (["mlp", "--random", "--outputs", "z"], 1, "'z'"),
+    (["mlp", "--random", "--version", "7"], 1, "version 7 is not found; `shmserve models` lists"),
+    (["mlp", "--random", "--out", "/proc/no"], 1, "cannot write to /proc/no: "),
+    (["nobody", "--random"], 1, "unknown model: 'nobody' is not found; `shmserve models` lists the models"),
+    (["slow", "--random", "--timeout", "0.05"], 1, "--timeout allows more"),
+    (["failing", "--random"], 1, "no luck today"),
 )
-def test_infer_errors_and_their_exit_codes(server: Server, words: list[str], code: int, text: str) -> None:
+def test_infer_errors_and_their_exit_codes(words: list[str], code: int, text: str, server: Server) -> None:
     assert text in run(server, "infer", *words, code=code)
 
 

@@ -19,6 +19,7 @@ from shmserve.repo.backends import DIRECTORY, folder_of, installed
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from shmserve.workers.backends import Context, registry
 from shmserve.workers.backends.registry import from_directory
+from tests.support.cases import cases
 from tests.support.docs import pages
 from tests.support.launch import Launched
 from tests.support.workers.worker_harness import WorkerProcess, config, work
@@ -165,18 +166,15 @@ ONE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        (ONE, "One"),
-        (ONE + "class Two(One): pass\n", "Two"),
-        (ONE + "class Two(SeparateBackend): pass\n", "it has 2: One, Two"),
-        ("from shmserve.workers.backends import StackedBackend\n", "it has none"),
-        ("class One: pass\n", "it has none"),
-    ],
+@cases(
+    (ONE, "One"),
+    (ONE + "class Two(One): pass\n", "Two"),
+    (ONE + "class Two(SeparateBackend): pass\n", "it has 2: One, Two"),
+    ("from shmserve.workers.backends import StackedBackend\n", "it has none"),
+    ("class One: pass\n", "it has none"),
     ids=["one", "derived", "two", "imported", "other"],
 )
-def test_the_backend_class_is_found_in_backend_py(tmp_path: Path, text: str, name: str) -> None:
+def test_the_backend_class_is_found_in_backend_py(text: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "beside.py").touch()
     (tmp_path / "mine" / "backend.py").write_text(f"import beside\n{text}")
@@ -190,15 +188,19 @@ def test_the_backend_class_is_found_in_backend_py(tmp_path: Path, text: str, nam
         from_directory(str(tmp_path), "mine")
 
 
-@pytest.mark.parametrize(
-    ("name", "library", "extra", "modules"),
-    [("onnxruntime", "onnxruntime", "server", "onnx.backend"),
-     ("pytorch", "torch", "torch", "pytorch.backend pytorch.programs pytorch.device"),
-     ("openvino", "openvino", "openvino", "openvino"),
-     ("tensorflow", "tensorflow", "tensorflow",
-      "tensorflow.backend tensorflow.engine tensorflow.files tensorflow.sessions"),
-     ("tflite", "ai_edge_litert", "tflite", "tflite"), ("dali", "nvidia", "dali", "dali")],
-)  # fmt: skip
+@cases(
+    ("onnxruntime", "onnxruntime", "server", "onnx.backend"),
+    ("pytorch", "torch", "torch", "pytorch.backend pytorch.programs pytorch.device"),
+    ("openvino", "openvino", "openvino", "openvino"),
+    (
+        "tensorflow",
+        "tensorflow",
+        "tensorflow",
+        "tensorflow.backend tensorflow.engine tensorflow.files tensorflow.sessions",
+    ),
+    ("tflite", "ai_edge_litert", "tflite", "tflite"),
+    ("dali", "nvidia", "dali", "dali"),
+)
 def test_a_missing_library_is_named_with_its_extra(
     name: str, library: str, extra: str, modules: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 import shmserve
 from shmserve.repo import ocr, samples
+from tests.support.cases import cases
 from tests.support.stopped import stopped
 
 for module in ("onnxruntime", "cv2", "pyclipper", "PIL", "shapely", "yaml", "rapidocr_onnxruntime"):
@@ -118,18 +119,15 @@ def counts(client: shmserve.Client) -> tuple[int, int]:
     return int(found["inference_count"]), int(found["execution_count"])
 
 
-@pytest.mark.parametrize(
-    ("data", "text"),
-    [
-        (lambda: b"", "its 0 bytes are not a PNG or JPEG file"),
-        (lambda: b"GIF89a" + bytes(20), "its 26 bytes are not a PNG or JPEG file"),
-        (lambda: PAGES["nothing"][1]()[:100], "IMAGE cannot be read: "),
-        (lambda: drawn(size=(4000, 4)), "4000 x 4 pixels is too small for text"),
-        (lambda: drawn(size=(8000, 6251), mode="1"), "8000 x 6251 pixels; the limit is 50000000"),
-    ],
+@cases(
+    (lambda: b"", "its 0 bytes are not a PNG or JPEG file"),
+    (lambda: b"GIF89a" + bytes(20), "its 26 bytes are not a PNG or JPEG file"),
+    (lambda: PAGES["nothing"][1]()[:100], "IMAGE cannot be read: "),
+    (lambda: drawn(size=(4000, 4)), "4000 x 4 pixels is too small for text"),
+    (lambda: drawn(size=(8000, 6251), mode="1"), "8000 x 6251 pixels; the limit is 50000000"),
     ids=["nothing", "GIF", "cut off", "narrow", "huge"],
 )
-def test_invalid_images_are_refused(client: shmserve.Client, data: Callable[[], bytes], text: str) -> None:
+def test_invalid_images_are_refused(data: Callable[[], bytes], text: str, client: shmserve.Client) -> None:
     with pytest.raises(shmserve.ServeError, match=rf"in ensemble 'ocr', .*{text}") as failed:
         client.infer("ocr", {"IMAGE": np.array([data()], object)})
     assert "0x" not in str(failed.value)

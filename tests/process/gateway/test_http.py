@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from shmserve.testing import Server
+from tests.support.cases import cases
 from tests.support.ensemble_models import config_text
 from tests.support.gateway.running_gateway import (
     FAILS_AT_ONCE,
@@ -120,12 +121,13 @@ BOMB = gzip.compress(bytes(9_000_000))
 TEXT = b'{"parameters":{"a":"%b"},"inputs":[{"name":"i_FP32","shape":[1,2],"datatype":"FP32","data":[1,2]}]}'
 
 
-@pytest.mark.parametrize(("body", "headers", "text"), [
+@cases(
     (b" " * 200_001, {}, "--limit http_json_bytes"),
     (BOMB, {"Content-Encoding": "gzip", "Inference-Header-Content-Length": "5"}, "--http-max-input-size"),
     (TEXT % (b"x" * 65_537), {}, "has 65537 bytes, over the limit of 65536"),
-], ids=["large JSON", "binary bomb", "large parameter"])  # fmt: skip
-def test_bodies_over_the_limits(gateway: Gateway, body: bytes, headers: dict[str, str], text: str) -> None:
+    ids=["large JSON", "binary bomb", "large parameter"],
+)
+def test_bodies_over_the_limits(body: bytes, headers: dict[str, str], text: str, gateway: Gateway) -> None:
     """The limits are those of the command line, and the server accepts no more than the gateway."""
     found, answer = gateway.ask("POST", "/v2/models/row/infer", body, **headers)
     error = json.loads(answer)["error"]

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from shmserve.testing import Server
+from tests.support.cases import cases
 from tests.support.commands import COMMAND, run
 from tests.support.gateway.language_models import LanguageModels, openai_client, post, write_language_models
 from tests.support.gateway.running_gateway import Gateway, model, open_gate
@@ -103,8 +104,10 @@ def test_tokens_are_streamed_as_they_are_generated(client: Any, files: LanguageM
 
 
 def test_a_model_with_a_messages_input_gets_the_chat_as_json(client: Any) -> None:
-    messages: Any = [{"role": "system", "content": "S", "name": "n"},
-                     {"role": "user", "content": [{"type": "text", "text": "DOCUMENT"}]}]  # fmt: skip
+    messages: Any = [
+        {"role": "system", "content": "S", "name": "n"},
+        {"role": "user", "content": [{"type": "text", "text": "DOCUMENT"}]},
+    ]
     form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
     found = client.chat.completions.create(
         model="talk", messages=messages, tools=TOOLS, tool_choice="auto", response_format=form,
@@ -152,13 +155,18 @@ def test_structured_outputs_enforce_tool_calls(client: Any) -> None:
 
 def test_chats_of_a_triton_vllm_model_use_its_chat_template(client: Any) -> None:
     """The gateway renders the chat template of the model's configuration."""
-    messages: Any = [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]},
-                     {"role": "assistant", "content": "PARAMETERS"}]  # fmt: skip
+    messages: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]},
+        {"role": "assistant", "content": "PARAMETERS"},
+    ]
     form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
     found = client.chat.completions.create(
-        model="vllm", messages=messages, response_format=form, n=1,
+        model="vllm",
+        messages=messages,
+        response_format=form,
+        n=1,
         extra_body={"chat_template_kwargs": {"style": "brief"}},
-    )  # fmt: skip
+    )
     sampling = {"max_tokens": 20, "n": 1, "structured_outputs": '{"json":{"type":"object"}}'}
     text = json.dumps(sampling, sort_keys=True)
     assert found.choices[0].message.content == f"user: hi you assistant: {text} brief</s>"
@@ -262,7 +270,7 @@ def test_images_of_a_chat(client: Any) -> None:
     assert choice.message.content == f"user: <image> [{zlib.crc32(IMAGES[1])}] </s>"
 
 
-@pytest.mark.parametrize(("model", "urls", "text"), [
+@cases(
     ("talk", ["https://example.com/cat.png"], "send it as a URL that begins with 'data:image/png;base64,'"),
     ("talk", ["file:///etc/passwd"], "has an image at another place than the request itself"),
     ("talk", ["data:image/png;base64,"], "an image of 0 characters in base64"),
@@ -270,8 +278,8 @@ def test_images_of_a_chat(client: Any) -> None:
     ("talk", [data_url(b"a")] * 33, "has 33 images; the limit is 32"),
     ("vllm", [data_url(b"a")] * 2, "has 2 images; model 'vllm' needs 1"),
     ("bare", [data_url(b"a")], "neither an input 'messages' nor the parameter chat_template"),
-])  # fmt: skip
-def test_refused_images(client: Any, model: str, urls: list[str], text: str) -> None:
+)
+def test_refused_images(model: str, urls: list[str], text: str, client: Any) -> None:
     content: Any = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     with pytest.raises(openai.BadRequestError, match=re.escape(text)):
         client.chat.completions.create(model=model, messages=[{"role": "user", "content": content}])
@@ -302,15 +310,15 @@ def test_transcriptions(client: Any) -> None:
     assert vtt == "WEBVTT\n\n" + "\n".join(line for line in lines if line != "2").replace(",", ".")
 
 
-@pytest.mark.parametrize(("more", "error", "text"), [
+@cases(
     ({"model": "talk"}, "NotFoundError", "is not a speech model: it has no input 'audio'"),
     ({"file": ("a.wav", b"")}, "BadRequestError", "the form has no 'file', or an empty one"),
     ({"temperature": 3}, "BadRequestError", "Invalid value for 'temperature'"),
     ({"response_format": "docx"}, "BadRequestError", "Invalid value for 'response_format'"),
     ({"include": ["logprobs"]}, "BadRequestError", "Unrecognized request argument supplied: include"),
     ({"stream": True, "response_format": "srt"}, "BadRequestError", "'stream' is not possible with the format srt"),
-])  # fmt: skip
-def test_refused_transcriptions(client: Any, more: dict[str, Any], error: str, text: str) -> None:
+)
+def test_refused_transcriptions(more: dict[str, Any], error: str, text: str, client: Any) -> None:
     with pytest.raises(getattr(openai, error), match=re.escape(text)):
         client.audio.transcriptions.create(**{"model": "speech", "file": ("a.wav", b"a"), **more})
 

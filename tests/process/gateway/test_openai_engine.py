@@ -20,6 +20,7 @@ from shmserve.tools.load.measure import measure
 from shmserve.tools.load.plan import CHAT as CHAT_API
 from shmserve.tools.load.plan import COMPLETIONS, SECOND, Closed, Endpoint, Lengths, Objectives, Plan, Prompts, Settings
 from tests.process.models.language import llm_oracle
+from tests.support.cases import cases
 from tests.support.gateway.language_models import openai_client, picture, post
 from tests.support.model_files import parameters
 from tests.support.optional import optional
@@ -130,7 +131,9 @@ def test_a_load_generator_counts_tokens(kind: str, api: str, server: Server) -> 
         prompts=Prompts(api=api, words=Lengths(40, 80), output=Lengths(8, 8), sampling='{"ignore_eos": true}'),
         objectives=Objectives(e2e=60 * SECOND),
         stream=True,
-        settings=Settings(warmup_ns=SECOND // 50, window_ns=SECOND // 20, min_windows=2, max_windows=2, least=3),
+        settings=Settings(
+            warmup_ns=SECOND // 50, window_ns=SECOND // 20, min_windows=2, max_windows=2, least=3
+        ),
     )
     with server.client() as client:
         before = client.statistics("text")["model_stats"][0]["language"]
@@ -241,17 +244,14 @@ def test_a_large_prompt_is_tokenized(client: Any) -> None:
         post(client, "/tokenize", model="text", prompt=4 * text)
 
 
-@pytest.mark.parametrize(
-    ("path", "given", "text"),
-    [
-        ("/tokenize", {}, "either 'prompt' or 'messages' is required"),
-        ("/tokenize", {"prompt": "a", "add_special_tokens": False}, "supported as true for a prompt"),
-        ("/tokenize", {"prompt": "a", "tokens": []}, "Unrecognized request argument supplied: tokens"),
-        ("/detokenize", {"tokens": []}, "Invalid value for 'tokens'"),
-        ("/detokenize", {"tokens": [1 << 30]}, "llama.cpp: "),
-    ],
+@cases(
+    ("/tokenize", {}, "either 'prompt' or 'messages' is required"),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": False}, "supported as true for a prompt"),
+    ("/tokenize", {"prompt": "a", "tokens": []}, "Unrecognized request argument supplied: tokens"),
+    ("/detokenize", {"tokens": []}, "Invalid value for 'tokens'"),
+    ("/detokenize", {"tokens": [1 << 30]}, "llama.cpp: "),
 )
-def test_refused_conversions(client: Any, path: str, given: Any, text: str) -> None:
+def test_refused_conversions(path: str, given: Any, text: str, client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match=text):
         post(client, path, model="text", **given)
 
@@ -331,17 +331,14 @@ def test_tool_calls_of_responses(client: Any, choice: Any) -> None:
     assert client.responses.create(model="text", input=history, max_output_tokens=3).usage.output_tokens == 3
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"previous_response_id": "resp_1"}, "this server keeps no responses"),
-        ({"tools": [{"type": "web_search"}]}, "tools of the type 'web_search' are not supported"),
-        ({"input": [{"type": "image"}]}, "items of the type 'image' are not supported"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "an image that is not in base64"),
-        ({"extra_body": {"tokens": 1}}, "Unrecognized request argument supplied: tokens"),
-    ],
+@cases(
+    ({"previous_response_id": "resp_1"}, "this server keeps no responses"),
+    ({"tools": [{"type": "web_search"}]}, "tools of the type 'web_search' are not supported"),
+    ({"input": [{"type": "image"}]}, "items of the type 'image' are not supported"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "an image that is not in base64"),
+    ({"extra_body": {"tokens": 1}}, "Unrecognized request argument supplied: tokens"),
 )
-def test_refused_responses(client: Any, given: dict[str, Any], text: str) -> None:
+def test_refused_responses(given: dict[str, Any], text: str, client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match=text):
         client.responses.create(**{"model": "text", "input": "a"} | given)
 
@@ -377,13 +374,13 @@ def test_images(client: Any, claude: Any, server: Server, repository: Path) -> N
         client.chat.completions.create(messages=given, **SAMPLING)
 
 
-@pytest.mark.parametrize(("part", "images", "text"), [
+@cases(
     ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}, [], "a part of the type 'image_url'"),
     ({"type": "image"}, [], "has more images than the input 'image'"),
     ({"type": "text", "text": "a"}, [b"AAAA"], "has more images than the input 'messages'"),
     ({"type": "image"}, [b"\xff"], "is not base64"),
-])  # fmt: skip
-def test_images_and_messages_must_match(server: Server, part: Any, images: list[bytes], text: str) -> None:
+)
+def test_images_and_messages_must_match(part: Any, images: list[bytes], text: str, server: Server) -> None:
     """The engine itself would fetch URLs."""
     given = {"text_input": "", "messages": json.dumps({"messages": [{"role": "user", "content": [part]}]})}
     inputs = {name: np.array([value], object) for name, value in given.items()}

@@ -18,6 +18,7 @@ import pytest
 
 import shmserve
 from shmserve.testing import Server
+from tests.support.cases import cases
 from tests.support.gateway.served_gateways import ANY_PORTS, END_S, WAITING_REQUEST, Serving, ask, gateways_of, serving
 from tests.support.launch import await_end, descriptors_of, identity
 from tests.support.living import PYTHON
@@ -75,10 +76,12 @@ def test_several_gateways_share_the_ports(repository: Path, tmp_path: Path) -> N
 def test_a_gateway_that_cannot_start_ends_the_server(repository: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        for number, (options, code, text) in enumerate((
-            (("--http-port", str(port)), 1, f"cannot listen on 127.0.0.1, port {port}.*; use other ports"),
-            (("--http-roles=never",), 2, "'never' is not a role"),
-        )):  # fmt: skip
+        for number, (options, code, text) in enumerate(
+            (
+                (("--http-port", str(port)), 1, f"cannot listen on 127.0.0.1, port {port}.*; use other ports"),
+                (("--http-roles=never",), 2, "'never' is not a role"),
+            )
+        ):
             server = Serving(repository, tmp_path / str(number), *ANY_PORTS, *options)
             found = server.until("ERROR cannot start the gateway").string
             assert server.end() == code
@@ -173,15 +176,12 @@ def test_scripts_for_triton_get_the_responses_that_they_compare(tmp_path: Path) 
             assert re.fullmatch(pattern, found), (line, found)
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        ("--model-repository={broken} --exit-on-error=true", 1),
-        ("--model-repository={broken} --triton-compatible", 1),
-        ("--model-repository={broken}/none", 2),  # Triton: 1
-        ("--model-repository={broken} --no-such-flag", 2),  # Triton: 1
-        ("--help", 0),
-    ],
+@cases(
+    ("--model-repository={broken} --exit-on-error=true", 1),
+    ("--model-repository={broken} --triton-compatible", 1),
+    ("--model-repository={broken}/none", 2),  # Triton: 1
+    ("--model-repository={broken} --no-such-flag", 2),  # Triton: 1
+    ("--help", 0),
 )
 def test_exit_codes_of_a_start_that_fails(words: str, code: int, tmp_path: Path) -> None:
     write_model(tmp_path, "broken", PYTHON, "raise ValueError")

@@ -29,9 +29,11 @@ TOLD = python_model("return self.respond(np.array([request.parameters()], object
 CONFIG = f'backend: "python" input {tensors("x:FP32:[1]")} output {tensors("y:STRING:[1]")}'
 FORWARD = ("--http-header-forward-pattern", "x-.*", "--grpc-header-forward-pattern", "x-.*")
 RESTRICTED = (
-    "--http-restricted-api", "model-config:admin-key=open sesame",
-    "--grpc-restricted-protocol", "model-config:admin-key=open sesame",
-)  # fmt: skip
+    "--http-restricted-api",
+    "model-config:admin-key=open sesame",
+    "--grpc-restricted-protocol",
+    "model-config:admin-key=open sesame",
+)
 
 
 class Place:

@@ -13,6 +13,7 @@ from shmserve.repo.backends import GROUP
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.workers.backends import StackedBackend, registry
 from shmserve.workers.process.exit_codes import Exit
+from tests.support.cases import cases
 from tests.support.workers.in_process import load_failure
 from tests.support.workers.models.worker_models import Graph, python_model
 from tests.support.workers.worker_harness import WorkerProcess, config
@@ -27,15 +28,16 @@ RAISES = EXECUTE + "  def initialize(self, args): raise KeyError('k')"
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("backend", "source", "code", "text"),
-    [
-        ("nothing", "", "UNSUPPORTED",
-         "unknown backend 'nothing'; known are: dali, fil, identity, llamacpp, onnxruntime, openvino, p"),
-        ("python", RAISES, "MODEL_FAILED", "KeyError: 'k'"),
-    ],
-)  # fmt: skip
-def test_a_failed_load_ends_the_worker(tmp_path: Path, backend: str, source: str, code: str, text: str) -> None:
+@cases(
+    (
+        "nothing",
+        "",
+        "UNSUPPORTED",
+        "unknown backend 'nothing'; known are: dali, fil, identity, llamacpp, onnxruntime, openvino, p",
+    ),
+    ("python", RAISES, "MODEL_FAILED", "KeyError: 'k'"),
+)
+def test_a_failed_load_ends_the_worker(backend: str, source: str, code: str, text: str, tmp_path: Path) -> None:
     python_model(tmp_path, source)
     with WorkerProcess(config(backend, X, Y), tmp_path) as worker:
         failed = worker.failed()
@@ -53,20 +55,17 @@ def test_a_missing_model_file_is_reported(tmp_path: Path, backend: str) -> None:
     assert f"version 1 of model 'm' has no file '{file}'" in found.text
 
 
-@pytest.mark.parametrize(
-    ("source", "code", "text"),
-    [
-        ("class TritonPythonModel(", "MODEL_FAILED", "SyntaxError"),
-        ("import nothing_of_that_name", "MODEL_FAILED", "nothing_of_that_name"),
-        ("class Model: pass", "INVALID_ARG", "no class TritonPythonModel"),
-        ("class TritonPythonModel: pass", "INVALID_ARG", "no execute method"),
-        (STREAM, "INVALID_ARG", "has a stream method and no execute: such a model needs model_transaction_policy"),
-        (COMPLETE + "return 5", "INVALID_ARG", "auto_complete_config of model 'm' must return"),
-        (COMPLETE + "c.add_input({'name': 'z'})", "MODEL_FAILED", "lacks 'data_type'"),
-    ],
+@cases(
+    ("class TritonPythonModel(", "MODEL_FAILED", "SyntaxError"),
+    ("import nothing_of_that_name", "MODEL_FAILED", "nothing_of_that_name"),
+    ("class Model: pass", "INVALID_ARG", "no class TritonPythonModel"),
+    ("class TritonPythonModel: pass", "INVALID_ARG", "no execute method"),
+    (STREAM, "INVALID_ARG", "has a stream method and no execute: such a model needs model_transaction_policy"),
+    (COMPLETE + "return 5", "INVALID_ARG", "auto_complete_config of model 'm' must return"),
+    (COMPLETE + "c.add_input({'name': 'z'})", "MODEL_FAILED", "lacks 'data_type'"),
     ids=["syntax", "import", "class", "execute", "stream", "complete returns", "complete raises"],
 )
-def test_invalid_python_models_are_refused(tmp_path: Path, source: str, code: str, text: str) -> None:
+def test_invalid_python_models_are_refused(source: str, code: str, text: str, tmp_path: Path) -> None:
     python_model(tmp_path, source)
     found = load_failure(config("python", X, Y), tmp_path)
     assert (found.code, text in found.text) == (code, True), found
@@ -105,36 +104,30 @@ def no_batches(folder: Path) -> ModelConfig:
     return config("onnxruntime", {}, {}, max_batch=4)
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda folder: relu(folder, {"z": ("FP32", (3,))}), "unexpected inference input 'z', allowed inputs"),
-        (two_inputs, "configuration expects 1 inputs, model provides 2: it also has w"),
-        (lambda folder: relu(folder, {"x": ("INT64", (3,))}), "input 'x' is INT64 in the configuration and FP32"),
-        (other_default, "input 'w' is INT32 in the configuration and FP32 in the model"),
-        (lambda folder: relu(folder, X, {"y": ("FP32", (4,))}), "output 'y' has shape [-1, 4] in the config"),
-        (lambda folder: relu(folder, max_batch=0), "input 'x' has shape [3] in the configuration and [-1, 3]"),
-        (lambda folder: relu(folder, dims=(), max_batch=0), "has shape [3] in the configuration and [] in the"),
-        (unknown_dim, "output 'y' has shape [-1, -1, -1] in the configuration"),
-        (lambda folder: relu(folder, dims=(1, 3)), "the first dimension of input 'x' is 1 in the model"),
-        (no_batches, "does not support batching"),
-    ],
+@cases(
+    (lambda folder: relu(folder, {"z": ("FP32", (3,))}), "unexpected inference input 'z', allowed inputs"),
+    (two_inputs, "configuration expects 1 inputs, model provides 2: it also has w"),
+    (lambda folder: relu(folder, {"x": ("INT64", (3,))}), "input 'x' is INT64 in the configuration and FP32"),
+    (other_default, "input 'w' is INT32 in the configuration and FP32 in the model"),
+    (lambda folder: relu(folder, X, {"y": ("FP32", (4,))}), "output 'y' has shape [-1, 4] in the config"),
+    (lambda folder: relu(folder, max_batch=0), "input 'x' has shape [3] in the configuration and [-1, 3]"),
+    (lambda folder: relu(folder, dims=(), max_batch=0), "has shape [3] in the configuration and [] in the"),
+    (unknown_dim, "output 'y' has shape [-1, -1, -1] in the configuration"),
+    (lambda folder: relu(folder, dims=(1, 3)), "the first dimension of input 'x' is 1 in the model"),
+    (no_batches, "does not support batching"),
 )
-def test_invalid_onnx_models_are_refused(tmp_path: Path, make: Callable[[Path], ModelConfig], text: str) -> None:
+def test_invalid_onnx_models_are_refused(make: Callable[[Path], ModelConfig], text: str, tmp_path: Path) -> None:
     found = load_failure(make(tmp_path), tmp_path)
     assert (found.code, text in found.text) == ("INVALID_ARG", True), found
 
 
-@pytest.mark.parametrize(
-    ("outputs", "parameters", "text"),
-    [
-        ({**Y, "z": ("FP32", (3,))}, {}, "output 'z' has no input to repeat"),
-        ({"y": ("INT8", (3,))}, {}, "output 'y' is TYPE_INT8"),
-        (Y, {"delay_us": "soon"}, "delay_us must be a number"),
-    ],
+@cases(
+    ({**Y, "z": ("FP32", (3,))}, {}, "output 'z' has no input to repeat"),
+    ({"y": ("INT8", (3,))}, {}, "output 'y' is TYPE_INT8"),
+    (Y, {"delay_us": "soon"}, "delay_us must be a number"),
 )
 def test_invalid_identity_models_are_refused(
-    tmp_path: Path, outputs: Tensors, parameters: dict[str, str], text: str
+    outputs: Tensors, parameters: dict[str, str], text: str, tmp_path: Path
 ) -> None:
     found = load_failure(config("identity", X, outputs, parameters=parameters), tmp_path)
     assert (found.code, text in found.text) == ("INVALID_ARG", True), found

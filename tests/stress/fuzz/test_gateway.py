@@ -34,7 +34,7 @@ ALSO = (501, 505)
 patient = settings(
     max_examples=EXAMPLES,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-)  # fmt: skip
+)
 
 
 TALK = """

@@ -128,8 +128,9 @@ class Peer:
             return tensor.data
         if isinstance(tensor.data, int):
             return frames[tensor.data]
-        return b"".join(self.mapped.memory(handle) if handle.segment in self.mapped else self.own(handle)
-                        for handle in tensor.data)  # fmt: skip
+        return b"".join(
+            self.mapped.memory(handle) if handle.segment in self.mapped else self.own(handle) for handle in tensor.data
+        )
 
     def own(self, handle: Handle) -> bytes:
         """The bytes of an output of this broker that the client passes on; the client must hold it."""

@@ -54,9 +54,12 @@ def document(seconds: float, *models: Document, **more: Any) -> Document:
         "machine_memory_bytes": 16 << 30, "machine_memory_used_bytes": 4 << 30,
     }  # fmt: skip
     found: Document = {
-        "time_ns": int(seconds * SECOND) + 1, "server": server, "models": list(models),
-        "clients": [client(1, "top")], "gpus": [],
-    }  # fmt: skip
+        "time_ns": int(seconds * SECOND) + 1,
+        "server": server,
+        "models": list(models),
+        "clients": [client(1, "top")],
+        "gpus": [],
+    }
     return found | more
 
 

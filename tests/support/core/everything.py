@@ -84,9 +84,7 @@ _ALL = (
     Served(model("oldest", 4, FIXED, None, sequence=OLDEST), 1),
     Served(model("iterative", 4, FIXED, None, sequence=ITERATIVE), 1, "y"),
     Served(model("saying", 0, FIXED, None, sequence=OLDEST, decoupled=True), 1),
-    Served(
-        model("stream", 4, FIXED, BATCH, decoupled=True, prompt_inputs=(FIXED[0].name,), queue_tokens=9), 2, "y"
-    ),
+    Served(model("stream", 4, FIXED, BATCH, decoupled=True, prompt_inputs=(FIXED[0].name,), queue_tokens=9), 2, "y"),
     Served(model("joined", 0, FIXED, None, decoupled=True, streams=3), 2, "y"),
     Served(model("turn", 4, FIXED, BATCH), 1),
     Served(_ensemble("e_chain", 4, FIXED, "plain(x:x)->(y:t)", "pair(x:t)->(y:z)", cached=True)),
@@ -97,7 +95,7 @@ _ALL = (
     Served(_ensemble("e_stream", 4, FIXED, "stream(x:x)->(y:t)", "plain(x:x)->(y:v)", "pair(x:t)->(y:z)", outputs=TWO)),
     Served(_ensemble("e_deep", 4, FIXED, "e_stream(x:x)->(z:t)", "stream(x:t)->(y:u)", "ordered(x:u)->(w:z)", ahead=2)),
     Served(_ensemble("e_turn", 4, FIXED, "turn(x:x)->(y:z)", "plain(x:z)->(y:v)", outputs=TWO)),
-)  # fmt: skip
+)
 MODELS = {served.policy.name: served for served in _ALL}
 SEQUENCES = [name for name, served in MODELS.items() if served.policy.sequence is not None] + ["e_seq"]
 STREAMS = ["saying", "stream", "joined", "turn", "e_stream", "e_deep"]

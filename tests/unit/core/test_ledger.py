@@ -15,6 +15,7 @@ from shmserve.core.ledger import Ledger
 from shmserve.core.records import ClientState
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Handle, Map, Return
+from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 
 LAST = 2**63 - 1
@@ -131,20 +132,17 @@ def test_a_segment_is_announced_and_withdrawn_once_by_its_owner(told: Told) -> N
         told.ledger.withdraw(1, number)
 
 
-@pytest.mark.parametrize(
-    ("segment", "offset", "size", "audience", "new"),
-    [
-        (SEGMENT, 64, 64, "uid:1000", True),
-        (SEGMENT, 0, 64, "uid:1000", False),
-        (SEGMENT, 64, 64, "uid:2000", False),
-        (SEGMENT, (1 << 20) - 64, 64, "uid:1000", True),
-        (SEGMENT, (1 << 20) - 64, 65, "uid:1000", False),
-        (SEGMENT, LAST, LAST, "uid:1000", False),
-        (SEGMENT + 1, 0, 1, "uid:1000", False),
-    ],
+@cases(
+    (SEGMENT, 64, 64, "uid:1000", True),
+    (SEGMENT, 0, 64, "uid:1000", False),
+    (SEGMENT, 64, 64, "uid:2000", False),
+    (SEGMENT, (1 << 20) - 64, 64, "uid:1000", True),
+    (SEGMENT, (1 << 20) - 64, 65, "uid:1000", False),
+    (SEGMENT, LAST, LAST, "uid:1000", False),
+    (SEGMENT + 1, 0, 1, "uid:1000", False),
 )
 def test_is_new_accepts_only_free_blocks_of_the_right_audience(
-    told: Told, segment: int, offset: int, size: int, audience: str, new: bool
+    segment: int, offset: int, size: int, audience: str, new: bool, told: Told
 ) -> None:
     told.given(told.a)
     assert told.ledger.is_new(Handle(segment, offset, size), audience) is new

@@ -41,8 +41,9 @@ def test_dashboards_are_current_and_show_most_metrics() -> None:
     assert written == written_dashboards(), "write them with: make dashboards"
     assert len({dashboard["uid"] for dashboard in DASHBOARDS.values()}) == len(DASHBOARDS) == 2
     assert all(dashboard["tags"] == ["shmserve"] for dashboard in DASHBOARDS.values())
-    shown = {metric for dashboard in DASHBOARDS.values() for text in expressions(dashboard) for metric in
-             metrics_in(text)}  # fmt: skip
+    shown = {
+        metric for dashboard in DASHBOARDS.values() for text in expressions(dashboard) for metric in metrics_in(text)
+    }
     assert len(shown & METRICS.keys()) >= 45
     levels = ("instance_model", "instance_model_le", "instance_model_state")  # steps to others, by model and server
     missing = {name for name in RECORDED if name not in shown and name.split(":")[0] not in levels}

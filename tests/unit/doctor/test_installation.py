@@ -16,6 +16,7 @@ from shmserve.extras import install_command
 from shmserve.repo import gpus
 from shmserve.repo.gpus import Gpu, Gpus
 from shmserve.workers.backends.registry import BACKENDS
+from tests.support.cases import cases
 from tests.support.workers.gpu.harness import standins
 from tests.unit.doctor.tree import INSTALLED, machine, only, write
 
@@ -54,18 +55,15 @@ def test_engines(tmp_path: Path) -> None:
     assert (same.state, same.found) == (WARNING, "onnxruntime 1.20 and onnxruntime-gpu 1.20")
 
 
-@pytest.mark.parametrize(
-    ("state", "level", "found", "fix"),
-    [
-        ({}, "", "", ""),
-        ({"lost": 16}, ERROR, "the driver requires a reset", "reset it (nvidia-smi --gpu-reset -i 0000:3B:00.0)"),
-        ({"action": 2}, ERROR, "the driver recommends a reboot", "reboot the machine"),
-        ({"rows": [0, 1, 1, 0]}, WARNING, "defective memory is remapped at the next reset", "stop all programs on it"),
-        ({"uncorrected": 3}, WARNING, "3 uncorrected memory errors", "nvidia-smi -q -d ECC -i 0000:3B:00.0"),
-    ],
+@cases(
+    ({}, "", "", ""),
+    ({"lost": 16}, ERROR, "the driver requires a reset", "reset it (nvidia-smi --gpu-reset -i 0000:3B:00.0)"),
+    ({"action": 2}, ERROR, "the driver recommends a reboot", "reboot the machine"),
+    ({"rows": [0, 1, 1, 0]}, WARNING, "defective memory is remapped at the next reset", "stop all programs on it"),
+    ({"uncorrected": 3}, WARNING, "3 uncorrected memory errors", "nvidia-smi -q -d ECC -i 0000:3B:00.0"),
 )
 def test_health_of_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: dict[str, Any], level: str, found: str, fix: str
+    state: dict[str, Any], level: str, found: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, checks.CONTROL, "")
     slices = [{"uuid": "MIG-01"}, {"uuid": "MIG-02"}]

@@ -15,53 +15,51 @@ from shmserve.broker.processes import cgroups
 from shmserve.doctor import checks
 from shmserve.doctor.machine import ERROR, INFO, OK, UNLIMITED, WARNING, Finding, Machine
 from shmserve.protocol.messages import PACKET_BYTES
+from tests.support.cases import cases
 from tests.unit.doctor.tree import GROUP, machine, only, write
 
 OWN = f"sys/fs/cgroup/{GROUP}"
 
 
-@pytest.mark.parametrize(
-    ("check", "changes", "files", "state", "found", "fix"),
-    [
-        (checks.linux, {"release": "5.2.21-generic"}, {}, ERROR, "5.2.21-generic", "5.3"),
-        (checks.linux, {"release": "5.3.0"}, {}, OK, "5.3.0", ""),
-        (checks.linux, {"release": "4.19.0-26-amd64"}, {}, ERROR, "4.19.0-26-amd64", "5.3"),
-        (checks.linux, {"release": "10.0"}, {}, OK, "10.0", ""),
-        (checks.memory, {}, {}, OK, "16.0 GiB available", ""),
-        (checks.memory, {}, {f"{OWN}/memory.max": "max\n"}, OK, "16.0 GiB available", ""),
-        (
-            checks.memory,
-            {},
-            {"sys/fs/cgroup/memory.max": f"{512 << 20}\n"},  # of the group above its own
-            WARNING,
-            "16.0 GiB available, the control group allows 512 MiB",
-            "MemoryMax=",
-        ),
-        (checks.memory, {}, {"proc/meminfo": "MemAvailable:    524288 kB\n"}, WARNING, "512 MiB available", ""),
-        (checks.memory, {}, {"proc/meminfo": ""}, ERROR, "", ""),
-        # 25600: 4096 connections, 16384 segments, 1024 of the broker, 4096 for files of models
-        (checks.descriptors, {"descriptors": lambda: 25_599}, {}, WARNING, "25599", "LimitNOFILE=25600"),
-        (checks.descriptors, {"descriptors": lambda: 25_600}, {}, OK, "25600", ""),
-        (checks.descriptors, {"descriptors": lambda: UNLIMITED}, {}, OK, "no limit", ""),
-        (checks.processes, {}, {}, OK, "", ""),
-        (checks.processes, {}, {f"{OWN}/pids.max": "100\n"}, WARNING, "user 32768, control group 100", "TasksMax="),
-        (checks.processes, {"processes": lambda: 512}, {}, WARNING, "", "ulimit -u 8192"),
-        (checks.socket_buffers, {}, {"proc/sys/net/core/wmem_max": "98335\n"}, ERROR, "", ""),
-        (checks.socket_buffers, {}, {"proc/sys/net/core/wmem_max": "98336\n"}, OK, "", ""),
-        (checks.socket_buffers, {}, {"proc/sys/net/core/wmem_max": ""}, INFO, "", ""),
-        (checks.cores, {}, {}, OK, "4 usable", ""),
-        (checks.cores, {}, {f"{OWN}/cpu.max": "150000 100000\n"}, WARNING, "4 usable, a quota of 2", "--cpu-list 0-1"),
-        (checks.cores, {"cores": (0, 1)}, {}, OK, "2 usable", ""),
-    ],
+@cases(
+    (checks.linux, {"release": "5.2.21-generic"}, {}, ERROR, "5.2.21-generic", "5.3"),
+    (checks.linux, {"release": "5.3.0"}, {}, OK, "5.3.0", ""),
+    (checks.linux, {"release": "4.19.0-26-amd64"}, {}, ERROR, "4.19.0-26-amd64", "5.3"),
+    (checks.linux, {"release": "10.0"}, {}, OK, "10.0", ""),
+    (checks.memory, {}, {}, OK, "16.0 GiB available", ""),
+    (checks.memory, {}, {f"{OWN}/memory.max": "max\n"}, OK, "16.0 GiB available", ""),
+    (
+        checks.memory,
+        {},
+        {"sys/fs/cgroup/memory.max": f"{512 << 20}\n"},  # of the group above its own
+        WARNING,
+        "16.0 GiB available, the control group allows 512 MiB",
+        "MemoryMax=",
+    ),
+    (checks.memory, {}, {"proc/meminfo": "MemAvailable:    524288 kB\n"}, WARNING, "512 MiB available", ""),
+    (checks.memory, {}, {"proc/meminfo": ""}, ERROR, "", ""),
+    # 25600: 4096 connections, 16384 segments, 1024 of the broker, 4096 for files of models
+    (checks.descriptors, {"descriptors": lambda: 25_599}, {}, WARNING, "25599", "LimitNOFILE=25600"),
+    (checks.descriptors, {"descriptors": lambda: 25_600}, {}, OK, "25600", ""),
+    (checks.descriptors, {"descriptors": lambda: UNLIMITED}, {}, OK, "no limit", ""),
+    (checks.processes, {}, {}, OK, "", ""),
+    (checks.processes, {}, {f"{OWN}/pids.max": "100\n"}, WARNING, "user 32768, control group 100", "TasksMax="),
+    (checks.processes, {"processes": lambda: 512}, {}, WARNING, "", "ulimit -u 8192"),
+    (checks.socket_buffers, {}, {"proc/sys/net/core/wmem_max": "98335\n"}, ERROR, "", ""),
+    (checks.socket_buffers, {}, {"proc/sys/net/core/wmem_max": "98336\n"}, OK, "", ""),
+    (checks.socket_buffers, {}, {"proc/sys/net/core/wmem_max": ""}, INFO, "", ""),
+    (checks.cores, {}, {}, OK, "4 usable", ""),
+    (checks.cores, {}, {f"{OWN}/cpu.max": "150000 100000\n"}, WARNING, "4 usable, a quota of 2", "--cpu-list 0-1"),
+    (checks.cores, {"cores": (0, 1)}, {}, OK, "2 usable", ""),
 )
 def test_limits(
-    tmp_path: Path,
     check: Callable[[Machine], list[Finding]],
     changes: dict[str, Any],
     files: dict[str, str],
     state: str,
     found: str,
     fix: str,
+    tmp_path: Path,
 ) -> None:
     """`found`: a part of what was found; `fix`: of what to do, or what is needed."""
     whole = machine(tmp_path, **changes)

@@ -6,7 +6,6 @@ import gc
 from contextlib import suppress
 from typing import Any
 
-import pytest
 from h2.exceptions import StreamClosedError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from shmserve.gateway.limits.body_budget import Budget, BudgetAccount
 from shmserve.gateway.limits.caller_shares import ShareBounds, Shares
 from shmserve.gateway.limits.proxies import TrustedProxies, networks_of
 from shmserve.gateway.upstream.receive import FIRST_BYTES, PART, WINDOW_BYTES, ReceiveBuffer, Room
+from tests.support.cases import cases
 from tests.support.gateway.http2_caller import Caller, Host
 from tests.support.gateway.http2_frames import message
 from tests.support.gateway.http_connection import answered, connected, http_listener, lines, post, receive
@@ -141,9 +141,11 @@ def test_announced_bodies_of_http_are_not_counted() -> None:
     assert budget.held == 0
 
 
-@pytest.mark.parametrize("head", [
-    lines(f"Content-Length: {8 * MIB}"), lines("Transfer-Encoding: chunked") + b"800000\r\n",
-], ids=["content length", "chunks"])  # fmt: skip
+@cases(
+    lines(f"Content-Length: {8 * MIB}"),
+    lines("Transfer-Encoding: chunked") + b"800000\r\n",
+    ids=["content length", "chunks"],
+)
 def test_bytes_that_have_arrived_are_counted_and_refused_over_the_share(head: bytes) -> None:
     budget = Budget(4 * MIB)
     connection, transport, _, _ = connected(budget=budget, input_bytes=64 * MIB)

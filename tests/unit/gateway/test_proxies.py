@@ -14,28 +14,26 @@ from hypothesis import strategies as st
 from shmserve.gateway.limits.caller_shares import PAYERS, ShareBounds, Shares
 from shmserve.gateway.limits.proxies import TrustedProxies, named_in, networks_of
 from shmserve.gateway.listeners.proxy_header import HEADER_BYTES, BadProxyHeader, client_in, size_of
+from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 
 PROXIES = TrustedProxies(networks_of("10.0.0.0/8, 192.0.2.7, 2001:db8::/32"))
 
 
-@pytest.mark.parametrize(
-    ("named", "caller"),
-    [
-        ("203.0.113.9", "203.0.113.9"),
-        ("203.0.113.9:41000", "203.0.113.9"),
-        ("1.2.3.4, 203.0.113.9", "203.0.113.9"),
-        ("203.0.113.9, 10.1.2.3, 192.0.2.7", "203.0.113.9"),
-        ("10.1.2.3", "10.1.2.3"),
-        ("203.0.113.9, nonsense, 10.1.2.3", "10.1.2.3"),
-        ("unknown", ""),
-        ("", ""),
-        ("2001:0:0::5", "2001::5"),
-        ("[2001:0:0::5]:443", "2001::5"),
-        ("::ffff:203.0.113.9", "203.0.113.9"),
-        ('for=1.2.3.4, For="[2001:0:0::5]:443";proto=https;by=10.0.0.1', "2001::5"),
-        ("proto=https", ""),
-    ],
+@cases(
+    ("203.0.113.9", "203.0.113.9"),
+    ("203.0.113.9:41000", "203.0.113.9"),
+    ("1.2.3.4, 203.0.113.9", "203.0.113.9"),
+    ("203.0.113.9, 10.1.2.3, 192.0.2.7", "203.0.113.9"),
+    ("10.1.2.3", "10.1.2.3"),
+    ("203.0.113.9, nonsense, 10.1.2.3", "10.1.2.3"),
+    ("unknown", ""),
+    ("", ""),
+    ("2001:0:0::5", "2001::5"),
+    ("[2001:0:0::5]:443", "2001::5"),
+    ("::ffff:203.0.113.9", "203.0.113.9"),
+    ('for=1.2.3.4, For="[2001:0:0::5]:443";proto=https;by=10.0.0.1', "2001::5"),
+    ("proto=https", ""),
 )
 def test_the_caller_is_the_last_address_that_is_no_trusted_proxy(named: str, caller: str) -> None:
     assert PROXIES.caller(named) == caller

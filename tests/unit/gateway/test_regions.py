@@ -25,6 +25,7 @@ from shmserve.gateway.upstream.requests import ModelRequest, PendingCall, Reques
 from shmserve.protocol.messages import INLINE_BYTES, Handle
 from shmserve.session.memory import SessionMemory
 from shmserve.shm.extents.cuda import parts_of
+from tests.support.cases import cases
 from tests.support.workers.gpu.harness import standins
 
 ME = "alice", ""
@@ -118,11 +119,11 @@ def test_slices_outside_their_region_are_refused(offset: int, size: int) -> None
         region.check(RegionSlice("r", offset, size))
 
 
-@pytest.mark.parametrize(("offset", "size", "said"), [
+@cases(
     (2**64 - 32, 64, "Invalid offset for shared memory region: 'r'"),
     (32, 2**64 - 32, "Integer overflow detected: byte_size (18446744073709551584) + offset (32) > "),
     (32, 2**64 - 33, "Invalid offset + byte size for shared memory region: 'r'"),
-])  # fmt: skip
+)
 def test_the_offset_is_checked_before_the_size(offset: int, size: int, said: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(said)):
         RegionSlice("r", offset, size).check("r", 1000)
@@ -141,19 +142,25 @@ def test_a_truncated_region_is_refused(memory: tuple[str, int]) -> None:
     assert os.fstat(descriptor).st_size == 100
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@cases(
     ({"byte_size": 4097}, "failed to register shared memory region 'r': invalid args"),
-    *((args, "invalid args") for args in (
-        {"byte_size": 4096, "offset": 1}, {"byte_size": 0}, {"byte_size": -1}, {"offset": -1},
-        {"offset": 2**63 - 1, "byte_size": 2**63 - 1},
-    )),
+    *(
+        (args, "invalid args")
+        for args in (
+            {"byte_size": 4096, "offset": 1},
+            {"byte_size": 0},
+            {"byte_size": -1},
+            {"offset": -1},
+            {"offset": 2**63 - 1, "byte_size": 2**63 - 1},
+        )
+    ),
     *(({"key": key}, "invalid shm key") for key in ("", "..", "/../etc/passwd", "/a/b", "x" * 300)),
     ({"key": "/"}, "cannot register shared memory region 'r' - invalid shm key '/'"),
     ({"key": "/shmserve-1-2-3-" + "0" * 32}, "contains the reserved prefix 'shmserve-'"),
     ({"key": "shmserve-1"}, "contains the reserved prefix 'shmserve-'"),
     ({"key": "//triton_python_backend_shm_region_1"}, "reserved prefix 'triton_python_backend_shm_region_'"),
-])  # fmt: skip
-def test_regions_that_are_refused(memory: tuple[str, int], change: dict[str, Any], said: str) -> None:
+)
+def test_regions_that_are_refused(change: dict[str, Any], said: str, memory: tuple[str, int]) -> None:
     order: dict[str, Any] = {"key": memory[0], "byte_size": 10} | change
     with pytest.raises(InvalidRequest, match=said):
         Regions(True).register("r", Registration(**order), ME)
@@ -236,13 +243,18 @@ def test_gpu_memory_is_only_forwarded(gpus: SessionMemory) -> None:
         regions.find(RegionSlice("g", 0, 1))
 
 
-@pytest.mark.parametrize(("handle_bytes", "device", "size", "said"), [
-    (63, 0, 10, "a CUDA handle has 64 bytes, this one 63"), (65, 0, 10, "this one 65"), (0, 0, 10, "this one 0"),
-    (64, 0, 0, "and the region 0"), (64, 0, -1, "and the region -1"), (64, 0, 2**63, "and the region"),
-    (64, 2, 10, "there is no GPU 2"), (64, -1, 10, "there is no GPU -1"),
-])  # fmt: skip
+@cases(
+    (63, 0, 10, "a CUDA handle has 64 bytes, this one 63"),
+    (65, 0, 10, "this one 65"),
+    (0, 0, 10, "this one 0"),
+    (64, 0, 0, "and the region 0"),
+    (64, 0, -1, "and the region -1"),
+    (64, 0, 2**63, "and the region"),
+    (64, 2, 10, "there is no GPU 2"),
+    (64, -1, 10, "there is no GPU -1"),
+)
 def test_invalid_gpu_memory_is_refused(
-    gpus: SessionMemory, handle_bytes: int, device: int, size: int, said: str
+    handle_bytes: int, device: int, size: int, said: str, gpus: SessionMemory
 ) -> None:
     regions = Regions(True, lambda: gpus.foreign)
     with pytest.raises(InvalidRequest, match=said):

@@ -21,6 +21,7 @@ from shmserve.gateway.limits.caller_shares import (
 )
 from shmserve.gateway.upstream.requests import PendingCall, PendingStream
 from shmserve.protocol.messages import Part
+from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 
 
@@ -160,11 +161,18 @@ def test_a_call_is_released_once() -> None:
     assert counts(shares) == (0, 0)
 
 
-@pytest.mark.parametrize(("address", "expected"), [
-    ("10.1.2.3", "10.1.2.3"), ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"), ("2001:db8:1:2::9", "2001:db8:1:2::/64"),
-    ("::ffff:10.1.2.3", "10.1.2.3"), ("fe80::1%eth0", "fe80::/64"), ("", ""), ("None", ""), ("127.0.0.9", ""),
-    ("::1", ""), ("::ffff:127.0.0.1", ""),
-])  # fmt: skip
+@cases(
+    ("10.1.2.3", "10.1.2.3"),
+    ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+    ("2001:db8:1:2::9", "2001:db8:1:2::/64"),
+    ("::ffff:10.1.2.3", "10.1.2.3"),
+    ("fe80::1%eth0", "fe80::/64"),
+    ("", ""),
+    ("None", ""),
+    ("127.0.0.9", ""),
+    ("::1", ""),
+    ("::ffff:127.0.0.1", ""),
+)
 def test_addresses_of_one_client(address: str, expected: str) -> None:
     assert network_of(address) == expected
 

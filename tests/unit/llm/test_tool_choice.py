@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.openai.formats import ToolCalls
 from shmserve.llm.tool_choice import forced_calls
+from tests.support.cases import cases
 from tests.support.optional import optional
 
 jsonschema = optional("jsonschema")
@@ -41,17 +42,14 @@ ARGUMENTS = st.recursive(
 )
 
 
-@pytest.mark.parametrize(
-    ("tools", "choice", "text"),
-    [
-        (None, "required", "'tools' has no function"),
-        (TOOLS, named("nope"), "names the function 'nope', which is not in 'tools'"),
-        (TOOLS, "weather", "'tool_choice' must be 'none', 'auto', 'required', or an object"),
-        (TOOLS, {"type": "function"}, "'tool_choice' must be"),
-        ([*TOOLS, tool("now")], "auto", "'tools' has the function 'now' twice"),
-        ([{"type": "function"}], "auto", "'tools[0]' is not a function with a name"),
-        ([tool("f", [])], "auto", r"'tools\[0\].function.parameters' is not an object"),
-    ],
+@cases(
+    (None, "required", "'tools' has no function"),
+    (TOOLS, named("nope"), "names the function 'nope', which is not in 'tools'"),
+    (TOOLS, "weather", "'tool_choice' must be 'none', 'auto', 'required', or an object"),
+    (TOOLS, {"type": "function"}, "'tool_choice' must be"),
+    ([*TOOLS, tool("now")], "auto", "'tools' has the function 'now' twice"),
+    ([{"type": "function"}], "auto", "'tools[0]' is not a function with a name"),
+    ([tool("f", [])], "auto", r"'tools\[0\].function.parameters' is not an object"),
 )
 def test_refusals(tools: Any, choice: Any, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text.replace("[0]' is", r"\[0\]' is")):

@@ -11,6 +11,7 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from shmserve.otel.records import SpanRecord
 from shmserve.otel.settings import parsed
 from shmserve.otel.spans import SpanMaker
+from tests.support.cases import cases
 from tests.support.observability.otlp import attributes
 
 SEED = bytes(32)
@@ -42,16 +43,23 @@ def test_a_request_has_the_spans_queue_and_batch() -> None:
     request, queue, batch = encoded(replace(REQUEST, id="mine"))
     assert (request.name, request.kind, times(request)) == ("infer mlp", SERVER, (100, 200))
     assert attributes(request) == {
-        "shmserve.model": "mlp", "shmserve.version": 2, "shmserve.rows": 1, "shmserve.request.id": "mine",
-    }  # fmt: skip
+        "shmserve.model": "mlp",
+        "shmserve.version": 2,
+        "shmserve.rows": 1,
+        "shmserve.request.id": "mine",
+    }
     assert (queue.name, queue.kind, times(queue)) == ("queue", INTERNAL, (100, 120))
     assert (batch.name, batch.kind, times(batch)) == ("batch", INTERNAL, (120, 190))
     assert attributes(batch) == {
-        "shmserve.instance": "mlp_0_0", "shmserve.batch": 44, "shmserve.batch.rows": 8, "shmserve.batch.reason": "full",
-    }  # fmt: skip
+        "shmserve.instance": "mlp_0_0",
+        "shmserve.batch": 44,
+        "shmserve.batch.rows": 8,
+        "shmserve.batch.reason": "full",
+    }
     assert [(event.name, (event.time_unix_nano - OFFSET) // US) for event in batch.events] == [
-        ("inputs ready", 130), ("outputs computed", 180),
-    ]  # fmt: skip
+        ("inputs ready", 130),
+        ("outputs computed", 180),
+    ]
     assert {one.trace_id for one in (request, queue, batch)} == {request.trace_id}
     assert len(request.trace_id) == 16
     assert not request.parent_span_id
@@ -112,21 +120,21 @@ def test_spans_with_the_names_of_triton() -> None:
     assert spans[3].parent == spans[5].parent == found["mlp"].context
     events = [(event.name, (event.timestamp - OFFSET) // US) for event in found["compute"].events]
     assert events == [
-        ("COMPUTE_START", 120), ("COMPUTE_INPUT_END", 130), ("COMPUTE_OUTPUT_START", 180), ("COMPUTE_END", 190),
-    ]  # fmt: skip
+        ("COMPUTE_START", 120),
+        ("COMPUTE_INPUT_END", 130),
+        ("COMPUTE_OUTPUT_START", 180),
+        ("COMPUTE_END", 190),
+    ]
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("file=x", "unknown trace setting 'opentelemetry,file=x'"),
-        ("url=ftp://host:4318", "expected a URL"),
-        ("resource=a", "expected opentelemetry,resource=NAME=VALUE"),
-        ("protocol=zipkin", "expected http or grpc"),
-        ("bsp_schedule_delay=0", "expected a number from 1"),
-        ("bsp_schedule_delay=1.5", "expected a number from 1"),
-        ("contexts_per_second=9999999999", "expected a number from 1"),
-    ],
+@cases(
+    ("file=x", "unknown trace setting 'opentelemetry,file=x'"),
+    ("url=ftp://host:4318", "expected a URL"),
+    ("resource=a", "expected opentelemetry,resource=NAME=VALUE"),
+    ("protocol=zipkin", "expected http or grpc"),
+    ("bsp_schedule_delay=0", "expected a number from 1"),
+    ("bsp_schedule_delay=1.5", "expected a number from 1"),
+    ("contexts_per_second=9999999999", "expected a number from 1"),
 )
 def test_invalid_settings_are_refused(text: str, error: str) -> None:
     assert parsed("resource=service.name=my,own=x") == ("resource", ("service.name", "my,own=x"))

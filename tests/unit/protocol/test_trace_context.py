@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shmserve.protocol.trace_context import STATE_LENGTH, TraceContext, parsed
+from tests.support.cases import cases
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -16,14 +17,22 @@ def test_the_sampled_flag_is_the_lowest_bit(flags: str, sampled: bool) -> None:
         assert parsed(f"cc-{TRACE}-{SPAN}-{flags}{more}") == TraceContext(TRACE, SPAN, sampled)
 
 
-@pytest.mark.parametrize(
-    "parent",
-    [
-        "", 7, None, "00", f"00-{TRACE}-{SPAN}", f"00-{TRACE}-{SPAN}-1", f"00-{TRACE.upper()}-{SPAN}-01",
-        f"ff-{TRACE}-{SPAN}-01", f"00-{'0' * 32}-{SPAN}-01", f"00-{TRACE}-{'0' * 16}-01", f"00-{TRACE}-{SPAN}-01-x",
-        f"cc-{TRACE}-{SPAN}-01x", f" 00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-01\n",
-    ],
-)  # fmt: skip
+@cases(
+    "",
+    7,
+    None,
+    "00",
+    f"00-{TRACE}-{SPAN}",
+    f"00-{TRACE}-{SPAN}-1",
+    f"00-{TRACE.upper()}-{SPAN}-01",
+    f"ff-{TRACE}-{SPAN}-01",
+    f"00-{'0' * 32}-{SPAN}-01",
+    f"00-{TRACE}-{'0' * 16}-01",
+    f"00-{TRACE}-{SPAN}-01-x",
+    f"cc-{TRACE}-{SPAN}-01x",
+    f" 00-{TRACE}-{SPAN}-01",
+    f"00-{TRACE}-{SPAN}-01\n",
+)
 def test_an_invalid_traceparent_is_ignored(parent: object) -> None:
     assert parsed(parent) is None
 

@@ -14,6 +14,7 @@ import yaml
 
 from tests import ROOT
 from tests.package import pythons
+from tests.support.cases import cases
 
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
@@ -30,13 +31,10 @@ def commands(workflow: dict[Any, Any]) -> list[str]:
 
 
 @pytest.mark.skipif(find_spec("check_jsonschema") is None, reason="check-jsonschema is not installed")
-@pytest.mark.parametrize(
-    ("schema", "files"),
-    [
-        ("vendor.github-workflows", WORKFLOWS),
-        ("vendor.github-issue-forms", [GITHUB / "ISSUE_TEMPLATE" / name for name in ("bug.yml", "feature.yml")]),
-        ("vendor.github-issue-config", [GITHUB / "ISSUE_TEMPLATE" / "config.yml"]),
-    ],
+@cases(
+    ("vendor.github-workflows", WORKFLOWS),
+    ("vendor.github-issue-forms", [GITHUB / "ISSUE_TEMPLATE" / name for name in ("bug.yml", "feature.yml")]),
+    ("vendor.github-issue-config", [GITHUB / "ISSUE_TEMPLATE" / "config.yml"]),
 )
 def test_the_schema(schema: str, files: list[Path]) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, *map(str, files)]

@@ -14,6 +14,7 @@ from shmserve.repo.backends import installed
 from shmserve.repo.check import as_json, check
 from shmserve.repo.load import parse
 from tests import ROOT
+from tests.support.cases import cases
 from tests.support.repo.models import (
     BACKENDS,
     ENSEMBLE,
@@ -181,21 +182,18 @@ def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert lines(run(tmp_path)) == ["warning: open/1/model.py: it is writable by every user of this machine"]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from helper import TritonPythonModel\n",
-        "from helper import *\n",
-        "from base import Base\nclass TritonPythonModel(Base):\n    pass\n",
-        "def make():\n    pass\nTritonPythonModel = make()\n",
-        "if True:\n    class TritonPythonModel:\n        async def execute(self, requests): pass\n",
-        "class TritonPythonModel:\n    async def stream(self, request): yield None\n",
-        "class TritonPythonModel:\n    execute = lambda self, requests: []\n",
-        "class TritonPythonModel:\n    from helper import execute\n",
-        "class TritonPythonModel:\n    pattern = '\\d'\n    def execute(self, requests): pass\n",
-    ],
+@cases(
+    "from helper import TritonPythonModel\n",
+    "from helper import *\n",
+    "from base import Base\nclass TritonPythonModel(Base):\n    pass\n",
+    "def make():\n    pass\nTritonPythonModel = make()\n",
+    "if True:\n    class TritonPythonModel:\n        async def execute(self, requests): pass\n",
+    "class TritonPythonModel:\n    async def stream(self, request): yield None\n",
+    "class TritonPythonModel:\n    execute = lambda self, requests: []\n",
+    "class TritonPythonModel:\n    from helper import execute\n",
+    "class TritonPythonModel:\n    pattern = '\\d'\n    def execute(self, requests): pass\n",
 )
-def test_python_that_may_be_valid_is_accepted(tmp_path: Path, source: str) -> None:
+def test_python_that_may_be_valid_is_accepted(source: str, tmp_path: Path) -> None:
     model(tmp_path, "python", PYTHON, {"1/model.py": source})
     assert lines(run(tmp_path)) == []
 

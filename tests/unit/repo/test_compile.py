@@ -37,6 +37,7 @@ from shmserve.repo.compile import (
 from shmserve.repo.config.complete import complete
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.load import ModelContext, examine, parse
+from tests.support.cases import cases
 from tests.support.model_files import parameters
 from tests.support.repo.texts import BACKENDS, SMALL
 
@@ -64,41 +65,38 @@ def test_models() -> None:
     assert compile_policy(complete(ragged, "m"), 1).inputs[0].ragged
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("model_transaction_policy { decoupled: true }", {"decoupled": True}),
-        ("response_cache { enable: true }", {"cached": True}),
-        (FIRST % "", {}),
-        (FIRST % "histogram_options: { buckets: [ 1, 2.5 ] }", {"first_response_ms": (1.0, 2.5)}),
-        (parameters(execution_limit_secs="2.5"), {"execution_limit_ns": 2_500_000_000}),
-        (parameters(crash_limit="0", retry_alone="False"), {"crash_limit": 0, "retry": False}),
-        (parameters(idle_unload_secs="0.5", stay_loaded="true"), {"idle_unload_ns": 500_000_000, "stays_loaded": True}),
-        ("dynamic_batching { }", {"batching": BatchPolicy(preferred=(8,))}),
-        (
-            "dynamic_batching { preserve_ordering: true }",
-            {"batching": BatchPolicy(preferred=(8,), preserve_ordering=True)},
-        ),
-        (
-            """dynamic_batching {
+@cases(
+    ("model_transaction_policy { decoupled: true }", {"decoupled": True}),
+    ("response_cache { enable: true }", {"cached": True}),
+    (FIRST % "", {}),
+    (FIRST % "histogram_options: { buckets: [ 1, 2.5 ] }", {"first_response_ms": (1.0, 2.5)}),
+    (parameters(execution_limit_secs="2.5"), {"execution_limit_ns": 2_500_000_000}),
+    (parameters(crash_limit="0", retry_alone="False"), {"crash_limit": 0, "retry": False}),
+    (parameters(idle_unload_secs="0.5", stay_loaded="true"), {"idle_unload_ns": 500_000_000, "stays_loaded": True}),
+    ("dynamic_batching { }", {"batching": BatchPolicy(preferred=(8,))}),
+    (
+        "dynamic_batching { preserve_ordering: true }",
+        {"batching": BatchPolicy(preferred=(8,), preserve_ordering=True)},
+    ),
+    (
+        """dynamic_batching {
               preferred_batch_size: [ 6, 2, 6 ] max_queue_delay_microseconds: 1500
               priority_levels: 3 default_priority_level: 2
               default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 10 max_queue_size: 5 }
               priority_queue_policy { key: 1 value { allow_timeout_override: true } }
               priority_queue_policy { key: 3 value { default_timeout_microseconds: 7 } }
             }""",
-            {
-                "batching": BatchPolicy(
-                    preferred=(2, 6),
-                    delay_ns=1_500_000,
-                    levels=3,
-                    default_level=2,
-                    default_policy=QueuePolicy(TimeoutAction.DELAY, 10_000, False, 5),
-                    level_policies={1: QueuePolicy(allow_override=True), 3: QueuePolicy(timeout_ns=7_000)},
-                )
-            },
-        ),
-    ],
+        {
+            "batching": BatchPolicy(
+                preferred=(2, 6),
+                delay_ns=1_500_000,
+                levels=3,
+                default_level=2,
+                default_policy=QueuePolicy(TimeoutAction.DELAY, 10_000, False, 5),
+                level_policies={1: QueuePolicy(allow_override=True), 3: QueuePolicy(timeout_ns=7_000)},
+            )
+        },
+    ),
 )
 def test_settings_of_a_model(text: str, expected: dict[str, Any]) -> None:
     """All others keep their defaults."""
@@ -157,9 +155,12 @@ def test_scaling() -> None:
     assert (policy.cores, policy.quota, policy.slots) == (4, 3, 0)
 
 
-@pytest.mark.parametrize(("backend", "given", "slots"), [
-    ("llamacpp", {}, 4), ("llamacpp", {"slots": "16"}, 16), ("vllm", {}, 256), ("vllm", {"slots": "16"}, 16),
-])  # fmt: skip
+@cases(
+    ("llamacpp", {}, 4),
+    ("llamacpp", {"slots": "16"}, 16),
+    ("vllm", {}, 256),
+    ("vllm", {"slots": "16"}, 16),
+)
 def test_scaling_knows_the_slots_of_language_models(backend: str, given: dict[str, str], slots: int) -> None:
     text = f'name: "m" backend: "{backend}" instance_group {{ kind: KIND_CPU }}' + parameters(
         max_instances="2", **given
@@ -181,39 +182,35 @@ CORRID = 'control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID dat
 START = 'control_input { name: "S" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }'
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", SequencePolicy(direct=True, slots=8, idle_ns=10**9)),
-        (START, SequencePolicy(direct=True, slots=8, idle_ns=10**9)),
-        (
-            "direct { max_queue_delay_microseconds: 30 minimum_slot_utilization: 0.75 }"
-            " max_sequence_idle_microseconds: 5",
-            SequencePolicy(direct=True, slots=8, idle_ns=5_000, delay_ns=30_000, utilization=0.75),
+@cases(
+    ("", SequencePolicy(direct=True, slots=8, idle_ns=10**9)),
+    (START, SequencePolicy(direct=True, slots=8, idle_ns=10**9)),
+    (
+        "direct { max_queue_delay_microseconds: 30 minimum_slot_utilization: 0.75 } max_sequence_idle_microseconds: 5",
+        SequencePolicy(direct=True, slots=8, idle_ns=5_000, delay_ns=30_000, utilization=0.75),
+    ),
+    (
+        "oldest { max_candidate_sequences: 4 preferred_batch_size: [ 4, 2, 4 ] preserve_ordering: true"
+        " max_queue_delay_microseconds: 30 }" + START + CORRID % "STRING",
+        SequencePolicy(
+            direct=False,
+            slots=4,
+            idle_ns=10**9,
+            batching=BatchPolicy((2, 4), delay_ns=30_000, preserve_ordering=True),
+            id_control=IdControl("ID", "BYTES"),
         ),
-        (
-            "oldest { max_candidate_sequences: 4 preferred_batch_size: [ 4, 2, 4 ] preserve_ordering: true"
-            " max_queue_delay_microseconds: 30 }" + START + CORRID % "STRING",
-            SequencePolicy(
-                direct=False,
-                slots=4,
-                idle_ns=10**9,
-                batching=BatchPolicy((2, 4), delay_ns=30_000, preserve_ordering=True),
-                id_control=IdControl("ID", "BYTES"),
-            ),
+    ),
+    (
+        "oldest { } iterative_sequence: true " + CORRID % "UINT32",
+        SequencePolicy(
+            direct=False,
+            slots=1,
+            idle_ns=10**9,
+            batching=BatchPolicy((8,)),
+            iterative=True,
+            id_control=IdControl("ID", "UINT32"),
         ),
-        (
-            "oldest { } iterative_sequence: true " + CORRID % "UINT32",
-            SequencePolicy(
-                direct=False,
-                slots=1,
-                idle_ns=10**9,
-                batching=BatchPolicy((8,)),
-                iterative=True,
-                id_control=IdControl("ID", "UINT32"),
-            ),
-        ),
-    ],
+    ),
 )
 def test_sequences(text: str, expected: SequencePolicy) -> None:
     policy = compile_policy(complete(parse(f"{SMALL} sequence_batching {{ {text} }}"), "m"), 1)
@@ -224,34 +221,35 @@ def test_sequences(text: str, expected: SequencePolicy) -> None:
         assert compile_policy(complete(alone, "m"), 1).sequence == SequencePolicy(kind == "direct", 1, 10**9)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", [InstanceSpec("m_0_0")]),
-        ("instance_group { count: 2 }", [InstanceSpec("m_0_0"), InstanceSpec("m_0_1")]),
-        (
-            'instance_group { } instance_group { name: "spare" count: 2 kind: KIND_MODEL passive: true }',
-            [
-                InstanceSpec("m_0_0"),
-                InstanceSpec("spare_0", "KIND_MODEL", passive=True),
-                InstanceSpec("spare_1", "KIND_MODEL", passive=True),
-            ],
-        ),
-        ('instance_group { name: "a" count: 2 } instance_group { name: "a" }',
-         [InstanceSpec("a_0"), InstanceSpec("a_1"), InstanceSpec("a_2")]),
-        ("instance_group { count: 2 kind: KIND_GPU gpus: [ 1, 0 ] }",
-         [InstanceSpec(f"m_0_{number}", "KIND_GPU", device) for number, device in enumerate((1, 1, 0, 0))]),
-        (
-            """instance_group { rate_limiter {
+@cases(
+    ("", [InstanceSpec("m_0_0")]),
+    ("instance_group { count: 2 }", [InstanceSpec("m_0_0"), InstanceSpec("m_0_1")]),
+    (
+        'instance_group { } instance_group { name: "spare" count: 2 kind: KIND_MODEL passive: true }',
+        [
+            InstanceSpec("m_0_0"),
+            InstanceSpec("spare_0", "KIND_MODEL", passive=True),
+            InstanceSpec("spare_1", "KIND_MODEL", passive=True),
+        ],
+    ),
+    (
+        'instance_group { name: "a" count: 2 } instance_group { name: "a" }',
+        [InstanceSpec("a_0"), InstanceSpec("a_1"), InstanceSpec("a_2")],
+    ),
+    (
+        "instance_group { count: 2 kind: KIND_GPU gpus: [ 1, 0 ] }",
+        [InstanceSpec(f"m_0_{number}", "KIND_GPU", device) for number, device in enumerate((1, 1, 0, 0))],
+    ),
+    (
+        """instance_group { rate_limiter {
               resources { name: "R1" count: 4 } resources { name: "R2" global: true count: 2 } priority: 3 } }
             instance_group { rate_limiter { } }""",
-            [
-                InstanceSpec("m_0_0", resources=(Resource("R1", 4), Resource("R2", 2, shared=True)), turn=3),
-                InstanceSpec("m_1_0"),
-            ],
-        ),
-    ],
-)  # fmt: skip
+        [
+            InstanceSpec("m_0_0", resources=(Resource("R1", 4), Resource("R2", 2, shared=True)), turn=3),
+            InstanceSpec("m_1_0"),
+        ],
+    ),
+)
 def test_instances(text: str, expected: list[InstanceSpec]) -> None:
     gpus = (0, 1) if "gpus" in text else ()
     assert list(compile_instances(loaded(SMALL + text, gpus=gpus))) == expected

@@ -42,15 +42,17 @@ def library(symbols: int, size: int) -> bytes:
     entries = table + 24 * symbols
     hashes = entries + 4 * 16
     end = hashes + 8
-    return b"".join([
-        struct.pack("<4sBB10xHH12xQ14xHH6x", b"\x7fELF", 2, 1, 3, 62, 64, 56, 2),
-        struct.pack("<II6Q", 1, 4, 0, 0, 0, end, end, 0),
-        struct.pack("<II6Q", 2, 4, entries, entries, entries, 4 * 16, 4 * 16, 0),
-        b"x" * size + b"\0",
-        *(struct.pack("<IBBHQQ", number, 0, 0, 1, 0, 0) for number in range(symbols)),
-        struct.pack("<8Q", 5, names, 6, table, 4, hashes, 0, 0),
-        struct.pack("<II", 0, symbols),
-    ])  # fmt: skip
+    return b"".join(
+        [
+            struct.pack("<4sBB10xHH12xQ14xHH6x", b"\x7fELF", 2, 1, 3, 62, 64, 56, 2),
+            struct.pack("<II6Q", 1, 4, 0, 0, 0, end, end, 0),
+            struct.pack("<II6Q", 2, 4, entries, entries, entries, 4 * 16, 4 * 16, 0),
+            b"x" * size + b"\0",
+            *(struct.pack("<IBBHQQ", number, 0, 0, 1, 0, 0) for number in range(symbols)),
+            struct.pack("<8Q", 5, names, 6, table, 4, hashes, 0, 0),
+            struct.pack("<II", 0, symbols),
+        ]
+    )
 
 
 def test_names_that_overlap_are_counted() -> None:

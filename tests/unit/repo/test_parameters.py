@@ -13,6 +13,7 @@ from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from shmserve.repo.parameters import GROUPS, TABLE, misspelt, validate_values
 from shmserve.repo.rules.ensemble_steps import IF, MAP
 from shmserve.settings.table import BY_NAME
+from tests.support.cases import cases
 
 LIMIT, FLAG = 'MiB, such as "2048", or "0" for no limit', '"true" or "false"'
 ADAPTERS = 'NAME=PATH, such as "french=french.gguf", with paths in the directory of the version'
@@ -93,15 +94,12 @@ def test_rows_agree_with_the_rest() -> None:
         assert not row.flag or row.name in BY_NAME[row.flag].help
 
 
-@pytest.mark.parametrize(
-    ("key", "name"),
-    [
-        ("execution_limit_sec", "execution_limit_secs"),
-        ("execution_limit", "execution_limit_secs"),
-        ("memory_limit_gb", "memory_limit_mb"),
-        ("execution_env_path", "EXECUTION_ENV_PATH"),
-        *[(key, "") for key in ("stay_loaded", "step[0].map", "gpu_mem_limit", "eos_token_id", "memory", "stackd")],
-    ],
+@cases(
+    ("execution_limit_sec", "execution_limit_secs"),
+    ("execution_limit", "execution_limit_secs"),
+    ("memory_limit_gb", "memory_limit_mb"),
+    ("execution_env_path", "EXECUTION_ENV_PATH"),
+    *[(key, "") for key in ("stay_loaded", "step[0].map", "gpu_mem_limit", "eos_token_id", "memory", "stackd")],
 )
 def test_only_names_that_are_almost_right_get_a_hint(key: str, name: str) -> None:
     expected = [(f'parameters["{key}"]', f'not read by the server; did you mean "{name}"?')] if name else []

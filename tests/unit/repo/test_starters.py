@@ -16,6 +16,7 @@ from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.check import check
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.repo.starters.starter import KINDS, Described, starter_of, write
+from tests.support.cases import cases
 
 FILES = {"pt": b"x", "json": b'{"learner":{}}', "gguf": struct.pack("<4sIQQ", b"GGUF", 3, 0, 0)}
 """Suffix -> a file without a network."""
@@ -100,16 +101,13 @@ def test_every_setting_that_is_turned_off_is_valid(kind: str, tmp_path: Path) ->
         assert findings == [], name
 
 
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("keras", "--from keras: expected python, sklearn, torch, or a file with the suffix .onnx, .pt, "),
-        ("app.py", "`shmserve serve app.py` serves a Python file as it is"),
-        ("net.pth", "net.pth has weights and not the network: use --from torch"),
-        ("broken.onnx", r"broken\.onnx: not an ONNX file"),
-        ("broken.json", r"broken\.json: not a model that XGBoost has saved"),
-        ("broken.gguf", r"broken\.gguf: not a GGUF file"),
-    ],
+@cases(
+    ("keras", "--from keras: expected python, sklearn, torch, or a file with the suffix .onnx, .pt, "),
+    ("app.py", "`shmserve serve app.py` serves a Python file as it is"),
+    ("net.pth", "net.pth has weights and not the network: use --from torch"),
+    ("broken.onnx", r"broken\.onnx: not an ONNX file"),
+    ("broken.json", r"broken\.json: not a model that XGBoost has saved"),
+    ("broken.gguf", r"broken\.gguf: not a GGUF file"),
 )
 def test_sources_that_are_refused(source: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -15,6 +15,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Reply, Tensor, Wanted
 from shmserve.session import Session
 from shmserve.shm.strings import encode_bytes
+from tests.support.cases import cases
 from tests.support.clients.sessions import RecordingTicket, confirm_loaded, connect, connected, feed, sent
 
 
@@ -64,15 +65,12 @@ def test_an_invalid_number_of_classes_is_refused(k: Any) -> None:
         shmserve.TopK(k)
 
 
-@pytest.mark.parametrize(
-    ("text", "value", "index", "label"),
-    [
-        (b"0.900000:5:cat", 0.9, 5, "cat"),
-        (b"-3:0", -3, 0, ""),
-        (b"18446744073709551615:2:a:b", 2**64 - 1, 2, "a:b"),
-        ("inf:1:ä", math.inf, 1, "ä"),
-        ("1.000000:7:", 1.0, 7, ""),
-    ],
+@cases(
+    (b"0.900000:5:cat", 0.9, 5, "cat"),
+    (b"-3:0", -3, 0, ""),
+    (b"18446744073709551615:2:a:b", 2**64 - 1, 2, "a:b"),
+    ("inf:1:ä", math.inf, 1, "ä"),
+    ("1.000000:7:", 1.0, 7, ""),
 )
 def test_parse_class(text: bytes | str, value: float, index: int, label: str) -> None:
     found = shmserve.parse_class(text)

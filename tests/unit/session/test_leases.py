@@ -30,6 +30,7 @@ from shmserve.protocol.messages import (
     Welcome,
 )
 from shmserve.session import Packet, Session, leases
+from tests.support.cases import cases
 from tests.support.clients.sessions import RecordingTicket, decode, decoded, feed
 
 ROW = {"x": np.ones((1, 3), np.float32)}
@@ -96,21 +97,18 @@ def test_a_lone_request_takes_the_lease(without: Client, is_default: bool, versi
     assert ticket.answer["x"].tolist() == ROW["x"].tolist()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"outputs": ["y"]},
-        {"priority": 1},
-        {"payer": "other"},
-        {"request_id": "a"},
-        {"version": 3},
-        {"inputs": {"x": np.ones((5, 3), np.float32)}},
-        {"inputs": {"x": np.ones((1, 4096), np.float32)}},
-        {"inputs": {"x": np.ones((), np.float32)}},
-    ],
+@cases(
+    {"outputs": ["y"]},
+    {"priority": 1},
+    {"payer": "other"},
+    {"request_id": "a"},
+    {"version": 3},
+    {"inputs": {"x": np.ones((5, 3), np.float32)}},
+    {"inputs": {"x": np.ones((1, 4096), np.float32)}},
+    {"inputs": {"x": np.ones((), np.float32)}},
     ids=["outputs", "priority", "payer", "id", "version", "rows", "shared memory", "scalar"],
 )
-def test_other_requests_pass_through_the_broker(client: Client, options: dict[str, Any]) -> None:
+def test_other_requests_pass_through_the_broker(options: dict[str, Any], client: Client) -> None:
     _, packets = client.ask(**options)
     assert {packet.lease for packet in packets} == {0}
     assert type(decoded(packets)[-1]) is Infer

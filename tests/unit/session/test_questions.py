@@ -18,6 +18,7 @@ from shmserve.protocol.messages import FIELD_BYTES, PACKET_BYTES, Answer, Ask, C
 from shmserve.session import Session
 from shmserve.session.queries import WINDOW_BYTES, WINDOWS
 from shmserve.session.uploads import Body, of_json, of_load
+from tests.support.cases import cases
 from tests.support.clients.sessions import RecordingTicket, connect, connected, decoded, feed, sent
 from tests.support.leaks import count_descriptors
 
@@ -84,19 +85,16 @@ def test_encoding_of_bodies() -> None:
     assert whole.endswith(b"\nbcxy")
 
 
-@pytest.mark.parametrize(
-    ("config", "files", "text"),
-    [
-        (None, {"1/a": b""}, "files= needs config="),
-        ("{", None, "config is not JSON"),
-        ("[]", None, "config must be a mapping, or the JSON of one, not list"),
-        ({"x": object()}, None, "config cannot be written as JSON"),
-        ({"x": float("nan")}, None, "config cannot be written as JSON"),
-        ({}, {"1/a": "text"}, "file '1/a' must be bytes, or the path of a file"),
-        ({}, {"": b""}, "a file name must be a path in the model directory"),
-        ({}, {"1/a": Path("/no/such")}, "file '1/a' cannot be read from /no/such: No such file or directory"),
-        ({}, {"1/a": Path("/proc")}, "not a regular file"),
-    ],
+@cases(
+    (None, {"1/a": b""}, "files= needs config="),
+    ("{", None, "config is not JSON"),
+    ("[]", None, "config must be a mapping, or the JSON of one, not list"),
+    ({"x": object()}, None, "config cannot be written as JSON"),
+    ({"x": float("nan")}, None, "config cannot be written as JSON"),
+    ({}, {"1/a": "text"}, "file '1/a' must be bytes, or the path of a file"),
+    ({}, {"": b""}, "a file name must be a path in the model directory"),
+    ({}, {"1/a": Path("/no/such")}, "file '1/a' cannot be read from /no/such: No such file or directory"),
+    ({}, {"1/a": Path("/proc")}, "not a regular file"),
 )
 def test_unusable_configurations_and_files_are_refused(config: Any, files: Any, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):

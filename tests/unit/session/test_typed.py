@@ -11,6 +11,7 @@ import pytest
 from shmserve.errors import DeadlineExceeded, Internal, InvalidRequest, NotFound
 from shmserve.protocol.messages import Answer, Ask, Cancel, Fail, Infer, Reply
 from shmserve.session import Session
+from tests.support.cases import cases
 from tests.support.clients.sessions import ask, connect, connected, decoded, feed, sent
 
 INPUTS = {
@@ -58,13 +59,10 @@ def test_metadata_is_queried_once() -> None:
     assert [type(message) for message in decoded(packets)] == [Ask], "another version may have other inputs"
 
 
-@pytest.mark.parametrize(
-    ("inputs", "text"),
-    [
-        ({"x": [[1], [2, 3]]}, r"input 'x': its lists have different lengths: 1 items at \[0\], 2 items at \[1\]"),
-        ({"x": [["a"]]}, "input 'x': 'a' is not a number, as FP32 needs"),
-        ({"y": [1]}, "model 'm' has no input 'y'; its inputs are x, n"),
-    ],
+@cases(
+    ({"x": [[1], [2, 3]]}, r"input 'x': its lists have different lengths: 1 items at \[0\], 2 items at \[1\]"),
+    ({"x": [["a"]]}, "input 'x': 'a' is not a number, as FP32 needs"),
+    ({"y": [1]}, "model 'm' has no input 'y'; its inputs are x, n"),
 )
 def test_values_that_do_not_fit_the_metadata_are_refused(inputs: dict[str, Any], text: str) -> None:
     session = connected()

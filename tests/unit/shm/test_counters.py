@@ -15,6 +15,7 @@ from shmserve.broker.observability.model_metrics import PAGES, ModelCounters
 from shmserve.shm.counters import COUNTER, GAUGE, HISTOGRAM, PAGE_BYTES, Subject, Writer, read
 from shmserve.shm.extents import memfd
 from shmserve.workers.backends.python import pb_utils
+from tests.support.cases import cases
 
 Family = pb_utils.MetricFamily
 
@@ -68,26 +69,23 @@ def test_a_metric_that_is_dropped_leaves_the_page(host: Any) -> None:
     assert counted(host) == {("c", ()): [4]}
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: Family("1c", "", Family.COUNTER), "'1c' must consist of letters"),
-        (lambda: Family("nv_x", "", Family.COUNTER), "are the server's"),
-        (lambda: Family("c", "", 7), "unknown kind 7"),
-        (lambda: (Family("c", "", Family.COUNTER), Family("c", "", Family.GAUGE)), "is already a counter"),
-        (lambda: Family("c", "", Family.COUNTER).Metric({"a-b": 1}), "cannot have a label 'a-b'"),
-        (lambda: Family("h", "", Family.HISTOGRAM).Metric({"le": 1}, [1]), "cannot have a label 'le'"),
-        (lambda: Family("h", "", Family.HISTOGRAM).Metric(), "needs buckets"),
-        (lambda: Family("h", "", Family.HISTOGRAM).Metric(buckets=[2, 1]), "must increase"),
-        (lambda: Family("c", "", Family.COUNTER).Metric(buckets=[1]), "cannot have buckets"),
-        (lambda: Family("c", "", Family.COUNTER).Metric().increment(-1), "cannot be incremented by -1"),
-        (lambda: Family("c", "", Family.COUNTER).Metric().set(1), "only a gauge can"),
-        (lambda: Family("g", "", Family.GAUGE).Metric().observe(1), "only a histogram can"),
-        (lambda: Family("h", "", Family.HISTOGRAM).Metric(buckets=[1]).increment(1), "cannot be incremented"),
-        (lambda: Family("h", "", Family.HISTOGRAM).Metric(buckets=[1]).value(), "has no single value"),
-    ],
+@cases(
+    (lambda: Family("1c", "", Family.COUNTER), "'1c' must consist of letters"),
+    (lambda: Family("nv_x", "", Family.COUNTER), "are the server's"),
+    (lambda: Family("c", "", 7), "unknown kind 7"),
+    (lambda: (Family("c", "", Family.COUNTER), Family("c", "", Family.GAUGE)), "is already a counter"),
+    (lambda: Family("c", "", Family.COUNTER).Metric({"a-b": 1}), "cannot have a label 'a-b'"),
+    (lambda: Family("h", "", Family.HISTOGRAM).Metric({"le": 1}, [1]), "cannot have a label 'le'"),
+    (lambda: Family("h", "", Family.HISTOGRAM).Metric(), "needs buckets"),
+    (lambda: Family("h", "", Family.HISTOGRAM).Metric(buckets=[2, 1]), "must increase"),
+    (lambda: Family("c", "", Family.COUNTER).Metric(buckets=[1]), "cannot have buckets"),
+    (lambda: Family("c", "", Family.COUNTER).Metric().increment(-1), "cannot be incremented by -1"),
+    (lambda: Family("c", "", Family.COUNTER).Metric().set(1), "only a gauge can"),
+    (lambda: Family("g", "", Family.GAUGE).Metric().observe(1), "only a histogram can"),
+    (lambda: Family("h", "", Family.HISTOGRAM).Metric(buckets=[1]).increment(1), "cannot be incremented"),
+    (lambda: Family("h", "", Family.HISTOGRAM).Metric(buckets=[1]).value(), "has no single value"),
 )
-def test_invalid_metrics_are_refused(host: Any, make: Any, text: str) -> None:
+def test_invalid_metrics_are_refused(make: Any, text: str, host: Any) -> None:
     with pytest.raises(pb_utils.TritonModelException, match=text):
         make()
 

@@ -14,6 +14,7 @@ import pytest
 from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.shm import pages
 from shmserve.shm.extents import base, memfd
+from tests.support.cases import cases
 from tests.support.leaks import count_descriptors
 
 SIZE = 1 << 16
@@ -78,14 +79,11 @@ def test_only_the_creator_writes_to_a_sealed_segment() -> None:
     extent.close()
 
 
-@pytest.mark.parametrize(
-    ("seals", "missing"),
-    [
-        (None, "F_SEAL_SHRINK, F_SEAL_GROW"),  # it cannot be sealed
-        (0, "F_SEAL_SHRINK, F_SEAL_GROW"),
-        (fcntl.F_SEAL_GROW, "F_SEAL_SHRINK"),
-        (fcntl.F_SEAL_SHRINK, "F_SEAL_GROW"),
-    ],
+@cases(
+    (None, "F_SEAL_SHRINK, F_SEAL_GROW"),  # it cannot be sealed
+    (0, "F_SEAL_SHRINK, F_SEAL_GROW"),
+    (fcntl.F_SEAL_GROW, "F_SEAL_SHRINK"),
+    (fcntl.F_SEAL_SHRINK, "F_SEAL_GROW"),
 )
 def test_an_unsealed_memfd_is_refused(seals: int | None, missing: str) -> None:
     fd = os.memfd_create("test", 0 if seals is None else os.MFD_ALLOW_SEALING)

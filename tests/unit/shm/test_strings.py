@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest
 from shmserve.shm.strings import decode_bytes, encode_bytes
+from tests.support.cases import cases
 
 
 def plain(items: list[bytes]) -> bytes:
@@ -41,35 +42,29 @@ def test_strings_round_trip_as_bytes(items: list[str | bytes]) -> None:
     assert not back.flags.writeable
 
 
-@pytest.mark.parametrize(
-    ("array", "items"),
-    [
-        (np.array("word"), [b"word"]),
-        (np.array(b"word", dtype=object), [b"word"]),
-        (np.array([["a", "bc"], ["déf", ""]]), [b"a", b"bc", "déf".encode(), b""]),
-        (np.array([[b"a", b"bc"], [b"d", b""]]).T, [b"a", b"d", b"bc", b""]),
-        (np.array([["a", "b"], ["c", "d"]], dtype=object)[:, 1], [b"b", b"d"]),
-        (np.asfortranarray(np.array([["a", "b"], ["c", "d"]], dtype=object)), [b"a", b"b", b"c", b"d"]),
-        (objects([np.str_("x"), np.bytes_(b"y"), bytearray(b"z"), memoryview(b"w")]), [b"x", b"y", b"z", b"w"]),
-        (np.zeros((0, 3), dtype=object), []),
-        (["a\0", b"b\0"], [b"a\0", b"b\0"]),
-        ([["a", "b"], ["c", "d"]], [b"a", b"b", b"c", b"d"]),
-        ("word", [b"word"]),
-        (b"word\0", [b"word\0"]),
-    ],
+@cases(
+    (np.array("word"), [b"word"]),
+    (np.array(b"word", dtype=object), [b"word"]),
+    (np.array([["a", "bc"], ["déf", ""]]), [b"a", b"bc", "déf".encode(), b""]),
+    (np.array([[b"a", b"bc"], [b"d", b""]]).T, [b"a", b"d", b"bc", b""]),
+    (np.array([["a", "b"], ["c", "d"]], dtype=object)[:, 1], [b"b", b"d"]),
+    (np.asfortranarray(np.array([["a", "b"], ["c", "d"]], dtype=object)), [b"a", b"b", b"c", b"d"]),
+    (objects([np.str_("x"), np.bytes_(b"y"), bytearray(b"z"), memoryview(b"w")]), [b"x", b"y", b"z", b"w"]),
+    (np.zeros((0, 3), dtype=object), []),
+    (["a\0", b"b\0"], [b"a\0", b"b\0"]),
+    ([["a", "b"], ["c", "d"]], [b"a", b"b", b"c", b"d"]),
+    ("word", [b"word"]),
+    (b"word\0", [b"word\0"]),
 )
 def test_all_containers_of_strings(array: Any, items: list[bytes]) -> None:
     assert encode_bytes(array) == plain(items)
 
 
-@pytest.mark.parametrize(
-    ("items", "says"),
-    [
-        (["a", 5], "element 1 is of type int; expected str or bytes"),
-        ([None], "element 0 is of type NoneType"),
-        (["a", "\ud800"], "element 1 cannot be sent as UTF-8"),
-        ([1.5], "element 0 is of type float"),
-    ],
+@cases(
+    (["a", 5], "element 1 is of type int; expected str or bytes"),
+    ([None], "element 0 is of type NoneType"),
+    (["a", "\ud800"], "element 1 cannot be sent as UTF-8"),
+    ([1.5], "element 0 is of type float"),
 )
 def test_other_elements_are_refused(items: list[Any], says: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(says)):
@@ -93,24 +88,21 @@ def test_any_buffer_is_read_and_copied(kind: Any, shape: tuple[int, ...]) -> Non
     assert decode_bytes(kind(plain([b"a"])), ()).tolist() == b"a"
 
 
-@pytest.mark.parametrize(
-    ("data", "shape", "says"),
-    [
-        (plain([b"x"] * 14), (4, 4), "expected 16 string elements for T, got 14"),
-        (b"", (), "expected 1 string elements for T, got 0"),
-        (plain([b"x"] * 17), (16,), "unexpected number of string elements 17 for T, expecting 16"),
-        (plain([b"x"]), (0,), "unexpected number of string elements 1 for T, expecting 0"),
-        (plain([b"x", b"yz"])[:-1], (2,), "incomplete string element 1 of 2 for T: only 1 of its 2 bytes are present"),
-        (plain([b"x"]) + b"\0\0\0", (2,), "incomplete string element 1 of 2 for T: only 3 of the 4 bytes of"),
-        (plain([b"x"]) + b"\0\0\0", (1,), "unexpected bytes for T after the last of 1 string elements"),
-        (plain([b"x"]) + b"\5\0\0\0abc", (1,), "unexpected bytes for T after the last of 1 string elements"),
-        (b"\xff" * 4, (1,), "incomplete string element 0 of 1 for T: only 0 of its 4294967295 bytes are present"),
-        (b"\xff\xff\xff\x7fa", (2**62, 2**62), f"incomplete string element 0 of {2**124} for T"),
-        (b"", (2**63, 2**63), f"expected {2**126} string elements for T, got 0"),
-        (b"", (0, 2**63), f"invalid shape [0, {2**63}]"),
-        (b"", (0,) * 70, "invalid shape"),
-        (b"", (-1, -1), "shape [-1, -1] has a negative dim"),
-    ],
+@cases(
+    (plain([b"x"] * 14), (4, 4), "expected 16 string elements for T, got 14"),
+    (b"", (), "expected 1 string elements for T, got 0"),
+    (plain([b"x"] * 17), (16,), "unexpected number of string elements 17 for T, expecting 16"),
+    (plain([b"x"]), (0,), "unexpected number of string elements 1 for T, expecting 0"),
+    (plain([b"x", b"yz"])[:-1], (2,), "incomplete string element 1 of 2 for T: only 1 of its 2 bytes are present"),
+    (plain([b"x"]) + b"\0\0\0", (2,), "incomplete string element 1 of 2 for T: only 3 of the 4 bytes of"),
+    (plain([b"x"]) + b"\0\0\0", (1,), "unexpected bytes for T after the last of 1 string elements"),
+    (plain([b"x"]) + b"\5\0\0\0abc", (1,), "unexpected bytes for T after the last of 1 string elements"),
+    (b"\xff" * 4, (1,), "incomplete string element 0 of 1 for T: only 0 of its 4294967295 bytes are present"),
+    (b"\xff\xff\xff\x7fa", (2**62, 2**62), f"incomplete string element 0 of {2**124} for T"),
+    (b"", (2**63, 2**63), f"expected {2**126} string elements for T, got 0"),
+    (b"", (0, 2**63), f"invalid shape [0, {2**63}]"),
+    (b"", (0,) * 70, "invalid shape"),
+    (b"", (-1, -1), "shape [-1, -1] has a negative dim"),
 )
 def test_malformed_tensors_are_refused(data: bytes, shape: tuple[int, ...], says: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(says)):

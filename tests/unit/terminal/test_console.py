@@ -9,6 +9,7 @@ import pytest
 
 from shmserve.terminal import console
 from shmserve.terminal.console import BAD, Column, Screen, is_colored, nonzero, state_style
+from tests.support.cases import cases
 
 COLUMNS = (
     Column("model"),
@@ -89,8 +90,11 @@ def test_a_frame_is_cut_to_the_screen_and_needs_a_cursor(monkeypatch: pytest.Mon
     shown = screen(monkeypatch, 80, False, rows=5)
     text = shown.frame("\n".join(map(str, range(9))), again=False)
     assert plain(text.replace("\x1b[K", "").replace("\x1b[?7l", "").replace("\x1b[H\x1b[2J", ""))[:4] == [
-        "0", "1", "2", "... 6 more lines",
-    ]  # fmt: skip
+        "0",
+        "1",
+        "2",
+        "... 6 more lines",
+    ]
     again = shown.frame("a", again=True)
     assert again.startswith("\x1b[H\x1b[?7la\x1b[K\n")
     assert again.endswith("\x1b[?7h\x1b[J")
@@ -101,17 +105,14 @@ def test_a_frame_is_cut_to_the_screen_and_needs_a_cursor(monkeypatch: pytest.Mon
     assert not Screen(None, io.StringIO()).can_redraw
 
 
-@pytest.mark.parametrize(
-    ("wanted", "is_terminal", "variables", "colored"),
-    [
-        (None, True, {}, True),
-        (None, False, {}, False),
-        (None, True, {"TERM": "dumb"}, False),
-        (None, False, {"TERM": "dumb", "FORCE_COLOR": "1"}, True),
-        (None, True, {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
-        (True, False, {"NO_COLOR": "1"}, True),
-        (False, True, {"FORCE_COLOR": "1"}, False),
-    ],
+@cases(
+    (None, True, {}, True),
+    (None, False, {}, False),
+    (None, True, {"TERM": "dumb"}, False),
+    (None, False, {"TERM": "dumb", "FORCE_COLOR": "1"}, True),
+    (None, True, {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
+    (True, False, {"NO_COLOR": "1"}, True),
+    (False, True, {"FORCE_COLOR": "1"}, False),
 )
 def test_precedence_of_color_settings(
     wanted: bool | None, is_terminal: bool, variables: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases import cases
 from tests.support.commands import COMMAND
 
 END_S = 60
@@ -87,13 +88,10 @@ def test_a_working_directory_that_was_deleted(tmp_path: Path) -> None:
     assert ran.stderr == "shmserve serve: the current directory has been deleted; change to another\n"
 
 
-@pytest.mark.parametrize(
-    ("module", "start"),
-    [
-        ("shmserve.clients.cli.parser", "from shmserve.clients.cli.start import main; sys.exit(main())"),
-        ("shmserve.clients.cli.commands.version", "from shmserve.clients.cli.start import main; sys.exit(main())"),
-        ("shmserve.broker.loop", "runpy.run_module('shmserve.broker', run_name='__main__')"),
-    ],
+@cases(
+    ("shmserve.clients.cli.parser", "from shmserve.clients.cli.start import main; sys.exit(main())"),
+    ("shmserve.clients.cli.commands.version", "from shmserve.clients.cli.start import main; sys.exit(main())"),
+    ("shmserve.broker.loop", "runpy.run_module('shmserve.broker', run_name='__main__')"),
 )
 def test_ctrl_c_while_the_program_is_imported(module: str, start: str) -> None:
     words = ["--model-repository", "."] if "broker" in module else ["version"]

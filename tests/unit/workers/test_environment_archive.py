@@ -18,6 +18,7 @@ import pytest
 
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.workers.process import environment_archive
+from tests.support.cases import cases
 
 
 def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644) -> tarfile.TarInfo:
@@ -93,29 +94,26 @@ def cache(tmp_path: Path) -> Iterator[Path]:
     close_locks(tmp_path / "cache")
 
 
-@pytest.mark.parametrize(
-    ("members", "why"),
-    [
-        ([member("../outside")], "'../outside' lies outside of it"),
-        ([member("bin/../../outside")], "'../outside' lies outside of it"),
-        ([member("/tmp/outside")], "'/tmp/outside' lies outside of it"),
-        ([member("a", tarfile.SYMTYPE, "/etc")], "'a' is a link to what lies outside"),
-        ([member("a/b", tarfile.SYMTYPE, "../../etc")], "'a/b' is a link to what lies outside"),
-        ([member("a", tarfile.LNKTYPE, "/etc/passwd")], "'a' is a link to no file before it"),
-        ([member("a", tarfile.LNKTYPE, "../outside")], "'a' is a link to no file before it"),
-        ([member("a", tarfile.SYMTYPE, "b"), member("a/x")], "'a' is a link or a file, and has members"),
-        (
-            [member("b", tarfile.DIRTYPE), member("a", tarfile.SYMTYPE, "b"), member("a/x/y")],
-            "'a' is a link or a file, and has members",
-        ),
-        ([member("a", tarfile.SYMTYPE, "."), member("a/../../outside")], "'../outside' lies outside of it"),
-        ([member("a", tarfile.SYMTYPE, "b"), member("c", tarfile.LNKTYPE, "a")], "'c' is a link to no file before"),
-        ([member("a", tarfile.FIFOTYPE)], "'a' is neither a file nor a directory nor a link"),
-        ([member("a", tarfile.CHRTYPE)], "'a' is neither a file nor a directory nor a link"),
-        ([member("a", tarfile.BLKTYPE)], "'a' is neither a file nor a directory nor a link"),
-    ],
+@cases(
+    ([member("../outside")], "'../outside' lies outside of it"),
+    ([member("bin/../../outside")], "'../outside' lies outside of it"),
+    ([member("/tmp/outside")], "'/tmp/outside' lies outside of it"),
+    ([member("a", tarfile.SYMTYPE, "/etc")], "'a' is a link to what lies outside"),
+    ([member("a/b", tarfile.SYMTYPE, "../../etc")], "'a/b' is a link to what lies outside"),
+    ([member("a", tarfile.LNKTYPE, "/etc/passwd")], "'a' is a link to no file before it"),
+    ([member("a", tarfile.LNKTYPE, "../outside")], "'a' is a link to no file before it"),
+    ([member("a", tarfile.SYMTYPE, "b"), member("a/x")], "'a' is a link or a file, and has members"),
+    (
+        [member("b", tarfile.DIRTYPE), member("a", tarfile.SYMTYPE, "b"), member("a/x/y")],
+        "'a' is a link or a file, and has members",
+    ),
+    ([member("a", tarfile.SYMTYPE, "."), member("a/../../outside")], "'../outside' lies outside of it"),
+    ([member("a", tarfile.SYMTYPE, "b"), member("c", tarfile.LNKTYPE, "a")], "'c' is a link to no file before"),
+    ([member("a", tarfile.FIFOTYPE)], "'a' is neither a file nor a directory nor a link"),
+    ([member("a", tarfile.CHRTYPE)], "'a' is neither a file nor a directory nor a link"),
+    ([member("a", tarfile.BLKTYPE)], "'a' is neither a file nor a directory nor a link"),
 )
-def test_members_outside_are_refused(tmp_path: Path, cache: Path, members: list[tarfile.TarInfo], why: str) -> None:
+def test_members_outside_are_refused(members: list[tarfile.TarInfo], why: str, tmp_path: Path, cache: Path) -> None:
     made = archive(tmp_path / "env.tar.gz", *members)
     with pytest.raises(InvalidRequest, match="the archive of EXECUTION_ENV_PATH is rejected") as found:
         environment_archive.unpacked(made, cache, python_of)

@@ -147,10 +147,12 @@ def test_tls_with_a_private_ca_and_client_certificates(scheme: str, secure: tupl
     for endpoint, text in (
         (replace(good, ca=None), f"the certificate of {good.url} is not valid .*: give its authority by --ca"),
         (replace(good, url=f"{scheme}://127.0.0.1:{port}"), "is not valid .*, or the name in it by --url"),
-        (replace(good, client_cert=None, client_key=None),
-         r"lost: .*may want a certificate of the client \(--client-cert"),
+        (
+            replace(good, client_cert=None, client_key=None),
+            r"lost: .*may want a certificate of the client \(--client-cert",
+        ),
         (plain, rf"lost: .* may expect TLS \({scheme}://\)"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConnectionLost, match=rf"(?is){text}"):
             measure(Plan(model="id", endpoint=endpoint))
     for endpoint, text in (

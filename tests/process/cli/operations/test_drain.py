@@ -72,8 +72,10 @@ def test_drain_takes_the_server_out_of_service_and_undrain_puts_it_back(
 ) -> None:
     assert shown(server) == IN
     assert run("drain", *QUIET) == (
-        0, "the server is empty: no request for 0.3 s; stop it, or run `shmserve drain --undrain`\n", ""
-    )  # fmt: skip
+        0,
+        "the server is empty: no request for 0.3 s; stop it, or run `shmserve drain --undrain`\n",
+        "",
+    )
     assert shown(server) == OUT
     assert not client.ready()
     assert client.ready("plain")

@@ -11,6 +11,7 @@ import trustme
 
 from shmserve.clients.cli.contexts import token_of
 from shmserve.testing import Server
+from tests.support.cases import cases
 from tests.support.commands import run
 from tests.support.gateway.credentials import digest
 from tests.support.gateway.running_gateway import Gateway
@@ -76,11 +77,12 @@ def test_commands_over_https_do_what_they_do_locally() -> None:
         assert [(code, part in out, err) for code, out, err in results] == [(0, True, "")] * 2, (words, results)
 
 
-@pytest.mark.parametrize(
-    ("url", "warned"),
-    [("http://models.example", True), ("http://127.0.0.1:1", False), ("http://localhost:1", False),
-     ("https://models.example", False)],
-)  # fmt: skip
+@cases(
+    ("http://models.example", True),
+    ("http://127.0.0.1:1", False),
+    ("http://localhost:1", False),
+    ("https://models.example", False),
+)
 def test_a_token_without_encryption_is_warned_of(
     url: str, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

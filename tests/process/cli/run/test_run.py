@@ -19,6 +19,7 @@ from shmserve.clients.cli.parser import parser
 from shmserve.repo import samples
 from shmserve.workers.foreground import run as foreground
 from shmserve.workers.foreground.run import RunOrder
+from tests.support.cases import cases
 from tests.support.docs import pages
 from tests.support.model_files import write_model
 from tests.support.system.terminal import Terminal
@@ -154,30 +155,24 @@ def test_a_traceback_starts_in_the_code_of_the_model(models: Path) -> None:
     assert ran.out.splitlines()[-1] == "finalize"
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (1003, "shmserve run: not for you\n"),
-        (1004, "the model called sys.exit(7); in a server that ends its worker"),
-        (1005, "ValueError: assignment destination is read-only"),
-    ],
+@cases(
+    (1003, "shmserve run: not for you\n"),
+    (1004, "the model called sys.exit(7); in a server that ends its worker"),
+    (1005, "ValueError: assignment destination is read-only"),
 )
-def test_invalid_results_and_exits_of_the_model_fail_the_run(models: Path, value: int, text: str) -> None:
+def test_invalid_results_and_exits_of_the_model_fail_the_run(value: int, text: str, models: Path) -> None:
     ran = Ran("greeter", "-i", f"x={value},2", cwd=models, code=1)
     assert text in ran.err
     assert ran.out.splitlines()[-1] == "finalize"
 
 
-@pytest.mark.parametrize(
-    ("model", "texts"),
-    [
-        ("broken", ["in initialize", "AttributeError", "shmserve run: failed to load model 'broken' version 1: "]),
-        ("syntax", ["class TritonPythonModel(:", "SyntaxError: invalid syntax", "shmserve run: failed to load model"]),
-        ("typo", ["shmserve run: model 'typo' cannot be loaded:\n", "typo/config.pbtxt:3:", "TYPE_FP32"]),
-        ("names", ["shmserve run: ", "names", "TYPE_INVALID"]),
-    ],
+@cases(
+    ("broken", ["in initialize", "AttributeError", "shmserve run: failed to load model 'broken' version 1: "]),
+    ("syntax", ["class TritonPythonModel(:", "SyntaxError: invalid syntax", "shmserve run: failed to load model"]),
+    ("typo", ["shmserve run: model 'typo' cannot be loaded:\n", "typo/config.pbtxt:3:", "TYPE_FP32"]),
+    ("names", ["shmserve run: ", "names", "TYPE_INVALID"]),
 )
-def test_load_failures_are_reported(models: Path, model: str, texts: list[str]) -> None:
+def test_load_failures_are_reported(model: str, texts: list[str], models: Path) -> None:
     ran = Ran(model, "--random", cwd=models, code=1)
     assert [text for text in texts if text not in ran.err] == []
     assert "loaded in" not in ran.out
@@ -190,19 +185,16 @@ def test_an_exception_in_finalize_fails_the_run(models: Path) -> None:
     assert ran.err.splitlines()[-1] == "shmserve run: model 'last' failed while it was finalized: OSError: no end"
 
 
-@pytest.mark.parametrize(
-    ("order", "text"),
-    [
-        ({}, "model 'identity' needs x (FP32 [-1, 2]), who (BYTES [-1, 1]): give --input x=VALUE"),
-        ({"input": ["who=you"]}, "model 'identity' also needs x (FP32 [-1, 2])"),
-        ({"input": ["w=1"]}, "the model has no input 'w'; it has x "),
-        ({"input": ["x=[[1, 2], [3, 4]]", "who=you"]}, "must have the same number of rows: 'x' 2, 'who' 1"),
-        ({"input": ["x=[[1, 2], [3, 4], [5, 6], [7, 8], [9, 0]]"]}, "5 rows: the max_batch_size of model 'identity"),
-        ({"random": True, "batch": 5}, "--batch 5: the max_batch_size of model 'identity' is 4"),
-        ({"random": True, "outputs": "y,w"}, "the model has no output 'w'; it has y, z"),
-        ({"random": True, "backend_config": ["off"]}, "--backend-config off: write BACKEND,KEY=VALUE"),
-        ({"model_dir": "nowhere"}, "nowhere is not a directory"),
-    ],
+@cases(
+    ({}, "model 'identity' needs x (FP32 [-1, 2]), who (BYTES [-1, 1]): give --input x=VALUE"),
+    ({"input": ["who=you"]}, "model 'identity' also needs x (FP32 [-1, 2])"),
+    ({"input": ["w=1"]}, "the model has no input 'w'; it has x "),
+    ({"input": ["x=[[1, 2], [3, 4]]", "who=you"]}, "must have the same number of rows: 'x' 2, 'who' 1"),
+    ({"input": ["x=[[1, 2], [3, 4], [5, 6], [7, 8], [9, 0]]"]}, "5 rows: the max_batch_size of model 'identity"),
+    ({"random": True, "batch": 5}, "--batch 5: the max_batch_size of model 'identity' is 4"),
+    ({"random": True, "outputs": "y,w"}, "the model has no output 'w'; it has y, z"),
+    ({"random": True, "backend_config": ["off"]}, "--backend-config off: write BACKEND,KEY=VALUE"),
+    ({"model_dir": "nowhere"}, "nowhere is not a directory"),
 )
 def test_invalid_arguments_end_with_exit_code_2(
     order: dict[str, Any], text: str, models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -18,6 +18,7 @@ from shmserve.errors import NotFound, ServeError
 from shmserve.testing import Server
 from shmserve.workers.backends.language import requests
 from tests.process.models.language.engines import ADAPTER, ENDLESS, KINDS, SLOTS, EngineKind, Expected
+from tests.support.cases import cases
 from tests.support.gateway.language_models import openai_client
 from tests.support.living import pids, until
 from tests.support.patience import PATIENCE_S
@@ -381,23 +382,20 @@ def test_a_slow_reader_does_not_delay_other_streams(text: Text) -> None:
     assert first + said(slow) == text.expected[PROMPTS[6]]
 
 
-@pytest.mark.parametrize(
-    ("sampling", "more", "words"),
-    [
-        ({"tempratur": 1}, {}, "unknown parameter 'tempratur'"),
-        ({"prompt_logprobs": 1}, {}, "'prompt_logprobs'"),
-        ({"n": 9}, {}, "at most 4 sequences at once; its parameter 'slots'"),
-        ({}, {"text_input": "x" * ENDLESS}, "context|maximum model length"),
-        ({}, {"text_input": ""}, "input 'text_input' is empty"),
-        ({}, {"messages": "{}"}, "with a list 'messages'"),
-        ({}, {"messages": '{"messages": [{"role": 5}]}'}, "role|content"),
-        ({}, {"messages": '{"messages": [], "n_predict": 7}'}, "has 'n_predict'"),
-        ({}, {"prompt_token_ids": np.array([1, 1 << 30], np.uint32)}, "invalid tokens|out of vocabulary"),
-        ({}, {"exclude_input_in_output": False}, "When streaming"),
-        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, {}, "'grammar' is not allowed"),
-    ],
+@cases(
+    ({"tempratur": 1}, {}, "unknown parameter 'tempratur'"),
+    ({"prompt_logprobs": 1}, {}, "'prompt_logprobs'"),
+    ({"n": 9}, {}, "at most 4 sequences at once; its parameter 'slots'"),
+    ({}, {"text_input": "x" * ENDLESS}, "context|maximum model length"),
+    ({}, {"text_input": ""}, "input 'text_input' is empty"),
+    ({}, {"messages": "{}"}, "with a list 'messages'"),
+    ({}, {"messages": '{"messages": [{"role": 5}]}'}, "role|content"),
+    ({}, {"messages": '{"messages": [], "n_predict": 7}'}, "has 'n_predict'"),
+    ({}, {"prompt_token_ids": np.array([1, 1 << 30], np.uint32)}, "invalid tokens|out of vocabulary"),
+    ({}, {"exclude_input_in_output": False}, "When streaming"),
+    ({"structured_outputs": {"grammar": 'root ::= "a"'}}, {}, "'grammar' is not allowed"),
 )
-def test_errors_of_a_request(engine: Text, sampling: dict[str, Any], more: dict[str, Any], words: str) -> None:
+def test_errors_of_a_request(sampling: dict[str, Any], more: dict[str, Any], words: str, engine: Text) -> None:
     with pytest.raises(ServeError, match=words) as caught:
         said(engine.stream(**{"prompt": more.pop("text_input", "hello"), "sampling": sampling, **more}))
     assert caught.value.code in ("INVALID_ARG", "UNSUPPORTED")

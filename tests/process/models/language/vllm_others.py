@@ -65,9 +65,12 @@ def _eyes(folder: Path, prompts: list[tuple[str, list[str]]], count: int) -> lis
         "image_size": EDGE, "patch_size": PATCH, "initializer_range": 0.5,
     }  # fmt: skip
     config = transformers.Idefics3Config(
-        vision_config=vision, text_config=vllm_network.config(tokens.get_vocab_size(), LENGTH).to_dict(),
-        image_token_id=tokens.token_to_id(IMAGE), scale_factor=SCALE, pad_token_id=1,
-    )  # fmt: skip
+        vision_config=vision,
+        text_config=vllm_network.config(tokens.get_vocab_size(), LENGTH).to_dict(),
+        image_token_id=tokens.token_to_id(IMAGE),
+        scale_factor=SCALE,
+        pad_token_id=1,
+    )
     made = vllm_network.only_printable(transformers.Idefics3ForConditionalGeneration(config).eval())
     made.save_pretrained(folder)
     marks = {"image_token": IMAGE, "additional_special_tokens": [BETWEEN, IMAGE, END]}

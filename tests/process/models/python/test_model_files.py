@@ -20,6 +20,7 @@ from PIL import Image
 import shmserve
 from shmserve.clients.cli import main
 from shmserve.testing import Server
+from tests.support.cases import cases
 from tests.support.docs import pages
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.living import until, write
@@ -145,8 +146,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     matmul(folder / "my net.onnx", 3)
     model = folder / "more" / "identity"
     (model / "1").mkdir(parents=True)
-    (model / "config.pbtxt").write_text('backend: "identity" input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ] '
-                                        'output [ { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } ]')  # fmt: skip
+    (model / "config.pbtxt").write_text(
+        'backend: "identity" input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ] '
+        'output [ { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } ]'
+    )
     return folder
 
 
@@ -230,17 +233,14 @@ def test_streams(client: shmserve.Client) -> None:
     assert [part["output"][0] for part in client.stream("words", {"text": "again"})] == [b"again"]
 
 
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        (
-            "dtype",
-            r"'wrong' in app.py, line \d+ returned for output 'output_0' an array of FP64, the type hint says FP32: ",
-        ),
-        ("shape", r"the shape \[3\], the type hint says \[2\]"),
-        ("count", "not a tuple of 2 items"),
-        ("value", "0.5 is not an integer, as INT64 needs"),
-    ],
+@cases(
+    (
+        "dtype",
+        r"'wrong' in app.py, line \d+ returned for output 'output_0' an array of FP64, the type hint says FP32: ",
+    ),
+    ("shape", r"the shape \[3\], the type hint says \[2\]"),
+    ("count", "not a tuple of 2 items"),
+    ("value", "0.5 is not an integer, as INT64 needs"),
 )
 def test_results_that_do_not_match_the_type_hints_are_refused(how: str, text: str, client: shmserve.Client) -> None:
     with pytest.raises(shmserve.ModelFailed, match=text):

@@ -17,6 +17,7 @@ import pytest
 import shmserve
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.testing import Server
+from tests.support.cases import cases
 from tests.support.living import until, write
 
 pytestmark = pytest.mark.process
@@ -274,16 +275,13 @@ def test_an_engine_in_a_spawned_process(place: Place) -> None:
     place.client.unload("spawned")
 
 
-@pytest.mark.parametrize(
-    ("what", "reason"),
-    [
-        ("import nothing_of_that_name.part", "install the package that provides 'nothing_of_that_name' for the server"),
-        ("import numpy.part", "the installed version of 'numpy' lacks what it imports"),
-        ("import utils.part", "the installed version of 'utils' lacks what it imports"),
-    ],
+@cases(
+    ("import nothing_of_that_name.part", "install the package that provides 'nothing_of_that_name' for the server"),
+    ("import numpy.part", "the installed version of 'numpy' lacks what it imports"),
+    ("import utils.part", "the installed version of 'utils' lacks what it imports"),
     ids=["missing", "old", "own"],
 )
-def test_a_missing_package_is_reported(place: Place, what: str, reason: str) -> None:
+def test_a_missing_package_is_reported(what: str, reason: str, place: Place) -> None:
     name = what.split()[1].split(".", maxsplit=1)[0]
     place.backend(name, source=BACKEND.replace("class Stopped", f"{what}\n\n\nclass Stopped"))
     place.model(f"with_{name}", CONFIG.replace("words", name))

@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 from shmserve.repo.remote.download import PIECE_BYTES
+from tests.support.cases import cases
 from tests.support.commands import COMMAND
 from tests.support.http_endpoint import web_server
 from tests.support.repo.mirrored import PIECE, data_of, mirrored
@@ -200,15 +201,15 @@ def test_a_network_is_a_model_of_vllm(hub: type[_Hub], tmp_path: Path) -> None:
         assert mirror.sync("models").state == "unchanged"
 
 
-@pytest.mark.parametrize(("url", "text"), [
+@cases(
     ("hf://owner/models/b.gguf", "it has no file 'b.gguf'"),
     ("hf://owner/models", "name one of its files: x.gguf, y.gguf"),
     ("hf://owner/models/empty", "neither a configuration nor a version directory nor a GGUF file"),
     ("hf://owner/models/none", "no model 'none'"),
     ("hf://owner/models/x.gguf", "exists; remove it, or choose another --name"),
     ("hf://owner", "expected hf://OWNER/REPOSITORY"),
-])  # fmt: skip
-def test_what_pull_refuses(hub: type[_Hub], tmp_path: Path, url: str, text: str) -> None:
+)
+def test_what_pull_refuses(url: str, text: str, hub: type[_Hub], tmp_path: Path) -> None:
     hub.files = {"x.gguf": b"x", "y.gguf": b"y", "empty/README.md": b"z"}
     (tmp_path / "x").mkdir()
     _, err = pull(url, "--repository", tmp_path, code=1)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import shmserve
+from tests.support.cases import cases
 from tests.support.ensemble_models import config_text
 from tests.support.launch import Launched
 from tests.support.model_files import python_model, write_model
@@ -28,15 +29,12 @@ LOOK = python_model(
 )
 
 
-@pytest.mark.parametrize(
-    ("variables", "threads"),
-    [
-        ({}, ["1", "1", "1", "1", "1", ""]),
-        (
-            {"OMP_NUM_THREADS": "2,1", "OPENBLAS_NUM_THREADS": "1", "NUMEXPR_NUM_THREADS": "", "MKL_NUM_THREADS": "3"},
-            ["1", "2", "2,1", "1", "2", "3"],
-        ),
-    ],
+@cases(
+    ({}, ["1", "1", "1", "1", "1", ""]),
+    (
+        {"OMP_NUM_THREADS": "2,1", "OPENBLAS_NUM_THREADS": "1", "NUMEXPR_NUM_THREADS": "", "MKL_NUM_THREADS": "3"},
+        ["1", "2", "2,1", "1", "2", "3"],
+    ),
     ids=["of the instance", "variables of the environment take precedence"],
 )
 def test_cores_and_threads(

@@ -24,6 +24,7 @@ from shmserve.workers import bootstrap
 from shmserve.workers.process.environment import NEEDED, command
 from shmserve.workers.process.exit_codes import Exit
 from tests import ROOT
+from tests.support.cases import cases
 from tests.support.commands import COMMAND
 from tests.support.ensemble_models import config_text
 from tests.support.living import until
@@ -157,16 +158,13 @@ def shmserve_run(folder: Path, what: str, *words: str) -> subprocess.CompletedPr
     return subprocess.run(command, env=caches, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "where", "reason"),
-    [
-        ("gone", "$$TRITON_MODEL_DIRECTORY/nowhere", "EXECUTION_ENV_PATH: there is no such directory or archive"),
-        ("none", "$$TRITON_MODEL_DIRECTORY/1", "neither bin/python3 nor bin/python in it can be run; is it an"),
-        ("file", "$$TRITON_MODEL_DIRECTORY/config.pbtxt", "the archive of EXECUTION_ENV_PATH cannot be read"),
-        ("broken", "$$TRITON_MODEL_DIRECTORY/env", "EXECUTION_ENV_PATH: its python3 cannot be run: Exec format error"),
-    ],
+@cases(
+    ("gone", "$$TRITON_MODEL_DIRECTORY/nowhere", "EXECUTION_ENV_PATH: there is no such directory or archive"),
+    ("none", "$$TRITON_MODEL_DIRECTORY/1", "neither bin/python3 nor bin/python in it can be run; is it an"),
+    ("file", "$$TRITON_MODEL_DIRECTORY/config.pbtxt", "the archive of EXECUTION_ENV_PATH cannot be read"),
+    ("broken", "$$TRITON_MODEL_DIRECTORY/env", "EXECUTION_ENV_PATH: its python3 cannot be run: Exec format error"),
 )
-def test_an_environment_without_an_interpreter_is_reported(place: Place, name: str, where: str, reason: str) -> None:
+def test_an_environment_without_an_interpreter_is_reported(name: str, where: str, reason: str, place: Place) -> None:
     folder = place.write(name, EXECUTION_ENV_PATH=where)
     (folder / "env" / "bin").mkdir(parents=True)
     (folder / "env" / "bin" / "python3").write_text("no program")

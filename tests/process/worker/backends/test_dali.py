@@ -17,6 +17,7 @@ from shmserve.protocol.messages import Tensor
 from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.testing import Server
+from tests.support.cases import cases
 from tests.support.docs import pages
 from tests.support.stopped import stopped
 from tests.support.workers.in_process import completed, load_failure
@@ -177,21 +178,17 @@ def test_declared_inputs_and_outputs_of_a_pipeline(tmp_path: Path) -> None:
     assert (made.name, made.data_type, tuple(made.dims)) == ("a", "TYPE_FP16", (-1, -1))
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "parameters", "said"),
-    [
-        ({"z": X["x"]}, Y, {}, "unexpected inference input 'z', allowed inputs are: x"),
-        ({**X, "z": X["x"]}, Y, {}, "unexpected inference input 'z', allowed inputs are: x"),
-        ({"x": ("FP64", (-1,))}, Y, {}, "input 'x' is FP64 in the configuration and FP32 in the pipeline"),
-        ({"x": ("FP32", (-1, 2))}, Y, {}, "input 'x' has 2 dims in the configuration, without the batch, and 1 in the"),
-        ({"x": ("STRING", (1,))}, Y, {}, "it needs dims: [ 1 ], and dtype UINT8 and ndim 1 in the pipeline"),
-        (X, {"y": ("STRING", (1,))}, {}, "output 'y' is BYTES in the configuration and another type in the pipeline"),
-        (X, {**Y, "z": Y["y"]}, {}, "configuration expects 2 outputs ('y', 'z'), model provides 1"),
-        (X, Y, {"num_threads": "two"},
-         "parameter num_threads of model 'm' must be an integer of at least 0, not 'two'"),
-        (X, Y, {"split_along_outer_axis": "y"}, "parameter split_along_outer_axis of model 'm' is not supported"),
-    ],
-)  # fmt: skip
+@cases(
+    ({"z": X["x"]}, Y, {}, "unexpected inference input 'z', allowed inputs are: x"),
+    ({**X, "z": X["x"]}, Y, {}, "unexpected inference input 'z', allowed inputs are: x"),
+    ({"x": ("FP64", (-1,))}, Y, {}, "input 'x' is FP64 in the configuration and FP32 in the pipeline"),
+    ({"x": ("FP32", (-1, 2))}, Y, {}, "input 'x' has 2 dims in the configuration, without the batch, and 1 in the"),
+    ({"x": ("STRING", (1,))}, Y, {}, "it needs dims: [ 1 ], and dtype UINT8 and ndim 1 in the pipeline"),
+    (X, {"y": ("STRING", (1,))}, {}, "output 'y' is BYTES in the configuration and another type in the pipeline"),
+    (X, {**Y, "z": Y["y"]}, {}, "configuration expects 2 outputs ('y', 'z'), model provides 1"),
+    (X, Y, {"num_threads": "two"}, "parameter num_threads of model 'm' must be an integer of at least 0, not 'two'"),
+    (X, Y, {"split_along_outer_axis": "y"}, "parameter split_along_outer_axis of model 'm' is not supported"),
+)
 def test_mismatched_configurations_are_refused(
     inputs: Any, outputs: Any, parameters: dict[str, str], said: str, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from shmserve.repo.config.schema import (
     ModelOptimizationPolicyExecutionAccelerators,
     ModelOptimizationPolicyExecutionAcceleratorsAccelerator,
 )
+from tests.support.cases import cases
 from tests.support.workers.in_process import completed, inline, load_failure, loaded, run, value
 from tests.support.workers.models.worker_models import Graph, version_folder
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, running, work
@@ -271,17 +272,14 @@ def test_the_openvino_accelerator(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif("CUDAExecutionProvider" not in ort.get_available_providers(), reason="no onnxruntime-gpu")
 @pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="no GPU")
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("", {}),
-        ("cuda", {"cudnn_conv_algo_search": "HEURISTIC", "gpu_mem_limit": str(1 << 30), "use_tf32": "0"}),
-        ("cuda", {"enable_cuda_graph": "1"}),
-        ("tensorrt", {"precision_mode": "FP16", "max_workspace_size_bytes": str(1 << 28)}),
-    ],
+@cases(
+    ("", {}),
+    ("cuda", {"cudnn_conv_algo_search": "HEURISTIC", "gpu_mem_limit": str(1 << 30), "use_tf32": "0"}),
+    ("cuda", {"enable_cuda_graph": "1"}),
+    ("tensorrt", {"precision_mode": "FP16", "max_workspace_size_bytes": str(1 << 28)}),
     ids=["cuda", "cuda with options", "cuda graphs", "tensorrt"],
 )
-def test_on_a_gpu(tmp_path: Path, name: str, parameters: dict[str, str]) -> None:
+def test_on_a_gpu(name: str, parameters: dict[str, str], tmp_path: Path) -> None:
     if name == "tensorrt" and "TensorrtExecutionProvider" not in ort.get_available_providers():
         pytest.skip("no TensorRT")
     runs_like_the_cpu(tmp_path, accelerated("KIND_GPU", name, **parameters))

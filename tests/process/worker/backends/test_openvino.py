@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from shmserve.errors import InvalidRequest, ModelFailed, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Return, Tensor, Wanted
 from shmserve.repo.config.schema import ModelConfig
+from tests.support.cases import cases
 from tests.support.workers.in_process import AS_GIVEN, assert_refused, floats, loaded, run, value
 from tests.support.workers.models.worker_models import (
     Graph,
@@ -172,23 +173,20 @@ def broken(folder: Path) -> ModelConfig:
 SKIP = {"SKIP_OV_DYNAMIC_BATCHSIZE": "YES"}
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "text"),
-    [
-        (nothing, NotFound, "version 1 of model 'm' has no file 'model.xml'"),
-        (broken, ModelFailed, "read"),
-        (strings, Unsupported, "tensor 'x' of the model is of type string, not supported"),
-        (lambda folder: other(folder, {"y": ("FP16", (3,))}), InvalidRequest, "is FP16 in the .* and FP32 in the"),
-        (lambda folder: fixed(folder, 2, 4, **SKIP), InvalidRequest, "max_batch_size is 4, and the first .* is 2"),
-        (lambda folder: fixed(folder, 4, 2, **SKIP), InvalidRequest, "or, with parameter ENABLE_BATCH_PADDING"),
-        (lambda folder: fixed(folder, 1, 4, TARGET_DEVICE="NPU"), Unsupported, "device NPU, .* it finds: CPU"),
-        (lambda folder: fixed(folder, 1, 4, NUM_STREAMS="many"), InvalidRequest, "NUM_STREAMS of model 'm'"),
-        (lambda folder: fixed(folder, 1, 4, PERFORMANCE_HINT="FAST"), InvalidRequest, "must be one of LATENCY, "),
-        (lambda folder: fixed(folder, 1, 4, INFERENCE_NUM_THREADS="-1"), InvalidRequest, "INFERENCE_NUM_THREADS"),
-        (lambda folder: on_gpu(other(folder), 1), Unsupported, "device GPU.1, which OpenVINO does not find"),
-    ],
+@cases(
+    (nothing, NotFound, "version 1 of model 'm' has no file 'model.xml'"),
+    (broken, ModelFailed, "read"),
+    (strings, Unsupported, "tensor 'x' of the model is of type string, not supported"),
+    (lambda folder: other(folder, {"y": ("FP16", (3,))}), InvalidRequest, "is FP16 in the .* and FP32 in the"),
+    (lambda folder: fixed(folder, 2, 4, **SKIP), InvalidRequest, "max_batch_size is 4, and the first .* is 2"),
+    (lambda folder: fixed(folder, 4, 2, **SKIP), InvalidRequest, "or, with parameter ENABLE_BATCH_PADDING"),
+    (lambda folder: fixed(folder, 1, 4, TARGET_DEVICE="NPU"), Unsupported, "device NPU, .* it finds: CPU"),
+    (lambda folder: fixed(folder, 1, 4, NUM_STREAMS="many"), InvalidRequest, "NUM_STREAMS of model 'm'"),
+    (lambda folder: fixed(folder, 1, 4, PERFORMANCE_HINT="FAST"), InvalidRequest, "must be one of LATENCY, "),
+    (lambda folder: fixed(folder, 1, 4, INFERENCE_NUM_THREADS="-1"), InvalidRequest, "INFERENCE_NUM_THREADS"),
+    (lambda folder: on_gpu(other(folder), 1), Unsupported, "device GPU.1, which OpenVINO does not find"),
 )
-def test_unsupported_models_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
+def test_unsupported_models_are_refused(make: Any, kind: type[ServeError], text: str, tmp_path: Path) -> None:
     assert_refused(make(tmp_path), tmp_path, kind, text, AS_GIVEN)
 
 

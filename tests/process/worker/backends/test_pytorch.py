@@ -23,6 +23,7 @@ from shmserve.repo.config.schema import ModelConfig, ModelOperations
 from shmserve.workers.backends.base import Context
 from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.specs import Spec, inputs_of, outputs_of
+from tests.support.cases import cases
 from tests.support.optional import OnDemand, optional
 from tests.support.workers.batch_parts import Parts
 from tests.support.workers.in_process import load_failure, loaded
@@ -58,34 +59,28 @@ def export(folder: Path, source: str, *arguments: Any, dynamic: Any = None, **mo
     return path
 
 
-@pytest.mark.parametrize(
-    ("arguments", "names", "expected"),
-    [
-        ("x, y", ("x", "y"), [0, 1]),
-        ("x, y", ("y", "x"), [1, 0]),
-        ("x, y", ("INPUT__1", "INPUT__0"), [1, 0]),
-        ("x, y", ("left", "right"), [0, 1]),
-        ("x, y", ("x", "other"), [0, 1]),
-        ("x, y: Optional[Tensor] = None", ("x",), [0, None]),
-        ("x, y: Optional[Tensor] = None", ("INPUT__0",), [0, None]),
-    ],
+@cases(
+    ("x, y", ("x", "y"), [0, 1]),
+    ("x, y", ("y", "x"), [1, 0]),
+    ("x, y", ("INPUT__1", "INPUT__0"), [1, 0]),
+    ("x, y", ("left", "right"), [0, 1]),
+    ("x, y", ("x", "other"), [0, 1]),
+    ("x, y: Optional[Tensor] = None", ("x",), [0, None]),
+    ("x, y: Optional[Tensor] = None", ("INPUT__0",), [0, None]),
 )
-def test_inputs_match_arguments(tmp_path: Path, arguments: str, names: tuple[str, ...], expected: list[int]) -> None:
+def test_inputs_match_arguments(arguments: str, names: tuple[str, ...], expected: list[int], tmp_path: Path) -> None:
     program = opened(torch_forward(tmp_path, arguments, "return x"))
     assert programs.arrange("m", program, specs(*names)) == expected
 
 
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
-        (("other", "x"), "input 'other' is no argument of its own; the model takes 2: x, y"),
-        (("x",), "the configuration has no input for argument 'y'"),
-        (("x", "y", "z"), "input 'z' is no argument"),
-        (("a__0", "b__2"), "input 'b__2' is no argument"),
-        (("a__0", "b__0"), "input 'b__0' is no argument"),
-    ],
+@cases(
+    (("other", "x"), "input 'other' is no argument of its own; the model takes 2: x, y"),
+    (("x",), "the configuration has no input for argument 'y'"),
+    (("x", "y", "z"), "input 'z' is no argument"),
+    (("a__0", "b__2"), "input 'b__2' is no argument"),
+    (("a__0", "b__0"), "input 'b__0' is no argument"),
 )
-def test_inputs_unknown_to_the_script_are_refused(tmp_path: Path, names: tuple[str, ...], text: str) -> None:
+def test_inputs_unknown_to_the_script_are_refused(names: tuple[str, ...], text: str, tmp_path: Path) -> None:
     program = opened(torch_forward(tmp_path, "x, y", "return x"))
     with pytest.raises(InvalidRequest, match=text):
         programs.arrange("m", program, specs(*names))
@@ -106,17 +101,14 @@ class Pair(NamedTuple):
     second: Any
 
 
-@pytest.mark.parametrize(
-    ("value", "names", "expected"),
-    [
-        (lambda a, b: a, ("any",), "a"),
-        (lambda a, b: (a, b), ("one", "two"), "ab"),
-        (lambda a, b: [a, b], ("OUTPUT__1", "OUTPUT__0"), "ba"),
-        (lambda a, b: (a, b), ("OUTPUT__1",), "b"),
-        (lambda a, b: {"p": a, "q": b}, ("q", "p"), "ba"),
-        (lambda a, b: {"p": a, "q": b}, ("first", "second"), "ab"),
-        (Pair, ("second",), "b"),
-    ],
+@cases(
+    (lambda a, b: a, ("any",), "a"),
+    (lambda a, b: (a, b), ("one", "two"), "ab"),
+    (lambda a, b: [a, b], ("OUTPUT__1", "OUTPUT__0"), "ba"),
+    (lambda a, b: (a, b), ("OUTPUT__1",), "b"),
+    (lambda a, b: {"p": a, "q": b}, ("q", "p"), "ba"),
+    (lambda a, b: {"p": a, "q": b}, ("first", "second"), "ab"),
+    (Pair, ("second",), "b"),
     ids=["one", "tuple", "places", "one of them", "dict", "dict in order", "named tuple"],
 )
 def test_results_match_outputs(value: Callable[[Any, Any], Any], names: tuple[str, ...], expected: str) -> None:
@@ -159,18 +151,15 @@ def test_inputs_and_outputs_of_an_exported_program_are_matched_by_name(tmp_path:
         programs.picker("m", program, made("a", "c", "OUTPUT__1", "RESULT[b][1]"))
 
 
-@pytest.mark.parametrize(
-    ("lines", "changed"),
-    [
-        (("return x * 2",), False),
-        (("y = torch.relu(x)", "y.add_(1)", "return y"), False),
-        (("x.add_(1)", "return x"), True),
-        (("v = x[1:]", "v.mul_(2)", "return x"), True),
-        (("y = torch.dropout(x, 0.5, False)", "y.add_(1)", "return y"), True),
-    ],
+@cases(
+    (("return x * 2",), False),
+    (("y = torch.relu(x)", "y.add_(1)", "return y"), False),
+    (("x.add_(1)", "return x"), True),
+    (("v = x[1:]", "v.mul_(2)", "return x"), True),
+    (("y = torch.dropout(x, 0.5, False)", "y.add_(1)", "return y"), True),
     ids=["no", "another", "itself", "a view", "dropout"],
 )
-def test_arguments_that_the_model_modifies_are_detected(tmp_path: Path, lines: tuple[str, ...], changed: bool) -> None:
+def test_arguments_that_the_model_modifies_are_detected(lines: tuple[str, ...], changed: bool, tmp_path: Path) -> None:
     assert [argument.changed for argument in opened(torch_forward(tmp_path, "x", *lines)).arguments] == [changed]
     body = "".join(f"        {line}\n" for line in lines)
     source = f"class Model(torch.nn.Module):\n    def forward(self, x):\n{body}"
@@ -300,21 +289,18 @@ def no_archive(folder: Path) -> ModelConfig:
     return config("pytorch", X, Y)
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "text"),
-    [
-        (no_file, NotFound, "version 1 of model 'm' has no file 'model.pt'"),
-        (no_archive, InvalidRequest, "'model.pt' is not a file of PyTorch"),
-        (no_program, InvalidRequest, "'model.pt' holds no program: save it with torch.jit.save"),
-        (lambda folder: scripted(folder, INTRA_OP_THREAD_COUNT="many"), InvalidRequest, "at least 0, not 'many'"),
-        (lambda folder: scripted(folder, INFERENCE_MODE="maybe"), InvalidRequest, "INFERENCE_MODE.*true or false"),
-        (lambda folder: scripted(folder, ENABLE_NVFUSER="2"), InvalidRequest, "ENABLE_NVFUSER of model 'm'"),
-        (lambda folder: exported(folder, (3,), 4), InvalidRequest, "'INPUT__0' is 2 in the model; a batch needs"),
-        (lambda folder: exported(folder, (2, 4), 0), InvalidRequest, r"shape \[2, 4\] .* \[2, 3\] in the model"),
-        (on_a_gpu, Unsupported, "to run on GPU 1, and the PyTorch that is installed sees none"),
-    ],
+@cases(
+    (no_file, NotFound, "version 1 of model 'm' has no file 'model.pt'"),
+    (no_archive, InvalidRequest, "'model.pt' is not a file of PyTorch"),
+    (no_program, InvalidRequest, "'model.pt' holds no program: save it with torch.jit.save"),
+    (lambda folder: scripted(folder, INTRA_OP_THREAD_COUNT="many"), InvalidRequest, "at least 0, not 'many'"),
+    (lambda folder: scripted(folder, INFERENCE_MODE="maybe"), InvalidRequest, "INFERENCE_MODE.*true or false"),
+    (lambda folder: scripted(folder, ENABLE_NVFUSER="2"), InvalidRequest, "ENABLE_NVFUSER of model 'm'"),
+    (lambda folder: exported(folder, (3,), 4), InvalidRequest, "'INPUT__0' is 2 in the model; a batch needs"),
+    (lambda folder: exported(folder, (2, 4), 0), InvalidRequest, r"shape \[2, 4\] .* \[2, 3\] in the model"),
+    (on_a_gpu, Unsupported, "to run on GPU 1, and the PyTorch that is installed sees none"),
 )
-def test_unsupported_models_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
+def test_unsupported_models_are_refused(make: Any, kind: type[ServeError], text: str, tmp_path: Path) -> None:
     if make is on_a_gpu and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     given = make(tmp_path)
@@ -345,9 +331,12 @@ def test_on_a_gpu(tmp_path: Path, program: bool) -> None:
     else:
         torch_script(tmp_path, source)
     given = config(
-        "pytorch", {"x": ("FP32", (2000,))}, {"OUTPUT__0": ("FP32", (2000,)), "OUTPUT__1": ("FP32", (1,))}, max_batch=4,
+        "pytorch",
+        {"x": ("FP32", (2000,))},
+        {"OUTPUT__0": ("FP32", (2000,)), "OUTPUT__1": ("FP32", (1,))},
+        max_batch=4,
         parameters={"ENABLE_CACHE_CLEANING": "true"},
-    )  # fmt: skip
+    )
     given = replace(on_gpu(given), default_model_filename="model.pt2" if program else "model.pt")
     x = np.arange(4000, dtype=np.float32).reshape(2, 2000)
     with running(given, tmp_path) as worker:

@@ -26,6 +26,7 @@ from shmserve.repo.config.schema import (
     ModelOptimizationPolicyGraph,
 )
 from shmserve.workers.backends.base import Context
+from tests.support.cases import cases
 from tests.support.launch import Launched
 from tests.support.workers.in_process import AS_GIVEN, assert_refused, floats, load_failure
 from tests.support.workers.models.tensorflow_models import INSTALLED, X, Y, frozen_graph, placeholder, saved_model
@@ -334,27 +335,24 @@ def optional(folder: Path) -> ModelConfig:
     return replace(found, input=(replace(found.input[0], optional=True),))
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "text"),
-    [
-        (nothing, NotFound, "version 1 of model 'm' has no file 'model.savedmodel'"),
-        (lambda f: nothing(f, "model.savedmodel"), NotFound, "no file 'saved_model.pb' or 'saved_model.pbtxt'"),
-        (lambda f: garbage(f, "model.savedmodel/saved_model.pb"), InvalidRequest, "invalid file saved_model.pb"),
-        (lambda f: garbage(f, "model.graphdef"), InvalidRequest, "model.graphdef is not a GraphDef"),
-        (without_a_signature, InvalidRequest, "the SavedModel has no signature"),
-        (ragged, Unsupported, "tensor 'x' of the model is sparse or ragged"),
-        (lambda f: simple(f, {"y": ("FP16", (3,))}), InvalidRequest, "is FP16 in the .* and FP32 in the"),
-        (lambda f: simple(f, {"complex": ("FP32", (3,))}), Unsupported, "'complex' .* is of type complex64"),
-        (optional, InvalidRequest, "'x' is optional, and the graph has no value for it"),
-        (lambda f: simple(f, TF_NUM_INTRA_THREADS="-1"), InvalidRequest, "TF_NUM_INTRA_THREADS of model 'm'"),
-        (lambda f: simple(f, TF_USE_PER_SESSION_THREADS="so"), InvalidRequest, "must be true or false, not 'so'"),
-        (lambda f: simple(f, TF_INIT_OPS_FILE="a"), InvalidRequest, "left out for a SavedModel"),
-        (lambda f: on_gpu(simple(f), 1), Unsupported, "GPU 1, and the TensorFlow that is installed finds none"),
-        (frozen, InvalidRequest, "expects 1 inputs, model provides 2: it also has b"),
-        (lambda f: frozen(f, outputs={"z": ("FP32", (3,))}), InvalidRequest, "output 'z', allowed outputs are: y"),
-    ],
+@cases(
+    (nothing, NotFound, "version 1 of model 'm' has no file 'model.savedmodel'"),
+    (lambda f: nothing(f, "model.savedmodel"), NotFound, "no file 'saved_model.pb' or 'saved_model.pbtxt'"),
+    (lambda f: garbage(f, "model.savedmodel/saved_model.pb"), InvalidRequest, "invalid file saved_model.pb"),
+    (lambda f: garbage(f, "model.graphdef"), InvalidRequest, "model.graphdef is not a GraphDef"),
+    (without_a_signature, InvalidRequest, "the SavedModel has no signature"),
+    (ragged, Unsupported, "tensor 'x' of the model is sparse or ragged"),
+    (lambda f: simple(f, {"y": ("FP16", (3,))}), InvalidRequest, "is FP16 in the .* and FP32 in the"),
+    (lambda f: simple(f, {"complex": ("FP32", (3,))}), Unsupported, "'complex' .* is of type complex64"),
+    (optional, InvalidRequest, "'x' is optional, and the graph has no value for it"),
+    (lambda f: simple(f, TF_NUM_INTRA_THREADS="-1"), InvalidRequest, "TF_NUM_INTRA_THREADS of model 'm'"),
+    (lambda f: simple(f, TF_USE_PER_SESSION_THREADS="so"), InvalidRequest, "must be true or false, not 'so'"),
+    (lambda f: simple(f, TF_INIT_OPS_FILE="a"), InvalidRequest, "left out for a SavedModel"),
+    (lambda f: on_gpu(simple(f), 1), Unsupported, "GPU 1, and the TensorFlow that is installed finds none"),
+    (frozen, InvalidRequest, "expects 1 inputs, model provides 2: it also has b"),
+    (lambda f: frozen(f, outputs={"z": ("FP32", (3,))}), InvalidRequest, "output 'z', allowed outputs are: y"),
 )
-def test_unsupported_models_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
+def test_unsupported_models_are_refused(make: Any, kind: type[ServeError], text: str, tmp_path: Path) -> None:
     assert_refused(make(tmp_path), tmp_path, kind, text, AS_GIVEN)
 
 
@@ -378,14 +376,11 @@ def test_settings_of_the_session() -> None:
     assert usual.inter_op_parallelism_threads == -1, "in the thread of the worker"
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"default_max_batch_size": "some"}, "default-max-batch-size must be an integer"),
-        ({"allow_soft_placement": "so"}, "allow-soft-placement must be true or false, not 'so'"),
-    ],
+@cases(
+    ({"default_max_batch_size": "some"}, "default-max-batch-size must be an integer"),
+    ({"allow_soft_placement": "so"}, "allow-soft-placement must be true or false, not 'so'"),
 )
-def test_invalid_settings_are_refused(tmp_path: Path, settings: dict[str, str], text: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, str], text: str, tmp_path: Path) -> None:
     simple(tmp_path)
     model = TensorFlow(context(tmp_path, **settings))
     with pytest.raises(InvalidRequest, match=text):

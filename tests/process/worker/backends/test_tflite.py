@@ -13,6 +13,7 @@ import pytest
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import ModelConfig
+from tests.support.cases import cases
 from tests.support.workers.in_process import AS_GIVEN, assert_refused, floats, loaded, run, value
 from tests.support.workers.models.tflite_models import Graph
 from tests.support.workers.models.worker_models import on_gpu
@@ -119,19 +120,16 @@ def complex_numbers(folder: Path) -> ModelConfig:
     return config("tflite", X, Y)
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "text"),
-    [
-        (nothing, NotFound, "version 1 of model 'm' has no file 'model.tflite'"),
-        (garbage, InvalidRequest, "model.tflite is not a model that LiteRT can run"),
-        (complex_numbers, Unsupported, "tensor 'x' of the model is of type complex64"),
-        (lambda f: given(f, {"y": ("FP16", (2,))}), InvalidRequest, "is FP16 in the .* and FP32 in the"),
-        (lambda f: given(f, tflite_signature="a"), InvalidRequest, r"\(serving_default, train\), not 'a'"),
-        (lambda f: given(f, tflite_num_threads="a"), InvalidRequest, "tflite_num_threads of model 'm'"),
-        (lambda f: fixed(f, "reshape"), InvalidRequest, "is 4, and the first .* is 1 and cannot be changed: .*failed"),
-        (lambda f: fixed(f, "sum"), InvalidRequest, "output 'y' does not grow with the inputs. Set max_batch_size: 0"),
-        (lambda folder: on_gpu(given(folder), 1), Unsupported, "and models of LiteRT run on the CPU only"),
-    ],
+@cases(
+    (nothing, NotFound, "version 1 of model 'm' has no file 'model.tflite'"),
+    (garbage, InvalidRequest, "model.tflite is not a model that LiteRT can run"),
+    (complex_numbers, Unsupported, "tensor 'x' of the model is of type complex64"),
+    (lambda f: given(f, {"y": ("FP16", (2,))}), InvalidRequest, "is FP16 in the .* and FP32 in the"),
+    (lambda f: given(f, tflite_signature="a"), InvalidRequest, r"\(serving_default, train\), not 'a'"),
+    (lambda f: given(f, tflite_num_threads="a"), InvalidRequest, "tflite_num_threads of model 'm'"),
+    (lambda f: fixed(f, "reshape"), InvalidRequest, "is 4, and the first .* is 1 and cannot be changed: .*failed"),
+    (lambda f: fixed(f, "sum"), InvalidRequest, "output 'y' does not grow with the inputs. Set max_batch_size: 0"),
+    (lambda folder: on_gpu(given(folder), 1), Unsupported, "and models of LiteRT run on the CPU only"),
 )
-def test_unsupported_models_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
+def test_unsupported_models_are_refused(make: Any, kind: type[ServeError], text: str, tmp_path: Path) -> None:
     assert_refused(make(tmp_path), tmp_path, kind, text, AS_GIVEN)

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from shmserve.repo.config.complete import TREE_FILES
 from shmserve.repo.config.schema import ModelConfig
+from tests.support.cases import cases
 from tests.support.workers.in_process import completed, inline, load_failure, loaded, run, value
 from tests.support.workers.models.worker_models import on_gpu, version_folder
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
@@ -134,15 +135,12 @@ def test_lightgbm(objective: str, count: int, tmp_path: Path) -> None:
     assert np.array_equal(rounded, found.astype(np.float32))
 
 
-@pytest.mark.parametrize(
-    ("kind", "objective", "count"),
-    [
-        ("xgboost_json", "reg:squarederror", 0),
-        ("xgboost_ubj", "binary:logistic", 2),
-        ("xgboost", "multi:softprob", 3),
-        ("xgboost_json", "multi:softmax", 3),
-        ("lightgbm", "multiclass", 3),
-    ],
+@cases(
+    ("xgboost_json", "reg:squarederror", 0),
+    ("xgboost_ubj", "binary:logistic", 2),
+    ("xgboost", "multi:softprob", 3),
+    ("xgboost_json", "multi:softmax", 3),
+    ("lightgbm", "multiclass", 3),
 )
 def test_predictions_equal_those_of_the_library(kind: str, objective: str, count: int, tmp_path: Path) -> None:
     """The predictions are equal to the last bit."""
@@ -245,17 +243,14 @@ def test_a_wrong_number_of_features_is_refused(tmp_path: Path) -> None:
         assert_failed(row, "INVALID_ARG", f"the model has {FEATURES} features; the input's shape is [1, 5]")
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"model_type": "forest"}, "parameter model_type of model 'm' must be one of xgboost, xgboost_json"),
-        ({"predictor": "magic"}, "parameter predictor of model 'm' must be treelite or library, not 'magic'"),
-        ({"threshold": "much"}, "parameter threshold of model 'm' must be a number, not 'much'"),
-        ({"is_classifier": "perhaps"}, "parameter is_classifier of model 'm' must be true or false"),
-        ({"predict_proba": "true"}, "has 1 values in the configuration and 3 in the model"),
-        ({"model_type": "xgboost_ubj"}, "has no file 'xgboost.ubj'"),
-        ({"model_type": "lightgbm"}, "'model.txt' is not a model of type lightgbm that Treelite can read"),
-    ],
+@cases(
+    ({"model_type": "forest"}, "parameter model_type of model 'm' must be one of xgboost, xgboost_json"),
+    ({"predictor": "magic"}, "parameter predictor of model 'm' must be treelite or library, not 'magic'"),
+    ({"threshold": "much"}, "parameter threshold of model 'm' must be a number, not 'much'"),
+    ({"is_classifier": "perhaps"}, "parameter is_classifier of model 'm' must be true or false"),
+    ({"predict_proba": "true"}, "has 1 values in the configuration and 3 in the model"),
+    ({"model_type": "xgboost_ubj"}, "has no file 'xgboost.ubj'"),
+    ({"model_type": "lightgbm"}, "'model.txt' is not a model of type lightgbm that Treelite can read"),
     ids=str,
 )
 def test_mismatched_parameters_are_refused(change: dict[str, str], text: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import shmserve
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError
 from shmserve.testing import Server
+from tests.support.cases import cases
 from tests.support.ensemble_models import config_text, ensemble
 from tests.support.shared_server import SharedServer
 from tests.support.workers.native_backends import compiled, model
@@ -133,21 +134,18 @@ def test_a_refused_batch_is_an_error_of_each_request(client: shmserve.Client) ->
         assert str(future.exception()) == "the backend refuses this batch"
 
 
-@pytest.mark.parametrize(
-    ("what", "kind", "text"),
-    [
-        ("error", InvalidRequest, "^the backend refuses this request$"),
-        ("long error", InvalidRequest, "^x{3000}$"),
-        ("fail", InvalidRequest, "^the backend refuses this batch$"),
-        ("never", ModelFailed, "released the request without a final response"),
-        ("unknown", ModelFailed, "unexpected output 'NOWHERE': the outputs of the model are OUT, TEXT"),
-        ("abort", ServeError, r"instance 'echo_0_0' ended .* \(signal SIGABRT\)"),
-        ("segfault", ServeError, r"instance 'echo_0_0' ended .* \(signal SIGSEGV\)"),
-        ("sent", ServeError, r"\(signal SIGABRT\)"),
-        ("released", ServeError, r"\(signal SIGABRT\)"),
-    ],
+@cases(
+    ("error", InvalidRequest, "^the backend refuses this request$"),
+    ("long error", InvalidRequest, "^x{3000}$"),
+    ("fail", InvalidRequest, "^the backend refuses this batch$"),
+    ("never", ModelFailed, "released the request without a final response"),
+    ("unknown", ModelFailed, "unexpected output 'NOWHERE': the outputs of the model are OUT, TEXT"),
+    ("abort", ServeError, r"instance 'echo_0_0' ended .* \(signal SIGABRT\)"),
+    ("segfault", ServeError, r"instance 'echo_0_0' ended .* \(signal SIGSEGV\)"),
+    ("sent", ServeError, r"\(signal SIGABRT\)"),
+    ("released", ServeError, r"\(signal SIGABRT\)"),
 )
-def test_a_fault_fails_its_request(client: shmserve.Client, what: str, kind: type[ServeError], text: str) -> None:
+def test_a_fault_fails_its_request(what: str, kind: type[ServeError], text: str, client: shmserve.Client) -> None:
     with pytest.raises(kind, match=text):
         do(client, what)
     served_again(client)

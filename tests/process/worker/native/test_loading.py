@@ -12,6 +12,7 @@ import pytest
 
 from shmserve.errors import ServeError
 from shmserve.testing import Server
+from tests.support.cases import cases
 from tests.support.living import until
 from tests.support.shared_server import SharedServer
 from tests.support.workers.native_backends import compiled, model
@@ -110,16 +111,13 @@ def test_a_library_links_under_any_name(shared_server: SharedServer, tmp_path: P
         np.testing.assert_array_equal(client.infer("linked", {"IN": X})["OUT"], X)
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("UNKNOWN", "needs functions that this server does not have: TRITONBACKEND_ModelInstanceImagine"),
-        ("BATCHER", r"has a batching strategy of its own \(TRITONBACKEND_ModelBatchIncludeRequest\)"),
-        ("NEWER", "the backend needs version 1.99 of the interface"),
-    ],
+@cases(
+    ("UNKNOWN", "needs functions that this server does not have: TRITONBACKEND_ModelInstanceImagine"),
+    ("BATCHER", r"has a batching strategy of its own \(TRITONBACKEND_ModelBatchIncludeRequest\)"),
+    ("NEWER", "the backend needs version 1.99 of the interface"),
 )
 def test_a_library_that_cannot_run_is_refused_with_the_reason(
-    shared_server: SharedServer, tmp_path: Path, folder: Path, kind: str, text: str
+    kind: str, text: str, shared_server: SharedServer, tmp_path: Path, folder: Path
 ) -> None:
     library = compiled(HERE / "unknown.c", folder / kind / "libtriton_probe.so", f"-D{kind}")
     model(tmp_path, "refused", library, PROBE)

@@ -43,10 +43,12 @@ MODELS = {
     "square": ("IN:INT32:[1]", "OUT:INT32:[1]", DECOUPLED),
     "repeat": ("IN:INT32 DELAY:UINT32 WAIT:UINT32:[1]", "OUT:INT32:[1] IDX:UINT32:[1]", DECOUPLED),
     "recommended": (
-        "IN0:INT32:[4]", "OUT0:INT32:[4]", "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 1000 }"
+        "IN0:INT32:[4]",
+        "OUT0:INT32:[4]",
+        "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 1000 }",
     ),
     "bls": SIXTEEN,
-}  # fmt: skip
+}
 ADD_SUB = """
 import triton_python_backend_utils as utils
 

@@ -17,6 +17,7 @@ from shmserve.protocol.worker_messages import Row
 from shmserve.session.decode import output_of
 from shmserve.session.memory import SessionMemory
 from shmserve.workers.loading import LoadedModel
+from tests.support.cases import cases
 from tests.support.ensemble_models import config_text, ensemble
 from tests.support.model_files import write_model
 from tests.support.workers.in_process import inline, loaded, run, value
@@ -77,20 +78,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
         yield found
 
 
-@pytest.mark.parametrize(
-    ("wish", "dtype", "expected"),
-    [
-        ("FP64", "FP64", np.array([[1, 2]], np.float64)),
-        ("INT64", "INT64", np.array([[1, 2]], np.int64)),
-        ("BYTES", "BYTES", np.array([[b"1.0", b"2.0"]], object)),
-        ("swapped", "FP32", np.array([[1, 2]], np.float32)),
-        ("rank", "FP32", np.array([1, 2], np.float32)),
-        ("scalar", "FP32", np.array(3, np.float32)),
-        ("rows", "FP32", np.array([[1, 2], [1, 2]], np.float32)),
-        ("deep", "FP32", np.array([1, 2], np.float32).reshape((1,) * 31 + (2,))),
-    ],
+@cases(
+    ("FP64", "FP64", np.array([[1, 2]], np.float64)),
+    ("INT64", "INT64", np.array([[1, 2]], np.int64)),
+    ("BYTES", "BYTES", np.array([[b"1.0", b"2.0"]], object)),
+    ("swapped", "FP32", np.array([[1, 2]], np.float32)),
+    ("rank", "FP32", np.array([1, 2], np.float32)),
+    ("scalar", "FP32", np.array(3, np.float32)),
+    ("rows", "FP32", np.array([[1, 2], [1, 2]], np.float32)),
+    ("deep", "FP32", np.array([1, 2], np.float32).reshape((1,) * 31 + (2,))),
 )
-def test_arrays_that_differ_are_passed_on(model: LoadedModel, wish: str, dtype: str, expected: Any) -> None:
+def test_arrays_that_differ_are_passed_on(wish: str, dtype: str, expected: Any, model: LoadedModel) -> None:
     row = ask(model, wish)
     assert row.error is None, row.error
     y, _ = row.outputs
@@ -102,16 +100,13 @@ def test_arrays_that_differ_are_passed_on(model: LoadedModel, wish: str, dtype: 
 Y1 = (Wanted("y", None, 1),)
 
 
-@pytest.mark.parametrize(
-    ("wish", "outputs", "code", "text"),
-    [
-        ("complex", None, "MODEL_FAILED", "has the wrong data type: expected FP32, found complex128"),
-        ("deeper", None, "MODEL_FAILED", "has the wrong shape: expected [1, -1]"),
-        ("BYTES", Y1, "INVALID_ARG", "class result not available for output due to unsupported type"),
-    ],
+@cases(
+    ("complex", None, "MODEL_FAILED", "has the wrong data type: expected FP32, found complex128"),
+    ("deeper", None, "MODEL_FAILED", "has the wrong shape: expected [1, -1]"),
+    ("BYTES", Y1, "INVALID_ARG", "class result not available for output due to unsupported type"),
 )
 def test_unsupported_outputs_are_refused(
-    model: LoadedModel, wish: str, outputs: tuple[Wanted, ...] | None, code: str, text: str
+    wish: str, outputs: tuple[Wanted, ...] | None, code: str, text: str, model: LoadedModel
 ) -> None:
     assert_failed(ask(model, wish, outputs), code, text)
 

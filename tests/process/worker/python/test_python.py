@@ -14,6 +14,7 @@ import pytest
 from shmserve.protocol.messages import Options, Ping, Pong, Tensor, Wanted
 from shmserve.protocol.worker_messages import Probe, Probed, Row
 from shmserve.repo.config.schema import as_triton_json
+from tests.support.cases import cases
 from tests.support.workers.in_process import completed, inline, loaded, run, value
 from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, running, work
@@ -220,54 +221,48 @@ def test_request_attributes_are_visible_to_the_model(scripted: WorkerProcess) ->
     }
 
 
-@pytest.mark.parametrize(
-    ("wish", "code", "text"),
-    [
-        ("error", "NOT_FOUND", "said no"),
-        ("plain_error", "MODEL_FAILED", "said no"),
-        ("surrogate", "MODEL_FAILED", "said ?"),
-        ("where", "MODEL_FAILED", "see <model>/1/model.py:12"),
-        ("none", "MODEL_FAILED",
-         "an 'InferenceResponse' object in the execute function return list, found type '<class 'NoneT"),
-        ("other", "MODEL_FAILED", "unexpected output 'z': the outputs of model 'm' are y"),
-        ("twice", "MODEL_FAILED", "output 'y' was given twice"),
-        ("parameters list", "INVALID_ARG", "values to have type bool/int/str, found type <class 'list'>"),
-        ("parameters null", "INVALID_ARG", "values to have type bool/int/str, found type <class 'NoneType'>"),
-        ("parameters key", "INVALID_ARG", "Expect parameters keys to have type str, found type <class 'int'>"),
-        ("parameters type", "INVALID_ARG", "Expect dict, got <class 'list'>"),
-        ("caught", "NOT_FOUND", "Expect dict, got <class 'list'>"),
-        ("parameters long", "INVALID_ARG", "have 20004 characters, more than 16384"),
-        ("sender", "MODEL_FAILED", "the model dropped the request without a response"),
-    ],
-)  # fmt: skip
-def test_an_error_of_one_response_fails_one_request(scripted: WorkerProcess, wish: str, code: str, text: str) -> None:
+@cases(
+    ("error", "NOT_FOUND", "said no"),
+    ("plain_error", "MODEL_FAILED", "said no"),
+    ("surrogate", "MODEL_FAILED", "said ?"),
+    ("where", "MODEL_FAILED", "see <model>/1/model.py:12"),
+    (
+        "none",
+        "MODEL_FAILED",
+        "an 'InferenceResponse' object in the execute function return list, found type '<class 'NoneT",
+    ),
+    ("other", "MODEL_FAILED", "unexpected output 'z': the outputs of model 'm' are y"),
+    ("twice", "MODEL_FAILED", "output 'y' was given twice"),
+    ("parameters list", "INVALID_ARG", "values to have type bool/int/str, found type <class 'list'>"),
+    ("parameters null", "INVALID_ARG", "values to have type bool/int/str, found type <class 'NoneType'>"),
+    ("parameters key", "INVALID_ARG", "Expect parameters keys to have type str, found type <class 'int'>"),
+    ("parameters type", "INVALID_ARG", "Expect dict, got <class 'list'>"),
+    ("caught", "NOT_FOUND", "Expect dict, got <class 'list'>"),
+    ("parameters long", "INVALID_ARG", "have 20004 characters, more than 16384"),
+    ("sender", "MODEL_FAILED", "the model dropped the request without a response"),
+)
+def test_an_error_of_one_response_fails_one_request(wish: str, code: str, text: str, scripted: WorkerProcess) -> None:
     assert_failed(ask(scripted, wish), code, text)
 
 
-@pytest.mark.parametrize(
-    ("wish", "text"),
-    [
-        ("write", "read-only"),
-        ("metrics", "TritonModelException: metric family 'nv_mine': names that begin with"),
-        ("surrogate_raised", "ValueError: half: ?"),
-        ("unreadable", "Unreadable: <Unreadable without a readable text>"),
-        ("no_such_wish", "AttributeError: 'TritonPythonModel' object has no attribute 'no_such_wish'"),
-    ],
+@cases(
+    ("write", "read-only"),
+    ("metrics", "TritonModelException: metric family 'nv_mine': names that begin with"),
+    ("surrogate_raised", "ValueError: half: ?"),
+    ("unreadable", "Unreadable: <Unreadable without a readable text>"),
+    ("no_such_wish", "AttributeError: 'TritonPythonModel' object has no attribute 'no_such_wish'"),
 )
-def test_exceptions_in_execute_fail_the_batch(scripted: WorkerProcess, wish: str, text: str) -> None:
+def test_exceptions_in_execute_fail_the_batch(wish: str, text: str, scripted: WorkerProcess) -> None:
     error = assert_failed(ask(scripted, wish), "MODEL_FAILED", text)
     assert error.text.startswith("Failed to process the request(s) for model instance 'scripted_0_1', message: ")
 
 
-@pytest.mark.parametrize(
-    ("wish", "text"),
-    [
-        ("none", "Expected an 'InferenceResponse' object in the execute function return list"),
-        ("number", "Expected a list in the execute return, found type '<class 'int'>'."),
-        ("short", "InferenceResponse objects returned (0) from execute must match the number of requests (2)"),
-    ],
+@cases(
+    ("none", "Expected an 'InferenceResponse' object in the execute function return list"),
+    ("number", "Expected a list in the execute return, found type '<class 'int'>'."),
+    ("short", "InferenceResponse objects returned (0) from execute must match the number of requests (2)"),
 )
-def test_invalid_results_of_execute_fail_the_batch(scripted: WorkerProcess, wish: str, text: str) -> None:
+def test_invalid_results_of_execute_fail_the_batch(wish: str, text: str, scripted: WorkerProcess) -> None:
     options = Options(parameters={"batch": wish})
     for row in scripted.run(work(1, tensor(1), options=options), work(2, tensor(1))):
         assert_failed(row, "MODEL_FAILED", text)

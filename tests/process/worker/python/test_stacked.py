@@ -13,6 +13,7 @@ from shmserve.protocol.messages import Options, Tensor, Wanted
 from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import BatchInput, ModelConfig
 from shmserve.workers.loading import LoadedModel
+from tests.support.cases import cases
 from tests.support.workers.in_process import inline, load_failure, loaded, run, value
 from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import assert_failed, config, work
@@ -95,18 +96,15 @@ def test_execute_can_be_a_coroutine(model: LoadedModel) -> None:
     assert arrays(row)["y"] == [[1007] * 3]
 
 
-@pytest.mark.parametrize(
-    ("first", "text"),
-    [
-        (1001, "ValueError: not this one"),
-        (1002, "expected a dict of arrays by name from execute, it returned list"),
-        (1003, "unexpected output 'z': the outputs are y, rows"),
-        (1004, "output 'y' of model 'm' has the wrong shape: expected [2, -1], found [1, 3]"),
-        (1007, "output 'rows' of model 'm' has the wrong data type: expected INT32, found INT64"),
-        (1005, "the model did not produce output 'y'"),
-    ],
+@cases(
+    (1001, "ValueError: not this one"),
+    (1002, "expected a dict of arrays by name from execute, it returned list"),
+    (1003, "unexpected output 'z': the outputs are y, rows"),
+    (1004, "output 'y' of model 'm' has the wrong shape: expected [2, -1], found [1, 3]"),
+    (1007, "output 'rows' of model 'm' has the wrong data type: expected INT32, found INT64"),
+    (1005, "the model did not produce output 'y'"),
 )
-def test_invalid_results_fail_the_batch(model: LoadedModel, first: float, text: str) -> None:
+def test_invalid_results_fail_the_batch(first: float, text: str, model: LoadedModel) -> None:
     for row in run(model, work(1, x_of(1, first)), work(2, x_of(1, first), options=Options())):
         assert_failed(row, "MODEL_FAILED", text)
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from shmserve.protocol.messages import More, Ping, Pong
 from shmserve.protocol.worker_messages import Done, Execute, Row, Started, Stop, Streamed, Withdraw, Withdrawn
 from shmserve.repo.config.schema import ModelParameter
+from tests.support.cases import cases
 from tests.support.workers.models.stream_models import (
     IN_THREADS,
     SOURCES,
@@ -154,17 +155,14 @@ def faulty(faulty_worker: WorkerProcess) -> Iterator[WorkerProcess]:
     quiet(faulty_worker)
 
 
-@pytest.mark.parametrize(
-    ("wish", "code", "text"),
-    [
-        ("run_again", "INVALID_ARG", "while the model is not configured to handle such a flag"),
-        ("error", "INVALID_ARG", "said no"),
-        ("surrogate", "INVALID_ARG", "said ?"),
-        ("data_type", "MODEL_FAILED", "wrong data type: expected FP32, found complex128"),
-        ("no_response", "MODEL_FAILED", "Expected an 'InferenceResponse' object in the execute function return list"),
-    ],
+@cases(
+    ("run_again", "INVALID_ARG", "while the model is not configured to handle such a flag"),
+    ("error", "INVALID_ARG", "said no"),
+    ("surrogate", "INVALID_ARG", "said ?"),
+    ("data_type", "MODEL_FAILED", "wrong data type: expected FP32, found complex128"),
+    ("no_response", "MODEL_FAILED", "Expected an 'InferenceResponse' object in the execute function return list"),
 )
-def test_an_invalid_response_ends_its_stream(faulty: WorkerProcess, wish: str, code: str, text: str) -> None:
+def test_an_invalid_response_ends_its_stream(wish: str, code: str, text: str, faulty: WorkerProcess) -> None:
     faulty.execute(asks(1, 0, wish=wish))
     values(faulty, 1, 1)
     last(faulty, 1, code, text)

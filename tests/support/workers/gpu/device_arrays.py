@@ -24,8 +24,11 @@ class Foreign:
         address = self.pool + offset
         runtime.memcpyAsync(address, self._source.ctypes.data, array.nbytes, runtime.memcpyHostToDevice, self.stream)
         self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": array.shape, "typestr": array.dtype.str, "data": (address, False), "version": version,
-        }  # fmt: skip
+            "shape": array.shape,
+            "typestr": array.dtype.str,
+            "data": (address, False),
+            "version": version,
+        }
         if version >= 3:
             self.__cuda_array_interface__["stream"] = self.stream
 

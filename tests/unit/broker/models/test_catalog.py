@@ -28,6 +28,7 @@ from shmserve.repo.config.schema import ModelConfig, as_triton_json, decode_conf
 from shmserve.repo.storage.generation import Generations
 from shmserve.repo.storage.snapshot import take
 from shmserve.repo.storage.store import ScannedModel, scan_model
+from tests.support.cases import cases
 from tests.support.repo.models import GOOD, model
 
 ALL = GOOD + "version_policy { all { } }\n"
@@ -86,24 +87,21 @@ VERSIONS = ALL.replace("all { }", "specific { versions: [ 1, 2 ] }")
 PARAMETER = ALL + 'parameters { key: "k" value: { string_value: "v" } }'
 
 
-@pytest.mark.parametrize(
-    ("path", "text", "changed"),
-    [
-        ("1/weights", "newer", {1}),
-        ("2/more", "newer", {2}),
-        ("labels.txt", "dog", {1, 2}),
-        ("shared", "", {1, 2}),
-        ("configs", "", set()),
-        (".swp", "", set()),
-        ("config.pbtxt", ALL.replace("8", "16"), {1, 2}),
-        ("config.pbtxt", PARAMETER, {1, 2}),
-        ("config.pbtxt", "# a comment\n" + ALL.replace(" ", "  "), set()),
-        ("config.pbtxt", INSTANCES, set()),
-        ("config.pbtxt", VERSIONS, set()),
-    ],
+@cases(
+    ("1/weights", "newer", {1}),
+    ("2/more", "newer", {2}),
+    ("labels.txt", "dog", {1, 2}),
+    ("shared", "", {1, 2}),
+    ("configs", "", set()),
+    (".swp", "", set()),
+    ("config.pbtxt", ALL.replace("8", "16"), {1, 2}),
+    ("config.pbtxt", PARAMETER, {1, 2}),
+    ("config.pbtxt", "# a comment\n" + ALL.replace(" ", "  "), set()),
+    ("config.pbtxt", INSTANCES, set()),
+    ("config.pbtxt", VERSIONS, set()),
 )
 def test_only_relevant_changes_give_a_version_a_new_source(
-    catalog: Catalog, root: Path, path: str, text: str, changed: set[int]
+    path: str, text: str, changed: set[int], catalog: Catalog, root: Path
 ) -> None:
     first = sources(catalog)
     assert first.keys() == {1, 2}

@@ -19,6 +19,7 @@ from shmserve.core.core import Core
 from shmserve.core.owners.rate_limiter import ANY
 from shmserve.protocol.messages import Answer, Ask, Fail
 from shmserve.repo.compile import CoreSet
+from tests.support.cases import cases
 from tests.support.manual_loop import ThreadedLoop
 from tests.support.repo.models import GOOD, model
 
@@ -114,15 +115,12 @@ def test_a_source_is_kept_until_the_core_has_processed_its_spawn(shell: Shell) -
         shell.catalog.load_order(spawn)
 
 
-@pytest.mark.parametrize(
-    ("mode", "compatible", "why"),
-    [
-        ("none", False, "in mode none"),
-        ("none", True, "if polling is enabled"),
-        ("poll", False, "if polling is enabled"),
-    ],
+@cases(
+    ("none", False, "in mode none"),
+    ("none", True, "if polling is enabled"),
+    ("poll", False, "if polling is enabled"),
 )
-def test_loading_in_other_modes(shells: Callable[..., Shell], mode: str, compatible: bool, why: str) -> None:
+def test_loading_in_other_modes(mode: str, compatible: bool, why: str, shells: Callable[..., Shell]) -> None:
     """Triton says that polling is enabled in mode none as well."""
     shell = shells(mode=mode, compatible=compatible)
     for what in ("load", "unload"):

@@ -29,6 +29,7 @@ from shmserve.broker.models.overrides import (
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.protocol.bodies import decode_body
 from shmserve.session.uploads import of_load
+from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 
 CONFIG = {"backend": "identity"}
@@ -187,21 +188,18 @@ def test_an_invalid_first_line_is_refused(place: Path, line: bytes) -> None:
     refused(place, line, "the first line of the load call's body cannot be read", limit=1 << 22)
 
 
-@pytest.mark.parametrize(
-    ("body", "texts"),
-    [
-        (body_of([["1/a", 1]], b"x", None), ("has files but no config; give both",)),
-        (body_of([["1/a", 1]], b"x", {"backnd": "python"}), ("backnd", "backend")),
-        (body_of(None, b"", {"backnd": "python"}), ("backnd",)),
-        (body_of(None, b"", []), ("config override",)),
-        (b'{"config": null}\n', ("config override",)),
-        *(
-            (body_of([["1/a", 2], ["1/b", 4]], data), ("expected 6 bytes", f"received {len(data)}"))
-            for data in (b"", b"12345", b"1234567", bytes(10_000))
-        ),
-    ],
+@cases(
+    (body_of([["1/a", 1]], b"x", None), ("has files but no config; give both",)),
+    (body_of([["1/a", 1]], b"x", {"backnd": "python"}), ("backnd", "backend")),
+    (body_of(None, b"", {"backnd": "python"}), ("backnd",)),
+    (body_of(None, b"", []), ("config override",)),
+    (b'{"config": null}\n', ("config override",)),
+    *(
+        (body_of([["1/a", 2], ["1/b", 4]], data), ("expected 6 bytes", f"received {len(data)}"))
+        for data in (b"", b"12345", b"1234567", bytes(10_000))
+    ),
 )
-def test_files_need_a_configuration_and_their_bytes(place: Path, body: bytes, texts: tuple[str, ...]) -> None:
+def test_files_need_a_configuration_and_their_bytes(body: bytes, texts: tuple[str, ...], place: Path) -> None:
     refused(place, body, *texts)
 
 

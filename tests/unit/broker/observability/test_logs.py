@@ -18,21 +18,19 @@ from hypothesis import strategies as st
 
 from shmserve.broker.observability.logs import INDENT, Formatter, flush, log_record, printable, set_up
 from tests.support.broker.log_settings import log_settings
+from tests.support.cases import cases
 
 log = logging.getLogger("shmserve.test")
 pytestmark = pytest.mark.usefixtures("own_log")
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        ({}, "info warning error critical"),
-        ({"log_verbose": 1}, "debug info warning error critical"),
-        ({"log_info": False}, "warning error critical"),
-        ({"log_verbose": 2, "log_info": False, "log_error": False}, "debug warning"),
-        ({"log_info": False, "log_warning": False, "log_error": False}, ""),
-    ],
+@cases(
+    ({}, "info warning error critical"),
+    ({"log_verbose": 1}, "debug info warning error critical"),
+    ({"log_info": False}, "warning error critical"),
+    ({"log_verbose": 2, "log_info": False, "log_error": False}, "debug warning"),
+    ({"log_info": False, "log_warning": False, "log_error": False}, ""),
 )
 def test_log_settings_select_levels(given: dict[str, Any], shown: str, capfd: pytest.CaptureFixture[str]) -> None:
     set_up(log_settings(**given))

@@ -294,9 +294,10 @@ def test_the_memory_and_the_cores_of_the_machine(monkeypatch: pytest.MonkeyPatch
 
 
 MODEL = {"model": "m", "version": "1"}
-SUMMARIES = tuple(f"nv_inference_{what}_summary_us" for what in (
-    "request", "queue", "compute_input", "compute_infer", "compute_output"
-))  # fmt: skip
+SUMMARIES = tuple(
+    f"nv_inference_{what}_summary_us"
+    for what in ("request", "queue", "compute_input", "compute_infer", "compute_output")
+)
 FIRST = "nv_inference_first_response_histogram_ms"
 
 

@@ -186,9 +186,7 @@ def test_from_start_to_stop(told: Told) -> None:
     assert told.hear() == {"READY": "1", "STATUS": "serving 1 of 2 models; failed: cnn"}
     told.in_flight, told.out_of_service = 3, True
     told.announcer.check_status()
-    assert told.hear() == {
-        "STATUS": "out of service: 3 request(s) in flight; serving 1 of 2 models; failed: cnn"
-    }  # fmt: skip
+    assert told.hear() == {"STATUS": "out of service: 3 request(s) in flight; serving 1 of 2 models; failed: cnn"}
     told.announcer.stopping(30)
     status = "stopping: 3 request(s) in flight"
     assert told.hear() == {"STOPPING": "1", "EXTEND_TIMEOUT_USEC": "40000000", "STATUS": status}

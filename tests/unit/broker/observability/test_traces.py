@@ -24,6 +24,7 @@ from shmserve.errors import InvalidRequest, ServeError, Unsupported
 from shmserve.otel.settings import OtelSettings
 from shmserve.protocol.messages import Handle, Infer, More, Options, Tensor
 from tests.support.broker.log_settings import log_settings
+from tests.support.cases import cases
 from tests.support.core.world import Recorded
 from tests.support.manual_loop import ManualLoop
 
@@ -70,15 +71,12 @@ def test_log_settings_change_at_run_time(tmp_path: Path, capfd: pytest.CaptureFi
     assert changing.settings.document()["log_info"] is True
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"log_error": "true"}, "expect boolean for 'log_error'"),
-        *(({"log_verbose_level": value}, "expect int32 for 'log_verbose_level'") for value in (True, -1, 2**31)),
-        ({"log_format": 1}, "expect string for 'log_format'"),
-        ({"log_format": "xml"}, "invalid argument for log_format, got: xml; expected one of default, ISO8601, json"),
-        ({"log_level": 1}, "unknown setting 'log_level' of the log; expected one of: log_file, log_info,"),
-    ],
+@cases(
+    ({"log_error": "true"}, "expect boolean for 'log_error'"),
+    *(({"log_verbose_level": value}, "expect int32 for 'log_verbose_level'") for value in (True, -1, 2**31)),
+    ({"log_format": 1}, "expect string for 'log_format'"),
+    ({"log_format": "xml"}, "invalid argument for log_format, got: xml; expected one of default, ISO8601, json"),
+    ({"log_level": 1}, "unknown setting 'log_level' of the log; expected one of: log_file, log_info,"),
 )
 def test_invalid_log_settings_change_nothing(changes: dict[str, Any], text: str) -> None:
     changing = Changing()
@@ -119,9 +117,7 @@ def test_trace_settings_are_inherited_from_the_server_and_the_flags() -> None:
         with pytest.raises(InvalidRequest, match=r"^Request for unknown model : c$"):
             attempt("c")
     settings = tracing(samples, trace_level=("TIMESTAMPS",), trace_rate=7, trace_file="/some/where/t.json")
-    assert settings.document("a") == OFF | {
-        "trace_level": ["TIMESTAMPS"], "trace_rate": "7", "trace_file": "t.json"
-    }  # fmt: skip
+    assert settings.document("a") == OFF | {"trace_level": ["TIMESTAMPS"], "trace_rate": "7", "trace_file": "t.json"}
     changed(settings, "a", trace_count=["9"], log_frequency="2")
     assert samples == {"": Sample(7), "a": Sample(7, 9)}
     samples["a"].take(1)
@@ -142,24 +138,20 @@ def test_trace_settings_are_inherited_from_the_server_and_the_flags() -> None:
     assert settings.document("a") == settings.document("b") == settings.document("")
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind", "text"),
-    [
-        ({"trace_file": "x"}, Unsupported, "trace file location can not be updated through network protocol"),
-        ({"trace_level": ["TENSOR", "TIMESTAMPS"]}, InvalidRequest, "Unable to parse 'trace_level', got: TENSOR;"),
-        ({"trace_level": ["OFF", "TIMESTAMPS"]}, InvalidRequest, "Expect only one trace level 'OFF' is specified"),
-        ({"trace_level": ["MAX"]}, InvalidRequest, "Unable to parse 'trace_level', got: MAX"),
-        ({"trace_level": 1}, InvalidRequest, "Unable to parse 'trace_level'"),
-        ({"trace_rate": "x"}, InvalidRequest, "Unable to parse 'trace_rate', got: x"),
-        ({"trace_rate": -1}, InvalidRequest, "Unable to parse 'trace_rate', value is out of range [ 0, "),
-        ({"trace_count": "-2"}, InvalidRequest, "Unable to parse 'trace_count', value is out of range [ -1, "),
-        ({"log_frequency": True}, InvalidRequest, "Unable to parse 'log_frequency', got: True"),
-        ({"trace_count": ["1", "2"]}, InvalidRequest, "expect only 1 value for 'trace_count'"),
-        ({"trace_mode": "opentelemetry"}, Unsupported, "the trace mode cannot be changed from"),
-        ({"rate": 1}, InvalidRequest,
-         "unknown setting 'rate' of the traces; expected one of: trace_file, trace_level,"),
-    ],
-)  # fmt: skip
+@cases(
+    ({"trace_file": "x"}, Unsupported, "trace file location can not be updated through network protocol"),
+    ({"trace_level": ["TENSOR", "TIMESTAMPS"]}, InvalidRequest, "Unable to parse 'trace_level', got: TENSOR;"),
+    ({"trace_level": ["OFF", "TIMESTAMPS"]}, InvalidRequest, "Expect only one trace level 'OFF' is specified"),
+    ({"trace_level": ["MAX"]}, InvalidRequest, "Unable to parse 'trace_level', got: MAX"),
+    ({"trace_level": 1}, InvalidRequest, "Unable to parse 'trace_level'"),
+    ({"trace_rate": "x"}, InvalidRequest, "Unable to parse 'trace_rate', got: x"),
+    ({"trace_rate": -1}, InvalidRequest, "Unable to parse 'trace_rate', value is out of range [ 0, "),
+    ({"trace_count": "-2"}, InvalidRequest, "Unable to parse 'trace_count', value is out of range [ -1, "),
+    ({"log_frequency": True}, InvalidRequest, "Unable to parse 'log_frequency', got: True"),
+    ({"trace_count": ["1", "2"]}, InvalidRequest, "expect only 1 value for 'trace_count'"),
+    ({"trace_mode": "opentelemetry"}, Unsupported, "the trace mode cannot be changed from"),
+    ({"rate": 1}, InvalidRequest, "unknown setting 'rate' of the traces; expected one of: trace_file, trace_level,"),
+)
 def test_invalid_trace_settings_are_refused(changes: dict[str, Any], kind: type[ServeError], text: str) -> None:
     settings = tracing()
     with pytest.raises(kind) as refused:
@@ -179,21 +171,18 @@ def test_any_trace_settings_are_applied_or_refused(changes: dict[str, Any], mode
     assert refused is None or (len(refused) < 500 and settings.document(model) == OFF)
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("triton,file=a.json", ("trace_file", "a.json")),
-        ("triton,log-frequency=5", ("log_frequency", 5)),
-        ("rate=0", ("trace_rate", 0)),
-        ("count=-1", ("trace_count", -1)),
-        ("level=TIMESTAMPS", ("trace_level", ("TIMESTAMPS",))),
-        ("mode=triton", ("trace_mode", "triton")),
-        ("mode=opentelemetry", ("trace_mode", "opentelemetry")),
-        ("opentelemetry,url=http://a,b/c", ("opentelemetry,url", "http://a,b/c")),
-        ("opentelemetry,url=localhost:4318/v1/traces", ("opentelemetry,url", "http://localhost:4318/v1/traces")),
-        *((text, None) for text in ("triton,file=/tmp/a,b=c", "triton,file=", "triton,rate=1", "file=a")),
-        *((text, None) for text in ("mode=zipkin", "opentelemetry,url=", "level=TENSOR", "rate=x", "rate")),
-    ],
+@cases(
+    ("triton,file=a.json", ("trace_file", "a.json")),
+    ("triton,log-frequency=5", ("log_frequency", 5)),
+    ("rate=0", ("trace_rate", 0)),
+    ("count=-1", ("trace_count", -1)),
+    ("level=TIMESTAMPS", ("trace_level", ("TIMESTAMPS",))),
+    ("mode=triton", ("trace_mode", "triton")),
+    ("mode=opentelemetry", ("trace_mode", "opentelemetry")),
+    ("opentelemetry,url=http://a,b/c", ("opentelemetry,url", "http://a,b/c")),
+    ("opentelemetry,url=localhost:4318/v1/traces", ("opentelemetry,url", "http://localhost:4318/v1/traces")),
+    *((text, None) for text in ("triton,file=/tmp/a,b=c", "triton,file=", "triton,rate=1", "file=a")),
+    *((text, None) for text in ("mode=zipkin", "opentelemetry,url=", "level=TENSOR", "rate=x", "rate")),
 )
 def test_the_trace_config_flag_is_parsed(text: str, found: tuple[str, Any] | None) -> None:
     if found is None:
@@ -330,18 +319,15 @@ def packed(*texts: bytes) -> bytes:
     return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind", "values", "text"),
-    [
-        ("INT32", "<i4", [0, -1, 2], "0,-1,2"),
-        ("UINT64", "<u8", [2**64 - 1], str(2**64 - 1)),
-        ("BOOL", "?", [True, False], "1,0"),
-        ("FP32", "<f4", [0.1, 1.0, 1e-9], "0.1,1,1e-09"),
-        ("FP64", "<f8", [0.5], "0.5"),
-        ("FP16", "<f2", [0.25], "0.25"),
-        ("BF16", "<u2", [0x3FC0], "1.5"),
-        ("INT8", "i1", [], ""),
-    ],
+@cases(
+    ("INT32", "<i4", [0, -1, 2], "0,-1,2"),
+    ("UINT64", "<u8", [2**64 - 1], str(2**64 - 1)),
+    ("BOOL", "?", [True, False], "1,0"),
+    ("FP32", "<f4", [0.1, 1.0, 1e-9], "0.1,1,1e-09"),
+    ("FP64", "<f8", [0.5], "0.5"),
+    ("FP16", "<f2", [0.25], "0.25"),
+    ("BF16", "<u2", [0x3FC0], "1.5"),
+    ("INT8", "i1", [], ""),
 )
 def test_numbers_and_strings(dtype: str, kind: str, values: list[Any], text: str) -> None:
     assert data(Tensor("x", dtype, (len(values),), np.array(values, kind).tobytes())) == text

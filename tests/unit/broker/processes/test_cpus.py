@@ -14,6 +14,7 @@ from shmserve.core.policy import InstanceSpec
 from shmserve.repo.compile import CoreSet, compile_instances
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.repo.rules.fields import unknown_policies
+from tests.support.cases import cases
 
 
 def tree(sys: Path, nodes: dict[int, str], gpus: dict[str, str] | None = None) -> Path:
@@ -59,24 +60,21 @@ def test_cores_nodes_policies_and_gpus_are_discovered(tmp_path: Path) -> None:
     assert survey(sys=none, cgroup=none, usable=(1, 0)).nodes == ((0, 1),)
 
 
-@pytest.mark.parametrize(
-    ("lines", "limits", "wanted"),
-    [
-        ("0::/", {}, 0),
-        ("0::/", {"": "150000 100000"}, 2),
-        ("0::/a/b", {"a": "400000 100000", "a/b": "max 100000"}, 4),
-        ("0::/a/b", {"": "max 100000", "a": "400000 100000", "a/b": "50000 100000"}, 1),
-        ("4:cpu:/a", {"": "100000 100000"}, 0),
-        # Of version 1.
-        ("4:cpu,cpuacct:/", {}, 0),
-        ("4:cpu,cpuacct:/", {"cpu,cpuacct": -1}, 0),
-        ("4:cpu,cpuacct:/", {"cpu,cpuacct": 150_000}, 2),
-        ("4:cpu,cpuacct:/", {"cpu": 150_000}, 2),
-        ("5:cpuset:/a\n4:cpu:/a/b", {"cpu": -1, "cpu/a": 400_000, "cpu/a/b": -1, "cpuset/a": 100_000}, 4),
-        ("4:cpu,cpuacct:/a/b", {"cpu,cpuacct": -1, "cpu,cpuacct/a": 400_000, "cpu,cpuacct/a/b": 50_000}, 1),
-        # In a container, the files are at the top.
-        ("4:cpu,cpuacct:/docker/1f\n1:name=systemd:/docker/1f\n0::/x:y", {"cpu,cpuacct": 300_000}, 3),
-    ],
+@cases(
+    ("0::/", {}, 0),
+    ("0::/", {"": "150000 100000"}, 2),
+    ("0::/a/b", {"a": "400000 100000", "a/b": "max 100000"}, 4),
+    ("0::/a/b", {"": "max 100000", "a": "400000 100000", "a/b": "50000 100000"}, 1),
+    ("4:cpu:/a", {"": "100000 100000"}, 0),
+    # Of version 1.
+    ("4:cpu,cpuacct:/", {}, 0),
+    ("4:cpu,cpuacct:/", {"cpu,cpuacct": -1}, 0),
+    ("4:cpu,cpuacct:/", {"cpu,cpuacct": 150_000}, 2),
+    ("4:cpu,cpuacct:/", {"cpu": 150_000}, 2),
+    ("5:cpuset:/a\n4:cpu:/a/b", {"cpu": -1, "cpu/a": 400_000, "cpu/a/b": -1, "cpuset/a": 100_000}, 4),
+    ("4:cpu,cpuacct:/a/b", {"cpu,cpuacct": -1, "cpu,cpuacct/a": 400_000, "cpu,cpuacct/a/b": 50_000}, 1),
+    # In a container, the files are at the top.
+    ("4:cpu,cpuacct:/docker/1f\n1:name=systemd:/docker/1f\n0::/x:y", {"cpu,cpuacct": 300_000}, 3),
 )
 def test_a_quota_of_control_groups(lines: str, limits: dict[str, str | int], wanted: int, tmp_path: Path) -> None:
     (tmp_path / "cgroup").write_text(lines + "\n")

@@ -21,6 +21,7 @@ from shmserve.broker.processes.gpus.health import REPEATED_S, SETTLE_S, GpuHealt
 from shmserve.broker.processes.gpus.monitor import GpuMonitor
 from shmserve.repo.gpu_state import GpuState, read_state
 from shmserve.repo.gpus import discover
+from tests.support.cases import cases
 from tests.support.workers.gpu.harness import standins
 
 PCI = "00000000:3B:00.0"
@@ -40,24 +41,21 @@ def observed(*states: GpuState, xid: int = 0, later: float = 0.0) -> GpuHealth:
     return health
 
 
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [
-        (GpuState(), ""),
-        (GpuState("the driver has lost it"), "the driver has lost it; reboot the machine"),
-        (GpuState("the driver requires a reset"), f"the driver requires a reset; {RESET}"),
-        (GpuState(action=0), ""),
-        (GpuState(action=1), f"the driver recommends a reset; {RESET}"),
-        (GpuState(action=2), "the driver recommends a reboot; reboot the machine"),
-        (GpuState(action=3), "ending all peer-to-peer traffic; end all programs on its NVLink peers, then reset it"),
-        (GpuState(action=4), ""),
-        (GpuState(action=5), "a reset of its bus (R580) or a recovery of its IMEX domain (from R610 on); reboot"),
-        (GpuState(action=6), "the driver recommends a reset of its bus; reboot the machine"),
-        (GpuState(action=7), "the driver recommends a reboot; reboot the machine"),
-        (GpuState(action=99), ""),
-        (GpuState(repair_failed=True), "defective memory could not be remapped; replace the GPU"),
-        (GpuState(repair_pending=True), ""),
-    ],
+@cases(
+    (GpuState(), ""),
+    (GpuState("the driver has lost it"), "the driver has lost it; reboot the machine"),
+    (GpuState("the driver requires a reset"), f"the driver requires a reset; {RESET}"),
+    (GpuState(action=0), ""),
+    (GpuState(action=1), f"the driver recommends a reset; {RESET}"),
+    (GpuState(action=2), "the driver recommends a reboot; reboot the machine"),
+    (GpuState(action=3), "ending all peer-to-peer traffic; end all programs on its NVLink peers, then reset it"),
+    (GpuState(action=4), ""),
+    (GpuState(action=5), "a reset of its bus (R580) or a recovery of its IMEX domain (from R610 on); reboot"),
+    (GpuState(action=6), "the driver recommends a reset of its bus; reboot the machine"),
+    (GpuState(action=7), "the driver recommends a reboot; reboot the machine"),
+    (GpuState(action=99), ""),
+    (GpuState(repair_failed=True), "defective memory could not be remapped; replace the GPU"),
+    (GpuState(repair_pending=True), ""),
 )
 def test_a_state_takes_a_gpu_out_of_service(state: GpuState, reason: str) -> None:
     health = observed(state)
@@ -283,21 +281,18 @@ def test_a_driver_that_does_not_answer_takes_out_only_the_gpu_it_was_asked_about
     assert driver.next() == (1, "")
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({}, GpuState(action=0, uncorrected=0, energy=1_234_567)),
-        ({"action": None}, GpuState(uncorrected=0, energy=1_234_567)),
-        ({"missing": ["action", "rows", "pages", "uncorrected", "energy"]}, GpuState()),
-        ({"rows": [0, 1, 1, 0]}, GpuState(action=0, repair_pending=True, uncorrected=0, energy=1_234_567)),
-        ({"pages": 1}, GpuState(action=0, repair_pending=True, uncorrected=0, energy=1_234_567)),
-        ({"rows": [0, 9, 0, 1], "energy": 9}, GpuState(action=0, repair_failed=True, uncorrected=0, energy=9)),
-        ({"lost": 15}, GpuState("the driver has lost it")),
-        ({"lost": 16}, GpuState("the driver requires a reset")),
-        ({"lost": 6}, GpuState("the driver no longer lists it")),
-        ({"lost": 999}, GpuState()),
-    ],
-)  # fmt: skip
+@cases(
+    ({}, GpuState(action=0, uncorrected=0, energy=1_234_567)),
+    ({"action": None}, GpuState(uncorrected=0, energy=1_234_567)),
+    ({"missing": ["action", "rows", "pages", "uncorrected", "energy"]}, GpuState()),
+    ({"rows": [0, 1, 1, 0]}, GpuState(action=0, repair_pending=True, uncorrected=0, energy=1_234_567)),
+    ({"pages": 1}, GpuState(action=0, repair_pending=True, uncorrected=0, energy=1_234_567)),
+    ({"rows": [0, 9, 0, 1], "energy": 9}, GpuState(action=0, repair_failed=True, uncorrected=0, energy=9)),
+    ({"lost": 15}, GpuState("the driver has lost it")),
+    ({"lost": 16}, GpuState("the driver requires a reset")),
+    ({"lost": 6}, GpuState("the driver no longer lists it")),
+    ({"lost": 999}, GpuState()),
+)
 def test_the_state_of_a_gpu_is_read(values: dict[str, Any], expected: GpuState, driver: Driver) -> None:
     driver.watch(ONE)
     driver.set(aa11=values)

@@ -27,12 +27,14 @@ TWO = [{"uuid": "GPU-aa11", "pci": "00000000:3B:00.0"}, {"uuid": "GPU-bb22", "pc
 
 BUSY = {"reasons": 0x24 | 0x1, "sm": 1410, "temperature": 88, "corrected": 3, "replays": 7}
 SLICED = {
-    "uuid": "GPU-aa11", "pci": "00000000:3B:00.0", "energy": 5_000,
+    "uuid": "GPU-aa11",
+    "pci": "00000000:3B:00.0",
+    "energy": 5_000,
     "mig": [
         {"uuid": "MIG-01", "name": "Stand-in MIG 3g.40gb", "total": 40 << 30},
         {"uuid": "MIG-02", "name": "Stand-in MIG 1g.10gb", "total": 10 << 30},
     ],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -200,8 +202,9 @@ def test_metrics_of_mig_slices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert f'nv_gpu_memory_total_bytes{{gpu_uuid="MIG-02"}} {10 << 30}' in lines
     assert [line for line in lines if "energy" in line] == ['nv_energy_consumption{gpu_uuid="GPU-aa11"} 5.0']
     assert [(one["uuid"], one["memory_bytes"], one["utilization"]) for one in documents] == [
-        ("MIG-01", 40 << 30, None), ("MIG-02", 10 << 30, None),
-    ]  # fmt: skip
+        ("MIG-01", 40 << 30, None),
+        ("MIG-02", 10 << 30, None),
+    ]
 
 
 def test_gpu_memory_is_measured_per_process_on_visible_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from shmserve.broker.processes.cgroups import CgroupsUnavailable, ControlGroups
 from shmserve.broker.processes.memory_limits import GPU_SETTINGS, NEAR_S, POLL_S, MemoryLimits
 from shmserve.broker.processes.workers import WorkerResources, resources_of
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
+from tests.support.cases import cases
 from tests.support.manual_loop import ManualLoop
 
 MIB = 1 << 20
@@ -36,15 +37,12 @@ class Place:
         )
 
 
-@pytest.mark.parametrize(
-    ("more", "text"),
-    [
-        ({}, "of private memory, limit 100 MiB (--instance-memory-limit, memory_limit_mb)"),
-        (
-            {"what": "GPU memory", "settings": GPU_SETTINGS},
-            "of GPU memory, limit 100 MiB (--instance-gpu-memory-limit, gpu_memory_limit_mb)",
-        ),
-    ],
+@cases(
+    ({}, "of private memory, limit 100 MiB (--instance-memory-limit, memory_limit_mb)"),
+    (
+        {"what": "GPU memory", "settings": GPU_SETTINGS},
+        "of GPU memory, limit 100 MiB (--instance-gpu-memory-limit, gpu_memory_limit_mb)",
+    ),
 )
 def test_only_the_process_over_its_limit_is_killed(more: dict[str, Any], text: str) -> None:
     place = Place(**more)
@@ -138,18 +136,15 @@ def test_a_group_that_is_still_in_use_is_removed_later(top: Path, monkeypatch: p
     assert not place.loop.timers
 
 
-@pytest.mark.parametrize(
-    ("spoil", "why"),
-    [
-        (lambda top: (top / "cgroup.controllers").write_text("cpu pids\n"), "does not have the memory controller"),
-        (
-            lambda top: (top / "cgroup.controllers").unlink(),
-            "cannot read the control group of this process: No such file",
-        ),
-        (lambda top: (top / "server").write_text(""), "below that of this service: File exists"),
-    ],
+@cases(
+    (lambda top: (top / "cgroup.controllers").write_text("cpu pids\n"), "does not have the memory controller"),
+    (
+        lambda top: (top / "cgroup.controllers").unlink(),
+        "cannot read the control group of this process: No such file",
+    ),
+    (lambda top: (top / "server").write_text(""), "below that of this service: File exists"),
 )
-def test_unusable_control_groups_are_refused_with_the_reason(top: Path, spoil: Callable[[Path], Any], why: str) -> None:
+def test_unusable_control_groups_are_refused_with_the_reason(spoil: Callable[[Path], Any], why: str, top: Path) -> None:
     spoil(top)
     with pytest.raises(CgroupsUnavailable, match=why):
         ControlGroups.take_over(top)

@@ -16,6 +16,7 @@ from shmserve.terminal.errors import Misuse
 from shmserve.tools.load import record
 from shmserve.tools.load.measure import check
 from shmserve.tools.load.plan import Closed, Lengths, Limit, Objectives, Open, Replay, Sequences
+from tests.support.cases import cases
 from tests.unit.tools.load.points import run, steady
 
 
@@ -23,16 +24,13 @@ def plan(*words: str) -> Any:
     return plan_of(parser().parse_args(["bench", "m", *words]))
 
 
-@pytest.mark.parametrize(
-    ("words", "loads"),
-    [
-        ("", [Closed(1)]),
-        ("-c 1,8,3", [Closed(1), Closed(8), Closed(3)]),
-        ("-c 1:10", [Closed(1), Closed(2), Closed(4), Closed(8), Closed(10)]),
-        ("-c 1:9:4", [Closed(1), Closed(5), Closed(9)]),
-        ("-r 2.5 --seed 3", [Open(2.5, "poisson", 3)]),
-        ("-r 100:250:100 --arrivals constant --seed 0", [Open(rate, "constant") for rate in (100, 200, 250)]),
-    ],
+@cases(
+    ("", [Closed(1)]),
+    ("-c 1,8,3", [Closed(1), Closed(8), Closed(3)]),
+    ("-c 1:10", [Closed(1), Closed(2), Closed(4), Closed(8), Closed(10)]),
+    ("-c 1:9:4", [Closed(1), Closed(5), Closed(9)]),
+    ("-r 2.5 --seed 3", [Open(2.5, "poisson", 3)]),
+    ("-r 100:250:100 --arrivals constant --seed 0", [Open(rate, "constant") for rate in (100, 200, 250)]),
 )
 def test_options_select_the_loads(words: str, loads: list[Any]) -> None:
     assert list(plan(*words.split()).loads) == loads
@@ -66,19 +64,16 @@ def test_recorded_times(tmp_path: Path) -> None:
         plan("--replay", str(file))
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("--percentile p75", "windows do not have p75: --percentile is one of p50, "),
-        ("--url http://h:1 --ca a", "--ca and --client-cert are only for https:// and grpcs://"),
-        ("--url ftp://h:1", "invalid url 'ftp://h:1': expected one of unix://, ipc://, tcp://, http://, https://, "),
-        ("--url https://h:1 --client-key k", "--client-key needs --client-cert"),
-        ("--header a:b", "headers are only for http, https, grpc and grpcs://"),
-        ("--url https://h:1 --stream --outputs y", "generate_stream sends all outputs: leave out --outp"),
-        ("--openai h:1/v1", "invalid url 'h:1/v1'"),
-        ("--openai grpc://h:1/v1", "invalid url 'grpc://h:1/v1' of an OpenAI API: expected http://HOST:PORT/v1"),
-        ("--slo ttft=1s", "objectives and an OpenAI API are for language models"),
-    ],
+@cases(
+    ("--percentile p75", "windows do not have p75: --percentile is one of p50, "),
+    ("--url http://h:1 --ca a", "--ca and --client-cert are only for https:// and grpcs://"),
+    ("--url ftp://h:1", "invalid url 'ftp://h:1': expected one of unix://, ipc://, tcp://, http://, https://, "),
+    ("--url https://h:1 --client-key k", "--client-key needs --client-cert"),
+    ("--header a:b", "headers are only for http, https, grpc and grpcs://"),
+    ("--url https://h:1 --stream --outputs y", "generate_stream sends all outputs: leave out --outp"),
+    ("--openai h:1/v1", "invalid url 'h:1/v1'"),
+    ("--openai grpc://h:1/v1", "invalid url 'grpc://h:1/v1' of an OpenAI API: expected http://HOST:PORT/v1"),
+    ("--slo ttft=1s", "objectives and an OpenAI API are for language models"),
 )
 def test_options_that_the_endpoint_does_not_support_are_refused(words: str, text: str) -> None:
     with pytest.raises((InvalidRequest, Unsupported), match=re.escape(text)):

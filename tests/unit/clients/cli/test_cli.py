@@ -19,16 +19,16 @@ from shmserve.terminal.console import Screen
 from shmserve.terminal.errors import Failed
 from shmserve.terminal.output import as_json, file_name, percentile, storable, timing
 from shmserve.terminal.tables import duration_text, table, values_text
+from tests.support.cases import cases
+
+INVALID_ARGUMENTS = (
+    "infer|infer mlp --repeat 0|infer mlp --batch -1|infer mlp --timeout 0|infer mlp --timeout soon|"
+    "infer mlp --version latest|infer mlp --rand|models --url a --runtime-dir b|ready --wait -1|config|"
+    "unload|restart|restart mlp --version 0|check|completion csh|frobnicate"
+)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "infer", "infer mlp --repeat 0", "infer mlp --batch -1", "infer mlp --timeout 0", "infer mlp --timeout soon",
-        "infer mlp --version latest", "infer mlp --rand", "models --url a --runtime-dir b", "ready --wait -1", "config",
-        "unload", "restart", "restart mlp --version 0", "check", "completion csh", "frobnicate",
-    ],
-)  # fmt: skip
+@cases(*INVALID_ARGUMENTS.split("|"))
 def test_invalid_arguments_exit_with_2_and_a_usage_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(words.split())
@@ -117,17 +117,14 @@ def test_tables_and_json() -> None:
     assert as_json(values) == [1, 2.5, True, "NaN", "Infinity", "-Infinity", "text", "\\xff", ["x"]]
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        (np.array([1.5, -2, 1 / 3], np.float32), "1.5 -2 0.333333"),
-        (np.array(3), "3"),
-        (np.array([True, False]), "true false"),
-        (np.zeros((0, 3)), "(no values)"),
-        (np.arange(2000).reshape(2, 1000), "0 1 2 3 4 5 ... (2,000 values)"),
-        (np.array([b"ok", b"\xff", b"x" * 50], object), f"'ok' '\\\\xff' '{'x' * 37}...'"),
-        (np.array([np.inf, np.nan]), "inf nan"),
-    ],
+@cases(
+    (np.array([1.5, -2, 1 / 3], np.float32), "1.5 -2 0.333333"),
+    (np.array(3), "3"),
+    (np.array([True, False]), "true false"),
+    (np.zeros((0, 3)), "(no values)"),
+    (np.arange(2000).reshape(2, 1000), "0 1 2 3 4 5 ... (2,000 values)"),
+    (np.array([b"ok", b"\xff", b"x" * 50], object), f"'ok' '\\\\xff' '{'x' * 37}...'"),
+    (np.array([np.inf, np.nan]), "inf nan"),
 )
 def test_values_are_shortened_for_display(values: Any, text: str) -> None:
     assert values_text(values) == text

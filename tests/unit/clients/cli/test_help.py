@@ -13,6 +13,7 @@ import pytest
 
 from shmserve.clients.cli import main, parser
 from shmserve.terminal import help_text
+from tests.support.cases import cases
 
 COLUMNS, ROWS = 80, 24
 
@@ -77,18 +78,15 @@ def test_help_fits_a_screen_and_help_all_has_the_rest(command: str, capsys: pyte
         assert parsed
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("modles", "shmserve: error: unknown command 'modles'; did you mean models?"),
-        ("status", "shmserve: error: unknown command 'status'; did you mean models?"),
-        ("xyzzy", "shmserve: error: unknown command 'xyzzy'\n"),
-        ("infer mlp --randm", "shmserve infer: error: unknown option --randm; did you mean --random?"),
-        ("infer mlp --inptu=x=1", "shmserve infer: error: unknown option --inptu; did you mean --input?"),
-        ("models --jsn --instnces", "--jsn; did you mean --json?; unknown option --instnces; did you mean --inst"),
-        ("config mlp cnn", "shmserve config: error: too many arguments: cnn\n"),
-        ("bench mlp --duration 10s", "shmserve bench: error: unknown option --duration; did you mean --window?"),
-    ],
+@cases(
+    ("modles", "shmserve: error: unknown command 'modles'; did you mean models?"),
+    ("status", "shmserve: error: unknown command 'status'; did you mean models?"),
+    ("xyzzy", "shmserve: error: unknown command 'xyzzy'\n"),
+    ("infer mlp --randm", "shmserve infer: error: unknown option --randm; did you mean --random?"),
+    ("infer mlp --inptu=x=1", "shmserve infer: error: unknown option --inptu; did you mean --input?"),
+    ("models --jsn --instnces", "--jsn; did you mean --json?; unknown option --instnces; did you mean --inst"),
+    ("config mlp cnn", "shmserve config: error: too many arguments: cnn\n"),
+    ("bench mlp --duration 10s", "shmserve bench: error: unknown option --duration; did you mean --window?"),
 )
 def test_suggestions(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     error = said(words.split(), capsys, code=2)

@@ -19,6 +19,7 @@ from shmserve.dtypes import ITEM_BYTES, from_bfloat16, to_numpy
 from shmserve.python_values import bfloat16_bits
 from shmserve.terminal import inputs, values
 from shmserve.terminal.errors import Misuse
+from tests.support.cases import cases
 
 INTEGERS = [name for name in ITEM_BYTES if "INT" in name]
 
@@ -62,23 +63,20 @@ def test_booleans_and_strings() -> None:
     assert same(values.from_text('["a", "", "ü"]', spec("BYTES", -1)), object, ["a", "", "ü"])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "text", "error"),
-    [
-        ("INT32", "1.5", r"1\.5 is not an integer"),
-        ("INT32", "true", "true is not an integer"),
-        ("BOOL", "2", r"'x' \(BOOL\): 2 is not true or false"),
-        ("BOOL", '["yes"]', '"yes" is not true or false'),
-        ("BYTES", '["a", 1]', "1 is not a string"),
-        ("FP32", "1,abc", "'abc' is not a number"),
-        ("FP32", '["1"]', '"1" is not a number'),
-        ("FP32", "null", "null is not a number"),
-        ("FP32", "[[1, 2], [3]]", "the lists in it have different lengths"),
-        ("FP32", "[1, [2]]", "the lists in it have different lengths"),
-        ("FP16", "65520", "is not within the range of FP16"),
-        ("FP32", "1e39", "is not within the range of FP32"),
-        ("BF16", "-3.4e38", "is not within the range of BF16"),
-    ],
+@cases(
+    ("INT32", "1.5", r"1\.5 is not an integer"),
+    ("INT32", "true", "true is not an integer"),
+    ("BOOL", "2", r"'x' \(BOOL\): 2 is not true or false"),
+    ("BOOL", '["yes"]', '"yes" is not true or false'),
+    ("BYTES", '["a", 1]', "1 is not a string"),
+    ("FP32", "1,abc", "'abc' is not a number"),
+    ("FP32", '["1"]', '"1" is not a number'),
+    ("FP32", "null", "null is not a number"),
+    ("FP32", "[[1, 2], [3]]", "the lists in it have different lengths"),
+    ("FP32", "[1, [2]]", "the lists in it have different lengths"),
+    ("FP16", "65520", "is not within the range of FP16"),
+    ("FP32", "1e39", "is not within the range of FP32"),
+    ("BF16", "-3.4e38", "is not within the range of BF16"),
 )
 def test_values_of_another_type_are_refused(dtype: str, text: str, error: str) -> None:
     with pytest.raises(Misuse, match=error):
@@ -102,34 +100,28 @@ def test_bf16_is_rounded_as_ml_dtypes_does(values: Any) -> None:
     assert np.array_equal(from_bfloat16(expected), expected.astype(np.float32), equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("text", "pattern", "shape"),
-    [
-        ("5", [], ()),
-        ("5", [-1, 1], (1, 1)),
-        ("1,2,3", [-1, 3], (1, 3)),
-        ("1,2,3,4,5,6", [-1, 3], (2, 3)),
-        ("1,2,3,4,5,6", [-1, 2, -1], (1, 2, 3)),
-        ("[[[1,2],[3,4]]]", [-1, 2, 2], (1, 2, 2)),
-        ("[]", [-1], (0,)),
-        ("[[], []]", [2, -1], (2, 0)),
-    ],
+@cases(
+    ("5", [], ()),
+    ("5", [-1, 1], (1, 1)),
+    ("1,2,3", [-1, 3], (1, 3)),
+    ("1,2,3,4,5,6", [-1, 3], (2, 3)),
+    ("1,2,3,4,5,6", [-1, 2, -1], (1, 2, 3)),
+    ("[[[1,2],[3,4]]]", [-1, 2, 2], (1, 2, 2)),
+    ("[]", [-1], (0,)),
+    ("[[], []]", [2, -1], (2, 0)),
 )
 def test_shapes_that_fit(text: str, pattern: list[int], shape: tuple[int, ...]) -> None:
     assert values.from_text(text, spec("FP32", *pattern)).shape == shape
 
 
-@pytest.mark.parametrize(
-    ("text", "pattern"),
-    [
-        ("1,2,3", [4]),
-        ("1,2,3", []),
-        ("1,2,3,4", [-1, 3]),
-        ("[]", [3]),
-        ("[[1,2],[3,4]]", [4]),
-        ("[[1],[2]]", [-1, 2]),
-        ("[1,2]", [-1, -1, -1]),
-    ],
+@cases(
+    ("1,2,3", [4]),
+    ("1,2,3", []),
+    ("1,2,3,4", [-1, 3]),
+    ("[]", [3]),
+    ("[[1,2],[3,4]]", [4]),
+    ("[[1],[2]]", [-1, 2]),
+    ("[1,2]", [-1, -1, -1]),
 )
 def test_shapes_that_do_not_fit(text: str, pattern: list[int]) -> None:
     with pytest.raises(Misuse, match=r"input 'x' \(INT32\): a value of shape \[.*\] does not fit \["):
@@ -220,13 +212,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         inputs.InputSource(["x=@-"], "-").check()
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        {"inputs": {"x": [[1, 2, 3]]}},
-        {"inputs": {"x": [1, 2, 3]}},
-        {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]},
-    ],
+@cases(
+    {"inputs": {"x": [[1, 2, 3]]}},
+    {"inputs": {"x": [1, 2, 3]}},
+    {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]},
 )
 def test_json_documents(document: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "request.json"
@@ -237,18 +226,15 @@ def test_json_documents(document: Any, tmp_path: Path, monkeypatch: pytest.Monke
     assert same(inputs.from_json("-", expected)["x"], np.float32, [[1, 2, 3]])
 
 
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        ("{", "cannot read inputs from standard input: Expecting"),
-        ("[1, 2]", 'write {"inputs"'),
-        ('{"x": [1]}', "standard input has no inputs"),
-        ('{"inputs": {"y": [1]}}', r"no input 'y'; it has x \(FP32 \[-1, 3\]\)"),
-        ('{"inputs": [{"name": "x"}]}', "needs name, shape and data"),
-        ('{"inputs": [{"name": "x", "shape": [2, 3], "data": [1]}]}', r"1 values do not fill shape \[2, 3\]"),
-        ('{"inputs": [{"name": "x", "shape": [-1, 3], "data": [1, 2, 3]}]}', "is not a list of sizes"),
-        ('{"inputs": [{"name": "x", "shape": 3, "data": [1, 2, 3]}]}', "is not a list of sizes"),
-    ],
+@cases(
+    ("{", "cannot read inputs from standard input: Expecting"),
+    ("[1, 2]", 'write {"inputs"'),
+    ('{"x": [1]}', "standard input has no inputs"),
+    ('{"inputs": {"y": [1]}}', r"no input 'y'; it has x \(FP32 \[-1, 3\]\)"),
+    ('{"inputs": [{"name": "x"}]}', "needs name, shape and data"),
+    ('{"inputs": [{"name": "x", "shape": [2, 3], "data": [1]}]}', r"1 values do not fill shape \[2, 3\]"),
+    ('{"inputs": [{"name": "x", "shape": [-1, 3], "data": [1, 2, 3]}]}', "is not a list of sizes"),
+    ('{"inputs": [{"name": "x", "shape": 3, "data": [1, 2, 3]}]}', "is not a list of sizes"),
 )
 def test_json_documents_that_do_not_fit(text: str, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))

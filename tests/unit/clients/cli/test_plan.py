@@ -58,8 +58,11 @@ def test_all_policies(capsys: pytest.CaptureFixture[str]) -> None:
     assert arguments.POLICIES == simulated.POLICIES
     assert set(re.findall(r"^- `([a-z][a-z-]*)`: ", pages.page("sizing"), re.MULTILINE)) == set(simulated.POLICIES)
     assert [each["policy"] for each in results(f"{QUICK} --policy all", capsys)] == [
-        "random", "round-robin", "two-choices", "least",
-    ]  # fmt: skip
+        "random",
+        "round-robin",
+        "two-choices",
+        "least",
+    ]
     found = results(f"{QUICK} --policy all --keys 50 --cache 20", capsys)
     assert [each["policy"] for each in found][-2:] == ["hash", "bounded-hash"]
     assert all(each["cache_hits"] > 0 for each in found)

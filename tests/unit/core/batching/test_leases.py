@@ -20,6 +20,7 @@ from shmserve.core.stats.statistics import FailureKind
 from shmserve.protocol.messages import INLINE_BYTES
 from shmserve.protocol.roles import ALL_ROLES, FORWARD
 from shmserve.protocol.worker_messages import Call, LeaseLogged, LeaseOver
+from tests.support.cases import cases
 from tests.support.core.calling import caller_of
 from tests.support.core.fakes.tensors import one_input
 from tests.support.core.lent import BATCHES, MS, Lent, X, Y, model
@@ -94,22 +95,19 @@ def wide(size: int) -> ModelPolicy:
     return ModelPolicy("m", 1, 8, X, (TensorSpec("y", "FP32", (size,)),), BATCHES)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        plain(),  # any number of outputs
-        model(sequence=SequencePolicy(True, 4, 10**9)),
-        model(decoupled=True),
-        model(padding=PaddingPolicy((("x", (0,)),))),
-        ModelPolicy("m", 1, 8, (TensorSpec("x", "FP32", (1,), optional=True),), Y, BATCHES),
-        ModelPolicy("m", 1, 8, (TensorSpec("x", "FP32", (1,), ragged=True),), Y, BATCHES),
-        ModelPolicy("m", 1, 8, (TensorSpec("x", "BYTES", (1,)),), Y, BATCHES),
-        ModelPolicy("m", 1, 8, X, (TensorSpec("y", "BYTES", (1,)),), BATCHES),
-        ModelPolicy("m", 1, 8, (), Y, BATCHES),
-        ModelPolicy("m", 1, 8, X, (), BATCHES),
-        wide(INLINE_BYTES // 4 + 1),
-        ModelPolicy("m", 1, 8, X, Y, None, steps=(step("other"),)),
-    ],
+@cases(
+    plain(),  # any number of outputs
+    model(sequence=SequencePolicy(True, 4, 10**9)),
+    model(decoupled=True),
+    model(padding=PaddingPolicy((("x", (0,)),))),
+    ModelPolicy("m", 1, 8, (TensorSpec("x", "FP32", (1,), optional=True),), Y, BATCHES),
+    ModelPolicy("m", 1, 8, (TensorSpec("x", "FP32", (1,), ragged=True),), Y, BATCHES),
+    ModelPolicy("m", 1, 8, (TensorSpec("x", "BYTES", (1,)),), Y, BATCHES),
+    ModelPolicy("m", 1, 8, X, (TensorSpec("y", "BYTES", (1,)),), BATCHES),
+    ModelPolicy("m", 1, 8, (), Y, BATCHES),
+    ModelPolicy("m", 1, 8, X, (), BATCHES),
+    wide(INLINE_BYTES // 4 + 1),
+    ModelPolicy("m", 1, 8, X, Y, None, steps=(step("other"),)),
 )
 def test_models_that_need_the_core_are_not_leased(policy: ModelPolicy) -> None:
     assert lending_of(policy) is None

@@ -28,6 +28,7 @@ from shmserve.protocol.messages import (
 )
 from shmserve.protocol.roles import ALL_ROLES, INFER, OBSERVE
 from shmserve.protocol.worker_messages import Done, Row
+from tests.support.cases import cases
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.policies import plain
@@ -91,14 +92,11 @@ def test_a_worker_that_answers_with_foreign_memory_is_killed(case: str) -> None:
     assert [effect.peer for effect in world.of(Kill)] == [worker.peer]
 
 
-@pytest.mark.parametrize(
-    ("hello", "text"),
-    [
-        (Hello(2, 1, "a", "memfd"), "protocol 2 is not supported, only 1"),
-        (Hello(0, 1, "a", "memfd"), "protocol 0 is not supported"),
-        (Hello(1, 1, "a", "posix"), "outputs 'posix' are not possible over this kind of link; use memfd"),
-        (Hello(1, 1, "a", ""), "outputs '' are not possible"),
-    ],
+@cases(
+    (Hello(2, 1, "a", "memfd"), "protocol 2 is not supported, only 1"),
+    (Hello(0, 1, "a", "memfd"), "protocol 0 is not supported"),
+    (Hello(1, 1, "a", "posix"), "outputs 'posix' are not possible over this kind of link; use memfd"),
+    (Hello(1, 1, "a", ""), "outputs '' are not possible"),
 )
 def test_an_invalid_hello_closes_the_connection(hello: Hello, text: str) -> None:
     world = Recorded()

@@ -42,6 +42,7 @@ from shmserve.protocol.messages import (
     tensors_of,
 )
 from shmserve.protocol.worker_messages import Done, Execute, WorkerOrder, rows_of
+from tests.support.cases import cases
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import one_by_one
 from tests.support.core.fakes.worker import FakeWorker
@@ -141,24 +142,21 @@ def test_a_batch_has_a_limit_of_requests() -> None:
     assert all(isinstance(client.answers[number], Reply) for number in range(1, BATCH_REQUESTS + 1))
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        [[["x", "FP32", [1]]] * (TENSORS + 1), [5], [1], [[b""] * (TENSORS + 1)]],
-        [[["x" * (NAME_LENGTH + 1), "FP32", [1]]], [5], [1], [[b"abcd"]]],
-        [[["x", "123456789", [1]]], [5], [1], [[b"abcd"]]],
-        [[["x", "FP32", [1] * DIMS]], [5], [1], [[b"abcd"]]],
-        [[["x", "FP32", [1]]], [5], [1], [[bytes(INLINE_BYTES + 1)]]],
-        [[["x", "FP32", [1]]], [5], [1], [[[[1, 0, 4]]]]],
-        [[["x", "FP32", [1]]], [-5], [1], [[b"abcd"]]],
-        [[["x", "FP32", [1]]], [5], [-1], [[b"abcd"]]],
-        [[["x", "FP32", [1]]], [2**63], [1], [[b"abcd"]]],
-        [[["x", "FP32", [1]]], [0] * (PACKET_MESSAGES + 1), [1], [[b"abcd"]]],
-        [[["x", "FP32", [1]]], [5], [1] * (PACKET_MESSAGES + 1), [[b"abcd"]]],
-        [[["x", "FP32", [1]]], [5], [1], [[b"abcd"]] * (PACKET_MESSAGES + 1)],
-        [[["x", "FP32", [1]]], [5], [1]],
-        None,
-    ],
+@cases(
+    [[["x", "FP32", [1]]] * (TENSORS + 1), [5], [1], [[b""] * (TENSORS + 1)]],
+    [[["x" * (NAME_LENGTH + 1), "FP32", [1]]], [5], [1], [[b"abcd"]]],
+    [[["x", "123456789", [1]]], [5], [1], [[b"abcd"]]],
+    [[["x", "FP32", [1] * DIMS]], [5], [1], [[b"abcd"]]],
+    [[["x", "FP32", [1]]], [5], [1], [[bytes(INLINE_BYTES + 1)]]],
+    [[["x", "FP32", [1]]], [5], [1], [[[[1, 0, 4]]]]],
+    [[["x", "FP32", [1]]], [-5], [1], [[b"abcd"]]],
+    [[["x", "FP32", [1]]], [5], [-1], [[b"abcd"]]],
+    [[["x", "FP32", [1]]], [2**63], [1], [[b"abcd"]]],
+    [[["x", "FP32", [1]]], [0] * (PACKET_MESSAGES + 1), [1], [[b"abcd"]]],
+    [[["x", "FP32", [1]]], [5], [1] * (PACKET_MESSAGES + 1), [[b"abcd"]]],
+    [[["x", "FP32", [1]]], [5], [1], [[b"abcd"]] * (PACKET_MESSAGES + 1)],
+    [[["x", "FP32", [1]]], [5], [1]],
+    None,
 )
 def test_a_batch_over_the_limits_of_a_message_is_refused_and_the_others_are_not(bad: Any) -> None:
     packet = codec.encode([Ping(1), [12, "m", 0, bad], Ping(2)])

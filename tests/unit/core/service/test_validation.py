@@ -14,6 +14,7 @@ from shmserve.core.service.validation import Checker
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import FIELD_BYTES, Handle, Tensor, Wanted
+from tests.support.cases import cases
 
 NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
@@ -53,49 +54,58 @@ SHAPE = "unexpected shape for input 'INPUT0' for model 'm'. Expected "
 SIZE = "input byte size mismatch for input 'INPUT0' for model 'm'. Expected 32, got 40"
 
 
-@pytest.mark.parametrize(
-    ("inputs", "tensors", "text"),
-    [
-        (
-            THREE,
-            [tensor()],
-            "expected 3 inputs but got 1 inputs for model 'm'. Got input(s) ['INPUT0'], but missing required input(s) "
-            "['INPUT1','INPUT2']. Please provide all required input(s).$",
-        ),
-        # Before errors in other inputs
-        (TWO, [tensor(dtype="FP64")], "expected 2 inputs but got 1 inputs for model 'm'"),
-        (
-            FOUR,
-            [],
-            "expected number of inputs between 3 and 4 but got 0 inputs for model 'm'. Got input(s) [], but missing "
-            "required input(s) ['INPUT0','INPUT1','INPUT2']",
-        ),
-        (TWO, [tensor(), tensor("INPUT1"), tensor("x")],
-         "unexpected inference input 'x', allowed inputs are: INPUT0, INPUT1"),
-        (TWO, [tensor(), tensor()], "input 'INPUT0' already exists in request to model 'm'$"),
-        ([ONE], [tensor(shape=(1, 17))], f"{SHAPE}[-1,16], got [1,17].$"),
-        ([ONE], [tensor(shape=(16,))], f"{SHAPE}[-1,16], got [16].{NOTE}$"),
-        ([TensorSpec("INPUT0", "FP32", (-1, -1))], [Tensor("INPUT0", "FP32", (1, -4, -4), bytes(64))],
-         "input 'INPUT0' for model 'm' has shape [1,-4,-4]: no dimension can be negative$"),
-        ([ONE], [tensor(shape=(9, 16))], "inference request batch-size must be <= 8 for 'm'"),
-        (TWO, [tensor(shape=(2, 16)), tensor("INPUT1", shape=(3, 16))],
-         "input 'INPUT1' batch size does not match other inputs for 'm'"),
-        ([EIGHT], [tensor(shape=(1, 8), size=40)], f"{SIZE}$"),
-        ([EIGHT], [Tensor("INPUT0", "FP32", (1, 8), (Handle(5, 0, 20), Handle(5, 64, 20)))], f"{SIZE}$"),
-        (
-            [STRINGS],
-            [tensor("INPUT1", dtype="BYTES", size=56)],
-            "expected 16 string elements for inference input 'INPUT1' for model 'm', which take at least 64 bytes, got "
-            "56 bytes$",
-        ),
-        ([TensorSpec("x", "BYTES", (-1,))], [tensor("x", (1, 0), "BYTES", 3)],
-         "expected 0 string elements for inference input 'x'"),
-        ([ONE], [Tensor("INPUT0", "FP32", (1, 16), 7)], "input 'INPUT0' refers to frame 7"),
-        ([TensorSpec("x", "FP64", (-1, -1, -1))], [Tensor("x", "FP64", HUGE, b"")], "more than any memory can hold"),
-        ([TensorSpec("x", "BYTES", (-1,))], [Tensor("x", "BYTES", (1, 2**62), b"")], "more than any memory can hold"),
-        (MANY, [tensor(f"x{n}", (1, 4096), "UINT8") for n in range(17)], str(FIELD_BYTES)),
-    ],
-)  # fmt: skip
+@cases(
+    (
+        THREE,
+        [tensor()],
+        "expected 3 inputs but got 1 inputs for model 'm'. Got input(s) ['INPUT0'], but missing required input(s) "
+        "['INPUT1','INPUT2']. Please provide all required input(s).$",
+    ),
+    # Before errors in other inputs
+    (TWO, [tensor(dtype="FP64")], "expected 2 inputs but got 1 inputs for model 'm'"),
+    (
+        FOUR,
+        [],
+        "expected number of inputs between 3 and 4 but got 0 inputs for model 'm'. Got input(s) [], but missing "
+        "required input(s) ['INPUT0','INPUT1','INPUT2']",
+    ),
+    (
+        TWO,
+        [tensor(), tensor("INPUT1"), tensor("x")],
+        "unexpected inference input 'x', allowed inputs are: INPUT0, INPUT1",
+    ),
+    (TWO, [tensor(), tensor()], "input 'INPUT0' already exists in request to model 'm'$"),
+    ([ONE], [tensor(shape=(1, 17))], f"{SHAPE}[-1,16], got [1,17].$"),
+    ([ONE], [tensor(shape=(16,))], f"{SHAPE}[-1,16], got [16].{NOTE}$"),
+    (
+        [TensorSpec("INPUT0", "FP32", (-1, -1))],
+        [Tensor("INPUT0", "FP32", (1, -4, -4), bytes(64))],
+        "input 'INPUT0' for model 'm' has shape [1,-4,-4]: no dimension can be negative$",
+    ),
+    ([ONE], [tensor(shape=(9, 16))], "inference request batch-size must be <= 8 for 'm'"),
+    (
+        TWO,
+        [tensor(shape=(2, 16)), tensor("INPUT1", shape=(3, 16))],
+        "input 'INPUT1' batch size does not match other inputs for 'm'",
+    ),
+    ([EIGHT], [tensor(shape=(1, 8), size=40)], f"{SIZE}$"),
+    ([EIGHT], [Tensor("INPUT0", "FP32", (1, 8), (Handle(5, 0, 20), Handle(5, 64, 20)))], f"{SIZE}$"),
+    (
+        [STRINGS],
+        [tensor("INPUT1", dtype="BYTES", size=56)],
+        "expected 16 string elements for inference input 'INPUT1' for model 'm', which take at least 64 bytes, got "
+        "56 bytes$",
+    ),
+    (
+        [TensorSpec("x", "BYTES", (-1,))],
+        [tensor("x", (1, 0), "BYTES", 3)],
+        "expected 0 string elements for inference input 'x'",
+    ),
+    ([ONE], [Tensor("INPUT0", "FP32", (1, 16), 7)], "input 'INPUT0' refers to frame 7"),
+    ([TensorSpec("x", "FP64", (-1, -1, -1))], [Tensor("x", "FP64", HUGE, b"")], "more than any memory can hold"),
+    ([TensorSpec("x", "BYTES", (-1,))], [Tensor("x", "BYTES", (1, 2**62), b"")], "more than any memory can hold"),
+    (MANY, [tensor(f"x{n}", (1, 4096), "UINT8") for n in range(17)], str(FIELD_BYTES)),
+)
 def test_invalid_inputs_are_refused(inputs: Any, tensors: list[Tensor], text: str) -> None:
     """`text`: a part of the error; with $, all of it."""
     found = refused(checker(8, *inputs), *tensors)

@@ -254,9 +254,11 @@ class CoreMachine(WorldMachine):
 
     @precondition(lambda self: self.clients)
     @rule(
-        which=st.integers(0, 9), which_model=st.integers(0, 5), counts=st.lists(st.integers(1, 3), max_size=4),
+        which=st.integers(0, 9),
+        which_model=st.integers(0, 5),
+        counts=st.lists(st.integers(1, 3), max_size=4),
         batched=st.booleans(),
-    )  # fmt: skip
+    )
     def load(self, which: int, which_model: int, counts: list[int], batched: bool = False) -> None:
         """Several turns of valid requests for one model, so that batches wait at workers and are extended."""
         client, name = self.choose_client(which), self.names[which_model % len(self.names)]

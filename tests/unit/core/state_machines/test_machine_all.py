@@ -143,9 +143,10 @@ class EverythingMachine(OperatedMachine):
 
     @precondition(lambda self: self.workers(lambda worker: worker.streams))
     @rule(
-        which=st.integers(0, 30), pick=st.integers(0, 9),
+        which=st.integers(0, 30),
+        pick=st.integers(0, 9),
         how=st.sampled_from(["part", "part", "last", "end", "error", "unread", "prefill"]),
-    )  # fmt: skip
+    )
     def part(self, which: int, pick: int, how: str) -> None:
         streaming = self.workers(lambda worker: worker.streams)
         worker = streaming[which % len(streaming)]
@@ -177,9 +178,12 @@ class EverythingMachine(OperatedMachine):
 
     @precondition(lambda self: self.workers(lambda worker: worker.running))
     @rule(
-        which=st.integers(0, 30), rows_first=st.integers(0, 1), error=st.booleans(), took=st.integers(0, 9),
+        which=st.integers(0, 30),
+        rows_first=st.integers(0, 1),
+        error=st.booleans(),
+        took=st.integers(0, 9),
         again=st.integers(0, 2),
-    )  # fmt: skip
+    )
     def finish(self, which: int, rows_first: int, error: bool, took: int, again: int) -> None:
         running = self.workers(lambda worker: worker.running)
         worker = running[which % len(running)]
@@ -207,7 +211,7 @@ class EverythingMachine(OperatedMachine):
         number=st.integers(0, 3),
         flag=st.booleans(),
         together=st.booleans(),
-    )  # fmt: skip
+    )
     def happen(self, what: str, which: int, number: int, flag: bool, together: bool) -> None:
         """Events that are rarer than requests and answers."""
         name = self.names[which % len(self.names)]

@@ -16,6 +16,7 @@ from shmserve.gateway.http.heads import HttpHead, parse
 from shmserve.gateway.http.routes import API_ROUTES, METRICS, METRICS_ROUTES, PAGE_PATHS, PATHS, QUERY_PATHS
 from shmserve.protocol.actions import Action
 from shmserve.protocol.roles import CALLER_ROLES
+from tests.support.cases import cases
 
 REBOUND = "evil.example:8000"
 OWN = "localhost:8000"
@@ -53,11 +54,14 @@ BY_NAME = "a browser may not reach this endpoint by the name"
 FOREIGN = "a page of another origin may not do this"
 
 
-@pytest.mark.parametrize("marks", [
-    ["Accept-Language: en-US,en;q=0.9"], ["Accept-Language: *"], ["Accept-Language:"],
-    ["Referer: http://evil.example:8000/"], ["Origin: http://evil.example:8000"],
+@cases(
+    ["Accept-Language: en-US,en;q=0.9"],
+    ["Accept-Language: *"],
+    ["Accept-Language:"],
+    ["Referer: http://evil.example:8000/"],
+    ["Origin: http://evil.example:8000"],
     ["Sec-Fetch-Site: same-origin", "Sec-Fetch-Mode: cors"],
-])  # fmt: skip
+)
 def test_dns_rebinding_is_refused(marks: list[str]) -> None:
     """To the browser, the server is the page's own origin: only the name in Host differs."""
     for method, path, action in endpoints():
@@ -70,14 +74,20 @@ def test_any_host_name_is_allowed_for_programs_but_not_for_the_page() -> None:
             assert bool(refusal(RULES, method, path, "gpu-7.internal:8000", *marks)) == (action in PAGE), action
 
 
-@pytest.mark.parametrize(("allowed", "hosts"), [
-    (True, "localhost LocalHost:8000 localhost.:8000 page.localhost 127.0.0.1:8000 127.0.0.1. [::1]:8000 [fe80::1] "
-           "192.0.2.7 gpu.example:8000 GPU.example."),
-    (False, "localhost.evil.example 127.0.0.1.evil.example evillocalhost sub.gpu.example gpu.example.evil 0x7f.1 "
-            "2130706433 [::1 [::1].evil.example [::1]evil.example:8000 [::1]:evil.example [::1%25evil.example] "
-            "127.0.0.1:8000.evil.example [evil.example] localhost.. page.localhost..:8000 127.0.0.1.. gpu.example.. "
-            "gpu.example:evil ::1 :8000"),
-])  # fmt: skip
+@cases(
+    (
+        True,
+        "localhost LocalHost:8000 localhost.:8000 page.localhost 127.0.0.1:8000 127.0.0.1. [::1]:8000 [fe80::1] "
+        "192.0.2.7 gpu.example:8000 GPU.example.",
+    ),
+    (
+        False,
+        "localhost.evil.example 127.0.0.1.evil.example evillocalhost sub.gpu.example gpu.example.evil 0x7f.1 "
+        "2130706433 [::1 [::1].evil.example [::1]evil.example:8000 [::1]:evil.example [::1%25evil.example] "
+        "127.0.0.1:8000.evil.example [evil.example] localhost.. page.localhost..:8000 127.0.0.1.. gpu.example.. "
+        "gpu.example:evil ::1 :8000",
+    ),
+)
 def test_host_names_of_the_page(allowed: bool, hosts: str) -> None:
     rules = BrowserRules(["other.example", " gpu.example ", ""])
     for host in hosts.split() if allowed else ["", *hosts.split()]:
@@ -86,9 +96,12 @@ def test_host_names_of_the_page(allowed: bool, hosts: str) -> None:
 
 
 OWN_ORIGINS = [
-    "Origin: http://localhost:8000", "Origin: http://LOCALHOST:8000", "Origin: https://localhost:8000",
-    "Sec-Fetch-Site: same-origin", "Sec-Fetch-Site: none",
-]  # fmt: skip
+    "Origin: http://localhost:8000",
+    "Origin: http://LOCALHOST:8000",
+    "Origin: https://localhost:8000",
+    "Sec-Fetch-Site: same-origin",
+    "Sec-Fetch-Site: none",
+]
 FOREIGN_ORIGINS = [
     "Origin: http://localhost:3000", "Origin: http://localhost:80000", "Origin: http://127.0.0.1:8000",
     "Origin: http://evil.example", "Origin: http://localhost:8000.evil.example", "Origin: null", "Origin: ",
@@ -154,10 +167,13 @@ def test_pages_of_listed_servers_read_the_event_stream_and_nothing_else() -> Non
                 assert (FOREIGN in str(head.refusal)) == (action in CHANGES | PAGE), action
 
 
-@pytest.mark.parametrize("origin", [
-    "http://gpu1", "https://gpu1:8000", "http://gpu1:80000", "http://gpu1:8001", "http://gpu2.example", "null", "",
-    "http://gpu1:8000.evil.example", "http://evil.example", "http://gpu1:8000, http://gpu1:8000",
-])  # fmt: skip
+UNLISTED_ORIGINS = (
+    "http://gpu1|https://gpu1:8000|http://gpu1:80000|http://gpu1:8001|http://gpu2.example|null||"
+    "http://gpu1:8000.evil.example|http://evil.example|http://gpu1:8000, http://gpu1:8000"
+)
+
+
+@cases(*UNLISTED_ORIGINS.split("|"))
 def test_pages_of_unlisted_servers_cannot_read_the_event_stream(origin: str) -> None:
     for method in ("GET", "OPTIONS"):
         head = head_of(FLEET, method, "/page/events", OWN, f"Origin: {origin}")
@@ -187,12 +203,14 @@ def test_a_list_of_servers() -> None:
         assert (refusal(FLEET, "GET", "/", host) == "") == allowed
 
 
-@pytest.mark.parametrize("text", [
-    "gpu1:8000", "ftp://gpu1", "http://", "http://gpu1/page", "http://user@gpu1", "http://gpu1:", "http://gpu1:0",
-    "http://gpu1:65536", "http://[::1]:8000", "http://*", "http://*.example", "http://gpu_1", "http://gpu1; *",
-    "http://gpu1 *", "http://gpu1\r\nX: y", "http://gpu1?x", "http://gpu1#x", "http://.gpu1", "'self'",
-    "http://gpu\N{CYRILLIC SMALL LETTER A}",
-])  # fmt: skip
+INVALID_SERVERS = (
+    "gpu1:8000|ftp://gpu1|http://|http://gpu1/page|http://user@gpu1|http://gpu1:|http://gpu1:0|"
+    "http://gpu1:65536|http://[::1]:8000|http://*|http://*.example|http://gpu_1|http://gpu1; *|http://gpu1 *|"
+    "http://gpu1?x|http://gpu1#x|http://.gpu1|'self'"
+)
+
+
+@cases(*INVALID_SERVERS.split("|"), "http://gpu1\r\nX: y", "http://gpu\N{CYRILLIC SMALL LETTER A}")
 def test_invalid_servers_are_refused(text: str) -> None:
     """Text that would change the meaning of a content security policy, or would never match."""
     with pytest.raises(ValueError, match=r"http://NAME:PORT|has the port"):

@@ -17,6 +17,7 @@ from shmserve.gateway.auth.gate import Guards
 from shmserve.gateway.auth.tls import Files, FlagFile
 from shmserve.protocol.actions import Action
 from shmserve.terminal.errors import Failed, Misuse
+from tests.support.cases import cases
 from tests.support.gateway.credentials import digest, nothing
 
 
@@ -87,7 +88,7 @@ def test_tritons_tls_flags_are_for_grpc_only(files: dict[str, str]) -> None:
     assert mutual.rpc.tls.verify_mode == ssl.CERT_REQUIRED
 
 
-@pytest.mark.parametrize(("words", "text"), [
+@cases(
     (("--tls-key", "x"), "--tls-key requires --tls-cert"),
     (("--tls-client-ca", "x"), "--tls-client-ca requires --tls-cert"),
     (("--grpc-server-cert", "x"), "require --grpc-use-ssl"),
@@ -97,7 +98,7 @@ def test_tritons_tls_flags_are_for_grpc_only(files: dict[str, str]) -> None:
     (("--http-restricted-api", "health:a=b", "--http-restricted-api", "health:a=b"), "more than once"),
     (("--tls-cert", "/none"), "--tls-cert /none: No such file or directory"),
     (("--tokens-file", "/none"), "--tokens-file /none: No such file or directory"),
-])  # fmt: skip
+)
 def test_inconsistent_flags_and_missing_files_are_refused(words: tuple[str, ...], text: str) -> None:
     with pytest.raises((Misuse, Failed), match=re.escape(text)):
         Guards(arguments(*words))
@@ -131,13 +132,13 @@ def test_the_command_for_a_new_token(capsys: pytest.CaptureFixture[str]) -> None
     assert printed.out == f"alice infer {digest(printed.err.split()[-1])}\n"
 
 
-@pytest.mark.parametrize(("line", "text"), [
+@cases(
     ("alice infer", "NAME ROLE,ROLE SHA256"),
     ("alice infer secret", "not the token itself"),
     (f"alice root {digest('x')}", "'root' is not a role"),
     (f"al/ce infer {digest('x')}", "a name may have"),
     (f"a infer {digest('x')}\nb infer {digest('x')}", "line 2: the same token"),
-])  # fmt: skip
+)
 def test_invalid_lines_of_tokens_are_refused(line: str, text: str) -> None:
     with pytest.raises(tokens.BadTokens, match=text) as caught:
         tokens.Tokens(line)
@@ -180,7 +181,7 @@ def test_the_context_of_certificates(files: dict[str, str]) -> None:
     assert "chmod 600" in (tls.exposed(separate) or "")
 
 
-@pytest.mark.parametrize(("cert", "key", "ca", "flag", "text"), [
+@cases(
     ("none", "key", None, "--c", "No such file"),
     ("cert", "none", None, "--k", "No such file"),
     ("cert", "key", "none", "--a", "No such file"),
@@ -190,9 +191,9 @@ def test_the_context_of_certificates(files: dict[str, str]) -> None:
     ("cert", "other", None, "--k", "does not match the certificate"),
     ("cert", None, None, "--c", "no readable private key"),
     ("cert", "key", "noise", "--a", "no certificate"),
-])  # fmt: skip
+)
 def test_invalid_certificates_are_refused(
-    files: dict[str, str], cert: str, key: str | None, ca: str | None, flag: str, text: str
+    cert: str, key: str | None, ca: str | None, flag: str, text: str, files: dict[str, str]
 ) -> None:
     with pytest.raises(tls.BadCertificate, match=text) as caught:
         tls.context(chosen(files, cert, key, ca), "h2")

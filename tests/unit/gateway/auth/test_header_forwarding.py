@@ -13,8 +13,9 @@ from shmserve.protocol.messages import PARAMETERS
 def test_matching_headers_are_forwarded() -> None:
     forward = header_forwarding.Forward("x-.*|User", ["x-key"])
     assert forward.of([("X-A", "1"), ("x-key", "2"), ("x-a", "3"), ("USER", "4"), ("ax-b", "5")]) == {
-        "X-A": "1, 3", "USER": "4",
-    }  # fmt: skip
+        "X-A": "1, 3",
+        "USER": "4",
+    }
     assert forward.of([("Host", "x")]) is None
     assert header_forwarding.Forward("(?-i)X-.*").of([("x-a", "1"), ("X-a", "2")]) == {"X-a": "2"}
 

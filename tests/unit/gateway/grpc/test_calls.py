@@ -14,6 +14,7 @@ from shmserve.protocol.grpc.codes import Code, RpcError
 from shmserve.protocol.grpc.messages import HEALTH, INFERENCE
 from shmserve.protocol.messages import Reply, Tensor
 from shmserve.session import Session
+from tests.support.cases import cases
 from tests.support.gateway.grpc_calls import Case
 from tests.support.gateway.rpc import POOL, message
 
@@ -35,12 +36,14 @@ def test_an_inference() -> None:
     assert case.stream.end == (0, "")
 
 
-@pytest.mark.parametrize(("fields", "text"), [
-    ({"inputs": [{"name": "i", "datatype": "FP32", "contents": {}}]},
-     "contents field must not be specified when using raw_input_contents for 'i' for model 'm'"),
+@cases(
+    (
+        {"inputs": [{"name": "i", "datatype": "FP32", "contents": {}}]},
+        "contents field must not be specified when using raw_input_contents for 'i' for model 'm'",
+    ),
     ({"inputs": [{"name": "i", "datatype": "FP32"}] * 2}, "has 1 tensors, and 2 inputs for model 'm'"),
     ({}, "has 1 tensors, and 0 inputs"),
-])  # fmt: skip
+)
 def test_raw_contents_that_do_not_fit_the_inputs_are_refused(fields: dict[str, Any], text: str) -> None:
     case = Case("ModelInfer")
     made = message("ModelInferRequest", model_name="m", id="me", raw_input_contents=[b"abcd"], **fields)

@@ -37,6 +37,7 @@ from shmserve.protocol.messages import TENSORS, Tensor
 from shmserve.protocol.roles import ROLES
 from shmserve.session.encode import TopK
 from shmserve.shm import strings
+from tests.support.cases import cases
 from tests.support.gateway.grpc_calls import Stream
 from tests.support.gateway.rpc import message, parameter
 from tests.support.gateway.sliced_work import finished, slices_of
@@ -106,10 +107,15 @@ def test_any_bytes_are_a_plan_or_refused(data: bytes, changes: list[tuple[int, i
         assert (plan.model, taken.id, len(taken.raw)) == (whole.model_name, whole.id, len(whole.raw_input_contents))
 
 
-@pytest.mark.parametrize("data", [
-    b"\x0a", b"\x0a\x05abc", b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x1a\x01\xff", b"\x0b", b"\x0f",
+@cases(
+    b"\x0a",
+    b"\x0a\x05abc",
+    b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
+    b"\x1a\x01\xff",
+    b"\x0b",
+    b"\x0f",
     b"\x9a\x00\x01a",
-])  # fmt: skip
+)
 def test_bytes_that_are_not_a_request_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidRequest, match="ModelInferRequest"):
         plan_of(take_apart(data).head)
@@ -166,7 +172,7 @@ def with_output(name: str, value: Any) -> Any:
     return made
 
 
-@pytest.mark.parametrize(("made", "text"), [
+@cases(
     (one_input(shape=[-1]), "dims must be from 0"),
     (one_input(datatype="FLOAT"), "unknown data-type 'FLOAT'"),
     (one_input(model_version="new"), "failed to get model version from specified version string 'new'"),
@@ -185,7 +191,7 @@ def with_output(name: str, value: Any) -> Any:
     (message("ModelInferRequest", outputs=[{"name": "o"}] * 2), "output 'o' already exists in request"),
     (message("ModelInferRequest", parameters={str(n): {"bool_param": True} for n in range(65)}), "limit is 64"),
     (message("ModelInferRequest", parameters={str(n): {"bool_param": True} for n in range(999)}), "999 parameters"),
-])  # fmt: skip
+)
 def test_invalid_requests_are_refused(made: Any, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         plan_of(made.SerializeToString())
@@ -337,7 +343,7 @@ def in_load(**parameters: Any) -> tuple[str, dict[str, Any]]:
     return "RepositoryModelLoad", {"parameters": {name.replace("_", ":"): one for name, one in parameters.items()}}
 
 
-@pytest.mark.parametrize(("name", "fields", "kind"), [
+@cases(
     ("RepositoryIndex", {"repository_name": "r"}, Unsupported),
     ("RepositoryModelLoad", {"repository_name": "r"}, Unsupported),
     ("RepositoryModelUnload", {"repository_name": "r"}, Unsupported),
@@ -351,7 +357,7 @@ def in_load(**parameters: Any) -> tuple[str, dict[str, Any]]:
     ("SystemSharedMemoryRegister", {"name": "r", "key": "/k", "byte_size": 1}, Unsupported),
     ("ModelConfig", {"name": "m", "version": "x"}, InvalidRequest),
     ("LogSettings", {"settings": {"log_info": {}}}, InvalidRequest),
-])  # fmt: skip
+)
 def test_invalid_calls_are_refused(name: str, fields: dict[str, Any], kind: type[ServeError]) -> None:
     with pytest.raises(kind):
         query(name, **fields)

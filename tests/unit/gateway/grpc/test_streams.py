@@ -24,8 +24,11 @@ def test_single_responses_are_sent_in_the_order_of_their_requests() -> None:
     assert case.answers() == []
     first.settle(reply("a"))
     assert case.answers() == [
-        ("1", "a", True), ("2", "b", True), ("3", "[request id: 3] not this one", None), ("4", "d", True),
-    ]  # fmt: skip
+        ("1", "a", True),
+        ("2", "b", True),
+        ("3", "[request id: 3] not this one", None),
+        ("4", "d", True),
+    ]
     case.call.half_closed()
     assert case.stream.end == (0, "")
     assert not case.services.long_calls

@@ -24,6 +24,7 @@ from shmserve.gateway.limits.turns import MIN_BYTES, READ_BYTES, SLICE_BYTES
 from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.roles import ROLES
+from tests.support.cases import cases
 from tests.support.gateway.http_connection import (
     Transport,
     answered,
@@ -129,7 +130,7 @@ def test_a_response_waits_until_the_client_reads() -> None:
     assert answered(transport.sent) == [(200, b"one")]
 
 
-@pytest.mark.parametrize(("sent", "status"), [
+@cases(
     (b"\0" * 40_000, 431),
     (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 6000, 431),
     (b"no HTTP\r\n\r\n", 400),
@@ -138,7 +139,7 @@ def test_a_response_waits_until_the_client_reads() -> None:
     (lines("Transfer-Encoding: chunked") + b"no\r\n", 400),
     (lines("Transfer-Encoding: chunked") + b"3e9\r\n", 400),
     (lines("Content-Length: 1000", first="POST /nowhere HTTP/1.1"), 404),
-])  # fmt: skip
+)
 def test_a_connection_ends_with_its_first_invalid_request(sent: bytes, status: int | None) -> None:
     connection, transport, _, _ = connected(input_bytes=1000)
     receive(connection, sent)
@@ -159,9 +160,11 @@ def test_expect_100_continue() -> None:
     assert transport.sent.endswith(b"abc")
 
 
-@pytest.mark.parametrize(("begin", "drip"), [
-    (b"POST", b"x"), (lines("Content-Length: 50"), b"x"), (lines("Transfer-Encoding: chunked"), b""),
-])  # fmt: skip
+@cases(
+    (b"POST", b"x"),
+    (lines("Content-Length: 50"), b"x"),
+    (lines("Transfer-Encoding: chunked"), b""),
+)
 def test_a_request_that_arrives_too_slowly_times_out(begin: bytes, drip: bytes) -> None:
     listener = http_listener()
     connection, transport, _, _ = connected(listener=listener)
@@ -224,17 +227,20 @@ def _first(text: bytes) -> bytes:
     return b"POST /v2/models/m/infer HTTP/1.1\r\n" + text + b"\r\n"
 
 
-@pytest.mark.parametrize("sent", [
-    *(_CHUNKED + size + b"\r\nx\r\n0\r\n\r\n" for size in SIZES.split(b"|")),
-    *(_CHUNKED + chunks for chunks in CHUNKS.split(b"|")),
-    *(_CHUNKED + b"0\r\n" + trailer + b"\r\n\r\n" for trailer in TRAILERS.split(b"|")),
-    *(_first(host) for host in HOSTS.split(b"|")),
-    b"POST /v2 HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n",
-    *(lines(length) + b"0\r\n\r\n" * ("chunked" in length) for length in LENGTHS.split("|")),
-    lines("Transfer-Encoding: chunked", first="POST /v2 HTTP/1.0") + b"0\r\n\r\n",
-    *(lines(header) for header in HEADERS.split("|")),
-    *(lines(first=line) for line in FIRST_LINES.split("|")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sent",
+    [
+        *(_CHUNKED + size + b"\r\nx\r\n0\r\n\r\n" for size in SIZES.split(b"|")),
+        *(_CHUNKED + chunks for chunks in CHUNKS.split(b"|")),
+        *(_CHUNKED + b"0\r\n" + trailer + b"\r\n\r\n" for trailer in TRAILERS.split(b"|")),
+        *(_first(host) for host in HOSTS.split(b"|")),
+        b"POST /v2 HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n",
+        *(lines(length) + b"0\r\n\r\n" * ("chunked" in length) for length in LENGTHS.split("|")),
+        lines("Transfer-Encoding: chunked", first="POST /v2 HTTP/1.0") + b"0\r\n\r\n",
+        *(lines(header) for header in HEADERS.split("|")),
+        *(lines(first=line) for line in FIRST_LINES.split("|")),
+    ],
+)
 def test_requests_that_a_proxy_could_read_differently_are_refused(sent: bytes) -> None:
     """The connection ends there: the bytes after it are not read as a request."""
     for cut in (1, 1 << 20):
@@ -248,11 +254,15 @@ def test_requests_that_a_proxy_could_read_differently_are_refused(sent: bytes) -
         assert not echo.answers
 
 
-@pytest.mark.parametrize("sent", [
-    _CHUNKED + b"1;a=b\r\nx\r\n0\r\n\r\n", _CHUNKED + b'1 ; a="b; c"\r\nx\r\n0;last\r\n\r\n',
-    _CHUNKED + b"01\r\nx\r\n00\r\nDigest: abc\r\nempty:\r\n\r\n", b"\r\n" + post(b"x"), post(b"x", "a: \xff"),
-    _first(b"Host:\r\nContent-Length: 1\r\n") + b"x", _first(b"Host: [::1]:8000\r\nContent-Length: 1\r\n") + b"x",
-])  # fmt: skip
+@cases(
+    _CHUNKED + b"1;a=b\r\nx\r\n0\r\n\r\n",
+    _CHUNKED + b'1 ; a="b; c"\r\nx\r\n0;last\r\n\r\n',
+    _CHUNKED + b"01\r\nx\r\n00\r\nDigest: abc\r\nempty:\r\n\r\n",
+    b"\r\n" + post(b"x"),
+    post(b"x", "a: \xff"),
+    _first(b"Host:\r\nContent-Length: 1\r\n") + b"x",
+    _first(b"Host: [::1]:8000\r\nContent-Length: 1\r\n") + b"x",
+)
 def test_the_request_behind_a_valid_one_is_answered(sent: bytes) -> None:
     for cut in (1, 1 << 20):
         connection, transport, _, loop = connected()
@@ -266,9 +276,11 @@ def test_the_request_behind_a_valid_one_is_answered(sent: bytes) -> None:
 def test_frequent_scrapes_share_a_page_of_metrics() -> None:
     now, asked = [0.0], list[Any]()
     link: Any = SimpleNamespace(
-        bind=lambda: SimpleNamespace(time=lambda: now[0]), send_soon=lambda: None, cancel=lambda ticket: None,
+        bind=lambda: SimpleNamespace(time=lambda: now[0]),
+        send_soon=lambda: None,
+        cancel=lambda ticket: None,
         session=SimpleNamespace(ask=lambda ticket, *more: asked.append(ticket)),
-    )  # fmt: skip
+    )
     requests = Requests(link, HttpLimits(), lambda: "extra\n", Regions(False), None, openai=False)
 
     listener = http_listener(heads=HttpHeads(EndpointAccess(ROLES), METRICS_ROUTES))
@@ -335,13 +347,14 @@ ALONE = lines(first="GET /nothing HTTP/1.1")
 """A request that the gateway answers alone."""
 
 
-@pytest.mark.parametrize("flood", [
+@cases(
     ALONE * 2000,
     ALONE * 20 + lines(*[f"h{n}: {n}" for n in range(120)], first="GET /nothing HTTP/1.1") * 200,
     lines("Transfer-Encoding: chunked") + chunked([b"x"] * 20_000),
     post(bytes(60_000)) * 12,
     post(b"x", "Inference-Header-Content-Length: " + "9" * 17) * 400,
-], ids=["without a route", "many headers", "many chunks", "large JSON", "a wrong size of the JSON"])  # fmt: skip
+    ids=["without a route", "many headers", "many chunks", "large JSON", "a wrong size of the JSON"],
+)
 def test_requests_that_the_gateway_answers_alone_take_turns(flood: bytes) -> None:
     """Eight connections delay another by one turn, and are all answered in the end."""
     listener = http_listener()

@@ -24,6 +24,7 @@ from shmserve.gateway.upstream.documents import Route
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.actions import Action
 from shmserve.protocol.roles import ROLES
+from tests.support.cases import cases
 from tests.support.gateway.http_connection import chunked, lines
 from tests.support.gateway.sliced_work import finished
 
@@ -39,7 +40,7 @@ def test_all_fields_of_a_head() -> None:
     assert [parse(block).keep_alive for block in (lines(), upgrade, close, old)] == [True, True, False, False]
 
 
-@pytest.mark.parametrize(("block", "status"), [
+@cases(
     (lines("Transfer-Encoding: gzip, chunked"), 501),
     (lines("Inference-Header-Content-Length: -1"), 400),
     (lines("Inference-Header-Content-Length: 1", "Inference-Header-Content-Length: 2"), 400),
@@ -51,7 +52,7 @@ def test_all_fields_of_a_head() -> None:
     (lines(first="CONNECT x:1 HTTP/1.1"), 400),
     (lines(first="GET /v2\xff HTTP/1.1"), 400),
     (b"\x16\x03\x01\x02\0\x01\0\r\n\r\n", 400),
-])  # fmt: skip
+)
 def test_heads_that_are_refused(block: bytes, status: int) -> None:
     with pytest.raises(BadHead) as caught:
         parse(block)
@@ -75,8 +76,11 @@ def test_accept_encoding() -> None:
         assert parse(lines(f"Accept-Encoding: {value}")).accepts == encoding
 
 
-@given(st.lists(st.binary(max_size=20), max_size=6), st.lists(st.integers(0, 200), max_size=8),
-       st.sampled_from([b"0\r\n\r\n", b"0;a=b\r\nx: y\r\n\r\n"]))  # fmt: skip
+@given(
+    st.lists(st.binary(max_size=20), max_size=6),
+    st.lists(st.integers(0, 200), max_size=8),
+    st.sampled_from([b"0\r\n\r\n", b"0;a=b\r\nx: y\r\n\r\n"]),
+)
 def test_chunks_do_not_depend_on_the_borders_of_pieces(pieces: list[bytes], cuts: list[int], end: bytes) -> None:
     chunks, data, left = bodies.Chunks(1000), chunked(pieces, end) + b"GET", b""
     places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
@@ -87,7 +91,7 @@ def test_chunks_do_not_depend_on_the_borders_of_pieces(pieces: list[bytes], cuts
     assert bytes(chunks.body) == b"".join(pieces)
 
 
-@pytest.mark.parametrize(("data", "text"), [
+@cases(
     (b"\r\n", "a valid size"),
     (b"1" * 2000, "exceeds 1024 bytes"),
     (b"1;a=" + b"b" * 1020, None),
@@ -99,7 +103,7 @@ def test_chunks_do_not_depend_on_the_borders_of_pieces(pieces: list[bytes], cuts
     (b"ffffffffffffffff\r\n", "exceeds the maximum allowed value of 1000 bytes"),
     (b"0\r\n" + b"a: " + b"b" * 1000 + b"\r\n", None),
     (b"0\r\n" + (b"a: " + b"b" * 1000 + b"\r\n") * 40, "exceed 32768 bytes"),
-])  # fmt: skip
+)
 def test_invalid_and_large_chunks_are_refused(data: bytes, text: str | None) -> None:
     chunks = bodies.Chunks(1000)
     if text is None:
@@ -131,13 +135,13 @@ def test_compression_roundtrip(data: bytes) -> None:
     assert zlib.decompress(finished(bodies.deflate_body("deflate", [data]))) == data
 
 
-@pytest.mark.parametrize(("encoding", "body", "kind"), [
+@cases(
     ("br", b"", Unsupported),
     ("gzip", b"no", InvalidRequest),
     ("gzip", gzip.compress(b"x" * 50, mtime=0)[:-1], InvalidRequest),
     ("gzip", gzip.compress(b"x" * 50, mtime=0) * 2, InvalidRequest),
     ("deflate", b"", InvalidRequest),
-])  # fmt: skip
+)
 def test_invalid_compression_is_refused(encoding: str, body: bytes, kind: type[ServeError]) -> None:
     with pytest.raises(kind):
         inflated(encoding, body, 1000)
@@ -162,14 +166,23 @@ def test_routes() -> None:
     assert resolve("GET", "/v2/health/live", METRICS_ROUTES) == NoRoute(404, "Not Found")
 
 
-@pytest.mark.parametrize(("status", "requests"), [
-    (405, "POST /v2,GET /v2/models/m/infer,HEAD /v2/health/live,DELETE /v2/repository/models/m/load,POST /,"
-          "POST /page/model/m,POST /v1/models,GET /v1/chat/completions"),
-    (404, "GET /page/one/two/three,GET /v1,POST /v1/replies,GET /v2/models,GET /v2/models/m/n,"
-          "GET /v2/models/m/versions,GET /metrics,POST /v2/systemsharedmemory/other"),
-    (400, "GET /v2/models//ready,GET /v2/models/m/versions/0,GET /v2/models/m/versions/x/ready,"
-          "GET /v2/models/m/versions/99999999999999999999,GET /v2/models/%ff"),
-])  # fmt: skip
+@cases(
+    (
+        405,
+        "POST /v2,GET /v2/models/m/infer,HEAD /v2/health/live,DELETE /v2/repository/models/m/load,POST /,"
+        "POST /page/model/m,POST /v1/models,GET /v1/chat/completions",
+    ),
+    (
+        404,
+        "GET /page/one/two/three,GET /v1,POST /v1/replies,GET /v2/models,GET /v2/models/m/n,"
+        "GET /v2/models/m/versions,GET /metrics,POST /v2/systemsharedmemory/other",
+    ),
+    (
+        400,
+        "GET /v2/models//ready,GET /v2/models/m/versions/0,GET /v2/models/m/versions/x/ready,"
+        "GET /v2/models/m/versions/99999999999999999999,GET /v2/models/%ff",
+    ),
+)
 def test_unknown_paths_and_methods_are_refused(status: int, requests: str) -> None:
     for request in requests.split(","):
         method, path = request.split()
@@ -230,7 +243,7 @@ def test_bodies_are_forwarded_to_the_broker() -> None:
     assert body_of(load) == b'{"config": {"backend": "python"}, "files": [["1/model.py", 1]]}\nx'
 
 
-@pytest.mark.parametrize(("action", "body", "kind"), [
+@cases(
     ("load", b'{"parameters": {"file:a": "eA=="}}', InvalidRequest),
     ("load", b'{"parameters": {"config": "{}", "file:a": "?"}}', InvalidRequest),
     ("load", b'{"parameters": {"other": "x"}}', InvalidRequest),
@@ -244,7 +257,7 @@ def test_bodies_are_forwarded_to_the_broker() -> None:
     ("set_trace", b"[]", InvalidRequest),
     ("set_log", b'{"log_file": "' + b"x" * 20_000 + b'"}', InvalidRequest),
     ("metrics", b"", Unsupported),
-])  # fmt: skip
+)
 def test_invalid_queries_are_refused(action: str, body: bytes, kind: type[ServeError]) -> None:
     with pytest.raises(kind):
         question(action, body, "m")

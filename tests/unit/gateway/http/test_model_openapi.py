@@ -11,6 +11,7 @@ from jsonschema import Draft202012Validator
 from shmserve.gateway.http.model_openapi import document, text
 from shmserve.gateway.upstream.documents import Route
 from shmserve.protocol.actions import Action
+from tests.support.cases import cases
 
 SCHEMAS = {
     "inputs": {"item": {"$ref": "#/components/schemas/Item"}, "image": {"type": "string", "contentEncoding": "base64"}},
@@ -55,13 +56,10 @@ def test_bodies_and_answers() -> None:
     assert not valid(gives, {"boxes": {}, "count": [1]})
 
 
-@pytest.mark.parametrize(
-    ("config", "version", "paths"),
-    [
-        (CONFIG, "", ["/v2/models/m/generate", "/v2/models/m/generate_stream"]),
-        (CONFIG, "2", ["/v2/models/m/versions/2/generate", "/v2/models/m/versions/2/generate_stream"]),
-        ({**CONFIG, "model_transaction_policy": {"decoupled": True}}, "", ["/v2/models/m/generate_stream"]),
-    ],
+@cases(
+    (CONFIG, "", ["/v2/models/m/generate", "/v2/models/m/generate_stream"]),
+    (CONFIG, "2", ["/v2/models/m/versions/2/generate", "/v2/models/m/versions/2/generate_stream"]),
+    ({**CONFIG, "model_transaction_policy": {"decoupled": True}}, "", ["/v2/models/m/generate_stream"]),
 )
 def test_the_endpoints_of_a_model(config: dict[str, Any], version: str, paths: list[str]) -> None:
     assert list(document(Route(Action.MODEL_OPENAPI, "m", version), config)["paths"]) == paths

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import hpack
 import pytest
 
+from tests.support.cases import cases
 from tests.support.gateway.http2_caller import Caller, Host, Unfinished
 from tests.support.gateway.http2_frames import (
     CALM,
@@ -313,11 +314,11 @@ def test_frames_for_a_stream_that_ended_here_first_are_ignored() -> None:
     assert caller.raw([data(b"x")])[0][::3] == (RST, number(CLOSED)), "not after its end"
 
 
-@pytest.mark.parametrize(("field", "status"), [
+@cases(
     (("content-type", "text/html"), b"415"),
     (("content-type", "application/grpc-web"), b"415"),
     ((":method", "GET"), b"405"),
-])  # fmt: skip
+)
 def test_requests_that_are_not_grpc_get_an_http_status(field: tuple[str, str], status: bytes) -> None:
     pseudo, regular = ([field], []) if field[0] == ":method" else ([], [field])
     caller = Caller(opening=b"")

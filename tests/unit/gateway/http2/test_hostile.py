@@ -22,6 +22,7 @@ from shmserve.gateway.http2.interface import Awaits, TransportStream
 from shmserve.gateway.http2.protocol import Http2
 from shmserve.gateway.limits.backlog import CONNECTION_WORK, REQUEST_WORK, TURN_WORK
 from shmserve.protocol.grpc.codes import Code, RpcError
+from tests.support.cases import cases
 from tests.support.gateway.grpc_calls import Case
 from tests.support.gateway.http2_caller import Caller, Echo, Host, Unfinished
 from tests.support.gateway.http2_frames import (
@@ -172,11 +173,12 @@ def test_a_response_that_is_not_read_ends_its_call() -> None:
 PINGED = frame(PING, 0, 0, bytes(8))
 
 
-@pytest.mark.parametrize(("opening", "settings", "pings", "error"), [
+@cases(
     (HELLO + OPEN, {}, 6, []),
     (HELLO, {}, 4, [CALM]),
     (HELLO, {"pings_without_calls": True}, 10, []),
-], ids=["with a call", "without calls", "allowed without calls"])  # fmt: skip
+    ids=["with a call", "without calls", "allowed without calls"],
+)
 def test_pings_at_the_interval(opening: bytes, settings: dict[str, bool], pings: int, error: list[int]) -> None:
     caller = Caller(Host(Unfinished, ping_interval_s=300.0, **settings), opening=opening)
     for _ in range(pings - 1):
@@ -392,12 +394,13 @@ def test_many_new_fields_end_the_connection() -> None:
     assert caller.errors(*[new_fields(40, at) for at in range(enough + 1)]) == []
 
 
-@pytest.mark.parametrize("provoke", [
+@cases(
     lambda at: frame(HEAD, 4, 2 * at + 1, block()) + frame(WINDOW, 0, 2 * at + 1, number(0)),
     lambda at: frame(HEAD, 5, 2 * at + 1, block(("connection", "close"))),
     lambda at: frame(HEAD, 5, 2 * at + 1, block()) + frame(DATA, 0, 2 * at + 1, b"x"),
     lambda at: frame(HEAD, 4, 2 * at + 1, block()) + frame(RST, 0, 2 * at + 1, number(8)),
-], ids=["a window of nothing", "malformed headers", "data after the end", "cancelled"])  # fmt: skip
+    ids=["a window of nothing", "malformed headers", "data after the end", "cancelled"],
+)
 def test_many_resets_end_the_connection(provoke: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "RESETS", 50)
     caller = Caller(Host(Unfinished), opening=HELLO)
@@ -413,11 +416,12 @@ def unknown(stream: TransportStream) -> Any:
     raise RpcError(Code.UNIMPLEMENTED, "there is no such method")
 
 
-@pytest.mark.parametrize(("application", "headers"), [
+@cases(
     (unknown, HEADERS),
     (Echo, [*HEADERS[:4], ("content-type", "text/html")]),
     (Echo, [(":method", "GET"), *HEADERS[1:]]),
-], ids=["no such method", "not gRPC", "not POST"])  # fmt: skip
+    ids=["no such method", "not gRPC", "not POST"],
+)
 def test_refused_calls_take_turns_and_end_it(application: Any, headers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MISTAKES", 100)
     caller = Caller(Host(application), opening=HELLO)

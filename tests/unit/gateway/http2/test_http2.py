@@ -163,10 +163,13 @@ def test_a_service_can_pause_at_each_message() -> None:
     assert (call.events[-1], caller.status(stream), caller.host.held) == ("half closed", 0, 0)
 
 
-@pytest.mark.parametrize(("error", "status", "text"), [
-    (RpcError(Code.NOT_FOUND, "no such modèl\n100%"), 5, "no such mod%C3%A8l%0A100%25"),
-    (ZeroDivisionError(), 13, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (RpcError(Code.NOT_FOUND, "no such modèl\n100%"), 5, "no such mod%C3%A8l%0A100%25"),
+        (ZeroDivisionError(), 13, ""),
+    ],
+)
 @pytest.mark.parametrize("place", ["headers", "message", "half_closed"])
 def test_a_service_ends_a_call(error: Exception, status: int, text: str, place: str) -> None:
     """At its headers, its message or its end. The stream of a client that has not finished is reset."""

@@ -14,6 +14,7 @@ from shmserve.gateway.http2.limits import INFLATED_BYTES
 from shmserve.gateway.limits.backlog import CONNECTION_WORK
 from shmserve.gateway.limits.turns import SLICE_BYTES
 from shmserve.protocol.grpc.codes import Code
+from tests.support.cases import cases
 from tests.support.gateway.http2_caller import Caller, Echo, Host
 from tests.support.gateway.http2_frames import message
 
@@ -38,15 +39,18 @@ SLICE = 4 * SLICE_BYTES
 
 
 # With ids: compressed data contains the time, and each xdist worker must collect the same tests.
-@pytest.mark.parametrize(("headers", "data"), [
-    pytest.param([("grpc-encoding", "snappy")], message(b"x", 1), id="unknown compression"),
-    pytest.param([ZIPPED], message(b"not gzip", 1), id="not gzip"),
-    pytest.param([ZIPPED], message(gzip.compress(b"x")[:-1], 1), id="incomplete gzip"),
-    pytest.param([], message(gzip.compress(b"x"), 1), id="gzip without a header"),
-    pytest.param([], message(b"x", 7), id="unknown flag"),
-    pytest.param([], message(b"abc")[:-1], id="incomplete message"),
-    pytest.param([], b"\0\0", id="incomplete prefix"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("headers", "data"),
+    [
+        pytest.param([("grpc-encoding", "snappy")], message(b"x", 1), id="unknown compression"),
+        pytest.param([ZIPPED], message(b"not gzip", 1), id="not gzip"),
+        pytest.param([ZIPPED], message(gzip.compress(b"x")[:-1], 1), id="incomplete gzip"),
+        pytest.param([], message(gzip.compress(b"x"), 1), id="gzip without a header"),
+        pytest.param([], message(b"x", 7), id="unknown flag"),
+        pytest.param([], message(b"abc")[:-1], id="incomplete message"),
+        pytest.param([], b"\0\0", id="incomplete prefix"),
+    ],
+)
 def test_an_invalid_message_ends_its_call(headers: list[tuple[str, str]], data: bytes) -> None:
     caller = Caller()
     number = caller.begin(*headers)
@@ -153,12 +157,12 @@ def test_messages_over_the_limits_end_their_calls() -> None:
     assert not caller.gone
 
 
-@pytest.mark.parametrize(("timeout", "status"), [
+@cases(
     ("soon", Code.INTERNAL),
     ("123456789S", Code.INTERNAL),
     ("", Code.INTERNAL),
     ("99999999H", Code.OK),
     ("0n", Code.OK),
-])  # fmt: skip
+)
 def test_grpc_timeout(timeout: str, status: int) -> None:
     assert Caller().call(b"", ("grpc-timeout", timeout))[1] == status

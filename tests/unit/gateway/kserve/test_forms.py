@@ -12,6 +12,7 @@ import pytest
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.forms import FIELD_BYTES, Form, form_of
 from shmserve.gateway.limits.turns import COPY_BYTES
+from tests.support.cases import cases
 from tests.support.gateway.sliced_work import finished, slices_of
 
 LINES = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--x--\r\n'
@@ -44,7 +45,7 @@ def test_fields_and_files(size: int) -> None:
     assert {name: list(map(bytes, files)) for name, files in found.files.items()} == {"f": [content]}
 
 
-@pytest.mark.parametrize(("body", "text"), [
+@cases(
     (b"", "does not begin with a boundary"),
     (b'{"model": "m"}', "does not begin with a boundary"),
     (b"--" + b"x" * 100 + b"\r\n", "does not begin with a boundary"),
@@ -54,7 +55,7 @@ def test_fields_and_files(size: int) -> None:
     (LINES.replace(b"\r\n1", b"\r\n\xff"), "the field 'a' of the form is not UTF-8"),
     (LINES[:-7] * 65 + b"--x--", "more than 64 parts"),
     (LINES.replace(b"\r\n1", b"\r\n" + b"1" * (FIELD_BYTES + 1)), f"'a' of the form has {FIELD_BYTES + 1} bytes"),
-])  # fmt: skip
+)
 def test_broken_forms(body: bytes, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         read(body)

@@ -18,6 +18,7 @@ from shmserve.gateway.limits.turns import SLICE_BYTES
 from shmserve.gateway.upstream.documents import error_body
 from shmserve.protocol.messages import Handle, Part, Tensor
 from shmserve.shm.strings import decode_bytes
+from tests.support.cases import cases
 from tests.support.gateway.sliced_work import finished, slices_of
 from tests.unit.gateway.kserve.test_forms import written
 
@@ -46,10 +47,13 @@ def test_inputs_and_parameters() -> None:
     assert nested == generate_plan(b'{"text": "a", "many": [1, 2.5], "top": 3}', TEXT), "as in Triton's examples"
 
 
-@pytest.mark.parametrize(("name", "value", "shape"), [
-    ("many", 3, (1, 1)), ("many", [], (1, 0)), ("image", [1, 2, 3, 4, 5, 6], (1, 2, 3)), ("free", [1, 2], (1, 1, 2)),
+@cases(
+    ("many", 3, (1, 1)),
+    ("many", [], (1, 0)),
+    ("image", [1, 2, 3, 4, 5, 6], (1, 2, 3)),
+    ("free", [1, 2], (1, 1, 2)),
     ("free", 7, (1, 1, 1)),
-])  # fmt: skip
+)
 def test_shapes(name: str, value: Any, shape: tuple[int, ...]) -> None:
     (found,) = generate_plan(json.dumps({name: value}).encode(), TEXT).inputs
     assert found.shape == shape
@@ -58,34 +62,31 @@ def test_shapes(name: str, value: Any, shape: tuple[int, ...]) -> None:
     assert (unbatched.shape, unbatched.data) == ((2,), np.array([1, 2]).tobytes())
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"{", "failed to parse"),
-        (b"[]", "not an object"),
-        (b"[" * 100_000, "JSON nesting depth exceeds"),
-        (b'{"text": ' + b"[" * 120 + b"]" * 120 + b"}", "JSON nesting depth exceeds"),
-        (b'{"text": "a", "text": "b"}', "input 'text' already exists in request"),
-        (b'{"a": 1, "parameters": {"a": 2}}', "parameter 'a' is given more than once"),
-        (b'{"text": "a", "parameters": {"text": "b"}}', "input 'text' already exists in request"),
-        (b'{"parameters": {"text": "b"}, "text": "a"}', "input 'text' already exists in request"),
-        (b'{"parameters": {"many": {}}}', "an object"),
-        (b'{"text": ["a", "b"]}', "has 1 elements, and 2 are given"),
-        (b'{"image": [1, 2, 3]}', "has 2 elements, and 3 are given"),
-        (b'{"text": null}', "null"),
-        (b'{"text": 1}', "is of BYTES, and some of its data is an integer"),
-        (b'{"text": {"a": 1}}', "an object"),
-        (
-            b'{"other": [1]}',
-            "parameter 'other' has invalid type. It is not an input.*Expected {\"text\": BYTES, "
-            r'"many": \[FP32, ...\], "image": \[UINT8, ...\], "free": \[INT32, ...\]}; other keys are parameters',
-        ),
-        (b'{"parameters": {"a": {}}}', "has invalid type."),
-        (b'{"id": {}}', "has invalid type."),
-        (b'{"triton_x": 1}', "reserved"),
-        (b'{"n": 99999999999999999999}', "64 bits"),
-        (b'{"n": ' + b"9" * 5000 + b"}", "failed to parse"),
-    ],
+@cases(
+    (b"{", "failed to parse"),
+    (b"[]", "not an object"),
+    (b"[" * 100_000, "JSON nesting depth exceeds"),
+    (b'{"text": ' + b"[" * 120 + b"]" * 120 + b"}", "JSON nesting depth exceeds"),
+    (b'{"text": "a", "text": "b"}', "input 'text' already exists in request"),
+    (b'{"a": 1, "parameters": {"a": 2}}', "parameter 'a' is given more than once"),
+    (b'{"text": "a", "parameters": {"text": "b"}}', "input 'text' already exists in request"),
+    (b'{"parameters": {"text": "b"}, "text": "a"}', "input 'text' already exists in request"),
+    (b'{"parameters": {"many": {}}}', "an object"),
+    (b'{"text": ["a", "b"]}', "has 1 elements, and 2 are given"),
+    (b'{"image": [1, 2, 3]}', "has 2 elements, and 3 are given"),
+    (b'{"text": null}', "null"),
+    (b'{"text": 1}', "is of BYTES, and some of its data is an integer"),
+    (b'{"text": {"a": 1}}', "an object"),
+    (
+        b'{"other": [1]}',
+        "parameter 'other' has invalid type. It is not an input.*Expected {\"text\": BYTES, "
+        r'"many": \[FP32, ...\], "image": \[UINT8, ...\], "free": \[INT32, ...\]}; other keys are parameters',
+    ),
+    (b'{"parameters": {"a": {}}}', "has invalid type."),
+    (b'{"id": {}}', "has invalid type."),
+    (b'{"triton_x": 1}', "reserved"),
+    (b'{"n": 99999999999999999999}', "64 bits"),
+    (b'{"n": ' + b"9" * 5000 + b"}", "failed to parse"),
     ids=lambda value: value[:20] if isinstance(value, bytes) else value,
 )
 def test_invalid_requests_are_refused(text: bytes, message: str) -> None:
@@ -156,11 +157,14 @@ def test_forms() -> None:
     assert plan.options == RequestOptions("me", parameters={"top": "4"})
 
 
-@pytest.mark.parametrize(("part", "message"), [
-    (("n", b"x", False), "the field 'n' of the form is not JSON"), (("n", b"[" * 200, False), "nesting depth"),
-    (("n", b"1", True), "input 'n' of INT32 cannot be a file"), (("other", b"", True), "is not an input of the model"),
-    (("image", b"?", False), "not base64"), (("image", b"AA==AAAA", False), "not base64"),
-])  # fmt: skip
+@cases(
+    (("n", b"x", False), "the field 'n' of the form is not JSON"),
+    (("n", b"[" * 200, False), "nesting depth"),
+    (("n", b"1", True), "input 'n' of INT32 cannot be a file"),
+    (("other", b"", True), "is not an input of the model"),
+    (("image", b"?", False), "not base64"),
+    (("image", b"AA==AAAA", False), "not base64"),
+)
 def test_invalid_forms_are_refused(part: tuple[str, bytes, bool], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         form_plan(part)

@@ -21,6 +21,7 @@ from shmserve.gateway.kserve.generate import VALUES, GenerateRequest
 from shmserve.gateway.kserve.json_strings import CutStrings
 from shmserve.gateway.kserve.plans import plan_in_slices, plan_of
 from shmserve.gateway.limits.turns import SLICE_BYTES, JobTurns, SlicedWork
+from tests.support.cases import cases
 from tests.support.gateway.http_connection import answered, connected, post, receive
 from tests.support.gateway.sliced_work import finished, slices_of
 from tests.support.hypothesis_profiles import examples
@@ -82,8 +83,11 @@ def test_a_plan_in_slices_is_the_plan_of_the_whole(
     whole, cut = plan_of(text), finished(plan_in_slices(text, MOST))
     assert bytes(cut.inputs[0].data or b"") == whole.inputs[0].data
     assert (cut.inputs[0].name, cut.inputs[0].shape, cut.options, cut.outputs) == (
-        whole.inputs[0].name, whole.inputs[0].shape, whole.options, whole.outputs
-    )  # fmt: skip
+        whole.inputs[0].name,
+        whole.inputs[0].shape,
+        whole.options,
+        whole.outputs,
+    )
 
 
 @pytest.mark.parametrize("letter", ["a", "é", "\\n", "\\u00e9", "\\ud83d\\ude00", "\U0001f600"])
@@ -117,14 +121,15 @@ def test_a_long_string_with_an_error_is_refused(wrong: str, place: int) -> None:
             finished(plan_in_slices(body(values.replace(wrong, ""), 2, "BYTES"), MOST))
 
 
-@pytest.mark.parametrize(
-    "data",
-    ["[1,]", "[,1]", "[1,,2]", "[1 2]", "[[1][2]]", "[[1],2]", "[1,[2]]", "[[1]2]", "[1[]]", "[[],[1]]", "[[1],[]]",
-     "[[1,],[2]]", "[[1],[,2]]", "[ , ]", "[,]", "[[,],[,]]", "[1}", "[{]", "[[1},[2]]", '[{"a":1}]', '["a]', "[1",
-     "[1]]", "[nul]", "[1,null]", '[1,"2"]', "[1.5]", "[9999999999]", "[--1]", "[01]", "[1\\n]", "[1e]",
-     "[" * 98 + "1" + "]" * 98],
-)  # fmt: skip
-def test_invalid_lists_are_refused(small: int, data: str) -> None:
+INVALID_LISTS = (
+    "[1,]|[,1]|[1,,2]|[1 2]|[[1][2]]|[[1],2]|[1,[2]]|[[1]2]|[1[]]|[[],[1]]|[[1],[]]|[[1,],[2]]|[[1],[,2]]|"
+    '[ , ]|[,]|[[,],[,]]|[1}|[{]|[[1},[2]]|[{"a":1}]|["a]|[1|[1]]|[nul]|[1,null]|[1,"2"]|[1.5]|[9999999999]|'
+    "[--1]|[01]|[1\\n]|[1e]"
+)
+
+
+@cases(*INVALID_LISTS.split("|"), "[" * 98 + "1" + "]" * 98)
+def test_invalid_lists_are_refused(data: str, small: int) -> None:
     for count in range(4):
         with pytest.raises(InvalidRequest):
             finished(plan_in_slices(body(data, count), MOST))
@@ -181,7 +186,7 @@ def test_the_depth_of_nesting_is_limited(depth: int) -> None:
                 work(text)
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@cases(
     (b'{"inputs":[],"parameters":{%b}}' % b",".join(b'"%x":1' % n for n in range(150_000)), "besides the 'data'"),
     (b'{"inputs":[%b]}' % b",".join([b'{"a":[]}'] * 150_000), "besides the 'data'"),
     (body("[" + "1" * 2 * MIB + "]", 1), "exceeds 1048576 bytes"),
@@ -191,7 +196,8 @@ def test_the_depth_of_nesting_is_limited(depth: int) -> None:
     (b'{"inputs":[],"id":[%b[]]}' % (b"[]," * 70_000), "fields and 70004 lists and objects"),
     (body("[" + "[]," * MIB + "[]]", 0), "bytes without a value"),
     (b'{"inputs":[]}]', "unmatched closing bracket"),
-], ids=range(9))  # fmt: skip
+    ids=range(9),
+)
 def test_a_slice_and_what_is_decoded_at_once_are_bounded(text: bytes, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         finished(plan_in_slices(text, MOST))
@@ -282,11 +288,11 @@ def with_size(word: str) -> bytes:
     return len(word.encode()).to_bytes(4, "little") + word.encode()
 
 
-@pytest.mark.parametrize("words", [
+@cases(
     ["", "a", "é" * 1000, '"'] * 1000,
     ["ab"] * 30_000,
     ["a", "é" * MIB, "", '"' * MIB, "\U0001f600" * MIB, "b"],
-])  # fmt: skip
+)
 def test_strings_are_written_in_slices(words: list[str]) -> None:
     data = b"".join(map(with_size, words))
     assert msgspec.json.decode(b"[%b]" % b"".join(pieces_of("BYTES", data))) == words

@@ -29,6 +29,7 @@ from shmserve.gateway.kserve.plans import (
 )
 from shmserve.protocol.messages import Handle, Reply, Tensor
 from shmserve.session.encode import TopK
+from tests.support.cases import cases
 from tests.support.gateway.sliced_work import finished
 from tests.support.hypothesis_profiles import examples
 
@@ -152,14 +153,14 @@ def test_tensors_in_shared_memory() -> None:
     assert found.outputs == ["p", "q"]
 
 
-@pytest.mark.parametrize("given_input", [
+@cases(
     {"parameters": region(), "data": [1, 2]},
     {"parameters": region(binary_data_size=8)},
     {"parameters": region(shared_memory_byte_size=-1)},
     {"parameters": region(shared_memory_offset=2**64)},
     {"parameters": region(shared_memory_region=1)},
     {"parameters": {"shared_memory_region": "r"}},
-])  # fmt: skip
+)
 def test_invalid_tensors_in_shared_memory_are_refused(given_input: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         plan_of(one_input(**given_input))
@@ -206,10 +207,13 @@ def test_strings_roundtrip(words: list[str]) -> None:
     assert json.loads(bytes(json_tensors.to_json("y", "BYTES", (len(words),), data))) == words
 
 
-@pytest.mark.parametrize(("dtype", "values"), [
-    ("FP32", [0.1, -0.0, 1, 3.5e38, -1e-46, 2**70]), ("FP64", [0.1, -0.0, 1, 1e308]), ("INT64", [-(2**63), 2**63 - 1]),
-    ("UINT64", [2**64 - 1]), ("BOOL", [True, False]),
-])  # fmt: skip
+@cases(
+    ("FP32", [0.1, -0.0, 1, 3.5e38, -1e-46, 2**70]),
+    ("FP64", [0.1, -0.0, 1, 1e308]),
+    ("INT64", [-(2**63), 2**63 - 1]),
+    ("UINT64", [2**64 - 1]),
+    ("BOOL", [True, False]),
+)
 def test_json_numbers_are_converted_as_numpy_does_it(dtype: str, values: list[Any]) -> None:
     with np.errstate(over="ignore"):
         array = np.array(values, to_numpy(dtype))
@@ -241,12 +245,15 @@ def test_a_response_in_json_and_binary() -> None:
     text = bytes(parts[0])
     assert length == len(text)
     assert json.loads(text) == {
-        "model_name": "m", "model_version": "3", "id": "me", "parameters": {"k": 1},
+        "model_name": "m",
+        "model_version": "3",
+        "id": "me",
+        "parameters": {"k": 1},
         "outputs": [
             {"name": "p", "datatype": "INT16", "shape": [2], "parameters": {"binary_data_size": 4}},
             {"name": "q", "datatype": "BYTES", "shape": [1], "data": ["hi"]},
         ],
-    }  # fmt: skip
+    }
     assert parts[1:] == [b"\1\0\2\0"]
     pieces: dict[str, list[Buffer]] = {"q": [b'"h', b'i"']}
     assert b"".join(response("m", plan, reply, pieces=pieces)[1]) == b"".join(parts)
@@ -296,7 +303,7 @@ def test_negative_dims_are_an_internal_error_as_in_triton(values: int) -> None:
         finished(plan_in_slices(text, 1 << 20))
 
 
-@pytest.mark.parametrize(("dtype", "dims", "batch", "size", "shape", "prefix"), [
+@cases(
     ("FP32", [4], 0, 16, (4,), b""),
     ("FP32", ["-1"], 0, 12, (3,), b""),
     ("FP32", [-1, 2], 8, 24, (1, 3, 2), b""),
@@ -304,7 +311,7 @@ def test_negative_dims_are_an_internal_error_as_in_triton(values: int) -> None:
     ("STRING", [1], 0, 5, (1,), b"\5\0\0\0"),
     ("STRING", [1], 4, 0, (1, 1), b"\0\0\0\0"),
     ("STRING", [1], 0, 300, (1,), b"\x2c\1\0\0"),
-])  # fmt: skip
+)
 def test_a_raw_request(
     dtype: str, dims: list[Any], batch: int, size: int, shape: tuple[int, ...], prefix: bytes
 ) -> None:
@@ -314,14 +321,14 @@ def test_a_raw_request(
     assert plan.is_binary("anything")
 
 
-@pytest.mark.parametrize(("model_config", "text"), [
+@cases(
     (config("FP32", [1], count=2), r"must only have 1 input \(found 1\) to be deduced but got 2 inputs in 'm'"),
     (config("STRING", [2]), "For BYTE datatype raw input 'x', the model must have input shape"),
     (config("STRING", [-1]), "For BYTE datatype raw input 'x', the model must have input shape"),
     (config("FP32", [-1, -1]), "more than one variable-sized"),
     (config("FP32", [-1, 3]), "8 bytes of raw input 'x' are not a multiple of its row size of 12 bytes"),
     (config("FP32", [-1, 0]), "not a multiple"),
-])  # fmt: skip
+)
 def test_invalid_raw_requests_are_refused(model_config: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         raw_plan("m", model_config, 8)
@@ -334,17 +341,23 @@ def test_every_error_has_a_status() -> None:
         assert grpc.isupper()
 
 
-@pytest.mark.parametrize(("error", "http", "text"), [
+@cases(
     (NotFound("Request for unknown model: 'x' is not found"), 404, "Request for unknown model: 'x' is not found"),
     (InvalidRequest("no"), 400, "[request id: me] no"),
-    (InvalidRequest("unexpected inference output 'z' for model 'm'"), 400,
-     "unexpected inference output 'z' for model 'm'"),
+    (
+        InvalidRequest("unexpected inference output 'z' for model 'm'"),
+        400,
+        "unexpected inference output 'z' for model 'm'",
+    ),
     (ConnectionLost("no server at unix:///run/secret/lane.sock"), 503, status.UNREACHABLE),
-    (Unsupported("model 'm' has a decoupled transaction policy: it"), 501,
-     "HTTP end point doesn't support models with decoupled transaction policy: model 'm' has a decoupled "
-     "transaction policy: it"),
+    (
+        Unsupported("model 'm' has a decoupled transaction policy: it"),
+        501,
+        "HTTP end point doesn't support models with decoupled transaction policy: model 'm' has a decoupled "
+        "transaction policy: it",
+    ),
     (Unsupported("no"), 501, "no"),
-])  # fmt: skip
+)
 def test_status_and_text_of_errors(error: ServeError, http: int, text: str) -> None:
     assert status.http_of(error) == http
     assert status.http_text_of(error, "me") == text

@@ -15,6 +15,7 @@ from shmserve.gateway.kserve.plans import RequestOptions
 from shmserve.gateway.limits.caller_shares import ShareExceeded
 from shmserve.gateway.openai import bodies, errors, inputs, messages, models
 from shmserve.gateway.openai.errors import BadParameter
+from tests.support.cases import cases
 
 USER = [{"role": "user", "content": "a"}]
 
@@ -38,25 +39,38 @@ TALK = models.language_model(
 )
 
 
-@pytest.mark.parametrize(("param", "value", "text"), [
-    ("stop[0]", [1], "Expected `str`"), ("echo", True, "not possible with 'stream'"),
+@cases(
+    ("stop[0]", [1], "Expected `str`"),
+    ("echo", True, "not possible with 'stream'"),
     ("model", 1, "Expected `str`, got `int`"),
-    ("temperature", "hot", "Expected `float | null`, got `str`"), ("temperature", 2.5, "<= 2.0"),
-    ("n", 0, ">= 1"), ("n", 129, "<= 128"), ("n", True, "got `bool`"),
-    ("max_tokens", -1, ">= 0"), ("logprobs", 21, "<= 20"), ("seed", 2**63, ""), ("priority", -1, ">= 0"),
-    ("stop", "", "contains an empty string"), ("stop", ["a", ""], "contains an empty string"),
+    ("temperature", "hot", "Expected `float | null`, got `str`"),
+    ("temperature", 2.5, "<= 2.0"),
+    ("n", 0, ">= 1"),
+    ("n", 129, "<= 128"),
+    ("n", True, "got `bool`"),
+    ("max_tokens", -1, ">= 0"),
+    ("logprobs", 21, "<= 20"),
+    ("seed", 2**63, ""),
+    ("priority", -1, ">= 0"),
+    ("stop", "", "contains an empty string"),
+    ("stop", ["a", ""], "contains an empty string"),
     ("stop", ["a"] * 65, "length <= 64"),
-    ("stream_options", {}, "needs 'stream'"), ("logit_bias", {"a": 1}, "must be token ids"),
+    ("stream_options", {}, "needs 'stream'"),
+    ("logit_bias", {"a": 1}, "must be token ids"),
     ("best_of", 2, "equal to 'n'"),
     ("functions", [], "Unrecognized request argument supplied: functions"),
     ("sampling_parameters", {"n": 2}, "'n' must be a field of the request itself"),
     ("sampling_parameters", {"logprobs": 2}, "'logprobs' must be a field"),
-    ("prompt", [], "empty list"), ("prompt", ["a", 1], "neither a string, a list of strings"),
-    ("prompt", [[]], "neither a string, a list of strings"), ("prompt", [-1], "neither a string, a list of strings"),
+    ("prompt", [], "empty list"),
+    ("prompt", ["a", 1], "neither a string, a list of strings"),
+    ("prompt", [[]], "neither a string, a list of strings"),
+    ("prompt", [-1], "neither a string, a list of strings"),
     ("prompt", [2**31], "neither a string, a list of strings"),
-    ("prompt", ["a"] * 513, "has 513 elements; the limit is 512"), ("prompt", {}, "got `object`"),
-    ("prompt", [1], "model 'm' takes no token ids"), ("suffix", "b", "model 'm' cannot fill in the middle of a text"),
-])  # fmt: skip
+    ("prompt", ["a"] * 513, "has 513 elements; the limit is 512"),
+    ("prompt", {}, "got `object`"),
+    ("prompt", [1], "model 'm' takes no token ids"),
+    ("suffix", "b", "model 'm' cannot fill in the middle of a text"),
+)
 def test_invalid_completions(param: str, value: Any, text: str) -> None:
     more = {"logprobs": 1, "stream": True} if param == "echo" else {}
     refused(complete, {"model": "m", "prompt": "a", **more, param.removesuffix("[0]"): value}, param, text)
@@ -75,8 +89,9 @@ def complete(document: dict[str, Any]) -> Any:
     return list(prompts.tensors()), prompts.texts, inputs.sampling_of(TALK, request, request.logprobs)
 
 
-@pytest.mark.parametrize(("change", "param", "text"), [
-    ({"messages": []}, "messages", "is empty"), ({"max_tokens": 0}, "max_tokens", ">= 1"),
+@cases(
+    ({"messages": []}, "messages", "is empty"),
+    ({"max_tokens": 0}, "max_tokens", ">= 1"),
     ({"messages": "a"}, "messages", "Expected `array`"),
     ({"messages": [1]}, "messages[0]", "Expected `object`"),
     ({"messages": [{"content": "a"}]}, "messages[0].role", "not a string"),
@@ -87,7 +102,7 @@ def complete(document: dict[str, Any]) -> Any:
     ({"function_call": "auto"}, "function_call", "needs 'functions'"),
     ({"functions": [], "tools": []}, "functions", "not possible with 'tools'"),
     ({"tools": [1]}, "tools[0]", "Expected `object`"),
-])  # fmt: skip
+)
 def test_invalid_chats(change: dict[str, Any], param: str, text: str) -> None:
     document = {"model": "m", "messages": USER, **change}
     refused(lambda document: bodies.chat(json.dumps(document).encode()), document, param, text)
@@ -188,14 +203,14 @@ def test_the_limit_of_a_model_for_tokens() -> None:
         assert inputs.sampling_of(model, given, None) == {"max_tokens": 7}
 
 
-@pytest.mark.parametrize(("form", "expected"), [
+@cases(
     ({"type": "text"}, {}),
     ({"type": "json_object"}, {"structured_outputs": '{"json_object":true}'}),
     ({"type": "json_schema", "json_schema": {"schema": {"a": 1}}}, {"structured_outputs": '{"json":{"a":1}}'}),
     ({"type": "json_schema", "json_schema": {}}, None),
     ({"type": "other"}, None),
     ({}, None),
-])  # fmt: skip
+)
 def test_formats_for_models_without_messages(form: dict[str, Any], expected: dict[str, Any] | None) -> None:
     model = models.language_model("m", config("text_input sampling_parameters"))
     chat = bodies.chat(json.dumps({"model": "m", "messages": USER, "response_format": form}).encode())
@@ -207,7 +222,7 @@ def test_formats_for_models_without_messages(form: dict[str, Any], expected: dic
     assert inputs.sampling_of(TALK, chat, None) == {}
 
 
-@pytest.mark.parametrize(("given", "expected"), [
+@cases(
     (config("text", "y:FP32"), ("text", "y")),
     (config("anything", "y:FP16"), ("anything", "y")),
     (config("a TEXT", "y:FP32"), None),
@@ -223,7 +238,7 @@ def test_formats_for_models_without_messages(form: dict[str, Any], expected: dic
     (config("a", "y:FP32", model_transaction_policy={"decoupled": True}), None),
     (config("text_input", "text_output"), None),
     ({}, None),
-])  # fmt: skip
+)
 def test_models_for_embeddings(given: dict[str, Any], expected: tuple[str, str] | None) -> None:
     if expected is None:
         with pytest.raises(NotFound, match="does not compute embeddings"):
@@ -259,7 +274,7 @@ def test_models_that_are_not_language_models_are_refused(given: dict[str, Any]) 
         models.language_model("m", given)
 
 
-@pytest.mark.parametrize(("error", "status", "kind", "code"), [
+@cases(
     (InvalidRequest("a\udc80"), 400, "invalid_request_error", None),
     (BadParameter("n", "a"), 400, "invalid_request_error", None),
     (NotFound("a"), 404, "invalid_request_error", "model_not_found"),
@@ -270,7 +285,7 @@ def test_models_that_are_not_language_models_are_refused(given: dict[str, Any]) 
     (BY_CODE["QUEUE_TIMEOUT"]("a"), 503, "server_error", "queue_timeout"),
     (BY_CODE["DEADLINE_EXCEEDED"]("a"), 504, "server_error", "deadline_exceeded"),
     (BY_CODE["MODEL_FAILED"]("a"), 500, "server_error", "model_failed"),
-])  # fmt: skip
+)
 def test_errors_have_the_form_of_openai(error: ServeError, status: int, kind: str, code: str | None) -> None:
     found, body = errors.response(error)
     document = json.loads(body)["error"]
@@ -282,14 +297,11 @@ def result(content: Any) -> list[dict[str, Any]]:
     return [{"type": "tool_result", "tool_use_id": "t", "content": content}]
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (5, "is neither a string nor a list"),
-        (result(5), "is neither a string nor a list"),
-        (result([{"type": "image"}]), "a part of the type 'image'; only texts are supported"),
-        ([{"type": "text", "text": 5}], "only texts and images are supported"),
-    ],
+@cases(
+    (5, "is neither a string nor a list"),
+    (result(5), "is neither a string nor a list"),
+    (result([{"type": "image"}]), "a part of the type 'image'; only texts are supported"),
+    ([{"type": "text", "text": 5}], "only texts and images are supported"),
 )
 def test_contents_that_are_no_texts(content: Any, text: str) -> None:
     body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}

@@ -19,6 +19,7 @@ from shmserve.gateway.openai.embeddings import Embeddings
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.models import EmbeddingModel, embedding_model
 from shmserve.protocol.messages import Handle, Reply, Tensor
+from tests.support.cases import cases
 from tests.support.gateway.openai_caller import OpenAiCaller
 
 MODEL = embedding_model("m", {
@@ -84,13 +85,13 @@ def test_dimensions() -> None:
     assert isinstance(client.error, BadParameter)
 
 
-@pytest.mark.parametrize(("answer", "text"), [
+@cases(
     (reply([1, 2], shape=(1, 2, 1)), r"the shape \[1, 2, 1\] for one text; expected one vector"),
     (reply([1], shape=()), "expected one vector"),
     (Reply(1, 1, ()), "returned no output 'y'"),
     (reply([float("nan")]), "not finite"),
     (reply([float("inf")]), "not finite"),
-])  # fmt: skip
+)
 def test_invalid_outputs_are_an_error_of_the_model(answer: Reply, text: str) -> None:
     client = OpenAiCaller()
     begun(client, ["a"])

@@ -35,6 +35,7 @@ from shmserve.gateway.openai.generation import AT_ONCE, Generation
 from shmserve.gateway.openai.requests import OpenAiRequests
 from shmserve.gateway.openai.texts import Delta, PartReader, Usage
 from shmserve.protocol.messages import Part, Tensor
+from tests.support.cases import cases
 from tests.support.gateway.openai_caller import OpenAiCaller
 from tests.support.hypothesis_profiles import examples
 
@@ -66,9 +67,11 @@ def test_a_large_part_is_read_in_slices() -> None:
     """Each delta has as much as a slice may process, and after each the others get a turn."""
     text, tokens = "é" * 200_000, [{"5": {"logprob": -1.0, "decoded_token": "é"}}] * 20_000
     large = part(
-        text_output=[text.encode(), b"b"], logprobs=[json.dumps(tokens).encode(), b"[]"], finish_reason=[b"stop", b""],
+        text_output=[text.encode(), b"b"],
+        logprobs=[json.dumps(tokens).encode(), b"[]"],
+        finish_reason=[b"stop", b""],
         token_ids=[json.dumps([5] * 20_000).encode(), b"[]"],
-    )  # fmt: skip
+    )
     found = list(PartReader("m", 2).deltas(large))
     deltas = [delta for index, delta in filter(None, found) if index == 0]
     assert max(len(delta.text.encode()) for delta in deltas) <= SLICE_BYTES + 3
@@ -114,7 +117,7 @@ def test_invalid_utf8_is_replaced() -> None:
     assert texts == ["a\ufffd", "", "\ufffdb"]
 
 
-@pytest.mark.parametrize(("outputs", "text"), [
+@cases(
     ({"finish_reason": [b"stop"]}, "returned no output 'text_output'"),
     ({"text_output": [b"a"]}, "has 1 strings; expected 2"),
     ({"text_output": [b"a", b"b", b"c"]}, "has 3 strings; expected 2"),
@@ -122,7 +125,7 @@ def test_invalid_utf8_is_replaced() -> None:
     ({"text_output": [b"a", b"b"], "finish_reason": [b"stop"]}, "'finish_reason' of model 'm' has 1 strings"),
     ({"text_output": [b"a", b"b"], "logprobs": [b"{}", b"[]"]}, "'logprobs' of model 'm' is not a JSON list"),
     ({"text_output": [b"a", b"b"], "tool_calls": [b"[", b""]}, "'tool_calls' of model 'm' is not a JSON list"),
-])  # fmt: skip
+)
 def test_invalid_parts_are_an_error_of_the_model(outputs: dict[str, Any], text: str) -> None:
     with pytest.raises(ModelFailed, match=text):
         added(PartReader("m", 2), part(**outputs))

@@ -16,6 +16,7 @@ from shmserve.gateway.limits.caller_shares import ShareExceeded
 from shmserve.gateway.openai import renderer, templates
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.templates import ChatTemplates, template_values
+from tests.support.cases import cases
 from tests.support.gateway.language_models import ENDLESS
 
 pytest.importorskip("jinja2")
@@ -68,7 +69,7 @@ def test_parts_that_are_not_text(part: Any) -> None:
         render("", [{"role": "user", "content": [part]}])
 
 
-@pytest.mark.parametrize(("template", "kind", "text"), [
+@cases(
     ('{{ raise_exception("not so") }}', InvalidRequest, "refuses the messages: not so"),
     ("{{ messages.__class__.__mro__ }}", InvalidRequest, "access to attribute '__class__'"),
     ("{{ messages.append(1) }}", InvalidRequest, "access to attribute 'append'"),
@@ -78,7 +79,7 @@ def test_parts_that_are_not_text(part: Any) -> None:
     ("{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}", InvalidRequest, "more than 8388608 char"),
     ("{% include 'x' %}", InvalidRequest, "no loader"),
     ("{% for %}", Unsupported, "chat template of the model is invalid"),
-])  # fmt: skip
+)
 def test_templates_that_fail(template: str, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         render(template, [{"role": "user", "content": "x" * 1000}])

@@ -46,9 +46,11 @@ class Broker:
         self.asked: list[float] = []
         self.since: list[int] = []
         link: Any = SimpleNamespace(
-            bind=lambda: self.clock, session=SimpleNamespace(ask=self.ask), send_soon=lambda: None,
+            bind=lambda: self.clock,
+            session=SimpleNamespace(ask=self.ask),
+            send_soon=lambda: None,
             turns=JobTurns(self.clock),  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
         self.feed = PageFeed(link, ["http://gpu1:8000"])
         self.feed.start()
 
@@ -247,9 +249,10 @@ def test_the_history_of_many_versions_is_written_in_slices_and_once_a_second() -
             then(end.value)
 
     exchange: Any = SimpleNamespace(
-        head=SimpleNamespace(route=Route(Action.PAGE_HISTORY)), work=work,
+        head=SimpleNamespace(route=Route(Action.PAGE_HISTORY)),
+        work=work,
         answer=lambda status, parts, *_, **__: texts.append(b"".join(parts)),
-    )  # fmt: skip
+    )
     for _ in range(3):
         page.begin(exchange)
     assert slices == [5]
@@ -281,9 +284,12 @@ def test_the_timeline_has_what_happened_before_and_since_a_page_opened() -> None
     ((_, state),) = late.events
     assert sent == [event["text"] for event in state["events"]]
     assert sent == [
-        "READY", "the last change failed: no file", "m_0 was restarted", "m_0 is quarantined: crashed",
+        "READY",
+        "the last change failed: no file",
+        "m_0 was restarted",
+        "m_0 is quarantined: crashed",
         "NOT LOADED",
-    ]  # fmt: skip
+    ]
     assert [event.get("bad", False) for event in state["events"]] == [False, True, True, True, False]
     assert {(event["model"], event["version"]) for event in state["events"]} == {("m", "1")}
 

@@ -43,7 +43,10 @@ def test_a_row_omits_empty_values() -> None:
     assert since(rows, 0) == (
         [
             {
-                "name": "m", "version": "1", "state": "READY", "default": True,
+                "name": "m",
+                "version": "1",
+                "state": "READY",
+                "default": True,
                 "counters": {"success": 3, "request_times": {"17": 3}},
                 "instances": [
                     {"name": "m_0", "state": "ready", "pid": 7, "memory_bytes": 10 * MEMORY_STEP, "cpu_seconds": 1.5}
@@ -51,7 +54,7 @@ def test_a_row_omits_empty_values() -> None:
             }
         ],
         [],
-    )  # fmt: skip
+    )
 
 
 def test_an_idle_process_changes_nothing() -> None:

@@ -22,13 +22,14 @@ from shmserve.protocol.roles import INFER, OBSERVE, OPERATE
 from shmserve.session import Session
 from shmserve.terminal.errors import Misuse
 from shmserve.transport import keys
+from tests.support.cases import cases
 from tests.support.gateway.zmq_listener import HELLO
 
 LIMITS = ZmqLimits(input_bytes=4 << 20)
 GOOD = "--zmq-server-key server.key --zmq-keys keys"
 
 
-@pytest.mark.parametrize(("options", "text"), [
+@cases(
     ("--zmq-address tcp://127.0.0.1:8790", "needs --zmq-server-key and --zmq-keys: every client needs a key"),
     ("--zmq-address tcp://127.0.0.1:8790 --zmq-keys keys", "needs --zmq-server-key and --zmq-keys"),
     ("--zmq-keys keys", "--zmq-keys without --zmq-address"),
@@ -39,8 +40,8 @@ GOOD = "--zmq-server-key server.key --zmq-keys keys"
     ("--zmq-address tcp://[::1]:0 --zmq-server-key none --zmq-keys keys", "cannot read keys from"),
     ("--zmq-address tcp://[::1]:0 --zmq-server-key server.key --zmq-keys bad", "bad, line 2: 'x' is"),
     ("--zmq-address tcp://[::1]:0 --zmq-server-key server.key --zmq-keys open", "chmod go-w open"),
-])  # fmt: skip
-def test_r15_the_endpoint_needs_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, text: str) -> None:
+)
+def test_r15_the_endpoint_needs_keys(options: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _, public = keys.write_pair(tmp_path, "server", keys.make_pair(), "infer")
     for name, roles in (("keys", "infer"), ("bad", "infer,x"), ("open", "infer")):
@@ -66,11 +67,11 @@ def test_the_endpoint_is_off_by_default_and_local_addresses_are_recognised() -> 
         assert is_local(host_of(f"tcp://{address}:8790")[0]) is (address in local)
 
 
-@pytest.mark.parametrize(("line", "text"), [
+@cases(
     ("short infer", "line 1: expected a public key of 40 characters"),
     ("#" * 40, "line 1: the key has no roles"),
     (f"{'a' * 40} infer\n{'a' * 40} observe", "line 2: duplicate key"),
-])  # fmt: skip
+)
 def test_invalid_files_of_keys_are_refused(line: str, text: str) -> None:
     with pytest.raises(shmserve.InvalidRequest, match=text):
         parse(line, "file")

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from shmserve.repo.agents import Agent, AgentModel, Refused, decrypt
 from shmserve.repo.agents.built_in import Checksum
 from shmserve.repo.agents.signature import Signature
+from tests.support.cases import cases
 
 WEIGHTS = os.urandom(3 << 20)
 
@@ -44,17 +45,14 @@ def test_checksums(model: AgentModel, key: str, algorithm: str) -> None:
     assert text == f"{key} of '1/weights' is {right}, expected {wrong}"
 
 
-@pytest.mark.parametrize(
-    ("parameters", "text"),
-    [
-        ({}, "it has no parameters"),
-        ({"CRC:1/weights": "0"}, "parameter 'CRC:1/weights': expected ALGORITHM:FILE, with one of MD5, SHA256, SHA512"),
-        ({"MD5": "0"}, "parameter 'MD5': expected ALGORITHM:FILE"),
-        ({"MD5:1/none": "0"}, "file '1/none' cannot be read"),
-        ({"MD5:../m/1/weights": "0"}, "without .."),
-    ],
+@cases(
+    ({}, "it has no parameters"),
+    ({"CRC:1/weights": "0"}, "parameter 'CRC:1/weights': expected ALGORITHM:FILE, with one of MD5, SHA256, SHA512"),
+    ({"MD5": "0"}, "parameter 'MD5': expected ALGORITHM:FILE"),
+    ({"MD5:1/none": "0"}, "file '1/none' cannot be read"),
+    ({"MD5:../m/1/weights": "0"}, "without .."),
 )
-def test_invalid_checksum_parameters_are_refused(model: AgentModel, parameters: dict[str, str], text: str) -> None:
+def test_invalid_checksum_parameters_are_refused(parameters: dict[str, str], text: str, model: AgentModel) -> None:
     assert text in refusal(Checksum(), model._replace(parameters=parameters))
 
 

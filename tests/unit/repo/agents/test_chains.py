@@ -19,6 +19,7 @@ from shmserve.repo.agents.chains import AgentChains, AgentSettings
 from shmserve.repo.agents.process import AgentProcess
 from shmserve.repo.agents.record import read_chain
 from shmserve.repo.config.schema import ModelRepositoryAgents
+from tests.support.cases import cases
 from tests.support.repo.agents import write_agent
 
 pytestmark = pytest.mark.process
@@ -133,16 +134,13 @@ def test_settings_of_the_server(place: Place) -> None:
     assert len(place.printed) == 201
 
 
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("refuse", "repository agent 'b' refused the model: not today"),
-        ("raise", "repository agent 'b' failed: ValueError: a mistake"),
-        ("nowhere", "load() returned 'nowhere', which is not a directory"),
-        ("die", "its repository agents were killed by SIGKILL"),
-    ],
+@cases(
+    ("refuse", "repository agent 'b' refused the model: not today"),
+    ("raise", "repository agent 'b' failed: ValueError: a mistake"),
+    ("nowhere", "load() returned 'nowhere', which is not a directory"),
+    ("die", "its repository agents were killed by SIGKILL"),
 )
-def test_a_failed_agent_unloads_the_agents_before_it(place: Place, what: str, text: str) -> None:
+def test_a_failed_agent_unloads_the_agents_before_it(what: str, text: str, place: Place) -> None:
     chains = place.chains()
     with pytest.raises(ServeError) as failed:
         chains.prepare("m", place.model, place.agents("replace", what), "1")

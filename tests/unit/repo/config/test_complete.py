@@ -17,6 +17,7 @@ from shmserve.repo.config.schema import ModelConfig, ModelDynamicBatching, Model
 from shmserve.repo.gpus import GpuNumbers
 from shmserve.repo.load import ModelContext, examine, parse
 from shmserve.repo.rules.fields import verify_completed
+from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 from tests.support.repo.texts import BACKENDS, SMALL
 
@@ -30,40 +31,36 @@ def facts(name: str, *dims: int, dtype: str = "FP32") -> TensorFacts:
 TREES = 'backend: "fil" parameters {{ key: "model_type" value: {{ string_value: "{}" }} }}'
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "files", "backend", "platform", "file"),
-    [
-        ('backend: "onnxruntime"', "m", (), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
-        ('platform: "onnxruntime_onnx"', "m", (), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
-        ('platform: "tensorrt_plan"', "m", (), "tensorrt", "tensorrt_plan", "model.plan"),
-        ('platform: "pytorch_libtorch"', "m", (), "pytorch", "pytorch_libtorch", "model.pt"),
-        ('platform: "torch_aoti"', "m", (), "pytorch", "torch_aoti", "model.pt2"),
-        ('backend: "pytorch"', "m", (), "pytorch", "pytorch_libtorch", "model.pt"),
-        ('backend: "pytorch"', "m", ("model.pt2",), "pytorch", "torch_aoti", "model.pt2"),
-        ('platform: "tensorflow_savedmodel"', "m", (), "tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
-        ('backend: "python"', "m", (), "python", "", "model.py"),
-        ('backend: "identity"', "m", (), "identity", "", ""),
-        ('backend: "nosuch"', "m", ("model.onnx",), "nosuch", "", ""),
-        ("", "m", ("model.onnx",), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
-        ("", "m", ("readme", "model.py"), "python", "", "model.py"),
-        ("", "m", ("model.xml", "model.bin"), "openvino", "", "model.xml"),
-        ("", "m", ("xgboost.json",), "fil", "", "xgboost.json"),
-        ('backend: "fil"', "m", ("model.txt",), "fil", "", "model.txt"),
-        (TREES.format("lightgbm"), "m", ("xgboost.json",), "fil", "", "model.txt"),
-        (TREES.format("sklearn"), "m", (), "fil", "", "model.joblib"),
-        (TREES.format("nosuch"), "m", ("checkpoint.tl",), "fil", "", "checkpoint.tl"),
-        (TREES.format("lightgbm") + ' default_model_filename: "a"', "m", (), "fil", "", "a"),
-        ("", "m", ("model.json", "model.pdiparams"), "paddle", "", "model.json"),
-        ('backend: "paddle"', "m", (), "paddle", "", "model.pdmodel"),
-        ("", "m.identity", (), "identity", "", ""),
-        ("", "m.python", ("other",), "python", "", "model.py"),
-        ("", "m.onnx", (), "", "", ""),
-        ("", "m", (), "", "", ""),
-        ('platform: "nosuch"', "m", ("model.onnx",), "", "nosuch", ""),
-        ('backend: "onnxruntime" default_model_filename: "a.onnx"', "m", (), "onnxruntime", "onnxruntime_onnx",
-         "a.onnx"),
-    ],
-)  # fmt: skip
+@cases(
+    ('backend: "onnxruntime"', "m", (), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
+    ('platform: "onnxruntime_onnx"', "m", (), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
+    ('platform: "tensorrt_plan"', "m", (), "tensorrt", "tensorrt_plan", "model.plan"),
+    ('platform: "pytorch_libtorch"', "m", (), "pytorch", "pytorch_libtorch", "model.pt"),
+    ('platform: "torch_aoti"', "m", (), "pytorch", "torch_aoti", "model.pt2"),
+    ('backend: "pytorch"', "m", (), "pytorch", "pytorch_libtorch", "model.pt"),
+    ('backend: "pytorch"', "m", ("model.pt2",), "pytorch", "torch_aoti", "model.pt2"),
+    ('platform: "tensorflow_savedmodel"', "m", (), "tensorflow", "tensorflow_savedmodel", "model.savedmodel"),
+    ('backend: "python"', "m", (), "python", "", "model.py"),
+    ('backend: "identity"', "m", (), "identity", "", ""),
+    ('backend: "nosuch"', "m", ("model.onnx",), "nosuch", "", ""),
+    ("", "m", ("model.onnx",), "onnxruntime", "onnxruntime_onnx", "model.onnx"),
+    ("", "m", ("readme", "model.py"), "python", "", "model.py"),
+    ("", "m", ("model.xml", "model.bin"), "openvino", "", "model.xml"),
+    ("", "m", ("xgboost.json",), "fil", "", "xgboost.json"),
+    ('backend: "fil"', "m", ("model.txt",), "fil", "", "model.txt"),
+    (TREES.format("lightgbm"), "m", ("xgboost.json",), "fil", "", "model.txt"),
+    (TREES.format("sklearn"), "m", (), "fil", "", "model.joblib"),
+    (TREES.format("nosuch"), "m", ("checkpoint.tl",), "fil", "", "checkpoint.tl"),
+    (TREES.format("lightgbm") + ' default_model_filename: "a"', "m", (), "fil", "", "a"),
+    ("", "m", ("model.json", "model.pdiparams"), "paddle", "", "model.json"),
+    ('backend: "paddle"', "m", (), "paddle", "", "model.pdmodel"),
+    ("", "m.identity", (), "identity", "", ""),
+    ("", "m.python", ("other",), "python", "", "model.py"),
+    ("", "m.onnx", (), "", "", ""),
+    ("", "m", (), "", "", ""),
+    ('platform: "nosuch"', "m", ("model.onnx",), "", "nosuch", ""),
+    ('backend: "onnxruntime" default_model_filename: "a.onnx"', "m", (), "onnxruntime", "onnxruntime_onnx", "a.onnx"),
+)
 def test_backend_platform_and_model_file(
     text: str, name: str, files: tuple[str, ...], backend: str, platform: str, file: str
 ) -> None:
@@ -71,30 +68,30 @@ def test_backend_platform_and_model_file(
     assert (config.backend, config.platform, config.default_model_filename) == (backend, platform, file)
 
 
-@pytest.mark.parametrize(
-    ("text", "field", "expected"),
-    [
-        ("", "name", "m"),
-        ('name: "other"', "name", "other"),
-        ("", "version_policy.latest.num_versions", 1),
-        ("version_policy { }", "version_policy.latest.num_versions", 1),
-        ("version_policy { latest { } }", "version_policy.latest.num_versions", 1),
-        ("version_policy { latest { num_versions: 3 } }", "version_policy.latest.num_versions", 3),
-        ("version_policy { all { } }", "version_policy", parse("version_policy { all { } }").version_policy),
-        ("max_batch_size: 8", "dynamic_batching", None),
-        ("max_batch_size: 8 dynamic_batching { }", "dynamic_batching.preferred_batch_size", (8,)),
-        ("max_batch_size: 8 dynamic_batching { preferred_batch_size: [ 2, 4 ] }",
-         "dynamic_batching.preferred_batch_size", (2, 4)),
-        ("dynamic_batching { }", "dynamic_batching.preferred_batch_size", ()),
-        ("sequence_batching { }", "sequence_batching.max_sequence_idle_microseconds", 1_000_000),
-        ("", "optimization.input_pinned_memory.enable", True),
-        ("optimization { input_pinned_memory { } }", "optimization.input_pinned_memory.enable", False),
-        ("optimization { eager_batching: true }", "optimization.eager_batching", True),
-        ('platform: "ensemble"', "instance_group", ()),
-        ('platform: "ensemble"', "optimization", None),
-        ('platform: "ensemble"', "backend", ""),
-    ],
-)  # fmt: skip
+@cases(
+    ("", "name", "m"),
+    ('name: "other"', "name", "other"),
+    ("", "version_policy.latest.num_versions", 1),
+    ("version_policy { }", "version_policy.latest.num_versions", 1),
+    ("version_policy { latest { } }", "version_policy.latest.num_versions", 1),
+    ("version_policy { latest { num_versions: 3 } }", "version_policy.latest.num_versions", 3),
+    ("version_policy { all { } }", "version_policy", parse("version_policy { all { } }").version_policy),
+    ("max_batch_size: 8", "dynamic_batching", None),
+    ("max_batch_size: 8 dynamic_batching { }", "dynamic_batching.preferred_batch_size", (8,)),
+    (
+        "max_batch_size: 8 dynamic_batching { preferred_batch_size: [ 2, 4 ] }",
+        "dynamic_batching.preferred_batch_size",
+        (2, 4),
+    ),
+    ("dynamic_batching { }", "dynamic_batching.preferred_batch_size", ()),
+    ("sequence_batching { }", "sequence_batching.max_sequence_idle_microseconds", 1_000_000),
+    ("", "optimization.input_pinned_memory.enable", True),
+    ("optimization { input_pinned_memory { } }", "optimization.input_pinned_memory.enable", False),
+    ("optimization { eager_batching: true }", "optimization.eager_batching", True),
+    ('platform: "ensemble"', "instance_group", ()),
+    ('platform: "ensemble"', "optimization", None),
+    ('platform: "ensemble"', "backend", ""),
+)
 def test_defaults(text: str, field: str, expected: object) -> None:
     assert attrgetter(field)(complete(parse(text), "m", ("model.onnx",))) == expected
 
@@ -103,25 +100,25 @@ NO_ONNX = GpuNumbers.of((0, 1), ("onnxruntime",))
 """Two GPUs that onnxruntime does not support."""
 
 
-@pytest.mark.parametrize(
-    ("text", "gpus", "wanted"),
-    [
-        ('"python"', (), [("m_0", "KIND_CPU", 1, ())]),
-        ('"onnxruntime"', (), [("m_0", "KIND_CPU", 2, ())]),
-        ('"onnxruntime" instance_group { count: 1 }', (), [("m_0", "KIND_CPU", 1, ())]),
-        ('"onnxruntime" instance_group { kind: KIND_MODEL }', (), [("m_0", "KIND_MODEL", 1, ())]),
-        ('"python" instance_group { gpus: 0 }', (), [("m_0", "KIND_CPU", 1, ())]),
-        ('"python"', (0, 1), [("m_0", "KIND_GPU", 1, (0, 1))]),
-        ('"python" instance_group { gpus: 1 count: 2 }', (0, 1), [("m_0", "KIND_GPU", 2, (1,))]),
-        ('"python" instance_group { gpus: 7 }', (0, 1), [("m_0", "KIND_CPU", 1, ())]),
-        ('"onnxruntime"', NO_ONNX, [("m_0", "KIND_CPU", 2, ())]),
-        ('"python"', NO_ONNX, [("m_0", "KIND_GPU", 1, (0, 1))]),
-        # It is kept, and loading fails with the reason.
-        ('"onnxruntime" instance_group { kind: KIND_GPU }', NO_ONNX, [("m_0", "KIND_GPU", 1, (0, 1))]),
-        ('"python" instance_group { count: 3 } instance_group { name: "big" } instance_group { }', (),
-         [("m_0", "KIND_CPU", 3, ()), ("big", "KIND_CPU", 1, ()), ("m_2", "KIND_CPU", 1, ())]),
-    ],
-)  # fmt: skip
+@cases(
+    ('"python"', (), [("m_0", "KIND_CPU", 1, ())]),
+    ('"onnxruntime"', (), [("m_0", "KIND_CPU", 2, ())]),
+    ('"onnxruntime" instance_group { count: 1 }', (), [("m_0", "KIND_CPU", 1, ())]),
+    ('"onnxruntime" instance_group { kind: KIND_MODEL }', (), [("m_0", "KIND_MODEL", 1, ())]),
+    ('"python" instance_group { gpus: 0 }', (), [("m_0", "KIND_CPU", 1, ())]),
+    ('"python"', (0, 1), [("m_0", "KIND_GPU", 1, (0, 1))]),
+    ('"python" instance_group { gpus: 1 count: 2 }', (0, 1), [("m_0", "KIND_GPU", 2, (1,))]),
+    ('"python" instance_group { gpus: 7 }', (0, 1), [("m_0", "KIND_CPU", 1, ())]),
+    ('"onnxruntime"', NO_ONNX, [("m_0", "KIND_CPU", 2, ())]),
+    ('"python"', NO_ONNX, [("m_0", "KIND_GPU", 1, (0, 1))]),
+    # It is kept, and loading fails with the reason.
+    ('"onnxruntime" instance_group { kind: KIND_GPU }', NO_ONNX, [("m_0", "KIND_GPU", 1, (0, 1))]),
+    (
+        '"python" instance_group { count: 3 } instance_group { name: "big" } instance_group { }',
+        (),
+        [("m_0", "KIND_CPU", 3, ()), ("big", "KIND_CPU", 1, ()), ("m_2", "KIND_CPU", 1, ())],
+    ),
+)
 def test_instance_groups(text: str, gpus: tuple[int, ...], wanted: list[Any]) -> None:
     config = complete(parse(f"backend: {text}"), "m", (), BACKENDS, gpus)
     assert [(group.name, group.kind, group.count, group.gpus) for group in config.instance_group] == wanted
@@ -149,15 +146,12 @@ def test_a_model_that_can_batch() -> None:
         complete_from_model(ONNX, [facts("x", -1, dtype="COMPLEX64")], [])
 
 
-@pytest.mark.parametrize(
-    ("text", "size", "batching"),
-    [
-        ("max_batch_size: 16", 16, ModelDynamicBatching((16,))),
-        ("max_batch_size: 1", 1, None),
-        ("max_batch_size: 1 dynamic_batching { }", 1, ModelDynamicBatching((1,))),
-        ("dynamic_batching { max_queue_delay_microseconds: 5 }", 4, ModelDynamicBatching((4,), 5)),
-        ("sequence_batching { }", 4, None),
-    ],
+@cases(
+    ("max_batch_size: 16", 16, ModelDynamicBatching((16,))),
+    ("max_batch_size: 1", 1, None),
+    ("max_batch_size: 1 dynamic_batching { }", 1, ModelDynamicBatching((1,))),
+    ("dynamic_batching { max_queue_delay_microseconds: 5 }", 4, ModelDynamicBatching((4,), 5)),
+    ("sequence_batching { }", 4, None),
 )
 def test_given_sizes_and_schedulers_are_kept(text: str, size: int, batching: ModelDynamicBatching | None) -> None:
     given = complete(parse('backend: "onnxruntime"' + text), "m")
@@ -165,13 +159,10 @@ def test_given_sizes_and_schedulers_are_kept(text: str, size: int, batching: Mod
     assert (config.max_batch_size, config.dynamic_batching) == (size, batching)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "first"),
-    [
-        ([facts("x", 1, 3)], [facts("y", -1, 3)], "first dimension of tensor 'x' is 1"),
-        ([facts("x", -1, 3)], [facts("y", 3)], "first dimension of tensor 'y' is 3"),
-        ([facts("x", -1, 3), facts("z")], [facts("y", -1, 3)], "first dimension of tensor 'z' does not exist"),
-    ],
+@cases(
+    ([facts("x", 1, 3)], [facts("y", -1, 3)], "first dimension of tensor 'x' is 1"),
+    ([facts("x", -1, 3)], [facts("y", 3)], "first dimension of tensor 'y' is 3"),
+    ([facts("x", -1, 3), facts("z")], [facts("y", -1, 3)], "first dimension of tensor 'z' does not exist"),
 )
 def test_a_model_that_cannot_batch(inputs: list[TensorFacts], outputs: list[TensorFacts], first: str) -> None:
     config = complete_from_model(ONNX, inputs, outputs)

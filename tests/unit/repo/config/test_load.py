@@ -19,6 +19,7 @@ from shmserve.repo.config import protos
 from shmserve.repo.config.outline import DEPTH, TOKENS, tokens
 from shmserve.repo.config.problems import CONFIG_BYTES, LIMIT, ConfigError, Problem, nearest
 from shmserve.repo.load import ExaminedConfig, ModelContext, examine, parse
+from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 from tests.support.repo.messages import messages
 from tests.support.repo.texts import ALL, BACKENDS, DIRECT, DYNAMIC, SMALL
@@ -57,28 +58,25 @@ def test_later_of_duplicate_keys_is_used_with_a_warning() -> None:
     assert str(warning) == ('m/config.pbtxt:6:71: parameters["k"]: given twice, first on line 6; the last one is used')
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{" * CONFIG_BYTES,
-        "a{" * (CONFIG_BYTES // 2),
-        "input{" * (CONFIG_BYTES // 6),
-        "input<" * (CONFIG_BYTES // 6),
-        "input:[" * (CONFIG_BYTES // 7),
-        "[" * CONFIG_BYTES,
-        "<" * CONFIG_BYTES,
-        '"' * CONFIG_BYTES,
-        "\\" * CONFIG_BYTES,
-        "#" * CONFIG_BYTES + "\n",
-        'name: "' + "\\" * (CONFIG_BYTES - 7),
-        "name: " + '"" ' * 100_000,
-        "max_batch_size: " + "9" * 100_000,
-        "x: 1 " * 200_000,
-        ("a" * 1000 + ": 1 ") * 1000,
-        "input { dims: [" + "1," * 400_000 + "1] }",
-        "input { } " * 100_000,
-        "x" * (CONFIG_BYTES + 1),
-    ],
+@cases(
+    "{" * CONFIG_BYTES,
+    "a{" * (CONFIG_BYTES // 2),
+    "input{" * (CONFIG_BYTES // 6),
+    "input<" * (CONFIG_BYTES // 6),
+    "input:[" * (CONFIG_BYTES // 7),
+    "[" * CONFIG_BYTES,
+    "<" * CONFIG_BYTES,
+    '"' * CONFIG_BYTES,
+    "\\" * CONFIG_BYTES,
+    "#" * CONFIG_BYTES + "\n",
+    'name: "' + "\\" * (CONFIG_BYTES - 7),
+    "name: " + '"" ' * 100_000,
+    "max_batch_size: " + "9" * 100_000,
+    "x: 1 " * 200_000,
+    ("a" * 1000 + ": 1 ") * 1000,
+    "input { dims: [" + "1," * 400_000 + "1] }",
+    "input { } " * 100_000,
+    "x" * (CONFIG_BYTES + 1),
     ids=range(18),
 )
 def test_hostile_text_has_a_bounded_error(text: str) -> None:
@@ -87,17 +85,14 @@ def test_hostile_text_has_a_bounded_error(text: str) -> None:
     assert sum(len(str(problem)) for problem in found) < 64 * 1024
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        ("input { } " * TOKENS, f"more than {TOKENS} tokens"),
-        ("input{" * 1000, f"nested deeper than {DEPTH} levels"),
-        (b'name: "m"\n\xff', "config.pbtxt:2:1: not UTF-8 text"),
-        ("\n\n\ud800", "config.pbtxt:3:1: not UTF-8 text"),
-        (b'name: "\\377"', "config.pbtxt"),
-        ("\x00", 'found "\\x00", expected a field name'),
-        ("x" * (CONFIG_BYTES + 1), f"{CONFIG_BYTES + 1} bytes, expected at most {CONFIG_BYTES}"),
-    ],
+@cases(
+    ("input { } " * TOKENS, f"more than {TOKENS} tokens"),
+    ("input{" * 1000, f"nested deeper than {DEPTH} levels"),
+    (b'name: "m"\n\xff', "config.pbtxt:2:1: not UTF-8 text"),
+    ("\n\n\ud800", "config.pbtxt:3:1: not UTF-8 text"),
+    (b'name: "\\377"', "config.pbtxt"),
+    ("\x00", 'found "\\x00", expected a field name'),
+    ("x" * (CONFIG_BYTES + 1), f"{CONFIG_BYTES + 1} bytes, expected at most {CONFIG_BYTES}"),
     ids=["tokens", "depth", "bytes", "surrogate", "escape", "control", "size"],
 )
 def test_text_that_is_refused_before_protobuf_parses_it(data: str | bytes, expected: str) -> None:

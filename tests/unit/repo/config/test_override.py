@@ -22,6 +22,7 @@ from shmserve.repo.config.problems import CONFIG_BYTES, LIMIT, ConfigError, Prob
 from shmserve.repo.config.schema import ModelConfig, as_triton_json
 from shmserve.repo.load import parse
 from shmserve.repo.storage.store import scan_model
+from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 from tests.support.repo.messages import messages
 from tests.support.repo.texts import ALL, BACKENDS, SMALL
@@ -73,18 +74,15 @@ def test_forms_that_triton_clients_use() -> None:
         assert read(as_triton_json(parse(text))) == parse(text)
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        ("", "config override:1:1: not JSON: Expecting value"),
-        ('{"name": "a",\n}', "config override:2:1: not JSON: "),
-        ('{"max_batch_size": 1' + "0" * 10_000 + "}", "invalid JSON"),
-        (b'{"name": "\xff"}', "config override:1:1: not UTF-8 text"),
-        ("[" * CONFIG_BYTES, f"nested deeper than {DEPTH} levels"),
-        ('{"a":' * 1000, f"nested deeper than {DEPTH} levels"),
-        ('{"input": [' + "{}," * TOKENS + "{}]}", f"more than {TOKENS} values"),
-        (" " * (CONFIG_BYTES + 1), f"{CONFIG_BYTES + 1} bytes, expected at most {CONFIG_BYTES}"),
-    ],
+@cases(
+    ("", "config override:1:1: not JSON: Expecting value"),
+    ('{"name": "a",\n}', "config override:2:1: not JSON: "),
+    ('{"max_batch_size": 1' + "0" * 10_000 + "}", "invalid JSON"),
+    (b'{"name": "\xff"}', "config override:1:1: not UTF-8 text"),
+    ("[" * CONFIG_BYTES, f"nested deeper than {DEPTH} levels"),
+    ('{"a":' * 1000, f"nested deeper than {DEPTH} levels"),
+    ('{"input": [' + "{}," * TOKENS + "{}]}", f"more than {TOKENS} values"),
+    (" " * (CONFIG_BYTES + 1), f"{CONFIG_BYTES + 1} bytes, expected at most {CONFIG_BYTES}"),
     ids=["empty", "second line", "digits", "bytes", "lists", "objects", "values", "size"],
 )
 def test_json_that_cannot_be_parsed(data: str | bytes, expected: str) -> None:

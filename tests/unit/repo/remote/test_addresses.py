@@ -12,19 +12,17 @@ from shmserve.repo.remote import stores
 from shmserve.repo.remote.address import parse_address
 from shmserve.repo.remote.credentials import FILE, Redactor, client_options
 from shmserve.repo.remote.stores import missing_package
+from tests.support.cases import cases
 
 
-@pytest.mark.parametrize(
-    ("text", "endpoint", "path"),
-    [
-        ("s3://bucket/a/b/", "", "bucket/a/b"),
-        ("s3://minio:9000/bucket/a", "http://minio:9000", "bucket/a"),
-        ("s3://https://minio.local:9000/bucket", "https://minio.local:9000", "bucket"),
-        ("gs://bucket", "", "bucket"),
-        ("as://account/container/a", "", "account/container/a"),
-        ("https://host:81/models/", "https://host:81", "models"),
-        ("hf://owner/repository@main/models", "", "owner/repository@main/models"),
-    ],
+@cases(
+    ("s3://bucket/a/b/", "", "bucket/a/b"),
+    ("s3://minio:9000/bucket/a", "http://minio:9000", "bucket/a"),
+    ("s3://https://minio.local:9000/bucket", "https://minio.local:9000", "bucket"),
+    ("gs://bucket", "", "bucket"),
+    ("as://account/container/a", "", "account/container/a"),
+    ("https://host:81/models/", "https://host:81", "models"),
+    ("hf://owner/repository@main/models", "", "owner/repository@main/models"),
 )
 def test_addresses(text: str, endpoint: str, path: str) -> None:
     found = parse_address(text)
@@ -32,19 +30,16 @@ def test_addresses(text: str, endpoint: str, path: str) -> None:
     assert parse_address(str(found)) == found
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("ftp://host/x", "unknown scheme; known are s3://"),
-        ("owner/model", "the address of the model repository has no scheme; known are s3://"),
-        ("s3://", "expected s3://BUCKET/PATH"),
-        ("s3://bucket/../x", "expected s3://"),
-        ("as://account", "expected as://ACCOUNT/CONTAINER"),
-        ("http:///x", "expected http://HOST/PATH"),
-        ("https://user:hunter2hunter2@host/x", "put it into ~/.netrc"),
-        ("https://host/x?sig=hunter2hunter2", "would be visible to all users"),
-        ("s3://key:hunter2hunter2@host:9000/bucket", "put it into ~/.netrc"),
-    ],
+@cases(
+    ("ftp://host/x", "unknown scheme; known are s3://"),
+    ("owner/model", "the address of the model repository has no scheme; known are s3://"),
+    ("s3://", "expected s3://BUCKET/PATH"),
+    ("s3://bucket/../x", "expected s3://"),
+    ("as://account", "expected as://ACCOUNT/CONTAINER"),
+    ("http:///x", "expected http://HOST/PATH"),
+    ("https://user:hunter2hunter2@host/x", "put it into ~/.netrc"),
+    ("https://host/x?sig=hunter2hunter2", "would be visible to all users"),
+    ("s3://key:hunter2hunter2@host:9000/bucket", "put it into ~/.netrc"),
 )
 def test_bad_addresses_are_refused_without_repeating_secrets(text: str, error: str) -> None:
     with pytest.raises(InvalidRequest, match="model repository") as raised:

@@ -52,9 +52,7 @@ class Mirrored:
         self.slot = Slot.acquire(place, [ADDRESS.key])
         self.cache = Cache(self.slot.folder, limit)
         self.pools = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        shop = Workshop(
-            self.cache, Redactor(), *self.pools, lambda event: None, lambda seconds: None, 1 << 20, 0.0
-        )  # fmt: skip
+        shop = Workshop(self.cache, Redactor(), *self.pools, lambda event: None, lambda seconds: None, 1 << 20, 0.0)
         self.mirror = Mirror(ADDRESS, shop, lambda: self.now)
 
     def close(self) -> None:

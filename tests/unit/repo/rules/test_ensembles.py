@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from shmserve.repo.compile import compile_policy
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.load import parse
 from shmserve.repo.rules.ensembles import StepModel, check_graph, decoupled_in, dependency_path
 from shmserve.repo.rules.schedulers import validate_scheduler
+from tests.support.cases import cases
 
 
 def member(text: str, versions: tuple[int, ...] = (1,), reason: str = "", settled: bool = True) -> StepModel:
@@ -55,33 +54,36 @@ IN = 'input "IN" of model "classify"'
 PICTURE = 'ensemble tensor "picture" (output "OUT" of step 0, model "decode")'
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ("model_version: 2", "model_version: 7",
-         f'{STEP}[1].model_version: found 7, but the versions of model "classify" that are served are 1, 2'),
-        ('key: "OUT" value: "picture"', 'key: "OUTPUT" value: "picture"',
-         f'{STEP}[0].output_map["OUTPUT"]: model "decode" has no output "OUTPUT"; did you mean "OUT"?'),
-        (
-            "max_batch_size: 4",
-            "max_batch_size: 16",
-            f'{STEP}[0].model_name: max_batch_size of model "decode" is 8, expected 0 or at least 16, '
-            "which is the ensemble's",
-        ),
-        (
-            'name: "LABEL" data_type: TYPE_FP32 dims: [ 10 ]',
-            'name: "LABEL" data_type: TYPE_FP32 dims: [ 9 ]',
-            'output[0].dims: output "LABEL" of the ensemble has dims [9], but ensemble tensor "LABEL" '
-            '(output "OUT" of step 1, model "classify") has [10]',
-        ),
-        (
-            'name: "RAW" data_type: TYPE_STRING',
-            'name: "RAW" data_type: TYPE_UINT8',
-            f'{STEP}[0].input_map["IN"]: input "IN" of model "decode" is TYPE_STRING, but ensemble tensor "RAW" '
-            "(an input of the ensemble) is TYPE_UINT8",
-        ),
-    ],
-)  # fmt: skip
+@cases(
+    (
+        "model_version: 2",
+        "model_version: 7",
+        f'{STEP}[1].model_version: found 7, but the versions of model "classify" that are served are 1, 2',
+    ),
+    (
+        'key: "OUT" value: "picture"',
+        'key: "OUTPUT" value: "picture"',
+        f'{STEP}[0].output_map["OUTPUT"]: model "decode" has no output "OUTPUT"; did you mean "OUT"?',
+    ),
+    (
+        "max_batch_size: 4",
+        "max_batch_size: 16",
+        f'{STEP}[0].model_name: max_batch_size of model "decode" is 8, expected 0 or at least 16, '
+        "which is the ensemble's",
+    ),
+    (
+        'name: "LABEL" data_type: TYPE_FP32 dims: [ 10 ]',
+        'name: "LABEL" data_type: TYPE_FP32 dims: [ 9 ]',
+        'output[0].dims: output "LABEL" of the ensemble has dims [9], but ensemble tensor "LABEL" '
+        '(output "OUT" of step 1, model "classify") has [10]',
+    ),
+    (
+        'name: "RAW" data_type: TYPE_STRING',
+        'name: "RAW" data_type: TYPE_UINT8',
+        f'{STEP}[0].input_map["IN"]: input "IN" of model "decode" is TYPE_STRING, but ensemble tensor "RAW" '
+        "(an input of the ensemble) is TYPE_UINT8",
+    ),
+)
 def test_errors_in_the_ensemble_are_reported(old: str, new: str, expected: str) -> None:
     """`broken/repository.expected` has others."""
     assert problems() == []
@@ -191,22 +193,27 @@ STILL = "step 2 needs the output that step 0 is still producing"
 BOTH = '"b" from step 0, model "left", "d" from step 1, model '
 
 
-@pytest.mark.parametrize(
-    ("steps", "outputs", "place", "text"),
-    [
-        (("left x=a -> y=b", "right x=b -> y=c", "pass x=c -> y=d"), "b d", "", ""),
-        (("left x=a -> y=b", "pass x=a -> y=c"), "b c", "", ""),
-        (("pass x=c -> y=d", "pass x=b -> y=c", "pass x=a -> y=b"), "d", "", ""),
-        (("inner x=a -> y=b", "right x=b -> y=c"), "c", "", ""),
-        (("left x=a -> y=b", "pass x=a -> y=c", "pass x=c -> y=d", "add x=b x2=d -> y=e"), "e", "", ""),
-        (("left x=a -> y=b", "inner x=a -> y=c", "pass x=c -> y=d", "add x=b x2=d -> y=e"), "e", "3 input_map",
-         f'step 3 receives inputs originated from different decoupled models: {BOTH}"inner"'),
-        (("left x=a -> y=b", "right x=a -> y=c", "pass x=c -> y=d"), "b d", "output",
-         f'the outputs originate from different decoupled models: {BOTH}"right"'),
-        (("left x=a -> y=b", "pass x=b -> y=c", "left x=c -> y=d"), "d", "2 model_name", STILL),
-        (("left x=a -> y=b", "right x=b -> y=c", "inner x=c -> y=d"), "d", "2 model_name", STILL),
-    ],
-)  # fmt: skip
+@cases(
+    (("left x=a -> y=b", "right x=b -> y=c", "pass x=c -> y=d"), "b d", "", ""),
+    (("left x=a -> y=b", "pass x=a -> y=c"), "b c", "", ""),
+    (("pass x=c -> y=d", "pass x=b -> y=c", "pass x=a -> y=b"), "d", "", ""),
+    (("inner x=a -> y=b", "right x=b -> y=c"), "c", "", ""),
+    (("left x=a -> y=b", "pass x=a -> y=c", "pass x=c -> y=d", "add x=b x2=d -> y=e"), "e", "", ""),
+    (
+        ("left x=a -> y=b", "inner x=a -> y=c", "pass x=c -> y=d", "add x=b x2=d -> y=e"),
+        "e",
+        "3 input_map",
+        f'step 3 receives inputs originated from different decoupled models: {BOTH}"inner"',
+    ),
+    (
+        ("left x=a -> y=b", "right x=a -> y=c", "pass x=c -> y=d"),
+        "b d",
+        "output",
+        f'the outputs originate from different decoupled models: {BOTH}"right"',
+    ),
+    (("left x=a -> y=b", "pass x=b -> y=c", "left x=c -> y=d"), "d", "2 model_name", STILL),
+    (("left x=a -> y=b", "right x=b -> y=c", "inner x=c -> y=d"), "d", "2 model_name", STILL),
+)
 def test_decoupled_models(steps: tuple[str, ...], outputs: str, place: str, text: str) -> None:
     found = check_graph(parse(flow("e", *steps, outputs=outputs)), MANY)
     number, _, field = place.rpartition(" ")
@@ -216,16 +223,13 @@ def test_decoupled_models(steps: tuple[str, ...], outputs: str, place: str, text
     assert all((entry.step, entry.model) == (int(number), steps[-1].split()[0]) for entry in found if number)
 
 
-@pytest.mark.parametrize(
-    ("key", "tensor", "problem"),
-    [
-        ("step[0].map", "c", 'step 0 does not read ensemble tensor "c"'),
-        ("step[2].map", "a", "no step 2; the steps are 0 to 1"),
-        ("step[0].when", "a", 'expected "step[INDEX].map" or "step[INDEX].if"'),
-        ("step[0].if", "d", 'ensemble tensor "d" is neither an input nor produced by a step'),
-        ("step[0].if", "a", "expected a TYPE_BOOL of one element"),
-        ("step[1].map", "b", 'model "left" is decoupled: its responses to rows cannot be combined'),
-    ],
+@cases(
+    ("step[0].map", "c", 'step 0 does not read ensemble tensor "c"'),
+    ("step[2].map", "a", "no step 2; the steps are 0 to 1"),
+    ("step[0].when", "a", 'expected "step[INDEX].map" or "step[INDEX].if"'),
+    ("step[0].if", "d", 'ensemble tensor "d" is neither an input nor produced by a step'),
+    ("step[0].if", "a", "expected a TYPE_BOOL of one element"),
+    ("step[1].map", "b", 'model "left" is decoupled: its responses to rows cannot be combined'),
 )
 def test_parameters_of_steps(key: str, tensor: str, problem: str) -> None:
     more = f'parameters {{ key: "{key}" value {{ string_value: "{tensor}" }} }}'

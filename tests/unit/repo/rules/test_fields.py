@@ -16,6 +16,7 @@ from shmserve.repo.config.problems import ConfigError
 from shmserve.repo.config.support import NOT_SUPPORTED
 from shmserve.repo.load import ModelContext, examine, parse
 from shmserve.repo.rules.fields import verify_completed
+from tests.support.cases import cases
 from tests.support.repo.texts import BACKENDS, SMALL
 
 INPUT = 'input { name: "x" data_type: TYPE_FP32 dims: [ 3 ] }\n'
@@ -44,17 +45,18 @@ def test_names_of_python_models() -> None:
         assert not problems(SMALL, name)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (INPUT.replace("x", "x" * 129), "input[1].name: found 129 characters, expected at most 128"),
-        ("".join(INPUT.replace("x", f"x{n}") for n in range(256)), "input: found 257, expected at most 256"),
-        ('instance_group { name: "%s" }' % ("g" * 121),
-         "instance_group[0].name: found 121 characters, expected printable ones, at most 120"),
-        ("instance_group { kind: KIND_GPU gpus: [ 0, 2 ] }",
-         "instance_group[0].gpus[1]: no GPU 2; this machine has [0, 1]"),
-    ],
-)  # fmt: skip
+@cases(
+    (INPUT.replace("x", "x" * 129), "input[1].name: found 129 characters, expected at most 128"),
+    ("".join(INPUT.replace("x", f"x{n}") for n in range(256)), "input: found 257, expected at most 256"),
+    (
+        'instance_group { name: "%s" }' % ("g" * 121),
+        "instance_group[0].name: found 121 characters, expected printable ones, at most 120",
+    ),
+    (
+        "instance_group { kind: KIND_GPU gpus: [ 0, 2 ] }",
+        "instance_group[0].gpus[1]: no GPU 2; this machine has [0, 1]",
+    ),
+)
 def test_limits(text: str, expected: str) -> None:
     assert problems(SMALL + text, gpus=(0, 1)) == [expected]
 

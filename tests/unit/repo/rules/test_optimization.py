@@ -7,6 +7,7 @@ import pytest
 from shmserve.repo.config.complete import complete
 from shmserve.repo.load import parse
 from shmserve.repo.rules.optimization import setting_problems
+from tests.support.cases import cases
 from tests.support.model_files import parameters
 
 X = 'input { name: "x" data_type: TYPE_FP32 dims: 3 }'
@@ -24,23 +25,21 @@ def graph(spec: str, rest: str = f"max_batch_size: 8 {X} {Y}", backend: str = "t
     return f'backend: "{backend}" {rest} optimization {{ cuda {{ graphs: true graph_spec {{ {spec} }} }} }}'
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (graph("batch_size: 8"), ""),
-        (graph("batch_size: 9"), "batch_size: batch_size is 9, expected 1 to 8"),
-        (graph("batch_size: 9", backend="pytorch"), "batch_size: batch_size is 9, expected 1 to 8"),
-        (graph("batch_size: 9", backend="python"), ""),
-        (graph("batch_size: 1", f"{X} {Y}"), "batch_size: batch_size is 1, expected 0, as the model has no batch dim"),
-        (graph("batch_size: 1", ""), ""),
-        (graph('batch_size: 1 input { key: "z" }'), "input: the model has no input z"),
-        (graph("batch_size: 4 " + BOUND % 2), ""),
-        (graph("batch_size: 4 " + BOUND % 5),
-         "graph_lower_bound.batch_size: batch_size of graph_lower_bound is 5, exp"),
-        (graph('batch_size: 4 graph_lower_bound { batch_size: 1 input { key: "x" value { dim: 3 } } }'),
-         "graph_lower_bound.input: graph_lower_bound may have a smaller batch, but the dims of input 'x' must be"),
-    ],
-)  # fmt: skip
+@cases(
+    (graph("batch_size: 8"), ""),
+    (graph("batch_size: 9"), "batch_size: batch_size is 9, expected 1 to 8"),
+    (graph("batch_size: 9", backend="pytorch"), "batch_size: batch_size is 9, expected 1 to 8"),
+    (graph("batch_size: 9", backend="python"), ""),
+    (graph("batch_size: 1", f"{X} {Y}"), "batch_size: batch_size is 1, expected 0, as the model has no batch dim"),
+    (graph("batch_size: 1", ""), ""),
+    (graph('batch_size: 1 input { key: "z" }'), "input: the model has no input z"),
+    (graph("batch_size: 4 " + BOUND % 2), ""),
+    (graph("batch_size: 4 " + BOUND % 5), "graph_lower_bound.batch_size: batch_size of graph_lower_bound is 5, exp"),
+    (
+        graph('batch_size: 4 graph_lower_bound { batch_size: 1 input { key: "x" value { dim: 3 } } }'),
+        "graph_lower_bound.input: graph_lower_bound may have a smaller batch, but the dims of input 'x' must be",
+    ),
+)
 def test_graphs_of_cuda(text: str, expected: str) -> None:
     problems = found(text)
     if expected:
@@ -93,19 +92,18 @@ def test_accelerators() -> None:
         assert [problem[: len(start)] for problem in problems] == ([start] if expected else [])
 
 
-@pytest.mark.parametrize(
-    ("backend", "given", "expected"),
-    [
-        ("onnxruntime", {"intra_op_thread_count": "many"}, "the value must be an integer of at least 0, not 'many'"),
-        ("onnxruntime", {"intra_op_threads_count": "2"},
-         "unknown to onnxruntime; did you mean 'intra_op_thread_count'?"),
-        ("onnxruntime", {"cpu_mem_limit": "9", "enable_mem_arena": "0"},
-         "parameter cpu_mem_limit 9 limits the memory pool, which enable_mem_arena 0 turns off: remove one of the two"),
-        ("onnxruntime", {"enable_mem_arena": "0", "session.whatever": "x", "mine": "y"}, ""),
-        ("paddle", {"enable_mkldnn": "perhaps"}, "the value must be true or false, not 'perhaps'"),
-        ("paddle", {"cpu_threads": "2", "mine": "y"}, ""),
-    ],
-)  # fmt: skip
+@cases(
+    ("onnxruntime", {"intra_op_thread_count": "many"}, "the value must be an integer of at least 0, not 'many'"),
+    ("onnxruntime", {"intra_op_threads_count": "2"}, "unknown to onnxruntime; did you mean 'intra_op_thread_count'?"),
+    (
+        "onnxruntime",
+        {"cpu_mem_limit": "9", "enable_mem_arena": "0"},
+        "parameter cpu_mem_limit 9 limits the memory pool, which enable_mem_arena 0 turns off: remove one of the two",
+    ),
+    ("onnxruntime", {"enable_mem_arena": "0", "session.whatever": "x", "mine": "y"}, ""),
+    ("paddle", {"enable_mkldnn": "perhaps"}, "the value must be true or false, not 'perhaps'"),
+    ("paddle", {"cpu_threads": "2", "mine": "y"}, ""),
+)
 def test_parameters_of_engines(backend: str, given: dict[str, str], expected: str) -> None:
     text = f'backend: "{backend}" {parameters(**given)}'
     assert found(text) == ([f'parameters["{next(iter(given))}"]: {expected}'] if expected else [])

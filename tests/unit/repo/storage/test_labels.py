@@ -10,25 +10,23 @@ import pytest
 from shmserve.errors import InvalidRequest
 from shmserve.repo.files import companions
 from shmserve.repo.files.companions import read_labels
+from tests.support.cases import cases
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        (b"", ()),
-        (b"cat", ("cat",)),
-        (b"cat\n", ("cat",)),
-        (b"cat\ndog", ("cat", "dog")),
-        (b"cat\r\ndog\r\n", ("cat", "dog")),
-        (b"cat\n\ndog\n", ("cat", "", "dog")),
-        (b"cat\n\n", ("cat", "")),
-        (b" a cat \n", (" a cat ",)),
-        (b"a:b\n", ("a:b",)),
-        ("\ufeffK\u00e4tzchen\n\u732b\n".encode(), ("K\u00e4tzchen", "\u732b")),
-        (b"a\x0bb\x0cc\x1cd\xc2\x85e\n", ("a\x0bb\x0cc\x1cd\x85e",)),
-    ],
+@cases(
+    (b"", ()),
+    (b"cat", ("cat",)),
+    (b"cat\n", ("cat",)),
+    (b"cat\ndog", ("cat", "dog")),
+    (b"cat\r\ndog\r\n", ("cat", "dog")),
+    (b"cat\n\ndog\n", ("cat", "", "dog")),
+    (b"cat\n\n", ("cat", "")),
+    (b" a cat \n", (" a cat ",)),
+    (b"a:b\n", ("a:b",)),
+    ("\ufeffK\u00e4tzchen\n\u732b\n".encode(), ("K\u00e4tzchen", "\u732b")),
+    (b"a\x0bb\x0cc\x1cd\xc2\x85e\n", ("a\x0bb\x0cc\x1cd\x85e",)),
 )
-def test_labels_are_lines(tmp_path: Path, data: bytes, expected: tuple[str, ...]) -> None:
+def test_labels_are_lines(data: bytes, expected: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_bytes(data)
     assert read_labels(tmp_path, "labels.txt") == expected
 

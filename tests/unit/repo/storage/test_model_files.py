@@ -11,6 +11,7 @@ import pytest
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.storage.model_files import ModelFile, ModelFiles, model_file, models_of
+from tests.support.cases import cases
 from tests.support.workers.models.worker_models import Graph
 
 APP = """
@@ -38,16 +39,13 @@ def files_of(tmp_path: Path, *paths: Path) -> ModelFiles:
     return files
 
 
-@pytest.mark.parametrize(
-    ("name", "model"),
-    [
-        ("resnet50-v1.5.onnx", "resnet50-v1.5"),
-        ("my net (2).onnx", "my_net_2"),
-        (".hidden.onnx", "hidden"),
-        ("modèle.onnx", "mod_le"),
-        ("x" * 200 + ".onnx", "x" * 128),
-        ("net=日本.onnx", "net"),
-    ],
+@cases(
+    ("resnet50-v1.5.onnx", "resnet50-v1.5"),
+    ("my net (2).onnx", "my_net_2"),
+    (".hidden.onnx", "hidden"),
+    ("modèle.onnx", "mod_le"),
+    ("x" * 200 + ".onnx", "x" * 128),
+    ("net=日本.onnx", "net"),
 )
 def test_names_of_models(name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -72,15 +70,12 @@ def test_a_directory_in_the_format_of_hugging_face(tmp_path: Path) -> None:
     assert served(files.folder) == {**links, "Net-0.5B/config.pbtxt": 'backend: "vllm"\n'}
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("photo.jpg", r"the suffix '.jpg' is not that of a model file; known are .onnx, .py, .plan, .*, .savedmodel, "),
-        ("clf.pkl", "`shmserve init NAME --from clf.pkl` makes a model that loads it"),
-        ("net.pth", "`shmserve init NAME --from torch` makes a model.py for a network and its weights"),
-        ("a/b=m.onnx", "'a/b' cannot be the name of a model"),
-        ("missing.onnx", "missing.onnx: no such file or directory"),
-    ],
+@cases(
+    ("photo.jpg", r"the suffix '.jpg' is not that of a model file; known are .onnx, .py, .plan, .*, .savedmodel, "),
+    ("clf.pkl", "`shmserve init NAME --from clf.pkl` makes a model that loads it"),
+    ("net.pth", "`shmserve init NAME --from torch` makes a model.py for a network and its weights"),
+    ("a/b=m.onnx", "'a/b' cannot be the name of a model"),
+    ("missing.onnx", "missing.onnx: no such file or directory"),
 )
 def test_unsupported_files_are_refused(name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -108,19 +103,16 @@ def test_external_weights_are_linked(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("files", "links"),
-    [
-        (("fraud.json",), ("xgboost.json",)),
-        (("fraud.txt",), ("model.txt",)),
-        (("fraud.tl",), ("checkpoint.tl",)),
-        (("net.pdmodel", "net.pdiparams"), ("model.pdmodel", "model.pdiparams")),
-        (("net.xml", "net.bin"), ("model.xml", "model.bin")),
-        (("net.savedmodel",), ("model.savedmodel",)),
-        (("net.lin",), ("model.lin",)),
-    ],
+@cases(
+    (("fraud.json",), ("xgboost.json",)),
+    (("fraud.txt",), ("model.txt",)),
+    (("fraud.tl",), ("checkpoint.tl",)),
+    (("net.pdmodel", "net.pdiparams"), ("model.pdmodel", "model.pdiparams")),
+    (("net.xml", "net.bin"), ("model.xml", "model.bin")),
+    (("net.savedmodel",), ("model.savedmodel",)),
+    (("net.lin",), ("model.lin",)),
 )
-def test_files_of_other_backends(tmp_path: Path, files: tuple[str, ...], links: tuple[str, ...]) -> None:
+def test_files_of_other_backends(files: tuple[str, ...], links: tuple[str, ...], tmp_path: Path) -> None:
     """With the weights beside them, and a configuration."""
     for name in (*files, "other.bin"):
         (tmp_path / name).mkdir() if name.endswith("savedmodel") else (tmp_path / name).touch()

@@ -9,6 +9,7 @@ import pytest
 from shmserve.errors import InvalidRequest
 from shmserve.repo.load import parse
 from shmserve.repo.storage.model_functions import functions_in
+from tests.support.cases import cases
 
 
 def found(tmp_path: Path, source: str) -> dict[str, str]:
@@ -31,15 +32,12 @@ def test_modules_beside_the_file_belong_to_its_models(tmp_path: Path) -> None:
     assert model.modules == ("app.py", "broken.py", "texts.py", "words/__init__.py", "words/long.py")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import shmserve\n@shmserve.model\ndef f(x): ...",
-        "import shmserve as s\n@s.model()\ndef f(x): ...",
-        "from shmserve import model\n@model\nasync def f(x): ...",
-        "from shmserve import model as serve\n@serve()\nclass f: ...",
-        "import functools, shmserve\n@shmserve.model\n@functools.cache\ndef f(x): ...\ndef g(x): ...",
-    ],
+@cases(
+    "import shmserve\n@shmserve.model\ndef f(x): ...",
+    "import shmserve as s\n@s.model()\ndef f(x): ...",
+    "from shmserve import model\n@model\nasync def f(x): ...",
+    "from shmserve import model as serve\n@serve()\nclass f: ...",
+    "import functools, shmserve\n@shmserve.model\n@functools.cache\ndef f(x): ...\ndef g(x): ...",
 )
 def test_decorated_functions_are_found_in_all_forms(source: str, tmp_path: Path) -> None:
     assert list(found(tmp_path, source)) == ["f"]
@@ -61,25 +59,22 @@ def test_decorator_arguments_become_the_configuration(tmp_path: Path) -> None:
     assert "stacked" not in alone.parameters
 
 
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        ("def f(x): ...", "app.py has no model: put @shmserve.model above a function or class"),
-        ("def f(:", "app.py, line 2: invalid syntax"),
-        ("@shmserve.model(8)\ndef f(x): ...", "line 2: @shmserve.model takes keywords only: name, batch,"),
-        ("@shmserve.model(size=8)\ndef f(x): ...", "line 2: @shmserve.model has no option 'size'; it has name, batch"),
-        ("N = 8\n@shmserve.model(batch=True, max_batch_size=N)\ndef f(x): ...", "line 3: write max_batch_size=... as"),
-        ("@shmserve.model(batch=1)\ndef f(x): ...", "line 2: batch=1 is not of type bool"),
-        ("@shmserve.model(max_batch_size=8)\ndef f(x): ...", "max_batch_size=8 needs batch=True"),
-        ("@shmserve.model(instances=0)\ndef f(x): ...", "must be at least 1"),
-        ("@shmserve.model(name='a/b')\ndef f(x): ...", "line 2: 'a/b' cannot be the name of a model"),
-        (
-            "@shmserve.model\ndef f(x): ...\n@shmserve.model(name='f')\ndef g(x): ...",
-            "line 4: model 'f' is defined twice",
-        ),
-        ("def g():\n    @shmserve.model\n    def f(x): ...", "line 4: 'f' must be defined at the top level"),
-        ("@shmserve.model\ndef f(x): ...\nclass TritonPythonModel: ...", "keep one form"),
-    ],
+@cases(
+    ("def f(x): ...", "app.py has no model: put @shmserve.model above a function or class"),
+    ("def f(:", "app.py, line 2: invalid syntax"),
+    ("@shmserve.model(8)\ndef f(x): ...", "line 2: @shmserve.model takes keywords only: name, batch,"),
+    ("@shmserve.model(size=8)\ndef f(x): ...", "line 2: @shmserve.model has no option 'size'; it has name, batch"),
+    ("N = 8\n@shmserve.model(batch=True, max_batch_size=N)\ndef f(x): ...", "line 3: write max_batch_size=... as"),
+    ("@shmserve.model(batch=1)\ndef f(x): ...", "line 2: batch=1 is not of type bool"),
+    ("@shmserve.model(max_batch_size=8)\ndef f(x): ...", "max_batch_size=8 needs batch=True"),
+    ("@shmserve.model(instances=0)\ndef f(x): ...", "must be at least 1"),
+    ("@shmserve.model(name='a/b')\ndef f(x): ...", "line 2: 'a/b' cannot be the name of a model"),
+    (
+        "@shmserve.model\ndef f(x): ...\n@shmserve.model(name='f')\ndef g(x): ...",
+        "line 4: model 'f' is defined twice",
+    ),
+    ("def g():\n    @shmserve.model\n    def f(x): ...", "line 4: 'f' must be defined at the top level"),
+    ("@shmserve.model\ndef f(x): ...\nclass TritonPythonModel: ...", "keep one form"),
 )
 def test_invalid_decorators_are_refused(body: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as caught:

@@ -14,6 +14,7 @@ from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.config.problems import CONFIG_BYTES
 from shmserve.repo.load import parse
 from shmserve.repo.storage.store import ScannedModel, find_model, model_names, scan_model, select_versions
+from tests.support.cases import cases
 from tests.support.repo.texts import BACKENDS, DYNAMIC, ENSEMBLE, SMALL
 
 PYTHON = SMALL.replace("identity", "python")
@@ -47,19 +48,16 @@ def scanned(*roots: Path, backends: Collection[str] = BACKENDS) -> dict[str, Sca
     return {model.name: model for model in found}
 
 
-@pytest.mark.parametrize(
-    ("members", "damage", "texts"),
-    [
-        (("data.pkl",), None, ["m/1: 'model.pt' holds no program: save it with torch.jit.save"]),
-        (("data.pkl", "constants.pkl"), None, ["input: not given.* `shmserve init NAME --from FILE`", "output: not"]),
-        ((), None, ["m/1: 'model.pt' holds no program"]),
-        (("constants.pk\u0142",), (6, 0x63), ["'model.pt' is not a file of PyTorch"]),
-        (("constants.pk\u0142",), (46, 0xFF), ["'model.pt' is not a file of PyTorch"]),
-    ],
+@cases(
+    (("data.pkl",), None, ["m/1: 'model.pt' holds no program: save it with torch.jit.save"]),
+    (("data.pkl", "constants.pkl"), None, ["input: not given.* `shmserve init NAME --from FILE`", "output: not"]),
+    ((), None, ["m/1: 'model.pt' holds no program"]),
+    (("constants.pk\u0142",), (6, 0x63), ["'model.pt' is not a file of PyTorch"]),
+    (("constants.pk\u0142",), (46, 0xFF), ["'model.pt' is not a file of PyTorch"]),
     ids=["weights", "program", "empty", "damaged version", "damaged name"],
 )
 def test_files_of_pytorch_without_a_configuration(
-    tmp_path: Path, members: tuple[str, ...], damage: tuple[int, int] | None, texts: list[str]
+    members: tuple[str, ...], damage: tuple[int, int] | None, texts: list[str], tmp_path: Path
 ) -> None:
     folder = put(tmp_path / "m", config=None, file="model.pt")
     path = folder / "1" / "model.pt"
@@ -191,17 +189,14 @@ def test_directories_that_are_not_versions(tmp_path: Path) -> None:
     assert "m/9223372036854775808: not a version directory, ignored: above 9223372036854775807" in text
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        ("", (7,)),
-        ("version_policy { latest { num_versions: 2 } }", (3, 7)),
-        ("version_policy { latest { num_versions: 9 } }", (1, 2, 3, 7)),
-        (ALL_VERSIONS, (1, 2, 3, 7)),
-        ("version_policy { specific { versions: [ 3, 1, 3, 5 ] } }", (1, 3)),
-    ],
+@cases(
+    ("", (7,)),
+    ("version_policy { latest { num_versions: 2 } }", (3, 7)),
+    ("version_policy { latest { num_versions: 9 } }", (1, 2, 3, 7)),
+    (ALL_VERSIONS, (1, 2, 3, 7)),
+    ("version_policy { specific { versions: [ 3, 1, 3, 5 ] } }", (1, 3)),
 )
-def test_version_policies(tmp_path: Path, policy: str, expected: tuple[int, ...]) -> None:
+def test_version_policies(policy: str, expected: tuple[int, ...], tmp_path: Path) -> None:
     put(tmp_path / "m", SMALL + policy, ("1", "2", "3", "7"))
     assert only(tmp_path).versions == expected
     given = parse(policy).version_policy
@@ -209,38 +204,32 @@ def test_version_policies(tmp_path: Path, policy: str, expected: tuple[int, ...]
         assert select_versions(given, [7, 1, 3, 2]) == expected
 
 
-@pytest.mark.parametrize(
-    ("policy", "versions", "available"),
-    [
-        ("", (), "there is no version directory, such as 1"),
-        ("", ("01", "x"), "there is no version directory, such as 1"),
-        ("specific { versions: 5 }", ("1", "2"), "it selects 5, but the version directories are 1, 2"),
-        ("specific { }", ("1",), "it selects none, but the version directories are 1"),
-    ],
+@cases(
+    ("", (), "there is no version directory, such as 1"),
+    ("", ("01", "x"), "there is no version directory, such as 1"),
+    ("specific { versions: 5 }", ("1", "2"), "it selects 5, but the version directories are 1, 2"),
+    ("specific { }", ("1",), "it selects none, but the version directories are 1"),
 )
-def test_no_version_available(tmp_path: Path, policy: str, versions: tuple[str, ...], available: str) -> None:
+def test_no_version_available(policy: str, versions: tuple[str, ...], available: str, tmp_path: Path) -> None:
     put(tmp_path / "m", SMALL + (f"version_policy {{ {policy} }}" if policy else ""), versions)
     text = "m: at least one version must be available under the version policy of model 'm'; "
     assert only(tmp_path).problem_texts == (text + available,)
 
 
-@pytest.mark.parametrize(
-    ("config", "file", "kind", "missing"),
-    [
-        (PYTHON, "model.py", "file", ""),
-        (PYTHON, "model.py", "directory", "'model.py' is a directory, expected a file"),
-        (PYTHON, "model.py", "broken link", "'model.py' is a broken link"),
-        (PYTHON, "model.py", "link", ""),
-        (PYTHON + 'default_model_filename: "other.py"', "other.py", "file", ""),
-        (PYTHON + 'default_model_filename: "other.py"', "model.py", "file", "has no file 'other.py'"),
-        (ONNX, "model.onnx", "file", ""),
-        (ONNX, "model.onnx", "directory", "'model.onnx' is a directory, but has no file 'model.onnx'"),
-        (ONNX, "model.onnx", "with external data", ""),
-        (SMALL, "x", "file", ""),
-        (SMALL + 'default_model_filename: "weights"', "x", "file", "has no file 'weights'"),
-    ],
+@cases(
+    (PYTHON, "model.py", "file", ""),
+    (PYTHON, "model.py", "directory", "'model.py' is a directory, expected a file"),
+    (PYTHON, "model.py", "broken link", "'model.py' is a broken link"),
+    (PYTHON, "model.py", "link", ""),
+    (PYTHON + 'default_model_filename: "other.py"', "other.py", "file", ""),
+    (PYTHON + 'default_model_filename: "other.py"', "model.py", "file", "has no file 'other.py'"),
+    (ONNX, "model.onnx", "file", ""),
+    (ONNX, "model.onnx", "directory", "'model.onnx' is a directory, but has no file 'model.onnx'"),
+    (ONNX, "model.onnx", "with external data", ""),
+    (SMALL, "x", "file", ""),
+    (SMALL + 'default_model_filename: "weights"', "x", "file", "has no file 'weights'"),
 )
-def test_model_files(tmp_path: Path, config: str, file: str, kind: str, missing: str) -> None:
+def test_model_files(config: str, file: str, kind: str, missing: str, tmp_path: Path) -> None:
     path = put(tmp_path / "m", config)
     model_file = path / "1" / file
     if kind == "file":
@@ -288,30 +277,27 @@ TRAVERSAL = "model name must not contain path traversal characters; found "
 INVALID_NAME = "failed to poll from model repository: a model cannot have this name"
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "text"),
-    [
-        ("", InvalidRequest, NO_NAME),
-        (" \t", InvalidRequest, NO_NAME),
-        ("../one/a", InvalidRequest, TRAVERSAL + "'../one/a'"),
-        ("a/1", InvalidRequest, TRAVERSAL + "'a/1'"),
-        ("..", InvalidRequest, TRAVERSAL + "'..'"),
-        ("/etc", InvalidRequest, TRAVERSAL + "'/etc'"),
-        (".hidden", NotFound, "failed to load '.hidden', " + INVALID_NAME),
-        ("__pycache__", NotFound, "failed to load '__pycache__', " + INVALID_NAME),
-        ("a\0", NotFound, "failed to load 'a\\x00', " + INVALID_NAME),
-        ("file", NotFound, "failed to load 'file', failed to poll from model repository: no model repository has it"),
-        ("a..b", NotFound, "failed to load 'a..b', failed to poll from model repository: no model repository has it"),
-        ("resnt", NotFound, "failed to poll from model repository: no model repository has it; did you mean 'resnet'?"),
-        (
-            "both",
-            InvalidRequest,
-            "failed to load 'both', failed to poll from model repository: model appears in two or more repositories: "
-            "'both' is in 2 of them; keep one",
-        ),
-    ],
+@cases(
+    ("", InvalidRequest, NO_NAME),
+    (" \t", InvalidRequest, NO_NAME),
+    ("../one/a", InvalidRequest, TRAVERSAL + "'../one/a'"),
+    ("a/1", InvalidRequest, TRAVERSAL + "'a/1'"),
+    ("..", InvalidRequest, TRAVERSAL + "'..'"),
+    ("/etc", InvalidRequest, TRAVERSAL + "'/etc'"),
+    (".hidden", NotFound, "failed to load '.hidden', " + INVALID_NAME),
+    ("__pycache__", NotFound, "failed to load '__pycache__', " + INVALID_NAME),
+    ("a\0", NotFound, "failed to load 'a\\x00', " + INVALID_NAME),
+    ("file", NotFound, "failed to load 'file', failed to poll from model repository: no model repository has it"),
+    ("a..b", NotFound, "failed to load 'a..b', failed to poll from model repository: no model repository has it"),
+    ("resnt", NotFound, "failed to poll from model repository: no model repository has it; did you mean 'resnet'?"),
+    (
+        "both",
+        InvalidRequest,
+        "failed to load 'both', failed to poll from model repository: model appears in two or more repositories: "
+        "'both' is in 2 of them; keep one",
+    ),
 )
-def test_names_without_a_model(tmp_path: Path, name: str, error: type[Exception], text: str) -> None:
+def test_names_without_a_model(name: str, error: type[Exception], text: str, tmp_path: Path) -> None:
     for model in ("a", "both", "resnet", ".hidden", "__pycache__"):
         (tmp_path / "one" / model).mkdir(parents=True)
     (tmp_path / "two" / "both").mkdir(parents=True)

@@ -11,22 +11,20 @@ from shmserve.errors import InvalidRequest
 from shmserve.tools.load.analysis.compare import BETTER, FAILED, MIXED, SAME, UNKNOWN, WORSE, compare
 from shmserve.tools.load.plan import Closed, Open
 from shmserve.tools.load.record import Interval, Point
+from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 from tests.unit.tools.load.points import point, run, steady, window
 
 OLD = [1000, 1010, 990, 1005]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "least", "verdict"),
-    [
-        (OLD, OLD, None, SAME),
-        (OLD, [900, 1100, 950, 1080], None, SAME),  # noise
-        ([1000, 1000, 1000], [1005, 1005, 1005], None, SAME),  # below the threshold
-        ([1000, 1000, 1000], [1005, 1005, 1005], 0.001, BETTER),
-        ([1000], [500], None, UNKNOWN),  # one window has no interval
-        ([100, 1900, 1000], [100, 1900, 1000], None, UNKNOWN),  # an interval as wide as the value
-    ],
+@cases(
+    (OLD, OLD, None, SAME),
+    (OLD, [900, 1100, 950, 1080], None, SAME),  # noise
+    ([1000, 1000, 1000], [1005, 1005, 1005], None, SAME),  # below the threshold
+    ([1000, 1000, 1000], [1005, 1005, 1005], 0.001, BETTER),
+    ([1000], [500], None, UNKNOWN),  # one window has no interval
+    ([100, 1900, 1000], [100, 1900, 1000], None, UNKNOWN),  # an interval as wide as the value,
 )
 def test_verdicts(old: list[int], new: list[int], least: float | None, verdict: str) -> None:
     options = {} if least is None else {"least": least}
@@ -45,13 +43,15 @@ def test_more_rows_widen_the_intervals() -> None:
     assert clear.verdict == WORSE
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "verdict"),
-    [
-        (0, 20, WORSE), (20, 0, BETTER), (0, 3, SAME), (20, 25, SAME), (20, 60, WORSE), (900, 600, BETTER),
-        (1000, 1020, SAME),
-    ],
-)  # fmt: skip
+@cases(
+    (0, 20, WORSE),
+    (20, 0, BETTER),
+    (0, 3, SAME),
+    (20, 25, SAME),
+    (20, 60, WORSE),
+    (900, 600, BETTER),
+    (1000, 1020, SAME),
+)
 def test_the_rate_of_failures_affects_the_verdict(old: int, new: int, verdict: str) -> None:
     """Each run has 2,000 successful responses."""
     found = compare(run(steady(1, OLD, failed=old)), run(steady(1, OLD, failed=new)))

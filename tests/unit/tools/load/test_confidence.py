@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from shmserve.tools.load.analysis.confidence import difference, interval, stability, student_t
 from shmserve.tools.load.plan import Settings
+from tests.support.cases import cases
 from tests.unit.tools.load.points import window
 
 TABLE = {
@@ -48,15 +49,12 @@ def test_windows_that_are_stable() -> None:
 RARE = replace(PLAN, percentile=99.9)
 
 
-@pytest.mark.parametrize(
-    ("goods", "plan", "note"),
-    [
-        ([100, 100], PLAN, "2 of at least 3 windows"),
-        ([100, 120, 80], PLAN, "throughput is known to +-"),
-        ([100, 150, 50], PLAN, "too few windows to know the throughput: set more --windows, or a longer --window"),
-        ([100, 100, 100], RARE, "a window has too few responses for p99.9: set a longer --window"),
-        ([9, 0, 9], PLAN, "a window without a successful response"),
-    ],
+@cases(
+    ([100, 100], PLAN, "2 of at least 3 windows"),
+    ([100, 120, 80], PLAN, "throughput is known to +-"),
+    ([100, 150, 50], PLAN, "too few windows to know the throughput: set more --windows, or a longer --window"),
+    ([100, 100, 100], RARE, "a window has too few responses for p99.9: set a longer --window"),
+    ([9, 0, 9], PLAN, "a window without a successful response"),
 )
 def test_the_reason_for_an_unstable_result_is_given(goods: list[int], plan: Settings, note: str) -> None:
     found = stability([window(number, good) for number, good in enumerate(goods)], plan)

@@ -16,6 +16,7 @@ import pytest
 
 from shmserve.errors import ConnectionLost, ModelFailed, NotFound, ServeError, Unavailable
 from shmserve.tools.load.targets.grpc_connection import GrpcConnection, framed, head_block
+from tests.support.cases import cases
 
 HEAD = head_block("https", "host:1", "/package.Service/Method", [("Authorization", "Bearer " + "x" * 300)])
 OK = [("grpc-status", "0")]
@@ -120,19 +121,25 @@ def test_messages_of_all_sizes_through_windows_of_all_sizes(size: int, window: i
     assert (fields["authorization"], fields["te"]) == ("Bearer " + "x" * 300, "trailers")
 
 
-@pytest.mark.parametrize(
-    ("behave", "kind", "text"),
-    [
-        (lambda server, stream: server.core.send_headers(stream, NOT_FOUND, end_stream=True), NotFound,
-         "gRPC NOT_FOUND: no \xe4 100%"),
-        (lambda server, stream: server.core.reset_stream(stream, 7), Unavailable,
-         "the server has reset the call (HTTP/2 error 7)"),
-        (lambda server, stream: server.core.send_headers(stream, [(":status", "502")], end_stream=True), ModelFailed,
-         "HTTP 502 instead of a gRPC status"),
-        (without_status, ConnectionLost, "the server ended the call without a status"),
-        (lambda server, stream: server.transport.abort(), ConnectionLost, "the connection was lost"),
-    ],
-)  # fmt: skip
+@cases(
+    (
+        lambda server, stream: server.core.send_headers(stream, NOT_FOUND, end_stream=True),
+        NotFound,
+        "gRPC NOT_FOUND: no \xe4 100%",
+    ),
+    (
+        lambda server, stream: server.core.reset_stream(stream, 7),
+        Unavailable,
+        "the server has reset the call (HTTP/2 error 7)",
+    ),
+    (
+        lambda server, stream: server.core.send_headers(stream, [(":status", "502")], end_stream=True),
+        ModelFailed,
+        "HTTP 502 instead of a gRPC status",
+    ),
+    (without_status, ConnectionLost, "the server ended the call without a status"),
+    (lambda server, stream: server.transport.abort(), ConnectionLost, "the connection was lost"),
+)
 def test_failed_calls_have_the_error_of_their_status(behave: Behaviour, kind: type[ServeError], text: str) -> None:
     """Runs twice: the second header block comes from the cache."""
 

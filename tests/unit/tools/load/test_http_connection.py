@@ -22,6 +22,7 @@ from shmserve.tools.load.targets.connecting import connect
 from shmserve.tools.load.targets.http import HttpTarget
 from shmserve.tools.load.targets.http_connection import HttpClientConnection
 from shmserve.tools.load.targets.openai import OpenAiTarget
+from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 
 EVENTS = [b'data: {"y":1}', b'data: {"error":"x","model_name":"m"}', b"data: last"]
@@ -81,14 +82,11 @@ async def streamed(answer: bytes, kind: type[HttpTarget | OpenAiTarget], body: A
         await server.wait_closed()
 
 
-@pytest.mark.parametrize(
-    ("answer", "answers", "kind", "text"),
-    [
-        (chunked(EVENTS, 1000), 3, None, ""),
-        (chunked([EVENTS[0], b'data: {"error":"after one"}'], 1000), 1, ModelFailed, "^after one$"),
-        (chunked([b'data: {"error":"at once"}'], 1000, "500 Error"), 0, ModelFailed, "^HTTP 500: at once$"),
-        (b'HTTP/1.1 400 Bad\r\nContent-Length: 15\r\n\r\n{"error":"bad"}', 0, InvalidRequest, "^HTTP 400: bad$"),
-    ],
+@cases(
+    (chunked(EVENTS, 1000), 3, None, ""),
+    (chunked([EVENTS[0], b'data: {"error":"after one"}'], 1000), 1, ModelFailed, "^after one$"),
+    (chunked([b'data: {"error":"at once"}'], 1000, "500 Error"), 0, ModelFailed, "^HTTP 500: at once$"),
+    (b'HTTP/1.1 400 Bad\r\nContent-Length: 15\r\n\r\n{"error":"bad"}', 0, InvalidRequest, "^HTTP 400: bad$"),
 )
 def test_a_stream_and_its_errors(answer: bytes, answers: int, kind: type[ServeError] | None, text: str) -> None:
     """A response with an output named "error" is a normal response."""
@@ -105,14 +103,11 @@ USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5}}
 FAILED = b'data: {"error":{"message":"no memory","code":500}}'
 
 
-@pytest.mark.parametrize(
-    ("events", "answers", "tokens"),
-    [
-        ([ROLE, TOKEN, TOKEN, USAGE, LAST], 2, (9, 5)),
-        ([b": comment", TEXT, TEXT, LAST], 2, (0, 2)),
-        ([ROLE, TOKEN, FAILED], 1, "^no memory$"),
-        ([b"data: 5"], 0, "an event is not in OpenAI's format"),
-    ],
+@cases(
+    ([ROLE, TOKEN, TOKEN, USAGE, LAST], 2, (9, 5)),
+    ([b": comment", TEXT, TEXT, LAST], 2, (0, 2)),
+    ([ROLE, TOKEN, FAILED], 1, "^no memory$"),
+    ([b"data: 5"], 0, "an event is not in OpenAI's format"),
     ids=["chat", "uncounted", "error", "foreign"],
 )
 def test_the_tokens_of_a_language_model(events: list[bytes], answers: int, tokens: Any) -> None:

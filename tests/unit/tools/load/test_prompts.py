@@ -12,6 +12,7 @@ from shmserve.terminal.errors import Misuse
 from shmserve.tools.load.generation.prompts import make_prompts
 from shmserve.tools.load.plan import DEFAULT_OUTPUT, Lengths, Prompts
 from shmserve.tools.load.targets.base import Prompt
+from tests.support.cases import cases
 
 TEMPLATE = 7
 """Tokens that are part of every prompt."""
@@ -68,13 +69,10 @@ def test_prompts_of_files(tmp_path: Path) -> None:
     assert made(Prompts(file=str(file))) == [Prompt(text="Hello", max_tokens=DEFAULT_OUTPUT)]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{}", "has no entry with 'prompt'"),
-        ("no JSON", "has neither one JSON object per line nor one JSON list"),
-        (None, "cannot read .*: No such file"),
-    ],
+@cases(
+    ("{}", "has no entry with 'prompt'"),
+    ("no JSON", "has neither one JSON object per line nor one JSON list"),
+    (None, "cannot read .*: No such file"),
 )
 def test_files_without_prompts_are_refused(text: str | None, message: str, tmp_path: Path) -> None:
     if text is not None:

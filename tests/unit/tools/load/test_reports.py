@@ -19,6 +19,7 @@ from shmserve.tools.load.plan import Closed, Limit, Open, Plan, Replay
 from shmserve.tools.load.report.csv import csv_text
 from shmserve.tools.load.report.html import html_text
 from shmserve.tools.load.report.table import comparison_text, run_text
+from tests.support.cases import cases
 from tests.unit.tools.load.points import point, run, steady, window
 
 PERF_ANALYZER = (
@@ -44,15 +45,12 @@ def test_a_run_is_read_as_it_was_saved(load: object, tmp_path: Path) -> None:
 FORMAT_9 = record.encode(RUN).replace(b'"format": 1', b'"format": 9')
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"{}", "is not a saved run"),
-        (b"\xe4", "is not a saved run"),
-        (b"no JSON", "is not a saved run"),
-        (FORMAT_9, "format 9; this version reads format 1"),
-        (None, "cannot read"),
-    ],
+@cases(
+    (b"{}", "is not a saved run"),
+    (b"\xe4", "is not a saved run"),
+    (b"no JSON", "is not a saved run"),
+    (FORMAT_9, "format 9; this version reads format 1"),
+    (None, "cannot read"),
 )
 def test_files_that_are_not_runs_are_refused(data: bytes | None, message: str, tmp_path: Path) -> None:
     if data is not None:
@@ -102,15 +100,12 @@ def test_a_comparison_as_text() -> None:
     assert re.search(r"^concurrency 1 +throughput +1,000 +1,000 +\+0\.0% +too few +unknown$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("best", "undecided", "text"),
-    [
-        (8.0, None, "highest concurrency with p99.9 <= 5 ms: 8\n"),
-        (1024.0, None, "<= 5 ms: 1,024, the upper bound of the search: --concurrency LOW:HIGH allows more\n"),
-        (None, None, "no load kept p99.9 <= 5 ms; the lowest that was tried was 1\n"),
-        (None, 1.0, "no load is known to keep the limit, as concurrency 1 had too few responses to judge p99.9 <="),
-        (1.0, 2.0, "<= 5 ms: 1; the search ended there, as concurrency 2 had too few responses to judge p99.9"),
-    ],
+@cases(
+    (8.0, None, "highest concurrency with p99.9 <= 5 ms: 8\n"),
+    (1024.0, None, "<= 5 ms: 1,024, the upper bound of the search: --concurrency LOW:HIGH allows more\n"),
+    (None, None, "no load kept p99.9 <= 5 ms; the lowest that was tried was 1\n"),
+    (None, 1.0, "no load is known to keep the limit, as concurrency 1 had too few responses to judge p99.9 <="),
+    (1.0, 2.0, "<= 5 ms: 1; the search ended there, as concurrency 2 had too few responses to judge p99.9"),
 )
 def test_the_result_of_a_search(best: float | None, undecided: float | None, text: str) -> None:
     found = replace(RUN, plan=replace(RUN.plan, limit=Limit(99.9, 5_000_000)), best=best, undecided=undecided)
@@ -127,13 +122,10 @@ def test_the_page_is_complete_escaped_and_links_to_nothing() -> None:
     assert "&lt;m&gt;" in text
 
 
-@pytest.mark.parametrize(
-    ("best", "limited", "found"),
-    [
-        (None, False, r"<b>[\d,.]+ requests/s at concurrency 4, p50 .*, p99 .*, none failed\.</b>"),
-        (1.0, True, r"<b>[\d,.]+ requests/s at concurrency 1, p50 "),
-        (None, True, r"<b>No load met p99\.9 &lt;= 5 ms\.</b>"),
-    ],
+@cases(
+    (None, False, r"<b>[\d,.]+ requests/s at concurrency 4, p50 .*, p99 .*, none failed\.</b>"),
+    (1.0, True, r"<b>[\d,.]+ requests/s at concurrency 1, p50 "),
+    (None, True, r"<b>No load met p99\.9 &lt;= 5 ms\.</b>"),
 )
 def test_the_page_begins_with_what_was_found(best: float | None, limited: bool, found: str) -> None:
     limit = Limit(99.9, 5_000_000) if limited else None

@@ -19,6 +19,7 @@ from shmserve.tools.load.plan import Endpoint, Inputs
 from shmserve.tools.load.targets.base import ModelFacts
 from shmserve.tools.load.targets.kserve import json_values, raw_bytes
 from shmserve.tools.load.targets.native import open_target
+from tests.support.cases import cases
 
 
 def facts(**inputs: tuple[str, list[int]]) -> ModelFacts:
@@ -88,17 +89,14 @@ def test_each_kind_of_file(tmp_path: Path) -> None:
     assert encoded.tolist() == [[(tmp_path / "v.png").read_bytes()]]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("y=@file.npy", "the model has no input 'y'; it has x"),
-        ("x=@{}/none.npy", "cannot read"),
-        ("x=@{}/file.txt", "unknown suffix of .*; expected one of: .npy, .json, .png"),
-        ("x=@{}/odd.json", r"cannot read .*odd\.json: it is not text"),
-        ("x=@{}/odd.png", r"is \[-1, 2\], not \[.., 3, H, W\]"),
-        ("p=@{}/odd.png", "is not an image"),
-        ("x=@{}/empty", "the directory has no files"),
-    ],
+@cases(
+    ("y=@file.npy", "the model has no input 'y'; it has x"),
+    ("x=@{}/none.npy", "cannot read"),
+    ("x=@{}/file.txt", "unknown suffix of .*; expected one of: .npy, .json, .png"),
+    ("x=@{}/odd.json", r"cannot read .*odd\.json: it is not text"),
+    ("x=@{}/odd.png", r"is \[-1, 2\], not \[.., 3, H, W\]"),
+    ("p=@{}/odd.png", "is not an image"),
+    ("x=@{}/empty", "the directory has no files"),
 )
 def test_invalid_inputs_are_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("1")

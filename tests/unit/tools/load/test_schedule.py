@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidRequest
 from shmserve.tools.load.generation.schedule import recorded_times, send_times, share, useful_processes
 from shmserve.tools.load.plan import SECOND, Closed, Load, Open, Replay
+from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 
 
@@ -79,16 +80,13 @@ def test_recordings_are_read() -> None:
     assert recorded_times(text, "m", "file") == (SECOND // 4, SECOND // 2, 2 * SECOND)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("1\nnot a time", "file, line 2: expected"),
-        ('{"time": 1}', "file, line 1: expected"),
-        ("-1\n2", "file, line 1: a time is from 0 to 1,000,000,000 seconds, not -1"),
-        ("1e200\n2", r"file, line 1: a time is from 0 to 1,000,000,000 seconds, not 1e\+200"),
-        ("2\n2", "file: all times of model 'm' are equal"),
-        ('{"at": 1, "model": "other"}\n2', "file has 1 times for model 'm', and at least 2 are needed"),
-    ],
+@cases(
+    ("1\nnot a time", "file, line 2: expected"),
+    ('{"time": 1}', "file, line 1: expected"),
+    ("-1\n2", "file, line 1: a time is from 0 to 1,000,000,000 seconds, not -1"),
+    ("1e200\n2", r"file, line 1: a time is from 0 to 1,000,000,000 seconds, not 1e\+200"),
+    ("2\n2", "file: all times of model 'm' are equal"),
+    ('{"at": 1, "model": "other"}\n2', "file has 1 times for model 'm', and at least 2 are needed"),
 )
 def test_recordings_that_are_not_times(text: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from shmserve.tools.load.measure import best, keeps, next_load
 from shmserve.tools.load.one_load import settings_of
 from shmserve.tools.load.plan import Closed, Limit, Plan, Settings
+from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 from tests.unit.tools.load.points import point, window
 
@@ -36,13 +37,17 @@ def test_the_load_is_doubled_and_then_bisected(
     assert best({1: True, 2: True, 4: False, 8: True}) == 2, "a pass above a failed load is ignored"
 
 
-@pytest.mark.parametrize(
-    ("percentile", "fast", "slow", "kept"),
-    [
-        (99.9, 9_990, 0, None), (99.9, 10_000, 0, True), (99.9, 9_990, 10, True), (99.9, 9_989, 11, False),
-        (99.9, 100, 9, None), (99.9, 100, 10, False), (99.0, 1_000, 0, True), (50.0, 3, 1, True), (50.0, 1, 3, False),
-    ],
-)  # fmt: skip
+@cases(
+    (99.9, 9_990, 0, None),
+    (99.9, 10_000, 0, True),
+    (99.9, 9_990, 10, True),
+    (99.9, 9_989, 11, False),
+    (99.9, 100, 9, None),
+    (99.9, 100, 10, False),
+    (99.0, 1_000, 0, True),
+    (50.0, 3, 1, True),
+    (50.0, 1, 3, False),
+)
 def test_a_limit_is_judged_by_enough_responses(percentile: float, fast: int, slow: int, kept: bool | None) -> None:
     """p99.9 needs 10,000 responses, so that ten exceed it; ten responses over the limit suffice to show that it is
     exceeded."""

@@ -17,6 +17,7 @@ from shmserve.errors import Unavailable
 from shmserve.tools.load.generation.sending import LoadSender, SequenceIds
 from shmserve.tools.load.plan import Sequences
 from shmserve.tools.load.targets.base import Part, Slot
+from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 
 TURNS = 20
@@ -129,12 +130,9 @@ def test_latency_counts_from_the_intended_time(requests: list[tuple[int, int]], 
     assert slots <= limit
 
 
-@pytest.mark.parametrize(
-    ("times", "limit", "until", "sent", "in_flight"),
-    [
-        (repeat(0), 2, 15, 3, 2),  # those that wait in the generator do not count
-        (iter([0, 10**12]), 1, 100, 1, 0),
-    ],
+@cases(
+    (repeat(0), 2, 15, 3, 2),  # those that wait in the generator do not count
+    (iter([0, 10**12]), 1, 100, 1, 0),
     ids=["a rate out of reach does not block the loop", "a load ends before its next send time"],
 )
 def test_the_end_of_an_open_loop(times: Iterator[int], limit: int, until: int, sent: int, in_flight: int) -> None:

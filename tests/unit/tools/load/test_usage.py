@@ -14,6 +14,7 @@ from shmserve.tools.load.analysis.usage import Meter, Reading, is_local, server_
 from shmserve.tools.load.one_load import between
 from shmserve.tools.load.plan import Endpoint
 from shmserve.tools.load.targets.base import latest_statistics
+from tests.support.cases import cases
 
 
 def test_cpu_usage_is_the_difference_of_readings_by_role() -> None:
@@ -36,13 +37,16 @@ def test_a_server_is_found_by_its_port() -> None:
         assert server_pid(Endpoint(url=url)) == 0, "no process listens"
 
 
-@pytest.mark.parametrize(
-    ("url", "local"),
-    [
-        ("http://localhost:1", True), ("grpc://127.0.0.5:1", True), ("http://[::1]:1", True),
-        ("http://10.0.0.1:1", False), ("tcp://host:1", False), ("unix:///a", True), ("ipc:///a", True), (None, True),
-    ],
-)  # fmt: skip
+@cases(
+    ("http://localhost:1", True),
+    ("grpc://127.0.0.5:1", True),
+    ("http://[::1]:1", True),
+    ("http://10.0.0.1:1", False),
+    ("tcp://host:1", False),
+    ("unix:///a", True),
+    ("ipc:///a", True),
+    (None, True),
+)
 def test_a_server_is_recognised_as_local_by_its_url(url: str | None, local: bool) -> None:
     assert is_local(Endpoint(url=url)) is local
 

@@ -16,6 +16,7 @@ import trustme
 from shmserve.errors import ConnectionLost, Denied, Internal, InvalidRequest, NotFound, Unsupported
 from shmserve.tools.top.http_source import HttpSource, document_of, samples
 from shmserve.tools.top.view import make_view
+from tests.support.cases import cases
 
 SERVER = {"name": "triton", "version": "2.50.0", "extensions": []}
 METRICS = """
@@ -187,18 +188,15 @@ def test_metrics_that_cannot_be_read_are_a_note() -> None:
 FORM = "do not have the form of KServe v2"
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "text", "error", "words"),
-    [
-        ("_v2", 401, '{"error": "this request needs a token"}', Denied, "this request needs a token"),
-        ("_v2", 500, "oops", Internal, r"GET /v2: Internal Server Error \(status 500\)"),
-        ("_v2", 200, "oops", Internal, "the answer to GET /v2 is not JSON"),
-        ("_v2", 200, "[]", Internal, "not a JSON object"),
-        ("_v2_models_stats", 200, '{"model_stats": [{"name": "m"}]}', Internal, FORM),
-        ("_v2_models_stats", 200, '{"model_stats": 5}', Internal, FORM),
-        ("_v2_repository_index", 200, "[7]", Internal, FORM),
-        ("_metrics", 200, 'shmserve_request_duration_seconds_bucket{model="m",version="1"} 5', Internal, FORM),
-    ],
+@cases(
+    ("_v2", 401, '{"error": "this request needs a token"}', Denied, "this request needs a token"),
+    ("_v2", 500, "oops", Internal, r"GET /v2: Internal Server Error \(status 500\)"),
+    ("_v2", 200, "oops", Internal, "the answer to GET /v2 is not JSON"),
+    ("_v2", 200, "[]", Internal, "not a JSON object"),
+    ("_v2_models_stats", 200, '{"model_stats": [{"name": "m"}]}', Internal, FORM),
+    ("_v2_models_stats", 200, '{"model_stats": 5}', Internal, FORM),
+    ("_v2_repository_index", 200, "[7]", Internal, FORM),
+    ("_metrics", 200, 'shmserve_request_duration_seconds_bucket{model="m",version="1"} 5', Internal, FORM),
 )
 def test_errors_and_other_formats(path: str, status: int, text: str, error: type[Exception], words: str) -> None:
     answers = {path: (status, text)}

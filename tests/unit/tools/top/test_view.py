@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shmserve.protocol.rates import percentiles
 from shmserve.tools.top.view import make_view
+from tests.support.cases import cases
 from tests.support.clients.activity_documents import absent, client, counters, document, gpu, instance, model
 from tests.support.hypothesis_profiles import examples
 
@@ -44,15 +45,12 @@ def test_figures_of_language_models() -> None:
     assert (row["generated_tokens_per_s"], row["generated_tokens"], row["slots"]) == (pytest.approx(100), 300, None)
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        document(1, model("m", counted=counters(500))),  # it was unloaded and loaded again
-        document(1, model("m", "2", counted=counters(1))),
-        document(1, absent("m")),
-        document(4, model("m", counted=counters(1))),  # of the same instant
-        document(1, model("m", counted=counters(1)), server=document(1)["server"] | {"pid": 1}),
-    ],
+@cases(
+    document(1, model("m", counted=counters(500))),  # it was unloaded and loaded again
+    document(1, model("m", "2", counted=counters(1))),
+    document(1, absent("m")),
+    document(4, model("m", counted=counters(1))),  # of the same instant
+    document(1, model("m", counted=counters(1)), server=document(1)["server"] | {"pid": 1}),
 )
 def test_documents_that_cannot_be_compared(before: dict[str, object]) -> None:
     (row,) = make_view(before, document(4, model("m", counted=counters(100)))).models
@@ -85,8 +83,11 @@ def test_states_of_models() -> None:
     }
     assert [row["version"] for row in view.models if row["model"] == "new"] == [None]
     assert {row["instance"] for row in view.instances} == {
-        "asleep_0_0", "degraded_0_0", "reloading_0_0", "unchanged_0_0",
-    }  # fmt: skip
+        "asleep_0_0",
+        "degraded_0_0",
+        "reloading_0_0",
+        "unchanged_0_0",
+    }
 
 
 def test_instances() -> None:

@@ -9,6 +9,7 @@ import pytest
 from shmserve.errors import InvalidRequest
 from shmserve.terminal.console import Screen
 from shmserve.tools.tune.compared import check, text
+from tests.support.cases import cases
 
 TARGET = {"model": "m", "p99_ms": 20.0, "rate": None}
 
@@ -43,14 +44,11 @@ def test_an_outcome_without_a_setting_has_no_rate() -> None:
     assert shown.splitlines()[2].split() == ["requests/s", "-", "7"]
 
 
-@pytest.mark.parametrize(
-    ("before", "reason"),
-    [
-        ([], "not what `shmserve tune --json` prints"),
-        (TARGET, "not what `shmserve tune --json` prints"),
-        (outcome(1.0, None) | {"p99_ms": 5.0}, r"its p99_ms is 5\.0, and here it is 20\.0"),
-        (outcome(1.0, None) | {"model": "n"}, "its model is n, and here it is m"),
-    ],
+@cases(
+    ([], "not what `shmserve tune --json` prints"),
+    (TARGET, "not what `shmserve tune --json` prints"),
+    (outcome(1.0, None) | {"p99_ms": 5.0}, r"its p99_ms is 5\.0, and here it is 20\.0"),
+    (outcome(1.0, None) | {"model": "n"}, "its model is n, and here it is m"),
 )
 def test_only_outcomes_with_the_same_target_can_be_compared(before: Any, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):

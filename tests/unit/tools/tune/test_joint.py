@@ -17,6 +17,7 @@ from shmserve.terminal.console import Screen
 from shmserve.tools.tune import joint, joint_report
 from shmserve.tools.tune.bench import Observation
 from shmserve.tools.tune.goal import Goal
+from tests.support.cases import cases
 from tests.unit.tools.tune.simulated import CONFIG, EACH_MIB, GPU_MIB, MIB, MS, Service, SimulatedBench, tuned
 
 ENSEMBLE = """
@@ -91,13 +92,10 @@ HEAVY, LIGHT = 8.0, 1.0
 """ms for a batch of two models that share two cores."""
 
 
-@pytest.mark.parametrize(
-    ("rates", "memory", "objective", "instances", "batches"),
-    [
-        ((240.0, 400.0), 0, "memory", (1, 1), (4, 1)),
-        ((0.0, 0.0), 2, "", (1, 1), (4, 4)),
-        ((60.0, 60.0), 0, "latency", (2, 1), (1, 1)),
-    ],
+@cases(
+    ((240.0, 400.0), 0, "memory", (1, 1), (4, 1)),
+    ((0.0, 0.0), 2, "", (1, 1), (4, 4)),
+    ((60.0, 60.0), 0, "latency", (2, 1), (1, 1)),
 )
 def test_models_that_share_a_machine(
     rates: tuple[float, float], memory: int, objective: str, instances: tuple[int, int], batches: tuple[int, int]

@@ -24,6 +24,7 @@ from shmserve.tools.tune.reasons import reasons
 from shmserve.tools.tune.served import MAX_IN_FLIGHT, WINDOW_COUNT, WINDOWS, _p99, _quantile, closed, opened
 from shmserve.tools.tune.space import Candidate
 from shmserve.tools.tune.tuner import Outcome, choose
+from tests.support.cases import cases
 from tests.unit.tools.tune.simulated import MS, tuned
 
 
@@ -181,14 +182,11 @@ def test_a_candidate_is_given_up_after_two_failures() -> None:
     assert len(slow.points) == len(bench.rates[2]) == 2
 
 
-@pytest.mark.parametrize(
-    ("error", "every", "failed", "refused", "holds"),
-    [
-        (Unavailable("Exceeds maximum queue size: 8 requests are queued"), 20, False, True, False),
-        (QueueTimeout("Request timeout expired"), 400, False, True, True),
-        (ModelFailed("out of memory"), 20, True, False, None),
-        (ConnectionLost("the server has ended"), 20, True, False, None),
-    ],
+@cases(
+    (Unavailable("Exceeds maximum queue size: 8 requests are queued"), 20, False, True, False),
+    (QueueTimeout("Request timeout expired"), 400, False, True, True),
+    (ModelFailed("out of memory"), 20, True, False, None),
+    (ConnectionLost("the server has ended"), 20, True, False, None),
 )
 def test_refused_requests_miss_the_target(
     error: ServeError, every: int, failed: bool, refused: bool, holds: bool | None, clock: FakeTime

@@ -19,6 +19,7 @@ from shmserve.tools.tune.predict import Prediction, RatePredictor
 from shmserve.tools.tune.search import Search, SimulationPool
 from shmserve.tools.tune.space import TunedModel
 from shmserve.tools.tune.tuner import Events, Outcome, Tuner
+from tests.support.cases import cases
 from tests.unit.tools.tune.simulated import (
     CONFIG,
     EACH_MIB,
@@ -136,8 +137,11 @@ def test_queue_limits_do_not_change_the_optimum(policy: str) -> None:
     assert (chosen.candidate.instances, chosen.candidate.batch) == (2, 8)
     assert 0.75 * 4000 < chosen.rate < 1.1 * 4000
     assert not chosen.error
-    assert all(sample.batch_ns == pytest.approx(sweet(*sample.pair, round(sample.rows)) * MS, rel=0.1)
-               for sample in outcome.times.samples if round(sample.rows) in SWEET)  # fmt: skip
+    assert all(
+        sample.batch_ns == pytest.approx(sweet(*sample.pair, round(sample.rows)) * MS, rel=0.1)
+        for sample in outcome.times.samples
+        if round(sample.rows) in SWEET
+    )
     assert policy in outcome.model.text_of(chosen.candidate)
     # What was measured on the server at the end has the limits, as the model will have them.
     assert bench.applied[-1].dynamic_batching is not None
@@ -191,15 +195,12 @@ def test_a_target_rate_takes_the_fewest_instances_or_the_objective(objective: st
     assert ("GPU MIB" in text, f" {outcome.chosen.instances * GPU_MIB} " in text) == (True, True)
 
 
-@pytest.mark.parametrize(
-    ("goal", "text"),
-    [
-        (Goal(1 * MS, instances=(1, 1), simulated=QUICK), "No setting holds a p99 of 1 ms. A request alone takes 2."),
-        (
-            Goal(30 * MS, memory=50 * MIB, instances=(1, 1), simulated=QUICK),
-            "The smallest setting needs 100 MiB, and --memory allows 50 MiB.",
-        ),
-    ],
+@cases(
+    (Goal(1 * MS, instances=(1, 1), simulated=QUICK), "No setting holds a p99 of 1 ms. A request alone takes 2."),
+    (
+        Goal(30 * MS, memory=50 * MIB, instances=(1, 1), simulated=QUICK),
+        "The smallest setting needs 100 MiB, and --memory allows 50 MiB.",
+    ),
 )
 def test_a_target_that_no_setting_meets(goal: Goal, text: str) -> None:
     outcome = Tuner(SimulatedBench(sweet), tuned(), goal, Events()).run()

@@ -18,6 +18,7 @@ from shmserve.workers.backends.python.codecs import Codec, codec_of
 from shmserve.workers.backends.python.function_model import schemas_of
 from shmserve.workers.backends.python.records import build, fields_of
 from shmserve.workers.backends.python.signature import signature_of
+from tests.support.cases import cases
 
 
 class Box(pydantic.BaseModel):  # type: ignore[misc]
@@ -85,18 +86,15 @@ def test_records_are_written_as_they_are_read(hint: Any) -> None:
         codec(hint).encode([value])
 
 
-@pytest.mark.parametrize(
-    ("hint", "data", "text"),
-    [
-        (Box, b'{"left": -1}', "left: Input should be greater than or equal to 0"),
-        (Shape, b'{"corners": []}', "is not valid: .*`name`"),
-        (dict[str, float], b"{", "is not valid"),
-        (Image.Image, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n", "is not an image; expected one of PNG"),
-        (Image.Image, b"\x89PNG\r\n\x1a\n", "is not "),
-        (pandas.DataFrame, b"[1, ", "is not a table: JSONDecodeError"),
-        (pandas.DataFrame, b"PAR1", "is not a table"),
-        (str, b"\xff", "is not UTF-8 text"),
-    ],
+@cases(
+    (Box, b'{"left": -1}', "left: Input should be greater than or equal to 0"),
+    (Shape, b'{"corners": []}', "is not valid: .*`name`"),
+    (dict[str, float], b"{", "is not valid"),
+    (Image.Image, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n", "is not an image; expected one of PNG"),
+    (Image.Image, b"\x89PNG\r\n\x1a\n", "is not "),
+    (pandas.DataFrame, b"[1, ", "is not a table: JSONDecodeError"),
+    (pandas.DataFrame, b"PAR1", "is not a table"),
+    (str, b"\xff", "is not UTF-8 text"),
 )
 def test_what_cannot_be_read_is_refused(hint: Any, data: bytes, text: str) -> None:
     with pytest.raises(ValueError, match=text):
@@ -120,8 +118,11 @@ def test_images(kind: str) -> None:
     assert (again.format, again.tobytes()) == ("PNG", image.tobytes())
 
 
-@pytest.mark.parametrize("data", [b'[{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]', b'{"a": [1, 2], "b": ["x", "y"]}',
-                                  b"a,b\n1,x\n2,y\n"])  # fmt: skip
+@cases(
+    b'[{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]',
+    b'{"a": [1, 2], "b": ["x", "y"]}',
+    b"a,b\n1,x\n2,y\n",
+)
 def test_tables(data: bytes) -> None:
     found = codec(pandas.DataFrame)
     frame = found.decode(data)

@@ -14,6 +14,7 @@ import pytest
 from shmserve.errors import InvalidRequest
 from shmserve.workers.backends.language.image_headers import pixels_in
 from shmserve.workers.backends.language.requests import PIXELS, chat_in
+from tests.support.cases import cases
 from tests.support.optional import optional
 
 image = optional("PIL.Image")
@@ -28,9 +29,13 @@ def chat(*images: bytes) -> Any:
     return chat_in(json.dumps({"messages": [{"role": "user", "content": parts}]}), encoded)
 
 
-@pytest.mark.parametrize(("kind", "more"), [
-    ("PNG", {}), ("JPEG", {}), ("JPEG", {"progressive": True, "comment": b"x" * 9}), ("GIF", {}), ("BMP", {}),
-])  # fmt: skip
+@cases(
+    ("PNG", {}),
+    ("JPEG", {}),
+    ("JPEG", {"progressive": True, "comment": b"x" * 9}),
+    ("GIF", {}),
+    ("BMP", {}),
+)
 def test_the_pixels_of_known_formats(kind: str, more: dict[str, Any]) -> None:
     file = io.BytesIO()
     image.new("RGB", (40, 30)).save(file, kind, **more)
@@ -40,7 +45,7 @@ def test_the_pixels_of_known_formats(kind: str, more: dict[str, Any]) -> None:
             pixels_in(file.getvalue()[:size])
 
 
-@pytest.mark.parametrize(("data", "text"), [
+@cases(
     (b"", "its format is unknown"),
     (b"8BPS" + bytes(100), "its format is unknown"),
     (PNG.replace(b"IHDR", b"CgBI"), "does not begin with its size"),
@@ -48,7 +53,7 @@ def test_the_pixels_of_known_formats(kind: str, more: dict[str, Any]) -> None:
     (b"\xff\xd8\xff\xd9\x00\x02", "unknown segment"),
     (b"\xff\xd8\xff\xe0\x00\x00", "unknown segment"),
     (b"\xff\xd8" + b"\xff" * 100, "cut off"),
-])  # fmt: skip
+)
 def test_other_files_are_refused(data: bytes, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         chat(data)

@@ -30,6 +30,7 @@ from shmserve.workers.backends.llamacpp.pieces import Pieces
 from shmserve.workers.backends.llamacpp.settings import Settings
 from shmserve.workers.model_calls.answer import Request
 from shmserve.workers.model_calls.coroutines import Coroutines
+from tests.support.cases import cases
 from tests.support.model_files import parameters
 from tests.support.workers.models import gguf_models
 
@@ -63,24 +64,21 @@ def with_value(kind: int, value: bytes) -> bytes:
     return struct.pack("<4sIQQQ3sI", b"GGUF", 3, 0, 1, 3, b"key", kind) + value
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, {"temperature": 1.0, "top_k": 0, "max_tokens": -1}),
-        (
-            {"temperature": "0.5", "top_k": -1, "ignore_eos": "true"},
-            {"temperature": 0.5, "top_k": 0, "ignore_eos": True},
-        ),
-        ({"repetition_penalty": 1.5, "max_tokens": 7}, {"repeat_penalty": 1.5, "max_tokens": 7}),
-        ({"max_tokens": None, "stop": None, "seed": None, "logprobs": None}, {"max_tokens": -1}),
-        ({"stop": "a"}, {"stop": ["a"]}),
-        ({"stop": ["a", "", "b"], "seed": -1}, {"stop": ["a", "b"], "seed": 0x7FFFFFFF}),
-        ({"logit_bias": '{"5": -1}'}, {"logit_bias": [[5, -1.0]]}),
-        ({"structured_outputs": '{"json": "{\\"type\\": \\"array\\"}"}'}, {"json_schema": {"type": "array"}}),
-        ({"structured_outputs": {"json_object": True, "json": None}}, {"json_schema": {"type": "object"}}),
-        ({"structured_outputs": {"choice": ["a", 'b"']}}, {"grammar": 'root ::= "a" | "b\\""'}),
-        ({"min_tokens": 0, "skip_special_tokens": True, "stop_token_ids": []}, {"max_tokens": -1}),
-    ],
+@cases(
+    ({}, {"temperature": 1.0, "top_k": 0, "max_tokens": -1}),
+    (
+        {"temperature": "0.5", "top_k": -1, "ignore_eos": "true"},
+        {"temperature": 0.5, "top_k": 0, "ignore_eos": True},
+    ),
+    ({"repetition_penalty": 1.5, "max_tokens": 7}, {"repeat_penalty": 1.5, "max_tokens": 7}),
+    ({"max_tokens": None, "stop": None, "seed": None, "logprobs": None}, {"max_tokens": -1}),
+    ({"stop": "a"}, {"stop": ["a"]}),
+    ({"stop": ["a", "", "b"], "seed": -1}, {"stop": ["a", "b"], "seed": 0x7FFFFFFF}),
+    ({"logit_bias": '{"5": -1}'}, {"logit_bias": [[5, -1.0]]}),
+    ({"structured_outputs": '{"json": "{\\"type\\": \\"array\\"}"}'}, {"json_schema": {"type": "array"}}),
+    ({"structured_outputs": {"json_object": True, "json": None}}, {"json_schema": {"type": "object"}}),
+    ({"structured_outputs": {"choice": ["a", 'b"']}}, {"grammar": 'root ::= "a" | "b\\""'}),
+    ({"min_tokens": 0, "skip_special_tokens": True, "stop_token_ids": []}, {"max_tokens": -1}),
 )
 def test_sampling_parameters_for_the_engine(given: dict[str, Any], expected: dict[str, Any]) -> None:
     found = engine_parameters(sampling_in(json.dumps(given)), Defaults())
@@ -91,22 +89,19 @@ def test_sampling_parameters_for_the_engine(given: dict[str, Any], expected: dic
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "words"),
-    [
-        ("[]", InvalidRequest, "is not a JSON object"),
-        ("{", InvalidRequest, "is not JSON"),
-        ("[" * 100_000, InvalidRequest, "is not JSON"),
-        ('{"logprobs": 21}', InvalidRequest, "logprobs"),
-        ('{"n": 0}', InvalidRequest, "n`"),
-        ('{"top_p": 0}', InvalidRequest, "top_p"),
-        ('{"temperature": "hot"}', InvalidRequest, "temperature"),
-        ('{"n": 2, "best_of": 3}', Unsupported, "best_of"),
-        ('{"bad_words": ["a"]}', Unsupported, "no 'bad_words'"),
-        ('{"logit_bias": {"a": 1}}', InvalidRequest, "ids of tokens, not 'a'"),
-        ('{"structured_outputs": {"regex": "a"}}', Unsupported, "with 'regex' is not supported"),
-        ('{"structured_outputs": {"json": {}, "choice": ["a"]}}', InvalidRequest, "must have one of"),
-    ],
+@cases(
+    ("[]", InvalidRequest, "is not a JSON object"),
+    ("{", InvalidRequest, "is not JSON"),
+    ("[" * 100_000, InvalidRequest, "is not JSON"),
+    ('{"logprobs": 21}', InvalidRequest, "logprobs"),
+    ('{"n": 0}', InvalidRequest, "n`"),
+    ('{"top_p": 0}', InvalidRequest, "top_p"),
+    ('{"temperature": "hot"}', InvalidRequest, "temperature"),
+    ('{"n": 2, "best_of": 3}', Unsupported, "best_of"),
+    ('{"bad_words": ["a"]}', Unsupported, "no 'bad_words'"),
+    ('{"logit_bias": {"a": 1}}', InvalidRequest, "ids of tokens, not 'a'"),
+    ('{"structured_outputs": {"regex": "a"}}', Unsupported, "with 'regex' is not supported"),
+    ('{"structured_outputs": {"json": {}, "choice": ["a"]}}', InvalidRequest, "must have one of"),
 )
 def test_sampling_parameters_that_are_refused(text: str, kind: type[ServeError], words: str) -> None:
     with pytest.raises(kind, match=words):
@@ -201,14 +196,11 @@ def test_tool_calls_are_put_together() -> None:
     assert call["function"] == {"name": "weather", "arguments": '{"city":"P"}'}
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        ({"code": 400, "message": "no"}, InvalidRequest),
-        ({"code": 400, "message": "no", "type": "exceed_context_size_error"}, InvalidRequest),
-        ({"code": 503, "message": "no"}, Unavailable),
-        ({"code": 500, "message": "no"}, ModelFailed),
-    ],
+@cases(
+    ({"code": 400, "message": "no"}, InvalidRequest),
+    ({"code": 400, "message": "no", "type": "exceed_context_size_error"}, InvalidRequest),
+    ({"code": 503, "message": "no"}, Unavailable),
+    ({"code": 500, "message": "no"}, ModelFailed),
 )
 def test_errors_of_the_engine(error: dict[str, Any], kind: type[ServeError]) -> None:
     with pytest.raises(kind, match="no"):
@@ -217,18 +209,15 @@ def test_errors_of_the_engine(error: dict[str, Any], kind: type[ServeError]) -> 
         Pieces(0, 1).steps(b"[]")
 
 
-@pytest.mark.parametrize(
-    ("config", "text"),
-    [
-        (parameters(pooling="max"), "must be one of mean, cls, last, rank, not 'max'"),
-        (
-            parameters(pooling="rank") + 'input { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }',
-            "query, document",
-        ),
-        (parameters(pooling="mean") + 'output { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }', "outputs embedding and"),
-    ],
+@cases(
+    (parameters(pooling="max"), "must be one of mean, cls, last, rank, not 'max'"),
+    (
+        parameters(pooling="rank") + 'input { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }',
+        "query, document",
+    ),
+    (parameters(pooling="mean") + 'output { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }', "outputs embedding and"),
 )
-def test_encoders_with_other_tensors_or_poolings_are_refused(tmp_path: Path, config: str, text: str) -> None:
+def test_encoders_with_other_tensors_or_poolings_are_refused(config: str, text: str, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
     from shmserve.workers.backends.llamacpp.backend import LlamaCpp
 

@@ -32,6 +32,7 @@ from shmserve.workers.backends.onnx.providers import (
 )
 from shmserve.workers.process.device import device_of, visible_number
 from tests import ROOT
+from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 
 ALL = (TENSORRT, CUDA, OPENVINO, XNNPACK, DNNL, CPU)
@@ -93,20 +94,17 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("given", "changed"),
-    [
-        (config("intra_op_thread_count=2"), {"intra_op_num_threads": 2}),
-        (config("intra_op_thread_count=0 enable_mem_arena=true execution_mode=0"), {}),
-        (config("inter_op_thread_count=4"), {"inter_op_num_threads": 4}),
-        (config("execution_mode=1"), {"execution_mode": "ORT_PARALLEL", "enable_mem_pattern": 0}),
-        (config("enable_mem_arena=0"), {"enable_cpu_mem_arena": 0}),
-        (config("enable_mem_pattern=0"), {"enable_mem_pattern": 0}),
-        (config(level=-1), {"graph_optimization_level": "ORT_ENABLE_BASIC"}),
-        (config(level=0), {}),
-        (config(level=1), {"graph_optimization_level": "ORT_ENABLE_EXTENDED"}),
-        (config(level=2), {"graph_optimization_level": "ORT_DISABLE_ALL"}),
-    ],
+@cases(
+    (config("intra_op_thread_count=2"), {"intra_op_num_threads": 2}),
+    (config("intra_op_thread_count=0 enable_mem_arena=true execution_mode=0"), {}),
+    (config("inter_op_thread_count=4"), {"inter_op_num_threads": 4}),
+    (config("execution_mode=1"), {"execution_mode": "ORT_PARALLEL", "enable_mem_pattern": 0}),
+    (config("enable_mem_arena=0"), {"enable_cpu_mem_arena": 0}),
+    (config("enable_mem_pattern=0"), {"enable_mem_pattern": 0}),
+    (config(level=-1), {"graph_optimization_level": "ORT_ENABLE_BASIC"}),
+    (config(level=0), {}),
+    (config(level=1), {"graph_optimization_level": "ORT_ENABLE_EXTENDED"}),
+    (config(level=2), {"graph_optimization_level": "ORT_DISABLE_ALL"}),
 )
 def test_attributes_of_the_session(given: ModelConfig, changed: dict[str, Any]) -> None:
     assert planned(given).attributes == DEFAULTS | changed
@@ -134,15 +132,12 @@ def test_the_limit_of_host_memory(more: str, strategy: int) -> None:
     assert found.entries["session.use_env_allocators"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "run"),
-    [
-        ("KIND_CPU", "cpu:0", "cpu:0"),
-        ("KIND_CPU", "gpu:0; cpu:0", "cpu:0"),
-        ("KIND_CPU", "gpu:0", None),
-        ("KIND_GPU", "gpu:0;cpu:0", "cpu:0;gpu:2"),
-        ("KIND_GPU", "gpu:0;gpu:1", "gpu:2"),
-    ],
+@cases(
+    ("KIND_CPU", "cpu:0", "cpu:0"),
+    ("KIND_CPU", "gpu:0; cpu:0", "cpu:0"),
+    ("KIND_CPU", "gpu:0", None),
+    ("KIND_GPU", "gpu:0;cpu:0", "cpu:0;gpu:2"),
+    ("KIND_GPU", "gpu:0;gpu:1", "gpu:2"),
 )
 def test_only_arenas_of_the_device_of_the_instance_shrink(kind: str, text: str, run: str | None) -> None:
     key = "memory.enable_memory_arena_shrinkage"
@@ -158,22 +153,28 @@ OLD = "arena_extend_strategy=1 cudnn_conv_algo_search=1"
 OLD_NAMES = "arena_extend_strategy=kSameAsRequested cudnn_conv_algo_search=HEURISTIC do_copy_in_default_stream=1"
 
 
-@pytest.mark.parametrize(
-    ("gpu", "parameters", "expected"),
-    [
-        ("", "", [(CUDA, "")]),
-        ("", f"gpu_mem_limit=1000 {OLD} do_copy_in_default_stream=1", [(CUDA, f"gpu_mem_limit=1000 {OLD_NAMES}")]),
-        ("", "cudnn_conv_use_max_workspace=0", [(CUDA, "cudnn_conv_use_max_workspace=0")]),
-        ("cuda cudnn_conv_algo_search=default use_tf32=false some_new_option=x", "cudnn_conv_algo_search=0",
-         [(CUDA, "cudnn_conv_algo_search=DEFAULT use_tf32=0 some_new_option=x")]),
-        ("tensorrt precision_mode=FP16 max_workspace_size_bytes=1073741824", "",
-         [(TENSORRT, "trt_fp16_enable=1 trt_max_workspace_size=1073741824"), (CUDA, "")]),
-        (f"CUDA prefer_nhwc=1 | TensorRT {INT8} trt_engine_cache_enable=true {NEW}", "",
-         [(TENSORRT, f"{TRT_INT8} trt_engine_cache_enable=1 {NEW}"), (CUDA, "prefer_nhwc=1")]),
-        ("tensorrt precision_mode=FP32", "", [(TENSORRT, ""), (CUDA, "")]),
-    ],
+@cases(
+    ("", "", [(CUDA, "")]),
+    ("", f"gpu_mem_limit=1000 {OLD} do_copy_in_default_stream=1", [(CUDA, f"gpu_mem_limit=1000 {OLD_NAMES}")]),
+    ("", "cudnn_conv_use_max_workspace=0", [(CUDA, "cudnn_conv_use_max_workspace=0")]),
+    (
+        "cuda cudnn_conv_algo_search=default use_tf32=false some_new_option=x",
+        "cudnn_conv_algo_search=0",
+        [(CUDA, "cudnn_conv_algo_search=DEFAULT use_tf32=0 some_new_option=x")],
+    ),
+    (
+        "tensorrt precision_mode=FP16 max_workspace_size_bytes=1073741824",
+        "",
+        [(TENSORRT, "trt_fp16_enable=1 trt_max_workspace_size=1073741824"), (CUDA, "")],
+    ),
+    (
+        f"CUDA prefer_nhwc=1 | TensorRT {INT8} trt_engine_cache_enable=true {NEW}",
+        "",
+        [(TENSORRT, f"{TRT_INT8} trt_engine_cache_enable=1 {NEW}"), (CUDA, "prefer_nhwc=1")],
+    ),
+    ("tensorrt precision_mode=FP32", "", [(TENSORRT, ""), (CUDA, "")]),
     ids=["nothing", "old parameters", "workspace", "cuda", "tensorrt", "both", "FP32"],
-)  # fmt: skip
+)
 def test_providers_on_a_gpu(gpu: str, parameters: str, expected: list[tuple[str, str]]) -> None:
     found = planned(config(parameters, gpu=gpu, cpu="openvino"), "KIND_GPU", device=2)
     assert found.providers == (*((name, {"device_id": "2"} | options(text)) for name, text in expected), (CPU, {}))
@@ -181,13 +182,10 @@ def test_providers_on_a_gpu(gpu: str, parameters: str, expected: list[tuple[str,
     assert not found.on_host
 
 
-@pytest.mark.parametrize(
-    ("cpu", "name", "expected", "threads"),
-    [
-        ("openvino", OPENVINO, "device_type=CPU num_of_threads=3 precision=FP32", 3),
-        ("xnnpack", XNNPACK, "intra_op_num_threads=3 precision=FP32", 1),
-        ("dnnl", DNNL, "precision=FP32", 3),
-    ],
+@cases(
+    ("openvino", OPENVINO, "device_type=CPU num_of_threads=3 precision=FP32", 3),
+    ("xnnpack", XNNPACK, "intra_op_num_threads=3 precision=FP32", 1),
+    ("dnnl", DNNL, "precision=FP32", 3),
 )
 def test_providers_on_the_cpu(cpu: str, name: str, expected: str, threads: int) -> None:
     found = planned(config(cpu=f"{cpu} precision=FP32", gpu="tensorrt"))
@@ -240,31 +238,33 @@ def test_invalid_parameters_are_refused(kind: str, parameters: str, text: str) -
 ONLY_CPU = ("AzureExecutionProvider", CPU)
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "available", "text"),
-    [
-        ("GPU", config(gpu="openvino"), ALL, "unknown Execution Accelerator 'openvino' is .*; known here are tensor"),
-        ("GPU", config(gpu="tensorrt precision_mode=FP8"), ALL, "must be one of FP32, FP16, BF16, INT8, not 'FP8'"),
-        ("GPU", config(gpu="tensorrt workspace=1"), ALL, "unknown parameter 'workspace' is provided for TensorRT"),
-        ("GPU", config(gpu="tensorrt max_workspace_size_bytes=x"), ALL, "parameter max_workspace_size_bytes must be a"),
-        ("GPU", config(gpu="tensorrt trt_builder_optimization_level=6"), ALL, "it can be 0 to 5"),
-        ("GPU", config(gpu="tensorrt trt_profile_opt_shapes=1x3"), ALL, "must be shapes like"),
-        ("GPU", config(gpu="tensorrt trt_onnx_bytestream=1"), ALL, "it is an address in the process"),
-        ("GPU", config(gpu="cuda gpu_external_alloc=1"), ALL, "it is an address in the process"),
-        ("GPU", config(gpu="cuda user_compute_stream=1"), ALL, "it is an address in the process"),
-        ("GPU", config(gpu="cuda device_id=1"), ALL, "`gpus` of the instance_group says the device"),
-        ("GPU", config(gpu="cuda use_tf32=2"), ALL, "cuda parameter use_tf32 must be true or false, not '2'"),
-        ("GPU", config(gpu="cuda | cuda"), ALL, "requested twice"),
-        ("CPU", config(cpu="cuda"), ALL, "'cuda' is requested; known here are openvino"),
-        ("CPU", config(level=-2), ALL, "optimization.graph.level -2 is not one of"),
-        ("CPU", config(level=3), ALL, "optimization.graph.level 3 is not one of"),
-        ("GPU", config(), ONLY_CPU, "KIND_GPU needs CUDAExecutionProvider, and the onnxruntime that is .* has only "
-         "CPUExecutionProvider: pip install onnxruntime-gpu in place of onnxruntime"),
-        ("GPU", config(gpu="tensorrt"), ONLY_CPU, "needs TensorrtExecutionProvider.*onnxruntime-gpu.*tensorrt"),
-        ("CPU", config(cpu="openvino"), ONLY_CPU, "it needs OpenVINOExecutionProvider.*onnxruntime-openvino"),
-        ("CPU", config(cpu="xnnpack"), ONLY_CPU, "needs XnnpackExecutionProvider.*needs a build of onnxruntime"),
-    ],
-)  # fmt: skip
+@cases(
+    ("GPU", config(gpu="openvino"), ALL, "unknown Execution Accelerator 'openvino' is .*; known here are tensor"),
+    ("GPU", config(gpu="tensorrt precision_mode=FP8"), ALL, "must be one of FP32, FP16, BF16, INT8, not 'FP8'"),
+    ("GPU", config(gpu="tensorrt workspace=1"), ALL, "unknown parameter 'workspace' is provided for TensorRT"),
+    ("GPU", config(gpu="tensorrt max_workspace_size_bytes=x"), ALL, "parameter max_workspace_size_bytes must be a"),
+    ("GPU", config(gpu="tensorrt trt_builder_optimization_level=6"), ALL, "it can be 0 to 5"),
+    ("GPU", config(gpu="tensorrt trt_profile_opt_shapes=1x3"), ALL, "must be shapes like"),
+    ("GPU", config(gpu="tensorrt trt_onnx_bytestream=1"), ALL, "it is an address in the process"),
+    ("GPU", config(gpu="cuda gpu_external_alloc=1"), ALL, "it is an address in the process"),
+    ("GPU", config(gpu="cuda user_compute_stream=1"), ALL, "it is an address in the process"),
+    ("GPU", config(gpu="cuda device_id=1"), ALL, "`gpus` of the instance_group says the device"),
+    ("GPU", config(gpu="cuda use_tf32=2"), ALL, "cuda parameter use_tf32 must be true or false, not '2'"),
+    ("GPU", config(gpu="cuda | cuda"), ALL, "requested twice"),
+    ("CPU", config(cpu="cuda"), ALL, "'cuda' is requested; known here are openvino"),
+    ("CPU", config(level=-2), ALL, "optimization.graph.level -2 is not one of"),
+    ("CPU", config(level=3), ALL, "optimization.graph.level 3 is not one of"),
+    (
+        "GPU",
+        config(),
+        ONLY_CPU,
+        "KIND_GPU needs CUDAExecutionProvider, and the onnxruntime that is .* has only "
+        "CPUExecutionProvider: pip install onnxruntime-gpu in place of onnxruntime",
+    ),
+    ("GPU", config(gpu="tensorrt"), ONLY_CPU, "needs TensorrtExecutionProvider.*onnxruntime-gpu.*tensorrt"),
+    ("CPU", config(cpu="openvino"), ONLY_CPU, "it needs OpenVINOExecutionProvider.*onnxruntime-openvino"),
+    ("CPU", config(cpu="xnnpack"), ONLY_CPU, "needs XnnpackExecutionProvider.*needs a build of onnxruntime"),
+)
 def test_accelerators_and_levels_are_refused(
     kind: str, given: ModelConfig, available: tuple[str, ...], text: str
 ) -> None:
@@ -333,14 +333,11 @@ def test_a_process_that_sees_one_device_only(variable: str, number: int, monkeyp
 ARENA = "/src/onnxruntime/core/bfc_arena.cc:360 void* onnxruntime::BFCArena::Allocate(size_t, bool)"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[ONNXRuntimeError] : 1 : FAIL : Load failed", "[ONNXRuntimeError] : 1 : FAIL : Load failed"),
-        (f"Status Message: {ARENA} Available memory of 5\n", "Status Message: Available memory of 5"),
-        ("/build/a.cc:10 std::shared_ptr<T> f(const A&, const B&) Invalid OpenVINO option", "Invalid OpenVINO option"),
-    ],
-)  # fmt: skip
+@cases(
+    ("[ONNXRuntimeError] : 1 : FAIL : Load failed", "[ONNXRuntimeError] : 1 : FAIL : Load failed"),
+    (f"Status Message: {ARENA} Available memory of 5\n", "Status Message: Available memory of 5"),
+    ("/build/a.cc:10 std::shared_ptr<T> f(const A&, const B&) Invalid OpenVINO option", "Invalid OpenVINO option"),
+)
 def test_error_texts_of_the_engine_are_shortened(text: str, expected: str) -> None:
     assert engine_text(RuntimeError(text)) == expected
 

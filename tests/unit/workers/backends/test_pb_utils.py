@@ -11,6 +11,7 @@ import pytest
 
 from shmserve.dtypes import BY_NUMBER, to_numpy
 from shmserve.workers.backends.python import pb_utils
+from tests.support.cases import cases
 
 
 class OldStyle:
@@ -159,16 +160,13 @@ def test_requests_made_by_a_model() -> None:
         pb_utils.InferenceResponseSender()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: pb_utils.InferenceRequest("m", [], []).exec(decoupled=True),
-        lambda: asyncio.run(pb_utils.InferenceRequest("m", [], []).async_exec()),
-        lambda: pb_utils.MetricFamily("n", "d", pb_utils.MetricFamily.GAUGE).Metric(),
-        lambda: pb_utils.load_model(model_name="m"),
-        lambda: pb_utils.unload_model("m"),
-        lambda: pb_utils.is_model_ready("m"),
-    ],
+@cases(
+    lambda: pb_utils.InferenceRequest("m", [], []).exec(decoupled=True),
+    lambda: asyncio.run(pb_utils.InferenceRequest("m", [], []).async_exec()),
+    lambda: pb_utils.MetricFamily("n", "d", pb_utils.MetricFamily.GAUGE).Metric(),
+    lambda: pb_utils.load_model(model_name="m"),
+    lambda: pb_utils.unload_model("m"),
+    lambda: pb_utils.is_model_ready("m"),
 )
 def test_calls_that_need_a_server_are_refused_without_one(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
@@ -246,21 +244,23 @@ def test_completing_a_configuration() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("before", "call", "text"),
-    [
-        (plain(max_batch_size=8), lambda c: c.set_max_batch_size(4), "specified max_batch_size 8"),
-        (plain(sequence_batching={}), lambda c: c.set_dynamic_batching(), "sequence_batching"),
-        (plain(), lambda c: c.add_input({"name": "x", "data_type": "TYPE_FP32"}), "lacks 'dims'"),
-        (plain(), lambda c: c.add_output({"name": "x", "optional": True}), r"unknown keys \['optional'\]"),
-        (plain(input=[{"name": "x", "data_type": "TYPE_FP32", "dims": [1]}]),
-         lambda c: c.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [2]}),
-         r"has dims \[1\], auto_complete_config gives \[2\]"),
-        (plain(), lambda c: c.set_model_transaction_policy({"other": 1}), r"unknown keys \['other'\]"),
-        (plain(model_transaction_policy={"decoupled": True}),
-         lambda c: c.set_model_transaction_policy({"decoupled": False}), "decoupled as true"),
-    ],
-)  # fmt: skip
+@cases(
+    (plain(max_batch_size=8), lambda c: c.set_max_batch_size(4), "specified max_batch_size 8"),
+    (plain(sequence_batching={}), lambda c: c.set_dynamic_batching(), "sequence_batching"),
+    (plain(), lambda c: c.add_input({"name": "x", "data_type": "TYPE_FP32"}), "lacks 'dims'"),
+    (plain(), lambda c: c.add_output({"name": "x", "optional": True}), r"unknown keys \['optional'\]"),
+    (
+        plain(input=[{"name": "x", "data_type": "TYPE_FP32", "dims": [1]}]),
+        lambda c: c.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [2]}),
+        r"has dims \[1\], auto_complete_config gives \[2\]",
+    ),
+    (plain(), lambda c: c.set_model_transaction_policy({"other": 1}), r"unknown keys \['other'\]"),
+    (
+        plain(model_transaction_policy={"decoupled": True}),
+        lambda c: c.set_model_transaction_policy({"decoupled": False}),
+        "decoupled as true",
+    ),
+)
 def test_contradicting_a_configuration(before: dict[str, Any], call: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         call(pb_utils.ModelConfig(before))

@@ -22,6 +22,7 @@ from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.device_inputs import DeviceInputs
 from shmserve.workers.batch.specs import inputs_of
 from shmserve.workers.runner import OverlappingRunner, StackedRunner
+from tests.support.cases import cases
 from tests.support.optional import OnDemand, optional
 from tests.support.workers.gpu.device_arrays import view
 from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, WIDTH, Pair, arrays, gathered
@@ -275,15 +276,12 @@ def test_a_graph_keeps_its_buffers_when_others_grow(gpu: Gpu, fake: FakeDevice, 
         assert 2 * 5000 * 4 not in allocated, "it was replaced, and no graph uses it"
 
 
-@pytest.mark.parametrize(
-    ("lines", "refuse", "why"),
-    [
-        ((), True, "inputs [8, 4]: RuntimeError: operation not permitted when stream is capturing"),
-        (("return x.double()",), False, "output 'y' is torch.float64 on cpu, not a FP32 tensor on the GPU"),
-    ],
+@cases(
+    ((), True, "inputs [8, 4]: RuntimeError: operation not permitted when stream is capturing"),
+    (("return x.double()",), False, "output 'y' is torch.float64 on cpu, not a FP32 tensor on the GPU"),
 )
 def test_models_that_cannot_be_captured_run_without_graphs(
-    gpu: Gpu, fake: FakeDevice, tmp_path: Path, lines: Any, refuse: bool, why: str, capfd: pytest.CaptureFixture[str]
+    lines: Any, refuse: bool, why: str, gpu: Gpu, fake: FakeDevice, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fake.refuse = refuse
     with load(tmp_path, tuned(model(tmp_path, 4, *lines), Cuda(graphs=True))) as instance:

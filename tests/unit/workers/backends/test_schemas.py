@@ -14,6 +14,7 @@ from shmserve.workers.backends.language.sampling import Defaults, sampling_in
 from shmserve.workers.backends.language.schemas import check_chat, check_schema
 from shmserve.workers.backends.llamacpp.parameters import engine_parameters
 from shmserve.workers.backends.vllm.parameters import parameters_of
+from tests.support.cases import cases
 
 
 def optional(count: int) -> dict[str, Any]:
@@ -37,55 +38,49 @@ def pattern(text: str) -> dict[str, str]:
     return {"type": "string", "pattern": text}
 
 
-@pytest.mark.parametrize(
-    ("schema", "words"),
-    [
-        ({"type": "string", "minLength": 5, "maxLength": 2}, "'minLength' 5, which is above 'maxLength' 2"),
-        ({"type": "array", "minItems": 5, "maxItems": 2}, "'minItems' 5, which is above 'maxItems' 2"),
-        ({"type": "string", "minLength": -5}, "'minLength' -5; expected 0 to 1000000"),
-        ({"type": "string", "maxLength": 2**62}, "expected 0 to 1000000"),
-        ({"type": "array", "maxItems": 100_000}, "expected 0 to 2000"),
-        ({"anyOf": [{"properties": {"a": {"maxItems": 1e300}}}]}, "expected 0 to 2000"),
-        ({"properties": {"$defs": {"type": "string", "minLength": -1}}}, "'minLength' -1; expected"),
-        (optional(201), "201 properties in an object; the limit is 200"),
-        ({"enum": ["same"] * 2001}, "more than 2000 parts"),
-        (doubled(24), "more than 2000 parts"),
-        (nested(129), "more than 128 levels deep"),
-        (nested(100_000), "deep"),
-        (pattern("^a{5,2}$"), r"\{5,2\}, whose limits are in the wrong order"),
-        (pattern("^a{99999999999999999999}$"), "the limit of repetitions is 2000"),
-        (pattern("a?" * 201), "more than 200 elements"),
-        (pattern("(a{1000}){1000}"), "more than 200 elements"),
-        (pattern("(?:(a?){0,15}){15}"), "more than 200 elements"),
-        (pattern("(" * 129), "more than 200 elements"),
-    ],
+@cases(
+    ({"type": "string", "minLength": 5, "maxLength": 2}, "'minLength' 5, which is above 'maxLength' 2"),
+    ({"type": "array", "minItems": 5, "maxItems": 2}, "'minItems' 5, which is above 'maxItems' 2"),
+    ({"type": "string", "minLength": -5}, "'minLength' -5; expected 0 to 1000000"),
+    ({"type": "string", "maxLength": 2**62}, "expected 0 to 1000000"),
+    ({"type": "array", "maxItems": 100_000}, "expected 0 to 2000"),
+    ({"anyOf": [{"properties": {"a": {"maxItems": 1e300}}}]}, "expected 0 to 2000"),
+    ({"properties": {"$defs": {"type": "string", "minLength": -1}}}, "'minLength' -1; expected"),
+    (optional(201), "201 properties in an object; the limit is 200"),
+    ({"enum": ["same"] * 2001}, "more than 2000 parts"),
+    (doubled(24), "more than 2000 parts"),
+    (nested(129), "more than 128 levels deep"),
+    (nested(100_000), "deep"),
+    (pattern("^a{5,2}$"), r"\{5,2\}, whose limits are in the wrong order"),
+    (pattern("^a{99999999999999999999}$"), "the limit of repetitions is 2000"),
+    (pattern("a?" * 201), "more than 200 elements"),
+    (pattern("(a{1000}){1000}"), "more than 200 elements"),
+    (pattern("(?:(a?){0,15}){15}"), "more than 200 elements"),
+    (pattern("(" * 129), "more than 200 elements"),
 )
 def test_schemas_that_are_refused(schema: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         check_schema(schema, "the schema")
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        None,
-        True,
-        [5],
-        {"type": "string", "minLength": 0, "maxLength": 100_000},
-        {"properties": {"maxItems": {"type": "integer"}, "pattern": {"enum": [-5]}, "$ref": {"type": "string"}}},
-        {"enum": [f"value {number}" for number in range(1000)]},
-        optional(200),
-        nested(100),
-        doubled(8),
-        {"$ref": "#"},
-        {"type": "object", "properties": {"children": {"type": "array", "items": {"$ref": "#"}}}},
-        {"$defs": {"a/b": {"type": "string"}}, "anyOf": [{"$ref": "#/$defs/a~1b"}, {"$ref": "#/nowhere/0"}]},
-        pattern("^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$"),
-        pattern(r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d{1,6})?(Z|[+-]\d{2}:\d{2})$"),
-        pattern("^.{1,1000}$"),
-        pattern(r"\)\(\{[({]{2,3}}"),
-        pattern(")(*{{2"),
-    ],
+@cases(
+    None,
+    True,
+    [5],
+    {"type": "string", "minLength": 0, "maxLength": 100_000},
+    {"properties": {"maxItems": {"type": "integer"}, "pattern": {"enum": [-5]}, "$ref": {"type": "string"}}},
+    {"enum": [f"value {number}" for number in range(1000)]},
+    optional(200),
+    nested(100),
+    doubled(8),
+    {"$ref": "#"},
+    {"type": "object", "properties": {"children": {"type": "array", "items": {"$ref": "#"}}}},
+    {"$defs": {"a/b": {"type": "string"}}, "anyOf": [{"$ref": "#/$defs/a~1b"}, {"$ref": "#/nowhere/0"}]},
+    pattern("^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$"),
+    pattern(r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d{1,6})?(Z|[+-]\d{2}:\d{2})$"),
+    pattern("^.{1,1000}$"),
+    pattern(r"\)\(\{[({]{2,3}}"),
+    pattern(")(*{{2"),
 )
 def test_schemas_that_are_allowed(schema: Any) -> None:
     check_schema(schema, "the schema")
@@ -118,16 +113,13 @@ def for_vllm(wanted: dict[str, Any], chat: dict[str, Any] | None = None, grammar
     return parameters_of(generation, Defaults(grammars=grammars))[1]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "words"),
-    [
-        ({"json": nested(129)}, "the schema of the text is nested more than 128 levels deep"),
-        ({"json": json.dumps(nested(129))}, "the schema of the text is nested more than 128 levels deep"),
-        ({"regex": "(a|b|ab)" * 20_000}, "the regular expression of the text has a pattern of more than 200 elements"),
-        ({"regex": 5}, "the regular expression of the text is not a text"),
-        ({"structural_tag": "{}"}, "'structural_tag' is not allowed"),
-        ({"grammar": 'root ::= "a"'}, "'grammar' is not allowed"),
-    ],
+@cases(
+    ({"json": nested(129)}, "the schema of the text is nested more than 128 levels deep"),
+    ({"json": json.dumps(nested(129))}, "the schema of the text is nested more than 128 levels deep"),
+    ({"regex": "(a|b|ab)" * 20_000}, "the regular expression of the text has a pattern of more than 200 elements"),
+    ({"regex": 5}, "the regular expression of the text is not a text"),
+    ({"structural_tag": "{}"}, "'structural_tag' is not allowed"),
+    ({"grammar": 'root ::= "a"'}, "'grammar' is not allowed"),
 )
 def test_structured_outputs_of_vllm_are_limited(wanted: dict[str, Any], words: str) -> None:
     with pytest.raises((InvalidRequest, Unsupported), match=words):

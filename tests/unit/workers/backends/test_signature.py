@@ -13,6 +13,7 @@ import shmserve
 from shmserve.errors import InvalidRequest
 from shmserve.workers.backends.python.codecs import TEXT
 from shmserve.workers.backends.python.signature import Slot, signature_of
+from tests.support.cases import cases
 
 Image = Annotated[Any, shmserve.Tensor("UINT8", -1, -1, 3)]
 Row = Annotated[Any, shmserve.Tensor("FP32", 3)]
@@ -85,18 +86,15 @@ def test_optional_inputs() -> None:
     assert signature.outputs == (Slot("output", "FP16", (2,), -1),)
 
 
-@pytest.mark.parametrize(
-    ("function", "by", "names", "streams"),
-    [
-        (every, "", ["output"], False),
-        (typed, "key", ["label", "scores"], False),
-        (data, "attribute", ["label", "count"], False),
-        (named, "attribute", ["a", "b"], False),
-        (pair, "index", ["output_0", "output_1"], False),
-        (some, "", ["output"], True),
-        (later, "attribute", ["label", "count"], True),
-        (State, "", ["output"], False),
-    ],
+@cases(
+    (every, "", ["output"], False),
+    (typed, "key", ["label", "scores"], False),
+    (data, "attribute", ["label", "count"], False),
+    (named, "attribute", ["a", "b"], False),
+    (pair, "index", ["output_0", "output_1"], False),
+    (some, "", ["output"], True),
+    (later, "attribute", ["label", "count"], True),
+    (State, "", ["output"], False),
 )
 def test_annotations_of_the_result_become_outputs(function: Any, by: str, names: list[str], streams: bool) -> None:
     signature = signature_of(function, "app.py", False)
@@ -132,24 +130,21 @@ def yielding(x: int) -> int:  # type: ignore[misc]
 class Without: ...
 
 
-@pytest.mark.parametrize(
-    ("function", "batch", "text"),
-    [
-        (bare, False, "parameter 'x' has no type: write x: shmserve.Tensor[\"FP32\", -1, 3], float, int, bool,"),
-        (array, False, "parameter 'x' has the type ndarray: write shmserve.Tensor["),
-        (silent, False, "it has no type for its result: write -> followed by"),
-        (nothing, False, "it has no type for its result"),
-        (star, False, "'*x: 'int'' cannot be an input"),
-        (none, False, "a model needs at least one input"),
-        (unknown, False, "its type hints cannot be read: NameError: name 'Missing' is not defined"),
-        (wrong, False, "Tensor has no data type 'FLOAT'; expected one of BOOL"),
-        (shapeless, False, "parameter 'x' has no dims: write Tensor[\"FP32\", -1]"),
-        (endless, False, "a tuple of any length cannot be the result"),
-        (yielding, False, "it yields its results: write -> Iterator[...]"),
-        (some, True, "answers one request at a time: remove batch=True"),
-        (one, True, "parameter 'x' is one float, but with batch=True there is one for each row: write list[float]"),
-        (Without, False, "the class has no method __call__"),
-    ],
+@cases(
+    (bare, False, "parameter 'x' has no type: write x: shmserve.Tensor[\"FP32\", -1, 3], float, int, bool,"),
+    (array, False, "parameter 'x' has the type ndarray: write shmserve.Tensor["),
+    (silent, False, "it has no type for its result: write -> followed by"),
+    (nothing, False, "it has no type for its result"),
+    (star, False, "'*x: 'int'' cannot be an input"),
+    (none, False, "a model needs at least one input"),
+    (unknown, False, "its type hints cannot be read: NameError: name 'Missing' is not defined"),
+    (wrong, False, "Tensor has no data type 'FLOAT'; expected one of BOOL"),
+    (shapeless, False, "parameter 'x' has no dims: write Tensor[\"FP32\", -1]"),
+    (endless, False, "a tuple of any length cannot be the result"),
+    (yielding, False, "it yields its results: write -> Iterator[...]"),
+    (some, True, "answers one request at a time: remove batch=True"),
+    (one, True, "parameter 'x' is one float, but with batch=True there is one for each row: write list[float]"),
+    (Without, False, "the class has no method __call__"),
 )
 def test_unsupported_annotations_are_refused(function: Any, batch: bool, text: str) -> None:
     with pytest.raises(InvalidRequest) as caught:

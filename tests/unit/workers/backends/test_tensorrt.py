@@ -18,6 +18,7 @@ from shmserve.protocol.worker_messages import StepOptions
 from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup, ModelParameter
 from shmserve.workers.backends.device_buffers import Pinned
+from tests.support.cases import cases
 from tests.support.workers.gpu.harness import adder, plan, tensor
 from tests.support.workers.gpu.tensorrt_harness import NO_OVERLAP, Cuda, Gpu, Spec, check, config, rows, tuned
 from tests.support.workers.worker_harness import config as model
@@ -56,18 +57,15 @@ def test_large_rows_are_not_copied_on_the_host(gpu: Gpu, tmp_path: Path) -> None
         assert [call for call in gpu.trt.calls if call[0] != "execute_async_v3"] == []  # the same shapes as before
 
 
-@pytest.mark.parametrize(
-    ("width", "tuning", "shares", "to_device"),
-    [
-        (4, {}, (1, 1, 1), [3]),
-        (10_000, {}, (1, 1, 2, 1, 2, 1), [2, 2, 1, 2, 1]),  # 40 kB a row: one is small, two are not
-        (40_000, {"gather_kernel_buffer_threshold": 3}, (1, 1), [1, 1]),
-        (40_000, {"gather_kernel_buffer_threshold": 3}, (1, 1, 1), [3]),
-    ],
+@cases(
+    (4, {}, (1, 1, 1), [3]),
+    (10_000, {}, (1, 1, 2, 1, 2, 1), [2, 2, 1, 2, 1]),  # 40 kB a row: one is small, two are not
+    (40_000, {"gather_kernel_buffer_threshold": 3}, (1, 1), [1, 1]),
+    (40_000, {"gather_kernel_buffer_threshold": 3}, (1, 1, 1), [3]),
     ids=["small rows go in one copy", "runs of small rows are gathered", "below the threshold", "at the threshold"],
 )
 def test_rows_of_a_batch_are_copied_together(
-    gpu: Gpu, tmp_path: Path, width: int, tuning: dict[str, int], shares: tuple[int, ...], to_device: list[int]
+    width: int, tuning: dict[str, int], shares: tuple[int, ...], to_device: list[int], gpu: Gpu, tmp_path: Path
 ) -> None:
     adder(tmp_path, width)
     with gpu.load(tmp_path, tuned(**tuning)) as instance:
@@ -235,19 +233,20 @@ def test_a_graph_that_serves_smaller_batches(gpu: Gpu, tmp_path: Path) -> None:
         assert [size for size, kind in gpu.copies() if kind == 2] == [count * 16 for count in range(1, 9)]
 
 
-@pytest.mark.parametrize(
-    ("spec", "text"),
-    [
-        (Spec(batch_size=9), "batch_size is 9, expected 1 to 8"),
-        (Spec(batch_size=0), "batch_size is 0, expected 1 to 8"),
-        (Spec(batch_size=1, input={"q": schema.ModelOptimizationPolicyCudaGraphSpecShape(dim=(4,))}), "no input q"),
-        (Spec(batch_size=1, input={"x": schema.ModelOptimizationPolicyCudaGraphSpecShape(dim=(5,))}),
-         r"shape \[1, 5\] of input 'x' is outside of profile 0, which allows \[1, 4\] to \[8, 4\]"),
-        (Spec(batch_size=2, graph_lower_bound=schema.ModelOptimizationPolicyCudaGraphSpecLowerBound(batch_size=3)),
-         "batch_size of graph_lower_bound is 3, expected 1 to 2"),
-    ],
-)  # fmt: skip
-def test_invalid_cuda_graph_specs_are_refused(gpu: Gpu, tmp_path: Path, spec: Any, text: str) -> None:
+@cases(
+    (Spec(batch_size=9), "batch_size is 9, expected 1 to 8"),
+    (Spec(batch_size=0), "batch_size is 0, expected 1 to 8"),
+    (Spec(batch_size=1, input={"q": schema.ModelOptimizationPolicyCudaGraphSpecShape(dim=(4,))}), "no input q"),
+    (
+        Spec(batch_size=1, input={"x": schema.ModelOptimizationPolicyCudaGraphSpecShape(dim=(5,))}),
+        r"shape \[1, 5\] of input 'x' is outside of profile 0, which allows \[1, 4\] to \[8, 4\]",
+    ),
+    (
+        Spec(batch_size=2, graph_lower_bound=schema.ModelOptimizationPolicyCudaGraphSpecLowerBound(batch_size=3)),
+        "batch_size of graph_lower_bound is 3, expected 1 to 2",
+    ),
+)
+def test_invalid_cuda_graph_specs_are_refused(spec: Any, text: str, gpu: Gpu, tmp_path: Path) -> None:
     adder(tmp_path)
     with pytest.raises(InvalidRequest, match=text):
         gpu.load(tmp_path, tuned(Cuda(graphs=True, graph_spec=(spec,))))
@@ -382,22 +381,19 @@ INPUT = {"name": "x", "data_type": "TYPE_FP32", "dims": (4,)}
 OUTPUT = {"name": "y", "data_type": "TYPE_FP32", "dims": (4,)}
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "text"),
-    [
-        ({"x": {"name": "q"}}, InvalidRequest, "unexpected inference input 'q', allowed inputs are: x"),
-        ({"y": {"name": "q"}}, InvalidRequest, "unexpected inference output 'q', allowed outputs are: y"),
-        ({"x": {"data_type": "TYPE_FP16"}}, InvalidRequest, "'x' is FP16 in the configuration and FP32 in the engine"),
-        ({"y": {"dims": (5,)}}, InvalidRequest, r"has shape \[-1, 5\] in the configuration .* and \[-1, 4\] in the"),
-        ({"x": {"is_shape_tensor": True}}, InvalidRequest, "'x' is no shape tensor in the engine"),
-        ({"x": {"is_non_linear_format_io": True}}, Unsupported, "is_non_linear_format_io is not supported"),
-        ({"x": {"optional": True}}, Unsupported, "an engine has no optional inputs, but x is optional"),
-        ({"strategy": "SOME"}, InvalidRequest, "is 'SOME', expected one of STATIC, ON_PROFILE_CHANGE"),
-    ],
+@cases(
+    ({"x": {"name": "q"}}, InvalidRequest, "unexpected inference input 'q', allowed inputs are: x"),
+    ({"y": {"name": "q"}}, InvalidRequest, "unexpected inference output 'q', allowed outputs are: y"),
+    ({"x": {"data_type": "TYPE_FP16"}}, InvalidRequest, "'x' is FP16 in the configuration and FP32 in the engine"),
+    ({"y": {"dims": (5,)}}, InvalidRequest, r"has shape \[-1, 5\] in the configuration .* and \[-1, 4\] in the"),
+    ({"x": {"is_shape_tensor": True}}, InvalidRequest, "'x' is no shape tensor in the engine"),
+    ({"x": {"is_non_linear_format_io": True}}, Unsupported, "is_non_linear_format_io is not supported"),
+    ({"x": {"optional": True}}, Unsupported, "an engine has no optional inputs, but x is optional"),
+    ({"strategy": "SOME"}, InvalidRequest, "is 'SOME', expected one of STATIC, ON_PROFILE_CHANGE"),
     ids=str,
 )
 def test_invalid_configurations_are_refused(
-    gpu: Gpu, tmp_path: Path, changed: dict[str, Any], error: type[ServeError], text: str
+    changed: dict[str, Any], error: type[ServeError], text: str, gpu: Gpu, tmp_path: Path
 ) -> None:
     adder(tmp_path)
     given = config(
@@ -410,11 +406,11 @@ def test_invalid_configurations_are_refused(
         gpu.load(tmp_path, given)
 
 
-@pytest.mark.parametrize(
-    ("more", "text"),
-    [({"dtype": "FP8"}, "tensor 'x' of the engine is FP8, not supported"), ({"format": "CHW4"}, "has the layout CHW4")],
+@cases(
+    ({"dtype": "FP8"}, "tensor 'x' of the engine is FP8, not supported"),
+    ({"format": "CHW4"}, "has the layout CHW4"),
 )
-def test_unsupported_engines_are_refused(gpu: Gpu, tmp_path: Path, more: dict[str, str], text: str) -> None:
+def test_unsupported_engines_are_refused(more: dict[str, str], text: str, gpu: Gpu, tmp_path: Path) -> None:
     x = tensor("input", "x", [2]) | more
     plan(tmp_path, [x, tensor("output", "y", [2])], {"y": ["copy", "x"]})
     with pytest.raises(Unsupported, match=text):

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 from shmserve.clients.cli.commands.base import order_of
 from shmserve.clients.cli.parser import parser
 from shmserve.workers.backends.tensorrt.build_shapes import BadShapes, from_words
+from tests.support.cases import cases
 from tests.support.workers.gpu.harness import standins
 
 
@@ -111,9 +112,12 @@ def test_options_are_passed_to_the_library(tmp_path: Path) -> None:
     plan = json.loads(out.read_bytes())
     assert plan["profiles"] == [{"x": [[1, 3], [2, 3], [4, 3]]}, {"x": [[8, 3]] * 3}]
     assert plan["built"] == {
-        "flags": ["VERSION_COMPATIBLE"], "pools": {"WORKSPACE": 64 << 20}, "level": 5, "hardware": "AMPERE_PLUS",
+        "flags": ["VERSION_COMPATIBLE"],
+        "pools": {"WORKSPACE": 64 << 20},
+        "level": 5,
+        "hardware": "AMPERE_PLUS",
         "network": 2,
-    }  # fmt: skip
+    }
     assert not (tmp_path / "cache").exists()
 
 
@@ -189,17 +193,14 @@ def test_an_interrupt_ends_the_build_at_the_next_step(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["x"], "'x' is not NAME=MIN:BEST:MAX"),
-        (["x=1xa"], "is not NAME=MIN:BEST:MAX"),
-        (["x=1x3:2x3"], "is not NAME=MIN:BEST:MAX"),
-        (["q=1x3"], "the model has no input 'q'; its inputs are x, mask:0"),
-        (["x=1x4"], r"1x4 is not a shape of input 'x', which is \[-1, 3\]"),
-        (["x=4x3:2x3:8x3"], "must not get smaller from MIN to BEST to MAX"),
-        (["mask:0=1"], r"inputs with dynamic dims are missing: 'x' \[-1, 3\]"),
-    ],
+@cases(
+    (["x"], "'x' is not NAME=MIN:BEST:MAX"),
+    (["x=1xa"], "is not NAME=MIN:BEST:MAX"),
+    (["x=1x3:2x3"], "is not NAME=MIN:BEST:MAX"),
+    (["q=1x3"], "the model has no input 'q'; its inputs are x, mask:0"),
+    (["x=1x4"], r"1x4 is not a shape of input 'x', which is \[-1, 3\]"),
+    (["x=4x3:2x3:8x3"], "must not get smaller from MIN to BEST to MAX"),
+    (["mask:0=1"], r"inputs with dynamic dims are missing: 'x' \[-1, 3\]"),
 )
 def test_invalid_profiles_are_refused(words: list[str], text: str) -> None:
     with pytest.raises(BadShapes, match=text):

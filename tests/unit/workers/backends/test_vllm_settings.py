@@ -17,6 +17,7 @@ from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.language.backend import IMAGE, PROMPT_LOGPROBS
 from shmserve.workers.backends.vllm.backend import Vllm, VllmTexts, prepare_environment
 from shmserve.workers.backends.vllm.settings import Settings, settings_of
+from tests.support.cases import cases
 
 
 def config_of(**parameters: str) -> ModelConfig:
@@ -74,23 +75,25 @@ def test_arguments_of_the_engine(tmp_path: Path) -> None:
         settings(tmp_path, {}, pooling="max")
 
 
-@pytest.mark.parametrize(("arguments", "sees"), [
+@cases(
     ({"model": "net"}, True),
     ({"model": "net", "limit_mm_per_prompt": {"image": 0}}, False),
     ({"model": "owner/name"}, False),
     ({"model": "owner/name", "limit_mm_per_prompt": {"image": 4}}, True),
     ({"model": "owner/name", "limit_mm_per_prompt": {"video": 4}}, False),
-])  # fmt: skip
+)
 def test_the_input_for_images(arguments: dict[str, Any], sees: bool, tmp_path: Path) -> None:
     context, config = context_of(tmp_path, **arguments), config_of()
     assert (IMAGE in Vllm(context).inputs_of(config)) is sees
     assert settings_of(config, context).sees_images is sees
 
 
-@pytest.mark.parametrize(("arguments", "given", "scores"), [
-    ({}, {}, True), ({"enable_lora": True}, {}, False), ({"enable_lora": False}, {}, True),
+@cases(
+    ({}, {}, True),
+    ({"enable_lora": True}, {}, False),
+    ({"enable_lora": False}, {}, True),
     ({}, {"adapters": "french=net"}, False),
-])  # fmt: skip
+)
 def test_models_with_adapters_refuse_log_probabilities_of_prompts(
     arguments: dict[str, Any], given: dict[str, str], scores: bool, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput, Mo
 from shmserve.workers.batch.gather import GatherGroup
 from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.specs import inputs_of, outputs_of
+from tests.support.cases import cases
 from tests.support.workers.batch_parts import Parts
 from tests.support.workers.worker_harness import assert_failed, config, work
 
@@ -161,13 +162,10 @@ def test_outputs_that_no_request_wants_are_not_needed(parts: Parts) -> None:
     assert parts.arenas.used == 0
 
 
-@pytest.mark.parametrize(
-    ("dims", "shape", "outer", "inner"),
-    [
-        ((1,), (), (5, 1), (5,)),
-        ((-1, 4), (-1, 2, 2), (3, 7, 4), (3, 7, 2, 2)),
-        ((-1, -1), (1, -1, -1), (2, 3, 4), (2, 1, 3, 4)),
-    ],
+@cases(
+    ((1,), (), (5, 1), (5,)),
+    ((-1, 4), (-1, 2, 2), (3, 7, 4), (3, 7, 2, 2)),
+    ((-1, -1), (1, -1, -1), (2, 3, 4), (2, 1, 3, 4)),
     ids=str,
 )
 def test_shapes_are_converted_by_the_reshape(

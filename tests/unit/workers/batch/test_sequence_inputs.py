@@ -32,6 +32,7 @@ from shmserve.workers.batch.results import Results
 from shmserve.workers.hidden_tensors import hidden_tensors_of
 from shmserve.workers.model_calls.answer import Request, Response
 from shmserve.workers.runner import Runner
+from tests.support.cases import cases
 from tests.support.workers.batch_parts import CONTEXT, Array, Parts
 from tests.support.workers.sequence_parts import control
 from tests.support.workers.sequence_parts import step as step_of
@@ -170,14 +171,11 @@ def test_steps_of_one_sequence_in_a_batch_run_in_order() -> None:
     assert [seen[4].ravel().tolist() for seen in backend.seen] == [[9, 7], [9], [8]]
 
 
-@pytest.mark.parametrize(
-    ("bad", "text"),
-    [
-        (work(1, rows=1), "must specify a non-zero or non-empty correlation ID"),
-        (step(1, "", [1]), "must specify a non-zero or non-empty correlation ID"),
-        (step(1, "a", [1]), "control input 'id' has type UINT64: it must be an integer"),
-        (replace(step(1, 3, [1]), rows=2), "must specify batch-size 1"),
-    ],
+@cases(
+    (work(1, rows=1), "must specify a non-zero or non-empty correlation ID"),
+    (step(1, "", [1]), "must specify a non-zero or non-empty correlation ID"),
+    (step(1, "a", [1]), "control input 'id' has type UINT64: it must be an integer"),
+    (replace(step(1, 3, [1]), rows=2), "must specify batch-size 1"),
 )
 def test_a_request_without_a_valid_sequence_fails_alone(bad: Work, text: str) -> None:
     with runner_for(config_of(), Stacked()) as runner:
@@ -285,18 +283,15 @@ def test_initial_states_from_a_file(tmp_path: Path) -> None:
     assert [seen[5].tolist() for seen in backend.seen] == [[[30, 4]], [[31, 5]], [[30, 4]]]
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"data_file": "gone.bin"}, "no such file"),
-        ({"data_file": "short.bin"}, "must have 16 bytes for INT64 \\[1, 2\\]; it has 8"),
-        ({"data_file": "/short.bin"}, "initial_state directory"),
-        ({"data_file": "../initial_state/short.bin"}, "without .."),
-        ({"dims": (3,)}, "has dims \\[3\\]; the state's are \\[2\\]"),
-        ({"data_type": "TYPE_FP32"}, "has data_type TYPE_FP32; the state's is TYPE_INT64"),
-    ],
+@cases(
+    ({"data_file": "gone.bin"}, "no such file"),
+    ({"data_file": "short.bin"}, "must have 16 bytes for INT64 \\[1, 2\\]; it has 8"),
+    ({"data_file": "/short.bin"}, "initial_state directory"),
+    ({"data_file": "../initial_state/short.bin"}, "without .."),
+    ({"dims": (3,)}, "has dims \\[3\\]; the state's are \\[2\\]"),
+    ({"data_type": "TYPE_FP32"}, "has data_type TYPE_FP32; the state's is TYPE_INT64"),
 )
-def test_wrong_initial_states_are_refused(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+def test_wrong_initial_states_are_refused(change: dict[str, Any], text: str, tmp_path: Path) -> None:
     (tmp_path / "initial_state").mkdir()
     (tmp_path / "initial_state" / "short.bin").write_bytes(bytes(8))
     first = ModelSequenceBatchingInitialState(name="f", data_type="TYPE_INT64", dims=(2,), zero_data=True)

@@ -13,15 +13,16 @@ import pytest
 import shmserve
 from shmserve.errors import Unavailable
 from tests.support.broker.fake_broker import FakeBroker, echo
+from tests.support.cases import cases
 from tests.support.gateway.zmq_listener import HELLO, Bare, ListenerThread
 
 
-@pytest.mark.parametrize(("message", "code", "text"), [
+@cases(
     ([7, 1, "echo", 0, []], "CONNECTION_LOST", "the first message of a connection must be Hello"),
     ([6, 9, 0, "x", "frames"], "PROTOCOL", "protocol version 9 is not supported, only"),
     ([6, 1, 0, "x", "posix"], "PROTOCOL", "only be sent as 'frames'"),
-])  # fmt: skip
-def test_an_invalid_first_message_ends_the_connection(bare: Any, message: Any, code: str, text: str) -> None:
+)
+def test_an_invalid_first_message_ends_the_connection(message: Any, code: str, text: str, bare: Any) -> None:
     one = bare(greet=False)
     one.send(message)
     tag, received, words = one.receive()
@@ -40,7 +41,7 @@ def of(*data: Any) -> list[Any]:
     return [7, 4, "echo", 0, [["x", "UINT8", [1], one] for one in data]]
 
 
-@pytest.mark.parametrize(("message", "tag", "fields"), [
+@cases(
     ([1, 1 << 32, 4096, "/name"], 39, ("INVALID_ARG", NO_MEMORY)),
     ([2, 1], 39, ("INVALID_ARG", NO_MEMORY)),
     (HELLO, 39, ("PROTOCOL", "second Hello on one connection")),
@@ -53,13 +54,16 @@ def of(*data: Any) -> list[Any]:
     (of(-1), 34, (4, "INVALID_ARG", "input 'x' refers to frame -1, but the message has 1 frames")),
     ([*of(), [["x", [1, 0, 1]]]], 34, (4, "INVALID_ARG", "output 'x' is requested in shared memory")),
     ([*of(), [["x"], ["x"]]], 34, (4, "INVALID_ARG", "output 'x' is requested twice")),
-    ([12, "echo", 0, [[["x", "UINT8", []]], [4, 5], [1, 1], [[b"a"], [b"b"]]]], 34,
-     (0, "INVALID_ARG", "InferBatch is not supported over tcp: send each request as Infer")),
+    (
+        [12, "echo", 0, [[["x", "UINT8", []]], [4, 5], [1, 1], [[b"a"], [b"b"]]]],
+        34,
+        (0, "INVALID_ARG", "InferBatch is not supported over tcp: send each request as Infer"),
+    ),
     ([99, 4], 34, (4, "PROTOCOL", "unknown message type 99")),
     (5, 34, (0, "PROTOCOL", "a message must be an array that begins with its tag")),
-])  # fmt: skip
+)
 def test_invalid_messages_are_refused(
-    bare: Any, broker: FakeBroker, message: Any, tag: int, fields: tuple[Any, ...]
+    message: Any, tag: int, fields: tuple[Any, ...], bare: Any, broker: FakeBroker
 ) -> None:
     one = bare()
     before = len(broker.requests)

@@ -43,10 +43,13 @@ def test_r25_what_only_operators_may_see(listener: ListenerThread, broker: FakeB
 
 
 @pytest.mark.parametrize("face", list(FACES))
-@pytest.mark.parametrize(("wrong", "text"), [
-    ({"key_file": "eve.key"}, r"rejected the key .* file of --zmq-keys"),
-    ({"server_key": "eve.pub"}, r"does not have the server key .* check the url and server_key="),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"key_file": "eve.key"}, r"rejected the key .* file of --zmq-keys"),
+        ({"server_key": "eve.pub"}, r"does not have the server key .* check the url and server_key="),
+    ],
+)
 def test_a_rejected_key_has_its_reason(listener: ListenerThread, face: str, wrong: dict[str, str], text: str) -> None:
     keys = listener.keys("alice") | {name: listener.folder / file for name, file in wrong.items()}
     with FACES[face](listener.url, **keys, timeout=20) as client, pytest.raises(shmserve.Denied, match=text):

@@ -13,6 +13,7 @@ from shmserve.tools.top.fleet_totals import BY_SERVER, FLEET_MODELS, FLEET_TABLE
 from shmserve.tools.top.plain import fleet_document, fleet_summary, fleet_tables_of, fleet_text
 from shmserve.tools.top.texts import line_text
 from shmserve.tools.top.view import make_view
+from tests.support.cases import cases
 from tests.support.clients.activity_documents import absent, counters, document, instance, model
 
 NOW = 1000.0
@@ -85,14 +86,11 @@ def test_figures_of_language_models_are_summed() -> None:
     assert "tok/s 200" in line_text(fleet_summary(view, 200)[1])
 
 
-@pytest.mark.parametrize(
-    ("there", "here", "state", "versions", "servers"),
-    [
-        (["1"], ["1"], "READY", "1", "2/2"),
-        (["1", "2"], ["1", "2"], "READY", "1 2", "2/2"),
-        (["1"], ["1", "2"], "VERSIONS DIFFER", "1 on 2, 2 on 1", "2/2"),
-        ([], ["1"], "READY", "1", "1/1"),
-    ],
+@cases(
+    (["1"], ["1"], "READY", "1", "2/2"),
+    (["1", "2"], ["1", "2"], "READY", "1 2", "2/2"),
+    (["1"], ["1", "2"], "VERSIONS DIFFER", "1 on 2, 2 on 1", "2/2"),
+    ([], ["1"], "READY", "1", "1/1"),
 )
 def test_versions_of_a_model(there: list[str], here: list[str], state: str, versions: str, servers: str) -> None:
     view = view_of(
