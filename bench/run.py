@@ -25,14 +25,18 @@ QUIET = 0.15
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.run", description="Measure shmserve against its machine.")
-    parser.add_argument("--list", action="store_true", help="name the measures and stop")
-    parser.add_argument("--only", action="append", metavar="NAME", help="this measure only; may be given again")
+    parser.add_argument("--list", action="store_true", help="list the measures and exit")
+    parser.add_argument("--only", action="append", metavar="NAME", help="run only this measure; may be repeated")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of one turn (default 2)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each party (default 5)")
     parser.add_argument("--soak-seconds", type=float, default=60.0, help="length of the mixed soak (default 60)")
-    parser.add_argument("--quick", action="store_true", help="short turns, few rounds, a soak of 10 s; nothing is kept")
-    parser.add_argument("--cpus", metavar="LIST", help="run everything, baselines too, on these cores (as 0,1)")
-    parser.add_argument("--save", action="store_true", help="keep the result also of a run with --only")
+    parser.add_argument(
+        "--quick", action="store_true", help="use short turns, few rounds and a soak of 10 s; save nothing"
+    )
+    parser.add_argument(
+        "--cpus", metavar="LIST", help="run everything, including baselines, on these cores, such as 0,1"
+    )
+    parser.add_argument("--save", action="store_true", help="save the result of a run with --only, too")
     return parser.parse_args(argv)
 
 
@@ -45,7 +49,7 @@ def take(names: list[str], setting: Setting) -> list[table.Row]:
             result = measures.ALL[name](setting)
         except Exception as error:
             traceback.print_exc()
-            result = [table.Row(name, None, "", failed=f"{type(error).__name__}: {error}".splitlines()[0][:200])]
+            result = [table.failed_row(name, error)]
         rows += result
         noise = others.cores()
         for row in result:
@@ -85,7 +89,7 @@ def main(argv: list[str]) -> int:
             "turns": f"{setting.rounds} of {setting.seconds:g} s each, in turn with the baseline, medians",
         }
         path = table.save(rows, shlex.join(["python", "-m", "bench.run", *argv]), notes)
-        print(f"kept in bench/results/{path.name}")
+        print(f"saved in bench/results/{path.name}")
     return 1 if any(row.verdict == "FAILED" for row in rows) else 0
 
 

@@ -73,7 +73,7 @@ def points(quick: bool, busy: int) -> Iterator[ComparedLoad]:
                 yield ComparedLoad(text, "whole", protocol, LARGE, load)
 
 
-WAYS: dict[str, tuple[str, str, list[str]]] = {
+MODES: dict[str, tuple[str, str, list[str]]] = {
     "http, sync, one to four in flight": ("simple", "http", ["--sync", "--concurrency-range", "1:4:3"]),
     "http, async": ("simple", "http", ["--async", "--concurrency-range", "4"]),
     "http, rates": ("simple", "http", ["--request-rate-range", "100:200:100"]),
@@ -112,7 +112,7 @@ class EndpointMeasures:
         self.setting = Setting(work, self.seconds, self.rounds, 0.0)
 
     def rows(self) -> Iterator[Row]:
-        yield from self.ways()
+        yield from self.mode_rows()
         if self.python is None:
             print("no --triton-python: nothing to compare with", file=sys.stderr)
             return
@@ -123,9 +123,11 @@ class EndpointMeasures:
             stack.enter_context(processes.busy(self.busy))
             for point in points(self.quick, self.busy):
                 if self.wants(point.text):
-                    yield self.taken(point.text, partial(self.compared, point, server, other))
+                    yield self.measured(point.text, partial(self.compared, point, server, other))
             if self.wants(OPEN_LOAD):
-                yield self.taken(OPEN_LOAD, lambda: compared_tails("mlp", (server, other), self.seconds, self.rounds))
+                yield self.measured(
+                    OPEN_LOAD, lambda: compared_tails("mlp", (server, other), self.seconds, self.rounds)
+                )
             for model in SIZES:
                 if self.wants(f"{model}, native"):  # includes both rows
                     yield from self.native(model, server, other)
@@ -133,30 +135,32 @@ class EndpointMeasures:
     def wants(self, text: str) -> bool:
         return not self.only or any(part in text for part in self.only)
 
-    def taken(self, text: str, take: Callable[[], Row]) -> Row:
+    def measured(self, text: str, take: Callable[[], Row]) -> Row:
         others = processes.OtherLoad()
         try:
             row = take()
         except Exception as error:
             traceback.print_exc()
-            row = Row(text, None, "", failed=f"{type(error).__name__}: {error}".splitlines()[0][:300])
+            row = table.failed_row(text, error)
         row.others = others.cores()
         print("  ".join(cell for cell in table.cells(row) if cell), file=sys.stderr, flush=True)
         return row
 
     # ------------------------------------------------------------------------------------ with perf_analyzer
 
-    def ways(self) -> Iterator[Row]:
-        wanted = {f"perf_analyzer: {name}": way for name, way in WAYS.items() if self.wants(f"perf_analyzer: {name}")}
+    def mode_rows(self) -> Iterator[Row]:
+        wanted = {
+            f"perf_analyzer: {name}": mode for name, mode in MODES.items() if self.wants(f"perf_analyzer: {name}")
+        }
         if not wanted:
             return
-        root = self.setting.repository("ways")
+        root = self.setting.repository("modes")
         client_models.build(root, ["simple", "simple_sequence"])
         with ours(root) as server:
             for text, (model, protocol, options) in wanted.items():
-                yield self.taken(text, partial(self.way, text, server, model, protocol, options))
+                yield self.measured(text, partial(self.mode_row, text, server, model, protocol, options))
 
-    def way(self, text: str, server: Serving, model: str, protocol: str, options: list[str]) -> Row:
+    def mode_row(self, text: str, server: Serving, model: str, protocol: str, options: list[str]) -> Row:
         result = perf_analyzer.rows(self.tool, server, model, protocol, options, min(self.seconds, 0.9))
         expected = 2 if any(":" in option for option in options) else 1
         silent = [ran for ran in result if not ran.server_us.get("model")]
@@ -189,16 +193,16 @@ class EndpointMeasures:
                 str(self.python), "bench.endpoints.clients:tritonclient", http=other.http, grpc=other.grpc, **common
             ) as theirs,
         ):
-            yield self.taken(f"{model}, native", partial(self.many, model, ours, theirs))
-            yield self.taken(f"{model}, native", partial(self.lone, model, ours, theirs))
+            yield self.measured(f"{model}, native", partial(self.concurrent, model, ours, theirs))
+            yield self.measured(f"{model}, native", partial(self.sequential, model, ours, theirs))
 
-    def asking(self, child: Child, way: str, answer: str) -> Callable[[], float]:
+    def query(self, child: Child, way: str, answer: str) -> Callable[[], float]:
         return lambda: float(child.ask(seconds=self.seconds, way=way)[answer])
 
-    def many(self, model: str, ours: Child, theirs: Child) -> Row:
+    def concurrent(self, model: str, ours: Child, theirs: Child) -> Row:
         parties = [
-            self.asking(ours, "many", "per_s"),
-            *(self.asking(theirs, way, "per_s") for way in CONCURRENT_CLIENTS),
+            self.query(ours, "many", "per_s"),
+            *(self.query(theirs, way, "per_s") for way in CONCURRENT_CLIENTS),
         ]
         rate, *others = (median(values) for values in alternate(self.rounds, *parties))
         beside = f"{rate:,.0f}/s; " + ", ".join(
@@ -207,10 +211,10 @@ class EndpointMeasures:
         text = f"{model}, native AsyncClient, {FLIGHT} in flight"
         return Row(text, rate / max(others), "of Triton's best client", at_least=3.0, beside=beside)
 
-    def lone(self, model: str, ours: Child, theirs: Child) -> Row:
+    def sequential(self, model: str, ours: Child, theirs: Child) -> Row:
         parties = [
-            self.asking(ours, "lone", "median_us"),
-            *(self.asking(theirs, way, "median_us") for way in SEQUENTIAL_CLIENTS),
+            self.query(ours, "lone", "median_us"),
+            *(self.query(theirs, way, "median_us") for way in SEQUENTIAL_CLIENTS),
         ]
         took, *others = (median(values) for values in alternate(self.rounds, *parties))
         beside = f"{micros(took)}; " + ", ".join(
@@ -239,15 +243,17 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         type=Path,
         metavar="PATH",
         help="a Python that has nvidia-pytriton, tritonclient[all] "
-        "and onnxruntime; without it only perf_analyzer is tried",
+        "and onnxruntime; without it, only the modes of perf_analyzer are tested",
     )
-    option("--perf-analyzer", type=Path, metavar="PATH", default=TOOL, help="(default: %(default)s)")
-    option("--only", nargs="+", default=[], metavar="TEXT", help="points with one of these texts in their name")
+    option(
+        "--perf-analyzer", type=Path, metavar="PATH", default=TOOL, help="path of perf_analyzer (default: %(default)s)"
+    )
+    option("--only", nargs="+", default=[], metavar="TEXT", help="measure only points whose names contain such a text")
     option("--busy", type=int, default=0, metavar="N", help="processes that compute beside both servers (default 0)")
     option("--seconds", type=float, default=3.0, help="length of one turn (default 3)")
     option("--rounds", type=int, default=3, help="turns of each server (default 3)")
-    option("--quick", action="store_true", help="two short turns each, fewer points: under six minutes")
-    option("--save", action="store_true", help="keep the result also of a run with --only or --quick")
+    option("--quick", action="store_true", help="measure fewer points in two short turns each, in under six minutes")
+    option("--save", action="store_true", help="save the result of a run with --only or --quick, too")
     return parser.parse_args(argv)
 
 
@@ -267,7 +273,7 @@ def main(argv: list[str]) -> int:
         loud = max((row.others for row in result), default=0.0)
         notes = {"busy processes": chosen.busy, "others": f"used up to {loud:.2f} cores during a point", "turns": turns}
         path = table.save(result, shlex.join(["python", "-m", "bench.endpoints", *shown]), notes, "-endpoints")
-        print(f"kept in bench/results/{path.name}")
+        print(f"saved in bench/results/{path.name}")
     return 1 if any(row.verdict == "FAILED" for row in result) else 0
 
 

@@ -23,7 +23,7 @@ def main() -> None:
     names = list(EXPERIMENTS) if args.experiments == ["all"] else args.experiments
     unknown = [name for name in names if name not in EXPERIMENTS]
     if unknown:
-        parser.error(f"'{unknown[0]}' is no experiment")
+        parser.error(f"'{unknown[0]}' is not an experiment")
     for name in names:
         began = time.monotonic()
         rows = EXPERIMENTS[name]()

@@ -291,7 +291,7 @@ EXPERIMENTS = {"calls": (calls, 1), "arrays": (arrays, 1), "node": (node, 3), "o
 def main(names: list[str]) -> int:
     unknown = [name for name in names if name not in EXPERIMENTS]
     if unknown:
-        print(f"'{unknown[0]}' is no experiment; known are: {', '.join(EXPERIMENTS)}", file=sys.stderr)
+        print(f"'{unknown[0]}' is not an experiment; known are: {', '.join(EXPERIMENTS)}", file=sys.stderr)
         return 2
     from ray import serve
 

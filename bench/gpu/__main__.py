@@ -57,12 +57,14 @@ class TooSlow(Exception):
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="Measure the GPU path beside bare CUDA.")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where results.md and .json go")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="folder for results.md and results.json"
+    )
     parser.add_argument("--seconds", type=float, default=280.0, help="time for the whole run (default 280)")
     parser.add_argument("--turn", type=float, default=0.7, metavar="SECONDS", help="length of one turn (default 0.7)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each party (default 3)")
     parser.add_argument("--mib", type=int, default=64, help="size of large tensors (default 64)")
-    parser.add_argument("--only", action="append", choices=MEASURES, help="this measure only; may be given again")
+    parser.add_argument("--only", action="append", choices=MEASURES, help="run only this measure; may be repeated")
     return parser.parse_args(argv)
 
 
@@ -95,8 +97,7 @@ def take(name: str, setting: GpuSetting, left_s: float) -> list[table.Row]:
         rows = [table.Row(name, None, "", skipped=str(error))]
     except Exception as error:
         traceback.print_exc()
-        text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        rows = [table.Row(name, None, "", failed=text)]
+        rows = [table.failed_row(name, error)]
     noise = others.cores()
     for row in rows:
         row.others = noise

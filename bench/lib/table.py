@@ -56,6 +56,11 @@ class Row:
         return f"at most {number(self.at_most)}" if self.at_most is not None else "-"
 
 
+def failed_row(measure: str, error: Exception) -> Row:
+    """The row of a measure that raised an error: its type, and the first line of its text."""
+    return Row(measure, None, "", failed=f"{type(error).__name__}: {error}".splitlines()[0][:300])
+
+
 def number(value: float | None) -> str:
     if value is None:
         return "-"

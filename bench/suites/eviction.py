@@ -156,7 +156,7 @@ WORKLOADS: dict[str, Callable[[Random, int, float], Workload]] = {
 def _model(number: int, size: float, load: float) -> SimModel:
     name = f"m{number}"
     policy = ModelPolicy(name, 1, 0, *TENSORS, None)
-    memory = MemoryEstimate(round(size * MIB), given=True)
+    memory = MemoryEstimate(round(size * MIB), configured=True)
     service, loading = Constant(SERVICE_NS), Lognormal(round(LOAD_NS * load), 0.3)
     return SimModel(policy, (InstanceSpec(name),), service, loading, memory=memory)
 

@@ -69,7 +69,9 @@ def _share(url: str, capacities: list[float], seconds: float, factor: float, tim
 
 def offered(url: str, offer: load.Load, seconds: float, timed: bool = False) -> Point:
     """Two windows of a load, from its first request on. `timed`: requests have the deadline."""
-    windows = load.Settings(warmup_ns=1, window_ns=round(seconds / 2 * 1e9), min_windows=2, max_windows=2, least=1)
+    windows = load.Settings(
+        warmup_ns=1, window_ns=round(seconds / 2 * 1e9), min_windows=2, max_windows=2, min_responses=1
+    )
     deadline = DEADLINE_MS * MS if timed else 0
     endpoint = load.Endpoint(url=url)
     run = measure(load.Plan(model="waits", endpoint=endpoint, loads=(offer,), deadline_ns=deadline, settings=windows))

@@ -94,7 +94,7 @@ def _workers(broker: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.suites.weights")
-    parser.add_argument("--mib", type=int, default=128, help="how large the weights are")
+    parser.add_argument("--mib", type=int, default=128, help="size of the weights in MiB (default 128)")
     layers = max(1, parser.parse_args().mib * MIB // (WIDTH * WIDTH * 4))
     size = layers * WIDTH * WIDTH * 4
     with tempfile.TemporaryDirectory() as name:
@@ -104,7 +104,7 @@ def main() -> None:
         make(created["inside"], layers, False)
         make(created["beside"], layers, True)
         prepack(created["beside"], created["prepacked"])
-        ways: list[tuple[str, str, dict[str, str]]] = [
+        variants: list[tuple[str, str, dict[str, str]]] = [
             ("inside model.onnx", "inside", {}),
             ("external data", "beside", {}),
             ("external data, session.disable_prepacking 1", "beside", {"session.disable_prepacking": "1"}),
@@ -113,7 +113,7 @@ def main() -> None:
         none = {count: measured(work / f"none-{count}", created["none"], count, {}) for count in (1, 4)}
         print(f"weights of {size // MIB} MiB; a worker without any: {none[1] / MIB:.0f} MiB\n")
         print("| Weights | 1 instance | 4 instances | PSS of 4 over 1 |\n| --- | --- | --- | --- |")
-        for number, (title, kind, parameters) in enumerate(ways):
+        for number, (title, kind, parameters) in enumerate(variants):
             pss = {count: measured(work / f"{number}-{count}", created[kind], count, parameters) for count in (1, 4)}
             cells = [f"{(pss[count] - none[count]) / size:.1f} x" for count in (1, 4)]
             print(f"| {title} | {cells[0]} | {cells[1]} | {pss[4] / pss[1]:.1f} |")
