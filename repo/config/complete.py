@@ -176,7 +176,7 @@ def _data_type(config: ModelConfig, tensor: TensorFacts) -> schema.DataType:
     known = TO_CONFIG.get(tensor.dtype)
     if known is None:
         raise Unsupported(
-            f"model '{config.name}': tensor '{tensor.name}' has the data type {tensor.dtype}, not supported"
+            f"model '{config.name}': tensor '{tensor.name}' has the data type {tensor.dtype}, which is not supported"
         )
     data_type: schema.DataType = known  # type: ignore[assignment]
     return data_type

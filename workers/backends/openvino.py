@@ -260,7 +260,9 @@ def _device(config: ModelConfig, instance: str, parameters: Parameters, there: l
 def _shape(port: Any) -> tuple[int, ...]:
     shape = port.get_partial_shape()
     if shape.rank.is_dynamic:
-        raise Unsupported(f"tensor '{_names(port)[0]}' of the model has no fixed number of dims, not supported")
+        raise Unsupported(
+            f"tensor '{_names(port)[0]}' of the model has no fixed number of dims, which is not supported"
+        )
     return tuple(dim.get_length() if dim.is_static else -1 for dim in shape)
 
 
@@ -270,7 +272,7 @@ def _facts(ports: Sequence[Any], all_names: bool = True) -> list[TensorFacts]:
         kind = port.element_type.get_type_name()
         dtype = DTYPES.get(kind)
         if dtype is None:
-            raise Unsupported(f"tensor '{_names(port)[0]}' of the model is of type {kind}, not supported")
+            raise Unsupported(f"tensor '{_names(port)[0]}' of the model is of type {kind}, which is not supported")
         names = _names(port)
         facts += [TensorFacts(name, dtype, _shape(port)) for name in (names if all_names else names[:1])]
     return facts

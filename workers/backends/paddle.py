@@ -202,7 +202,7 @@ def _of_program(content: bytes) -> _Facts:
 
 def _dtype(name: str, dtype: str) -> str:
     if dtype not in DTYPES:
-        raise Unsupported(f"tensor '{name}' of the model is of type {dtype}, not supported")
+        raise Unsupported(f"tensor '{name}' of the model is of type {dtype}, which is not supported")
     return DTYPES[dtype]
 
 

@@ -168,8 +168,8 @@ def _ports_of(engine: Any, parameters: Parameters) -> tuple[dict[str, Port], dic
     runner = engine.get_signature_runner(chosen)
     if runner._subgraph_index != 0:
         raise Unsupported(
-            f"signature '{chosen}' of the model is not that of its first graph, not supported: convert it to a file "
-            "of its own"
+            f"signature '{chosen}' belongs to a graph other than the first one of the model, which is not supported; "
+            "convert it to a file of its own"
         )
     inputs, outputs = runner.get_input_details(), runner.get_output_details()
     return _ports(inputs), _ports(outputs)
@@ -182,7 +182,7 @@ def _ports(details: Mapping[str, Any]) -> dict[str, Port]:
         dtype = DTYPES.get(np.dtype(detail["dtype"]))
         if dtype is None:
             kind = np.dtype(detail["dtype"]).name
-            raise Unsupported(f"tensor '{name}' of the model is of type {kind}, not supported")
+            raise Unsupported(f"tensor '{name}' of the model is of type {kind}, which is not supported")
         # Models from older converters have no shape signature.
         dims = detail["shape_signature"] if len(detail["shape_signature"]) else detail["shape"]
         ports[name] = Port(int(detail["index"]), dtype, tuple(int(dim) for dim in dims))

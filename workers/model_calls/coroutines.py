@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Coroutines:
-    """Created when a model first needs it."""
+    """An event loop in its own thread, created when a model first needs it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.loop = loop or asyncio.new_event_loop()
@@ -24,7 +24,7 @@ class Coroutines:
         self.loop.run_forever()
 
     @property
-    def here(self) -> bool:
+    def is_current_thread(self) -> bool:
         """Whether the calling code runs in this loop's thread."""
         return threading.current_thread() is self._thread
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import binascii
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -59,7 +60,7 @@ _OWN = frozenset({STREAM, EXCLUDE, *RETURNED})
 _RESERVED = "triton_"
 
 
-class Generation(Struct):
+class Generation(Struct, frozen=True):
     """A request to the engine, for a prompt or a chat. `prefix`: the prompt, if texts begin with it. `suffix`: what
     follows the text, which fills in the middle. `returned`: optional outputs."""
 
@@ -102,18 +103,18 @@ def generation_of(
             f"'n' is {count}, and the model runs at most {slots} sequences at once; its parameter 'slots' sets this "
             "number"
         )
-    generation = Generation(sampling, count, stream, returned)
-    generation.suffix = "" if suffix is None else text_in(suffix, SUFFIX)
+    generation = partial(Generation, sampling, count, stream, returned)
     if messages is not None:
-        generation.chat, generation.forced = chat_in(text_in(messages, MESSAGES), inputs.get(IMAGE))
-    elif tokens is not None and tokens.size:
-        generation.prompt = tokens.tolist()
-    else:
-        generation.prompt = text = text_in(inputs[PROMPT], PROMPT)
-        generation.prefix = _prefix(inputs, parameters, stream, text)
-        if not (text or generation.suffix):
-            raise InvalidRequest(f"input '{PROMPT}' is empty; give a prompt, or the input '{MESSAGES}'")
-    return generation
+        chat, forced = chat_in(text_in(messages, MESSAGES), inputs.get(IMAGE))
+        return generation(chat=chat, forced=forced)
+    following = "" if suffix is None else text_in(suffix, SUFFIX)
+    if tokens is not None and tokens.size:
+        return generation(tokens.tolist(), suffix=following)
+    text = text_in(inputs[PROMPT], PROMPT)
+    prefix = _prefix(inputs, parameters, stream, text)
+    if not (text or following):
+        raise InvalidRequest(f"input '{PROMPT}' is empty; give a prompt, or the input '{MESSAGES}'")
+    return generation(text, prefix=prefix, suffix=following)
 
 
 def _sampling(given: Any, parameters: Mapping[str, Any]) -> Sampling:

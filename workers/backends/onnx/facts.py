@@ -37,7 +37,9 @@ def facts_of(nodes: Iterable[Any], needed: Collection[str] | None = None) -> lis
             dims = tuple(dim if isinstance(dim, int) and dim >= 0 else -1 for dim in node.shape or ())
             facts.append(TensorFacts(node.name, dtype, dims))
         elif needed is None or node.name in needed:
-            raise Unsupported(f"tensor '{node.name}' of the model is a {node.type}, not supported: {_why(node.type)}")
+            raise Unsupported(
+                f"tensor '{node.name}' of the model has the type {node.type}, which is not supported: {_why(node.type)}"
+            )
     return facts
 
 

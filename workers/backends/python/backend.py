@@ -235,7 +235,7 @@ class Python(PythonModel, SeparateBackend):
         answer = None if response is None or _is_end_only(response, flags) else self._converted(response)
         coroutines = self._coroutines
         try:
-            if coroutines is not None and coroutines.here:
+            if coroutines is not None and coroutines.is_current_thread:
                 return self.streams.send_soon(stream, answer, flags == _FINAL, coroutines.loop)
             if not self._send_waits:
                 return self.streams.send_soon(stream, answer, flags == _FINAL, None)

@@ -221,4 +221,4 @@ class PythonModel(Backend, ABC):
 
     def _here(self) -> bool:
         """Whether this thread runs the event loop of the model's coroutines."""
-        return self._coroutines is not None and self._coroutines.here
+        return self._coroutines is not None and self._coroutines.is_current_thread

@@ -287,7 +287,7 @@ def arrange(model: str, program: Program, specs: Sequence[Spec]) -> list[int | N
         if place is None or place >= len(arguments) or indices[place] is not None:
             listed = ", ".join(argument.names[-1] for argument in arguments)
             raise InvalidRequest(
-                f"unable to load model '{model}': input '{specs[index].name}' is no argument of its own; the model "
+                f"unable to load model '{model}': input '{specs[index].name}' is not an argument of its own; the model "
                 f"takes {len(arguments)}: {listed}"
             )
         indices[place] = index
@@ -354,7 +354,7 @@ def picker(model: str, program: Program, specs: Sequence[Spec]) -> Callable[[Any
         missing = [name for name, place in zip(names, positions, strict=True) if place is None or place >= there]
         if missing:
             raise InvalidRequest(
-                f"unable to load model '{model}': output '{missing[0]}' is no result of the model, which has "
+                f"unable to load model '{model}': output '{missing[0]}' is not a result of the model, which has "
                 f"{there}: {', '.join(own[-1] for own in program.results)}"
             )
         chosen = [place for place in positions if place is not None]

@@ -47,7 +47,7 @@ class Port(NamedTuple):
         """`spec`: gives the dims if the graph does not."""
         dtype = DTYPES.get(self.kind)
         if dtype is None:
-            raise Unsupported(f"tensor '{name}' of the model is of type {self.kind}, not supported")
+            raise Unsupported(f"tensor '{name}' of the model is of type {self.kind}, which is not supported")
         dims = self.dims
         if dims is None:
             if spec is None:
@@ -202,7 +202,9 @@ def _ports(tensors: Mapping[str, Any], nodes: Mapping[str, str]) -> dict[str, Po
     for name in sorted(tensors):
         info = tensors[name]
         if info.WhichOneof("encoding") != "name":
-            raise Unsupported(f"tensor '{name}' of the model is sparse or ragged, not supported; use a dense one")
+            raise Unsupported(
+                f"tensor '{name}' of the model is sparse or ragged, which is not supported; use a dense one"
+            )
         shape = info.tensor_shape
         dims = None if shape.unknown_rank else tuple(dim.size for dim in shape.dim)
         kind = tf.dtypes.as_dtype(info.dtype).name

@@ -155,7 +155,9 @@ class TensorRT(OverlappingBackend):
                     unknown.add(index)
         for spec in self._outputs:
             if spec.name in engine.on_host:
-                raise Unsupported(f"output '{spec.name}' of model '{config.name}' is a shape tensor, not supported")
+                raise Unsupported(
+                    f"output '{spec.name}' of model '{config.name}' is a shape tensor, which is not supported"
+                )
         self._allocators = {index: allocator_of(self._trt, self._cuda) for index in sorted(unknown)}
         return (
             [0 if index in self._host else size for index, size in enumerate(in_bytes)],

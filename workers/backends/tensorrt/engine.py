@@ -76,7 +76,7 @@ class LoadedEngine:
         kind = engine.get_tensor_dtype(name).name
         dtype = DTYPES.get(kind)
         if dtype is None:
-            raise Unsupported(f"tensor '{name}' of the engine is {kind}, not supported")
+            raise Unsupported(f"tensor '{name}' of the engine is {kind}, which is not supported")
         if engine.get_tensor_format(name) != trt.TensorFormat.LINEAR:
             raise Unsupported(
                 f"tensor '{name}' of the engine has the layout {engine.get_tensor_format(name).name}; only row-major "

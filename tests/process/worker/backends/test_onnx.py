@@ -210,7 +210,7 @@ def classifier(folder: Path) -> None:
 def test_an_output_of_sequence_type_can_be_omitted(tmp_path: Path) -> None:
     classifier(tmp_path)
     text = refused(config("onnxruntime", {}, {}), tmp_path)
-    assert "tensor 'all' of the model is a seq(tensor(float)), not supported" in text
+    assert "tensor 'all' of the model has the type seq(tensor(float)), which is not supported" in text
     y = {"y": ("FP32", (2,))}
     assert "'all'" in refused(config("onnxruntime", {}, y | {"all": ("FP32", (2,))}), tmp_path)
     with loaded(config("onnxruntime", {}, y), tmp_path) as model:
@@ -226,7 +226,7 @@ def test_inputs_of_optional_type_are_refused(tmp_path: Path) -> None:
     nodes = [helper.make_node("OptionalHasElement", ["x"], ["y"])]
     save(tmp_path, helper.make_graph(nodes, "graph", [given], [y]))
     text = refused(config("onnxruntime", {"x": ("FP32", (2,))}, {"y": ("BOOL", (1,))}), tmp_path)
-    assert "'x' of the model is a optional(tensor(float)), not supported: give the tensor itself" in text
+    assert "has the type optional(tensor(float)), which is not supported: give the tensor itself" in text
 
 
 def accelerated(kind: str, name: str = "", **parameters: str) -> ModelConfig:

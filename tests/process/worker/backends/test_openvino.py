@@ -176,7 +176,7 @@ SKIP = {"SKIP_OV_DYNAMIC_BATCHSIZE": "YES"}
 @cases(
     (nothing, NotFound, "version 1 of model 'm' has no file 'model.xml'"),
     (broken, ModelFailed, "read"),
-    (strings, Unsupported, "tensor 'x' of the model is of type string, not supported"),
+    (strings, Unsupported, "tensor 'x' of the model is of type string, which is not supported"),
     (lambda folder: other(folder, {"y": ("FP16", (3,))}), InvalidRequest, "is FP16 in the .* and FP32 in the"),
     (lambda folder: fixed(folder, 2, 4, **SKIP), InvalidRequest, "max_batch_size is 4, and the first .* is 2"),
     (lambda folder: fixed(folder, 4, 2, **SKIP), InvalidRequest, "or, with parameter ENABLE_BATCH_PADDING"),

@@ -407,7 +407,7 @@ def test_invalid_configurations_are_refused(
 
 
 @cases(
-    ({"dtype": "FP8"}, "tensor 'x' of the engine is FP8, not supported"),
+    ({"dtype": "FP8"}, "tensor 'x' of the engine is FP8, which is not supported"),
     ({"format": "CHW4"}, "has the layout CHW4"),
 )
 def test_unsupported_engines_are_refused(more: dict[str, str], text: str, gpu: Gpu, tmp_path: Path) -> None:
