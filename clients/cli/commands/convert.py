@@ -1,7 +1,7 @@
 """`shmserve convert` and `shmserve quantize`: write a model directory with an ONNX file made of another model, after a
 temporary server has run both and their answers were compared.
 
-Invariant: the new directory is written only if the answers agree, or if nothing was promised about that.
+Invariant: `convert` writes the new directory only if the answers agree. `quantize` reports how much they differ.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def quantize(args: argparse.Namespace) -> int:
+    from shmserve.terminal.console import Column
     from shmserve.terminal.tables import bytes_text, duration_text
     from shmserve.tools.convert.agreement import times
     from shmserve.tools.convert.smaller import shrink
@@ -79,13 +80,11 @@ def quantize(args: argparse.Namespace) -> int:
         measured = {rows: times(compared.ask, requests) for rows, requests in compared.requests.items()}
         files = (compared.original.file, next(iter(compared.starter.files.values())))
         sizes = [file.stat().st_size for file in files]
-        from shmserve.terminal.console import Column
-
         columns = [Column("MODEL"), Column("FILE", right=True)]
         columns += [Column(f"{rows} ROW{'S' * (rows > 1)}", right=True) for rows in measured]
         rows = [
-            [name, bytes_text(sizes[at]), *[duration_text(both[at]) for both in measured.values()]]
-            for at, name in enumerate(("original", args.precision))
+            [name, bytes_text(size), *map(duration_text, seconds)]
+            for name, size, *seconds in zip(("original", args.precision), sizes, *measured.values(), strict=True)
         ]
         document = {
             "bytes": dict(zip(("original", "new"), sizes, strict=True)),
@@ -214,7 +213,7 @@ def _requests(args: argparse.Namespace, client: Client, model: str, config: Mode
 
 
 def batches_of(entered: dict[str, Any], largest: int) -> Requests:
-    """The rows in requests that the model can take; 0: it does not batch."""
+    """Splits rows into requests of at most `largest` rows. 0: the model does not batch."""
     if not largest:
         return {1: [entered]}
     rows = min(map(len, entered.values()))

@@ -78,19 +78,19 @@ class _Reader:
 
 
 def _follow(args: argparse.Namespace, reader: _Reader, screen: Screen) -> None:
-    """Prints new records until Ctrl-C. If the server is unavailable, keep trying."""
-    away = False
+    """Prints new records until Ctrl-C, and keeps trying while the server is unavailable."""
+    was_available = True
     while True:
         sys.stdout.flush()
         select.select([], [], [], FOLLOW_S)
         try:
             for record in reader.new():
                 _print(args, record, screen)
-            away = False
+            was_available = True
         except (ConnectionLost, DeadlineExceeded, Unavailable) as error:
-            if not away:
+            if was_available:
                 complain(args, f"{error}; waiting for the server")
-            away = True
+            was_available = False
 
 
 def _print(args: argparse.Namespace, record: Record, screen: Screen) -> None:
