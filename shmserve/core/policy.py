@@ -130,12 +130,12 @@ class InstanceSpec(Struct, frozen=True):
 
 
 class MemoryEstimate(Struct, frozen=True):
-    """Estimated memory of an instance in bytes: on the host and, if it uses one, on its GPU. `given`: set by the
+    """Estimated memory of an instance in bytes: on the host and, if it uses one, on its GPU. `configured`: by the
     model's parameters."""
 
     host: int = 0
     gpu: int = 0
-    given: bool = False
+    configured: bool = False
 
 
 class ModelPolicy(Struct, frozen=True):

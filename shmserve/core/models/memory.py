@@ -51,7 +51,7 @@ def megabytes(size: int) -> str:
 def estimate_of(target: Target, current: Version | None) -> MemoryEstimate:
     """The estimate for a new generation. A measurement of the current generation is better than a guess from the
     files."""
-    if current is None or target.memory.given or not current.sleep_state.host:
+    if current is None or target.memory.configured or not current.sleep_state.host:
         return target.memory
     sleep_state = current.sleep_state
     return MemoryEstimate(max(sleep_state.host, sleep_state.host_peak), max(sleep_state.gpu, sleep_state.gpu_peak))
@@ -91,7 +91,7 @@ def budgets(state: State) -> BytesByPlace:
 
 
 def is_measured(version: Version) -> bool:
-    return version.sleep_state.host > 0 or version.sleep_state.memory.given
+    return version.sleep_state.host > 0 or version.sleep_state.memory.configured
 
 
 def used(state: State) -> BytesByPlace:
