@@ -24,7 +24,7 @@ from shmserve.tools.load.targets.base import ModelFacts
 from shmserve.tools.load.targets.native import open_target
 
 IN_FLIGHT = 32
-SETTINGS = Settings(warmup_ns=SECOND // 5, window_ns=SECOND // 4, min_windows=2, max_windows=2, least=1)
+SETTINGS = Settings(warmup_ns=SECOND // 5, window_ns=SECOND // 4, min_windows=2, max_windows=2, min_responses=1)
 END_S = 20.0
 
 

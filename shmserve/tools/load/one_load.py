@@ -255,7 +255,10 @@ def settings_of(plan: Plan) -> Settings:
     settings = plan.settings
     if plan.limit is None:
         return settings
-    return replace(settings, least=max(settings.least, math.ceil(needed(plan.limit.percentile) / settings.max_windows)))
+    return replace(
+        settings,
+        min_responses=max(settings.min_responses, math.ceil(needed(plan.limit.percentile) / settings.max_windows)),
+    )
 
 
 def _cores(before: GeneratorUse, after: GeneratorUse) -> list[float]:

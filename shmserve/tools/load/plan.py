@@ -22,8 +22,8 @@ PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9, 99.99)
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
-    """A server. `url` is a url for shmserve.Client, or http, https, grpc or grpcs://HOST:PORT; None: the server of
-    `runtime_dir`, or this user's server. `openai`: the url is that of an OpenAI API, e.g. http://HOST:PORT/v1.
+    """A server. `url` is a URL for shmserve.Client, or http, https, grpc or grpcs://HOST:PORT; None: the server of
+    `runtime_dir`, or this user's server. `openai`: the URL is that of an OpenAI API, e.g. http://HOST:PORT/v1.
     """
 
     url: str | None = None
@@ -35,8 +35,8 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     """Sent with each request over HTTP and gRPC, e.g. a token. They are not part of a saved run."""
     ca: str | None = None
     """With TLS: a file with the trusted authorities; None: those of the system."""
-    client_cert: str | None = None
     openai: bool = False
+    client_cert: str | None = None
     client_key: str | None = None
     """With TLS: files with the client's certificate and its key; None: no certificate, or the key is in the same file.
     """
@@ -232,14 +232,14 @@ class Sequences(Struct, frozen=True):
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """When a result counts. A window is extended beyond `window_ns` until it has `least` responses, up to 10 times its
-    length."""
+    """When a result counts. A window is extended beyond `window_ns`, up to 10 times its length, until it has
+    `min_responses` responses."""
 
     warmup_ns: int = SECOND
     window_ns: int = SECOND
     min_windows: int = 3
     max_windows: int = 10
-    least: int = 30
+    min_responses: int = 30
     tolerance: float = 0.05
     """A result is stable if the half-width of the confidence interval of throughput and latency is at most this share
     of the mean."""

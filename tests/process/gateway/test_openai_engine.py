@@ -132,7 +132,7 @@ def test_a_load_generator_counts_tokens(kind: str, api: str, server: Server) -> 
         objectives=Objectives(e2e=60 * SECOND),
         stream=True,
         settings=Settings(
-            warmup_ns=SECOND // 50, window_ns=SECOND // 20, min_windows=2, max_windows=2, least=3
+            warmup_ns=SECOND // 50, window_ns=SECOND // 20, min_windows=2, max_windows=2, min_responses=3
         ),
     )
     with server.client() as client:

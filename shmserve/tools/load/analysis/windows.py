@@ -173,4 +173,4 @@ def timeline(responses: Responses, start: int, end: int, origin: int) -> list[Wi
 
 def is_long_enough(length_ns: int, responses: int, settings: Settings) -> bool:
     """Whether a window of this length with this many responses may end."""
-    return responses >= settings.least or length_ns >= LONGEST * settings.window_ns
+    return responses >= settings.min_responses or length_ns >= LONGEST * settings.window_ns

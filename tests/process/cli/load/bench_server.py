@@ -13,7 +13,7 @@ from tests.support.model_files import parameters
 
 END_S = 60
 SERVICE_NS = 20_000_000
-QUICK = Settings(warmup_ns=SECOND // 50, window_ns=SECOND // 20, min_windows=2, max_windows=2, least=3)
+QUICK = Settings(warmup_ns=SECOND // 50, window_ns=SECOND // 20, min_windows=2, max_windows=2, min_responses=3)
 SHORT = ["--warmup", "20ms", "--window", "50ms", "--windows", "2:2", "--no-echo"]
 KINDS = ("lane", "ipc", "tcp", "http", "grpc")
 SLOW = config_text("identity", "x:FP32:[1]", "y:FP32:[1]", parameters(delay_us=str(SERVICE_NS // 1000)))

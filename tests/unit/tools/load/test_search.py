@@ -57,10 +57,10 @@ def test_a_limit_is_judged_by_enough_responses(percentile: float, fast: int, slo
 
 
 def test_windows_of_a_search_have_enough_responses() -> None:
-    plan = Plan(model="m", settings=Settings(max_windows=8, least=30))
-    assert settings_of(plan).least == 30
-    assert settings_of(replace(plan, limit=Limit(99.0, 1))).least == 125
-    assert settings_of(replace(plan, limit=Limit(50.0, 1))).least == 30
+    plan = Plan(model="m", settings=Settings(max_windows=8, min_responses=30))
+    assert settings_of(plan).min_responses == 30
+    assert settings_of(replace(plan, limit=Limit(99.0, 1))).min_responses == 125
+    assert settings_of(replace(plan, limit=Limit(50.0, 1))).min_responses == 30
 
 
 @settings(max_examples=examples(200))

@@ -104,7 +104,7 @@ def test_windows_are_divided_and_extended() -> None:
     parts = timeline(collector.take(100, 200), 100, 200, 50)
     assert [(part.start_ns, part.length_ns) for part in parts] == [(50 + 20 * number, 20) for number in range(5)]
     assert [(part.good, part.failed) for part in parts] == [(2, 0), (1, 0), (0, 0), (0, 0), (0, 1)]
-    settings = Settings(window_ns=100, least=30)
+    settings = Settings(window_ns=100, min_responses=30)
     assert not is_long_enough(100, 29, settings)
     assert is_long_enough(100, 30, settings)
     assert is_long_enough(1000, 0, settings)
