@@ -306,7 +306,7 @@ def ask_health(services: Services, payer: Payer, answer: Callable[[bytes], None]
     def failed(error: ServeError) -> Any:
         return YesOrNo(False)
 
-    question = BrokerQuery("ready", lambda answer: YesOrNo(bool(answer["ready"])), failed=failed)
+    question = BrokerQuery("ready", lambda document: YesOrNo(bool(document["ready"])), failed=failed)
     ticket = PendingQuery(
         question, lambda flag: answer(SERVING if flag.yes else NOT_SERVING), lambda error: answer(NOT_SERVING)
     )

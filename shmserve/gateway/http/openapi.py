@@ -67,7 +67,7 @@ def document(openai: bool = True) -> _Schema:
     paths: dict[str, Any] = {}
     for path in PATHS if openai else KSERVE_PATHS:
         paths[path.template] = {
-            method.lower(): _operation(path, method, action) for method, action in path.wants.items()
+            method.lower(): _operation(path, method, action) for method, action in path.actions.items()
         }
     info = {
         "title": "shmserve",

@@ -17,11 +17,11 @@ from shmserve.protocol.roles import QUERIES
 
 
 class Path(Struct, frozen=True):
-    """`template`: the path, in which a segment in braces matches any text. `wants`: method -> action. `kind`: system or
-    cuda, for paths of shared memory; openai; QUERY."""
+    """`template`: the path, in which a segment in braces matches any text. `actions`: method -> action. `kind`:
+    `system` or `cuda` for paths of shared memory, OPENAI or QUERY; empty for others."""
 
     template: str
-    wants: dict[str, Action]
+    actions: dict[str, Action]
     kind: str = ""
 
 
@@ -33,7 +33,7 @@ def _paths() -> list[Path]:
     for action in Action:
         for method, _, text in (endpoint.partition(" ") for endpoint in action.row.http):
             for template in dict.fromkeys((_OPTIONAL.sub("", text), _OPTIONAL.sub(r"\1", text))):
-                paths.setdefault(template, Path(template, {}, _kind(template))).wants[method] = action
+                paths.setdefault(template, Path(template, {}, _kind(template))).actions[method] = action
     return list(paths.values())
 
 
@@ -46,8 +46,6 @@ def _kind(template: str) -> str:
 
 QUERY = "query"
 """The kind of a path for a query or operation of clients, whose answer is that of the broker."""
-
-
 _OF_MODEL = {Action.READY: Action.MODEL_READY, Action.METADATA: Action.MODEL_METADATA}
 """Queries that are another action, with access rules of its own, if they are about a model."""
 
@@ -68,7 +66,7 @@ _PATHS = _paths()
 QUERY_PATHS = [*_query_paths(), Path("/shmserve/metrics", {"GET": Action.METRICS})]
 METRICS = [path for path in _PATHS if path.template == "/metrics"]
 """The only path of the metrics endpoint."""
-PAGE_PATHS = [path for path in _PATHS if not PAGE.isdisjoint(path.wants.values())]
+PAGE_PATHS = [path for path in _PATHS if not PAGE.isdisjoint(path.actions.values())]
 """Paths of the web page, which are not part of the API."""
 KSERVE_PATHS = [path for path in _PATHS if path.kind != OPENAI and path not in METRICS + PAGE_PATHS]
 PATHS = KSERVE_PATHS + [path for path in _PATHS if path.kind == OPENAI]
@@ -117,9 +115,9 @@ def resolve(method: str, target: str, routes: RouteTable = API_ROUTES) -> Route 
 
 def _route(method: str, path: Path, words: dict[str, str]) -> Route | NoRoute:
     """`words`: segment of the template -> segment of the request."""
-    action = path.wants.get(method)
+    action = path.actions.get(method)
     if action is None:
-        methods = list(path.wants)
+        methods = list(path.actions)
         return NoRoute(405, f"Method Not Allowed: use {' or '.join(methods)}", ", ".join(methods))
     if action is Action.NAMED_REPOSITORY:
         return Route(action)

@@ -6,7 +6,7 @@ Therefore only one is started per iteration of the loop, round robin between add
 connection whose client has sent nothing yet costs no handshake. A PROXY header stays in the socket until it is
 complete, so it costs no memory. From then on, the connection counts for the client that the header names.
 
-Invariant: `arrivals` holds every accepted connection until its handshake has ended, so that they can be counted.
+Invariant: `Handshakes.count` includes every accepted connection until its handshake has ended.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_without_a_token_only_the_server_is_asked_whether_it_is_ready() -> None:
     """Over all paths: whether a model is ready, or exists, is for callers with a role."""
     heads = HttpHeads(with_token([]))
     for path in [*PATHS, *QUERY_PATHS]:
-        for method, action in path.wants.items():
+        for method, action in path.actions.items():
             target = re.sub(r"{(\w+)}", "1", path.template)
             refusal = heads.head(lines(first=f"{method} {target} HTTP/1.1")).refusal
             if action is Action.LIVE or (action in OPEN and "{model}" not in path.template):

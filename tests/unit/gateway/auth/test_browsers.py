@@ -30,7 +30,7 @@ TOKENLESS = (
 def endpoints() -> Iterator[tuple[str, str, Action]]:
     """Method, path and action of all HTTP routes."""
     for path in [*PATHS, *PAGE_PATHS, *QUERY_PATHS, *METRICS]:
-        for method, action in path.wants.items():
+        for method, action in path.actions.items():
             yield method, re.sub(r"{version}", "1", re.sub(r"{(?!version)\w+}", "name", path.template)), action
 
 

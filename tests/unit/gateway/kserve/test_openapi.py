@@ -39,7 +39,7 @@ def operations() -> Iterator[tuple[str, str, Any]]:
 
 def test_all_routes_are_documented_and_resolved() -> None:
     routes = {(path, method.upper()) for path, method, _ in operations()}
-    assert routes == {(path.template, method) for path in PATHS for method in path.wants}
+    assert routes == {(path.template, method) for path in PATHS for method in path.actions}
     actions = set()
     for template, method in routes:
         path = re.sub(r"{\w+}", lambda match: VALUES[match[0]], template)
