@@ -135,14 +135,14 @@ def parse(text: str) -> Service:
         try:
             return Lognormal(time_ns(median), float(sigma) if comma else 0.5)
         except ValueError:
-            raise InvalidRequest(f"'{sigma}' is no sigma, in '{text}'; write {FORMS}") from None
+            raise InvalidRequest(f"'{sigma}' is not a number, in '{text}'; write {FORMS}") from None
     base, plus, each = text.partition("+")
     if plus and each.strip().endswith("/row"):
         return Affine(time_ns(base), time_ns(each.strip().removesuffix("/row")))
     if plus and each.strip().endswith("/element"):
         return PerElement(time_ns(base), time_ns(each.strip().removesuffix("/element")))
     if colon or plus:
-        raise InvalidRequest(f"'{text}' is no service time; write {FORMS}")
+        raise InvalidRequest(f"'{text}' is not a service time; write {FORMS}")
     return Constant(time_ns(text))
 
 
@@ -155,7 +155,7 @@ def read_table(path: Path) -> Table:
             result = times if isinstance(times, list) else [times]
             entries.append((int(rows), tuple(sorted(round(float(ms) * 1e6) for ms in result))))
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise InvalidRequest(f"{path} is no table of service times: {error}; see docs/sizing.md") from error
+        raise InvalidRequest(f"{path} is not a table of service times: {error}; see docs/sizing.md") from error
     if not entries or any(rows < 1 or not times or times[0] < 0 for rows, times in entries):
         raise InvalidRequest(f"{path}: a table of service times needs rows from 1 on, and times for each")
     return Table(tuple(sorted(entries)))

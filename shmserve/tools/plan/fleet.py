@@ -101,7 +101,7 @@ class FleetPlan(Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         if self.policy not in POLICIES:
-            raise InvalidRequest(f"'{self.policy}' is no policy; the policies are {', '.join(POLICIES)}")
+            raise InvalidRequest(f"'{self.policy}' is not a policy; the policies are {', '.join(POLICIES)}")
         if self.policy in KEYED and not self.keys:
             raise InvalidRequest(f"policy {self.policy} needs keys: the number of different requests")
         if not self.seconds and not self.requests:

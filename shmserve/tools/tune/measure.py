@@ -141,6 +141,6 @@ def _checked(result: Observation, what: str) -> Observation:
     failed = result.failed + result.refused
     if failed or not result.per_s:
         raise ModelFailed(
-            f"{failed} requests failed while {what}: {result.error or result.refusal or 'no answer came'}"
+            f"{failed} requests failed while {what}: {result.error or result.refusal or 'no response arrived'}"
         )
     return result

@@ -24,7 +24,7 @@ from shmserve.tools.tune.space import two_digits
 GAIN = 1.05
 """Factor by which a setting must raise the rate to be preferred, and for still more of the same to be tried."""
 FLAT = 2
-"""How often more slots or instances must fail to do so: the speed of a machine varies."""
+"""Number of settings in succession that must fail to do so, as the speed of a machine varies."""
 CANDIDATES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DELAYS = (0.025, 0.1, 0.25)
 """Queue delays to try, as shares of the latency target."""
@@ -84,7 +84,7 @@ class SequenceBench(Protocol):
         ...
 
     def correlated(self, sequences: int, length: int, seconds: float) -> Observation:
-        """So many callers, each of which sends one sequence of this length after the other."""
+        """Measures this many callers, each of which sends one sequence of this length after the other."""
         ...
 
 
@@ -142,7 +142,7 @@ class TunedSequenceModel(Struct, frozen=True):
 
 
 def check_sequences(config: ModelConfig) -> None:
-    """Raises Unsupported for models whose load the callers cannot be."""
+    """Raises Unsupported for models whose load the callers cannot generate."""
     batching = config.sequence_batching
     if batching is not None and batching.iterative_sequence:
         raise Unsupported(
@@ -180,7 +180,7 @@ class SequenceTuner:
                 self._try(replace(best, delay_us=delay_us, utilization=utilization))
 
     def _climb(self, settings: Iterable[SequenceSetting]) -> None:
-        """Tries more and more, until that gains nothing or does not hold."""
+        """Tries the settings in order, until FLAT of them in succession gain nothing or miss the p99."""
         best, flat = 0.0, 0
         for setting in settings:
             trial = self._try(setting)
@@ -208,7 +208,7 @@ class SequenceTuner:
             self._progress(f"{setting}: {count} sequences at a time")
             seen = self._bench.correlated(count, self._goal.length, self._goal.seconds)
             if seen.failed or seen.refused or not seen.per_s:
-                reason = seen.error or seen.refusal or "no answer came"
+                reason = seen.error or seen.refusal or "no response arrived"
                 return best if low else SequenceTrial(setting, count, error=reason)
             memory = max(best.memory, self._bench.memory())
             if seen.p99_ns <= self._goal.p99_ns:
@@ -216,7 +216,7 @@ class SequenceTuner:
                 low = count
                 if seen.per_s > best.per_s:
                     best = SequenceTrial(setting, count, seen.per_s, seen.p99_ns, seen.mean_batch, memory)
-                if not gained:  # more only wait
+                if not gained:  # further sequences only wait
                     break
             else:
                 high, best = count, replace(best, memory=memory)
