@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SLOWEST_S = 30
-"""wrk counts a response that takes longer as a failure; by default after 2 s, which a busy machine needs."""
+"""wrk counts a slower response as a failure. Its default of 2 s is too short for a busy machine."""
 SCRIPT = """
 wrk.method = "POST"
 {headers}
@@ -59,8 +59,8 @@ def run(tool: str, post: Post, connections: int, seconds: float, work: Path) -> 
         body.with_name(f"{body.name}{number}").write_bytes(content)
     headers = "\n".join(f'wrk.headers["{name}"] = "{value}"' for name, value in post.headers.items())
     script.write_text(SCRIPT.format(headers=headers, body=body, count=len(post.bodies)))
-    turn = ["-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--timeout", f"{SLOWEST_S}s"]
-    command = [tool, *turn, "-s", str(script), post.url]
+    options = ["-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--timeout", f"{SLOWEST_S}s"]
+    command = [tool, *options, "-s", str(script), post.url]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     line = re.search(r"^RESULT (.*)$", output, re.MULTILINE)
     if line is None:

@@ -73,7 +73,7 @@ def main() -> None:
         identity = root / "identity"
         (identity / "1").mkdir(parents=True)
         (identity / "config.pbtxt").write_text(IDENTITY)
-        print("| backend | 1 request | of 32 requests, each |")
+        print("| backend | 1 request | each of 32 requests |")
         print("| --- | --- | --- |")
         for path in (identity, scale):
             model = loaded(path)
