@@ -109,18 +109,18 @@ class StreamCall:
         """Pauses the stream until the work is done, because requests are started in order."""
         self._stream.pause()
 
-        def go_on() -> None:
+        def proceed() -> None:
             self._paused = not self._over and len(self._live) >= LIVE_REQUESTS
             if not self._paused:
                 self._stream.unpause()
 
         def then(plan: RpcPlan) -> None:
             self._ask(ticket, plan, raw)
-            go_on()
+            proceed()
 
         def failed(error: Exception) -> None:
             self._refuse(ticket, serve_error(error))
-            go_on()
+            proceed()
 
         self._job = self._services.turns.run(self._services.plan_in_slices(head), then, failed)
 

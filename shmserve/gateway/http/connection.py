@@ -661,7 +661,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         if not self._delayed and self._go_on_with_rest():
             self._backlog.put(self)
 
-    def go_on(self) -> bool:
+    def proceed(self) -> bool:
         """Continues with input that was delayed. True: input is left."""
         self._delayed = False
         delayed = self._go_on_with_rest()

@@ -552,20 +552,20 @@ class Requests:
             self._sender.infer(ticket, model_request(exchange, route.model, route.version, plan, pieces), WINDOW)
             exchange.wait_for(ticket, ticket.on_part)
 
-        def go_on(request: GenerateRequest | GenerateForm) -> None:
+        def proceed(request: GenerateRequest | GenerateForm) -> None:
             self._ask_config(
                 exchange,
                 lambda config: exchange.work(self._generate_plan(exchange, request, config), partial(send, config)),
             )
 
         if exchange.head.has_form:
-            exchange.work(form_of(body), lambda form: go_on(GenerateForm(form)))
+            exchange.work(form_of(body), lambda form: proceed(GenerateForm(form)))
             return
         request = GenerateRequest(bytes(body))
         if len(body) > SLICE_BYTES:
-            exchange.work(request.cut(), lambda _: go_on(request))
+            exchange.work(request.cut(), lambda _: proceed(request))
         else:
-            go_on(request)
+            proceed(request)
 
     def _generate_plan(
         self, exchange: HttpExchange, request: GenerateRequest | GenerateForm, config: Any
@@ -578,12 +578,12 @@ class Requests:
         """An infer request without JSON: the model's configuration gives the tensor's name, type and shape."""
         route = exchange.head.route
 
-        def go_on(config: Any) -> None:
+        def proceed(config: Any) -> None:
             plan, prefix = raw_plan(route.model, config, len(body))
             piece = body if not prefix else prefix + bytes(body)
             self._infer(exchange, plan, [piece])
 
-        self._ask_config(exchange, go_on)
+        self._ask_config(exchange, proceed)
 
 
 def make_listener(

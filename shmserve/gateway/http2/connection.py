@@ -83,7 +83,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         """While frames wait, the backlog resumes reading."""
         return self._core is not None and not self._core.more
 
-    def go_on(self) -> bool:
+    def proceed(self) -> bool:
         """Processes delayed frames. True: frames are left."""
         core, transport = self._core, self.transport
         if core is None or transport is None or transport.is_closing():

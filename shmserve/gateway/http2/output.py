@@ -277,7 +277,7 @@ class Sender:
         if not self._queue and self._deflating is None:
             self._finish()
 
-    def go_on(self) -> None:
+    def proceed(self) -> None:
         """Called when the connection is writable again."""
         if not self._queue:
             self._call.resume()

@@ -270,9 +270,9 @@ class Http2Stream:
     def resume(self) -> None:
         notify(self.call.resume)
 
-    def go_on(self) -> None:
+    def proceed(self) -> None:
         """Called when the connection is writable again."""
-        self._sender.go_on()
+        self._sender.proceed()
 
     def widen(self, size: int) -> int:
         """Changes the window for responses. Returns the new one, which may be too large."""
@@ -633,7 +633,7 @@ class Http2Streams:
         for stream in list(self.open.values()):
             if not output.writable:
                 break
-            stream.go_on()
+            stream.proceed()
 
     def taken(self) -> None:
         """`out` has been passed to the socket."""

@@ -40,7 +40,7 @@ class Delayed(Protocol):
     def estimate(self) -> int:
         """The estimated work for the input that waits."""
 
-    def go_on(self) -> bool:
+    def proceed(self) -> bool:
         """Processes input up to the limits. True: input is left."""
 
     def abort(self) -> None:
@@ -116,7 +116,7 @@ class InputBacklog:
             connection = heapq.heappop(self._waiting)[2]
             self._now = max(self._now, connection.spent)
             try:
-                delayed = connection.go_on()
+                delayed = connection.proceed()
             except Exception:  # an internal error must not affect other connections
                 log.exception("cannot process the input of a client")
                 connection.abort()

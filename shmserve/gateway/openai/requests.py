@@ -76,51 +76,51 @@ class OpenAiRequests:
     def _begin(self, exchange: Exchange, text: bytes, strings: CutStrings | None = None) -> None:
         """`strings`: the long strings that were cut out of `text`."""
         request: Sampling | TextsRequest
-        go_on: Callable[[Any], None]
+        proceed: Callable[[Any], None]
         match exchange.head.route.action:
             case Action.COMPLETIONS:
                 request = completion = bodies.completion(text)
-                go_on = partial(self._complete, exchange, completion)
+                proceed = partial(self._complete, exchange, completion)
             case Action.CHAT_COMPLETIONS:
                 request = chat = bodies.chat(text)
-                go_on = partial(self._chat, exchange, chat, strings, self._chat_format)
+                proceed = partial(self._chat, exchange, chat, strings, self._chat_format)
             case Action.MESSAGES:
                 request, shows = messages.request_of(text)
-                go_on = partial(self._chat, exchange, request, strings, partial(self._messages_format, shows))
+                proceed = partial(self._chat, exchange, request, strings, partial(self._messages_format, shows))
             case Action.RESPONSES:
                 given, request = responses.request_of(text)
                 shown = given if strings is None else responses.without_long_strings(given)
-                go_on = partial(self._chat, exchange, request, strings, partial(self._responses_format, shown))
+                proceed = partial(self._chat, exchange, request, strings, partial(self._responses_format, shown))
             case Action.TOKENIZE:
                 request = prompt = tokens.tokenize_request(text)
                 response: ResponseFormat = TokenizeFormat()
-                go_on = partial(self._convert, exchange, prompt, strings, "tokenize", response)
+                proceed = partial(self._convert, exchange, prompt, strings, "tokenize", response)
             case Action.COUNT_TOKENS:
                 request = chat = messages.counted(text)
-                go_on = partial(self._convert, exchange, chat, strings, "tokenize", CountFormat())
+                proceed = partial(self._convert, exchange, chat, strings, "tokenize", CountFormat())
             case Action.COUNT_INPUT_TOKENS:
                 request = chat = responses.counted(text)
                 response = CountFormat(object="response.input_tokens")
-                go_on = partial(self._convert, exchange, chat, strings, "tokenize", response)
+                proceed = partial(self._convert, exchange, chat, strings, "tokenize", response)
             case Action.DETOKENIZE:
                 request = prompt = tokens.detokenize_request(text)
                 response = DetokenizeFormat()
-                go_on = partial(self._convert, exchange, prompt, strings, "detokenize", response)
+                proceed = partial(self._convert, exchange, prompt, strings, "detokenize", response)
             case Action.SCORE:
                 request = score = scores.score_request(text)
-                go_on = partial(self._score, exchange, score, "score")
+                proceed = partial(self._score, exchange, score, "score")
             case Action.RERANK:
                 request = rerank = scores.rerank_request(text)
-                go_on = partial(self._score, exchange, rerank, "rerank")
+                proceed = partial(self._score, exchange, rerank, "rerank")
             case _:
                 request = embedding = bodies.embedding(text)
-                go_on = partial(self._embed, exchange, embedding)
+                proceed = partial(self._embed, exchange, embedding)
         if exchange.head.old and isinstance(request, Sampling) and request.stream:
             raise Unsupported("a stream requires HTTP/1.1")
 
         def ask_config(_: None = None) -> None:
             """The model's configuration decides how the request continues."""
-            self._ask_config(exchange, models.check_name(request.model), go_on)
+            self._ask_config(exchange, models.check_name(request.model), proceed)
 
         if strings is None or isinstance(request, ChatRequest):  # a chat is encoded before they are put back
             ask_config()

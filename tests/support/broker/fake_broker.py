@@ -73,7 +73,7 @@ class Parts:
         self.room = infer.options.window
         self.sent = 0
 
-    def go_on(self) -> None:
+    def proceed(self) -> None:
         """Sends as many parts as the window allows. An end without outputs needs no window."""
         send, frames = self.peer.send, list[bytes]()
         while self.room and self.sent < self.count:
@@ -233,7 +233,7 @@ def garble(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) ->
 
 def parts(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
     peer.streams[infer.request] = Parts(peer, infer, frames)
-    peer.streams[infer.request].go_on()
+    peer.streams[infer.request].proceed()
 
 
 MODELS: dict[str, Behaviour] = {
@@ -486,7 +486,7 @@ class FakeBroker:
         elif isinstance(message, More):
             if message.request in peer.streams:
                 peer.streams[message.request].room += message.count
-                peer.streams[message.request].go_on()
+                peer.streams[message.request].proceed()
         else:
             assert isinstance(message, (Cancel, Pong)), message
             if isinstance(message, Cancel):

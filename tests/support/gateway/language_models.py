@@ -116,7 +116,7 @@ class Sequence:
             if self.words[0] == "CALL":
                 self.call()
             elif self.words[0] == "FOREVER":
-                self.go_on()
+                self.proceed()
             elif self.stream:
                 for texts, reason in self.steps():
                     self.respond(texts, reason)
@@ -127,7 +127,7 @@ class Sequence:
         except Exception as error:
             self.sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error))), flags=FINAL)
 
-    def go_on(self):
+    def proceed(self):
         while not self.sender.is_cancelled():
             self.respond([self.words[1] + " "])
             select.select([], [], [], 0.05)

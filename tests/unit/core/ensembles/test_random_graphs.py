@@ -556,7 +556,7 @@ class Story:
         self.places.setdefault(number, {})[name] = place
         return place
 
-    def go_on(self) -> bool:
+    def proceed(self) -> bool:
         """One worker finishes its batch or sends another response, or a client extends its window. False: nothing can
         continue."""
         alive = [worker for worker in self.world.workers.values() if not worker.dead]
@@ -635,10 +635,10 @@ class Story:
         return found
 
     def end(self, calm: bool) -> None:
-        while self.go_on():
+        while self.proceed():
             pass
         self.world.advance(self.world.now + 50 * MS)
-        while self.go_on():
+        while self.proceed():
             self.world.advance(self.world.now + 50 * MS)
         self.look(calm)
         self.give_back()
@@ -661,7 +661,7 @@ def test_random_ensembles(seed: int) -> None:
             story.ask()
             story.world.check_memory()
         for _ in range(story.random.randint(0, 6)):
-            story.go_on()
+            story.proceed()
             story.world.check_memory()
         story.look(True)
         if story.random.random() < 0.3:
@@ -679,7 +679,7 @@ def test_random_ensembles_with_random_failures(seed: int) -> None:
         if what < 0.4:
             story.ask()
         elif what < 0.8:
-            story.go_on()
+            story.proceed()
         elif what < 0.88:
             if world.workers:
                 world.crash(random.choice(list(world.workers.values())))

@@ -116,7 +116,7 @@ class CallingMachine(EverythingMachine):
             self.send(self.world.heard(worker), together)
 
     @rule(which=st.integers(0, 9))
-    def go_on(self, which: int) -> None:
+    def proceed(self, which: int) -> None:
         """Most requests in flight are finished."""
         for _ in range(3):
             for worker in self.workers(lambda worker: worker.running):
