@@ -52,7 +52,7 @@ def measured(max_batch: int, delay_ms: int, rate: int, seconds: float = 20) -> S
         "p50_ms": round(result.latency.quantile(0.5) / 1e6, 3),
         "p99_ms": round(result.latency.quantile(0.99) / 1e6, 3),
         "mean_batch": round(result.mean_batch, 2),
-        "busy": round(result.utilisation, 4),
+        "busy": round(result.utilization, 4),
     }
 
 

@@ -41,7 +41,7 @@ def numbers(result: FleetResult, **more: Any) -> Row:
         "p50_ms": round(latency.quantile(0.5) / MS, 3),
         "p99_ms": round(latency.quantile(0.99) / MS, 3),
         "in_time": round(result.good / result.sent, 5),
-        "use": round(result.utilisation, 4),
+        "use": round(result.utilization, 4),
         "most_use": round(result.busy[-1], 4) if result.busy else None,
         "hits": round(result.hits / result.sent, 4),
     }

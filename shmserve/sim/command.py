@@ -335,7 +335,7 @@ def _lines(model: ModelResult) -> list[tuple[str, str]]:
     if model.batches:
         lines.append(("batches", f"{sum(model.batches.values())}, of {model.mean_batch:.2f} rows on average"))
         sizes = ", ".join(f"{count} from {at:.2f} s" for at, count in model.sizes)
-        lines.append(("instances", f"{sizes or model.instances}, busy {model.utilisation:.1%} of the time"))
+        lines.append(("instances", f"{sizes or model.instances}, busy {model.utilization:.1%} of the time"))
     if model.elements:
         share = model.padded_elements / model.elements
         lines.append(("padding", f"{share:.1%} of {model.elements} elements (rows x padded length)"))
@@ -357,7 +357,7 @@ def _sweep(args: argparse.Namespace) -> int:
         asked = result.models[plan.loads[0].model]
         answer = asked.as_json()
         row: dict[str, Any] = {"rate": rate, "goodput": asked.goodput, "p99_ms": answer["latency_ms"]["p99"]}
-        row |= {"mean_batch": answer["mean_batch"], "utilisation": answer["utilisation"]}
+        row |= {"mean_batch": answer["mean_batch"], "utilization": answer["utilization"]}
         if args.compare:
             row["first_come"] = round(_first_come(plan, result).goodput, 3)
         rows.append(row)

@@ -108,7 +108,7 @@ class ModelResult(Struct):
         return self.good / self.seconds if self.seconds else 0.0
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         """The fraction of time during which an instance runs batches."""
         there = self.mean_instances * self.elapsed_s
         return self.busy_ns / SECOND / there if there else 0.0
@@ -165,7 +165,7 @@ class ModelResult(Struct):
             "padded_elements": self.padded_elements,
             "instances": self.instances,
             "sizes": [[round(at, 3), count] for at, count in self.sizes],
-            "utilisation": round(self.utilisation, 4),
+            "utilization": round(self.utilization, 4),
             "deaths": self.deaths,
         }
 

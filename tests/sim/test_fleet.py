@@ -106,7 +106,7 @@ def test_queues_have_the_latencies_of_queueing_theory() -> None:
     waiting = use * took / (2 * (1 - use))
     messages = 2 * NETWORK_NS + 200_000
     assert result.latency.mean == pytest.approx(took + waiting + messages, rel=0.04)
-    assert result.utilisation == pytest.approx(use, rel=0.03)
+    assert result.utilization == pytest.approx(use, rel=0.03)
 
 
 @ENGINES

@@ -62,7 +62,7 @@ def test_waiting_times_of_the_simulator_match_the_m_d_1_formula(load: float) -> 
     assert model.answered == 15_000
     wait = model.latency.mean - MS
     assert wait == pytest.approx(load * MS / (2 * (1 - load)), rel=0.05)
-    assert model.utilisation == pytest.approx(load, rel=0.03)
+    assert model.utilization == pytest.approx(load, rel=0.03)
 
 
 @pytest.mark.parametrize(("instances", "batch"), [(1, 1), (3, 1), (1, 8)])
@@ -89,7 +89,7 @@ def test_closed_loop_callers_obey_littles_law() -> None:
     model = result.models["m"]
     rate = model.answered / model.elapsed_s
     assert rate * (model.latency.mean + 5 * MS) / 1e9 == pytest.approx(6, rel=0.01)
-    assert model.utilisation == pytest.approx(rate * 0.004 / 2, rel=0.01)
+    assert model.utilization == pytest.approx(rate * 0.004 / 2, rel=0.01)
 
 
 def test_messages_and_turns_add_to_the_latency() -> None:

@@ -259,7 +259,7 @@ def _text(args: argparse.Namespace, results: list[FleetResult], screen: Screen, 
 def _row(result: FleetResult, price: float) -> list[str]:
     latency, cost = result.latency, result.cost(price)
     failed = sum(result.failed.values())
-    use = f"{result.utilisation:.0%}" if result.busy else "-"
+    use = f"{result.utilization:.0%}" if result.busy else "-"
     spread = f" ({result.busy[0]:.0%}-{result.busy[-1]:.0%})" if len(result.busy) > 1 else ""
     recovered = result.recovered_s
     return [

@@ -189,6 +189,7 @@ class Lengths(Struct, frozen=True):
 
 
 CHAT, COMPLETIONS = "chat", "completions"
+DEFAULT_PROMPT, DEFAULT_OUTPUT = Lengths(128, 128), 128
 
 
 class Prompts(Struct, frozen=True, kw_only=True):
@@ -196,7 +197,7 @@ class Prompts(Struct, frozen=True, kw_only=True):
 
     api: str = CHAT
     file: str | None = None
-    words: Lengths = Lengths(128, 128)
+    words: Lengths = DEFAULT_PROMPT
     """Lengths of random prompts."""
     output: Lengths | None = None
     """`max_tokens` of the requests; None: those of the file, or DEFAULT_OUTPUT."""
@@ -205,9 +206,6 @@ class Prompts(Struct, frozen=True, kw_only=True):
     seed: int = 0
     distinct: int = 1000
     """Number of random prompts."""
-
-
-DEFAULT_OUTPUT = 128
 
 
 class Objectives(Struct, frozen=True):

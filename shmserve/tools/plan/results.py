@@ -63,7 +63,7 @@ class FleetResult(Struct):
         return self.good / self.seconds if self.seconds else 0.0
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         return sum(self.busy) / len(self.busy) if self.busy else 0.0
 
     def cost(self, hour: float) -> float | None:
@@ -97,8 +97,8 @@ class FleetResult(Struct):
             "cache_hits": self.hits,
             "goodput": round(self.goodput, 3),
             "latency_ms": {"mean": round(latency.mean / 1e6, 4), **quantiles(latency)},
-            "utilisation": {
-                "mean": round(self.utilisation, 4),
+            "utilization": {
+                "mean": round(self.utilization, 4),
                 "least": round(busy[0], 4) if busy else 0.0,
                 "most": round(busy[-1], 4) if busy else 0.0,
             },

@@ -208,7 +208,7 @@ class JointTuner:
         link_ns = max(step.known.link_ns for step in self.steps)
         plan = Plan(tuple(models), loads, requests=min(round(needed), MAX_REQUESTS), seed=1, link_ns=link_ns)
         result = simulate(plan).models
-        busy = tuple(result[step.model.name].utilisation for step in self.steps)
+        busy = tuple(result[step.model.name].utilization for step in self.steps)
         return JointPrediction(settings, rate, tuple(p99_ns(result[target.name]) for target in self.targets), busy)
 
     def holds(self, prediction: JointPrediction) -> bool:

@@ -48,7 +48,7 @@ class Prediction(Struct, frozen=True):
     p50_ns: float
     p99_ns: float
     mean_batch: float
-    utilisation: float
+    utilization: float
 
 
 def request_count(goal: Goal, rate: float, longer: int = 1) -> int:
@@ -92,7 +92,7 @@ class RatePredictor(Struct, frozen=True):
         plan = Plan((model,), (load,), requests=count, seed=1, link_ns=self.link_ns, message_ns=self.message_ns)
         result = simulate(plan).models[policy.name]
         p50 = result.latency.quantile(0.5)
-        return Prediction(candidate, rate, p50, p99_ns(result), result.mean_batch, result.utilisation)
+        return Prediction(candidate, rate, p50, p99_ns(result), result.mean_batch, result.utilization)
 
     def holds(self, prediction: Prediction) -> bool:
         return prediction.p99_ns <= self.goal.p99_ns
