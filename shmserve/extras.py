@@ -62,7 +62,7 @@ _PYTHON = re.compile(r"""python_version (<|>=) ["'](\d+)\.(\d+)["']""")
 
 
 def missing(command: str) -> str | None:
-    """The text for the first module of NEEDED that is not installed, or is too old; None if all are right."""
+    """The text for the first module of NEEDED that is not installed, or is too old; None if there is none."""
     absent = next((missing_text(name, command) for name in NEEDED if find_spec(name) is None), None)
     return absent or outdated("runtime") or None
 
@@ -142,7 +142,7 @@ def _fits(version: str, wanted: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Of the release; without zeros at its end, as 2.0 equals 2."""
+    """The numbers of a release, without zeros at their end, as 2.0 equals 2."""
     release = re.match(r"v?(?:\d+!)?([\d.]*)", version)
     numbers = [int(part) for part in release[1].split(".") if part] if release is not None else []
     while numbers and not numbers[-1]:
@@ -187,7 +187,7 @@ def _with_nested(extra: str, root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _origin(root: Path) -> dict[str, Any]:
-    """From where pip has installed this package; empty for an index."""
+    """Where pip has installed this package from, as it recorded it; empty for an index."""
     with suppress(ValueError):
         found = json.loads(_metadata(root, "direct_url.json"))
         return found if isinstance(found, dict) else {}

@@ -22,8 +22,8 @@ _COMPILER = "shmserve/workers/backends/native/compiler.py"
 
 def platform_wheel(wheel: Path, target: Path) -> Path:
     """Writes the wheel to `target`. It depends only on the other wheel and the compiler."""
-    made = target / wheel.name.replace(_ANY, TAG)
-    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
+    path = target / wheel.name.replace(_ANY, TAG)
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
         shim = zipfile.ZipInfo(SHIM, old.infolist()[0].date_time)
         shim.external_attr = 0o100644 << 16
         shim.compress_type = zipfile.ZIP_DEFLATED
@@ -41,7 +41,7 @@ def platform_wheel(wheel: Path, target: Path) -> Path:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([*rows, (record.filename, "", "")])
         new.writestr(record, text.getvalue())
-    return made
+    return path
 
 
 def _compiled(wheel: Path) -> bytes:

@@ -120,14 +120,14 @@ def asks(args: argparse.Namespace) -> bool:
 
 def prompts_of(args: argparse.Namespace, seed: int) -> Prompts:
     """What a language model is asked."""
-    from shmserve.tools.load.plan import Lengths, Prompts
+    from shmserve.tools.load.plan import DEFAULT_PROMPT, Lengths, Prompts
 
     if args.prompts and args.prompt_tokens:
         raise Misuse("--prompt-tokens is the length of random prompts: leave it out with --prompts")
     return Prompts(
         api=args.api,
         file=args.prompts,
-        words=Lengths(*args.prompt_tokens) if args.prompt_tokens else Lengths(128, 128),
+        words=Lengths(*args.prompt_tokens) if args.prompt_tokens else DEFAULT_PROMPT,
         output=Lengths(*args.output_tokens) if args.output_tokens else None,
         sampling=args.sampling,
         seed=seed,

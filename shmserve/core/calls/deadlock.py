@@ -53,13 +53,13 @@ def _stuck(state: State) -> Stuck:
     """Instances that can never continue. Killed ones are left out, because their calls end with them."""
     waiting = chain(state.blocked_instances, *(version.instances for version in state.memory.yielding))
     stuck = {i: None for i in waiting if i.caller is not None and i.state is not InstanceState.KILLED}
-    found = True
-    while found:
-        found = False
+    changed = True
+    while changed:
+        changed = False
         for instance in list(stuck):
             if all(_blocked_by(state, request, stuck) is None for request in _held(state, instance)):
                 del stuck[instance]
-                found = True
+                changed = True
     return stuck
 
 

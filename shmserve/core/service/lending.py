@@ -1,5 +1,4 @@
-"""Which models can be lent, and to which client: one that sends one request at a time, for one
-caller."""
+"""Which models can be lent, and to which client: one that sends one request at a time, for one caller."""
 
 from __future__ import annotations
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 NOT_FINISHED = "None"
 """The finish reason of a text that has not ended, as in vLLM's backend."""
-
-
 _encode = msgspec.json.Encoder().encode
 
 
