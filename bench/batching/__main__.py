@@ -18,7 +18,7 @@ SIZES = (1, 4, 16, 32)
 RATES = (50, 100, 200, 300, 400, 600, 800, 1200, 1600, 2000, 2400)
 DELAYS_MS = (0, 2, 5, 10)
 SLOW_RATES = (50, 100, 200, 300, 400, 600, 800, 1200, 1600)
-MOST_LOAD = 0.97
+MAX_LOAD = 0.97
 """Above this share of the capacity, latency depends on the length of the simulation."""
 
 
@@ -58,7 +58,7 @@ def measured(max_batch: int, delay_ms: int, rate: int, seconds: float = 20) -> S
 
 def by_size() -> list[SimulatedRow]:
     """Largest batches of several sizes, without a delay."""
-    return [measured(size, 0, rate) for size in SIZES for rate in RATES if rate <= MOST_LOAD * capacity(size)]
+    return [measured(size, 0, rate) for size in SIZES for rate in RATES if rate <= MAX_LOAD * capacity(size)]
 
 
 def by_delay() -> list[SimulatedRow]:

@@ -31,7 +31,7 @@ def plots(results: dict[str, Rows]) -> dict[str, str]:
     seconds = Axis("seconds, when requests were sent")
     shown = [row for row in results["reports"] if row["policy"] == "least" or row["gpus"] == GPUS[1]]
     ends = [row for row in results["zone"] if row["gpus"] in (GPUS[0], GPUS[-1])]
-    matches = {
+    charts = {
         "load": lines(
             f"p99 by load, {GPUS[1]:,} GPUs",
             SHARE,
@@ -63,4 +63,4 @@ def plots(results: dict[str, Rows]) -> dict[str, str]:
             over_time(results["scaling"], lambda row: f"starts in {row['start_s']} s"),
         ),
     }
-    return {name: standalone(svg) for name, svg in matches.items()}
+    return {name: standalone(svg) for name, svg in charts.items()}

@@ -30,9 +30,9 @@ from bench.lib import processes, table
 
 class Measure(NamedTuple):
     take: Callable[[GpuSetting], list[table.Row]]
-    least_s: float
+    min_s: float
     """Not started with less time left."""
-    most_s: float
+    max_s: float
 
 
 def _cpu(name: str, setting: GpuSetting) -> list[table.Row]:
@@ -89,9 +89,9 @@ def take(name: str, setting: GpuSetting, left_s: float) -> list[table.Row]:
     """The rows of a measure; one row with the reason if it was skipped or failed."""
     measure, others, began = MEASURES[name], processes.OtherLoad(), perf_counter()
     try:
-        if left_s < measure.least_s:
-            raise Skipped(f"{max(left_s, 0):.0f} s left, it needs {measure.least_s:g}")
-        with limited(min(measure.most_s, left_s)):
+        if left_s < measure.min_s:
+            raise Skipped(f"{max(left_s, 0):.0f} s left, it needs {measure.min_s:g}")
+        with limited(min(measure.max_s, left_s)):
             rows = measure.take(setting)
     except Skipped as error:
         rows = [table.Row(name, None, "", skipped=str(error))]

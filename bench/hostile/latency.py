@@ -24,7 +24,7 @@ from bench.suites.loading import TURN, Party
 
 LINKS = {"lane": "lane.sock", "zmq": "broker.sock"}
 BURNERS = 8
-LEAST_SHARE = 0.01
+MIN_SHARE = 0.01
 """Share of a core below which a thread is ignored."""
 
 
@@ -95,7 +95,7 @@ def run_latency(setting: Setting) -> LatencyResult:
 
 
 def _handed_out(burners: list[Child], courses: list[Course], seconds: float) -> dict[Child, dict[str, Any]]:
-    results = [course for course in courses if course[-1][1] > LEAST_SHARE * seconds]
+    results = [course for course in courses if course[-1][1] > MIN_SHARE * seconds]
     assert len(results) <= len(burners), f"{len(results)} took part"
     return {child: {"course": course} for child, course in zip(burners, results, strict=False)}
 

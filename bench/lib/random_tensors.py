@@ -36,15 +36,15 @@ class Maker:
             return min(largest, self._random.choice([4096, 4097, 65536, 65537]))
         return int(4096 * (largest / 4096) ** (self._random.random() ** 2))
 
-    def shape(self, dtype: str, size: int, most_rows: int) -> tuple[int, ...]:
-        """The shape of a batch of about `size` bytes, without a batch dimension if `most_rows` is 0. Widths are often
+    def shape(self, dtype: str, size: int, max_rows: int) -> tuple[int, ...]:
+        """The shape of a batch of about `size` bytes, without a batch dimension if `max_rows` is 0. Widths are often
         rounded down to a power of two, so that requests often share a shape.
         """
-        rows = self._random.randint(1, most_rows) if most_rows else 0
+        rows = self._random.randint(1, max_rows) if max_rows else 0
         width = max(0, size) // (ITEM_BYTES[dtype] or 24) // max(1, rows)
         if self._random.random() < 0.6 and width > 8:
             width = 1 << (width.bit_length() - 1)
-        return (rows, width) if most_rows else (width,)
+        return (rows, width) if max_rows else (width,)
 
     def tensor(self, dtype: str, shape: tuple[int, ...]) -> Any:
         count = int(np.prod(shape))

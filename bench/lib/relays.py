@@ -82,8 +82,8 @@ def seqpacket(size: int, relay: str) -> Handler:
     client, front = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     back, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     forked(lambda: _echo(worker), (client, front, back))
-    way = {"blocking": _relay_blocking, "epoll": _relay_epoll}[relay]
-    forked(lambda: way(front, back), (client, worker))
+    forward = {"blocking": _relay_blocking, "epoll": _relay_epoll}[relay]
+    forked(lambda: forward(front, back), (client, worker))
     for end in (front, back, worker):
         end.close()
     message = os.urandom(size)

@@ -97,14 +97,14 @@ class MemoryMonitor:
     def __init__(self, url: str) -> None:
         self._client = shmserve.Client(url)
         self._stop = threading.Event()
-        self.most = self.samples = self.processes = 0
+        self.peak = self.samples = self.processes = 0
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._stop.wait(PAUSE_S):
             pids = [one["pid"] for entry in self._client.models() for one in entry.get("instances", ()) if one["pid"]]
-            self.most = max(self.most, sum(map(memory_bytes, pids)))
+            self.peak = max(self.peak, sum(map(memory_bytes, pids)))
             self.processes = max(self.processes, len(pids))
             self.samples += 1
 
@@ -143,7 +143,7 @@ def many(count: int, room: int, requests: int) -> str:
     return (
         f"{count} models, memory for {room} ({budget / 1e6:.0f} MB): ready after {ready:.1f} s; {len(answers)} "
         f"requests in {took:.0f} s with {wakes} wakes, {len(wrong)} failed or wrong {wrong[:3]}; the workers had at "
-        f"most {monitor.most / 1e6:.0f} MB in {monitor.processes} processes ({monitor.samples} samples)"
+        f"at most {monitor.peak / 1e6:.0f} MB in {monitor.processes} processes ({monitor.samples} samples)"
     )
 
 
