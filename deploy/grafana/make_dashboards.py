@@ -34,7 +34,7 @@ class Panel(NamedTuple):
     kind: str = "timeseries"
     colors: dict[str, tuple[str, str]] | None = None
     """Value -> text and colour."""
-    most: float | None = None
+    maximum: float | None = None
 
 
 class Column(NamedTuple):
@@ -270,7 +270,7 @@ ONE = Dashboard(
                     Query(f"avg by (model) (llm_kv_cache_usage_perc{{{MODEL}}})", "{{model}} KV cache"),
                     Query(mean("llm_prefix_cache_hits_total", "llm_prompt_tokens_total"), "{{model}} prefix hits"),
                     unit="percentunit",
-                    most=1,
+                    maximum=1,
                 ),
                 graph(
                     "Endings",
@@ -448,7 +448,7 @@ ONE = Dashboard(
                     Query(f"nv_cpu_utilization{{{SERVER}}}", "busy {{instance}}"),
                     unit="percentunit",
                     width=6,
-                    most=1,
+                    maximum=1,
                 ),
                 graph(
                     "GPUs",
@@ -456,7 +456,7 @@ ONE = Dashboard(
                     Query(f"nv_gpu_utilization{{{SERVER}}}", "{{instance}} {{gpu_uuid}}"),
                     unit="percentunit",
                     width=6,
-                    most=1,
+                    maximum=1,
                 ),
                 graph(
                     "GPU memory",
@@ -467,7 +467,7 @@ ONE = Dashboard(
                     ),
                     unit="percentunit",
                     width=6,
-                    most=1,
+                    maximum=1,
                 ),
                 graph(
                     "GPU clocks",
@@ -478,7 +478,7 @@ ONE = Dashboard(
                     ),
                     unit="percentunit",
                     width=6,
-                    most=1,
+                    maximum=1,
                 ),
                 graph(
                     "GPU throttling",
@@ -486,7 +486,7 @@ ONE = Dashboard(
                     Query(f"shmserve_gpu_throttled{{{SERVER}}}", "{{instance}} {{gpu_uuid}} {{reason}}"),
                     unit="none",
                     width=6,
-                    most=1,
+                    maximum=1,
                 ),
                 graph(
                     "GPU temperature",
@@ -619,7 +619,7 @@ MANY = Dashboard(
                     "Share of requests that failed, without cancelled ones",
                     of_servers("instance:nv_inference_request_failure:ratio_rate5m"),
                     unit="percentunit",
-                    most=1,
+                    maximum=1,
                 ),
                 graph(
                     "p99",
@@ -638,7 +638,7 @@ MANY = Dashboard(
                     "Utilization of all cores together",
                     of_servers("nv_cpu_utilization"),
                     unit="percentunit",
-                    most=1,
+                    maximum=1,
                 ),
                 graph(
                     "Memory",
@@ -647,7 +647,7 @@ MANY = Dashboard(
                         f"nv_cpu_memory_used_bytes{{{FLEET}}} / nv_cpu_memory_total_bytes{{{FLEET}}}", "{{instance}}"
                     ),
                     unit="percentunit",
-                    most=1,
+                    maximum=1,
                 ),
             ),
         ),
@@ -666,7 +666,7 @@ MANY = Dashboard(
                     "Share of requests that failed, without cancelled ones",
                     of_models("job_model:nv_inference_request_failure:ratio_rate5m"),
                     unit="percentunit",
-                    most=1,
+                    maximum=1,
                 ),
                 graph(
                     "Latency",
@@ -774,8 +774,8 @@ def variable(name: str, query: str) -> dict[str, Any]:
 
 def panel_document(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
-    if panel.most is not None:
-        defaults["max"] = panel.most
+    if panel.maximum is not None:
+        defaults["max"] = panel.maximum
     if panel.colors is not None:
         options = {value: {"text": text, "color": color} for value, (text, color) in panel.colors.items()}
         defaults["mappings"] = [{"type": "value", "options": options}]
