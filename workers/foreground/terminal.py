@@ -19,13 +19,13 @@ _OURS = frozenset(
     {"shmserve", "__main__", "contextlib", "importlib", "_frozen_importlib", "_frozen_importlib_external"}
 )
 """Packages whose frames lie between the command and the model."""
-QUIT = "the debugger was left in the middle of the model"
+QUIT = "the debugger was quit while the model was running"
 
 
 class Terminal:
     def __init__(self, as_json: bool, debug: bool) -> None:
         self.quit = ""
-        """Set if the user left the debugger, which fails the run."""
+        """Set if the user quit the debugger, which fails the run."""
         self._debug = debug
         self._json = as_json
         self._out = 1
@@ -89,7 +89,7 @@ class Terminal:
         if self._debug and first_frame is not None:
             import pdb  # slow to import and rarely needed
 
-            print("in the debugger, where it was raised: w shows the way there, u and d go along it, q goes on")
+            print("debugger at the line that raised the error: w prints the stack, u and d move along it, q quits")
             pdb.post_mortem(first_frame)
 
 

@@ -69,7 +69,7 @@ class _Check:
     def __init__(self, root: Any, where: str) -> None:
         self._root = root
         self._where = where
-        self._left = VALUES
+        self._remaining = VALUES
         self._open: set[str] = set()
         """References that are being followed. A reference to one of them costs nothing more."""
 
@@ -90,8 +90,8 @@ class _Check:
             self._reference(value.get("$ref"), depth)
 
     def _take(self, count: int) -> None:
-        self._left -= count
-        if self._left < 0:
+        self._remaining -= count
+        if self._remaining < 0:
             raise InvalidRequest(
                 f"{self._where} has more than {VALUES} parts and values, counted at each '$ref' to them"
             )
@@ -103,13 +103,13 @@ class _Check:
             self._open.discard(name)
 
     def _bounds(self, schema: dict[str, Any]) -> None:
-        for least, most, limit in _BOUNDS:
-            low, high = schema.get(least), schema.get(most)
-            for name, bound in ((least, low), (most, high)):
+        for lower, upper, limit in _BOUNDS:
+            low, high = schema.get(lower), schema.get(upper)
+            for name, bound in ((lower, low), (upper, high)):
                 if isinstance(bound, int | float) and not 0 <= bound <= limit:
                     raise InvalidRequest(f"{self._where} has {name!r} {bound}; expected 0 to {limit}")
             if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
-                raise InvalidRequest(f"{self._where} has {least!r} {low}, which is above {most!r} {high}")
+                raise InvalidRequest(f"{self._where} has {lower!r} {low}, which is above {upper!r} {high}")
         properties, pattern = schema.get("properties"), schema.get("pattern")
         if isinstance(properties, dict) and len(properties) > PROPERTIES:
             raise InvalidRequest(

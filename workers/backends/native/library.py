@@ -127,7 +127,7 @@ class NativeLibrary:
         return hasattr(self._backend, f"TRITONBACKEND_{function}")
 
     def call(self, function: str, subject: int) -> None:
-        """Calls a function of the backend's life, if the backend has it. Raises what it reports."""
+        """Calls a function of the life cycle, if the backend has it. Raises the error that it returns."""
         if not self.has(function):
             return
         called = getattr(self._backend, f"TRITONBACKEND_{function}")
@@ -143,7 +143,7 @@ class NativeLibrary:
         return found
 
     def set_instance(self, name: str, device: Device, group: ModelInstanceGroup | None) -> None:
-        """Sets what the instance says of itself. Its process sees one GPU, so the GPU's number may be another there."""
+        """Sets the properties of the instance. Its process sees one GPU, so the GPU's number may differ there."""
         number = visible_number(device.number)
         policy = (group.host_policy if group is not None else "") or (
             f"gpu_{number}" if device.kind == "GPU" else device.kind.lower()

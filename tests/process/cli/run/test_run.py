@@ -300,7 +300,7 @@ def test_a_breakpoint_opens_the_debugger_which_continues_or_ends_the_run(models:
         text, code = terminal.rest()
     assert code == 1
     assert "Traceback" not in text
-    assert text.splitlines()[-2:] == ["finalize", "shmserve run: the debugger was left in the middle of the model"]
+    assert text.splitlines()[-2:] == ["finalize", "shmserve run: the debugger was quit while the model was running"]
 
 
 def test_pdb_stops_where_the_model_raised_or_failed_to_load(models: Path) -> None:
