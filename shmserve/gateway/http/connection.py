@@ -708,9 +708,9 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
             return
         unsent = transport.get_write_buffer_size()
         taken = self._unsent - unsent
-        if unsent and (taken < 0 or taken >= listener.least_bytes):
+        if unsent and (taken < 0 or taken >= listener.min_bytes):
             self.turn = listener.turn
-        if self._moved >= listener.least_bytes and self.phase in (FILL, CHUNKS):
+        if self._moved >= listener.min_bytes and self.phase in (FILL, CHUNKS):
             self.turn = listener.turn
         self._unsent, self._moved = unsent, 0
         quiet = listener.turn - self.turn

@@ -142,13 +142,13 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         if core is None or transport is None:
             return
         unsent = transport.get_write_buffer_size()
-        if not unsent or self._unsent - unsent < 0 or self._unsent - unsent >= listener.least_bytes:
+        if not unsent or self._unsent - unsent < 0 or self._unsent - unsent >= listener.min_bytes:
             self._turn = listener.turn
         self._unsent = unsent
         if listener.turn - self._turn > waited:
             transport.abort()
             return
-        core.life.check_timeouts(waited, listener.least_bytes, listener.idle_turns)
+        core.life.check_timeouts(waited, listener.min_bytes, listener.idle_turns)
         self._flush()
 
     def stop(self) -> None:

@@ -80,8 +80,8 @@ class Life:
 
     # ------------------------------------------------------------------------------------ timeouts
 
-    def check_timeouts(self, waited: int, least_bytes: int, idle: int) -> None:
-        """Called on every turn of the slow clock. `waited`: turns without `least_bytes` of progress after which a call
+    def check_timeouts(self, waited: int, min_bytes: int, idle: int) -> None:
+        """Called on every turn of the slow clock. `waited`: turns without `min_bytes` of progress after which a call
         that waits for the client times out. `idle`: idle turns after which a connection without calls is closed."""
         streams = self._streams
         if streams.over:
@@ -89,7 +89,7 @@ class Life:
         turn, now, settings = streams.listener.turn, streams.listener.now(), streams.listener.limits
         streams.abuse.next_turn()
         for stream in list(streams.watched):
-            self._check_progress(stream, turn, waited, least_bytes)
+            self._check_progress(stream, turn, waited, min_bytes)
         silent = 0
         for stream in list(streams.open.values()):
             if stream.state is OPEN and not stream.stuck:
@@ -108,10 +108,10 @@ class Life:
                 return
         self._keep_alive(now)
 
-    def _check_progress(self, stream: Http2Stream, turn: int, waited: int, least_bytes: int) -> None:
+    def _check_progress(self, stream: Http2Stream, turn: int, waited: int, min_bytes: int) -> None:
         if not stream.stuck:
             self._streams.watched.discard(stream)
-        elif stream.has_stalled(turn, waited, least_bytes):
+        elif stream.has_stalled(turn, waited, min_bytes):
             text = "the client stalled; the limit is --limit http_read_secs"
             stream.fail(RpcError(Code.DEADLINE_EXCEEDED, text))
 

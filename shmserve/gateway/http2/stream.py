@@ -229,9 +229,9 @@ class Http2Stream:
         """Measures the client's progress from now on."""
         self._moved_at, self._moved, self._sender.moved = turn, 0, 0
 
-    def has_stalled(self, turn: int, waited: int, least_bytes: int) -> bool:
-        """Whether less than `least_bytes` bytes have moved for longer than `waited` turns."""
-        if self._moved + self._sender.moved >= least_bytes:
+    def has_stalled(self, turn: int, waited: int, min_bytes: int) -> bool:
+        """Whether less than `min_bytes` bytes have moved for longer than `waited` turns."""
+        if self._moved + self._sender.moved >= min_bytes:
             self.watch_from(turn)
         return turn - self._moved_at > waited
 

@@ -106,7 +106,7 @@ class Callers:
         self.reads = link.reads
         self.backlog = link.backlog
         self.turn = 0
-        self.least_bytes = max(1, int(limits.data_rate * turn_s))
+        self.min_bytes = max(1, int(limits.data_rate * turn_s))
         """Fewer bytes than this in a turn count as no progress."""
         self.idle_turns = math.ceil(limits.idle_timeout_s / turn_s)
         self.stopping = False

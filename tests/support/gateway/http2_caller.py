@@ -84,7 +84,7 @@ class Host:
         self.turn = 0
         self.stream_turns = 1000
         self.time = 0.0
-        self.least_bytes, self.idle_turns = 100, 40
+        self.min_bytes, self.idle_turns = 100, 40
         self.answers: Counter[int] = Counter()
         self.expiring: set[Any] = set()
         self._make = application
@@ -251,4 +251,4 @@ class Caller:
         for _ in range(times):
             self.host.turn += 1
             self.host.time += 1.0
-            self.core.life.check_timeouts(4, self.host.least_bytes, self.host.idle_turns)
+            self.core.life.check_timeouts(4, self.host.min_bytes, self.host.idle_turns)

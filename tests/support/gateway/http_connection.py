@@ -103,7 +103,7 @@ def http_listener(budget: Budget | None = None, heads: HttpHeads | None = None, 
         turn=0, now=lambda: 0.0, stopping=False, heads=heads or HttpHeads(EndpointAccess(ROLES)),
         limits=HttpLimits(**limits), loop=loop, turns=JobTurns(loop), reads=ReadTurns(loop), backlog=InputBacklog(loop),
         enter=lambda connection: True, leave=lambda connection: None, budget=budget or Budget(1 << 30), shares=Shares(),
-        answered=lambda status: None, least_bytes=10, idle_turns=100,
+        answered=lambda status: None, min_bytes=10, idle_turns=100,
     )  # fmt: skip
 
 
