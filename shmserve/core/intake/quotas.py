@@ -50,8 +50,8 @@ class Quotas:
         """Bytes inside the messages of all requests in flight."""
         self._bytes: Counter[Payer] = Counter()
         """The same by caller."""
-        least_bytes = min(limits.model_queue_bytes, limits.queue_bytes)
-        self.busy = min(limits.requests, limits.model_queue, least_bytes // PACKET_BYTES)
+        message_bytes = min(limits.model_queue_bytes, limits.queue_bytes)
+        self.busy = min(limits.requests, limits.model_queue, message_bytes // PACKET_BYTES)
         self.heavy = min(limits.client_held_bytes, limits.held_bytes // limits.connections)
         self._error_ns = SECOND // limits.client_errors if limits.client_errors else 0
 

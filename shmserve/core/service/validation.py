@@ -24,7 +24,6 @@ from shmserve.protocol.messages import (
 
 _REMEMBERED = 4096
 """Memoized shapes per model version. Further shapes are checked again each time."""
-
 _FORMS = 256
 """Memoized forms per model version; beyond that, the cache is cleared."""
 _MAX_BYTES = 1 << 46
@@ -91,7 +90,7 @@ class Checker:
         self._specs = {spec.name: spec for spec in policy.inputs}
         self._outputs = {spec.name: spec.dtype for spec in policy.outputs}
         self._bits = {spec.name: 1 << index for index, spec in enumerate(policy.inputs)}
-        self._least = sum(not spec.optional for spec in policy.inputs)
+        self._min_inputs = sum(not spec.optional for spec in policy.inputs)
         self._required = sum(self._bits[spec.name] for spec in policy.inputs if not spec.optional)
         self._valid_inputs: dict[tuple[str, str, tuple[int, ...]], ValidInput] = {}
         self._forms: dict[tuple[TensorForm, ...], CheckedForm] = {}
@@ -110,7 +109,7 @@ class Checker:
         if outputs is not None:  # before the inputs, as in Triton
             self._check_outputs(outputs)
             shared = any(wanted.place is not None for wanted in outputs)
-        if len(inputs) < self._least:  # before errors of single inputs, as in Triton
+        if len(inputs) < self._min_inputs:  # before errors of single inputs, as in Triton
             self._missing(inputs)
         known = self._valid_inputs
         for tensor in inputs:
@@ -268,12 +267,12 @@ class Checker:
         """Checks a size that differs from the expected one. Not on the fast path, except for BYTES (expected -1), where
         only the minimum size is known."""
         if expected == -1:
-            least = 4 * elements(tensor.shape)
-            if size >= least and not (size and not least):
+            minimum = 4 * elements(tensor.shape)
+            if size >= minimum and not (size and not minimum):
                 return
             raise InvalidRequest(
                 f"expected {elements(tensor.shape)} string elements for inference input '{tensor.name}' for model "
-                f"'{self._policy.name}', which take at least {least} bytes, got {size} bytes"
+                f"'{self._policy.name}', which take at least {minimum} bytes, got {size} bytes"
             )
         raise InvalidRequest(
             f"input byte size mismatch for input '{tensor.name}' for model '{self._policy.name}'. "
