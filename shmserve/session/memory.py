@@ -141,7 +141,7 @@ class SessionMemory:
         return self._arena.used / self._limit_bytes
 
     def warm(self, array: Array, begin: int, end: int) -> None:
-        """Warm a byte range of a cold array. Raises Unavailable if the machine has no memory for it."""
+        """Warms a byte range of a cold array. Raises Unavailable if the machine has no memory for it."""
         location = self._arena.locate(array.__array_interface__["data"][0] + begin, end - begin)
         if location is not None:
             self._arena.warm(location[0], location[1], location[1] + end - begin)

@@ -110,8 +110,8 @@ class ModelResult(Struct):
     @property
     def utilization(self) -> float:
         """The fraction of time during which an instance runs batches."""
-        there = self.mean_instances * self.elapsed_s
-        return self.busy_ns / SECOND / there if there else 0.0
+        available = self.mean_instances * self.elapsed_s
+        return self.busy_ns / SECOND / available if available else 0.0
 
     @property
     def mean_instances(self) -> float:

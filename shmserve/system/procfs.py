@@ -148,14 +148,14 @@ class Cores:
 
     def __init__(self, interval_s: float = 0.0) -> None:
         """`interval_s`: minimum interval between samples; in between, the last result is returned."""
-        self._least = max(TICKS // 10, int(interval_s * TICKS * (os.cpu_count() or 1)))
+        self._min_ticks = max(TICKS // 10, int(interval_s * TICKS * (os.cpu_count() or 1)))
         self._busy, self._total = _times()
         self._share = 0.0
 
     def share(self) -> float:
         """Utilization from 0 to 1."""
         busy, total = _times()
-        if total - self._total >= self._least:
+        if total - self._total >= self._min_ticks:
             self._share = min(1.0, max(0.0, (busy - self._busy) / (total - self._total)))
             self._busy, self._total = busy, total
         return self._share

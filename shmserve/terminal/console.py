@@ -24,7 +24,7 @@ EMPTY = ("", "-")
 """Cells that count as empty."""
 WIDEST = 100_000
 """Width of coloured text that is not for a terminal."""
-LEAST_NAME = 8
+MIN_NAME = 8
 """Minimum width of a column of names, even if the terminal is narrower."""
 NARROWEST = 20
 """Minimum width of a column of free text; below it, the text is placed on separate lines."""
@@ -201,18 +201,18 @@ class Screen:
     def _fitted(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], shown: list[int]) -> str:
         widths = [max(map(text_width, [column.name, *(row[at] for row in rows)])) for at, column in enumerate(columns)]
         limit, hidden, below = self.width, [], None
-        if limit is not None and _least(columns, widths, shown) > limit:
+        if limit is not None and _min_width(columns, widths, shown) > limit:
             below = next((at for at in shown if columns[at].free), None)
             shown = [at for at in shown if at != below]
             for at in sorted(shown, key=lambda at: -columns[at].rank):
-                if columns[at].rank and _least(columns, widths, shown) > limit:
+                if columns[at].rank and _min_width(columns, widths, shown) > limit:
                     shown.remove(at)
                     hidden.append(at)
         if limit is not None:  # free text gets the remaining width; without free text, the first column is folded
             flexible = next((at for at in shown if columns[at].free), shown[0])
             others = [at for at in shown if at != flexible]
             room = limit - sum(widths[at] + len(GAP) for at in others)
-            widths[flexible] = max(min(widths[flexible], room), LEAST_NAME)
+            widths[flexible] = max(min(widths[flexible], room), MIN_NAME)
         lines = self._rendered(columns, rows, shown, widths, below)
         if hidden:
             names = ", ".join(columns[at].name for at in sorted(hidden))
@@ -267,7 +267,7 @@ class Screen:
         return results
 
 
-def _least(columns: Sequence[Column], widths: Sequence[int], shown: Sequence[int]) -> int:
+def _min_width(columns: Sequence[Column], widths: Sequence[int], shown: Sequence[int]) -> int:
     """The minimum total width of these columns."""
     minimum = [min(widths[at], NARROWEST) if columns[at].free else widths[at] for at in shown]
     return sum(minimum) + len(GAP) * (len(minimum) - 1)

@@ -115,7 +115,7 @@ class ZmqLink:
                 if parts is not None:
                     return parts[0], [], parts[1:]
                 if self._monitor_ready or (wait is not None and wait <= 0):
-                    self._heed_monitor()
+                    self._process_monitor_events()
                 if to_send:
                     events = self._events()
                     if events & zmq_frames.OUT:
@@ -148,7 +148,7 @@ class ZmqLink:
             return None
         return zmq_frames.receive(self._socket)
 
-    def _heed_monitor(self) -> None:
+    def _process_monitor_events(self) -> None:
         self._monitor_ready = False
         while zmq_frames.events(self._monitor) & zmq_frames.IN:
             event, value = _EVENT.unpack(zmq_frames.receive(self._monitor)[0])

@@ -157,7 +157,8 @@ def _is_delegated(top: Path) -> bool:
             if os.getxattr(top, mark) == b"1":
                 return True
     # Users other than root may be unable to read the marks, but they own a directory that is delegated to them.
-    return 0 != os.geteuid() == top.stat().st_uid
+    user = os.geteuid()
+    return user != 0 and top.stat().st_uid == user
 
 
 def _write_if_there(path: Path, text: str) -> None:

@@ -14,9 +14,9 @@ from shmserve.errors import ModelFailed
 Array = np.ndarray[Any, np.dtype[Any]]
 Answer = Mapping[str, Array]
 Ask = Callable[[Mapping[str, Any]], Answer]
-LEAST_RUNS, MOST_RUNS = 5, 200
+MIN_RUNS, MAX_RUNS = 5, 200
 TIMED_S = 1.0
-"""Time that measuring one kind of request takes, unless LEAST_RUNS take longer."""
+"""Time that measuring one kind of request takes, unless MIN_RUNS take longer."""
 
 
 class OutputDifference(NamedTuple):
@@ -70,8 +70,8 @@ def times(asks: Sequence[Ask], requests: Sequence[Mapping[str, Any]]) -> list[fl
     """The median seconds of each model, which are asked in turn."""
     taken: list[list[float]] = [[] for _ in asks]
     end = time.monotonic() + TIMED_S
-    for run in range(MOST_RUNS):
-        if run >= LEAST_RUNS and time.monotonic() > end:
+    for run in range(MAX_RUNS):
+        if run >= MIN_RUNS and time.monotonic() > end:
             break
         for ask, seconds in zip(asks, taken, strict=True):
             start = time.perf_counter()

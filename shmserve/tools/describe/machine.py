@@ -13,7 +13,7 @@ import onnxruntime
 from onnx import TensorProto, helper
 
 SIDE = 1024
-"""Of the matrices that are multiplied."""
+"""Rows and columns of the matrices that are multiplied."""
 COPIED = 256 << 20
 """Bytes that are copied: more than caches hold."""
 RUNS = 5
@@ -29,7 +29,7 @@ class Machine(NamedTuple):
     cache: int
 
     def seconds(self, flops: int, weights: int, tensors: int) -> tuple[float, float]:
-        """The least time for this work: of the arithmetic, and of the memory. Weights that fit into the cache stay
+        """The minimum times of the arithmetic and of the memory for this work. Weights that fit into the cache stay
         there from one batch to the next."""
         return flops / self.flops, (tensors + (weights if weights > self.cache else 0)) / self.memory
 

@@ -144,7 +144,7 @@ class _Session:
         self._on_progress = on_progress
         self._meter = Meter(plan.endpoint)
         cores = usable_cores()
-        self._most = max(1, cores // 2 if is_local(plan.endpoint) else cores)
+        self._max_processes = max(1, cores // 2 if is_local(plan.endpoint) else cores)
         self._processes = plan.processes or 1
         self._number = 0
         self.tried: dict[float, bool] = {}
@@ -196,11 +196,11 @@ class _Session:
             point = await run.run(self._may_grow(load))
             if point is not None:
                 return point
-            self._processes = min(self._most, self._processes * 2)
+            self._processes = min(self._max_processes, self._processes * 2)
 
     def _may_grow(self, load: Load) -> bool:
         """Whether more generator processes may be used."""
-        more = min(self._most, self._processes * 2)
+        more = min(self._max_processes, self._processes * 2)
         return not self._plan.processes and useful_processes(load, more) > useful_processes(load, self._processes)
 
 

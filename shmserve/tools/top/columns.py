@@ -36,7 +36,7 @@ _WIDTHS = {"count": 6, "rate": 6, "duration": 6, "bytes": 6, "share": 5}
 
 
 class Column(Struct, frozen=True):
-    """`rank`: columns with a low one are kept when space is short. `least`: minimum width of a text. `rare`: it is
+    """`rank`: columns with a low one are kept when space is short. `min_width`: minimum width of a text. `rare`: it is
     left out if no row has a value, as from rank RARE on."""
 
     key: str
@@ -44,7 +44,7 @@ class Column(Struct, frozen=True):
     kind: str
     rank: float
     about: str
-    least: int = 0
+    min_width: int = 0
     rare: bool = False
 
     @property
@@ -63,7 +63,7 @@ class Column(Struct, frozen=True):
     @property
     def width(self) -> int:
         """The minimum width."""
-        return max(len(self.head), self.least or _WIDTHS.get(self.kind, 0))
+        return max(len(self.head), self.min_width or _WIDTHS.get(self.kind, 0))
 
     @property
     def descends(self) -> bool:

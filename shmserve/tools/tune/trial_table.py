@@ -8,10 +8,10 @@ from shmserve.terminal.console import BAD, GOOD, Column, Screen
 
 
 def trials_text(
-    screen: Screen, columns: Sequence[Column], rows: Sequence[Sequence[str]], chosen: str, missed: str
+    screen: Screen, columns: Sequence[Column], rows: Sequence[Sequence[str]], chosen: str, target: str
 ) -> str:
-    """`chosen`: the setting and what it reaches; "" if no setting holds `missed`."""
-    end = screen.styled(chosen, GOOD) if chosen else screen.styled(f"No setting holds {missed}.", BAD)
+    """`chosen`: the setting and what it reaches; "" if no setting holds `target`."""
+    end = screen.styled(chosen, GOOD) if chosen else screen.styled(f"No setting holds {target}.", BAD)
     return f"{screen.table(columns, rows)}\n\n{end}"
 
 

@@ -2,7 +2,7 @@
 
 Invariant: if the servers do not differ, the probability that the whole comparison finds a difference is at most 1 minus
 its confidence, however many rows it has (Bonferroni). The intervals reflect only the windows of these two runs, not how
-much the machine itself changes between runs; `least` is the smallest difference that counts.
+much the machine itself changes between runs; `min_change` is the smallest difference that counts.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class _Row(Struct, frozen=True):
     new_windows: Sequence[float]
 
 
-def compare(old: Run, new: Run, confidence: float = 0.95, least: float = 0.01) -> RunComparison:
-    """Raises InvalidRequest if the runs have no load in common. `least`: as a share of the old value."""
+def compare(old: Run, new: Run, confidence: float = 0.95, min_change: float = 0.01) -> RunComparison:
+    """Raises InvalidRequest if the runs have no load in common. `min_change`: as a share of the old value."""
     after = {_key(point.load): point for point in new.points}
     pairs = [(point, after[_key(point.load)]) for point in old.points if _key(point.load) in after]
     if not pairs:
@@ -102,7 +102,7 @@ def compare(old: Run, new: Run, confidence: float = 0.95, least: float = 0.01) -
     each = 1 - (1 - confidence) / max(1, count)
     changes: list[Change] = []
     for pair, rows, fails in work:
-        changes += (_change(row, each, least) for row in rows)
+        changes += (_change(row, each, min_change) for row in rows)
         if fails:
             changes.append(_failures(*pair, each))
     return RunComparison(

@@ -92,4 +92,4 @@ def test_the_rows_that_are_compared() -> None:
 def test_swapping_the_runs_inverts_the_verdict(first: list[int], second: list[int]) -> None:
     opposite = {BETTER: WORSE, WORSE: BETTER, SAME: SAME, UNKNOWN: UNKNOWN, MIXED: MIXED}
     one, other = run(steady(1, first, failed=first[0] // 10)), run(steady(1, second, failed=second[0] // 10))
-    assert compare(other, one, least=0).verdict == opposite[compare(one, other, least=0).verdict]
+    assert compare(other, one, min_change=0).verdict == opposite[compare(one, other, min_change=0).verdict]
