@@ -245,7 +245,7 @@ def test_the_autoscaler_reacts_after_its_delays() -> None:
 def test_invalid_plans_are_refused() -> None:
     for given, text in (
         ({"policy": "hash"}, "needs keys"),
-        ({"policy": "best"}, "no policy"),
+        ({"policy": "best"}, "not a policy"),
         ({"requests": 0}, "needs an end"),
         ({"outages": (Outage(1, zone=3),)}, "zone 3 fails"),
         ({"autoscale": Autoscale(20, 30)}, "not within 20 to 30"),

@@ -74,11 +74,11 @@ def test_inputs_match_arguments(arguments: str, names: tuple[str, ...], expected
 
 
 @cases(
-    (("other", "x"), "input 'other' is no argument of its own; the model takes 2: x, y"),
+    (("other", "x"), "input 'other' is not an argument of its own; the model takes 2: x, y"),
     (("x",), "the configuration has no input for argument 'y'"),
-    (("x", "y", "z"), "input 'z' is no argument"),
-    (("a__0", "b__2"), "input 'b__2' is no argument"),
-    (("a__0", "b__0"), "input 'b__0' is no argument"),
+    (("x", "y", "z"), "input 'z' is not an argument"),
+    (("a__0", "b__2"), "input 'b__2' is not an argument"),
+    (("a__0", "b__0"), "input 'b__0' is not an argument"),
 )
 def test_inputs_unknown_to_the_script_are_refused(names: tuple[str, ...], text: str, tmp_path: Path) -> None:
     program = opened(torch_forward(tmp_path, "x, y", "return x"))
@@ -147,7 +147,7 @@ def test_inputs_and_outputs_of_an_exported_program_are_matched_by_name(tmp_path:
     ones = torch.ones(2, 3)
     found = pick(program.call([ones, None, ones * 5, ones * 7]))
     assert [int(item[0, 0]) for item in found] == [5, 8, 2]
-    with pytest.raises(InvalidRequest, match=r"output 'c' is no result of the model, which has 3: a, "):
+    with pytest.raises(InvalidRequest, match=r"output 'c' is not a result of the model, which has 3: a, "):
         programs.picker("m", program, made("a", "c", "OUTPUT__1", "RESULT[b][1]"))
 
 

@@ -24,10 +24,10 @@ OLD = [1000, 1010, 990, 1005]
     ([1000, 1000, 1000], [1005, 1005, 1005], None, SAME),  # below the threshold
     ([1000, 1000, 1000], [1005, 1005, 1005], 0.001, BETTER),
     ([1000], [500], None, UNKNOWN),  # one window has no interval
-    ([100, 1900, 1000], [100, 1900, 1000], None, UNKNOWN),  # an interval as wide as the value,
+    ([100, 1900, 1000], [100, 1900, 1000], None, UNKNOWN),  # an interval as wide as the value
 )
-def test_verdicts(old: list[int], new: list[int], least: float | None, verdict: str) -> None:
-    options = {} if least is None else {"least": least}
+def test_verdicts(old: list[int], new: list[int], min_change: float | None, verdict: str) -> None:
+    options = {} if min_change is None else {"min_change": min_change}
     assert compare(run(steady(1, old)), run(steady(1, new)), **options).changes[0].verdict == verdict
 
 
