@@ -28,8 +28,7 @@ UNVERSIONED = (
 )
 """Models whose version directory is empty, which git does not keep."""
 TEXTS = {".sh", ".py", ".pbtxt", ".conf", ".txt"}
-SILENT = ("pip", "pip3", "apt-get", "apt", "wget", "docker", "ldconfig", "nvidia-smi", "service", "nginx", "aws",
-          "conda", "cmake", "make")  # fmt: skip
+SILENT = "pip pip3 apt-get apt wget docker ldconfig nvidia-smi service nginx aws conda cmake make"
 """Commands that download, build or need something unavailable: they do nothing."""
 PREAMBLE = """
 kill() { local word; for word in "$@"; do [ "$word" = 0 ] && return 1; done; builtin kill "$@"; }
@@ -130,7 +129,7 @@ def _install(place: Workplace, python: Path) -> None:
     run = f"exec {shlex.quote(sys.executable)}"
     _command(server / "bin" / "tritonserver", f'{run} {shlex.quote(str(HERE / "tritonserver.py"))} "$@"')
     place.shims.mkdir()
-    for name in SILENT:
+    for name in SILENT.split():
         _command(place.shims / name, "exit 0")
     _command(place.shims / "git", f'[ "$1" != clone ] || cp -r {shlex.quote(str(HERE / "parts" / "python_backend"))} .')
     for name in ("python", "python3"):

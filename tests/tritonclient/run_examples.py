@@ -19,8 +19,7 @@ from time import perf_counter
 from tests.tritonclient.models import MODELS
 from tests.tritonclient.serving import ABSENT, PYTHON, serving
 
-PATTERNS = ("simple_http_*.py", "simple_grpc_*.py", "grpc_explicit_*.py", "reuse_infer_objects_client.py",
-            "memory_growth_test.py")  # fmt: skip
+PATTERNS = "simple_http_*.py simple_grpc_*.py grpc_explicit_*.py reuse_infer_objects_client.py memory_growth_test.py"
 HTTP, GRPC = 8000, 8001
 """Some examples always use these ports."""
 EXAMPLE_S = 60
@@ -40,7 +39,7 @@ class Run:
 
 
 def runs(folder: Path) -> Iterator[Run]:
-    for path in sorted({path for pattern in PATTERNS for path in folder.glob(pattern)}):
+    for path in sorted({path for pattern in PATTERNS.split() for path in folder.glob(pattern)}):
         name = path.stem
         if name.startswith(("reuse", "memory")):
             for protocol in ("http", "grpc"):

@@ -236,10 +236,7 @@ def parts(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> 
     peer.streams[infer.request].proceed()
 
 
-MODELS: dict[str, Behaviour] = {
-    "echo": echo, "rows": rows, "hold": hold, "held": held, "die": die, "garble": garble,
-    "parts": parts,
-}  # fmt: skip
+MODELS: dict[str, Behaviour] = {model.__name__: model for model in (echo, rows, hold, held, die, garble, parts)}
 
 
 ECHOED = [

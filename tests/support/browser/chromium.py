@@ -21,11 +21,11 @@ from tests.support.patience import PATIENCE_S
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
-    "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-    "--no-first-run", "--no-default-browser-check", "--disable-background-networking", "--disable-component-update",
-    "--disable-extensions", "--disable-sync", "--disable-default-apps", "--disable-breakpad",
-    "--disable-crash-reporter", "--mute-audio", "--force-color-profile=srgb", "--lang=en-US",
-)  # fmt: skip
+    "--headless=new --remote-debugging-pipe --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run "
+    "--no-default-browser-check --disable-background-networking --disable-component-update --disable-extensions "
+    "--disable-sync --disable-default-apps --disable-breakpad --disable-crash-reporter --mute-audio "
+    "--force-color-profile=srgb --lang=en-US"
+)
 """No sandbox, because tests may run as root; the browser loads only pages of the server under test."""
 
 
@@ -57,7 +57,7 @@ class Chromium:
         to_browser, self._write = _pipe()
         self._read, from_browser = _pipe()
         rules = [f"MAP {name} 127.0.0.1" for name in names] + ["MAP * ~NOTFOUND", "EXCLUDE localhost", "EXCLUDE 127.*"]
-        command = [executable, *FLAGS, f"--user-data-dir={profile}", f"--host-resolver-rules={','.join(rules)}"]
+        command = [executable, *FLAGS.split(), f"--user-data-dir={profile}", f"--host-resolver-rules={','.join(rules)}"]
         script = f'exec "$@" 3<&{to_browser} 4>&{from_browser} {to_browser}<&- {from_browser}>&-'
         self._folder = profile.parent
         self._log = (profile.parent / f"{profile.name}.log").open("wb")

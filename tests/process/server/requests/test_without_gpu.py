@@ -19,10 +19,10 @@ from tests.support.workers.models.worker_models import Graph
 pytestmark = pytest.mark.process
 
 GPU_MODULES = (
-    "cupy", "pynvml", "tensorrt", "shmserve.gpu", "shmserve.session.gpu", "shmserve.shm.extents.cuda",
-    "shmserve.workers.gpu", "shmserve.workers.backends.device_buffers", "shmserve.workers.backends.device_inputs",
-    "shmserve.workers.backends.python.pb_device", "shmserve.workers.backends.tensorrt",
-)  # fmt: skip
+    "cupy pynvml tensorrt shmserve.gpu shmserve.session.gpu shmserve.shm.extents.cuda shmserve.workers.gpu "
+    "shmserve.workers.backends.device_buffers shmserve.workers.backends.device_inputs "
+    "shmserve.workers.backends.python.pb_device shmserve.workers.backends.tensorrt"
+)
 JOURNAL = """
 import os, sys
 
@@ -66,7 +66,7 @@ asyncio.run(ask())
 
 
 def is_for_gpus(module: str) -> bool:
-    return any(module == name or module.startswith(f"{name}.") for name in GPU_MODULES)
+    return any(module == name or module.startswith(f"{name}.") for name in GPU_MODULES.split())
 
 
 @pytest.fixture

@@ -20,10 +20,7 @@ from tests.support.cases import cases
 
 REBOUND = "evil.example:8000"
 OWN = "localhost:8000"
-TOKENLESS = (
-    "load", "unload", "set_trace", "set_log", "named_repository", "restart", "rollback", "set_traffic", "set_service",
-    "record", "logs",
-)  # fmt: skip
+TOKENLESS = "load unload set_trace set_log named_repository restart rollback set_traffic set_service record logs"
 """Actions that a page without a token may never perform, whatever its origin."""
 
 
@@ -118,7 +115,7 @@ def test_changes_come_from_the_same_origin(origin: str, kind: str) -> None:
         found = refusal(RULES, method, path, OWN, origin, *more)
         if origin in FOREIGN_ORIGINS and (action in CHANGES or action in PAGE):
             assert FOREIGN in found, action
-        elif action in TOKENLESS or action.startswith("memory"):
+        elif action in TOKENLESS.split() or action.startswith("memory"):
             assert FOREIGN not in found, action
             assert ("without a token" in found) == origin.startswith("Origin"), action
         else:
