@@ -38,8 +38,12 @@ def model(instances: int, service: Any, batch: int = 1) -> SimModel:
 
 def plan(**given: Any) -> FleetPlan:
     usual: dict[str, Any] = {
-        "model": model(4, Constant(10 * MS)), "servers": 10, "rate": 2800.0, "requests": 2000, "fast": True,
-    }  # fmt: skip
+        "model": model(4, Constant(10 * MS)),
+        "servers": 10,
+        "rate": 2800.0,
+        "requests": 2000,
+        "fast": True,
+    }
     return FleetPlan(**usual | given)
 
 

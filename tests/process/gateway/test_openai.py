@@ -114,10 +114,14 @@ def test_a_model_with_a_messages_input_gets_the_chat_as_json(client: Any) -> Non
         extra_body={"chat_template_kwargs": {"a": 1}, "add_generation_prompt": False},
     )  # fmt: skip
     assert json.loads(found.choices[0].message.content or "") == {
-        "messages": messages, "tools": TOOLS, "tool_choice": "auto", "response_format": form,
-        "parallel_tool_calls": False, "chat_template_kwargs": {"a": 1, "reasoning_effort": "low"},
+        "messages": messages,
+        "tools": TOOLS,
+        "tool_choice": "auto",
+        "response_format": form,
+        "parallel_tool_calls": False,
+        "chat_template_kwargs": {"a": 1, "reasoning_effort": "low"},
         "add_generation_prompt": False,
-    }  # fmt: skip
+    }
 
 
 def test_tool_calls(client: Any) -> None:
@@ -391,9 +395,13 @@ def test_scores_of_pairs(client: Any) -> None:
         ("/v1/rerank", {"query": "a", "documents": [1]}, openai.BadRequestError, "is neither a string nor an object"),
         ("/v1/score", {"model": "talk", "text_1": "a", "text_2": "b"}, openai.NotFoundError, "does not compute scores"),
         ("/v1/score", {"text_1": "a", "text_2": ["b", ""]}, openai.InternalServerError, "division by zero"),
-        ("/tokenize", {"model": "talk", "prompt": "a"}, openai.BadRequestError,
-         "cannot tokenize: it has no input 'task'"),
-    ):  # fmt: skip
+        (
+            "/tokenize",
+            {"model": "talk", "prompt": "a"},
+            openai.BadRequestError,
+            "cannot tokenize: it has no input 'task'",
+        ),
+    ):
         with pytest.raises(error, match=text):
             post(client, path, **{"model": "overlap"} | more)
 

@@ -149,14 +149,18 @@ TRITON_FORMS = (
     ("POST /v2/models/same/infer", "{}", "400 Bad Request", r'{"error":"failed to parse the request JSON buffer.*"}'),
     ("POST /v2/repository/index", "", "200 OK", r'\[{"name":"same","version":"1","state":"READY".*}\]'),
     ("POST /v2/systemsharedmemory/unregister", "", "200 OK", ""),
-    (f"POST {LOADING}/none/load", "", "404 Not Found",  # Triton: 500
-     r'{"error":"failed to load \'none\', failed to poll from model repository.*"}'),
+    (
+        f"POST {LOADING}/none/load",
+        "",
+        "404 Not Found",  # Triton: 500
+        r'{"error":"failed to load \'none\', failed to poll from model repository.*"}',
+    ),
     (f"POST {LOADING}/none/unload", "", "200 OK", ""),
     (f"POST {LOADING}/same/load", "", "200 OK", ""),
     (f"POST {LOADING}/same/unload", "", "200 OK", ""),
     ("GET /v2/models/same/ready", "", "400 Bad Request", r'{"error":"Model version not ready.*"}'),
     ("GET /metrics", "", "200 OK", r'(?s).*\nnv_inference_request_success{model="same",version="1"} 0\n.*'),
-)  # fmt: skip
+)
 
 
 def test_scripts_for_triton_get_the_responses_that_they_compare(tmp_path: Path) -> None:

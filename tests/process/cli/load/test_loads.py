@@ -30,9 +30,13 @@ def test_a_closed_loop_over_each_transport(
     before = served.requests("id")
     seen: list[Progress] = []
     plan = Plan(
-        model="id", endpoint=served.endpoints[kind], loads=(Closed(3),), inputs=inputs, settings=QUICK,
+        model="id",
+        endpoint=served.endpoints[kind],
+        loads=(Closed(3),),
+        inputs=inputs,
+        settings=QUICK,
         processes=2,
-    )  # fmt: skip
+    )
     run = measure(plan, on_progress=seen.append)
     (point,) = run.points
     assert not point.errors

@@ -218,9 +218,13 @@ def test_options_and_parameters_of_a_call(broker: Broker) -> None:
     call = broker.call("said", traceparent="00-1-2-01")
     assert call.version == 3
     assert call.options == Options(
-        id="r", sequence="c", sequence_start=True, priority=2, queue_timeout_us=70,
+        id="r",
+        sequence="c",
+        sequence_start=True,
+        priority=2,
+        queue_timeout_us=70,
         parameters={"traceparent": "00-1-2-01", "k": 1},
-    )  # fmt: skip
+    )
     broker.reply(call, said=True)
     broker.row()
 
