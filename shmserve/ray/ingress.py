@@ -56,7 +56,7 @@ class _Document(msgspec.Struct, frozen=True):
     parameters: _Parameters = _Parameters()
 
 
-class Target(msgspec.Struct):
+class Target(msgspec.Struct, frozen=True):
     """`sequence`: the sequence of the request, if any. `repeatable`: the request may be sent again."""
 
     model: str = ""
@@ -71,24 +71,21 @@ class Target(msgspec.Struct):
 
 def http_target(route: Route, fields: dict[str, str], body: bytes) -> Target:
     """Parses the JSON only if it can name a model or a sequence."""
-    target = Target(
-        route.model, fields.get(SEQUENCE_FIELD, ""), fields.get("content-encoding", "identity") != "identity"
-    )
-    if target.opaque:
-        return target
+    model, sequence = route.model, fields.get(SEQUENCE_FIELD, "")
+    if fields.get("content-encoding", "identity") != "identity":
+        return Target(model, sequence, opaque=True)
     if route.action in FORMS:
-        target.model = _model_in_form(body)
-        return target
+        return Target(_model_in_form(body), sequence)
     length = fields.get(HEADER_LENGTH, "")
     text = body[: int(length)] if length.isascii() and length.isdecimal() else body
-    if route.action in OPENAI or (not target.sequence and b'"sequence_id"' in text):
+    if route.action in OPENAI or (not sequence and b'"sequence_id"' in text):
         try:
             document = msgspec.json.decode(text, type=_Document)
         except (msgspec.DecodeError, RecursionError):
-            return target  # the server reports the error
-        target.model = target.model or document.model
-        target.sequence = target.sequence or str(document.parameters.sequence_id or "")
-    return target
+            return Target(model, sequence)  # the server reports the error
+        model = model or document.model
+        sequence = sequence or str(document.parameters.sequence_id or "")
+    return Target(model, sequence)
 
 
 def _model_in_form(body: bytes) -> str:

@@ -34,8 +34,8 @@ the connection instead.)"""
 class Loaded:
     """Serve's record of a model that was loaded on demand."""
 
-    def __init__(self) -> None:
-        self.run = 0
+    def __init__(self, run: int) -> None:
+        self.run = run
         """The server's run in which the model was loaded."""
         self.lock = asyncio.Lock()
 
@@ -180,9 +180,8 @@ class ServerReplica:
     async def _loaded(self, model: str) -> Loaded:
         """Deploys a model on this server at its first request. From then on the server decides, by its memory budget,
         whether the model is awake."""
-        loaded, run = Loaded(), self._server.runs
+        loaded = Loaded(self._server.runs)
         await self._client.load(model)
-        loaded.run = run
         return loaded
 
     async def record_routing_stats(self) -> dict[str, Any]:
