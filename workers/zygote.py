@@ -4,7 +4,8 @@ shmserve.workers.zygote FD`.
 Invariant: it runs no model code and has one thread and only its own descriptors, so a fork of it is equivalent to a
 fresh process. Engines are not imported here, because they may start threads or open devices.
 
-Workers are siblings of this process, not children: the broker gets their exit status, and PDEATHSIG follows the broker.
+A worker is forked twice and the intermediate process exits, so that the worker is reparented to the broker: the broker
+gets its exit status, and PDEATHSIG follows the broker.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import ctypes
 import gc
 import importlib
 import os
+import select
 import socket
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from shmserve.protocol.descriptors import ANCILLARY_BYTES, received
-from shmserve.system.sibling import Siblings
 from shmserve.workers import main as worker
 from shmserve.workers.process.exit_codes import Exit
 
@@ -58,7 +59,7 @@ def main() -> NoReturn:
         os._exit(Exit.LINK_LOST)
     _set_command_line([sys.executable, "-m", "shmserve.workers.zygote"])
     try:
-        set_threads, siblings = _import(), _siblings()
+        set_threads = _import()
     except CannotFork as reason:
         control.send(f"cannot {reason}".encode())
         os._exit(Exit.STOPPED)
@@ -72,7 +73,7 @@ def main() -> NoReturn:
         link, output = descriptors = received(ancillary)
         words = ["--link", str(link), *request.decode().split("\0")]
         arguments = worker.parser.parse_args(words)  # not in each worker, which would copy the memory that it changes
-        if _fork(control, broker, siblings):
+        if _fork(control, broker):
             break
         for descriptor in descriptors:
             os.close(descriptor)
@@ -103,13 +104,6 @@ def _import() -> SetThreads:
     return _setter(str(linked.__file__))
 
 
-def _siblings() -> Siblings:
-    try:
-        return Siblings()
-    except OSError as error:
-        raise CannotFork(f"workers cannot become children of the broker: {error.strerror}") from None
-
-
 def _setter(path: str) -> SetThreads:
     """Returns the function of the OpenBLAS that the extension module `path` of numpy is linked with. No environment
     variable can replace it: OpenBLAS reads its variables once, when numpy is imported, but each worker has its own
@@ -131,31 +125,48 @@ def _setter(path: str) -> SetThreads:
     return set_threads
 
 
-def _fork(control: socket.socket, broker: int, siblings: Siblings) -> bool:
+def _fork(control: socket.socket, broker: int) -> bool:
     """Returns True in the worker. Sends the broker the worker's pid and pidfd, or the reason why the fork failed."""
-    read_end, write_end = os.pipe2(os.O_CLOEXEC)
     try:
-        pid = siblings.fork()
+        between = os.fork()
     except OSError as error:
-        os.close(read_end)
-        os.close(write_end)
         control.send(f"failed {error.strerror}".encode())
         return False
+    if between:
+        os.waitpid(between, 0)
+        return False
+    done = False
+    try:
+        _run_intermediate(control, broker)
+        done = True
+    finally:
+        if not done:
+            os._exit(Exit.INTERNAL)
+    return True
+
+
+def _run_intermediate(control: socket.socket, broker: int) -> None:
+    """Runs in the intermediate process, which exits, and then in the worker, where it returns."""
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    between = os.pidfd_open(os.getpid())
+    try:
+        pid = os.fork()
+    except OSError as error:
+        control.send(f"failed {error.strerror}".encode())
+        os._exit(Exit.STOPPED)
     if pid:
-        os.close(read_end)
         child = os.pidfd_open(pid)
         socket.send_fds(control, [str(pid).encode()], [child])
-        os.close(child)
         os.write(write_end, b"x")
-        os.close(write_end)
-        return False
+        os._exit(Exit.STOPPED)
     os.close(write_end)
     control.close()
     known = os.read(read_end, 1)
     os.close(read_end)
-    if not known or os.getppid() != broker:  # the broker starts another process instead
+    select.select([between], [], [])  # after its exit this process has its new parent
+    os.close(between)
+    if not known or os.getppid() != broker:
         os._exit(Exit.LINK_LOST)
-    return True
 
 
 def _become_worker(words: list[str], link: int, output: int) -> None:

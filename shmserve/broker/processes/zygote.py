@@ -119,7 +119,7 @@ class Zygote:
         self._open()
 
     def _give_up(self, reason: str) -> None:
-        """Stops using the zygote. This process remains the subreaper of what models have started."""
+        """Stops using the zygote. This process remains the subreaper, as orphans may be workers."""
         self._remaining_exits = 0
         self._log_record("info", f"starting workers as new interpreters: {reason}", {})
         self._close()
