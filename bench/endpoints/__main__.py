@@ -31,8 +31,6 @@ from bench.lib.setting import Setting
 from bench.lib.table import Row, micros
 from tests.tritonclient import models as client_models
 
-ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "build" / "perf-analyzer" / "bin" / "perf_analyzer"
 FLIGHT = 64
 MIB = 1 << 20
 TINY, BESIDE_BUSY, LARGE = 1.5, 1.2, 1.0
@@ -246,7 +244,11 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "and onnxruntime; without it, only the modes of perf_analyzer are tested",
     )
     option(
-        "--perf-analyzer", type=Path, metavar="PATH", default=TOOL, help="path of perf_analyzer (default: %(default)s)"
+        "--perf-analyzer",
+        type=Path,
+        metavar="PATH",
+        default=perf_analyzer.TOOL,
+        help="path of perf_analyzer (default: %(default)s)",
     )
     option("--only", nargs="+", default=[], metavar="TEXT", help="measure only points whose names contain such a text")
     option("--busy", type=int, default=0, metavar="N", help="processes that compute beside both servers (default 0)")

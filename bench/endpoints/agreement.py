@@ -26,7 +26,6 @@ from shmserve.tools.load.analysis.latencies import percentile_of
 from shmserve.tools.load.measure import measure
 from shmserve.tools.load.plan import Closed, Endpoint, Plan, Settings
 
-TOOL = Path(__file__).parents[2] / "build" / "perf-analyzer" / "bin" / "perf_analyzer"
 WITHIN = 0.05
 MODEL = "identity"
 DELAY_US = 10_000
@@ -113,7 +112,7 @@ def rows(
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.endpoints.agreement", description=__doc__)
     option = parser.add_argument
-    option("--perf-analyzer", type=Path, default=TOOL, metavar="PATH", help="(default: %(default)s)")
+    option("--perf-analyzer", type=Path, default=perf_analyzer.TOOL, metavar="PATH", help="(default: %(default)s)")
     option("--wrk", default="wrk", metavar="PATH", help="(default: the one in PATH)")
     option("--seconds", type=float, default=2.0, help="length of one turn (default 2)")
     option("--rounds", type=int, default=7, help="turns of each tool (default 7)")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bench.endpoints.servers import Serving
 
+TOOL = Path(__file__).parents[2] / "build" / "perf-analyzer" / "bin" / "perf_analyzer"
 WINDOWS = 3
 MEMORY = 6 << 30
 """perf_analyzer keeps all data that it sends, and would use all memory without a limit."""
