@@ -93,6 +93,13 @@ def test_make_targets_in_the_pages_exist() -> None:
     assert used <= known
 
 
+def test_make_help_fits_a_screen() -> None:
+    text = (ROOT / "Makefile").read_text().partition("\nhelp:\n")[2].partition("\n\n")[0]
+    shown = re.findall(r"^\t@echo '(.*)'$", text, re.MULTILINE)
+    assert 30 < len(shown) <= 50
+    assert max(map(len, shown)) <= 80
+
+
 def test_files_that_contributing_names_exist() -> None:
     rows = re.findall(r"^\| (`.*?) \| ", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`([a-z_.]+(?:/[a-z_.]*)+)`", row)]
