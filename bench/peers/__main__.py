@@ -140,7 +140,8 @@ def measured(servers: list[PeerServer], chosen: argparse.Namespace, tool: str, w
         with ExitStack() as stack:
             compared = Compared(workload, tool, chosen.seconds, work, stack)
             for server in servers:
-                compared.start(server)
+                if not server.only or workload.name in server.only:
+                    compared.start(server)
             for flight in workload.flights:
                 for cell in compared.cells(flight, chosen.rounds):
                     say(cell.line())

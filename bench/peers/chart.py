@@ -52,12 +52,11 @@ def chart(cells: list[Cell], caption: str) -> str:
 
 
 def ranked(panel: ChartPanel, cells: list[Cell]) -> list[Ranked]:
-    """The best server first. A server that failed has no bar."""
-    values = {
-        cell.server: value
-        for cell in cells
-        if (cell.model, cell.flight) == (panel.model, panel.flight) and (value := panel.value(cell)) is not None
-    }
+    """The best server first. A server that failed has no bar, nor has the relay, which is none."""
+    shown = (
+        cell for cell in cells if cell.server in TITLES and (cell.model, cell.flight) == (panel.model, panel.flight)
+    )
+    values = {cell.server: value for cell in shown if (value := panel.value(cell)) is not None}
     results = [
         Ranked(TITLES[server], value, panel.text(value), **({"color": COLORS[0]} if server == OURS else {}))
         for server, value in values.items()

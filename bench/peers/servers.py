@@ -41,6 +41,8 @@ class PeerServer:
     command: Callable[[Start], Command]
     post: Callable[[str, PeerWorkload], Post]
     packages: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    """The workloads that it supports, if not all."""
     one_for_all: bool = False
     """Batching does not delay a single request, so one server is used for all loads."""
 
@@ -135,4 +137,5 @@ SERVERS = (
     PeerServer("litserve", _app("litserve_app.py", "{port}"), raw_post("/predict"), ("litserve", *ENGINE)),
     PeerServer("bentoml", _bentoml, json_post("/infer"), ("bentoml", *ENGINE)),
     PeerServer("ray", _app("ray_app.py", "{port}"), raw_post("/"), ("ray[serve]", *ENGINE)),
+    PeerServer("relay", _app("relay_app.py", "{port}"), kserve_post, only=("identity", "mlp"), one_for_all=True),
 )
