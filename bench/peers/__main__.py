@@ -30,7 +30,7 @@ from bench.lib.wrk import Post, Turn
 from bench.peers import report
 from bench.peers.report import Cell
 from bench.peers.running import Running
-from bench.peers.servers import BATCH, SERVERS, PeerServer
+from bench.peers.servers import BATCH, SERVERS, PeerServer, on_python
 from bench.peers.workloads import WORKLOADS, Array, PeerWorkload, expected
 from tests.support.system.apt import apt_get
 
@@ -152,6 +152,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
     option = parser.add_argument
     option("--servers", nargs="+", default=[], metavar="NAME", choices=[server.name for server in SERVERS])
+    option("--pythons", nargs="+", default=[], metavar="PATH", help="also shmserve in these environments")
     option("--only", nargs="+", default=[], metavar="MODEL", choices=[workload.name for workload in WORKLOADS])
     option("--seconds", type=float, default=2.0, help="length of one turn (default 2)")
     option("--rounds", type=int, default=5, help="turns of each server (default 5)")
@@ -167,7 +168,7 @@ def main(argv: list[str]) -> int:
         say("there is no wrk: `apt install wrk`, or give --wrk")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the servers end with the block below
-    servers = installed(chosen.servers)
+    servers = [*installed(chosen.servers), *map(on_python, chosen.pythons)]
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         cells = list(measured(servers, chosen, tool, Path(folder)))
     versions = [server.versions() for server in servers]

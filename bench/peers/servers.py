@@ -45,10 +45,12 @@ class PeerServer:
     """The workloads that it supports, if not all."""
     one_for_all: bool = False
     """Batching does not delay a single request, so one server is used for all loads."""
+    interpreter: Path = Path(sys.executable)
+    """For a server without packages."""
 
     @property
     def python(self) -> Path:
-        return ENVIRONMENTS / self.name / "bin" / "python" if self.packages else Path(sys.executable)
+        return ENVIRONMENTS / self.name / "bin" / "python" if self.packages else self.interpreter
 
     def is_installed(self) -> bool:
         made = ENVIRONMENTS / self.name / ".made"
@@ -139,3 +141,10 @@ SERVERS = (
     PeerServer("ray", _app("ray_app.py", "{port}"), raw_post("/"), ("ray[serve]", *ENGINE)),
     PeerServer("relay", _app("relay_app.py", "{port}"), kserve_post, only=("identity", "mlp"), one_for_all=True),
 )
+
+
+def on_python(interpreter: str) -> PeerServer:
+    """shmserve on another Python; an environment in which it is installed."""
+    code = "import platform; print(platform.python_version())"
+    version = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return PeerServer(f"python {version}", _shmserve, kserve_post, one_for_all=True, interpreter=Path(interpreter))
