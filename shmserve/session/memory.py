@@ -76,7 +76,7 @@ class SessionMemory:
     # ------------------------------------------------------------------------------------ own memory
 
     def _make_cold(self, size: int) -> memfd.MemfdExtent:
-        return memfd.create_cold(size, self._arena.cold_bytes)
+        return memfd.create(size, promised=self._arena.cold_bytes)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic], cold: bool = False) -> Array:
         """An array in shared memory, freed when it and all its views are dropped. `cold`: parts of it must be warmed

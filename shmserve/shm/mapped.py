@@ -185,14 +185,6 @@ class Mapped:
         """Returns the address of the handle's bytes, for engines that read by pointer. The memory is read-only."""
         return self._find(handle).address + handle.offset
 
-    def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """Returns (segment, offset) if these bytes lie within one mapped segment."""
-        for segment, mapping in self._segments.items():
-            offset = address - mapping.address
-            if offset >= 0 and nbytes >= 0 and offset + nbytes <= mapping.size:
-                return segment, offset
-        return None
-
     def locate_base(self, array: views.Array) -> Handle | None:
         """Returns the handle of the view that the array is, or is a part of; None if it is not from this mapping."""
         hold = views.hold_of(array)

@@ -23,18 +23,9 @@ class MemfdExtent(MappedExtent):
     kind = "memfd"
 
 
-def create(size: int, seal_future_write: bool = False) -> MemfdExtent:
-    """Creates a sealed extent with warm pages. With `seal_future_write`, no further mapping can be writable."""
-    return _create(size, seal_future_write, None)
-
-
-def create_cold(size: int, promised: int) -> MemfdExtent:
-    """Creates a sealed extent whose pages must be warmed before use. `promised`: cold bytes of other extents."""
-    return _create(size, False, promised)
-
-
-def _create(size: int, seal_future_write: bool, promised: int | None) -> MemfdExtent:
-    """`promised`: see `create_cold`; None: warm the pages."""
+def create(size: int, seal_future_write: bool = False, promised: int | None = None) -> MemfdExtent:
+    """Creates a sealed extent. With `seal_future_write`, no further mapping can be writable. With `promised`, the cold
+    bytes of other extents, its pages must be warmed before use."""
     if size <= 0:
         raise Internal(f"invalid extent size: {size} bytes")
     fd = _open()

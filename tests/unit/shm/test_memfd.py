@@ -43,7 +43,7 @@ def test_a_memfd_cannot_be_resized_or_unsealed() -> None:
 
 def test_cold_pages_are_reserved_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     step, tail = base.STEP_BYTES, 4096
-    extent = memfd.create_cold(8 * step + tail, 0)
+    extent = memfd.create(8 * step + tail, promised=0)
     cold = base.Cold(extent)
     for begin, end, reserved in (
         (0, 0, 0),
@@ -56,9 +56,9 @@ def test_cold_pages_are_reserved_in_steps(monkeypatch: pytest.MonkeyPatch) -> No
         assert (os.fstat(extent.fd).st_blocks * 512, cold.bytes) == (reserved, extent.size - reserved)
     extent.close()
     monkeypatch.setattr(base, "_available", lambda: 3 * SIZE)
-    memfd.create_cold(SIZE, 2 * SIZE).close()
+    memfd.create(SIZE, promised=2 * SIZE).close()
     with pytest.raises(Unavailable, match="cannot reserve"):
-        memfd.create_cold(SIZE, 2 * SIZE + 1)
+        memfd.create(SIZE, promised=2 * SIZE + 1)
 
 
 def test_only_the_creator_writes_to_a_sealed_segment() -> None:
