@@ -51,6 +51,7 @@ from shmserve.broker.processes.gateways import Gateways
 from shmserve.broker.processes.gpus.monitor import GpuMonitor
 from shmserve.broker.processes.span_exporter import SpanExporter
 from shmserve.broker.processes.stop_deadline import Deadline
+from shmserve.broker.processes.workers import WorkerSettings
 from shmserve.broker.segments import Segments
 from shmserve.broker.startup import (
     AGENTS,
@@ -61,7 +62,6 @@ from shmserve.broker.startup import (
     gateway_settings,
     model_files,
     require_exporter,
-    worker_settings,
 )
 from shmserve.core import events
 from shmserve.core.core import Core
@@ -196,14 +196,14 @@ class ServerProcess:
             state.limits.cache_bytes,
             lambda segment: inbox.put(events.OwnSegment(segment)),
         )
-        core.copy_with(memory, time.monotonic_ns)
+        state.cache.copy_with(memory, time.monotonic_ns)
         workers = InstanceWorkers(
             loop,
             state,
             catalog,
             peers.links,
             inbox.put,
-            worker_settings(settings, gpus.uuids(), gpu_monitor.used_by, poll_ns, self._has_loaded),
+            WorkerSettings(settings.model_environment, gpus.uuids(), gpu_monitor.used_by, poll_ns, self._has_loaded),
             gateways.pids,
         )
 

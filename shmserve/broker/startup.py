@@ -8,13 +8,11 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 from shmserve.broker.config import settings as setting
 from shmserve.broker.processes.gateways import GatewaySettings
-from shmserve.broker.processes.workers import WorkerSettings
 from shmserve.errors import InvalidRequest
 from shmserve.extras import GATEWAY, install_command, outdated
 from shmserve.paths import BROKER, LANE, SOCKET_PATH_BYTES, make_runtime_dir
@@ -135,16 +133,6 @@ def model_files(settings: argparse.Namespace) -> ModelFiles | None:
         text = f"cannot write to the runtime directory {settings.runtime_dir}: {streams.error_text(error)}"
         raise CannotStart(f"{text}; give another with --runtime-dir") from None
     return files
-
-
-def worker_settings(
-    settings: argparse.Namespace,
-    gpus: Mapping[int, str],
-    used_on_gpu: Callable[[int], int],
-    busy_poll_ns: int,
-    is_ready: Callable[[], bool],
-) -> WorkerSettings:
-    return WorkerSettings(settings.model_environment, gpus, used_on_gpu, busy_poll_ns, is_ready)
 
 
 def gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> GatewaySettings:

@@ -49,9 +49,9 @@ GIVEN_BY = "--access when the server is started"
 
 def refusal(action: str, roles: int, source: str = GIVEN_BY) -> ServeError:
     """The error for a denied action."""
-    enough = ACTIONS.get(action, NO_ROLES)
+    enough, given = ACTIONS.get(action, NO_ROLES), " and ".join(names(roles)) or "none"
     return Denied(
-        f"'{action}' needs the role {' or '.join(names(enough))}, but this connection has {_have(roles)}; roles are "
+        f"'{action}' needs the role {' or '.join(names(enough))}, but this connection has {given}; roles are "
         f"granted by {source}"
     )
 
@@ -105,7 +105,3 @@ def remove_private(what: str, answer: Any) -> None:
     elif what == "activity":
         for client in answer["clients"]:
             client["user"] = ""
-
-
-def _have(roles: int) -> str:
-    return " and ".join(names(roles)) or "none"

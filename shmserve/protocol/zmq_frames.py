@@ -27,12 +27,6 @@ def receive(socket: Any) -> list[Any]:
     return parts
 
 
-def receive_from(socket: Any) -> list[Any]:
-    """Receives from a ROUTER: the identity, then the message."""
-    identity = socket.recv(NOBLOCK)
-    return [identity, *receive(socket)]
-
-
 def send(socket: Any, parts: Sequence[Any]) -> None:
     """Raises zmq.Again if the queue is full."""
     *first, last = parts

@@ -538,7 +538,8 @@ class Session:
         ticket = self.tickets.get(message.request)
         if ticket is None:
             return 0
-        self._tickets.remove_and_hold(ticket)
+        self._tickets.hold(ticket)
+        self._tickets.remove(ticket)
         ticket.fail(from_wire(message.code, message.text))
         return 1
 

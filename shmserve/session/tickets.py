@@ -38,11 +38,6 @@ class Tickets:
         ticket.message = None
         ticket.kept = None
 
-    def remove_and_hold(self, ticket: Ticket) -> None:
-        """Removes a failed request, and keeps its inputs until `release`."""
-        self.hold(ticket)
-        self.remove(ticket)
-
     def hold(self, ticket: Ticket) -> KeptInputs | None:
         """Keeps the inputs of an answered request until `release`."""
         kept, ticket.kept = ticket.kept, None

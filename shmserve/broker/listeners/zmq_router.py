@@ -175,7 +175,7 @@ class ZmqRouter:
             if number == 1 and not zmq_frames.events(socket) & zmq_frames.IN:
                 break
             try:
-                parts = zmq_frames.receive_from(socket)
+                parts = [socket.recv(zmq_frames.NOBLOCK), *zmq_frames.receive(socket)]  # the identity, then the message
             except zmq.Again:
                 break
             self._take(parts)

@@ -125,9 +125,12 @@ class Catalog:
 
     def _refusal_reason(self, scanned: ScannedModel) -> str:
         """Why the model cannot be served, including lacking resources of the rate limiter; "" if it can."""
-        reason = refusal_reason(scanned)
-        if reason or scanned.config is None or self._resources is None:
-            return reason
+        if scanned.problems:
+            return "; ".join(scanned.problem_texts)
+        if scanned.config is None:
+            return "it has no configuration"
+        if self._resources is None:
+            return ""
         others = [
             target.instances
             for (model, _), number in self._latest.items()
@@ -306,8 +309,7 @@ class Catalog:
 
     def forget(self, model: str) -> None:
         """Handles the removal of a model, so that a later load reads it again."""
-        for key in [key for key in self._latest if key[0] == model]:
-            del self._latest[key]
+        self._set_latest(model, ())
         self._previous.pop(model, None)
         self._rejected.pop(model, None)
         for source in self._sources.values():
@@ -392,13 +394,6 @@ class Catalog:
         return by_field, as_text(final, by_field)
 
 
-def refusal_reason(scanned: ScannedModel) -> str:
-    """Why the model cannot be served; "" if it can."""
-    if scanned.problems:
-        return "; ".join(scanned.problem_texts)
-    return "" if scanned.config is not None else "it has no configuration"
-
-
 def _mark(reading: Reading, version: int) -> object:
     """A value that is equal for readings that result in the same version."""
     assert reading.scanned.config is not None
@@ -420,10 +415,7 @@ def _regrouped(completed: ModelConfig, config: ModelConfig) -> ModelConfig:
     parameters = {key: value for key, value in completed.parameters.items() if key not in IN_PLACE}
     parameters |= {key: value for key, value in config.parameters.items() if key in IN_PLACE}
     return replace(
-        completed,
-        instance_group=config.instance_group,
-        version_policy=config.version_policy,
-        parameters=parameters,
+        completed, instance_group=config.instance_group, version_policy=config.version_policy, parameters=parameters
     )
 
 

@@ -394,7 +394,7 @@ class ClientOperations:
             return
         versions = (version for model in self._core.state.models.values() for version in model.generations())
         self._catalog.prune(v.source for v in versions if not (v.gone and v.state is VersionState.UNAVAILABLE))
-        if self._remote is not None and self._remote.has_retired:
+        if self._remote is not None:
             self._remote.drop_unused(self._catalog.trees())
 
     def compose(self, effect: effects.Compose) -> None:

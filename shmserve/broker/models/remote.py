@@ -151,10 +151,6 @@ class RemoteModels:
             self._retired.difference_update(trees)
             self._process.send({"do": "drop", "trees": trees})
 
-    @property
-    def has_retired(self) -> bool:
-        return bool(self._retired)
-
     def _request(self, document: Mapping[str, object], then: Fetched) -> None:
         number = next(self._numbers)
         request = self._requests[number] = _Request({**document, "id": number}, then)

@@ -219,10 +219,7 @@ FAMILIES = (
          "PCI Express packets that were retransmitted since the GPU was reset"),
     ),
 )  # fmt: skip
-RESERVED = (
-    "nv_pinned_memory_pool_total_bytes",
-    "nv_pinned_memory_pool_used_bytes",
-)
+RESERVED = ("nv_pinned_memory_pool_total_bytes", "nv_pinned_memory_pool_used_bytes")
 """Triton's names of metrics that do not exist here. Models may not use them either."""
 
 

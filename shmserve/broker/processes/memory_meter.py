@@ -13,7 +13,6 @@ from shmserve.broker.processes.reader import PeriodicReader
 from shmserve.core.events import Measured
 from shmserve.core.state import State
 from shmserve.core.states import InstanceState
-from shmserve.protocol.messages import DEVICE
 from shmserve.system import procfs
 
 POLL_S = 2.0
@@ -79,8 +78,7 @@ class MemoryMeter:
         """Worker -> size of its segments in host memory."""
         sizes: dict[int, int] = {}
         for segment in self._state.ledger.segments.values():
-            name = segment.announcement.name
-            if not segment.orphan and not (name is not None and name.startswith(DEVICE)):
+            if not (segment.orphan or segment.on_device):
                 sizes[segment.owner] = sizes.get(segment.owner, 0) + segment.size
         return sizes
 

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from shmserve.broker.models.catalog import Catalog, refusal_reason
+from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.repositories import Repositories
 from shmserve.repo.check import Checked
 from shmserve.repo.compile import CoreSet
@@ -173,5 +173,5 @@ def test_all_errors_are_reported_together_and_the_server_logs_every_warning_once
     for entry in checked.models:
         logged = [text for text, _ in catalog.warnings(readings[entry.name])]
         assert len(logged) == len(set(logged))
-        assert not [text for text in logged if text in refusal_reason(readings[entry.name].scanned)]
+        assert not [text for text in logged if text in "; ".join(readings[entry.name].scanned.problem_texts)]
         assert {finding.relative for finding in entry.findings if finding.severity == WARNING} <= set(logged)
