@@ -11,7 +11,7 @@ from typing import Any
 from shmserve.broker.link import SEND_BUFFER, PeerLink
 from shmserve.core.effects import ReadLease, StartLease
 from shmserve.core.events import LeaseRead
-from shmserve.protocol.worker_messages import LeaseOver
+from shmserve.protocol.worker_messages import LeasedRequest, LeaseOver
 from shmserve.shm import lease_log
 from shmserve.shm.lease_log import LeaseLog
 
@@ -20,10 +20,7 @@ class Leases:
     """`put(peer, event)` passes an event to the core. `kill(peer, reason)` kills a worker whose log is invalid."""
 
     def __init__(
-        self,
-        links: Mapping[int, Any],
-        put: Callable[[int, Any], None],
-        kill: Callable[[int, str], None],
+        self, links: Mapping[int, Any], put: Callable[[int, Any], None], kill: Callable[[int, str], None]
     ) -> None:
         self._links = links
         self._put = put
@@ -76,7 +73,7 @@ class Leases:
         running, since = log.running()
         return LeaseRead(number, self._take(log, worker), running, since)
 
-    def _take(self, log: LeaseLog, worker: int) -> list[lease_log.Record]:
+    def _take(self, log: LeaseLog, worker: int) -> list[LeasedRequest]:
         try:
             return log.take()
         except ValueError as error:

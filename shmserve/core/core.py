@@ -36,7 +36,6 @@ from shmserve.core.models import (
     handover,
     load_results,
     memory,
-    resizing,
     retirement,
     room,
     scaling,
@@ -44,7 +43,6 @@ from shmserve.core.models import (
     unhealthy,
 )
 from shmserve.core.models.lifecycle import Lifecycle
-from shmserve.core.owners.cache import Copies
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.state import WORKERS_FROM, State, Timer
 from shmserve.core.states import InstanceState
@@ -188,10 +186,6 @@ class Core:
             Timer.DRAIN: lifecycle.drain_over,
         }
 
-    def copy_with(self, copies: Copies, clock: Callable[[], int] | None = None) -> None:
-        """See `Cache.copy_with`."""
-        self.state.cache.copy_with(copies, clock)
-
     # ------------------------------------------------------------------------------------ public interface
 
     def handle(self, turn: Iterable[Event], now: int) -> list[Effect]:
@@ -265,7 +259,6 @@ class Core:
                     handover.process(state, now)
                 if changes.joined:
                     scaling.joined(state, now)
-                    resizing.finish_joins(state)
                 if state.loaded_versions:
                     waiting.check(state, self._check, now)
                 self._advance_and_dispatch(now)

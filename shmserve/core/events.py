@@ -10,6 +10,7 @@ from msgspec import Struct
 from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, ScalingPolicy
 from shmserve.core.traffic import Traffic
 from shmserve.protocol.messages import Handle, Infer, Map
+from shmserve.protocol.worker_messages import LeasedRequest
 
 
 class Opened(Struct):
@@ -157,11 +158,6 @@ class Compiled(Struct):
     """A worker has loaded its model; the policy is compiled from the configuration that the worker completed."""
 
     policy: ModelPolicy
-
-
-LeasedRequest = tuple[int, int, int, int, int, int, int]
-"""A request that a worker has answered over a lease: five times (arrived, taken, inputs ready, outputs computed,
-outputs placed), the number of rows, and 1 if it failed, else 0."""
 
 
 class LeaseRead(Struct):

@@ -6,7 +6,7 @@ to them. Their containers are generic (`Batch`, `SequenceSlots`, `RequestQueue`)
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any, ClassVar, Protocol
@@ -17,17 +17,15 @@ from msgspec.structs import replace
 from shmserve.core.effects import Send
 from shmserve.core.ledger import Ledger
 from shmserve.core.limits import Limits
-from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, QueuePolicy
-from shmserve.core.service.batch import Batch
-from shmserve.core.service.form import BatchRules
+from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, QueuePolicy, SequencePolicy
+from shmserve.core.service.form import BatchRules, Reason
 from shmserve.core.service.graph import EnsembleGraph, handles_of
-from shmserve.core.service.lending import Lending, lending_of
+from shmserve.core.service.lending import ALONE, MAX_ALONE, terms_of
 from shmserve.core.service.prompts import Prompt, PromptBacklog
 from shmserve.core.service.queue import RequestQueue
 from shmserve.core.service.scaler import Scaler
-from shmserve.core.service.slots import SequenceSlots
 from shmserve.core.service.validation import Checked, CheckedForm, Checker
-from shmserve.core.states import InstanceState, RequestState, SequenceState, VersionState, move
+from shmserve.core.states import BatchState, InstanceState, RequestState, SequenceState, VersionState, move
 from shmserve.core.stats.callers import Caller, Callers
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.stats.statistics import Statistics
@@ -37,6 +35,7 @@ from shmserve.protocol.messages import (
     PACKET_BYTES,
     Fail,
     FailHeld,
+    Failure,
     Handle,
     Infer,
     Options,
@@ -45,11 +44,13 @@ from shmserve.protocol.messages import (
     Reply,
     ReplyHeld,
     Tensor,
+    TensorForm,
     WantedOutputs,
     tensors_of,
 )
 from shmserve.protocol.worker_messages import Call, StepOptions
 
+_AT_WORK = (RequestState.SENT, RequestState.LINGERING)
 _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
 
 Key = tuple[str, int, int | str, str]
@@ -130,25 +131,14 @@ class Request(Struct, eq=False, gc=False):
     blocks: tuple[Handle, ...]
     arrived: int
     level: int = 0
-    tag: int = 0
     deadline: int = 0
-    queue_expires: int = 0
-    delayed: bool = False
-    suspect: Instance | None = None
-    """The instance whose worker died while it ran this request. The request is retried once, alone."""
+    audience: str = ""
+    """Who may map its outputs."""
     special: bool = False
     """Its response cannot take the fast path: it used shared memory, is a step or of a sequence, has several responses,
     is to be cached, or is traced."""
-    parts: int = 0
-    """Responses sent so far."""
-    responded: int = 0
-    """For decoupled models: when its last response with outputs was sent; 0: none yet."""
-    state: RequestState = RequestState.QUEUED
-    instance: Instance | None = None
-    batch: Batch[Request] | None = None
-    reply: Reply | Fail | None = None
-    audience: str = ""
-    """Who may map its outputs."""
+    length: int = 0
+    """Length of its padded inputs."""
     parent: int = 0
     """The number of the request for which it was made: of the ensemble for a step; for a call, of the request that the
     model was running, if the call names it."""
@@ -159,13 +149,24 @@ class Request(Struct, eq=False, gc=False):
     handles that are in memory of the client itself."""
     step: StepOptions | None = None
     """For a step of an ensemble: which outputs stay on the GPU, and label files that override the model's own."""
+    tag: int = 0
+    queue_expires: int = 0
+    delayed: bool = False
+    suspect: Instance | None = None
+    """The instance whose worker died while it ran this request. The request is retried once, alone."""
+    parts: int = 0
+    """Responses sent so far."""
+    responded: int = 0
+    """For decoupled models: when its last response with outputs was sent; 0: none yet."""
+    state: RequestState = RequestState.QUEUED
+    instance: Instance | None = None
+    batch: Batch | None = None
+    reply: Reply | Fail | None = None
     miss: Miss | None = None
     """Set if the response cache had no entry and is to store the computed response."""
     sequence: Sequence | None = None
     slot: int = -1
     """Its sequence slot in the batch; -1: any."""
-    length: int = 0
-    """Length of its padded inputs."""
     passed: int = 0
     """Rows of later requests that the batcher has taken before this one, to reduce padding."""
     form: CheckedForm | None = None
@@ -217,6 +218,128 @@ class Request(Struct, eq=False, gc=False):
             f"request {self.number} ({self.client_number} of client {self.client.number}) for {self.version.label}, "
             f"{self.rows} rows, arrived {self.arrived}, deadline {self.deadline}, {self.state.name.lower()}{at}"
         )
+
+
+class Batch(Struct, eq=False):
+    """The requests that were sent to a worker together, until it has reported the last of them.
+
+    `pieces`: the number of each Execute and the requests it contained, in the order of sending."""
+
+    pieces: list[tuple[int, list[Request]]]
+    rows: int
+    reason: Reason
+    signature: object
+    began: int
+    """When it was sent or, if it waited at the worker, when its start was reported."""
+    state: BatchState = BatchState.OPEN
+    remaining: int = 0
+    """Requests that the worker has not reported yet."""
+    waited: int = 0
+    """ns that its instance spent waiting for other models."""
+    unread: dict[Request, int] = {}
+    """Requests for whose callers the model waits, because they accept no more responses; since when."""
+    stalled: int = 0
+    """ns that the model has waited for callers, until `stalled_since`."""
+    stalled_since: int = 0
+    """While `unread` is not empty: since when."""
+    tolerated: int = 0
+    """`waited_for_callers` when no other request waited for the instance."""
+    recalled: bool = False
+    """Its requests were recalled, because the instance waits for another model or a caller, or was restarted."""
+    answered: int = 0
+    """Requests answered by its Done."""
+    early: list[int] = []
+    """Arrival times of requests answered by Rows, before Done reported when the batch was taken."""
+    number: int = 0
+    times: tuple[int, ...] = ()
+    """The times of its Done, for traces and ensemble statistics."""
+    slots: int = 0
+    """With sequence slots: highest occupied slot + 1, which counts as the batch size, as in Triton."""
+
+    def stall(self, request: Request, now: int) -> None:
+        """The model waits until the caller of this request accepts more responses."""
+        if not self.unread:
+            self.stalled_since = now
+        self.unread[request] = now
+
+    def resume(self, request: Request, now: int) -> int:
+        """The model does not wait for the caller of this request any more. Returns for how long it has."""
+        since = self.unread[request]
+        self.stalled = self.waited_for_callers(now)
+        self.stalled_since = now
+        del self.unread[request]
+        return now - since
+
+    def waited_for_callers(self, now: int) -> int:
+        return self.stalled + (now - self.stalled_since if self.unread else 0)
+
+    def worked(self, now: int) -> int:
+        """ns since it began in which its instance has waited neither for other models nor for callers."""
+        return now - self.began - self.waited - self.waited_for_callers(now)
+
+    @property
+    def count(self) -> int:
+        """All requests that were ever in it."""
+        return sum(len(piece) for _, piece in self.pieces)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for number, _ in self.pieces]
+
+    def requests(self) -> list[Request]:
+        """Requests that the worker has not reported yet."""
+        return [
+            request
+            for _, piece in self.pieces
+            for request in piece
+            if request.batch is self and request.state in _AT_WORK
+        ]
+
+    def lengths(self) -> tuple[int, int]:
+        """The greatest length of its requests, and their total elements (rows x length)."""
+        longest = useful = 0
+        for _, piece in self.pieces:
+            for request in piece:
+                if request.batch is self:
+                    longest = max(longest, request.length)
+                    useful += request.cost * request.length
+        return longest, useful
+
+    @property
+    def title(self) -> str:
+        return f"batch {self.numbers}"
+
+    def details(self) -> str:
+        return f"{self.rows} rows"
+
+    def end(self) -> None:
+        """Breaks the reference cycle between requests and batch; the GC does not track requests."""
+        move(self, BatchState.ENDED)
+        self.pieces = []
+        self.unread.clear()
+
+    def known_as(self, number: int) -> bool:
+        """True if the number identifies the batch. The worker sends the number of the first Execute or, after a late
+        extension, of the first Execute that is left."""
+        pieces = self.pieces
+        return pieces[0][0] == number or (len(pieces) > 1 and number in self.numbers)
+
+    def split(self, through: int) -> Batch | None:
+        """Moves the Executes after `through` into a separate batch."""
+        late = [(number, piece) for number, piece in self.pieces if number > through]
+        if not late:
+            return None
+        self.pieces = [(number, piece) for number, piece in self.pieces if number <= through]
+        rest = Batch(late, 0, self.reason, self.signature, self.began, recalled=self.recalled)
+        for _, piece in late:
+            for request in piece:
+                if request.batch is self:
+                    request.batch = rest
+                    rest.rows += request.cost
+                    rest.remaining += 1
+        self.rows -= rest.rows
+        self.remaining -= rest.remaining
+        return rest if rest.remaining else None
 
 
 class ClientState(Struct, eq=False):
@@ -363,8 +486,8 @@ class Instance(Struct, eq=False):
     spec: InstanceSpec
     state: InstanceState = InstanceState.WAITING
     peer: int = 0
-    running: Batch[Request] | None = None
-    waiting: Batch[Request] | None = None
+    running: Batch | None = None
+    waiting: Batch | None = None
     deaths: int = 0
     """Consecutive crashes and failed restarts, without a completed batch or a long uptime between them."""
     crashes: int = 0
@@ -492,7 +615,7 @@ class Instance(Struct, eq=False):
         """It has stopped or is about to, and will not restart."""
         return self.retiring or self.state in _OVER
 
-    def batches(self) -> list[Batch[Request]]:
+    def batches(self) -> list[Batch]:
         return [batch for batch in (self.running, self.waiting) if batch is not None]
 
 
@@ -568,7 +691,7 @@ class Sequence(Struct, eq=False):
         self.on_left(request)
 
     @property
-    def sequence_slots(self) -> SequenceSlots[Sequence, Instance]:
+    def sequence_slots(self) -> SequenceSlots:
         slots = self.version.service.sequence_slots
         assert slots is not None
         return slots
@@ -581,6 +704,122 @@ class Sequence(Struct, eq=False):
         if self.running is request:
             self.running = None
         self.mark_changed()
+
+
+class SequenceSlots:
+    """The slots of one version's sequences: `bound` to instances, or waiting in the `backlog`."""
+
+    def __init__(self, policy: SequencePolicy) -> None:
+        self.policy = policy
+        self.bound: dict[Instance, list[Sequence | None]] = {}
+        self.backlog: dict[Sequence, None] = {}
+        self._next: dict[str, OrderedDict[Sequence, None]] = {}
+        """Sequences of the backlog that may get a slot, by user, next user first. Invariant: no user's entry is
+        empty."""
+        self.latest: dict[int | str, Sequence] = {}
+        """Worker id -> the newest sequence that has not ended."""
+        self.changed: dict[Sequence, None] = {}
+        """Sequences that have changed since they were last processed."""
+        self.waits = self.bytes = 0
+        """Queued requests, and the bytes inside their messages."""
+
+    @property
+    def count(self) -> int:
+        """Live sequences."""
+        return len(self.backlog) + sum(slot is not None for slots in self.bound.values() for slot in slots)
+
+    def all(self) -> list[Sequence]:
+        return [*self.backlog, *(found for slots in self.bound.values() for found in slots if found is not None)]
+
+    def at(self, instance: Instance) -> list[Sequence]:
+        return [sequence for sequence in self.bound.get(instance, ()) if sequence is not None]
+
+    def waiting(self, request: Request) -> None:
+        self.waits += 1
+        self.bytes += request.inline
+
+    def gone(self, request: Request) -> None:
+        self.waits -= 1
+        self.bytes -= request.inline
+
+    # ------------------------------------------------------------------------------------ enter, bind, end
+
+    def enter(self, sequence: Sequence) -> None:
+        before = sequence.before = self.latest.get(sequence.worker_id)
+        self.latest[sequence.worker_id] = sequence
+        self.backlog[sequence] = None
+        if before is None:
+            self._queue(sequence)
+        else:
+            before.after = sequence
+
+    def _queue(self, sequence: Sequence) -> None:
+        self._next.setdefault(sequence.user, OrderedDict())[sequence] = None
+
+    def bind_waiting(self, instances: list[Instance]) -> None:
+        """Binds sequences of the backlog to free slots: round robin between users, in order of arrival within each
+        user."""
+        while self._next:
+            instance = self._free(instances)
+            if instance is None:
+                return
+            user = next(iter(self._next))
+            own_slots = self._next.pop(user)
+            first, _ = own_slots.popitem(last=False)
+            if own_slots:
+                self._next[user] = own_slots  # behind the other users
+            del self.backlog[first]
+            slots = self.bound.setdefault(instance, [None] * self.policy.slots)
+            first.slot = slots.index(None)
+            first.instance = instance
+            slots[first.slot] = first
+            first.move(SequenceState.BOUND)
+
+    def _free(self, instances: list[Instance]) -> Instance | None:
+        """Of the instances that can take another sequence, the one with the fewest."""
+        best, fewest = None, self.policy.slots
+        for instance in instances:
+            if instance.usable and not instance.retiring and not instance.waits:
+                slots = self.bound.get(instance)
+                count = self.policy.slots - slots.count(None) if slots is not None else 0
+                if count < (min(fewest, 1) if instance.quarantined else fewest):
+                    best, fewest = instance, count
+        return best
+
+    def lose(self, instance: Instance | None, text: str) -> None:
+        """Fails the sequences of the instance (None: of all instances), which can no longer run them. The caller
+        dispatches the version."""
+        for sequence in self.all() if instance is None else self.at(instance):
+            sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} has ended: {text}; send START again")
+            sequence.mark_changed()
+
+    def end(self, sequence: Sequence) -> None:
+        before, after = sequence.before, sequence.after
+        if sequence.instance is None:
+            del self.backlog[sequence]
+            if before is None:
+                own_slots = self._next[sequence.user]
+                del own_slots[sequence]
+                if not own_slots:
+                    del self._next[sequence.user]
+        else:
+            slots = self.bound[sequence.instance]
+            slots[sequence.slot] = None
+            if not any(slots):
+                del self.bound[sequence.instance]
+            sequence.instance = None
+        sequence.move(SequenceState.ENDED)
+        if before is not None:
+            before.after = after
+        if after is not None:
+            after.before = before
+            if before is None:
+                self._queue(after)
+        elif before is not None:
+            self.latest[sequence.worker_id] = before
+        else:
+            del self.latest[sequence.worker_id]
+        sequence.before = sequence.after = None
 
 
 COUNTED_USERS = 64
@@ -632,6 +871,25 @@ class SleepState(Struct):
         self.users = {user: count / 2 for user, count in self.users.items() if count >= 1}
 
 
+class Lending(Struct, eq=False):
+    """To which client the instances of a version may be lent. `inputs` and `rows`: which requests a worker may run
+    without the core."""
+
+    inputs: tuple[TensorForm, ...]
+    rows: int
+    client: ClientState | None = None
+    """The client of the last request that was alone."""
+    payer: Payer | None = None
+    """Who paid for this request."""
+    alone: int = 0
+    """The consecutive requests of both that were alone."""
+    needed: int = ALONE
+
+    def ended_by_others(self) -> None:
+        self.alone = 0
+        self.needed = min(2 * self.needed, MAX_ALONE)
+
+
 class Service:
     """How the requests of a version are checked, queued, batched and answered in order. Built from its policy."""
 
@@ -642,9 +900,7 @@ class Service:
         forming = batching if sequence is None else sequence.batching
         self.checker = Checker(policy)
         self.queue: RequestQueue[Request] = RequestQueue(batching)
-        self.sequence_slots: SequenceSlots[Sequence, Instance] | None = (
-            None if sequence is None else SequenceSlots(sequence)
-        )
+        self.sequence_slots: SequenceSlots | None = None if sequence is None else SequenceSlots(sequence)
         self.graph = None if policy.steps is None else EnsembleGraph(policy)
         self.decoupled = policy.decoupled or decoupled
         """A request may have any number of responses."""
@@ -671,7 +927,8 @@ class Service:
         self.cached = caches and policy.cached and self.order is None and not (self.decoupled or sequence)
         self.plain = self.prefetch and self.graph is None and not (ordered or self.cached or self.prompts is not None)
         """No priorities, queue policy, preserved order, cache or prompts: requests are queued on the fast path."""
-        self.lending: Lending[ClientState, Payer] | None = lending_of(policy) if self.plain else None
+        terms = terms_of(policy) if self.plain else None
+        self.lending = Lending(*terms) if terms is not None else None
         """None: its instances cannot be lent to clients."""
 
     @property
@@ -808,6 +1065,13 @@ class Version:
     def apply_policy(self, policy: ModelPolicy, limits: Limits, decoupled: bool = False) -> None:
         """The policy is known when the first worker has loaded the model. `decoupled`: a step of this ensemble is."""
         self.policy = policy
+        limit_ns, crashes, idle_ns = policy.execution_limit_ns, policy.crash_limit, policy.idle_unload_ns
+        self.limit_ns = limits.execution_ns if limit_ns is None else limit_ns
+        self.crash_limit = limits.crashes if crashes is None else crashes
+        self.sleep_state.stays_loaded = policy.stays_loaded
+        self.sleep_state.idle_ns = limits.idle_unload_ns if idle_ns is None else idle_ns
+        if policy.stays_loaded:
+            self.sleep_state.idle_ns = 0
         self.service = Service(policy, limits.cache_bytes > 0, decoupled)
         first = FirstResponses.of(policy.first_response_ms) if limits.first_responses else None
         self.statistics.collect(limits.summaries, first, policy.decoupled)
@@ -949,3 +1213,26 @@ class Version:
             service_ns, seen_ns = max(service_ns - stalled_ns, 0), max(seen_ns - stalled_ns, 0)
         self.spread_ns += (abs(seen_ns - (self.service_ns or service_ns)) - self.spread_ns) // 16
         self.service_ns = service_ns if not self.service_ns else (7 * self.service_ns + service_ns) // 8
+
+
+class Lease(Struct, eq=False):
+    """An idle instance, lent to a client that sends one request at a time. The core sends nothing else to the instance
+    until the worker has ended the lease."""
+
+    number: int
+    client: ClientState
+    payer: Payer
+    """Who pays for all requests over the lease, as their log does not say so."""
+    version: Version
+    instance: Instance
+    default: bool
+    """The lease also serves requests that name no version."""
+    revoked: bool = False
+    served: int = 0
+    recorded: int = 0
+    """When the last request in its log arrived."""
+    resumed: int = 0
+    """When its worker last resumed after calls to other models. The execution limit excludes these calls, so it applies
+    from then on."""
+    error: Failure | None = None
+    """The error of the request that its worker was running when it died; None: the client may send it again."""

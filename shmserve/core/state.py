@@ -17,14 +17,23 @@ from shmserve.core.effects import Effect, Log, Send
 from shmserve.core.ledger import INTERNAL, Ledger
 from shmserve.core.limits import Limits
 from shmserve.core.owners.cache import Cache
-from shmserve.core.owners.lease import Lease
 from shmserve.core.owners.model import Model
 from shmserve.core.owners.observers import Observers
 from shmserve.core.owners.outputs import Outputs
 from shmserve.core.owners.progress import Changes, Loading, Memory
 from shmserve.core.owners.rate_limiter import Limiter
 from shmserve.core.owners.run import Runs
-from shmserve.core.records import CallingWorker, ClientState, CopyRequest, Instance, Key, Request, Sequence, Version
+from shmserve.core.records import (
+    CallingWorker,
+    ClientState,
+    CopyRequest,
+    Instance,
+    Key,
+    Lease,
+    Request,
+    Sequence,
+    Version,
+)
 from shmserve.core.states import RequestState, SequenceState, VersionState
 from shmserve.core.stats.callers import Caller, Callers
 from shmserve.core.traffic import ALIAS, Shadow, Split, Traffic

@@ -324,6 +324,11 @@ class Probed(Struct, array_like=True, tag=105, gc=False):
     ready: bool
 
 
+LeasedRequest = tuple[int, int, int, int, int, int, int]
+"""A request in the log of a lease: when it arrived, was taken, had its inputs ready, had its outputs computed, and had
+them placed, in ns of the monotonic clock; then its rows, and 1 if it failed, else 0."""
+
+
 class LeaseLogged(Struct, array_like=True, tag=106, gc=False):
     """The log of this lease is half full."""
 

@@ -11,15 +11,13 @@ import fcntl
 import mmap
 import os
 
+from shmserve.protocol.worker_messages import LeasedRequest
+
 _RUNNING, _SINCE, _WRITTEN, _READ = range(4)
 _HEAD = _FIELDS = 8
 RECORDS = 255
 PAGE_BYTES = (_HEAD + RECORDS * _FIELDS) * 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-Record = tuple[int, int, int, int, int, int, int]
-"""Five times in ns of the monotonic clock: when the request arrived, was taken, had its inputs ready, had its outputs
-computed, and had them placed; then its rows, and 1 if it failed."""
 
 
 def create() -> int:
@@ -75,13 +73,13 @@ class LeaseLog:
         """The number and arrival time of the running request, which may already have a record. Number 0: none."""
         return self._words[_RUNNING], self._words[_SINCE]
 
-    def take(self) -> list[Record]:
+    def take(self) -> list[LeasedRequest]:
         """The records since the last call. Raises ValueError if the log is invalid."""
         words = self._words
         read, written = words[_READ], words[_WRITTEN]
         if not 0 <= written - read <= RECORDS:
             raise ValueError(f"{written} records written and {read} read, in a log of {RECORDS}")
-        taken: list[Record] = []
+        taken: list[LeasedRequest] = []
         for number in range(read, written):
             at = _HEAD + number % RECORDS * _FIELDS
             arrived, start, ready, computed, placed, rows, failed = words[at : at + 7].tolist()

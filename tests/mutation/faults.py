@@ -14,14 +14,6 @@ class Fault(NamedTuple):
 
 
 TABLE = {
-    "shmserve/core/service/batch.py": [
-        ("a batch that ends does not count as one that waited", "if number <= through]", "if number < through]"),
-        ("time in which a batch waits for several callers counts twice",
-         "        self.stalled_since = now\n        del", "        del"),
-        ("waiting for a caller counts as the time of a batch",
-         "        return now - self.began - self.waited - self.waited_for_callers(now)\n",
-         "        return now - self.began - self.waited\n"),
-    ],
     "shmserve/core/service/form.py": [
         ("batch one row too large", "            if total > rules.max_batch:",
          "            if total > rules.max_batch + 1:"),
@@ -164,7 +156,7 @@ TABLE = {
         ("an override may leave its folder", "not all(_harmless(part) for part in parts)", "False"),
     ],
     "shmserve/broker/observability/traces.py": [
-        ("traces per second have no limit", "        self._in_second += 1", "        self._in_second += 0"),
+        ("traces per second have no limit", "if self._logged.count(traced.answered) <= PER_SECOND:", "if True:"),
     ],
     "shmserve/broker/processes/helper_process.py": [
         ("a helper's socket is watched after its end", "self._loop.remove_reader(self.link.fileno())", "pass"),
@@ -348,6 +340,12 @@ TABLE = {
          "    version.service.queue.charge(request, 0 * "),
     ],
     "shmserve/core/records.py": [
+        ("a batch that ends does not count as one that waited", "if number <= through]", "if number < through]"),
+        ("time in which a batch waits for several callers counts twice",
+         "        self.stalled_since = now\n        del", "        del"),
+        ("waiting for a caller counts as the time of a batch",
+         "        return now - self.began - self.waited - self.waited_for_callers(now)\n",
+         "        return now - self.began - self.waited\n"),
         ("a client of frames holds outputs", "            self.drop(handles_of(message.outputs))\n",
          "            pass\n"),
         ("an answered call does not resume its caller", "            self.answered.append(self)\n", ""),

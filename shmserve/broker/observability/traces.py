@@ -17,7 +17,7 @@ from shmserve.broker.observability.log_settings import setting_names
 from shmserve.broker.observability.logs import log_record
 from shmserve.broker.observability.trace_tensors import Read, activities
 from shmserve.core.effects import Traced
-from shmserve.core.owners.trace import PER_SECOND, Sample
+from shmserve.core.owners.trace import PER_SECOND, PerSecond, Sample
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.otel import settings as otel
 from shmserve.otel.settings import OtelSettings
@@ -166,8 +166,7 @@ class TraceFile:
         self._in_file = 0
         self._files = 0
         self._timer: Any = None
-        self._second = 0
-        self._in_second = 0
+        self._logged = PerSecond()
 
     def write(self, traced: Traced) -> None:
         if traced.log is not None:
@@ -192,11 +191,7 @@ class TraceFile:
 
     def _log(self, traced: Traced) -> None:
         """Logs a trace, up to PER_SECOND per second, as people read the log."""
-        second = traced.answered // 1_000_000_000
-        if second != self._second:
-            self._second, self._in_second = second, 0
-        self._in_second += 1
-        if self._in_second <= PER_SECOND:
+        if self._logged.count(traced.answered) <= PER_SECOND:
             fields = {name: value for name, value in traced.fields.items() if value != ""}
             shown = ", ".join(f"{name} {value}" for name, value in fields.items())
             parent = f" of {traced.parent}" if traced.parent else ""

@@ -8,8 +8,7 @@ from shmserve.core.batching import leases, recall
 from shmserve.core.effects import Send
 from shmserve.core.exit import exit, shadow
 from shmserve.core.owners.rate_limiter import Limiter
-from shmserve.core.records import Instance, Request, Version
-from shmserve.core.service.batch import Batch
+from shmserve.core.records import Batch, Instance, Request, Version
 from shmserve.core.service.form import BatchPlan, Reason, form
 from shmserve.core.service.padding import form_padded
 from shmserve.core.service.validation import CheckedForm
@@ -136,7 +135,7 @@ def _try_suspect(state: State, version: Version, now: int) -> None:
         return
     request = version.suspects.popleft()
     version.trial = instance
-    batch: Batch[Request] = Batch([], request.cost, Reason.ALONE, request.signature, now)
+    batch: Batch = Batch([], request.cost, Reason.ALONE, request.signature, now)
     start(state, version, instance, batch, [request], now)
 
 
@@ -181,7 +180,7 @@ def _start_batch(state: State, version: Version, instance: Instance, now: int) -
     if state.limiter is not None and instance.running is None and not may_start(state, version, instance):
         return False
     requests = take(version, plan)
-    batch: Batch[Request] = Batch([], plan.rows, plan.reason, requests[0].signature, now)
+    batch: Batch = Batch([], plan.rows, plan.reason, requests[0].signature, now)
     if instance.running is None:
         start(state, version, instance, batch, requests, now)
     else:
@@ -214,9 +213,7 @@ def _refuse_late(state: State, version: Version, instance: Instance, plan: Batch
     return bool(late)
 
 
-def start(
-    state: State, version: Version, instance: Instance, batch: Batch[Request], requests: list[Request], now: int
-) -> None:
+def start(state: State, version: Version, instance: Instance, batch: Batch, requests: list[Request], now: int) -> None:
     """Runs the batch on an idle instance."""
     service = version.service
     version.idle.remove(instance)
@@ -229,7 +226,7 @@ def start(
     _send(state, instance, batch, requests, 0)
 
 
-def _extend(state: State, version: Version, instance: Instance, batch: Batch[Request], now: int) -> bool:
+def _extend(state: State, version: Version, instance: Instance, batch: Batch, now: int) -> bool:
     """False: the batch cannot grow."""
     plan = plan_extension(version, batch, now)
     if not plan.count:
@@ -244,7 +241,7 @@ def _extend(state: State, version: Version, instance: Instance, batch: Batch[Req
     return True
 
 
-def _send(state: State, instance: Instance, batch: Batch[Request], requests: list[Request], join: int) -> None:
+def _send(state: State, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
     """Sends Execute, split into several messages if the inline bytes require it."""
     if state.memory.limited and not join:
         requests[0].version.sleep_state.used_by(requests[0].payer.user, 1)
@@ -315,7 +312,7 @@ def _data_of(request: Request, checked: CheckedForm) -> tuple[bytes, ...] | None
 
 
 def _send_columns(
-    state: State, instance: Instance, batch: Batch[Request], requests: list[Request], join: int, checked: CheckedForm
+    state: State, instance: Instance, batch: Batch, requests: list[Request], join: int, checked: CheckedForm
 ) -> bool:
     """Sends requests of one form, most of which came in columns. False: they cannot be sent as columns."""
     count = len(requests)
@@ -376,7 +373,7 @@ def _plan_streams(version: Version, instance: Instance) -> BatchPlan:
     return BatchPlan(len(requests), sum([request.cost for request in requests]), Reason.IDLE)
 
 
-def plan_extension(version: Version, batch: Batch[Request], now: int) -> BatchPlan:
+def plan_extension(version: Version, batch: Batch, now: int) -> BatchPlan:
     service = version.service
     rules = service.batch_rules
     if rules is None or batch.rows in rules.preferred or batch.rows >= rules.max_batch:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from shmserve.core.effects import ReadLease, StartLease
 from shmserve.core.events import LeaseRead
-from shmserve.core.owners.lease import Lease
-from shmserve.core.records import ClientState, Instance, Payer, Request, Version
+from shmserve.core.records import ClientState, Instance, Lease, Lending, Request, Version
 from shmserve.core.service.form import Reason
-from shmserve.core.service.lending import ALONE, MAX_ALONE, Lending
+from shmserve.core.service.lending import ALONE, MAX_ALONE
 from shmserve.core.state import State
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats.callers import Caller
@@ -29,7 +28,7 @@ CLIENT_LEASES = 4
 """Limit of leases per client."""
 
 
-def count_alone(state: State, version: Version, lending: Lending[ClientState, Payer], requests: list[Request]) -> None:
+def count_alone(state: State, version: Version, lending: Lending, requests: list[Request]) -> None:
     """Counts a client's consecutive requests that were each alone. Called with each batch that is sent to an idle
     instance."""
     request = requests[0]
@@ -45,7 +44,7 @@ def count_alone(state: State, version: Version, lending: Lending[ClientState, Pa
     lending.alone = 0
 
 
-def _plain(state: State, lending: Lending[ClientState, Payer], request: Request) -> bool:
+def _plain(state: State, lending: Lending, request: Request) -> bool:
     """True if the request could be sent over a lease."""
     special = request.outputs is not None or request.options is not None or request.suspect
     if special or request.rows > lending.rows:
@@ -60,7 +59,7 @@ def _is_lendable(state: State, client: ClientState, segment: int) -> bool:
     return segment in client.segments and state.ledger.segments[segment].announcement.name is None
 
 
-def lend(state: State, version: Version, lending: Lending[ClientState, Payer], instance: Instance) -> None:
+def lend(state: State, version: Version, lending: Lending, instance: Instance) -> None:
     """Lends an instance that has become idle to the client whose requests were alone, if nothing forbids it.
 
     The execution limit timer of its last batch still runs, so the lease needs none of its own.
@@ -118,7 +117,7 @@ def lend(state: State, version: Version, lending: Lending[ClientState, Payer], i
 
 def revoke_unfit(state: State) -> None:
     """At the end of each turn: revokes leases whose instance is needed or has to stop, or whose client is gone."""
-    ended_by_others: set[Lending[ClientState, Payer]] = set()
+    ended_by_others: set[Lending] = set()
     for lease in state.leases.values():
         version, instance = lease.version, lease.instance
         if lease.revoked or instance.lease != lease.number or not _unfit(state, lease):

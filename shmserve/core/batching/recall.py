@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from shmserve.core.exit import exit
-from shmserve.core.records import Instance, Request, Version
-from shmserve.core.service.batch import Batch
+from shmserve.core.records import Batch, Instance, Request, Version
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.protocol.worker_messages import Withdraw
 
 
-def recall(state: State, instance: Instance, batch: Batch[Request]) -> None:
+def recall(state: State, instance: Instance, batch: Batch) -> None:
     """Asks the worker to return its waiting batch."""
     if not batch.recalled:
         batch.recalled = True
         state.send(instance.peer, Withdraw(tuple(request.number for request in batch.requests()), True))
 
 
-def take_out(state: State, version: Version, instance: Instance, batch: Batch[Request], request: Request) -> None:
+def take_out(state: State, version: Version, instance: Instance, batch: Batch, request: Request) -> None:
     """Removes a request from a batch that waits at a worker and will not run it."""
     batch.rows -= request.cost
     batch.remaining -= 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 from shmserve.core.batching import dispatch, leases, recall
 from shmserve.core.effects import Send
 from shmserve.core.exit import exit, responses
-from shmserve.core.records import ClientState, Instance, Request, Version
-from shmserve.core.service.batch import Batch
+from shmserve.core.records import Batch, ClientState, Instance, Request, Version
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, RequestState, move
 from shmserve.core.termination import kill, kill_for_protocol_error, watch
@@ -92,7 +91,7 @@ def _recovered(state: State, version: Version, instance: Instance) -> None:
         state.log_version("info", text, version, instance)
 
 
-def _again(state: State, version: Version, batch: Batch[Request], numbers: tuple[int, ...]) -> None:
+def _again(state: State, version: Version, batch: Batch, numbers: tuple[int, ...]) -> None:
     """An iterative model runs these requests again. Requests whose callers have disconnected end here."""
     for number in numbers:
         request = state.requests.get(number)
@@ -145,7 +144,7 @@ def withdrawn(state: State, version: Version, instance: Instance, message: Withd
     state.to_dispatch[version] = None
 
 
-def _rows(state: State, version: Version, instance: Instance, batch: Batch[Request], done: Done) -> None:
+def _rows(state: State, version: Version, instance: Instance, batch: Batch, done: Done) -> None:
     """`_row` for each row. The usual ones, with all outputs inside the message and no earlier request to wait for, are
     ended and counted together."""
     requests, append, order = state.requests, state.effects.append, version.service.order
@@ -183,9 +182,7 @@ def _rows(state: State, version: Version, instance: Instance, batch: Batch[Reque
         exit.respond_in_order(state, version)
 
 
-def _columns(
-    state: State, version: Version, instance: Instance, batch: Batch[Request], columns: Columns, taken: int
-) -> None:
+def _columns(state: State, version: Version, instance: Instance, batch: Batch, columns: Columns, taken: int) -> None:
     """Like `_rows`, for columns. Each client gets one message for all of its requests that came in columns."""
     requests, forms, ordered = state.requests, columns.forms, version.service.order is not None
     usual: list[Request] = []
@@ -223,7 +220,7 @@ def _columns(
         exit.end_plain(state, version, usual, taken)
 
 
-def _row(state: State, version: Version, instance: Instance, batch: Batch[Request], row: Row, taken: int) -> None:
+def _row(state: State, version: Version, instance: Instance, batch: Batch, row: Row, taken: int) -> None:
     request = state.requests.get(row.request)
     if request is None or request.batch is not batch or request.state is _DONE:
         kill_for_protocol_error(state, version, instance, f"row of request {row.request}")

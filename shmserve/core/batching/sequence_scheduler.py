@@ -11,10 +11,8 @@ from msgspec.structs import replace
 from shmserve.core.batching.dispatch import may_start, start
 from shmserve.core.exit import exit
 from shmserve.core.policy import SequencePolicy
-from shmserve.core.records import ClientState, Instance, Key, Request, Sequence, Version
-from shmserve.core.service.batch import Batch
+from shmserve.core.records import Batch, ClientState, Instance, Key, Request, Sequence, SequenceSlots, Version
 from shmserve.core.service.form import BatchPlan, Reason, form
-from shmserve.core.service.slots import SequenceSlots
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import SequenceState, VersionState
 from shmserve.errors import InvalidRequest, Unavailable
@@ -183,7 +181,7 @@ def dispatch(state: State, version: Version, now: int) -> None:
         state.wakes.pop(version, None)
 
 
-def _process_change(state: State, slots: SequenceSlots[Sequence, Instance], sequence: Sequence, now: int) -> None:
+def _process_change(state: State, slots: SequenceSlots, sequence: Sequence, now: int) -> None:
     if sequence.state is _S.ENDED:
         return
     sequence.active = now
@@ -195,9 +193,7 @@ def _process_change(state: State, slots: SequenceSlots[Sequence, Instance], sequ
         _end(state, slots, sequence)
 
 
-def _end_broken(
-    state: State, slots: SequenceSlots[Sequence, Instance], sequence: Sequence, code: str, text: str
-) -> None:
+def _end_broken(state: State, slots: SequenceSlots, sequence: Sequence, code: str, text: str) -> None:
     if state.sequences.get(sequence.key) is sequence and not sequence.own:
         _remember(state, sequence, code, text)
     _forget(state, sequence)
@@ -222,14 +218,12 @@ def _notify_worker(state: State, sequence: Sequence) -> None:
         state.send(instance.peer, EndSequences((sequence.worker_id,)))
 
 
-def _end(state: State, slots: SequenceSlots[Sequence, Instance], sequence: Sequence) -> None:
+def _end(state: State, slots: SequenceSlots, sequence: Sequence) -> None:
     slots.end(sequence)
     _forget(state, sequence)
 
 
-def _run(
-    state: State, version: Version, slots: SequenceSlots[Sequence, Instance], instance: Instance, now: int
-) -> None:
+def _run(state: State, version: Version, slots: SequenceSlots, instance: Instance, now: int) -> None:
     """Starts the next batch of an idle instance, if there is one."""
     heads = [s for s in slots.at(instance) if s.requests and s.running is None and s.broken is None]
     if not heads:
@@ -254,7 +248,7 @@ def _run(
         request.slot = sequence.slot if slots.policy.direct and version.batches else -1
         requests.append(request)
         slots.gone(request)
-    batch: Batch[Request] = Batch([], plan.rows, plan.reason, signature, now)
+    batch: Batch = Batch([], plan.rows, plan.reason, signature, now)
     if slots.policy.direct and version.batches:
         batch.slots = 1 + max(sequence.slot for sequence in slots.at(instance))
     start(state, version, instance, batch, requests, now)

@@ -63,10 +63,9 @@ class ModelCalls:
             kill_for_protocol_error(self.state, version, instance, f"Call {message.call}")
             return
         try:
-            request = self._intake.ask(caller, message.call, message, now, calling=_Call(self, caller, message))
+            request = self._ask(caller, message, now)
         except ServeError as error:
-            self.state.observers.refused(self.state.ready.get(message.model), error)
-            self.state.send(peer, Fail(message.call, error.code, _failed(message, error)))
+            self.state.send(peer, Fail(message.call, error.code, error.message))
             return
         if instance.state is InstanceState.STARTING:  # the called model may have to load first
             loading.load_over(self.state, instance)
@@ -83,9 +82,7 @@ class ModelCalls:
             exit.fail_early(self.state, request, "CANCELLED", "the call was cancelled by the model that made it")
 
     def more(self, version: Version, instance: Instance, message: More, now: int) -> None:
-        request = self._of(instance, message.request)
-        if request is not None and request.options is not None and request.options.window:
-            responses.more(self.state, request, message.count)
+        responses.more(self.state, self._of(instance, message.request), message.count)
 
     def give_back(self, version: Version, instance: Instance, message: Return, now: int) -> None:
         try:
@@ -120,14 +117,17 @@ class ModelCalls:
         """Admits a call that has waited for its model to load."""
         caller = request.client
         assert isinstance(caller, CallingWorker)
+        self._ask(caller, waiting.message_of(request, message, now), now, request)
+        self.state.deadlock_possible = True
+
+    def _ask(self, caller: CallingWorker, message: Call, now: int, waited: Request | None = None) -> Request:
+        calling = _Call(self, caller, message, waited)
         try:
-            again = waiting.message_of(request, message, now)
-            calling = _Call(self, caller, again, request)
-            self._intake.ask(caller, again.call, again, now, waited=request, calling=calling)
+            return self._intake.ask(caller, message.call, message, now, waited=waited, calling=calling)
         except ServeError as error:
             self.state.observers.refused(self.state.ready.get(message.model), error)
-            raise type(error)(_failed(message, error)) from None
-        self.state.deadlock_possible = True
+            text = f"Model {message.model} - Error when running inference: {error.message}"
+            raise type(error)(text) from None
 
     # ------------------------------------------------------------------------------------ waiting instances
 
@@ -180,10 +180,6 @@ class ModelCalls:
             if request is None:
                 return
             exit.fail_early(self.state, request, "UNAVAILABLE", text)
-
-
-def _failed(message: Call, error: ServeError) -> str:
-    return f"Model {message.model} - Error when running inference: {error.message}"
 
 
 class _Call:

@@ -88,18 +88,24 @@ class Steps:
         used = tuple(segments)
         if used:
             state.ledger.use_present(used)
-        request = self._intake.step(
-            run, parent, member, inputs, outputs, options, (rows, signature, inline, length), used, level, now
-        )
-        if final:
-            request.audience, request.in_shared_memory = parent.audience, in_shared_memory or parent.in_shared_memory
-        else:
-            request.audience, request.in_shared_memory = INTERNAL, in_shared_memory
-            if not (step.mapped or member.service.cached):
-                request.forwarded = run.forwarded
         near = _near(state, run, index, member) if plan.policy.leaves_on_device and not final else ()
         labels = _labels(run, index) if outputs is not plan.outputs else ()
-        request.step = StepOptions(near, labels) if near or labels else None
+        request = self._intake.step(
+            run,
+            parent,
+            member,
+            inputs,
+            outputs,
+            options,
+            (rows, signature, inline, length),
+            used,
+            level,
+            now,
+            parent.audience if final else INTERNAL,
+            in_shared_memory or (final and parent.in_shared_memory),
+            None if final or step.mapped or service.cached else run.forwarded,
+            StepOptions(near, labels) if near or labels else None,
+        )
         run.entered(request, position)
         if source:
             run.sources[iteration.level] = request
@@ -109,10 +115,7 @@ class Steps:
 
 
 def _fitted(
-    plan: StepPlan,
-    member: Version,
-    given: list[tuple[StepInput, Tensor]],
-    outputs: tuple[Wanted, ...],
+    plan: StepPlan, member: Version, given: list[tuple[StepInput, Tensor]], outputs: tuple[Wanted, ...]
 ) -> tuple[tuple[Tensor, ...], int, object, int, int]:
     """The inputs in the shapes of the model, and the results of their check: rows, signature, bytes inside messages and
     length. Raises if the model does not accept them or the outputs."""

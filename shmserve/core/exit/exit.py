@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from shmserve.core.effects import Free
 from shmserve.core.exit import shadow
-from shmserve.core.records import ClientState, Request, Version
-from shmserve.core.service.batch import Batch
+from shmserve.core.records import Batch, ClientState, Request, Version
 from shmserve.core.state import State
 from shmserve.core.states import RequestState, VersionState, move_all
 from shmserve.core.stats.statistics import FailureKind
@@ -114,6 +113,8 @@ def fail_unsent(state: State, request: Request, code: str, text: str) -> None:
 def fail_early(state: State, request: Request, code: str, text: str) -> None:
     """Fails a request at once, whatever its state. A worker that could still drop it is notified."""
     version = request.version
+    if request.state in _GONE:  # it has been answered
+        return
     if request.state is _QUEUED:
         version.drop(request)
         fail_unsent(state, request, code, text)
@@ -136,10 +137,9 @@ def fail_early(state: State, request: Request, code: str, text: str) -> None:
 
 
 def deadline_passed(state: State, request: Request, now: int) -> None:
-    """The request's own timeout."""
-    if request.state not in _GONE:  # otherwise another timer that expired at the same time has ended it
-        text = "Request timeout expired: the request's own timeout passed before it was answered"
-        fail_early(state, request, "DEADLINE_EXCEEDED", text)
+    """The request's own timeout. Another timer that expired at the same time may have ended it."""
+    text = "Request timeout expired: the request's own timeout passed before it was answered"
+    fail_early(state, request, "DEADLINE_EXCEEDED", text)
 
 
 def cancel_all(state: State, client: ClientState) -> None:
@@ -188,7 +188,7 @@ def linger(state: State, request: Request) -> None:
         respond_in_order(state, request.version)
 
 
-def continue_batch(state: State, request: Request, batch: Batch[Request]) -> None:
+def continue_batch(state: State, request: Request, batch: Batch) -> None:
     """The model does not wait for the caller of the request any more, who pays for the time in which it did."""
     version = request.version
     waited = batch.resume(request, state.now)

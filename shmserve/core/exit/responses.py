@@ -11,8 +11,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from shmserve.core.exit import exit
-from shmserve.core.records import Instance, Request, Version
-from shmserve.core.service.batch import Batch
+from shmserve.core.records import Batch, Instance, Request, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import RequestState
 from shmserve.core.termination import kill_for_protocol_error
@@ -113,7 +112,7 @@ def _count(request: Request) -> str:
     return f"{request.parts} response{'' if request.parts == 1 else 's'}"
 
 
-def batch_done(state: State, instance: Instance, batch: Batch[Request], taken: int) -> None:
+def batch_done(state: State, instance: Instance, batch: Batch, taken: int) -> None:
     """Requests of the batch that have not had their last response continue outside it."""
     if not instance.streams:
         instance.streaming_since = state.now
@@ -135,15 +134,18 @@ def lost(state: State, version: Version, instance: Instance, reason: str) -> Non
         state.observers.streams_ended(version, instance)
 
 
-def more(state: State, request: Request, count: int) -> None:
-    """The caller accepts this many more responses. The request keeps the total in case another worker has to run it."""
+def more(state: State, request: Request | None, count: int) -> None:
+    """The caller accepts this many more responses, unless the request (None) has already been answered. The request
+    keeps the total in case another worker has to run it."""
+    if request is None or request.options is None or not request.options.window:
+        return
     run = state.runs.get(request.number)
     if run is not None:
         run.room += count
         state.runs.to_advance[run] = None
         return
     options, instance = request.options, request.instance
-    if options is None or not (request.version.service.decoupled or request.unchecked is not None):
+    if not (request.version.service.decoupled or request.unchecked is not None):
         return
     if instance is not None and request.state in (_SENT, _OPEN):
         state.send(instance.peer, More(request.number, count))

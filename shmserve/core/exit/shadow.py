@@ -20,18 +20,7 @@ from shmserve.core.service.graph import handles_of
 from shmserve.core.state import State
 from shmserve.core.traffic import Shadow
 from shmserve.errors import ServeError
-from shmserve.protocol.messages import (
-    DEVICE,
-    OWNER_SHIFT,
-    Fail,
-    FailHeld,
-    Handle,
-    Part,
-    Released,
-    Reply,
-    ReplyHeld,
-    Tensor,
-)
+from shmserve.protocol.messages import OWNER_SHIFT, Fail, FailHeld, Handle, Part, Released, Reply, ReplyHeld, Tensor
 from shmserve.protocol.worker_messages import Expect
 
 PENDING_BATCHES = 2
@@ -160,10 +149,10 @@ def _can_be_kept(state: State, request: Request, reply: Reply) -> bool:
         return False
     client, segments = request.client, state.ledger.segments
     for number in (*request.segments, *(handle.segment for handle in handles_of(reply.outputs))):
-        name = segments[number].announcement.name
-        if name is not None and name.startswith(DEVICE):
+        segment = segments[number]
+        if segment.on_device:
             return False
-        if number >> OWNER_SHIFT == client.number and (name is not None or not client.keeps):
+        if number >> OWNER_SHIFT == client.number and (segment.announcement.name is not None or not client.keeps):
             return False  # may be overwritten: a region shared with others, or an array of the user
     return True
 

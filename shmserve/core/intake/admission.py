@@ -113,11 +113,9 @@ class Admission:
         self._state.ledger.announce(0, event.announcement, INTERNAL)
 
     def more(self, peer: int, message: More, now: int) -> None:
-        """Extends the response window. Does nothing if the request has already been answered."""
         client = self._require_hello(peer)
-        request = self._state.request_of(client, message.request) if client is not None else None
-        if request is not None and request.options is not None and request.options.window:
-            responses.more(self._state, request, message.count)
+        if client is not None:
+            responses.more(self._state, self._state.request_of(client, message.request), message.count)
 
     def map(self, peer: int, message: Map, now: int) -> None:
         client = self._require_hello(peer)

@@ -29,18 +29,9 @@ from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import RequestState, VersionState
 from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.protocol import roles
-from shmserve.protocol.messages import (
-    OWNER_SHIFT,
-    Handle,
-    Infer,
-    InferBatch,
-    Options,
-    Reclaim,
-    Tensor,
-    WantedOutputs,
-)
+from shmserve.protocol.messages import OWNER_SHIFT, Handle, Infer, InferBatch, Options, Reclaim, Tensor, WantedOutputs
 from shmserve.protocol.namespaces import namespace_of
-from shmserve.protocol.worker_messages import Call
+from shmserve.protocol.worker_messages import Call, StepOptions
 
 Memory = tuple[tuple[int, ...], tuple[Handle, ...], int]
 """The segments that a worker must map for a request, the holds that it pins, and the bytes of its inputs."""
@@ -191,9 +182,10 @@ class Intake:
             blocks,
             arrived,
             level,
-            audience=client.audience,
-            length=length,
-            special=streamed or shared,
+            0,
+            client.audience,
+            streamed or shared,
+            length,
         )
         client.requests[number] = own
         state.requests[own] = request
@@ -479,9 +471,13 @@ class Intake:
         segments: tuple[int, ...],
         level: int,
         now: int,
+        audience: str,
+        in_shared_memory: bool,
+        forwarded: set[Handle] | None,
+        step: StepOptions | None,
     ) -> Request:
-        """Makes the request of a step of the ensemble request `parent`. Its run sets what else it needs, and then calls
-        `enqueue.put`. `checked`: rows, signature, inline bytes and length."""
+        """Makes the request of a step of the ensemble request `parent`, which its run then queues with `enqueue.put`.
+        `checked`: rows, signature, inline bytes and length."""
         rows, signature, inline, length = checked
         request = Request(
             self._state.next_number(),
@@ -502,10 +498,14 @@ class Intake:
             (),
             now,
             level,
-            deadline=parent.deadline,
-            parent=parent.number,
-            special=True,
-            length=length,
+            parent.deadline,
+            audience,
+            True,
+            length,
+            parent.number,
+            in_shared_memory,
+            forwarded,
+            step,
         )
         self._state.requests[request.number] = request
         self._state.observers.child_admitted(request, parent)
@@ -544,9 +544,10 @@ class Intake:
             (),
             state.now,
             _LAST_LEVEL,
-            audience=INTERNAL,
-            special=True,
-            length=length,
+            0,
+            INTERNAL,
+            True,
+            length,
         )
         state.requests[number] = request
         client.requests[number] = number

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from shmserve.core.batching import leases, recall
 from shmserve.core.exit import exit
-from shmserve.core.records import Instance, Request, Version
+from shmserve.core.records import Instance, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, RequestState
 from shmserve.core.termination import kill
 
 RECALL_NS = 1_000_000_000
 """How long a worker has to report the requests that it has not started. Much longer than a message takes."""
-
-_ANSWERED = (RequestState.LINGERING, RequestState.ENDED)
 
 
 def process(state: State, now: int) -> None:
@@ -99,7 +97,7 @@ def overdue(state: State, version: Version, instance: Instance, now: int) -> Non
         f"finish within {limit}"
     )
     for request in [*(running.requests() if running is not None else ()), *instance.streams.values()]:
-        _fail(state, request, "MODEL_FAILED", text)
+        exit.fail_early(state, request, "MODEL_FAILED", text)
     leases.fail(state, instance, "MODEL_FAILED", text)
     kill(state, version, instance, f"it was restarted and did not exit within {limit}")
 
@@ -114,7 +112,7 @@ def _end(state: State, version: Version) -> None:
     for request in list(state.requests.values()):
         chain = state.runs.get(request.number)
         if request.version is version or (chain is not None and version in chain.members.values()):
-            _fail(state, request, "UNAVAILABLE", text)
+            exit.fail_early(state, request, "UNAVAILABLE", text)
     if service.sequence_slots is not None:
         service.sequence_slots.lose(None, text)
     for instance in version.instances:
@@ -122,8 +120,3 @@ def _end(state: State, version: Version) -> None:
         if instance.peer and instance.state in (InstanceState.READY, InstanceState.STOPPING):
             kill(state, version, instance, "its model was unloaded by force")
     state.to_dispatch[version] = None
-
-
-def _fail(state: State, request: Request, code: str, text: str) -> None:
-    if request.state not in _ANSWERED:
-        exit.fail_early(state, request, code, text)

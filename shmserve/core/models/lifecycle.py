@@ -10,8 +10,7 @@ from shmserve.core.exit import exit, responses
 from shmserve.core.intake import waiting
 from shmserve.core.intake.queries import QueryQueue
 from shmserve.core.models import deployment, load_results, loading, retirement, sleep, unhealthy, value
-from shmserve.core.records import Instance, Request, Version
-from shmserve.core.service.batch import Batch
+from shmserve.core.records import Batch, Instance, Request, Version
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
 from shmserve.core.termination import kill
@@ -48,11 +47,6 @@ class Lifecycle:
             sleep.has_woken(self._state, version, instance, now)
         if version.policy is None:
             version.apply_policy(event.policy, self._state.limits)
-            limits, policy = self._state.limits, event.policy
-            own, crashes = policy.execution_limit_ns, policy.crash_limit
-            version.limit_ns = limits.execution_ns if own is None else own
-            version.crash_limit = limits.crashes if crashes is None else crashes
-            sleep.configure(self._state, version, policy)
         if instance.usable:
             version.idle.append(instance)
         if self._state.limiter is not None:
@@ -210,7 +204,7 @@ class Lifecycle:
             exit.respond_in_order(self._state, version)
         return explained
 
-    def _run_elsewhere(self, version: Version, running: Batch[Request] | None) -> None:
+    def _run_elsewhere(self, version: Version, running: Batch | None) -> None:
         """Queues the requests of a batch again whose worker was killed because of its GPU. They are not to blame."""
         for request in running.requests() if running is not None else ():
             if request.suspect is not None and request.state is RequestState.SENT:
@@ -380,8 +374,7 @@ class Lifecycle:
         """The grace period is over: fails all remaining requests and kills all workers."""
         text = "the server stopped before this request completed (--exit-timeout-secs)"
         for request in list(self._state.requests.values()):
-            if request.state not in (RequestState.LINGERING, RequestState.ENDED):
-                exit.fail_early(self._state, request, "UNAVAILABLE", text)
+            exit.fail_early(self._state, request, "UNAVAILABLE", text)
         for version, instance in list(self._state.instances.values()):
             leases.fail(self._state, instance, "UNAVAILABLE", text)
             kill(self._state, version, instance, "it did not stop in time")

@@ -39,14 +39,11 @@ def _next(state: State) -> tuple[Version, Instance] | None:
         chosen = next(able, None)
     else:
         first = queue[0] if queue else None
-        chosen = min(takewhile(_wakes, queue), key=lambda entry: shares.choose_waker(state, entry[0]), default=first)
+        waking = takewhile(lambda entry: entry[1].sleeping, queue)
+        chosen = min(waking, key=lambda entry: shares.choose_waker(state, entry[0]), default=first)
     if chosen is not None:
         queue.remove(chosen)
     return chosen
-
-
-def _wakes(entry: tuple[Version, Instance]) -> bool:
-    return entry[1].sleeping
 
 
 def free_slots(state: State) -> int:

@@ -71,11 +71,7 @@ def charge_of(version: Version, instance: Instance) -> BytesByPlace:
 
 
 def of_version(version: Version, held: Container[Instance]) -> BytesByPlace:
-    found: BytesByPlace = Counter()
-    for instance in version.instances:
-        if instance in held:
-            found.update(charge_of(version, instance))
-    return found
+    return needed(version, [instance for instance in version.instances if instance in held])
 
 
 def label_of(place: int) -> str:
@@ -90,13 +86,13 @@ def budgets(state: State) -> BytesByPlace:
     return +found
 
 
-def is_measured(version: Version) -> bool:
-    return version.sleep_state.host > 0 or version.sleep_state.memory.configured
-
-
 def used(state: State) -> BytesByPlace:
+    return _total(state.memory.holders.items())
+
+
+def _total(instances: Iterable[tuple[Instance, Version]]) -> BytesByPlace:
     found: BytesByPlace = Counter()
-    for instance, version in state.memory.holders.items():
+    for instance, version in instances:
         found.update(charge_of(version, instance))
     return found
 
@@ -131,10 +127,7 @@ def measured(state: State, peer: int, event: Measured, now: int) -> None:
 
 def needed(version: Version, instances: Iterable[Instance]) -> BytesByPlace:
     """The memory needed by instances that are about to load."""
-    found: BytesByPlace = Counter()
-    for instance in instances:
-        found.update(charge_of(version, instance))
-    return found
+    return _total((instance, version) for instance in instances)
 
 
 def needed_to_wake(version: Version) -> BytesByPlace:
@@ -172,11 +165,11 @@ def guess_less(version: Version, place: int, size: int) -> None:
 
 def fixed(state: State, but: Version | None = None) -> BytesByPlace:
     """Memory of versions that stay loaded, except those of the same model as `but`, which make room for it."""
-    found: BytesByPlace = Counter()
-    for instance, version in state.memory.holders.items():
-        if is_fixed(version, instance) and (but is None or version.model != but.model):
-            found.update(charge_of(version, instance))
-    return found
+    return _total(
+        (instance, version)
+        for instance, version in state.memory.holders.items()
+        if is_fixed(version, instance) and (but is None or version.model != but.model)
+    )
 
 
 def waits_for_memory(state: State, instance: Instance) -> bool:

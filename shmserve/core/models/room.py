@@ -109,7 +109,8 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
                 if _are_enough(state, remaining, resting):
                     _let_sleep(state, remaining, resting, now)
     if not blocked and not in_line:
-        _stop_yielding(state)
+        for version in list(state.memory.yielding):  # the memory was found elsewhere
+            _end_yielding(state, version)
     loading.start_waiting(state)
     state.memory.changed = waits
     return refused
@@ -228,7 +229,8 @@ def _never_fits(state: State, claim: _Claim, need: BytesByPlace, stays: BytesByP
         remaining = budget - stays[place] - own[place]
         if size <= remaining:
             continue
-        if not memory.is_measured(version) and remaining > 0:
+        is_guess = not version.sleep_state.host and not version.sleep_state.memory.configured
+        if is_guess and remaining > 0:
             need[place] = remaining
             memory.guess_less(version, place, remaining // len(claim.instances))
             continue
@@ -435,12 +437,6 @@ def _let_yielding_sleep(state: State) -> None:
         elif not sleep.is_running(state, version):
             sleep.put_to_sleep(state, version)
             _end_yielding(state, version)
-
-
-def _stop_yielding(state: State) -> None:
-    """Lets yielding versions continue: the memory was found elsewhere."""
-    for version in list(state.memory.yielding):
-        _end_yielding(state, version)
 
 
 def _end_yielding(state: State, version: Version) -> None:

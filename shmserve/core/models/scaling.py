@@ -3,14 +3,17 @@
 An instance is added when requests wait in the queue while all instances are busy, and removed when fewer would have
 been enough for a long time. A timer measures a version only while requests meet busy instances or it has more than the
 minimum number of instances; otherwise scaling costs nothing.
+
+Invariant: no request, sequence or stream is lost. An instance gets work only once it is READY, and a leaving instance
+finishes its work.
 """
 
 from __future__ import annotations
 
 from shmserve.core.batching import leases
-from shmserve.core.models import resizing, sizes
+from shmserve.core.models import loading, retirement, sizes
 from shmserve.core.models.lifecycle import pause_ns
-from shmserve.core.policy import ScaledGroup
+from shmserve.core.policy import InstanceSpec, ScaledGroup
 from shmserve.core.records import Instance, Version
 from shmserve.core.service.scaler import SLOW_WINDOW_NS, SUSTAINED, WINDOW_NS, Measured, Reading, Scaler
 from shmserve.core.state import State, Timer
@@ -63,17 +66,23 @@ def measure(state: State, version: Version, now: int) -> None:
 
 def joined(state: State, now: int) -> None:
     """At the end of a turn: instances that were added are READY, or could not load."""
+    limits = state.limits
     for version, instance in state.changes.joined:
-        scaler = version.scaler
-        if scaler is None:
-            continue
-        failed = instance.state is _I.FAILED
-        scaler.failures = scaler.failures + 1 if failed else 0
-        scaler.short = 0
+        scaler, failed = version.scaler, instance.state is _I.FAILED
+        if scaler is not None:
+            scaler.failures = scaler.failures + 1 if failed else 0
+            scaler.short = 0
+            if failed:
+                scaler.retry_at = now + pause_ns(scaler.failures + 1, limits.backoff_ns, limits.backoff_max_ns)
+                instance.retry_at = scaler.retry_at
+        ready, wanted = version.counts
+        text = f"instance '{instance.spec.name}' of {version.label} was added (READY {ready}/{wanted})"
         if failed:
-            limits = state.limits
-            scaler.retry_at = now + pause_ns(scaler.failures + 1, limits.backoff_ns, limits.backoff_max_ns)
-            instance.retry_at = scaler.retry_at
+            text = f"{version.label} continues without a new instance '{instance.spec.name}': {instance.reason}"
+            if instance.retry_at:
+                text += f"; next attempt in {(instance.retry_at - now) / 1e9:g} s at the earliest"
+        state.log_version("error" if failed else "debug", text, version, instance)
+    state.changes.joined.clear()
 
 
 # ------------------------------------------------------------------------------------ measuring
@@ -106,7 +115,7 @@ def _read(version: Version, now: int) -> Reading:
         at=now,
         busy_ns=busy_ns,
         queue_ns=statistics.queue_ns,
-        requests=statistics.queued_requests,
+        requests=sum(statistics.queue_times),
         oldest_ns=now - oldest,
         instances=_count(version),
         spare=spare,
@@ -175,6 +184,26 @@ def _read_leases(state: State, version: Version) -> None:
 # ------------------------------------------------------------------------------------ changing
 
 
+def join(state: State, version: Version, spec: InstanceSpec) -> Instance:
+    """Adds an instance to a version that is READY, outside an operation. It is queued to load like all instances;
+    `joined` processes the outcome. If it cannot load, it is removed and the version continues without it."""
+    assert version.state is VersionState.READY, version.label
+    assert not state.draining
+    instance = Instance(spec, joining=True)
+    version.instances.append(instance)
+    state.loading.queue.append((version, instance))
+    loading.start_waiting(state)
+    return instance
+
+
+def leave(state: State, version: Version, instance: Instance) -> None:
+    """Removes an instance from a version that continues. It gets no new work, and its process ends when its batches,
+    sequences and streams have. No operation may be waiting for the instance, and another one must serve."""
+    operation = state.models[version.model].operation
+    assert operation is None or instance not in operation.starting, instance.details()
+    retirement.stop(state, version, instance, hurry=False)
+
+
 def _grow(state: State, version: Version, scaler: Scaler, measured: Measured, now: int) -> None:
     """Adds an instance to the group that is smallest relative to its bounds."""
     groups = [group for group in scaler.policy.groups if not state.loading.forbids(group.specs[0])]
@@ -183,7 +212,7 @@ def _grow(state: State, version: Version, scaler: Scaler, measured: Measured, no
         return
     group = min(room, key=lambda group: _size(version, group) / group.maximum)
     count = _count(version)
-    instance = resizing.join(state, version, sizes.next_spec(version, scaler.policy, group))
+    instance = join(state, version, sizes.next_spec(version, scaler.policy, group))
     scaler.has_grown(now)
     state.observers.scaled(version, 1)
     _, maximum = sizes.bounds(version, scaler.policy)
@@ -207,7 +236,7 @@ def _shrink(state: State, version: Version, scaler: Scaler, measured: Measured, 
         return
     instance = min(found, key=lambda i: _value(version, i))
     down_s = scaler.down_ns / 1e9
-    resizing.leave(state, version, instance)
+    leave(state, version, instance)
     scaler.has_shrunk(now)
     state.observers.scaled(version, -1)
     minimum, _ = sizes.bounds(version, scaler.policy)

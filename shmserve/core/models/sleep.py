@@ -16,11 +16,9 @@ from typing import Any
 
 from shmserve.core.batching import dispatch
 from shmserve.core.models import loading, retirement
-from shmserve.core.policy import ModelPolicy
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, VersionState
-from shmserve.protocol.messages import DEVICE
 from shmserve.protocol.worker_messages import Stop
 
 _I, _V = InstanceState, VersionState
@@ -28,12 +26,6 @@ _I, _V = InstanceState, VersionState
 STATES = (_V.READY, _V.UNLOADING)
 """States of versions that may sleep. An UNLOADING version sleeps only if others need its memory: ensemble runs that
 hold it for a later step may be waiting for those versions."""
-
-
-def configure(state: State, version: Version, policy: ModelPolicy) -> None:
-    version.sleep_state.stays_loaded = policy.stays_loaded
-    own = policy.idle_unload_ns
-    version.sleep_state.idle_ns = 0 if policy.stays_loaded else state.limits.idle_unload_ns if own is None else own
 
 
 # ------------------------------------------------------------------------------------ to sleep
@@ -111,12 +103,10 @@ def _keeps_tensors(state: State, instance: Instance) -> bool:
     ends."""
     if instance.spec.kind != "KIND_GPU":
         return False
-    for segment in state.ledger.segments.values():
-        if segment.owner == instance.peer and (segment.blocks or segment.uses):
-            name = segment.announcement.name
-            if name is not None and name.startswith(DEVICE):
-                return True
-    return False
+    return any(
+        segment.owner == instance.peer and segment.on_device and (segment.blocks or segment.uses)
+        for segment in state.ledger.segments.values()
+    )
 
 
 def put_unused_to_sleep(state: State, now: int) -> None:

@@ -72,7 +72,7 @@ class Cache:
         self._outputs = outputs
         self._entries: OrderedDict[Key, CacheEntry] = OrderedDict()
 
-    def copy_with(self, copies: Copies, clock: Callable[[], int] | None) -> None:
+    def copy_with(self, copies: Copies, clock: Callable[[], int] | None = None) -> None:
         """Lets the cache copy tensors from and to shared memory. Call it before the first turn if there is a cache.
         `clock` returns ns, to measure lookups and insertions; without it they count as 0."""
         self._copies = copies

@@ -11,20 +11,17 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from shmserve.core.effects import Effect
-from shmserve.core.events import LeasedRequest
-from shmserve.core.owners.lease import Lease
 from shmserve.core.owners.model import Model
 from shmserve.core.owners.recording import Recording
 from shmserve.core.owners.trace import PARAMETER, Traces
-from shmserve.core.records import Instance, Request, Version
-from shmserve.core.service.batch import Batch
+from shmserve.core.records import Batch, Instance, Lease, Request, Version
 from shmserve.core.service.form import Reason
 from shmserve.core.service.padding import rounded
 from shmserve.core.stats.journeys import SAMPLED_NS, STEPS, Journey
-from shmserve.core.stats.statistics import FailureKind, limit_in
+from shmserve.core.stats.statistics import RESPONSES, FailureKind, ResponseCount, limit_in
 from shmserve.errors import ModelFailed, ServeError, Unavailable
 from shmserve.protocol.messages import Tensor
-from shmserve.protocol.worker_messages import Row
+from shmserve.protocol.worker_messages import LeasedRequest, Row
 
 FOLLOWED = 64
 """Maximum number of requests to ensembles in flight that are followed."""
@@ -97,11 +94,14 @@ class Observers:
         if self._turn.tracing:
             self._turn.log("debug", f"refused {count} request(s): {error.code}: {error.message}")
         if version is not None and isinstance(error, Unavailable):
-            version.statistics.refused(error.code, error.message, count, self._turn.now)
+            statistics = version.statistics
+            statistics.fail_count += count
+            statistics.failures[FailureKind.REJECTED] += count
+            statistics.keep_error(error.code, error.message, self._turn.now, count)
 
     # ------------------------------------------------------------------------------------ batches
 
-    def batch_done(self, version: Version, instance: Instance, batch: Batch[Request], number: int) -> None:
+    def batch_done(self, version: Version, instance: Instance, batch: Batch, number: int) -> None:
         """A batch has run. Called before its responses are processed."""
         if self.traces.active:
             batch.number = number
@@ -116,7 +116,7 @@ class Observers:
         if self.recording is not None:
             self.recording.batch_done(version, instance, batch, number, self._turn.now)
 
-    def batch_over(self, version: Version, batch: Batch[Request], times: tuple[int, int, int, int]) -> None:
+    def batch_over(self, version: Version, batch: Batch, times: tuple[int, int, int, int]) -> None:
         """The responses of a batch have been processed."""
         statistics, answered = version.statistics, batch.answered
         if version.service.padding is not None:
@@ -183,15 +183,20 @@ class Observers:
 
     def streamed(self, request: Request, row: Row, wanted: bool) -> None:
         """A decoupled model has sent a response. `wanted`: its caller has not left."""
+        statistics, usual = request.version.statistics, "success" if row.outputs or row.parameters else "empty_response"
         if wanted:
-            usual = "success" if row.outputs or row.parameters else "empty_response"
-            statistics = request.version.statistics
-            statistics.responded(request.parts, usual if row.error is None else "fail", row.times)
+            outcome = usual if row.error is None else "fail"
             if request.batch is None and row.times is not None:  # not part of the time of a batch
                 statistics.infer_ns += row.times[0]
                 statistics.output_ns += row.times[1]
-        elif not row.more:  # others were sent before the worker knew of the cancellation
-            request.version.statistics.responded(request.parts, "cancel", row.times)
+        elif not row.more:
+            outcome = "cancel"
+        else:  # it was sent before the worker knew of the cancellation
+            return
+        index, responses = min(request.parts, RESPONSES - 1), statistics.responses
+        while len(responses) <= index:
+            responses.append(ResponseCount())
+        responses[index].add(outcome, *(row.times or (0, 0)))
 
     def streams_ended(self, version: Version, instance: Instance) -> None:
         """The last open stream of an instance has ended."""
@@ -203,11 +208,23 @@ class Observers:
 
     def cache_hit(self, request: Request, ns: int) -> None:
         """`ns`: from its arrival until its response was found."""
-        request.version.statistics.cache_hit(ns, self._turn.now)
+        statistics, now = request.version.statistics, self._turn.now
+        statistics.cache_hits += 1
+        statistics.cache_hit_ns += ns
+        statistics.success_count += 1
+        statistics.success_ns += ns
+        statistics.request_times[ns.bit_length()] += 1
+        if statistics.summaries is not None:
+            statistics.summaries.request.add(ns, 1, now)
+            statistics.summaries.hit.add(ns, 1, now)
 
     def cache_miss(self, request: Request, ns: int) -> None:
         """`ns`: for lookup and insertion."""
-        request.version.statistics.cache_miss(ns, self._turn.now)
+        statistics = request.version.statistics
+        statistics.cache_misses += 1
+        statistics.cache_miss_ns += ns
+        if statistics.summaries is not None:
+            statistics.summaries.miss.add(ns, 1, self._turn.now)
 
     def run_done(self, request: Request, times: Sequence[int]) -> None:
         """An ensemble has run. `times`: the total input, infer and output ns of its steps."""
@@ -291,7 +308,10 @@ class Observers:
 
     def woken(self, version: Version, ns: int) -> None:
         """`ns`: from the request that woke it until it was READY."""
-        version.statistics.woken(ns)
+        statistics = version.statistics
+        statistics.wakes += 1
+        statistics.wake_ns += ns
+        statistics.wake_times[ns.bit_length()] += 1
 
     def wake_failed(self, version: Version) -> None:
         version.statistics.failed_wakes += 1

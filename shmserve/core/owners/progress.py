@@ -41,7 +41,7 @@ class Changes(Struct, eq=False):
     replaced_instances: list[tuple[Version, Instance]] = []
     """Instances that restarts have replaced, of versions that continue."""
     joined: list[tuple[Version, Instance]] = []
-    """Instances added by `resizing.join` that are now READY or could not load (FAILED)."""
+    """Instances added by `scaling.join` that are now READY or could not load (FAILED)."""
     forced_unloads: list[Version] = []
     """Versions to unload by force at the end of the turn."""
     retiring_instances: dict[Instance, Version] = {}

@@ -10,13 +10,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shmserve.core.events import LeasedRequest
-from shmserve.core.owners.lease import Lease
-from shmserve.core.records import CallingWorker, ClientState, Instance, Request, Version
-from shmserve.core.service.batch import Batch
+from shmserve.core.records import Batch, CallingWorker, ClientState, Instance, Lease, Request, Version
 from shmserve.core.service.form import Reason
 from shmserve.core.states import RequestState
 from shmserve.protocol.recorded import RecordedBatch, RecordedEnd, RecordedRequest
+from shmserve.protocol.worker_messages import LeasedRequest
 
 
 class Recording:
@@ -33,7 +31,7 @@ class Recording:
         self.left_out = 0
         """Requests in records that were dropped because of the limit."""
 
-    def batch_done(self, version: Version, instance: Instance, batch: Batch[Request], number: int, now: int) -> None:
+    def batch_done(self, version: Version, instance: Instance, batch: Batch, number: int, now: int) -> None:
         """Records a batch. Call before its responses are processed."""
         requests = [request for _, piece in batch.pieces for request in piece if request.batch is batch]
         if requests and self._wants(version, len(requests)):

@@ -13,13 +13,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.core.effects import Log, Traced
-from shmserve.core.events import LeasedRequest
-from shmserve.core.owners.lease import Lease
-from shmserve.core.records import Request, Version
+from shmserve.core.records import Lease, Request, Version
 from shmserve.core.service.form import Reason
 from shmserve.core.states import RequestState
 from shmserve.protocol.messages import Tensor
 from shmserve.protocol.trace_context import TRACE_PARENT, TRACE_STATE, TraceContext, parsed
+from shmserve.protocol.worker_messages import LeasedRequest
 
 PARAMETER = "trace_id"
 ID_LENGTH = 128
@@ -58,7 +57,7 @@ class Sample(Struct):
         return self.remaining < 0
 
 
-class _PerSecond(Struct):
+class PerSecond(Struct):
     """Counts events for a limit per second."""
 
     _until: int = 0
@@ -93,12 +92,11 @@ class Traces:
         """Request number -> its trace, until the request is answered."""
         self.samples: dict[str, Sample] = {}
         """Model -> its sample; "" is the default for the others. Empty: sampling is off."""
-        """`contexts_per_second`: see `Limits`."""
         self.contexts_per_second = contexts_per_second
         self.contexts_over_limit = 0
         """How many requests with such a context exceeded the limit."""
-        self._contexts = _PerSecond()
-        self._by_id = _PerSecond()
+        self._contexts = PerSecond()
+        self._by_id = PerSecond()
         self._numbers = 0
 
     @property

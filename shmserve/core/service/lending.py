@@ -1,11 +1,9 @@
-"""Which models can be lent, and to which client: one that sends one request at a time, for one caller."""
+"""Which requests of a model a worker may run without the core, if an instance is lent to a client that sends one at a
+time, for one caller."""
 
 from __future__ import annotations
 
 from math import prod
-from typing import Any, Generic, TypeVar
-
-from msgspec import Struct
 
 from shmserve.core.policy import ModelPolicy
 from shmserve.dtypes import ITEM_BYTES
@@ -18,32 +16,9 @@ MAX_ALONE = 256
 ending a lease costs about as much as two requests."""
 
 
-C = TypeVar("C")
-"""The kind of clients."""
-P = TypeVar("P")
-"""The kind of payers."""
-
-
-class Lending(Struct, Generic[C, P], eq=False):
-    """`inputs` and `rows`: which requests a worker may run without the core, as in the message Lend."""
-
-    inputs: tuple[TensorForm, ...]
-    rows: int
-    client: C | None = None
-    """The client of the last request that was alone."""
-    payer: P | None = None
-    """Who paid for this request."""
-    alone: int = 0
-    """The consecutive requests of both that were alone."""
-    needed: int = ALONE
-
-    def ended_by_others(self) -> None:
-        self.alone = 0
-        self.needed = min(2 * self.needed, MAX_ALONE)
-
-
-def lending_of(policy: ModelPolicy) -> Lending[Any, Any] | None:
-    """None: the model's requests need the core, or its outputs may not fit into a message."""
+def terms_of(policy: ModelPolicy) -> tuple[tuple[TensorForm, ...], int] | None:
+    """The inputs and the maximum rows of these requests. None: they need the core, or their outputs may not fit into a
+    message."""
     if policy.sequence or policy.steps or policy.decoupled or not policy.inputs or not policy.outputs:
         return None
     if policy.padding is not None:  # padding is counted for each batch
@@ -58,4 +33,4 @@ def lending_of(policy: ModelPolicy) -> Lending[Any, Any] | None:
     if not rows:
         return None
     rows = min(rows, policy.max_batch)
-    return Lending(tuple(TensorForm(spec.name, spec.dtype, spec.dims) for spec in policy.inputs), rows)
+    return tuple(TensorForm(spec.name, spec.dtype, spec.dims) for spec in policy.inputs), rows

@@ -12,15 +12,7 @@ from msgspec import Struct
 from shmserve.core.policy import ModelPolicy, TensorSpec
 from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import InvalidRequest
-from shmserve.protocol.messages import (
-    FIELD_BYTES,
-    Options,
-    Tensor,
-    TensorForm,
-    Wanted,
-    WantedOutputs,
-    tensors_of,
-)
+from shmserve.protocol.messages import FIELD_BYTES, Options, Tensor, TensorForm, Wanted, WantedOutputs, tensors_of
 
 _REMEMBERED = 4096
 """Memoized shapes per model version. Further shapes are checked again each time."""

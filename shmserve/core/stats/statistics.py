@@ -211,11 +211,6 @@ class Statistics(Struct):
         """Total time of completed batches, over all instances."""
         return sum(batch.input_ns + batch.infer_ns + batch.output_ns for batch in self.batches.values())
 
-    @property
-    def queued_requests(self) -> int:
-        """The number of requests whose time in the queue is included in `queue_ns`."""
-        return sum(self.queue_times)
-
     def answered(self, arrivals: list[int], rows: int, taken: int, now: int) -> None:
         """Counts successful requests of a batch, answered now. Equal arrival times are adjacent, and are counted
         together. `arrivals` is not empty."""
@@ -267,14 +262,6 @@ class Statistics(Struct):
         if self.summaries is not None:
             self.summaries.queued(arrivals, taken)
 
-    def responded(self, index: int, outcome: str, times: tuple[int, int] | None) -> None:
-        """Counts a response of a decoupled model; `outcome` as in ResponseCount.add. `times`: ns to compute, ns to
-        place outputs."""
-        index = min(index, RESPONSES - 1)
-        while len(self.responses) <= index:
-            self.responses.append(ResponseCount())
-        self.responses[index].add(outcome, *(times or (0, 0)))
-
     def failed(self, why: FailureKind | None, code: str, text: str, ns: int, now: int) -> None:
         """Counts a request that failed after `ns`. `why` None: the code says it."""
         why = _FAILURES.get(code, FailureKind.OTHER) if why is None else why
@@ -282,15 +269,9 @@ class Statistics(Struct):
         if why is not FailureKind.CANCELED:  # the caller did not want the response
             self.fail_count += 1
             self.fail_ns += ns
-        self._keep_error(code, text, now)
+        self.keep_error(code, text, now)
 
-    def refused(self, code: str, text: str, count: int, now: int) -> None:
-        """Counts requests that were refused for the same reason."""
-        self.fail_count += count
-        self.failures[FailureKind.REJECTED] += count
-        self._keep_error(code, text, now, count)
-
-    def _keep_error(self, code: str, text: str, now: int, count: int = 1) -> None:
+    def keep_error(self, code: str, text: str, now: int, count: int = 1) -> None:
         """Keeps an error for operators to read. Refusals differ only in their numbers, so one is kept for each code."""
         if code == "CANCELLED":
             return
@@ -304,29 +285,6 @@ class Statistics(Struct):
         self.errors.append(RecentError(code, text, now, count))
         if len(self.errors) > RECENT_ERRORS:
             del self.errors[0]
-
-    def woken(self, ns: int) -> None:
-        """Counts a wake. `ns`: from the request until the version was READY."""
-        self.wakes += 1
-        self.wake_ns += ns
-        self.wake_times[ns.bit_length()] += 1
-
-    def cache_hit(self, ns: int, now: int) -> None:
-        """Counts a request answered from the cache."""
-        self.cache_hits += 1
-        self.cache_hit_ns += ns
-        self.success_count += 1
-        self.success_ns += ns
-        self.request_times[ns.bit_length()] += 1
-        if self.summaries is not None:
-            self.summaries.request.add(ns, 1, now)
-            self.summaries.hit.add(ns, 1, now)
-
-    def cache_miss(self, ns: int, now: int) -> None:
-        self.cache_misses += 1
-        self.cache_miss_ns += ns
-        if self.summaries is not None:
-            self.summaries.miss.add(ns, 1, now)
 
     def ran(self, rows: int, answered: int, reason: Reason | None, times: Sequence[int], now: int) -> None:
         """Counts a batch, or a request to an ensemble, which has no reason. `times`: when it was taken, its inputs were

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.core.events import LeasedRequest, LeaseRead
+from shmserve.core.events import LeaseRead
 from shmserve.protocol.messages import Fail, Infer, Lease, Reply
+from shmserve.protocol.worker_messages import LeasedRequest
 from shmserve.sim.world import World
 
 RECORDS = 255

@@ -171,7 +171,7 @@ class Everything(Operated):
         self.going: dict[int, set[int | str]] = {}
         """Worker -> the sequences for which it keeps state."""
         self.own_memory = OwnMemory(self)
-        self.core.copy_with(self.own_memory)
+        self.core.state.cache.copy_with(self.own_memory)
 
     # ------------------------------------------------------------------------------------ values
 

@@ -7,8 +7,8 @@ from typing import Any
 from shmserve.core.effects import StartLease
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
-from shmserve.core.records import ClientState, Payer, Version
-from shmserve.core.service.lending import ALONE, Lending
+from shmserve.core.records import Lending, Version
+from shmserve.core.service.lending import ALONE
 from shmserve.core.stats.statistics import Statistics
 from shmserve.protocol.messages import Handle, Infer
 from tests.support.core.fakes.client import FakeClient
@@ -94,7 +94,7 @@ class Lent(Recorded):
         return self.version.statistics
 
     @property
-    def lending(self) -> Lending[ClientState, Payer]:
+    def lending(self) -> Lending:
         assert self.version.service.lending is not None
         return self.version.service.lending
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shmserve.core.batching import dispatch, sequence_scheduler
-from shmserve.core.records import Instance, Sequence, Version
-from shmserve.core.service.slots import SequenceSlots
+from shmserve.core.records import Instance, SequenceSlots, Version
 from shmserve.core.state import State
 
 REQUESTS, BACKLOG = "TRITONSERVER_DELAY_SCHEDULER", "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
@@ -47,9 +46,7 @@ def install(environment: Mapping[str, str]) -> None:
         if version.service.sequence_slots is not None or not delay.holds(version):
             immediately(state, version, now)
 
-    def delayed_run(
-        state: State, version: Version, slots: SequenceSlots[Sequence, Instance], instance: Instance, now: int
-    ) -> None:
+    def delayed_run(state: State, version: Version, slots: SequenceSlots, instance: Instance, now: int) -> None:
         if not delay.holds(version):
             run(state, version, slots, instance, now)
 

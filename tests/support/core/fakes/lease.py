@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shmserve.core.events import LeasedRequest, LeaseRead
+from shmserve.core.events import LeaseRead
 from shmserve.protocol.messages import Fail, Infer, Reply
-from shmserve.protocol.worker_messages import Row
+from shmserve.protocol.worker_messages import LeasedRequest, Row
 
 RECORDS = 8
 """Capacity of the log of a fake worker: small, so that it is full now and then."""

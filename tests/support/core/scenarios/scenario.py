@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from shmserve.core import events
-from shmserve.core.models import resizing
+from shmserve.core.models import scaling
 from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy
 from shmserve.core.stats.statistics import FailureKind
 from shmserve.protocol.messages import (
@@ -480,12 +480,12 @@ class Scenario(Transcript):
         """join m m_1: as if the core had decided to add this instance to m. `unloaded`: it does not load."""
         self.loads_itself[name] = "unloaded" not in flags
         version = self.core.state.look_up(name, 0)
-        self.change(lambda state: resizing.join(state, version, InstanceSpec(instance)))
+        self.change(lambda state: scaling.join(state, version, InstanceSpec(instance)))
 
     def do_leave(self, name: str, instance: str) -> None:
         version = self.core.state.look_up(name, 0)
         found = next(one for one in version.instances if one.spec.name == instance and not one.over)
-        self.change(lambda state: resizing.leave(state, version, found))
+        self.change(lambda state: scaling.leave(state, version, found))
 
     def do_traffic(self, name: str, shares: str = "", shadow: str = "", aliases: str = "") -> list[Event]:
         """traffic m shares=1:90,2:10 shadow=2:100 aliases=prod:1,old:0; 0: no alias any more."""

@@ -14,10 +14,10 @@ from shmserve.core.owners.trace import Sample
 from shmserve.core.policy import ModelPolicy, PaddingPolicy, SequencePolicy, TensorSpec
 from shmserve.core.records import CallingWorker
 from shmserve.core.service.form import Reason
-from shmserve.core.service.lending import ALONE, MAX_ALONE, lending_of
+from shmserve.core.service.lending import ALONE, MAX_ALONE, terms_of
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.stats.statistics import FailureKind
-from shmserve.protocol.messages import INLINE_BYTES
+from shmserve.protocol.messages import INLINE_BYTES, TensorForm
 from shmserve.protocol.roles import ALL_ROLES, FORWARD
 from shmserve.protocol.worker_messages import Call, LeaseLogged, LeaseOver
 from tests.support.cases import cases
@@ -110,18 +110,16 @@ def wide(size: int) -> ModelPolicy:
     ModelPolicy("m", 1, 8, X, Y, None, steps=(step("other"),)),
 )
 def test_models_that_need_the_core_are_not_leased(policy: ModelPolicy) -> None:
-    assert lending_of(policy) is None
+    assert terms_of(policy) is None
 
 
 def test_the_rows_of_leased_requests_are_limited_by_the_output_size() -> None:
-    found = lending_of(wide(INLINE_BYTES // 12))
-    assert found is not None
-    assert found.rows == 3
+    assert terms_of(wide(INLINE_BYTES // 12)) == ((TensorForm("x", "FP32", (1,)),), 3)
     outputs = tuple(TensorSpec(f"y{number}", "FP32", (512,)) for number in range(17))
-    found = lending_of(ModelPolicy("m", 1, 8, X, outputs, BATCHES))
-    assert found is not None
-    assert found.rows == 1, "all of them together"
-    assert lending_of(ModelPolicy("m", 1, 8, X, 2 * outputs, BATCHES)) is None
+    assert terms_of(ModelPolicy("m", 1, 8, X, outputs, BATCHES)) == ((TensorForm("x", "FP32", (1,)),), 1), (
+        "all of them together"
+    )
+    assert terms_of(ModelPolicy("m", 1, 8, X, 2 * outputs, BATCHES)) is None
 
 
 @pytest.mark.parametrize("what", ["tensors", "caller", "log"])

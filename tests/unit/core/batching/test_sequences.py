@@ -19,8 +19,7 @@ from shmserve.core.batching import sequence_scheduler
 from shmserve.core.effects import Kill, Send
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, IdControl, InstanceSpec, ModelPolicy, SequencePolicy, TensorSpec
-from shmserve.core.records import Instance, Request, Sequence, Version
-from shmserve.core.service.slots import SequenceSlots
+from shmserve.core.records import Instance, Request, Sequence, SequenceSlots, Version
 from shmserve.core.state import State
 from shmserve.core.states import SequenceState
 from shmserve.protocol.batch_queue import QueuedBatch
@@ -309,7 +308,7 @@ class Sequenced(World):
         start, end = options.sequence_start, options.sequence_end
         self.rules.begins(worker.peer, work.slot, asked, options.sequence, start, end)
 
-    def sequence_slots(self) -> list[SequenceSlots[Sequence, Instance]]:
+    def sequence_slots(self) -> list[SequenceSlots]:
         generations = [version for model in self.core.state.models.values() for version in model.generations()]
         return [version.service.sequence_slots for version in generations if version.service.sequence_slots is not None]
 

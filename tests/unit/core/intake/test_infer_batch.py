@@ -17,14 +17,7 @@ from shmserve.core import events
 from shmserve.core.effects import Spawn
 from shmserve.core.limits import Limits
 from shmserve.core.owners.cache import Placed
-from shmserve.core.policy import (
-    BatchPolicy,
-    PaddingPolicy,
-    QueuePolicy,
-    SequencePolicy,
-    TensorSpec,
-    TimeoutAction,
-)
+from shmserve.core.policy import BatchPolicy, PaddingPolicy, QueuePolicy, SequencePolicy, TensorSpec, TimeoutAction
 from shmserve.protocol.batch_queue import QueuedBatch
 from shmserve.protocol.messages import (
     Cancel,
@@ -161,7 +154,7 @@ class Twin:
     def __init__(self, names: list[str], limits: Limits, batched: bool) -> None:
         self.batched = batched
         self.world = Computing(limits)
-        self.world.core.copy_with(OwnMemory())
+        self.world.core.state.cache.copy_with(OwnMemory())
         self.names = names
         for name in names:
             self.world.deploy(*MODELS[name])

@@ -71,7 +71,7 @@ class Caching(World):
         super().__init__(Limits(cache_bytes=limit))
         self.deploy(policy, 1, large)
         self.memory = Memory()
-        self.core.copy_with(self.memory)
+        self.core.state.cache.copy_with(self.memory)
         self.turn([(0, events.OwnSegment(Map(FRAMES, 1 << 30)))])
         self.last, self.places = 0, count(0, 1 << 16)
 
@@ -122,7 +122,7 @@ def x(*values: float, name: str = "x", dtype: str = "FP32", shape: tuple[int, ..
 def test_hit_and_miss_durations_are_those_of_lookup_and_insertion() -> None:
     """Measured within a turn, whose own time stands still. Responses that cannot be kept count as neither."""
     world = Caching(large="y")
-    world.core.copy_with(world.memory, count(0, 10).__next__)
+    world.core.state.cache.copy_with(world.memory, count(0, 10).__next__)
     client = world.connect("a")
     counted = world.core.state.models["m"].versions[1].statistics
     world.ask(client, (x(1),))

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.core.policy import BatchPolicy
-from shmserve.core.service.batch import Batch
+from shmserve.core.records import Batch, Request
 from shmserve.core.service.form import BatchPlan, BatchRules, Reason, form
 
 
@@ -104,10 +105,10 @@ def test_meaningless_preferred_sizes_are_ignored() -> None:
 
 
 def test_time_in_which_a_batch_waits_for_several_callers_counts_once() -> None:
-    batch: Batch[Any] = Batch([(1, [])], 2, Reason.FULL, None, 0)
-    batch.stall("a", 10)
-    batch.stall("b", 15)
-    assert batch.resume("a", 20) == 10
-    assert batch.resume("b", 30) == 15
+    batch, first, second = Batch([(1, [])], 2, Reason.FULL, None, 0), Mock(Request), Mock(Request)
+    batch.stall(first, 10)
+    batch.stall(second, 15)
+    assert batch.resume(first, 20) == 10
+    assert batch.resume(second, 30) == 15
     assert batch.waited_for_callers(40) == 20
     assert batch.worked(40) == 20

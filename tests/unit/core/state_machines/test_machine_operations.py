@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from shmserve.core import events
 from shmserve.core.effects import Kill, Settled
 from shmserve.core.limits import Limits
-from shmserve.core.models import resizing, sizes
+from shmserve.core.models import scaling, sizes
 from shmserve.core.policy import InstanceSpec, MemoryEstimate, ScalingPolicy
 from shmserve.core.service.scaler import WINDOW_NS
 from shmserve.core.states import VersionState
@@ -122,9 +122,9 @@ class OperatedMachine(CoreMachine):
         if grow and len(here) < 4:
             name = sizes.free_name({instance.spec.name for instance in version.instances}, version.model)
             spec = replace(chosen.spec, name=name)
-            self.world.change(lambda state: resizing.join(state, version, spec))
+            self.world.change(lambda state: scaling.join(state, version, spec))
         elif not grow and others:
-            self.world.change(lambda state: resizing.leave(state, version, chosen))
+            self.world.change(lambda state: scaling.leave(state, version, chosen))
 
     @precondition(lambda self: self.clients)
     @rule(which=st.integers(0, 9), count=st.integers(0, 8), windows=st.integers(1, 8))
