@@ -64,7 +64,8 @@ class Predictor:
         self._model = model
         self._keep = keep
         self._in_flight = in_flight
-        self._start()
+        self._client = self._connected()
+        self._await_model()
         metadata, config = self._client.metadata(model), self._client.config(model)
         self._inputs = dict(inputs) if inputs is not None else {one["name"]: one["name"] for one in metadata["inputs"]}
         self._outputs = (
@@ -93,9 +94,12 @@ class Predictor:
 
     # ------------------------------------------------------------------------------------------------ internals
 
-    def _start(self) -> None:
+    def _connected(self) -> Client:
+        """A client of the server, which is started if this process is its first owner."""
         self.server.start(self._start_seconds)
-        self._client = Client(runtime_dir=self.server.runtime_dir, reconnect_timeout=RECONNECT_S)
+        return Client(runtime_dir=self.server.runtime_dir, reconnect_timeout=RECONNECT_S)
+
+    def _await_model(self) -> None:
         self._client.wait_ready(self._model, timeout=self._start_seconds)
 
     def _lost(self) -> None:
@@ -107,7 +111,8 @@ class Predictor:
         while True:
             if self.server.failure:
                 self.server.close()
-                self._start()
+                self._client = self._connected()
+                self._await_model()
             try:
                 return self._client.submit(self._model, inputs, outputs=list(self._outputs))
             except Unavailable:
