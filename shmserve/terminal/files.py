@@ -108,7 +108,7 @@ def _npy(file: Path, spec: Spec) -> Any:
     try:
         array = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise Misuse(f"input '{spec['name']}': cannot read {file}: {_reason(error)}") from error
+        raise Misuse(f"input '{spec['name']}': cannot read {file}: {reason_of(error)}") from error
     if not isinstance(array, np.ndarray):
         raise Misuse(f"input '{spec['name']}': {file} is not a .npy file")
     dtype = spec["datatype"]
@@ -126,5 +126,6 @@ def _npy(file: Path, spec: Spec) -> Any:
     return fit(array, spec)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Why a file cannot be read."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

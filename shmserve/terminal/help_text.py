@@ -30,9 +30,9 @@ def rows(pairs: Sequence[tuple[str, str]], indent: int = 2) -> list[str]:
     return lines
 
 
-def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+def did_you_mean(word: str, known: Sequence[str]) -> str:
     """`; did you mean ...?`, or "" if no known word is similar."""
     from difflib import get_close_matches  # needed only after a mistake
 
-    near = get_close_matches(word, known, 1, cutoff)
+    near = get_close_matches(word, known, 1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shmserve.dtypes import to_numpy
 from shmserve.terminal.errors import Misuse
-from shmserve.terminal.files import from_file, from_stdin
+from shmserve.terminal.files import from_file, from_stdin, reason_of
 from shmserve.terminal.tables import bytes_text, shape_text
 from shmserve.terminal.values import FLOATS, Spec, from_text, from_value, matches, number, objects, rounded
 
@@ -120,7 +120,7 @@ def from_json(file: str, known: Mapping[str, Spec]) -> Arrays:
     except (OSError, ValueError, RecursionError) as error:
         is_input = isinstance(error, FileNotFoundError) and "=" in file
         hint = f"; to send one input, write --input {file}" if is_input else ""
-        raise Misuse(f"cannot read inputs from {where}: {_reason(error)}{hint}") from error
+        raise Misuse(f"cannot read inputs from {where}: {reason_of(error)}{hint}") from error
     inputs = document.get("inputs") if isinstance(document, dict) else None
     if isinstance(inputs, dict):
         return {name: from_value(value, _spec(known, name)) for name, value in inputs.items()}
@@ -189,7 +189,3 @@ def _check_size(name: str, shape: tuple[int, ...], item_bytes: int) -> None:
     if size > machine:
         text = f"random data for input '{name}' of shape {shape_text(shape)} would take {bytes_text(size)}"
         raise Misuse(f"{text}, this machine has {bytes_text(machine)}; give a smaller --shape or --batch, or --input")
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

@@ -36,10 +36,10 @@ def shape_text(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def values_text(array: np.ndarray[Any, Any], first: int = FIRST) -> str:
+def values_text(array: np.ndarray[Any, Any]) -> str:
     """The first values in row-major order, and the total number if not all are shown."""
-    shown = " ".join(value_text(value) for value in array.reshape(-1)[:first].tolist())
-    return f"{shown} ... ({array.size:,} values)" if array.size > first else shown or "(no values)"
+    shown = " ".join(value_text(value) for value in array.reshape(-1)[:FIRST].tolist())
+    return f"{shown} ... ({array.size:,} values)" if array.size > FIRST else shown or "(no values)"
 
 
 def value_text(value: object) -> str:
