@@ -205,11 +205,12 @@ def _openers(args: argparse.Namespace) -> dict[str, Callable[[], Source]]:
 
 def _top_of_many(args: argparse.Namespace, live: bool) -> int:
     from shmserve.tools.top.fleet_poller import Pollers
-    from shmserve.tools.top.plain import fleet_tables_of
+    from shmserve.tools.top.fleet_totals import FLEET_TABLES
+    from shmserve.tools.top.plain import tables_of
 
     if args.table not in (None, *OF_MANY):
         raise Misuse(f"--table {args.table} is for one server; of several: {', '.join(OF_MANY)}")
-    sort_key = _sort_key(args.sort, fleet_tables_of(args.table))
+    sort_key = _sort_key(args.sort, tables_of(args.table, FLEET_TABLES))
     openers = _openers(args)
     with ExitStack() as stack:
         sources = {}
@@ -251,9 +252,9 @@ def _show_many(
 
 def _print_many(args: argparse.Namespace, fleet: Pollers, sort_key: str | None) -> int:
     from shmserve.tools.top import plain
-    from shmserve.tools.top.fleet_totals import make_fleet_view
+    from shmserve.tools.top.fleet_totals import FLEET_TABLES, make_fleet_view
 
-    tables = plain.fleet_tables_of(args.table)
+    tables = plain.tables_of(args.table, FLEET_TABLES)
     fleet.wait(args.interval + GRACE_S)
     while True:
         view = make_fleet_view(fleet.snapshots, time.monotonic(), args.interval)

@@ -261,8 +261,8 @@ def _tune_language(args: argparse.Namespace, folder: Path) -> int:
     """The same for a language model, whose settings are only measured, not simulated."""
     from shmserve.tools.load.plan import Objectives
     from shmserve.tools.tune.language import DEFAULTS, LanguageGoal, LanguageTuner, TunedLanguageModel
-    from shmserve.tools.tune.language_report import language_text
     from shmserve.tools.tune.served import ServedModel
+    from shmserve.tools.tune.trial_table import language_text
 
     if args.slo is None:
         raise Misuse("--slo ttft=TIME,itl=TIME is the target of a language model")
@@ -287,9 +287,9 @@ def _tune_language(args: argparse.Namespace, folder: Path) -> int:
 
 def _tune_sequences(args: argparse.Namespace, folder: Path) -> int:
     """The same for a model with sequences, whose settings are only measured, too."""
-    from shmserve.tools.tune.sequence_report import sequence_text
     from shmserve.tools.tune.sequences import SequenceGoal, SequenceTuner, TunedSequenceModel, check_sequences
     from shmserve.tools.tune.served import ServedModel
+    from shmserve.tools.tune.trial_table import sequence_text
 
     if args.rate or args.html is not None or args.compare is not None or args.objective:
         raise Misuse("a model with sequences is tuned for --p99: leave out --rate, --objective, --html and --compare")
@@ -364,8 +364,8 @@ def _tune_ensemble(args: argparse.Namespace, folder: Path, goal: Goal, screen: S
         if not args.json:
             print(_steps_text(client, config, bench, args.seconds, screen))
         samples = [
-            joint.inputs_of_steps(config, given, lambda name, given: client.infer(name, given))
-            for given in inputs(goal.typical_length)[:SAMPLES]
+            joint.inputs_of_steps(config, request, lambda name, request: client.infer(name, request))
+            for request in inputs(goal.typical_length)[:SAMPLES]
         ]
         share = goal.rate or 1.0
         steps = []
@@ -507,7 +507,7 @@ def _inputs(
 
 def _progress(status: StatusLine) -> Events:
     """Shows the progress on stderr: a live line on a terminal, else a line per step."""
-    from shmserve.tools.tune.goal import per_s
+    from shmserve.tools.load.report.table import rate_text
     from shmserve.tools.tune.tuner import Events
 
     class Progress(Events):
@@ -521,7 +521,7 @@ def _progress(status: StatusLine) -> Events:
             status.show(text)
 
         def simulated(self, done: int, total: int, best: Prediction | None) -> None:
-            rate = f"; best so far {per_s(best.rate)}/s" if best is not None else ""
+            rate = f"; best so far {rate_text(best.rate)}/s" if best is not None else ""
             status.show(f"simulating, {done:,} of {total:,}{rate}")
 
     return Progress()

@@ -36,10 +36,10 @@ def _static(file: Path, out: Path, requests: Requests) -> None:
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
-            self._left = iter(requests)
+            self._remaining = iter(requests)
 
         def get_next(self) -> Any:
-            return next(self._left, None)
+            return next(self._remaining, None)
 
     kinds = {"activation_type": QuantType.QInt8, "weight_type": QuantType.QInt8}
     quantize_static(file, out, Reader(), quant_format=QuantFormat.QDQ, **kinds)

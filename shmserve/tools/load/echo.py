@@ -19,6 +19,7 @@ from typing import Any
 import uvloop
 import zmq
 
+from shmserve.http2 import frames
 from shmserve.paths import BROKER, LANE
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
@@ -167,24 +168,21 @@ class _GrpcEcho(asyncio.Protocol):
     literals."""
 
     def __init__(self, answers: dict[str, bytes]) -> None:
-        from shmserve.http2 import frames
-
-        self._frames = frames
         self._answers = answers
         self._data = bytearray()
         self._paths: dict[int, str] = {}
         self._received = 0
+        self._skip = len(frames.PREFACE)
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        frames, self._transport = self._frames, transport
+        self._transport = transport
         window = frames.window_update(0, frames.LARGEST_WINDOW - frames.DEFAULT_WINDOW)
         settings = {frames.INITIAL_WINDOW_SIZE: frames.LARGEST_WINDOW, frames.MAX_FRAME_SIZE: frames.LARGEST_FRAME}
         self._transport.write(frames.settings(settings) + window)
-        self._skip = len(frames.PREFACE)
 
     def data_received(self, data: bytes) -> None:
-        frames, result = self._frames, self._data
+        result = self._data
         result += data
         if self._skip:
             if len(result) < self._skip:
@@ -202,7 +200,6 @@ class _GrpcEcho(asyncio.Protocol):
         del result[:at]
 
     def _frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
-        frames = self._frames
         if kind == frames.HEADERS:
             at = payload.index(b":path") + len(b":path")
             self._paths[stream] = payload[at + 1 : at + 1 + payload[at]].decode()

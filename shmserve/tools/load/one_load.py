@@ -66,6 +66,9 @@ class LoadRun:
         self._timeline: list[Window] = []
         self._boundaries: list[_Boundary] = []
         self._errors: list[Counter[str]] = []
+        self._rows = 1.0
+        """Mean number of rows per request."""
+        self._start = 0
 
     async def run(self, may_grow: bool) -> Point | None:
         """None if the generator is the bottleneck in the warm-up and `may_grow`: repeat the load with more processes.

@@ -117,12 +117,12 @@ class Balancer:
         self._ring = ring
         self._bound = plan.bound
         self._total = 0
-        self._least_loaded = LeastLoaded(random) if plan.policy == "least" else None
+        self._by_load = LeastLoaded(random) if plan.policy == "least" else None
         policies = {
             "random": self._any,
             "round-robin": self._next,
             "two-choices": self._better,
-            "least": self._least,
+            "least": self._least_loaded,
             "hash": self._of_key,
             "bounded-hash": self._near_key,
         }
@@ -137,8 +137,8 @@ class Balancer:
         self._places[server] = len(self._servers)
         self._servers.append(server)
         self._total += self.load[server]
-        if self._least_loaded is not None:
-            self._least_loaded.put(server, self.load[server])
+        if self._by_load is not None:
+            self._by_load.put(server, self.load[server])
 
     def remove(self, server: int) -> None:
         place, last = self._places.pop(server), self._servers.pop()
@@ -146,8 +146,8 @@ class Balancer:
             self._servers[place] = last
             self._places[last] = place
         self._total -= self.load[server]
-        if self._least_loaded is not None:
-            self._least_loaded.take(server)
+        if self._by_load is not None:
+            self._by_load.take(server)
 
     # ------------------------------------------------------------------------------------ requests in flight
 
@@ -159,8 +159,8 @@ class Balancer:
         if server in self._places:
             self._total += level - self.load[server]
         self.load[server] = level
-        if self._least_loaded is not None:
-            self._least_loaded.move(server, level)
+        if self._by_load is not None:
+            self._by_load.move(server, level)
 
     def report(self, in_flight: Sequence[int]) -> None:
         """Handles a report of all servers' requests in flight."""
@@ -169,8 +169,8 @@ class Balancer:
             if level != self.load[server]:
                 self._total += level - self.load[server]
                 self.load[server] = level
-                if self._least_loaded is not None:
-                    self._least_loaded.move(server, level)
+                if self._by_load is not None:
+                    self._by_load.move(server, level)
 
     # ------------------------------------------------------------------------------------ choosing
 
@@ -204,9 +204,9 @@ class Balancer:
         one, other = servers[int(random() * count)], servers[int(random() * count)]
         return other if self.load[other] < self.load[one] else one
 
-    def _least(self, key: int) -> int:
-        assert self._least_loaded is not None
-        return self._least_loaded.find()
+    def _least_loaded(self, key: int) -> int:
+        assert self._by_load is not None
+        return self._by_load.find()
 
     def _of_key(self, key: int) -> int:
         return self._ring.at(self._ring.place(key))

@@ -146,14 +146,14 @@ class TopApp(TablesApp):
         """Reads what the user has opened: steps of ensembles, and a log."""
         for ensembles in (self._ensembles, self._detailed):
             for key, ensemble in list(ensembles.items()):
-                found = await asyncio.to_thread(_tried, self.source.steps, key[0], key[1])
-                if isinstance(found, ServeError) or not found:
-                    reason = f": {found}" if isinstance(found, ServeError) else ", which is not an ensemble"
+                steps = await asyncio.to_thread(_tried, self.source.steps, key[0], key[1])
+                if isinstance(steps, ServeError) or not steps:
+                    reason = f": {steps}" if isinstance(steps, ServeError) else ", which is not an ensemble"
                     if ensembles is self._ensembles:
                         self.say(f"no steps of model '{visible(key[0])}'{reason}", "warn")
                     ensembles.pop(key, None)
                 else:
-                    ensemble.add(found, time.monotonic())
+                    ensemble.add(steps, time.monotonic())
         if isinstance(self.screen, LogScreen):
             screen = self.screen
             records = await asyncio.to_thread(_tried, self.source.log, screen.model)
@@ -268,10 +268,10 @@ class TopApp(TablesApp):
 
     async def _seed_all(self) -> None:
         """Shows the last minute of all models in the graphs of their rows."""
-        found = await asyncio.to_thread(_tried, self.source.recent)
-        if isinstance(found, ServeError):
+        trends = await asyncio.to_thread(_tried, self.source.recent)
+        if isinstance(trends, ServeError):
             return  # a server without this history has no graphs of the time before
-        for one in found:
+        for one in trends:
             version = int(one["version"]) if one["version"].isdecimal() else None
             step = max(1, round(self.interval))
             self.history.seed(one["name"], version, {"requests": one["requests"]}, step, whole=False)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from msgspec import Struct
 
@@ -15,7 +14,7 @@ from shmserve.llm.figures import FIGURES
 from shmserve.protocol.rates import Row, percentiles
 from shmserve.tools.top.columns import MODELS, Column, Table
 from shmserve.tools.top.fleet_poller import ServerSnapshot
-from shmserve.tools.top.view import NOT_LOADED, View
+from shmserve.tools.top.view import NOT_LOADED, View, sum_known
 
 READY, NOT_READY, DRAINING = "READY", "NOT READY", "DRAINING"
 UNREACHABLE, NO_ANSWER, CONNECTING = "UNREACHABLE", "NO ANSWER", "CONNECTING"
@@ -202,7 +201,7 @@ def _model(name: str, rows: list[Row], known: Sequence[ServerSnapshot]) -> Row:
     if state == READY and any(row["state"] != "READY" for row in serving):
         state = next(row["state"] for row in serving if row["state"] != "READY")
     times = [counts for snapshot in known for (model, _), counts in snapshot.times.items() if model == name]
-    batches = _sum(row["batches_per_s"] for row in rows)
+    batches = sum_known(row["batches_per_s"] for row in rows)
     ready = sum(row["ready"] for row in rows if row["busy"] is not None)
     reasons = {row["reason"]: row["server"] for row in loaded if row["reason"]}
     return {
@@ -212,12 +211,12 @@ def _model(name: str, rows: list[Row], known: Sequence[ServerSnapshot]) -> Row:
         "servers": f"{len(serves)}/{len(having)}" if having else None,
         "instances": _instances(rows),
         **{
-            key: _sum(row[key] for row in rows)
+            key: sum_known(row[key] for row in rows)
             for key in ("requests_per_s", "failed_per_s", "queued", "in_flight", "memory_bytes", "gpu_memory_bytes")
         },
-        **{one.key: _sum(row[one.key] for row in rows) for one in _SUMMED},
+        **{one.key: sum_known(row[one.key] for row in rows) for one in _SUMMED},
         "queue_seconds": _weighted(rows, "queue_seconds"),
-        "mean_batch": (_sum(row["rows_per_s"] for row in rows) or 0.0) / batches if batches else None,
+        "mean_batch": (sum_known(row["rows_per_s"] for row in rows) or 0.0) / batches if batches else None,
         "busy": sum(row["busy"] * row["ready"] for row in rows if row["busy"] is not None) / ready if ready else None,
         "reason": "; ".join(f"{server}: {reason}" for reason, server in reasons.items()),
         **percentiles(_merged(times)),
@@ -247,17 +246,14 @@ def _total(servers: Sequence[Row], known: Sequence[ServerSnapshot]) -> Row:
         "states": {state: states[state] for state in ORDER if states[state]},
         "releases": dict(Counter(row["release"] for row in servers if row["release"]).most_common()),
         "interval": max(intervals, default=None),
-        **{key: _sum(row[key] for row in servers) for key in ("requests_per_s", "failed_per_s", "queued", "in_flight")},
-        "generated_tokens_per_s": _sum(row["generated_tokens_per_s"] for row in models),
+        **{
+            key: sum_known(row[key] for row in servers)
+            for key in ("requests_per_s", "failed_per_s", "queued", "in_flight")
+        },
+        "generated_tokens_per_s": sum_known(row["generated_tokens_per_s"] for row in models),
         "queue_seconds": _weighted(models, "queue_seconds"),
         **percentiles(_merged(counts for snapshot in known for counts in snapshot.times.values())),
     }
-
-
-def _sum(values: Iterable[float | None]) -> Any:
-    """The sum of the known values; None if there are none."""
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
 
 
 def _weighted(rows: Iterable[Row], key: str) -> float | None:

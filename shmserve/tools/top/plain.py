@@ -9,15 +9,15 @@ from shmserve.protocol.rates import Row
 from shmserve.terminal.tables import table as plain_table
 from shmserve.terminal.tables import visible
 from shmserve.tools.top.columns import STATES, TABLES, Table, cell, choose, heading, select, sort, spans
-from shmserve.tools.top.fleet_totals import FLEET_TABLES, FleetView
+from shmserve.tools.top.fleet_totals import FleetView
 from shmserve.tools.top.panels import joined, labelled, number_text, summary
 from shmserve.tools.top.texts import Line, count_text, line_text, rate_text, short_duration
 from shmserve.tools.top.view import View
 
 
-def tables_of(name: str | None) -> tuple[Table, ...]:
+def tables_of(name: str | None, tables: Sequence[Table] = TABLES) -> tuple[Table, ...]:
     """The table of this name; all if it is None."""
-    return tuple(table for table in TABLES if name in (None, table.name))
+    return tuple(table for table in tables if name in (None, table.name))
 
 
 class Tables(Protocol):
@@ -76,11 +76,6 @@ def document(view: View, where: str, tables: Sequence[Table], words: str, key: s
         "unknown": sorted(view.unknown),
         "notes": list(view.notes),
     }
-
-
-def fleet_tables_of(name: str | None) -> tuple[Table, ...]:
-    """The table of this name; all if it is None."""
-    return tuple(table for table in FLEET_TABLES if name in (None, table.name))
 
 
 def fleet_summary(view: FleetView, width: int) -> list[Line]:

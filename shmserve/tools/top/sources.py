@@ -19,7 +19,7 @@ FIRST = 0.25
 """A live view reads a second time after this fraction of its interval, to show rates early."""
 
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class Source(Protocol):
@@ -81,8 +81,8 @@ class Operator(Protocol):
 
 
 def recent_of(link: HttpLink, path: str) -> Sequence[Mapping[str, Any]]:
-    found: dict[str, Any] = link.call("GET", f"{path}/page/history")
-    trends: Sequence[Mapping[str, Any]] = found["trends"]
+    document: dict[str, Any] = link.call("GET", f"{path}/page/history")
+    trends: Sequence[Mapping[str, Any]] = document["trends"]
     return trends
 
 
@@ -95,8 +95,8 @@ def curves_of(link: HttpLink, path: str, model: str, version: int | None) -> Cur
     """`path`: of the gateway, before that of the history."""
     if version is None:
         return {}
-    found: dict[str, Any] = link.call("GET", f"{path}/page/history/{quote(model, safe='')}/versions/{version}")
-    curves: Curves = found["fine"]
+    document: dict[str, Any] = link.call("GET", f"{path}/page/history/{quote(model, safe='')}/versions/{version}")
+    curves: Curves = document["fine"]
     return curves
 
 
@@ -135,7 +135,7 @@ class ServerSource:
     def recent(self) -> Sequence[Mapping[str, Any]]:
         return self._of_gateway(lambda link: recent_of(link, ""), ())
 
-    def _of_gateway(self, ask: Callable[[HttpLink], Found], without: Found) -> Found:
+    def _of_gateway(self, ask: Callable[[HttpLink], Result], without: Result) -> Result:
         """`without`: the result if the server has no gateway."""
         port = self._client.activity()["server"].get("ports", {}).get("http")
         if port is None:

@@ -99,16 +99,16 @@ def _server(after: Document, before: Document | None, models: Iterable[Row], sec
     rows = list(models)
     old, new = (before or {"server": {}})["server"].get("cpu_seconds"), after["server"].get("cpu_seconds")
     server["cpu"] = (new - old) / seconds if old is not None and new is not None and new >= old else None
-    server["queued"] = _sum(row["queued"] for row in rows)
+    server["queued"] = sum_known(row["queued"] for row in rows)
     for name in ("requests_per_s", "failed_per_s"):
-        server[name] = _sum(row[name] for row in rows)
+        server[name] = sum_known(row[name] for row in rows)
     if server["in_flight"] is None:
         known = [row["queued"] + row["in_flight"] for row in rows if None not in (row["queued"], row["in_flight"])]
         server["in_flight"] = sum(known) if known else None
     return server
 
 
-def _sum(values: Iterable[float | None]) -> Any:
+def sum_known(values: Iterable[float | None]) -> Any:
     """The sum of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
@@ -153,11 +153,11 @@ def _model(entry: Document, before: Document | None, instances: list[Row], secon
         "expected": len(expected),
         "queued": entry.get("queued"),
         "in_flight": entry.get("in_flight"),
-        "memory_bytes": entry.get("memory_bytes") or _sum(row["memory_bytes"] for row in instances),
-        "gpu_memory_bytes": _sum(row["gpu_memory_bytes"] for row in instances),
-        "cpu": _sum(row["cpu"] for row in instances),
+        "memory_bytes": entry.get("memory_bytes") or sum_known(row["memory_bytes"] for row in instances),
+        "gpu_memory_bytes": sum_known(row["gpu_memory_bytes"] for row in instances),
+        "cpu": sum_known(row["cpu"] for row in instances),
         "restarts": counters.get("restarts"),
-        "requests": _sum((counters.get("success"), counters.get("failed"))),
+        "requests": sum_known((counters.get("success"), counters.get("failed"))),
         "failed": counters.get("failed"),
         "sequences": entry.get("sequences"),
         "max_batch": entry.get("max_batch"),

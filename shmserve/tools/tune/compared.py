@@ -8,7 +8,7 @@ from typing import Any
 
 from shmserve.errors import InvalidRequest
 from shmserve.terminal.console import Column, Screen
-from shmserve.tools.tune.goal import per_s
+from shmserve.tools.load.report.table import rate_text
 from shmserve.tools.tune.reasons import MIB
 
 Document = Mapping[str, Any]
@@ -42,7 +42,7 @@ def _rows(before: Document, now: Document) -> list[list[str]]:
 
 def row(label: str, before: float | None, now: float | None) -> list[str]:
     change = f"{now / before - 1:+.0%}" if before and now else ""
-    return [label, *("-" if value is None else per_s(value) for value in (before, now)), change]
+    return [label, *("-" if value is None else rate_text(value) for value in (before, now)), change]
 
 
 def setting(chosen: Document) -> str:

@@ -13,8 +13,9 @@ from statistics import median
 
 from msgspec import Struct, field
 
+from shmserve.tools.load.report.table import rate_text
 from shmserve.tools.tune.bench import Bench, Observation
-from shmserve.tools.tune.goal import Goal, per_s
+from shmserve.tools.tune.goal import Goal
 from shmserve.tools.tune.predict import Prediction
 from shmserve.tools.tune.space import Candidate, TunedModel
 
@@ -137,7 +138,7 @@ class Confirmation:
         return each.rate < enough and failed >= SURE
 
     def measure(self, each: Confirmed, rate: float) -> RatePoint:
-        self._progress(f"{each.candidate.describe()} at {per_s(rate)} requests/s")
+        self._progress(f"{each.candidate.describe()} at {rate_text(rate)} requests/s")
         self._bench.apply(self._model.config_of(each.candidate))
         goal = self._goal
         # A short load first, because the first batches of a process are slow.

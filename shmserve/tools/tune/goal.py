@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from shmserve.tools.load.report.table import rate_text
+
 
 class Goal(Struct, frozen=True):
     """`rate`: requests per second that must hold the p99; 0: find the highest rate that does. `memory`: bytes for all
@@ -27,13 +29,8 @@ class Goal(Struct, frozen=True):
     @property
     def target(self) -> str:
         """The target as text for messages."""
-        return f"a p99 of {self.p99_ns / 1e6:g} ms" + (f" at {per_s(self.rate)} requests/s" if self.rate else "")
+        return f"a p99 of {self.p99_ns / 1e6:g} ms" + (f" at {rate_text(self.rate)} requests/s" if self.rate else "")
 
     @property
     def typical_length(self) -> int:
         return (self.lengths[0] + self.lengths[1] + 1) // 2
-
-
-def per_s(rate: float) -> str:
-    """A rate as text: a whole number, except for slow models."""
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

@@ -6,7 +6,7 @@ from html import escape
 
 from shmserve.tools import charts
 from shmserve.tools.charts import COLORS, Axis, Series, html_table, lines
-from shmserve.tools.tune.goal import per_s
+from shmserve.tools.load.report.table import rate_text
 from shmserve.tools.tune.predict import Prediction
 from shmserve.tools.tune.reasons import MIB, MS, reasons
 from shmserve.tools.tune.report import diff, headline, measured
@@ -22,7 +22,7 @@ tr.chosen { font-weight: 600 } pre { background: #8882; padding: .8rem; overflow
 def page(outcome: Outcome, path: str) -> str:
     goal, model = outcome.goal, outcome.model
     wanted = f"p99 up to {goal.p99_ns / MS:g} ms"
-    wanted += f" at {per_s(goal.rate)} requests/s" if goal.rate else ", as many requests per second as possible"
+    wanted += f" at {rate_text(goal.rate)} requests/s" if goal.rate else ", as many requests per second as possible"
     wanted += f", {goal.memory / MIB:,.0f} MiB of memory" if goal.memory else ""
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in outcome.seconds.items())
     parts = [

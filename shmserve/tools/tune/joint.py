@@ -20,10 +20,11 @@ from shmserve.errors import Unsupported
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.rules.ensemble_steps import IF, MAP, added, steps_of
 from shmserve.sim import Load, Plan, Poisson, SimModel, simulate
+from shmserve.tools.load.report.table import rate_text
 from shmserve.tools.tune.bench import Bench, SharedBench
 from shmserve.tools.tune.confirm import FACTOR, GIVE_UP, RatePoint, point
 from shmserve.tools.tune.fit import Pair
-from shmserve.tools.tune.goal import Goal, per_s
+from shmserve.tools.tune.goal import Goal
 from shmserve.tools.tune.measure import Measurement
 from shmserve.tools.tune.predict import MAX_REQUESTS, PRECISION, RatePredictor, p99_ns, predictor_of, request_count
 from shmserve.tools.tune.space import Candidate, TunedModel
@@ -122,21 +123,21 @@ class JointOutcome(Struct):
 
 
 def inputs_of_steps(
-    config: ModelConfig, given: Tensors, infer: Callable[[str, Tensors], Tensors]
+    config: ModelConfig, request: Tensors, infer: Callable[[str, Tensors], Tensors]
 ) -> dict[str, dict[str, Any]]:
     """Model of a step -> the inputs that it gets in the ensemble, for these inputs of the ensemble."""
     for index, step in enumerate(steps_of(config)):
         if added(config, index, MAP) or added(config, index, IF):
             raise Unsupported(f"step {index} ({step.model_name}) is mapped or conditional, so its load varies")
-    tensors, found = dict(given), {}
+    tensors, inputs = dict(request), {}
     waiting = list(steps_of(config))
     while waiting:
         step = next(step for step in waiting if tensors.keys() >= set(step.input_map.values()))
         waiting.remove(step)
-        found[step.model_name] = {name: tensors[key] for name, key in step.input_map.items()}
-        outputs = infer(step.model_name, found[step.model_name])
+        inputs[step.model_name] = {name: tensors[key] for name, key in step.input_map.items()}
+        outputs = infer(step.model_name, inputs[step.model_name])
         tensors |= {key: outputs[name] for name, key in step.output_map.items()}
-    return found
+    return inputs
 
 
 class JointTuner:
@@ -257,9 +258,9 @@ class JointTuner:
     def _search(self) -> None:
         outcome = self.outcome
         outcome.present = best = self.highest(self.present)
-        least = [min(step.alternatives(), key=partial(_cost, step, "memory"), default=None) for step in self.steps]
+        smallest = [min(step.alternatives(), key=partial(_cost, step, "memory"), default=None) for step in self.steps]
         if best is None:  # the others are reached from those that need the least memory
-            best = self.highest(tuple(each for each in least if each is not None)) if all(least) else None
+            best = self.highest(tuple(each for each in smallest if each is not None)) if all(smallest) else None
         if best is None:
             return
         for change in (self._grown, self._relaxed if self._objective == "latency" else self._trimmed):
@@ -311,7 +312,7 @@ class JointTuner:
 
     def _tell(self, index: int, candidate: Candidate, best: JointPrediction) -> None:
         total = best.rate * sum(target.share for target in self.targets)
-        self._within(self.steps[index].model.name, f"{candidate.describe()}; best {per_s(total)}/s")
+        self._within(self.steps[index].model.name, f"{candidate.describe()}; best {rate_text(total)}/s")
 
     # ------------------------------------------------------------------------------------ on the server
 
@@ -326,7 +327,7 @@ class JointTuner:
             for _ in range(HELD):
                 rates = [rate * target.share for target in targets]
                 self._progress(
-                    " and ".join(f"{each.name} at {per_s(r)}/s" for each, r in zip(targets, rates, strict=True))
+                    " and ".join(f"{each.name} at {rate_text(r)}/s" for each, r in zip(targets, rates, strict=True))
                 )
                 seen = self._bench.open(rates, targets[0].goal.seconds, limits)
                 measured.append(rate)

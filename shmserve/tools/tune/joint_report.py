@@ -9,8 +9,8 @@ from typing import Any
 
 from shmserve.errors import InvalidRequest
 from shmserve.terminal.console import Column, Screen
+from shmserve.tools.load.report.table import rate_text
 from shmserve.tools.tune import compared, report
-from shmserve.tools.tune.goal import per_s
 from shmserve.tools.tune.joint import JointTuner, Settings
 from shmserve.tools.tune.reasons import MIB, MS
 
@@ -45,7 +45,7 @@ def text(tuner: JointTuner, screen: Screen) -> str:
         cells = []
         for name, each in reached.items():
             p99 = f"{each['p99_ms']:.2f}" if each["p99_ms"] is not None else "overloaded"
-            cells.append([name, per_s(each["rate"]), p99, f"{each['limit_ms']:g}"])
+            cells.append([name, rate_text(each["rate"]), p99, f"{each['limit_ms']:g}"])
         parts.append(screen.table(TARGETS, cells))
     rate = outcome.rate(chosen)
     predicted = "" if tuner.fixed else f"Predicted: {_total(tuner, outcome.best.rate)} requests/s; "
@@ -57,7 +57,7 @@ def text(tuner: JointTuner, screen: Screen) -> str:
 
 
 def _total(tuner: JointTuner, rate: float) -> str:
-    return per_s(rate * sum(target.share for target in tuner.targets))
+    return rate_text(rate * sum(target.share for target in tuner.targets))
 
 
 def _reached(tuner: JointTuner, settings: Settings) -> dict[str, dict[str, Any]]:
@@ -67,16 +67,16 @@ def _reached(tuner: JointTuner, settings: Settings) -> dict[str, dict[str, Any]]
     if not rates:
         return {}
     rate = outcome.rate(settings) or min(rates)
-    found = {}
+    reached = {}
     for index, target in enumerate(tuner.targets):
         measured = zip(rates, outcome.points[settings], strict=True)
         p99 = median(points[index].p99_ns for each, points in measured if each == rate)
-        found[target.name] = {
+        reached[target.name] = {
             "rate": rate * target.share,
             "p99_ms": p99 / MS if p99 < inf else None,
             "limit_ms": target.goal.p99_ns / MS,
         }
-    return found
+    return reached
 
 
 def as_json(tuner: JointTuner) -> dict[str, Any]:

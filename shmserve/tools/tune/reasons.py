@@ -7,9 +7,9 @@ from math import inf, log
 
 from msgspec.structs import replace
 
+from shmserve.tools.load.report.table import rate_text
 from shmserve.tools.tune.confirm import Confirmed
 from shmserve.tools.tune.fit import Fit
-from shmserve.tools.tune.goal import per_s
 from shmserve.tools.tune.predict import PRECISION
 from shmserve.tools.tune.space import Candidate
 from shmserve.tools.tune.tuner import Outcome
@@ -59,21 +59,21 @@ def _result(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
     limit = f"{goal.p99_ns / MS:g} ms"
     if result is None or not result.points:
         if predicted is not None:
-            rate, p99_ms = per_s(predicted.rate), predicted.p99_ns / MS
+            rate, p99_ms = rate_text(predicted.rate), predicted.p99_ns / MS
             yield f"Predicted, not measured: {rate} requests/s with a p99 of {p99_ms:.1f} ms."
         return
     if goal.rate:
         p99 = result.p99_ns(goal.rate)
         if result.holds_at(goal.rate):
-            yield f"At {per_s(goal.rate)} requests/s the p99 is {p99 / MS:.1f} ms; the limit is {limit}."
+            yield f"At {rate_text(goal.rate)} requests/s the p99 is {p99 / MS:.1f} ms; the limit is {limit}."
         else:
             closest = f"the closest has {p99 / MS:.1f} ms" if p99 < inf else "all are overloaded"
-            yield f"No candidate holds {limit} at {per_s(goal.rate)} requests/s; {closest}."
+            yield f"No candidate holds {limit} at {rate_text(goal.rate)} requests/s; {closest}."
     elif result.rate:
-        above = f"; {per_s(result.failed_rate)} do not" if result.failed_rate > result.rate else ""
-        yield f"{per_s(result.rate)} requests/s hold a p99 of {limit}{above}."
+        above = f"; {rate_text(result.failed_rate)} do not" if result.failed_rate > result.rate else ""
+        yield f"{rate_text(result.rate)} requests/s hold a p99 of {limit}{above}."
     else:
-        lowest = f"{per_s(result.failed_rate)} requests/s"
+        lowest = f"{rate_text(result.failed_rate)} requests/s"
         yield f"No rate that was measured holds a p99 of {limit}; the lowest was {lowest}."
     yield from _refusals(result)
     late = max((point.late_ns for point in result.points if not point.holds), default=0.0)
@@ -95,8 +95,8 @@ def _refusals(result: Confirmed) -> Iterator[str]:
         lowest = min(refused, key=lambda point: point.rate)
         how = HOW_TO_RAISE if lowest.refusal == TIMED_OUT else ""
         yield (
-            f"At {per_s(lowest.rate)} requests/s the queue limits of the model rejected {lowest.refused:,} requests: "
-            f"{lowest.refusal}{how}."
+            f"At {rate_text(lowest.rate)} requests/s the queue limits of the model rejected {lowest.refused:,} "
+            f"requests: {lowest.refusal}{how}."
         )
 
 
@@ -130,7 +130,7 @@ def _against_now(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
         yield f"The present settings {reached} at this rate."
     elif before.rate and after.rate:
         gain = after.rate / before.rate
-        yield f"The present settings reach {per_s(before.rate)} requests/s; this is {gain:.2f} x as many."
+        yield f"The present settings reach {rate_text(before.rate)} requests/s; this is {gain:.2f} x as many."
     else:
         yield "The present settings do not hold the p99 at any rate that was measured."
 
@@ -154,7 +154,7 @@ def _throughput(outcome: Outcome) -> Iterator[str]:
     for (count, _), rate in outcome.times.highest.items():
         highest[count] = max(highest.get(count, 0.0), rate)
     if len(highest) > 1:
-        each = ", ".join(f"{count}: {per_s(rate)}" for count, rate in sorted(highest.items()))
+        each = ", ".join(f"{count}: {rate_text(rate)}" for count, rate in sorted(highest.items()))
         yield f"Highest throughput in rows/s by number of instances: {each}."
 
 
@@ -189,7 +189,7 @@ def _batch(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
         else:
             rate = _best_of(outcome, largest)
             if rate:
-                yield f"With batches of up to {largest}, the best prediction is {per_s(rate)} requests/s."
+                yield f"With batches of up to {largest}, the best prediction is {rate_text(rate)} requests/s."
 
 
 def _measured(fit: Fit) -> int:
@@ -241,7 +241,7 @@ def _groups(rates: Mapping[int, float]) -> Iterator[tuple[str, str]]:
             groups.append([delay])
     for group in groups:
         low, high = min(rates[delay] for delay in group), max(rates[delay] for delay in group)
-        yield f"{_span(f'{group[0] / 1000:g}', f'{group[-1] / 1000:g}')} ms", _span(per_s(low), per_s(high))
+        yield f"{_span(f'{group[0] / 1000:g}', f'{group[-1] / 1000:g}')} ms", _span(rate_text(low), rate_text(high))
 
 
 def _span(low: str, high: str) -> str:

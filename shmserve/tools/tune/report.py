@@ -9,8 +9,8 @@ from typing import Any
 
 from shmserve.repo.config.edit import unified
 from shmserve.terminal.console import FAINT, GOOD, HEAD, Column, Screen
+from shmserve.tools.load.report.table import rate_text
 from shmserve.tools.tune.confirm import GIVE_UP, Confirmed
-from shmserve.tools.tune.goal import per_s
 from shmserve.tools.tune.reasons import MIB, MS, prediction_error, reasons
 from shmserve.tools.tune.space import Candidate
 from shmserve.tools.tune.tuner import Outcome
@@ -102,8 +102,8 @@ def _row(outcome: Outcome, each: Confirmed) -> list[str]:
     if goal.rate:
         rates = [_p99(predicted.p99_ns) if predicted is not None else "-"]
     else:
-        reached = per_s(each.rate) if each.rate else f"< {per_s(lowest)}" if lowest else "-"
-        rates = [per_s(predicted.rate) if predicted is not None else "-", reached]
+        reached = rate_text(each.rate) if each.rate else f"< {rate_text(lowest)}" if lowest else "-"
+        rates = [rate_text(predicted.rate) if predicted is not None else "-", reached]
     return [
         each.candidate.describe(),
         *rates,
@@ -133,7 +133,7 @@ def _points(outcome: Outcome) -> list[list[str]]:
         finite = 0 < p99 < inf and expected < inf
         error = f"{expected / p99 - 1:+.0%}" if finite else "-"
         seen = _p99(p99) if known else "-"
-        rows.append([per_s(predicted.rate), _p99(expected), seen, error])
+        rows.append([rate_text(predicted.rate), _p99(expected), seen, error])
     return rows
 
 

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import count, takewhile
 from statistics import median
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from shmserve.errors import QueueTimeout, Unavailable
 from shmserve.repo.config.schema import ModelConfig, as_triton_json
 from shmserve.system import procfs
 from shmserve.tools.load.generation.schedule import send_times
-from shmserve.tools.load.generation.sending import LoadSender, MonotonicTimer, SequenceIds
+from shmserve.tools.load.generation.sending import LoadSender, MonotonicTimer
 from shmserve.tools.load.measure import measure
 from shmserve.tools.load.plan import SECOND, Endpoint, Open, Plan, Sequences
 from shmserve.tools.load.record import Point
@@ -40,7 +40,7 @@ WARM_SHARE = 0.2
 WINDOWS = 3
 WINDOW_COUNT = 200
 """Number of answers that a window needs for its own p99."""
-LEAST = 40
+MIN_RESPONSES = 40
 """A measurement lasts until this many answers have arrived (closed loop: and two for each caller), but at most LONGEST
 times its duration."""
 LONGEST = 5.0
@@ -67,7 +67,7 @@ class ServedModel:
         self._inputs = inputs
         self._known: dict[int, Sequence[Mapping[str, Any]]] = {}
         self._seed = seed
-        self._ids = SequenceIds(seed << 32)
+        self._ids = count(seed << 32 | 1)
         self._sequences: Sequences | None = None
         """Those of the load that runs now."""
 
@@ -145,7 +145,7 @@ class ServedModels:
         self._models = models
 
     def open(self, rates: Sequence[float], seconds: float, give_up_ns: Sequence[float]) -> list[Observation]:
-        lasts = max(max(seconds, min(LEAST / rate, seconds * LONGEST)) for rate in rates)
+        lasts = max(max(seconds, min(MIN_RESPONSES / rate, seconds * LONGEST)) for rate in rates)
         runs = [
             partial(opened, load=model.next_load(rate), seconds=lasts, give_up_ns=limit)
             for model, rate, limit in zip(self._models, rates, give_up_ns, strict=True)
@@ -176,7 +176,7 @@ def together(loads: Sequence[tuple[ServedModel, int, Run]]) -> list[Observation]
 
 async def closed(sender: LoadSender, callers: int, seconds: float) -> Observation:
     """A load that ends at the first error."""
-    recorder, minimum = sender.recorder, max(LEAST, 2 * callers)
+    recorder, minimum = sender.recorder, max(MIN_RESPONSES, 2 * callers)
     begin = monotonic_ns() + round(seconds * WARM_SHARE * SECOND)
     end, limit = (begin + round(seconds * share * SECOND) for share in (1, LONGEST))
     await sender.start_closed(callers, monotonic_ns())

@@ -66,11 +66,11 @@ class Outcome(Struct):
     @property
     def frontier(self) -> list[Prediction]:
         """What memory buys: the settings that no other beats with as little memory, the smallest first."""
-        found: list[Prediction] = []
+        kept: list[Prediction] = []
         for each in sorted(self.ranked, key=lambda each: (self.memory_of(each.candidate), -self._value(each))):
-            if not found or self._value(each) > self._value(found[-1]):
-                found.append(each)
-        return found
+            if not kept or self._value(each) > self._value(kept[-1]):
+                kept.append(each)
+        return kept
 
     def _value(self, each: Prediction) -> float:
         return -each.p99_ns if self.goal.rate else each.rate

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from functools import partial
+from itertools import count
 
 import uvloop
 
@@ -34,7 +35,7 @@ from shmserve.tools.load.generation.messages import (
 from shmserve.tools.load.generation.prompts import make_prompts
 from shmserve.tools.load.generation.request_data import mean_rows, request_inputs
 from shmserve.tools.load.generation.schedule import send_times, share
-from shmserve.tools.load.generation.sending import Answers, LoadSender, MonotonicTimer, Recorder, SequenceIds
+from shmserve.tools.load.generation.sending import Answers, LoadSender, MonotonicTimer, Recorder
 from shmserve.tools.load.plan import CHAT, Closed, Plan
 from shmserve.tools.load.targets.base import ModelFacts, Prompt, PromptTarget, Target, TargetOptions
 from shmserve.tools.load.targets.native import open_target
@@ -101,7 +102,7 @@ class Generator:
             self._timer.until,
             stream=plan.stream,
             sequences=plan.sequences,
-            ids=SequenceIds(secrets.randbits(31) << 24),
+            ids=count(secrets.randbits(31) << 24 | 1),
             first_body=index * 7,
         )
         self.tell(Prepared(rows))

@@ -31,8 +31,8 @@ async def make_prompts(wanted: Prompts, count: CountTokens) -> list[Prompt]:
     """`count`: returns the number of tokens of a prompt, 0 if the model does not tell."""
     random = Random(wanted.seed)
     if wanted.file is not None:
-        made = list(_from_file(Path(wanted.file)))
-        return [_with_length(prompt, wanted, random) for prompt in made]
+        prompts = list(_from_file(Path(wanted.file)))
+        return [_with_length(prompt, wanted, random) for prompt in prompts]
     few, many = [await count(Prompt(text=_text(random, words))) for words in (_FEW, _MANY)]
     each = (many - few) / (_MANY - _FEW)
     if each <= 0:

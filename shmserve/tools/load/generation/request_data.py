@@ -22,26 +22,26 @@ MAX_BYTES = 256 << 20
 """Random requests are distinct as long as they need no more memory than this."""
 
 
-def request_inputs(given: Inputs, model: str, facts: ModelFacts) -> list[Arrays]:
+def request_inputs(wanted: Inputs, model: str, facts: ModelFacts) -> list[Arrays]:
     """The inputs of each distinct request. Lists of different lengths are cycled until the longest ends."""
     known = facts.inputs
     lists: dict[str, list[Any]] = {}
-    for text in given.texts:
+    for text in wanted.texts:
         name, values = _from_text(text, known)
         lists[name] = values
-    documents = _from_data(given.data, known) if given.data is not None else []
+    documents = _from_data(wanted.data, known) if wanted.data is not None else []
     fixed = {name for document in documents for name in document}
-    shaped = {text.partition("=")[0] for text in given.shapes}
+    shaped = {text.partition("=")[0] for text in wanted.shapes}
     left_out = facts.optional - shaped
     remaining = {name: known[name] for name in known if not (name in lists or name in fixed or name in left_out)}
-    if given.batch is not None and given.batch > facts.max_batch:
-        raise Misuse(f"--batch {given.batch}: the max_batch_size of model '{model}' is {facts.max_batch}")
-    shapes = inputs.shapes_from(given.shapes, remaining)
-    randoms = [inputs.random(remaining, given.batch, shapes, given.seed)] if remaining else []
+    if wanted.batch is not None and wanted.batch > facts.max_batch:
+        raise Misuse(f"--batch {wanted.batch}: the max_batch_size of model '{model}' is {facts.max_batch}")
+    shapes = inputs.shapes_from(wanted.shapes, remaining)
+    randoms = [inputs.random(remaining, wanted.batch, shapes, wanted.seed)] if remaining else []
     if remaining:
         size = max(1, sum(getattr(array, "nbytes", 0) for array in randoms[0].values()))
-        count = max(1, min(given.distinct, MAX_BYTES // size))
-        randoms += [inputs.random(remaining, given.batch, shapes, given.seed + number) for number in range(1, count)]
+        count = max(1, min(wanted.distinct, MAX_BYTES // size))
+        randoms += [inputs.random(remaining, wanted.batch, shapes, wanted.seed + number) for number in range(1, count)]
     longest = max([len(values) for values in lists.values()] + [len(documents), len(randoms), 1])
     return [
         {name: values[number % len(values)] for name, values in lists.items()}

@@ -12,6 +12,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from shmserve.errors import ServeError
@@ -138,19 +139,9 @@ class Answers:
         self.prompt, self.output = prompt, output
 
 
-class SequenceIds:
-    """Generates ids of sequences that no other generator process uses."""
-
-    def __init__(self, start: int) -> None:
-        self._next = start
-
-    def take(self) -> int:
-        self._next += 1
-        return self._next
-
-
 class LoadSender:
-    """`bodies` are sent round robin. `open_slot` opens a slot; `until` waits for a time of `clock`."""
+    """`bodies` are sent round robin. `open_slot` opens a slot; `until` waits for a time of `clock`. `ids`: those of
+    sequences, which no other generator process uses."""
 
     def __init__(
         self,
@@ -161,7 +152,7 @@ class LoadSender:
         *,
         stream: bool = False,
         sequences: Sequences | None = None,
-        ids: SequenceIds | None = None,
+        ids: Iterator[int] | None = None,
         first_body: int = 0,
     ) -> None:
         self.recorder = Recorder()
@@ -173,7 +164,7 @@ class LoadSender:
         self._until = until
         self._stream = stream
         self._length = sequences.length if sequences is not None else 0
-        self._ids = ids or SequenceIds(0)
+        self._ids = ids or count(1)
         self._number = first_body
         self._running = False
         self._slots: list[Slot] = []
@@ -313,7 +304,7 @@ class LoadSender:
 class _Parts:
     """The positions of a caller's requests in its sequences; None without sequences."""
 
-    def __init__(self, length: int, ids: SequenceIds) -> None:
+    def __init__(self, length: int, ids: Iterator[int]) -> None:
         self._length, self._ids = length, ids
         self._id = self._sent = 0
 
@@ -321,7 +312,7 @@ class _Parts:
         if not self._length:
             return None
         if not self._sent:
-            self._id = self._ids.take()
+            self._id = next(self._ids)
         self._sent += 1
         part = Part(self._id, self._sent == 1, self._sent == self._length)
         if part.end:

@@ -38,23 +38,19 @@ OnSamples = Callable[[int, Samples], None]
 class _Process:
     """A generator process and the connection to it. `received` is called with its samples."""
 
-    def __init__(self, index: int, received: OnSamples) -> None:
+    def __init__(
+        self,
+        index: int,
+        received: OnSamples,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         self.index = index
         self._received = received
+        self._process = process
+        self._reader, self._writer = reader, writer
         self._answers: asyncio.Queue[Report] = asyncio.Queue()
-
-    async def start(self) -> None:
-        ours, theirs = socket.socketpair()
-        try:
-            command = [*python(), "-m", "shmserve.tools.load.generation.process", str(theirs.fileno())]
-            with interrupts.blocked_in_children():  # this process ends it by closing the socket
-                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._reading = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
@@ -93,6 +89,20 @@ class _Process:
             raise
 
 
+async def _started(index: int, received: OnSamples) -> _Process:
+    ours, theirs = socket.socketpair()
+    try:
+        command = [*python(), "-m", "shmserve.tools.load.generation.process", str(theirs.fileno())]
+        with interrupts.blocked_in_children():  # this process ends it by closing the socket
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return _Process(index, received, process, *await asyncio.open_connection(sock=ours))
+
+
 def _answer(report: Report) -> Prepared | Ended:
     if isinstance(report, Prepared | Ended):
         return report
@@ -122,11 +132,12 @@ class Generators:
 
     async def ensure(self, count: int) -> Prepared:
         """Starts processes until there are `count`, and lets them prepare."""
-        added = [_Process(index, self._received) for index in range(len(self._processes), count)]
-        for process in added:
-            await process.start()
+        added = []
+        for index in range(len(self._processes), count):
+            process = await _started(index, self._received)
+            added.append(process)
             self._processes.append(process)
-            process.order(Prepare(self._plan, process.index))
+            process.order(Prepare(self._plan, index))
         for process in added:
             answer = await process.answer()
             if isinstance(answer, Prepared):

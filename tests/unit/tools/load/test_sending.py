@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import Unavailable
-from shmserve.tools.load.generation.sending import LoadSender, SequenceIds
+from shmserve.tools.load.generation.sending import LoadSender
 from shmserve.tools.load.plan import Sequences
 from shmserve.tools.load.targets.base import Part, Slot
 from tests.support.cases import cases
@@ -168,7 +168,7 @@ def test_a_closed_loop_keeps_its_callers_busy() -> None:
 async def parts_of(length: int, until: int) -> list[Part]:
     time = Time()
     server = Server(time, repeat(10))
-    sender = sender_to(server, sequences=Sequences(2, length), ids=SequenceIds(100))
+    sender = sender_to(server, sequences=Sequences(2, length), ids=count(101))
     await sender.start_closed(2, 0)
     await time.run(until)
     await stopped(sender, time)

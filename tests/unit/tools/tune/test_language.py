@@ -14,7 +14,7 @@ from shmserve.terminal.console import Screen
 from shmserve.tools.load.plan import Closed, Lengths, Objectives, Plan, Prompts
 from shmserve.tools.load.record import Interval, Language, Point
 from shmserve.tools.tune.language import LanguageGoal, LanguageTuner, TunedLanguageModel
-from shmserve.tools.tune.language_report import language_text
+from shmserve.tools.tune.trial_table import language_text
 from tests.unit.tools.load.points import latencies, point, window
 
 TEXT = 'backend: "llamacpp"\nparameters { key: "slots" value: { string_value: "2" } }\n'

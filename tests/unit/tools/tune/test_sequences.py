@@ -13,8 +13,8 @@ from shmserve.repo.load import parse
 from shmserve.sim import Closed, Load, Measured, Plan, SimModel, simulate
 from shmserve.terminal.console import Screen
 from shmserve.tools.tune.bench import Observation
-from shmserve.tools.tune.sequence_report import sequence_text
 from shmserve.tools.tune.sequences import SequenceGoal, SequenceTuner, TunedSequenceModel, check_sequences
+from shmserve.tools.tune.trial_table import sequence_text
 from tests.unit.tools.tune.simulated import CONFIG, EACH_MIB, MIB, MS, tuned
 
 OLDEST = CONFIG.replace("dynamic_batching { }", "sequence_batching { oldest { max_candidate_sequences: 2 } }  # kept")

@@ -10,7 +10,7 @@ from shmserve.protocol.rates import Row
 from shmserve.tools.top.columns import select, sort
 from shmserve.tools.top.fleet_poller import ServerSnapshot, times_of
 from shmserve.tools.top.fleet_totals import BY_SERVER, FLEET_MODELS, FLEET_TABLES, make_fleet_view
-from shmserve.tools.top.plain import fleet_document, fleet_summary, fleet_tables_of, fleet_text
+from shmserve.tools.top.plain import fleet_document, fleet_summary, fleet_text, tables_of
 from shmserve.tools.top.texts import line_text
 from shmserve.tools.top.view import make_view
 from tests.support.cases import cases
@@ -157,21 +157,21 @@ def test_server_names_remain_distinguishable_in_narrow_tables() -> None:
     """On 80 columns; GPU columns take no space without GPUs."""
     names = ("127.0.0.1:33757", "127.0.0.1:33758")
     view = view_of(*[snapshot(name, served("m", 10, FAST)) for name in names])
-    for table in fleet_tables_of(None):
+    for table in tables_of(None, FLEET_TABLES):
         text = fleet_text(view, [table], "", None, 80)
         assert all(name in text for name in names) is (table is not FLEET_MODELS)
-    assert "gpu" not in fleet_text(view, fleet_tables_of(None)[:1], "", None, 300)
+    assert "gpu" not in fleet_text(view, tables_of(None, FLEET_TABLES)[:1], "", None, 300)
 
 
 def test_text_and_documents() -> None:
     view = view_of(snapshot("a", served("m", 10, FAST)), snapshot("b", served("m", 10, FAST), served("n", 30, FAST)))
     for width in (40, 80, 200, None):
-        text = fleet_text(view, fleet_tables_of(None), "", None, width)
+        text = fleet_text(view, tables_of(None, FLEET_TABLES), "", None, width)
         assert all(len(line) <= (width or 1000) for line in text.splitlines())
         assert text.count("\n\n") == len(FLEET_TABLES)
-    document = fleet_document(view, fleet_tables_of(None), "", "requests_per_s")
+    document = fleet_document(view, tables_of(None, FLEET_TABLES), "", "requests_per_s")
     assert set(document) == {"total", "servers", "models", "by_server", "unknown"}
     assert [one["model"] for one in document["models"]] == ["n", "m"]
-    (only,) = fleet_document(view, fleet_tables_of("servers"), "b", None)["servers"]
+    (only,) = fleet_document(view, tables_of("servers", FLEET_TABLES), "b", None)["servers"]
     assert (only["server"], only["url"]) == ("b", "http://b")
     assert select(FLEET_MODELS, view.models, "n")[0]["model"] == "n"
