@@ -1,15 +1,10 @@
 """The simulator: the cost of a million requests, and goodput under overload, with and without the deadline rule.
 
-    python -m bench.suites.simulated [--requests 1000000] [--profile] [--curves]
-
 Costs are processor time of this process; the simulated results do not depend on the machine.
 """
 
 from __future__ import annotations
 
-import argparse
-import cProfile
-import pstats
 from time import process_time
 
 from bench.lib.setting import Setting
@@ -68,29 +63,3 @@ def simulator(setting: Setting) -> list[Row]:
         name = f"simulated goodput at {factor} x capacity"
         rows.append(Row(name, ours, "of capacity", at_least=bound, beside=f"first come first served: {plain:.3f}"))
     return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="the simulator's own cost, and its curves of overload")
-    parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--profile", action="store_true", help="also where the time goes, by function")
-    parser.add_argument("--curves", action="store_true", help="goodput under overload instead")
-    provided = parser.parse_args()
-    if provided.curves:
-        print(f"{'load':>8}{'goodput':>10}{'first come':>12}   (shares of the capacity, deadlines of {DEADLINE_MS} ms)")
-        for row in curves():
-            print(f"{row[0]:>8.1f}{row[1]:>10.3f}{row[2]:>12.3f}")
-        return
-    if provided.profile:
-        profiler = cProfile.Profile()
-        profiler.runcall(cost, provided.requests)
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
-        return
-    spent, result = cost(provided.requests)
-    print(f"{provided.requests:,} requests, {result.turns:,} turns of the broker, {result.seconds:.1f} s simulated")
-    print(f"{spent:.1f} s of processor time, {spent / provided.requests * 1e6:.1f} us a request")
-    print(f"lost {result.lost}, digest {result.digest}")
-
-
-if __name__ == "__main__":
-    main()

@@ -4,8 +4,7 @@
 
 The core is the same code as in the server; clients, links, workers and the clock are simulated. `plan` and `load`
 describe what to simulate; `run` executes the core's effects, `world` holds the clock and the links, the clients and
-workers in `processes` react to messages, and `results` collects the numbers. `command` is `python -m shmserve.sim`, and
-`fleet` simulates several servers behind a balancer.
+workers in `processes` react to messages, and `results` collects the numbers. `command` is `python -m shmserve.sim`.
 
 Invariant: the result depends only on the plan and its seed, so a failure can be reproduced from its seed.
 """

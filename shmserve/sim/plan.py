@@ -66,12 +66,10 @@ class Plan(Struct, frozen=True):
     """Simulated time after the last arrival, after which unanswered requests count as lost."""
 
 
-def simple_model(
-    policy: ModelPolicy, instances: int = 1, service: Service | None = None, load: Service | None = None
-) -> SimModel:
+def simple_model(policy: ModelPolicy, instances: int, service: Service) -> SimModel:
     """A model with this many identical instances."""
     specs = tuple(InstanceSpec(f"{policy.name}_{index}") for index in range(instances))
-    return SimModel(policy, specs, service or Constant(MS), load or Constant(0))
+    return SimModel(policy, specs, service)
 
 
 def may_stream(model: SimModel, models: Sequence[SimModel]) -> bool:

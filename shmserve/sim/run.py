@@ -39,7 +39,7 @@ class Simulation:
     def __init__(self, plan: Plan) -> None:
         self.core = Core("simulated", plan.limits)
         self._plan = plan
-        self._world = self.world = World(plan, self._turn)
+        self.world = World(plan, self._turn)
         self._turns = 0
         self._armed = 0
         self._models: dict[tuple[str, int], SimModel] = {}
@@ -64,19 +64,19 @@ class Simulation:
     # ------------------------------------------------------------------------------------ turns of the broker
 
     def _turn(self, inbox: list[tuple[int, Any]]) -> None:
-        self._execute_effects(self.core.handle(inbox, self._world.now))
+        self._execute_effects(self.core.handle(inbox, self.world.now))
 
     def _tick(self, due: int) -> None:
         if due == self._armed:
             self._armed = 0
-            self._world.take_empty_turn()
-            self._execute_effects(self.core.tick(self._world.now))
+            self.world.take_empty_turn()
+            self._execute_effects(self.core.tick(self.world.now))
 
     def _arm(self) -> None:
         due = self.core.deadline()
         if due is not None and due != self._armed:
             self._armed = due
-            world = self._world
+            world = self.world
             world.at(max(due, world.free, world.now), self._tick, due)
 
     # ------------------------------------------------------------------------------------ effects
@@ -84,7 +84,7 @@ class Simulation:
     def _execute_effects(self, effects: list[Any]) -> None:
         """Executes effects at the end of the turn. All messages for one worker travel in one packet."""
         self._turns += 1
-        world = self._world
+        world = self.world
         now, free = world.now, world.free
         there = (free if free > now else now) + self._plan.link_ns
         packets: dict[int, list[Any]] = {}
@@ -122,39 +122,39 @@ class Simulation:
         elif isinstance(effect, ReadLease):
             lease = self._leases.pop(effect.lease, None) if effect.final else self._leases.get(effect.lease)
             empty = events.LeaseRead(effect.lease, [], final=effect.final)
-            self._world.arrive((0, lease.read(effect.final) if lease is not None else empty))
+            self.world.arrive((0, lease.read(effect.final) if lease is not None else empty))
         elif isinstance(effect, Kill):
-            self._world.at(there, self._kill, effect)
+            self.world.at(there, self._kill, effect)
         elif isinstance(effect, Close):
-            self._world.at(there, self._closed, self._clients[effect.peer])
+            self.world.at(there, self._closed, self._clients[effect.peer])
         elif isinstance(effect, Compose):
-            self._world.arrive((0, events.Composed(effect.source, effect.number)))
+            self.world.arrive((0, events.Composed(effect.source, effect.number)))
         elif isinstance(effect, Settled):
             self._settled += 1
-            if effect.code and not self._world.sources:
+            if effect.code and not self.world.sources:
                 raise Unavailable(f"the models of the plan cannot be served: {effect.text}")
             if effect.code:
-                self._world.note(effect.text)
+                self.world.note(effect.text)
         elif isinstance(effect, Drained):
             self._drained = True
         elif isinstance(effect, Log) and effect.level in ("warning", "error", "critical"):
-            self._world.note(effect.text)
+            self.world.note(effect.text)
 
     def _start_lease(self, effect: StartLease, there: int) -> None:
         message = effect.of_client
         client, worker = self._clients.get(effect.client), self._workers.get(effect.worker)
         if client is None or worker is None or worker.dead:
-            self._world.arrive((effect.worker, LeaseOver(message.lease)))
+            self.world.arrive((effect.worker, LeaseOver(message.lease)))
             return
-        lease = SimLease(self._world, message, there, worker.serve, client.receive_leased)
+        lease = SimLease(self.world, message, there, worker.serve, client.receive_leased)
         self._leases[message.lease] = lease
-        self._world.at(there, worker.lend, lease)
+        self.world.at(there, worker.lend, lease)
         client.leases[message.model, message.version] = lease
 
     # ------------------------------------------------------------------------------------ workers
 
     def _spawn(self, effect: Spawn, there: int) -> None:
-        world, model = self._world, self._models[effect.model, effect.version]
+        world, model = self.world, self._models[effect.model, effect.version]
         name = f"{self._plan.seed} {effect.model} {effect.instance.name}"
         draws = self._draws.setdefault(name, Random(name))
         worker = SimWorker(world, effect.peer, model, draws, self._results[effect.model], self._end_worker)
@@ -168,13 +168,13 @@ class Simulation:
     def _loaded(self, worker: SimWorker) -> None:
         if not worker.dead:
             self._count_instance(worker, 1)
-            self._world.send_from_worker(worker.peer, events.Compiled(worker.model.policy))
+            self.world.send_from_worker(worker.peer, events.Compiled(worker.model.policy))
 
     def _count_instance(self, worker: SimWorker, more: int) -> None:
         worker.loaded = more > 0
         if self._stopping:
             return
-        self._results[worker.model.policy.name].resized(self._world.now, more)
+        self._results[worker.model.policy.name].resized(self.world.now, more)
 
     def _dies(self, worker: SimWorker) -> None:
         if not worker.dead:
@@ -192,19 +192,19 @@ class Simulation:
             self._count_instance(worker, -1)
         result = self._results[worker.model.policy.name]
         if worker.running is not None:
-            result.busy_ns += self._world.now - worker.running.began
+            result.busy_ns += self.world.now - worker.running.began
         if reason != "exit code 0":
             result.deaths += 1
-        self._world.at(self._world.now + self._plan.link_ns, self._gone, events.Exited(worker.peer, reason))
+        self.world.at(self.world.now + self._plan.link_ns, self._gone, events.Exited(worker.peer, reason))
 
     def _gone(self, exited: events.Exited) -> None:
         del self._workers[exited.peer]
-        self._world.arrive((0, exited))
+        self.world.arrive((0, exited))
 
     # ------------------------------------------------------------------------------------ clients
 
     def connect(self, source: Source) -> SimClient:
-        world = self._world
+        world = self.world
         self._last_client += 1
         hold, dies = world.faults.client()
         client = self._clients[self._last_client] = SimClient(world, self._last_client, source, hold)
@@ -213,7 +213,7 @@ class Simulation:
         return client
 
     def _client_dies(self, client: SimClient) -> None:
-        if self._world.sending or client.open:
+        if self.world.sending or client.open:
             self._closed(client)
 
     def _closed(self, client: SimClient) -> None:
@@ -221,7 +221,7 @@ class Simulation:
             return
         client.dead = True
         del self._clients[client.peer]
-        self._world.arrive((0, events.Closed(client.peer)))
+        self.world.arrive((0, events.Closed(client.peer)))
         client.source.replace(client)
 
     # ------------------------------------------------------------------------------------ phases
@@ -232,8 +232,8 @@ class Simulation:
         names = list(dict.fromkeys(model.policy.name for model in self._plan.models))
         for name in names:
             self._deploy(name, False)
-        limit = self._world.now + round(self._plan.patience_s * SECOND)
-        self._world.run_until(lambda: self._settled == len(names), limit)
+        limit = self.world.now + round(self._plan.patience_s * SECOND)
+        self.world.run_until(lambda: self._settled == len(names), limit)
         if self._settled < len(names):
             raise Unavailable(f"the models of the plan are not ready after {self._plan.patience_s:g} s")
 
@@ -247,21 +247,21 @@ class Simulation:
                     events.Target(policy.version, source, model.instances, known, model.memory, model.scaling)
                 )
         self._operations += 1
-        self._world.arrive((0, events.Deploy(name, tuple(targets), self._operations, fresh)))
+        self.world.arrive((0, events.Deploy(name, tuple(targets), self._operations, fresh)))
 
     def _plan_reload(self) -> None:
         mean = self._plan.reload_every_s
         if mean:
-            self._world.at(self._world.now + round(self._reloads.expovariate(1 / mean) * SECOND), self._reload, None)
+            self.world.at(self.world.now + round(self._reloads.expovariate(1 / mean) * SECOND), self._reload, None)
 
     def _reload(self, _: None) -> None:
-        if self._world.sending:
+        if self.world.sending:
             self._deploy(self._reloads.choice(self._plan.models).policy.name, True)
             self._plan_reload()
 
     def run(self) -> None:
         """Sends all requests, waits for all responses, stops the server and asserts that nothing is left."""
-        world = self._world
+        world = self.world
         patience = round(self._plan.patience_s * SECOND)
         world.begin_load()
         self._plan_reload()
@@ -284,7 +284,7 @@ class Simulation:
             if not results:
                 raise InvalidRequest(f"the load asks for model '{load.model}', which the plan does not have")
             model = max(results, key=lambda model: model.policy.version)
-            sources.append(LoadSource(self._world, load, model, self._results[load.model], number, self.connect))
+            sources.append(LoadSource(self.world, load, model, self._results[load.model], number, self.connect))
         return sources
 
     def _at_rest(self) -> bool:
@@ -297,10 +297,10 @@ class Simulation:
         self._stopping = True
         for client in self._clients.values():
             client.dead = True
-            self._world.arrive((0, events.Closed(client.peer)))
+            self.world.arrive((0, events.Closed(client.peer)))
         self._clients.clear()
-        self._world.arrive((0, events.Drain(patience)))
-        self._world.run_until(lambda: self._drained, self._world.now + patience)
+        self.world.arrive((0, events.Drain(patience)))
+        self.world.run_until(lambda: self._drained, self.world.now + patience)
         state = self.core.state
         assert self._drained, "the server does not stop"
         assert not state.requests, "requests are left"
@@ -313,7 +313,7 @@ class Simulation:
         return self._results[name]
 
     def result(self) -> Result:
-        world, cache = self._world, self.core.state.cache
+        world, cache = self.world, self.core.state.cache
         scaled = {model.policy.name for model in self._plan.models if model.scaling is not None}
         seconds = (world.ends - world.began) / SECOND
         elapsed = (world.last_answer - world.began) / SECOND
