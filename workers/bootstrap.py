@@ -44,7 +44,7 @@ def main(words: list[str]) -> NoReturn:
     sys.meta_path.insert(0, Finder({"shmserve": sources}))
     if EXTENSION_SUFFIXES[0] == suffix:  # packages compiled for the server's interpreter also work in this one
         sys.meta_path.append(Finder({name: place for name, _, place in needed}))
-    wrong = list(filter(None, (lack(name, least) for name, least, _ in needed)))
+    wrong = list(filter(None, (lack(name, minimum) for name, minimum, _ in needed)))
     if wrong:
         fail(arguments, f"it has Python {version} and lacks {', '.join(wrong)}: install that in it")
     module, _, function = arguments[0].partition(":")
@@ -52,18 +52,18 @@ def main(words: list[str]) -> NoReturn:
     sys.exit(0)
 
 
-def lack(name: str, least: str) -> str:
+def lack(name: str, minimum: str) -> str:
     """Returns the requirement that is not met, or "". Imports nothing, because CPUs and threads are set before
     imports."""
     from importlib.metadata import PackageNotFoundError, version
 
     if find_spec(name) is None:
-        return f"{name}>={least}"
+        return f"{name}>={minimum}"
     try:
         installed = version(name)
     except PackageNotFoundError:  # the server's own package, or one copied in by hand
         return ""
-    return "" if numbers(installed) >= numbers(least) else f"{name}>={least} (it has {installed})"
+    return "" if numbers(installed) >= numbers(minimum) else f"{name}>={minimum} (it has {installed})"
 
 
 def numbers(text: str) -> list[int]:

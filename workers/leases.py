@@ -37,6 +37,17 @@ _TOO_LARGE = "the model returned outputs that differ from its configuration and 
 _decode = Codec(ClientMessage, 1).decode
 
 
+class _HeldLease:
+    """A lease, the socket to its client, and its log."""
+
+    __slots__ = ("log", "order", "sock", "versions")
+
+    def __init__(self, order: Lend, sock: socket.socket, log: LeaseLog) -> None:
+        self.order, self.sock, self.log = order, sock, log
+        self.versions = (order.version, 0) if order.default else (order.version,)
+        """Version numbers that a request may use for the model's version."""
+
+
 class LeaseHolder:
     """At most one lease at a time. `streams`: the open responses of the model, if it can send responses on its own."""
 
@@ -48,7 +59,7 @@ class LeaseHolder:
         mapped: Mapped,
         streams: OpenResponses | None = None,
     ) -> None:
-        self.active = False
+        self._lease: _HeldLease | None = None
         self._running = False
         """A request is running. Orders may be handled while it runs."""
         self._ending = False
@@ -64,11 +75,10 @@ class LeaseHolder:
         self._poll.register(link.fileno(), select.POLLIN)
         self._known: dict[tuple[tuple[str, str, tuple[int, ...]], ...], tuple[int, list[int]]] = {}
         """Names, types and shapes of inputs -> rows, and bytes of each input."""
-        self._order: Lend
-        self._versions: tuple[int, ...]
-        """Version numbers that a request may use for the model's version."""
-        self._sock: socket.socket
-        self._log: LeaseLog
+
+    @property
+    def active(self) -> bool:
+        return self._lease is not None
 
     @property
     def fit(self) -> bool:
@@ -81,23 +91,20 @@ class LeaseHolder:
         """Takes ownership of the descriptors."""
         sock = socket.socket(fileno=descriptors[0])
         try:
-            if self.active:
-                raise ProtocolError(f"lease {order.lease} while lease {self._order.lease} lasts")
+            if self._lease is not None:
+                raise ProtocolError(f"lease {order.lease} while lease {self._lease.order.lease} lasts")
             if not self.fit:
                 sock.close()
                 self._outbox.add(LeaseOver(order.lease, True))
                 return
-            self._log = LeaseLog(descriptors[1])
+            self._lease = _HeldLease(order, sock, LeaseLog(descriptors[1]))
         finally:
             os.close(descriptors[1])
-        self._order, self._sock = order, sock
-        self._versions = (order.version, 0) if order.default else (order.version,)
         self._known.clear()
         self._poll.register(sock, select.POLLIN)
-        self.active = True
 
     def revoke(self, order: Revoke) -> None:
-        if not self.active or order.lease != self._order.lease:
+        if self._lease is None or order.lease != self._lease.order.lease:
             self._outbox.add(LeaseOver(order.lease))
         else:
             self.end()
@@ -107,24 +114,25 @@ class LeaseHolder:
         if self._running:
             self._ending = True
             return
-        if self.active:
-            self._serve()
+        if self._lease is not None:
+            self._serve(self._lease)
         self._end()
 
     def _end(self) -> None:
-        if self.active:
-            self.active = self._ending = False
-            self._poll.unregister(self._sock)
-            self._sock.close()
-            self._log.close()
-            self._outbox.add(LeaseOver(self._order.lease, not self.fit))
+        lease = self._lease
+        if lease is not None:
+            self._lease, self._ending = None, False
+            self._poll.unregister(lease.sock)
+            lease.sock.close()
+            lease.log.close()
+            self._outbox.add(LeaseOver(lease.order.lease, not self.fit))
 
     # ------------------------------------------------------------------------------------ requests
 
     def receive(self) -> tuple[list[Any], list[int]] | None:
         """Serves the client until an order arrives, and returns its packet; None if the lease has ended before."""
         link, broker = self._link, self._link.fileno()
-        while self.active:
+        while (lease := self._lease) is not None:
             if not self.fit:
                 self.end()
                 return None
@@ -132,13 +140,13 @@ class LeaseHolder:
             for fd, _ in ready:
                 if fd == broker:
                     return link.drain()
-            self._serve()
+            self._serve(lease)
         return None
 
-    def _serve(self) -> None:
+    def _serve(self, lease: _HeldLease) -> None:
         """Answers the next request, if one has arrived. Ends the lease if the client has left or sent anything else."""
         try:
-            size = self._sock.recv_into(self._buffer, 0, _NO_WAIT)
+            size = lease.sock.recv_into(self._buffer, 0, _NO_WAIT)
         except BlockingIOError:
             return
         except OSError:
@@ -148,36 +156,36 @@ class LeaseHolder:
             messages = _decode(self._view[:size]) if size else []  # type: ignore[arg-type]  # it accepts any buffer
         except ProtocolError:
             messages = []
-        rows = self._check(messages[0]) if len(messages) == 1 and type(messages[0]) is Infer else None
+        rows = self._check(lease, messages[0]) if len(messages) == 1 and type(messages[0]) is Infer else None
         if rows is None:
             self._end()
         else:
-            self._run(messages[0], rows, arrived)
+            self._run(lease, messages[0], rows, arrived)
 
-    def _run(self, request: Infer, rows: int, arrived: int) -> None:
+    def _run(self, lease: _HeldLease, request: Infer, rows: int, arrived: int) -> None:
         """Runs a request. Its Work has no number, because calls of the model can refer only to numbers of the
         broker."""
-        log = self._log
+        log = lease.log
         log.begin(request.request, arrived)
         self._running = True
         results, times, _ = self._runner.run_batch((Work(0, rows, request.inputs, None, ""),))
         self._running = False
-        answer = self._answer(request.request, rows_of(results))
+        answer = self._answer(lease, request.request, rows_of(results))
         if self._streams is not None:
             self._streams.read()
         unread = log.end(arrived, times, rows, type(answer) is Fail)
         try:
-            self._sock.send(encode_of_model([answer]), _SEND)
+            lease.sock.send(encode_of_model([answer]), _SEND)
         except OSError:  # the client has disconnected, or does not read its responses
             self._ending = True
         log.answered()
         if unread == RECORDS // 2:
-            self._outbox.add(LeaseLogged(self._order.lease))
+            self._outbox.add(LeaseLogged(lease.order.lease))
             self._outbox.flush()
         if self._ending or unread >= RECORDS:
             self._end()
 
-    def _answer(self, number: int, rows: Sequence[Row]) -> Reply | Fail:
+    def _answer(self, lease: _HeldLease, number: int, rows: Sequence[Row]) -> Reply | Fail:
         if not rows:
             return Fail(number, "INTERNAL", "the model sent no response to this request")
         row = rows[0]
@@ -186,19 +194,19 @@ class LeaseHolder:
         if any(type(tensor.data) is not bytes for tensor in row.outputs):
             self._runner.discard(row)
             return Fail(number, "MODEL_FAILED", _TOO_LARGE)
-        return Reply(number, self._order.version, row.outputs, row.parameters)
+        return Reply(number, lease.order.version, row.outputs, row.parameters)
 
-    def _check(self, request: Infer) -> int | None:
+    def _check(self, lease: _HeldLease, request: Infer) -> int | None:
         """Returns the rows of a request that may run over the lease; None for any other."""
         inputs = request.inputs
         if request.outputs is not None or request.options is not None or not request.request:
             return None
-        if request.model != self._order.model or request.version not in self._versions:
+        if request.model != lease.order.model or request.version not in lease.versions:
             return None
         key = tuple([(tensor.name, tensor.dtype, tensor.shape) for tensor in inputs])
         known = self._known.get(key)
         if known is None:
-            known = self._check_form(inputs)
+            known = _check_form(lease.order, inputs)
             if known is None:
                 return None
             if len(self._known) >= _FORMS:
@@ -207,33 +215,34 @@ class LeaseHolder:
         rows, sizes = known
         for tensor, size in zip(inputs, sizes, strict=True):
             data = tensor.data
-            if (type(data) is not bytes or len(data) != size) and not self._may_read(data, size):
+            if (type(data) is not bytes or len(data) != size) and not self._may_read(lease, data, size):
                 return None
         return rows
 
-    def _may_read(self, data: Any, size: int) -> bool:
+    def _may_read(self, lease: _HeldLease, data: Any, size: int) -> bool:
         """True if it is a single handle to `size` bytes of the client's own memory."""
         if type(data) is not tuple or len(data) != 1:
             return False
         handle = data[0]
-        return handle.size == size and handle.segment >> OWNER_SHIFT == self._order.owner and self._mapped.has(handle)
+        return handle.size == size and handle.segment >> OWNER_SHIFT == lease.order.owner and self._mapped.has(handle)
 
-    def _check_form(self, inputs: tuple[Tensor, ...]) -> tuple[int, list[int]] | None:
-        forms = {form.name: form for form in self._order.inputs}
-        max_batch = self._order.rows
-        rows = inputs[0].shape[0] if max_batch and inputs and inputs[0].shape else 0
-        if len(inputs) != len(forms) or (max_batch and not 0 < rows <= max_batch):
+
+def _check_form(lease: Lend, inputs: tuple[Tensor, ...]) -> tuple[int, list[int]] | None:
+    forms = {form.name: form for form in lease.inputs}
+    max_batch = lease.rows
+    rows = inputs[0].shape[0] if max_batch and inputs and inputs[0].shape else 0
+    if len(inputs) != len(forms) or (max_batch and not 0 < rows <= max_batch):
+        return None
+    sizes: list[int] = []
+    for tensor in inputs:
+        form = forms.pop(tensor.name, None)
+        shape = tensor.shape
+        if form is None or tensor.dtype != form.dtype or len(shape) != len(form.dims) + bool(max_batch):
             return None
-        sizes: list[int] = []
-        for tensor in inputs:
-            form = forms.pop(tensor.name, None)
-            shape = tensor.shape
-            if form is None or tensor.dtype != form.dtype or len(shape) != len(form.dims) + bool(max_batch):
-                return None
-            dims = shape[1:] if max_batch else shape
-            if (max_batch and shape[0] != rows) or any(dim < 0 for dim in dims):
-                return None
-            if any(want not in (-1, dim) for want, dim in zip(form.dims, dims, strict=True)):
-                return None
-            sizes.append(elements(shape) * ITEM_BYTES[form.dtype])
-        return None if sum(sizes) > self._order.input_bytes else (rows, sizes)
+        dims = shape[1:] if max_batch else shape
+        if (max_batch and shape[0] != rows) or any(dim < 0 for dim in dims):
+            return None
+        if any(want not in (-1, dim) for want, dim in zip(form.dims, dims, strict=True)):
+            return None
+        sizes.append(elements(shape) * ITEM_BYTES[form.dtype])
+    return None if sum(sizes) > lease.input_bytes else (rows, sizes)

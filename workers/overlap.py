@@ -75,11 +75,11 @@ class Overlap:
         if self._next is not None:
             (batch, self._current), self._next = self._next, None
         else:
-            found = self._queue.start(last=last)
-            if found is None:
+            started = self._queue.start(last=last)
+            if started is None:
                 self._busy = self._ended = False
                 return None
-            batch, self._current = found, None
+            batch, self._current = started, None
         self._busy, self._ended = self._busy or self._ended, False
         return batch
 
@@ -116,9 +116,9 @@ class Overlap:
         self._read_orders()
         self._begin(1)
 
-    def _begin(self, least: int) -> bool:
+    def _begin(self, min_rows: int) -> bool:
         """Begins the next batch if it has this many rows."""
-        if self._queue.next_rows() < least:
+        if self._queue.next_rows() < min_rows:
             return False
         batch = self._queue.start()
         assert batch is not None

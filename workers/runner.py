@@ -303,8 +303,8 @@ class SeparateRunner(Runner[SeparateBackend]):
             computed = clock()
             if responses is not None:
                 results.abandon()
-                given = zip(work_items, responses, strict=True)
-                rows = [self.row(work, response) for work, response in given if response is not None]
+                pairs = zip(work_items, responses, strict=True)
+                rows = [self.row(work, response) for work, response in pairs if response is not None]
             elif type(work_items) is WorkColumns and parameters is None:
                 rows = results.in_columns()
             else:

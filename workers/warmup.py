@@ -98,12 +98,12 @@ def requests_of(name: str, sample: ModelWarmup, config: ModelConfig, folder: Pat
         )
     known = {spec.name: spec for spec in specs}
     tensors = []
-    for key, given in sample.inputs.items():
+    for key, entry in sample.inputs.items():
         what = f"{name} of model '{config.name}': input '{key}'"
         spec = known.get(key)
         if spec is None:
             raise InvalidRequest(f"{what} is not an input of the model; its inputs are: {', '.join(known)}")
-        tensors.append(_tensor(what, given, spec, folder))
+        tensors.append(_tensor(what, entry, spec, folder))
     missing = [spec.name for spec in specs if not spec.optional and spec.name not in sample.inputs]
     if missing:
         raise InvalidRequest(f"{name} of model '{config.name}' lacks input(s) {', '.join(missing)}: all must be given")
@@ -117,10 +117,10 @@ def requests_of(name: str, sample: ModelWarmup, config: ModelConfig, folder: Pat
     return work_items
 
 
-def _tensor(what: str, given: ModelWarmupInput, spec: Spec, folder: Path) -> Tensor:
-    if FROM_CONFIG.get(given.data_type) != spec.dtype:
-        raise InvalidRequest(f"{what} has data_type {given.data_type}; the model's is {spec.dtype}")
-    dims = tuple(given.dims)
+def _tensor(what: str, entry: ModelWarmupInput, spec: Spec, folder: Path) -> Tensor:
+    if FROM_CONFIG.get(entry.data_type) != spec.dtype:
+        raise InvalidRequest(f"{what} has data_type {entry.data_type}; the model's is {spec.dtype}")
+    dims = tuple(entry.dims)
     if any(dim < 0 for dim in dims):
         raise InvalidRequest(f"{what} has dims {list(dims)}: those of data must be known")
     if not matches(dims, spec.dims):
@@ -130,7 +130,7 @@ def _tensor(what: str, given: ModelWarmupInput, spec: Spec, folder: Path) -> Ten
         )
     shape = (1, *dims) if spec.batched else dims
     try:
-        data = _data(what, given, spec, shape, folder)
+        data = _data(what, entry, spec, shape, folder)
     except (MemoryError, OverflowError):
         raise InvalidRequest(
             f"{what} with dims {list(dims)} has {elements(dims)} elements, more than memory can hold"
@@ -138,17 +138,17 @@ def _tensor(what: str, given: ModelWarmupInput, spec: Spec, folder: Path) -> Ten
     return Tensor(spec.name, spec.dtype, shape, data)
 
 
-def _data(what: str, given: ModelWarmupInput, spec: Spec, shape: tuple[int, ...], folder: Path) -> bytes:
+def _data(what: str, entry: ModelWarmupInput, spec: Spec, shape: tuple[int, ...], folder: Path) -> bytes:
     count = elements(shape)
-    name = given.input_data_file
+    name = entry.input_data_file
     if name is not None:
         data = read_tensor(folder, FOLDER, name, f"{what}: file '{name}'", spec, shape)
         if not spec.item:
             decode_bytes(data, shape, f"{what}: file '{name}'")  # raises if they are not these strings
         return data
-    if given.random_data is not None:
+    if entry.random_data is not None:
         return _random(spec, count)
-    if given.zero_data is not None:
+    if entry.zero_data is not None:
         return bytes(count * (spec.item or 4))  # an empty string is encoded as its length, four zero bytes
     raise InvalidRequest(f"{what} has no data: give zero_data, random_data or input_data_file")
 

@@ -85,7 +85,7 @@ def main() -> NoReturn:
 def _import() -> SetThreads:
     """Imports what workers need, with one thread for numpy. Returns the function that sets numpy's thread count, whose
     threads start with the first call that needs them."""
-    given = {name: os.environ.get(name) for name in _THREADS}
+    before = {name: os.environ.get(name) for name in _THREADS}
     os.environ.update(dict.fromkeys(_THREADS, "1"))
     try:
         for name in MODULES:
@@ -94,7 +94,7 @@ def _import() -> SetThreads:
     except ImportError as error:  # a worker that needs the module reports it in detail
         raise CannotFork(f"{error}") from None
     finally:
-        for name, value in given.items():
+        for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:

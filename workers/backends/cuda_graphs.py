@@ -32,10 +32,10 @@ class KnownShapes(Protocol):
 
 
 class GraphRequest(Struct, frozen=True):
-    """Shapes of all inputs that get a graph. `least`: it runs batches from this many rows on; 0: only its own."""
+    """Shapes of all inputs that get a graph. `min_rows`: it runs batches from this many rows on; 0: only its own."""
 
     shapes: tuple[Shape, ...]
-    least: int = 0
+    min_rows: int = 0
 
 
 class CudaGraph(Struct, frozen=True):
@@ -44,7 +44,7 @@ class CudaGraph(Struct, frozen=True):
     handle: Any
     shapes: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
-    least: int
+    min_rows: int
 
 
 class CudaGraphs:
@@ -63,18 +63,18 @@ class CudaGraphs:
 
     def add(self, graph: CudaGraph) -> None:
         self._exact[graph.shapes] = graph
-        if graph.least:
+        if graph.min_rows:
             same = self._padding.setdefault(_tails(graph.shapes), [])
             same.append(graph)
             same.sort(key=lambda one: one.shapes[0][0])
 
     def find(self, shapes: tuple[Shape, ...], rows: int) -> CudaGraph | None:
         """Returns the graph of these shapes, else the smallest one that may run a batch of this size."""
-        found = self._exact.get(shapes)
-        if found is not None or not self._padding or not rows:
-            return found
+        match = self._exact.get(shapes)
+        if match is not None or not self._padding or not rows:
+            return match
         for graph in self._padding.get(_tails(shapes), ()):
-            if graph.least <= rows <= graph.shapes[0][0]:
+            if graph.min_rows <= rows <= graph.shapes[0][0]:
                 return graph
         return None
 
@@ -118,8 +118,8 @@ def _from_spec(
         raise InvalidRequest(f"graph_spec of model '{config.name}': {text}")
     shapes = []
     for spec in specs:
-        given = requested.input.get(spec.name)
-        tail = tuple(given.dim) if given is not None else known.best(spec)[bool(largest) :]
+        requested_shape = requested.input.get(spec.name)
+        tail = tuple(requested_shape.dim) if requested_shape is not None else known.best(spec)[bool(largest) :]
         shape = (rows, *tail) if largest else tail
         refusal = known.refusal(spec, shape)
         if refusal:

@@ -70,10 +70,10 @@ class Dali(SeparateBackend):
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
             return config
-        found = self._described(config)
-        inputs = [_facts(config.name, "input", port) for port in found.inputs] if not config.input else []
-        outputs = [_facts(config.name, "output", port) for port in found.outputs] if not config.output else []
-        config = completed(config, inputs, outputs, found.max_batch)
+        described = self._described(config)
+        inputs = [_facts(config.name, "input", port) for port in described.inputs] if not config.input else []
+        outputs = [_facts(config.name, "output", port) for port in described.outputs] if not config.output else []
+        config = completed(config, inputs, outputs, described.max_batch)
         if not inputs:
             return config
         return replace(config, input=tuple(replace(entry, allow_ragged_batch=True) for entry in config.input))
@@ -82,17 +82,17 @@ class Dali(SeparateBackend):
         parameters = Parameters(config)
         self._inputs = request_inputs_of(config)
         self._outputs = outputs_of(config)
-        found = self._described(config)
-        _match(config.name, found, self._inputs, self._outputs)
+        described = self._described(config)
+        _match(config.name, described, self._inputs, self._outputs)
         if parameters.text(_SPLIT):
             raise Unsupported(
                 f"parameter {_SPLIT} of model '{config.name}' is not supported: an output has as many rows as the "
                 "request. Return the frames of a sample in one row"
             )
         self._device = self._device_of(config)
-        if self._device is None and found.on_gpu:
+        if self._device is None and described.on_gpu:
             raise Unsupported(
-                f"operator {found.on_gpu} of model '{config.name}' runs on a GPU, and instance "
+                f"operator {described.on_gpu} of model '{config.name}' runs on a GPU, and instance "
                 f"'{self.context.instance}' on the CPU: set KIND_GPU in instance_group, or device='cpu' in the pipeline"
             )
         self._batch = max(config.max_batch_size, 1)
@@ -144,9 +144,9 @@ class Dali(SeparateBackend):
 
     def _run(self, samples: list[list[Array]]) -> list[Any]:
         """Runs the pipeline. Its outputs are valid until the next run."""
-        found = self._pipeline.run(**{spec.name: given for spec, given in zip(self._inputs, samples, strict=True)})
+        results = self._pipeline.run(**{spec.name: sample for spec, sample in zip(self._inputs, samples, strict=True)})
         count = len(samples[0])
-        outputs = [output if self._device is None else output.as_cpu() for output in found]
+        outputs = [output if self._device is None else output.as_cpu() for output in results]
         for spec, output in zip(self._outputs, outputs, strict=True):
             if len(output) != count:
                 raise ModelFailed(f"output '{spec.name}' has {len(output)} samples for a batch of {count}")
@@ -241,8 +241,8 @@ def described(serialized: bytes) -> Described:
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """The fields of a protobuf message: integers, or bytes."""
-    found: Any = UnknownFieldSet(Empty.FromString(message))
-    for field in found:
+    fields: Any = UnknownFieldSet(Empty.FromString(message))
+    for field in fields:
         yield field.field_number, field.data
 
 
@@ -271,22 +271,22 @@ def _facts(model: str, what: str, port: Port) -> TensorFacts:
     return TensorFacts(port.name, port.dtype, (-1,) * (port.rank + 1))
 
 
-def _match(model: str, found: Described, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> None:
+def _match(model: str, described: Described, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> None:
     """Raises unless the configuration matches the pipeline: inputs by name, outputs by position."""
     failed = f"unable to load model '{model}'"
-    ports = {port.name: port for port in found.inputs}
+    ports = {port.name: port for port in described.inputs}
     for spec in inputs:
         if spec.name not in ports:
             raise unexpected(model, "input", spec, ports)
         _match_port(failed, "input", spec, ports[spec.name])
     none_optional(model, inputs, "a pipeline of DALI")
-    none_missing(model, inputs, [TensorFacts(port.name, port.dtype, ()) for port in found.inputs])
-    if len(outputs) != len(found.outputs):
+    none_missing(model, inputs, [TensorFacts(port.name, port.dtype, ()) for port in described.inputs])
+    if len(outputs) != len(described.outputs):
         raise InvalidRequest(
             f"{failed}, configuration expects {len(outputs)} outputs ("
-            f"{', '.join(repr(spec.name) for spec in outputs)}), model provides {len(found.outputs)}"
+            f"{', '.join(repr(spec.name) for spec in outputs)}), model provides {len(described.outputs)}"
         )
-    for spec, port in zip(outputs, found.outputs, strict=True):
+    for spec, port in zip(outputs, described.outputs, strict=True):
         _match_port(failed, "output", spec, port)
 
 

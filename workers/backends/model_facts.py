@@ -99,8 +99,8 @@ def none_optional(model: str, specs: Sequence[Spec], whose: str) -> None:
 
 def none_missing(model: str, specs: Sequence[Spec], facts: Sequence[TensorFacts]) -> None:
     """Raises unless the configuration has all inputs that the model needs."""
-    given = {spec.name for spec in specs}
-    missing = [fact.name for fact in facts if fact.name not in given]
+    names = {spec.name for spec in specs}
+    missing = [fact.name for fact in facts if fact.name not in names]
     if missing:
         raise InvalidRequest(
             f"unable to load model '{model}', configuration expects {len(specs)} inputs, model provides "

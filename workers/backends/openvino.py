@@ -194,8 +194,8 @@ def _match_inputs(model: str, specs: Sequence[Spec], ports: Sequence[Any]) -> No
         if spec.name not in names:
             raise unexpected(model, "input", spec, names)
     none_optional(model, specs, "a model of OpenVINO")
-    given = {spec.name for spec in specs}
-    chosen = [next((name for name in _names(port) if name in given), _names(port)[0]) for port in ports]
+    configured = {spec.name for spec in specs}
+    chosen = [next((name for name in _names(port) if name in configured), _names(port)[0]) for port in ports]
     none_missing(model, specs, [TensorFacts(name, "", ()) for name in chosen])
 
 
@@ -236,9 +236,9 @@ def _batched(ports: Sequence[Any], specs: Sequence[Spec]) -> list[tuple[str, tup
     return [(spec.name, _shape(port)) for port in ports for spec in specs if spec.batched and spec.name in _names(port)]
 
 
-def _reshape(model: str, found: Any, shapes: dict[str, list[int]]) -> None:
+def _reshape(model: str, network: Any, shapes: dict[str, list[int]]) -> None:
     try:
-        found.reshape({name: ov.PartialShape([ov.Dimension(dim) for dim in shape]) for name, shape in shapes.items()})
+        network.reshape({name: ov.PartialShape([ov.Dimension(dim) for dim in shape]) for name, shape in shapes.items()})
     except RuntimeError as error:
         raise InvalidRequest(f"unable to load model '{model}': it cannot have inputs of {shapes}: {error}") from error
 

@@ -152,10 +152,10 @@ def _of_accelerators(config: ModelConfig) -> dict[str, str]:
         raise InvalidRequest(f"model '{config.name}': {problem.path}: {problem.text}")
     optimization = config.optimization
     accelerators = optimization.execution_accelerators if optimization is not None else None
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for entry in accelerators.cpu_execution_accelerator if accelerators is not None else ():
-        found |= {_OF_TRITON.get(key, key): value for key, value in entry.parameters.items()}
-    return found
+        options |= {_OF_TRITON.get(key, key): value for key, value in entry.parameters.items()}
+    return options
 
 
 def _facts(path: Path) -> _Facts:
@@ -210,23 +210,23 @@ def _order(model: str, kind: str, specs: Sequence[Spec], facts: Sequence[TensorF
     """Returns the position in the model of each tensor of the configuration: by name, by a name that ends with the
     position (OUTPUT__0), or, if no name is known to the model, in the order of the configuration."""
     names = [fact.name for fact in facts]
-    found = []
+    order = []
     for place, spec in enumerate(specs):
         number = spec.name.rpartition("__")[2]
         if spec.name in names:
-            found.append(names.index(spec.name))
+            order.append(names.index(spec.name))
         elif "__" in spec.name and number.isascii() and number.isdecimal() and int(number) < len(names):
-            found.append(int(number))
+            order.append(int(number))
         elif len(specs) == len(names) and not any(spec.name in names for spec in specs):
-            found.append(place)
+            order.append(place)
         else:
-            given = ", ".join(f"'{each.name}'" for each in specs)
+            configured = ", ".join(f"'{each.name}'" for each in specs)
             raise InvalidRequest(
-                f"unable to load model '{model}': unexpected inference {kind} '{spec.name}' of {given}, allowed "
+                f"unable to load model '{model}': unexpected inference {kind} '{spec.name}' of {configured}, allowed "
                 f"{kind}s are: {', '.join(names)}"
             )
-    match(model, kind, specs, [facts[at]._replace(name=spec.name) for at, spec in zip(found, specs, strict=True)])
-    return found
+    match(model, kind, specs, [facts[at]._replace(name=spec.name) for at, spec in zip(order, specs, strict=True)])
+    return order
 
 
 def _reason(error: Exception) -> str:

@@ -40,12 +40,12 @@ class Parameters:
         """Returns a finite number."""
         text = self.text(key)
         try:
-            found = float(text) if text else default
+            value = float(text) if text else default
         except ValueError:
-            found = math.nan
-        if not math.isfinite(found):
+            value = math.nan
+        if not math.isfinite(value):
             raise self.wrong(key, "a number")
-        return found
+        return value
 
     def wrong(self, key: str, expected: str) -> InvalidRequest:
         return InvalidRequest(f"{self._what(key)} must be {expected}, not '{self.text(key)}'")

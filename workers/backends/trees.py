@@ -100,14 +100,14 @@ class Trees(StackedBackend):
         if not outputs.needed(0):
             return
         rows = array.reshape(-1, self._features)
-        found = self._output_format.of(self._predict(rows))
+        predicted = self._output_format.of(self._predict(rows))
         if self._both:
-            found = np.concatenate([1 - found, found], axis=1)
+            predicted = np.concatenate([1 - predicted, predicted], axis=1)
         if not self._output.shape:
             shape: tuple[int, ...] = (len(rows),) if self._batched else ()
         else:
-            shape = (*array.shape[:-1], found.shape[1])
-        outputs.place(0, shape)[...] = found.reshape(shape)
+            shape = (*array.shape[:-1], predicted.shape[1])
+        outputs.place(0, shape)[...] = predicted.reshape(shape)
 
     def _usable_threads(self, threads: int) -> int:
         """The number of threads to request. The engine refuses more than OpenMP would start (as limited by
@@ -126,8 +126,8 @@ class Trees(StackedBackend):
             return np.empty((0, self._targets, self._classes), np.float32)
         if self._library is not None:
             return self._library(rows).reshape(len(rows), self._targets, self._classes)
-        found: Array = gtil.predict(self._model, rows, nthread=self._threads)
-        return found
+        predicted: Array = gtil.predict(self._model, rows, nthread=self._threads)
+        return predicted
 
     # ------------------------------------------------------------------------------------ loading
 
@@ -219,15 +219,15 @@ class OutputFormat:
         self._threshold = parameters.number("threshold", 0.5)
         self._two_classes = classes == 2 and bool(parameters.text("threshold"))
 
-    def of(self, found: Array) -> Array:
+    def of(self, predicted: Array) -> Array:
         """Returns an array of shape (rows, columns) for predictions of shape (rows, targets, classes)."""
         if self.raw:
-            return found.reshape(len(found), self.width)
-        if found.shape[2] == 1:
-            return found[:, :, 0] > self._threshold
+            return predicted.reshape(len(predicted), self.width)
+        if predicted.shape[2] == 1:
+            return predicted[:, :, 0] > self._threshold
         if self._two_classes:
-            return found[:, :, 1] > self._threshold
-        chosen: Array = found.argmax(axis=2)
+            return predicted[:, :, 1] > self._threshold
+        chosen: Array = predicted.argmax(axis=2)
         return chosen
 
 

@@ -99,8 +99,8 @@ def largest(values: Array, count: int) -> Array:
             return np.concatenate([first, np.flatnonzero(nan)[: count - len(first)]])
     chosen = None
     if 0 < count < len(values):
-        least = np.partition(values, len(values) - count)[len(values) - count]
-        chosen = np.flatnonzero(values >= least)
+        smallest = np.partition(values, len(values) - count)[len(values) - count]
+        chosen = np.flatnonzero(values >= smallest)
         values = values[chosen]
     # Stable sort of the reversed row, reversed again: descending, with equal values by index.
     order = (len(values) - 1 - np.argsort(values[::-1], kind="stable"))[::-1][:count]

@@ -54,22 +54,22 @@ class Comparisons:
         return Row(row.request, (), None, parameters)
 
     def _result(self, expected: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> dict[str, Value]:
-        found = {tensor.name: tensor for tensor in outputs}
+        by_name = {tensor.name: tensor for tensor in outputs}
         for tensor in expected:
-            if tensor.name not in found:
+            if tensor.name not in by_name:
                 return {"equal": False, "output": tensor.name, "difference": "is missing"}
-            text = self._difference(tensor, found[tensor.name])
+            text = self._difference(tensor, by_name[tensor.name])
             if text:
                 return {"equal": False, "output": tensor.name, "difference": text}
         return {"equal": True}
 
-    def _difference(self, expected: Tensor, found: Tensor) -> str:
+    def _difference(self, expected: Tensor, actual: Tensor) -> str:
         """Describes how the tensors differ; "" if they are equal."""
-        if expected.dtype != found.dtype:
-            return f"has data type {found.dtype}, not {expected.dtype}"
-        if expected.shape != found.shape:
-            return f"has shape {list(found.shape)}, not {list(expected.shape)}"
-        bytes_expected, bytes_found = self._bytes(expected), self._bytes(found)
+        if expected.dtype != actual.dtype:
+            return f"has data type {actual.dtype}, not {expected.dtype}"
+        if expected.shape != actual.shape:
+            return f"has shape {list(actual.shape)}, not {list(expected.shape)}"
+        bytes_expected, bytes_found = self._bytes(expected), self._bytes(actual)
         if bytes_expected == bytes_found:
             return ""
         if expected.dtype == "BYTES":
@@ -94,9 +94,9 @@ class Comparisons:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def float_difference(expected: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> float:
+def float_difference(expected: np.ndarray[Any, Any], actual: np.ndarray[Any, Any]) -> float:
     """The largest difference, relative to the largest finite expected value. NaN equals NaN."""
-    one, other = (array.astype(np.float64, copy=False) for array in (expected, found))
+    one, other = (array.astype(np.float64, copy=False) for array in (expected, actual))
     unlike = ~((one == other) | (np.isnan(one) & np.isnan(other)))
     if not unlike.any():
         return 0.0

@@ -283,16 +283,16 @@ class Gather:
         if order is None or 0 in work_items.rows:
             return None
         rows = sum(work_items.rows)
-        given = list(zip(*work_items.data, strict=True))
+        columns = list(zip(*work_items.data, strict=True))
         blobs: list[Sequence[bytes]] = []
         shapes: list[tuple[int, ...] | None] = []
         for spec, index in zip(self.specs, order, strict=True):
             dims = work_items.forms[index].dims
             row_bytes = elements(dims) * spec.item
-            sizes = list(map(len, given[index]))
+            sizes = list(map(len, columns[index]))
             if sizes.count(row_bytes) != rows and sizes != [share * row_bytes for share in work_items.rows]:
                 return None
-            blobs.append(given[index])
+            blobs.append(columns[index])
             shapes.append(spec.inner((rows, *dims)))
         return GatherGroup(self, work_items, rows, shapes, blobs, None)
 
@@ -324,13 +324,13 @@ class Gather:
         """
         count = len(work_items)
         shares = [work.rows for work in work_items]
-        given = [work.inputs for work in work_items]
-        if self._ragged or 0 in shares or list(map(len, given)).count(len(self.specs)) != count:
+        inputs = [work.inputs for work in work_items]
+        if self._ragged or 0 in shares or list(map(len, inputs)).count(len(self.specs)) != count:
             return None
         rows, length = sum(shares), -1
         blobs: list[list[bytes]] = []
         shapes: list[tuple[int, ...] | None] = []
-        for spec, column in zip(self.specs, zip(*given, strict=True), strict=True):
+        for spec, column in zip(self.specs, zip(*inputs, strict=True), strict=True):
             data: list[Any] = [tensor.data for tensor in column]
             if (
                 list(map(type, data)).count(bytes) != count
@@ -343,9 +343,9 @@ class Gather:
             if tail is None:
                 return None
             if spec.pad is not None:
-                found = {length, *[tail[axis - 1] for axis in spec.pad.axes]} - {-1}
-                length = max(found)
-                if len(found) > 1 or spec.pad.rounded(length) != length:
+                padded = {length, *[tail[axis - 1] for axis in spec.pad.axes]} - {-1}
+                length = max(padded)
+                if len(padded) > 1 or spec.pad.rounded(length) != length:
                     return None
             row_bytes = elements(tail) * spec.item
             lengths = list(map(len, data))
@@ -452,11 +452,11 @@ class InputReader:
         if not spec.item:
             return [self._strings(spec, shape, data)]
         size = elements(shape) * spec.item
-        given = len(data) if isinstance(data, bytes) else sum(part.size for part in data)
-        if given != size:
+        actual = len(data) if isinstance(data, bytes) else sum(part.size for part in data)
+        if actual != size:
             raise InvalidRequest(
                 f"input byte size mismatch for input '{spec.name}' for model '{self._model}'. "
-                f"Expected {size}, got {given}"
+                f"Expected {size}, got {actual}"
             )
         if isinstance(data, bytes):
             return [np.ndarray(shape, spec.numpy, data)]

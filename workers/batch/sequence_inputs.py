@@ -226,13 +226,13 @@ class States:
             else:
                 self._kept[member.key] = _Kept(arrays, place)
 
-    def update(self, member: SequenceRequest, found: dict[int, Array], last: bool) -> None:
+    def update(self, member: SequenceRequest, states: dict[int, Array], last: bool) -> None:
         """Keeps states of a model that answers request by request, and may leave some unchanged."""
         if last:
             self._kept.pop(member.key, None)
-        elif found or member.start:
+        elif states or member.start:
             arrays = self._now(member).arrays
-            self._kept[member.key] = _Kept([found.get(index, array) for index, array in enumerate(arrays)], 0)
+            self._kept[member.key] = _Kept([states.get(index, array) for index, array in enumerate(arrays)], 0)
 
     def forget(self, sequences: Sequence[Key]) -> None:
         for key in sequences:
@@ -290,13 +290,13 @@ class States:
         except UnicodeDecodeError as error:
             raise InvalidRequest(f"{what} holds a string that is not UTF-8: {error.reason}") from None
 
-    def _strings(self, given: Sequence[str | bytes], shape: tuple[int, ...]) -> Array:
+    def _strings(self, strings: Sequence[str | bytes], shape: tuple[int, ...]) -> Array:
         """Converts strings to the type that the model gets."""
-        array: Array = np.empty(len(given), object)
+        array: Array = np.empty(len(strings), object)
         if isinstance(self._empty, str):
-            array[:] = [text.decode() if isinstance(text, bytes) else text for text in given]
+            array[:] = [text.decode() if isinstance(text, bytes) else text for text in strings]
         else:
-            array[:] = [text.encode() if isinstance(text, str) else text for text in given]
+            array[:] = [text.encode() if isinstance(text, str) else text for text in strings]
         return array.reshape(shape)
 
 

@@ -213,9 +213,9 @@ def _spec(entry: ModelInput | ModelOutput, batched: bool, optional: bool, flat: 
             f"tensor '{entry.name}' cannot be reshaped from {list(dims)} to {list(shape)}: "
             "both need the same number of variable dims"
         )
-    found = _plain_spec(entry.name, entry.data_type, dims, batched)
+    plain = _plain_spec(entry.name, entry.data_type, dims, batched)
     fixed = -1 not in shape and not flat
-    return structs.replace(found, shape=shape, optional=optional, reshaped=dims != shape, fixed=fixed, flat=flat)
+    return structs.replace(plain, shape=shape, optional=optional, reshaped=dims != shape, fixed=fixed, flat=flat)
 
 
 def _plain_spec(name: str, data_type: str, dims: tuple[int, ...], batched: bool) -> Spec:
@@ -236,10 +236,10 @@ def _plain_spec(name: str, data_type: str, dims: tuple[int, ...], batched: bool)
     )
 
 
-def _reshaped(given: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...], batched: bool) -> tuple[int, ...]:
-    """Applies the batch dimension and, in order, the variable dims of `given` to the pattern `new`."""
-    rest = given[1:] if batched else given
+def _reshaped(actual: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...], batched: bool) -> tuple[int, ...]:
+    """Applies the batch dimension and, in order, the variable dims of `actual` to the pattern `new`."""
+    rest = actual[1:] if batched else actual
     if len(rest) != len(old):
-        raise InvalidRequest(f"shape {list(given)} does not have the {len(old) + batched} dims of the configuration")
+        raise InvalidRequest(f"shape {list(actual)} does not have the {len(old) + batched} dims of the configuration")
     variable = iter([dim for dim, pattern in zip(rest, old, strict=True) if pattern == -1])
-    return given[: int(batched)] + tuple(next(variable) if dim == -1 else dim for dim in new)
+    return actual[: int(batched)] + tuple(next(variable) if dim == -1 else dim for dim in new)

@@ -80,13 +80,13 @@ class RunFailed(Exception):
 
 
 class Chosen(Struct):
-    """A model and the version to run. `config`: the complete configuration, as in Load; `given`: the content of its
+    """A model and the version to run. `config`: the complete configuration, as in Load; `provided`: the content of its
     file alone. `environment`: the model's own interpreter; "": this one. `backends`: the available ones."""
 
     path: str
     version: int
     config: bytes
-    given: bytes | None
+    provided: bytes | None
     warnings: tuple[str, ...]
     backends: tuple[str, ...]
     environment: str
@@ -135,7 +135,7 @@ def _run(order: RunOrder, chosen: Chosen | None, terminal: Terminal) -> int:
     with _loaded(order, chosen, terminal) as model:
         loading = time.perf_counter() - started
         config = model.config
-        completion = completion_warnings(decode_config(chosen.given), config) if chosen.given is not None else []
+        completion = completion_warnings(decode_config(chosen.provided), config) if chosen.provided is not None else []
         for text in completion:
             log_message(text, "warning")
         terminal.print(_heading(config, chosen.version, loading))
@@ -316,11 +316,11 @@ def _work(order: RunOrder, source: inputs.InputSource, config: ModelConfig) -> W
     specs = inputs_of(config)
     known = {spec.name: {"name": spec.name, "datatype": spec.dtype, "shape": _pattern(spec)} for spec in specs}
     max_batch = config.max_batch_size
-    given = inputs.inputs(source, config.name, known, lambda: max_batch)
-    missing = {spec.name: known[spec.name] for spec in specs if not spec.optional and spec.name not in given}
+    arrays = inputs.inputs(source, config.name, known, lambda: max_batch)
+    missing = {spec.name: known[spec.name] for spec in specs if not spec.optional and spec.name not in arrays}
     if missing:
         raise Misuse(f"model '{config.name}' also needs {inputs.describe(missing)}")
-    sizes = {name: array.shape[0] for name, array in given.items()} if max_batch else {}
+    sizes = {name: array.shape[0] for name, array in arrays.items()} if max_batch else {}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
         raise Misuse(f"the inputs of model '{config.name}' must have the same number of rows: {listed}")
@@ -329,9 +329,9 @@ def _work(order: RunOrder, source: inputs.InputSource, config: ModelConfig) -> W
         raise Misuse(f"{rows} rows: the max_batch_size of model '{config.name}' is {max_batch}")
     # The data may exceed the limit for inline tensors, because this request is never encoded.
     tensors = tuple(
-        Tensor(spec.name, spec.dtype, given[spec.name].shape, _bytes(given[spec.name], spec))
+        Tensor(spec.name, spec.dtype, arrays[spec.name].shape, _bytes(arrays[spec.name], spec))
         for spec in specs
-        if spec.name in given
+        if spec.name in arrays
     )
     return Work(1, rows, tensors, _wanted(order, config), AUDIENCE, _sequence(config))
 

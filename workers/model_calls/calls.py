@@ -156,14 +156,14 @@ class OutgoingCalls:
     def _prepared(
         self, inputs: Sequence[GivenTensors], running: Sequence[Work]
     ) -> tuple[Work | None, tuple[Tensor, ...], Pending]:
-        places = [self._place(given.array) for given in inputs]
+        places = [self._place(each.array) for each in inputs]
         parent = self._parent(inputs, places, running)
         pending = self._new()
         room = MESSAGE_BYTES
         tensors: list[Tensor] = []
         try:
-            for given, place in zip(inputs, places, strict=True):
-                tensor = self._tensor(given, place, parent, pending, room)
+            for each, place in zip(inputs, places, strict=True):
+                tensor = self._tensor(each, place, parent, pending, room)
                 room -= len(tensor.data) if isinstance(tensor.data, bytes) else 0
                 tensors.append(tensor)
         except BaseException:
@@ -177,10 +177,10 @@ class OutgoingCalls:
         """Returns the request that the call is made for. None if it is unknown and the reply's audience
         depends on it."""
         parent: Work | None = None
-        for given, place in zip(inputs, places, strict=True):
-            if place is not None and returner_of(given.array) is not None:
+        for tensor, place in zip(inputs, places, strict=True):
+            if place is not None and returner_of(tensor.array) is not None:
                 continue
-            work = given.work if given.work in running else None
+            work = tensor.work if tensor.work in running else None
             if work is None and place is not None:
                 work = next((one for one in running if within(place, one)), None)
             if work is None or work is parent:
@@ -205,25 +205,25 @@ class OutgoingCalls:
         return Handle(base.segment, base.offset + address - self._mapped.address(base), array.nbytes)
 
     def _tensor(
-        self, given: GivenTensors, place: Handle | None, parent: Work | None, pending: Pending, room: int
+        self, tensors: GivenTensors, place: Handle | None, parent: Work | None, pending: Pending, room: int
     ) -> Tensor:
-        array, shape = given.array, given.array.shape
+        array, shape = tensors.array, tensors.array.shape
         try:
             dtype = from_numpy(array.dtype)
         except TypeError as error:
-            raise InvalidRequest(f"input '{given.name}': {error}") from None
+            raise InvalidRequest(f"input '{tensors.name}': {error}") from None
         if dtype == "BYTES":
             array = np.frombuffer(encode_bytes(array, str), np.uint8)
         if array.nbytes <= min(INLINE_BYTES, room):
-            return Tensor(given.name, dtype, shape, array.tobytes())
+            return Tensor(tensors.name, dtype, shape, array.tobytes())
         if place is not None and (returner_of(array) is not None or (parent is not None and within(place, parent))):
-            pending.kept.append(given.array)
-            return Tensor(given.name, dtype, shape, (place,))
+            pending.kept.append(tensors.array)
+            return Tensor(tensors.name, dtype, shape, (place,))
         block = self._arenas.allocate(INTERNAL, array.nbytes)
         handle = Handle(block.segment, block.offset, array.nbytes)
         pending.blocks.append(handle)
         np.copyto(block.array(array.dtype, shape if dtype != "BYTES" else array.shape), array, casting="no")
-        return Tensor(given.name, dtype, shape, (handle,))
+        return Tensor(tensors.name, dtype, shape, (handle,))
 
     # ------------------------------------------------------------------------------------ waiting, in any thread
 

@@ -88,9 +88,9 @@ def check(message: Call | Ask) -> None:
         raise InvalidRequest(f"the request cannot be sent: {error}") from error
     if len(packet) > PACKET_BYTES - 1024:
         raise InvalidRequest(f"names and parameters make a message of {len(packet)} bytes, over {PACKET_BYTES - 1024}")
-    (found,) = _codec.decode(packet)
-    if isinstance(found, codec.Refused):
-        raise InvalidRequest(found.text)
+    (answer,) = _codec.decode(packet)
+    if isinstance(answer, codec.Refused):
+        raise InvalidRequest(answer.text)
 
 
 def returner_of(array: Array) -> HandleReturner | None:

@@ -50,8 +50,8 @@ def query(calls: OutgoingCalls, what: str, model: str, version: int = 0, body: b
     response = calls.take(pending)
     if response is not None:
         raise from_wire(response.code, response.text)
-    found: dict[str, Any] = json.loads(pending.body)
-    return found
+    document: dict[str, Any] = json.loads(pending.body)
+    return document
 
 
 def _json(model: str, config: str) -> Any:

@@ -23,10 +23,10 @@ class Device(NamedTuple):
 
 
 def device_of(config: ModelConfig, instance: str) -> Device:
-    found = group_of(config, instance)
-    if found is None:
+    member = group_of(config, instance)
+    if member is None:
         return Device("CPU", 0)
-    group, device = found
+    group, device = member
     return Device(group.kind.removeprefix("KIND_"), device)
 
 

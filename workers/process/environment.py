@@ -48,14 +48,14 @@ def command(arguments: list[str]) -> list[str]:
     """Returns the bootstrap script with its arguments: where this server's packages are, and where to find the packages
     that they require, which fit an interpreter with the same ABI."""
     folder = Path(__file__).parents[2]
-    packages = [f"{name}={least}={_place(name)}" for name, least in NEEDED.items()]
+    packages = [f"{name}={minimum}={_place(name)}" for name, minimum in NEEDED.items()]
     ours = [str(folder.parent), EXTENSION_SUFFIXES[0], *packages]
     return [str(folder / "workers" / "bootstrap.py"), str(len(ours)), *ours, *arguments]
 
 
 def _place(name: str) -> str:
-    found = find_spec(name)
-    origin = Path(found.origin) if found is not None and found.origin else Path(sys.prefix)
+    spec = find_spec(name)
+    origin = Path(spec.origin) if spec is not None and spec.origin else Path(sys.prefix)
     return str(origin.parent.parent if origin.name.startswith("__init__.") else origin.parent)
 
 

@@ -156,9 +156,9 @@ def _own(cache: Path) -> None:
     except OSError as error:
         log_message(f"{cache}: {error.strerror}")
         raise Unavailable(f"no archive can be unpacked: {error.strerror} (--cache-directory)") from None
-    found = cache.stat()
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
-        log_message(f"{cache} belongs to uid {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}")
+    status = cache.stat()
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
+        log_message(f"{cache} belongs to uid {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}")
         raise Unavailable("archives are not unpacked where other users can write (--cache-directory)")
 
 

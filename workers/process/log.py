@@ -61,8 +61,8 @@ def _cut(trace: traceback.TracebackException) -> bool:
     frames = [frame for frame in trace.stack if not frame.filename.startswith(_OURS)]
     trace.stack = traceback.StackSummary.from_list(frames)
     causes = [cause for cause in (trace.__cause__, trace.__context__) if cause is not None]
-    left = [_cut(cause) for cause in causes]
-    return bool(frames) or any(left)
+    remaining = [_cut(cause) for cause in causes]
+    return bool(frames) or any(remaining)
 
 
 def text_of(error: BaseException) -> str:
@@ -87,7 +87,7 @@ def missing_module(error: ModuleNotFoundError) -> str:
 
 
 def escaped(text: str) -> str:
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def public(text: str, model_dir: str = "") -> str:

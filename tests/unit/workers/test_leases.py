@@ -85,7 +85,6 @@ class Lent:
         self.runner = Runner()
         self.mapped = Mapped()
         self.holder = LeaseHolder(self.link, self.outbox, self.runner, self.mapped, streams)  # type: ignore[arg-type]
-        self.serve = self.holder._serve  # noqa: SLF001 - one packet; receive() waits for more
         for segment in (OWN, OTHERS):
             extent = memfd.create(PAGE)
             self.mapped.add(segment, PAGE, fd=os.dup(extent.fd))
@@ -97,6 +96,11 @@ class Lent:
         page = lease_log.create()
         self.log = LeaseLog(page)
         self.holder.lend(Lend(5, "m", 2, default, FORMS, rows, CLIENT), [end.detach(), page])
+
+    def serve(self) -> None:
+        """Serves one packet; receive() would wait for more."""
+        assert self.holder._lease is not None  # noqa: SLF001
+        self.holder._serve(self.holder._lease)  # noqa: SLF001
 
     def reports(self) -> list[Any]:
         self.outbox.flush()

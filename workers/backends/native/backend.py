@@ -149,8 +149,8 @@ class Native(SeparateBackend):
         self._output_names = [spec.name for spec in outputs]
         self._writer = RequestWriter(self._output_names)
         instance = self.context.instance
-        found = group_of(config, instance)
-        library.set_instance(instance, device_of(config, instance), found[0] if found is not None else None)
+        group = group_of(config, instance)
+        library.set_instance(instance, device_of(config, instance), group[0] if group is not None else None)
         self._start(library, "ModelInstance", library.host.host_instance())
         self.probes = library.has("ModelInstanceReady")
 
@@ -273,8 +273,8 @@ class Native(SeparateBackend):
         finally:
             streams.turn.acquire()
         try:
-            found = None if error else host.host_alike(*batch, byref(described))
-            response = WordReader(found, described.value).response() if found is not None else None
+            result = None if error else host.host_alike(*batch, byref(described))
+            response = WordReader(result, described.value).response() if result is not None else None
             collected = response is not None and self._collect(response, inputs, outputs)
         finally:
             self._order.release()
@@ -304,7 +304,7 @@ class Native(SeparateBackend):
 
     def _responses_alike(self, alike: _AlikeRequests, error: int | None) -> list[Response | None]:
         """Returns a response for each request of a batch whose responses are not alike."""
-        answers = {token: self._found(token) for token in alike.tokens}
+        answers = {token: self._answer_of(token) for token in alike.tokens}
         known = {token: answer for token, answer in answers.items() if answer is not None}
         self.streams.turn.release()
         try:
@@ -322,7 +322,7 @@ class Native(SeparateBackend):
         if not self.streams.decoupled and not all(answer.ended for answer in answers.values()):
             self.streams.wait_for(lambda: all(answer.ended for answer in answers.values()), even_if_lost=True)
 
-    def _found(self, token: int) -> _Answer | None:
+    def _answer_of(self, token: int) -> _Answer | None:
         """Returns a request that has not ended."""
         answer, alike = self._answers.get(token), self._alike
         if answer is not None or alike is None or token not in alike.tokens:
@@ -383,7 +383,7 @@ class Native(SeparateBackend):
             reader = WordReader(host.host_take(byref(count)), count.value)
             while reader.more:
                 kind, token, flags = reader.event()
-                answer = self._found(token)
+                answer = self._answer_of(token)
                 if kind == Event.SENT:
                     self._sent(answer, reader.response(), bool(flags & FINAL))
                 elif kind == Event.STATE:
@@ -481,7 +481,7 @@ class Native(SeparateBackend):
         """Returns where the backend is to write an output; 0: anywhere. `memory`: the kind that it prefers, then that
         of the result."""
         preferred, memory[0] = memory[0], CPU
-        answer, spec = self._found(token), self._outputs[output]
+        answer, spec = self._answer_of(token), self._outputs[output]
         shape = tuple(dims[:rank])
         if (
             answer is None
@@ -501,7 +501,7 @@ class Native(SeparateBackend):
             return 0 if array is None else int(array.__array_interface__["data"][0])
 
     def _is_cancelled(self, token: int) -> int:
-        answer = self._found(token)
+        answer = self._answer_of(token)
         return answer is not None and self.streams.is_cancelled(answer.request.work.request, answer.stream)
 
     def _work_items(self) -> list[Work]:
@@ -530,6 +530,6 @@ def _settings_json(context: Context, backend: str) -> bytes:
         "min-compute-capability": "6.0",
     }
     for prefix in (",", f"{backend},"):  # those for this backend override those for all
-        given = {key.removeprefix(prefix): text for key, text in context.settings.items() if key.startswith(prefix)}
-        settings |= given
+        values = {key.removeprefix(prefix): text for key, text in context.settings.items() if key.startswith(prefix)}
+        settings |= values
     return msgspec.json.encode({"cmdline": settings})

@@ -138,9 +138,9 @@ class NativeLibrary:
     def taken_error(self, error: int) -> ServeError:
         """Returns an error of the interface as ours, and deletes it."""
         code, text = self.host.TRITONSERVER_ErrorCode(error), self.host.TRITONSERVER_ErrorMessage(error)
-        found = from_wire(triton_code(code), text.decode(errors="backslashreplace"))
+        taken = from_wire(triton_code(code), text.decode(errors="backslashreplace"))
         self.host.TRITONSERVER_ErrorDelete(error)
-        return found
+        return taken
 
     def set_instance(self, name: str, device: Device, group: ModelInstanceGroup | None) -> None:
         """Sets the properties of the instance. Its process sees one GPU, so the GPU's number may differ there."""
@@ -172,11 +172,11 @@ class NativeLibrary:
 def _load_shim(image: bytes, name: str) -> ctypes.CDLL:
     """Loads the shim under the name that the backend needs. A backend that is linked with no such library finds its
     functions among the global ones."""
-    wanted, given = name.encode(), SONAME.encode()
-    if len(wanted) > len(given):
-        raise Unsupported(f"the backend is linked with '{name}', a name of more than {len(given)} bytes")
+    wanted, soname = name.encode(), SONAME.encode()
+    if len(wanted) > len(soname):
+        raise Unsupported(f"the backend is linked with '{name}', a name of more than {len(soname)} bytes")
     if wanted:
-        image = image.replace(given, wanted.ljust(len(given), b"\0"))
+        image = image.replace(soname, wanted.ljust(len(soname), b"\0"))
     descriptor = os.memfd_create("shmserve-native-shim", os.MFD_CLOEXEC)
     try:
         with open(descriptor, "wb", closefd=False) as file:

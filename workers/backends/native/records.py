@@ -74,11 +74,11 @@ class RequestWriter:
             words.extend(_options_of(options))
             words.extend(self._wanted(request) if work.outputs is not None else self._all)
         inputs = 0
-        for index, given in enumerate(arrays):
-            if given is None:
+        for index, tensor in enumerate(arrays):
+            if tensor is None:
                 continue
             inputs += 1
-            shape, parts = given if isinstance(given, StoredInput) else (given.shape, (_encoded(given),))
+            shape, parts = tensor if isinstance(tensor, StoredInput) else (tensor.shape, (_encoded(tensor),))
             kept += parts
             words.extend((index, len(shape), *shape))
             buffers = [word for part in parts if part.nbytes for word in _buffer(part)]
@@ -184,10 +184,10 @@ def reply_words(response: CallResponse, kept: list[Any]) -> array[int]:
     words: array[int] = array("Q", (triton_number(response.code) + 1 if response.code else 0,))
     words.extend(text_words(response.text))
     words.append(len(response.outputs))
-    for name, given in response.outputs:
-        data = _encoded(given)
+    for name, tensor in response.outputs:
+        data = _encoded(tensor)
         kept.append(data)
-        words.extend((*text_words(name), BY_NUMBER.index(from_numpy(given.dtype)), given.ndim, *given.shape))
+        words.extend((*text_words(name), BY_NUMBER.index(from_numpy(tensor.dtype)), tensor.ndim, *tensor.shape))
         words.extend((data.__array_interface__["data"][0], data.nbytes))
     parameters = response.parameters or {}
     words.append(len(parameters))
@@ -203,11 +203,11 @@ def _buffer(part: Array | DevicePiece) -> tuple[int, int, int]:
     return part.address, part.nbytes, GPU
 
 
-def _encoded(given: Array) -> Array:
+def _encoded(array: Array) -> Array:
     """Returns the bytes of an array as the backend reads them."""
-    if given.dtype == object:
-        return np.frombuffer(encode_bytes(given), np.uint8)
-    return given if given.flags.c_contiguous else np.ascontiguousarray(given)
+    if array.dtype == object:
+        return np.frombuffer(encode_bytes(array), np.uint8)
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
 class WordReader:

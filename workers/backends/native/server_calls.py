@@ -68,9 +68,15 @@ class ServerCalls:
     def _infer(self, call: int, words: int, count: int) -> int:
         try:
             calls, work_items = self._server(), self._work_items()
-            made = WordReader(words, count).call()
+            outgoing = WordReader(words, count).call()
             pending = calls.call(
-                made.model, made.version, made.inputs, made.outputs, made.options, bool(work_items), work_items
+                outgoing.model,
+                outgoing.version,
+                outgoing.inputs,
+                outgoing.outputs,
+                outgoing.options,
+                bool(work_items),
+                work_items,
             )
         except ServeError as error:
             return self._refuse(error)
@@ -113,9 +119,9 @@ class ServerCalls:
                 return queries.is_decoupled(calls, model, max(version, 0))
             if question == Question.LOAD:
                 reader = WordReader(words, word_count)
-                given = dict([reader.parameter() for _ in range(count)])
-                files = {key: str(value).encode() for key, value in given.items() if key.startswith("file:")}
-                queries.load(calls, model, str(given.get("config", "")), files)
+                parameters = dict([reader.parameter() for _ in range(count)])
+                files = {key: str(value).encode() for key, value in parameters.items() if key.startswith("file:")}
+                queries.load(calls, model, str(parameters.get("config", "")), files)
             else:
                 queries.unload(calls, model, question == Question.UNLOAD_ALL)
         except ServeError as error:

@@ -84,14 +84,14 @@ def plan(
 ) -> SessionPlan:
     """`available`: the providers of this engine. `threads`: the CPU limit of this instance. `setting`: returns a value
     of --backend-config, or ""."""
-    given = {key: entry.string_value for key, entry in config.parameters.items()}
-    values = {key: value_of(given, key, f"parameter {key}") for key in PARAMETERS}
+    parameters = {key: entry.string_value for key, entry in config.parameters.items()}
+    values = {key: value_of(parameters, key, f"parameter {key}") for key in PARAMETERS}
     for _, text in pool_conflict(values):
         raise InvalidRequest(text)
     for key in SETTINGS:
         _setting(setting, key)
     intra, inter = (
-        int(values[key] if given.get(key) else _setting(setting, key) or "0")
+        int(values[key] if parameters.get(key) else _setting(setting, key) or "0")
         for key in ("intra_op_thread_count", "inter_op_thread_count")
     )
     providers = _providers(config, kind, device, available, values, intra or threads)
@@ -105,7 +105,7 @@ def plan(
         "graph_optimization_level": _graph_level(config),
     }
     entries = {"session.intra_op.allow_spinning": "0", "session.inter_op.allow_spinning": "0"}
-    entries |= {key: value for key, value in given.items() if key.startswith(ENTRIES)}
+    entries |= {key: value for key, value in parameters.items() if key.startswith(ENTRIES)}
     pool = None
     if _setting(setting, "enable-global-threadpool") == "1":
         pool = (intra or threads, inter)
@@ -126,7 +126,7 @@ def plan(
         arena=arena,
         device=device,
         captures=providers.captures,
-        notes=tuple(f"parameter '{key}' is {note}" for key, note in typos(given)),
+        notes=tuple(f"parameter '{key}' is {note}" for key, note in typos(parameters)),
     )
 
 

@@ -60,7 +60,7 @@ def gpu_providers(
     required: bool,
 ) -> Providers:
     """`old`: CUDA options given as parameters of the model. CUDA is always listed, after other providers."""
-    options = _given(model, accelerators, _ON_GPU)
+    options = _options_of(model, accelerators, _ON_GPU)
     cuda = old | {key: checked("cuda", CUDA_OPTIONS, key, text) for key, text in options.get("cuda", {}).items()}
     listed = [(CUDA, {"device_id": str(device)} | cuda)]
     if "tensorrt" in options:
@@ -77,7 +77,7 @@ def cpu_providers(
     model: str, accelerators: Sequence[Accelerator], available: Collection[str], threads: int
 ) -> Providers:
     """`threads`: the CPU limit of this instance."""
-    options = _given(model, accelerators, _ON_CPU)
+    options = _options_of(model, accelerators, _ON_CPU)
     listed = []
     own_threads = 0
     for name, parameters in options.items():
@@ -94,7 +94,7 @@ def cpu_providers(
     return Providers((*listed, (CPU, {})), names, intra_op=own_threads)
 
 
-def _given(model: str, accelerators: Sequence[Accelerator], known: dict[str, str]) -> dict[str, dict[str, str]]:
+def _options_of(model: str, accelerators: Sequence[Accelerator], known: dict[str, str]) -> dict[str, dict[str, str]]:
     requested: dict[str, dict[str, str]] = {}
     for accelerator in accelerators:
         if text := accelerator_problem(accelerator.name, known, requested):

@@ -69,8 +69,8 @@ class Python(PythonModel, SeparateBackend):
         self._running = requests
         try:
             if streams.decoupled:
-                return self._decoupled_answers(requests, *self._begin_decoupled(self._given(requests)))
-            received = self._given(requests)
+                return self._decoupled_answers(requests, *self._begin_decoupled(self._received(requests)))
+            received = self._received(requests)
             responses = self._execute(received)
             if responses is None:  # all responses have been sent, or will be
                 responses = [None] * len(requests)
@@ -97,7 +97,7 @@ class Python(PythonModel, SeparateBackend):
             if streams.withdrawn:
                 streams.withdrawn.clear()
 
-    def _given(self, requests: list[Request]) -> list[pb_utils.InferenceRequest]:
+    def _received(self, requests: list[Request]) -> list[pb_utils.InferenceRequest]:
         make, names, outputs = request_from, self._inputs, self._outputs
         model, version = self.context.model, self.context.version
         received = [make(self, request.work, request.arrays, names, outputs, model, version) for request in requests]
@@ -141,26 +141,26 @@ class Python(PythonModel, SeparateBackend):
 
     # ------------------------------------------------------------------------------------ decoupled
 
-    def _begin_decoupled(self, given: list[pb_utils.InferenceRequest]) -> tuple[list[ResponseSender], list[bool]]:
+    def _begin_decoupled(self, requests: list[pb_utils.InferenceRequest]) -> tuple[list[ResponseSender], list[bool]]:
         """Starts a batch of a decoupled model; returns which requests are to run again."""
         host = self.streams
-        streams = [host.begin(request._work) for request in given]
-        for request, stream in zip(given, streams, strict=True):
+        streams = [host.begin(request._work) for request in requests]
+        for request, stream in zip(requests, streams, strict=True):
             request._sender = pb_utils.InferenceResponseSender(self, stream)
         if self._generator:
-            for request, stream in zip(given, streams, strict=True):
+            for request, stream in zip(requests, streams, strict=True):
                 self._start(self._generate(request, stream), [stream])
             return streams, []
         host.turn.release()
         try:
-            result = self._model.execute(given)
+            result = self._model.execute(requests)
         finally:
             host.turn.acquire()
         if inspect.iscoroutine(result):
             self._start(self._follow(result, streams), streams)
             return streams, []
         self._check_none(result)
-        return streams, [getattr(request, "_again", False) for request in given]
+        return streams, [getattr(request, "_again", False) for request in requests]
 
     def _decoupled_answers(
         self, requests: list[Request], streams: list[ResponseSender], again: list[bool]

@@ -183,13 +183,13 @@ def _line_noted(function: Any) -> Iterator[None]:
 
 def schemas_of(signature: Signature) -> dict[str, Any]:
     """The JSON schemas of the tensors that have one, and those that they refer to, for the gateways; {} if none has."""
-    found: dict[str, Any] = {"inputs": {}, "outputs": {}, "components": {}}
+    schemas: dict[str, Any] = {"inputs": {}, "outputs": {}, "components": {}}
     for kind, slots in (("inputs", signature.inputs), ("outputs", signature.outputs)):
         for slot in slots:
             if slot.codec is not None and slot.codec.schema is not None:
-                found[kind][slot.name] = slot.codec.schema
-                found["components"] |= slot.codec.components
-    return found if found["inputs"] or found["outputs"] else {}
+                schemas[kind][slot.name] = slot.codec.schema
+                schemas["components"] |= slot.codec.components
+    return schemas if schemas["inputs"] or schemas["outputs"] else {}
 
 
 def _declared(slot: Slot) -> dict[str, Any]:

@@ -133,11 +133,11 @@ class PythonModel(Backend, ABC):
 
     # ------------------------------------------------------------------------------------ running
 
-    def _execute(self, given: Any) -> Any:
+    def _execute(self, requests: Any) -> Any:
         """Returns the result of the model's `execute`, which may be a coroutine."""
         self.streams.turn.release()
         try:
-            result = self._model.execute(given)
+            result = self._model.execute(requests)
             if type(result) is not list and inspect.iscoroutine(result):
                 return self._run(result)
             return result

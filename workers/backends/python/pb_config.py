@@ -21,10 +21,10 @@ class ModelConfig:
         return self._model_config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        given = self._model_config.get("max_batch_size", 0)
-        if given > max_batch_size:
+        configured = self._model_config.get("max_batch_size", 0)
+        if configured > max_batch_size:
             raise ValueError(
-                f"configuration specified max_batch_size {given}, but auto_complete_config of model "
+                f"configuration specified max_batch_size {configured}, but auto_complete_config of model "
                 f"'{self._name()}' sets the smaller max_batch_size {max_batch_size}"
             )
         self._model_config["max_batch_size"] = max_batch_size
@@ -71,13 +71,13 @@ class ModelConfig:
                 raise ValueError(f"{kind} of model '{self._name()}' in auto_complete_config lacks '{key}'")
         entry = {**tensor, "dims": list(tensor["dims"])}
         entries = self._model_config.setdefault(kind, [])
-        given = next((have for have in entries if have["name"] == entry["name"]), None)
-        if given is None:
+        existing = next((have for have in entries if have["name"] == entry["name"]), None)
+        if existing is None:
             entries.append(entry)
             return
         for key, value in entry.items():
-            if given.get(key) != value:
+            if existing.get(key) != value:
                 raise ValueError(
                     f"unable to change {kind} '{entry['name']}' of model '{self._name()}': the configuration has "
-                    f"{key} {given.get(key)}, auto_complete_config gives {value}"
+                    f"{key} {existing.get(key)}, auto_complete_config gives {value}"
                 )

@@ -80,8 +80,8 @@ class Metric:
         """Returns the value that this instance of the model has counted, or set last."""
         if self._subject.kind == HISTOGRAM:
             raise TritonModelException(f"histogram '{self._subject.name}' has no single value")
-        found: float = self._shared.numbers[1]
-        return found
+        number: float = self._shared.numbers[1]
+        return number
 
     def __del__(self) -> None:
         shared: _Shared | None = getattr(self, "_shared", None)

@@ -68,8 +68,8 @@ class InferenceTrace:
 
     def get_context(self) -> str | None:
         """Returns the W3C trace context as JSON, or None."""
-        found = {name: self._parameters[name] for name in (TRACE_PARENT, TRACE_STATE) if name in self._parameters}
-        return json.dumps(found) if found else None
+        context = {name: self._parameters[name] for name in (TRACE_PARENT, TRACE_STATE) if name in self._parameters}
+        return json.dumps(context) if context else None
 
 
 class InferenceRequest:
@@ -175,8 +175,8 @@ class InferenceRequest:
         host = _host_of(self)
         if host is None:
             raise TritonModelException("a request created by a model has no response sender")
-        found: InferenceResponseSender | None = getattr(self, "_sender", None)
-        return host.sender(self) if found is None else found
+        sender: InferenceResponseSender | None = getattr(self, "_sender", None)
+        return host.sender(self) if sender is None else sender
 
     def exec(self, decoupled: bool = False) -> Any:
         """Calls the other model and waits for its response. With `decoupled`, returns an iterator of
@@ -195,9 +195,9 @@ def _integer(value: Any, what: str) -> int:
         raise TypeError(f"{what} must be an integer, not {type(value).__name__}") from None
 
 
-def _tensors(given: Sequence[Tensor], what: str, which: str) -> list[Tensor]:
+def _tensors(values: Sequence[Tensor], what: str, which: str) -> list[Tensor]:
     """Returns a copy of the list. As in Triton, None raises TritonModelException and other types raise TypeError."""
-    tensors = list(given)
+    tensors = list(values)
     for tensor in tensors:
         if tensor is None:
             raise TritonModelException(f"{which} should not be empty.")
@@ -258,7 +258,7 @@ def mark_device_inputs(requests: Sequence[InferenceRequest]) -> None:
             piece: Any = tensor._array
             if not hasattr(piece, "host"):
                 continue
-            wire = next(given.dtype for given in request._work.inputs if given.name == tensor._name)
+            wire = next(sent.dtype for sent in request._work.inputs if sent.name == tensor._name)
             if wire == "BF16":  # no library accepts it by address
                 tensor._array = piece.host()
             else:

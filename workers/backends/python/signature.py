@@ -104,17 +104,17 @@ class _Reader:
             raise self._error(text) from error
 
     def _parameters(self, hints: dict[str, Any]) -> dict[str, Field]:
-        found: dict[str, Field] = {}
+        fields: dict[str, Field] = {}
         parameters = list(inspect.signature(self._function).parameters.values())
         for parameter in parameters[1:] if inspect.isclass(self._target) else parameters:
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise self._error(f"'{parameter}' cannot be an input: inputs have names; list each as a parameter")
             if parameter.name not in hints:
                 raise self._error(f"parameter '{parameter.name}' has no type: write {parameter.name}: {self._forms}")
-            found[parameter.name] = Field(hints[parameter.name], parameter.default is parameter.empty)
-        if not found:
+            fields[parameter.name] = Field(hints[parameter.name], parameter.default is parameter.empty)
+        if not fields:
             raise self._error("a model needs at least one input: add a parameter with a type hint")
-        return found
+        return fields
 
     def _record(self, parameters: dict[str, Field]) -> tuple[tuple[str, Any] | None, dict[str, Field]]:
         """The only parameter, with its class, and the fields of the class; None, and the parameters, if they are the

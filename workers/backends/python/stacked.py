@@ -52,8 +52,8 @@ class StackedPython(PythonModel, StackedBackend):
             index = self._outputs.get(name)
             if index is None:
                 raise ModelFailed(f"unexpected output '{name}': the outputs are {', '.join(self._outputs)}")
-            given = array.as_numpy() if isinstance(array, pb_utils.Tensor) else array
-            outputs.put(index, self._as_declared(name, given) if hasattr(given, "dtype") else given)
+            value = array.as_numpy() if isinstance(array, pb_utils.Tensor) else array
+            outputs.put(index, self._as_declared(name, value) if hasattr(value, "dtype") else value)
 
     def _work_items(self) -> Sequence[Work]:
         return self._running if self.streams.connected else ()

@@ -58,7 +58,7 @@ class Torch(OverlappingBackend):
                 f"model '{config.name}' needs input and output in its config.pbtxt: a TorchScript file does not say "
                 "what shapes it takes; a torch.export package (model.pt2) does"
             )
-        inputs, outputs = ([fact for fact in found if fact is not None] for found in facts)
+        inputs, outputs = ([fact for fact in side if fact is not None] for side in facts)
         return completed(config, inputs, outputs)
 
     def load(self, config: ModelConfig) -> None:
@@ -73,9 +73,9 @@ class Torch(OverlappingBackend):
         self._names = [spec.name for spec in self._inputs] if program.whole_dict else None
         changed = [argument.changed for argument in program.arguments]
         self._copied = {
-            given
-            for place, given in enumerate(self._leaves)
-            if given is not None and (self._names is not None or changed[place])
+            leaf
+            for place, leaf in enumerate(self._leaves)
+            if leaf is not None and (self._names is not None or changed[place])
         }
         self._clean = self._device.type == "cuda" and parameters.flag("ENABLE_CACHE_CLEANING", False)
         self._set_modes(parameters)
@@ -148,7 +148,7 @@ class Torch(OverlappingBackend):
             return
         with self._near.copies():
             located = [self._near.locate(inputs, index, spec) for index, spec in enumerate(self._inputs)]
-        tensors = [self._given(index, there, inputs) for index, there in enumerate(located)]
+        tensors = [self._tensor_of(index, there, inputs) for index, there in enumerate(located)]
         inputs.computing()
         values = self._compute(tensors)
         try:
@@ -167,7 +167,7 @@ class Torch(OverlappingBackend):
             return self._pick(self._call([{name: tensor for name, tensor in named if tensor is not None}]))
         return self._pick(self._call([None if place is None else tensors[place] for place in self._leaves]))
 
-    def _given(self, index: int, there: GpuTensor | None, inputs: GatherGroup) -> Any:
+    def _tensor_of(self, index: int, there: GpuTensor | None, inputs: GatherGroup) -> Any:
         """Returns an input as a tensor over its memory, on the host or the GPU."""
         if there is None:
             return self._tensor(index, self._inputs[index], inputs.array(index))
@@ -208,9 +208,9 @@ class Torch(OverlappingBackend):
             return _strings(spec, value, rows)
         if not isinstance(value, torch.Tensor):
             raise ModelFailed(f"output '{spec.name}' is a {type(value).__name__}; expected a tensor")
-        found = DTYPES.get(value.dtype)
-        if found != spec.dtype:
-            provided = TO_CONFIG.get(found or "", str(value.dtype))
+        dtype = DTYPES.get(value.dtype)
+        if dtype != spec.dtype:
+            provided = TO_CONFIG.get(dtype or "", str(value.dtype))
             raise Internal(
                 f"configuration expects datatype {TO_CONFIG[spec.dtype]} for output '{spec.name}', model provides "
                 f"{provided}"
@@ -240,9 +240,9 @@ class Torch(OverlappingBackend):
     def _match(self, model: str, program: Program) -> None:
         """Checks the inputs of the configuration against the file, if the file describes them."""
         facts = program.facts()
-        for fact, given in zip(facts[0], self._leaves, strict=True) if facts is not None else ():
-            if fact is not None and given is not None:
-                spec = self._inputs[given]
+        for fact, leaf in zip(facts[0], self._leaves, strict=True) if facts is not None else ():
+            if fact is not None and leaf is not None:
+                spec = self._inputs[leaf]
                 match(model, "input", [spec], [fact._replace(name=spec.name)])
 
     def _set_threads(self, parameters: Parameters) -> None:

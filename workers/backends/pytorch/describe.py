@@ -110,14 +110,16 @@ def _free(
     for place, length in enumerate(size):
         other = [ROWS, *size]
         other[place + 1] = length + GROWTH
-        found = _run(program, dtype, other)
-        if found is None or found.keys() != outputs.keys() or not _has_rows(found, ROWS):
+        results = _run(program, dtype, other)
+        if results is None or results.keys() != outputs.keys() or not _has_rows(results, ROWS):
             continue
-        if any(found[name].dim() != value.dim() for name, value in outputs.items()):
+        if any(results[name].dim() != value.dim() for name, value in outputs.items()):
             continue
         dims[place] = -1
         for name, shape in shapes.items():
-            shape[:] = [old if old == new else -1 for old, new in zip(shape, (-1, *found[name].shape[1:]), strict=True)]
+            shape[:] = [
+                old if old == new else -1 for old, new in zip(shape, (-1, *results[name].shape[1:]), strict=True)
+            ]
     return dims, [TensorFacts(name, DTYPES[value.dtype], tuple(shapes[name])) for name, value in outputs.items()]
 
 

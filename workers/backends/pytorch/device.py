@@ -39,8 +39,8 @@ def over(address: int, shape: tuple[int, ...], spec: Spec, device: torch.device)
 
 
 def as_tensor(memory: Any, device: torch.device) -> torch.Tensor:
-    found: torch.Tensor = torch.as_tensor(memory, device=device)
-    return found
+    tensor: torch.Tensor = torch.as_tensor(memory, device=device)
+    return tensor
 
 
 def address_of(tensor: torch.Tensor) -> int:

@@ -168,7 +168,7 @@ class GpuBatches:
 
         replay = device.capture(run, self._stream, self._pool)
         captured = Captured(replay, tuple(addresses), tuple(slot.outputs))
-        return CudaGraph(captured, request.shapes, tuple(shapes), request.least)
+        return CudaGraph(captured, request.shapes, tuple(shapes), request.min_rows)
 
     def _shape(self, spec: Spec, value: Any) -> Shape:
         """Returns the shape of a result that a graph can write."""
@@ -198,9 +198,9 @@ class GpuBatches:
         pipeline, rows = self._pipeline, inputs.rows
         shapes = [inputs.shape(index) for index in range(len(self._inputs))]
         graphs = self._graphs[slot.number]
-        given = tuple(shape for shape in shapes if shape is not None)
-        found = graphs.find(given, rows) if len(graphs) and len(given) == len(shapes) else None
-        graph: Captured | None = found.handle if found is not None else None
+        known = tuple(shape for shape in shapes if shape is not None)
+        match = graphs.find(known, rows) if len(graphs) and len(known) == len(shapes) else None
+        graph: Captured | None = match.handle if match is not None else None
         tensors = [self._input(slot, graph, inputs, index, shape) for index, shape in enumerate(shapes)]
         pipeline.inputs_copied(slot)
         inputs.computing()
@@ -208,10 +208,10 @@ class GpuBatches:
         copies: list[tuple[Array, int]] = []
         kept: list[Any] = [inputs]
         with device.running_in(self._stream):
-            if graph is not None and found is not None:
+            if graph is not None and match is not None:
                 graph.replay()
                 for index in wanted:
-                    shape = found.outputs[index]
+                    shape = match.outputs[index]
                     shape = (rows, *shape[1:]) if rows else shape
                     value = device.over(graph.outputs[index], shape, self._outputs[index], self._place)
                     self._collect(slot, index, value, graph.outputs[index], outputs, staged, copies)
@@ -254,11 +254,11 @@ class GpuBatches:
             device.free_cached()
             return slot.grow(slot.inputs, index, size)
 
-    def _own(self, index: int, given: tuple[Any, bool] | None) -> Any:
+    def _own(self, index: int, piece: tuple[Any, bool] | None) -> Any:
         """Returns an input that the model may write to, if it does."""
-        if given is None:
+        if piece is None:
             return None
-        tensor, in_place = given
+        tensor, in_place = piece
         return tensor.clone() if in_place and index in self._copied else tensor
 
     def _collect(

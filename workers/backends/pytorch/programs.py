@@ -100,8 +100,8 @@ class Script(Program):
     def call(self, leaves: Sequence[Any]) -> Any:
         if None not in leaves:
             return self.module(*leaves)
-        given = zip(self._names, leaves, self._omits, strict=True)
-        return self.module(**{name: leaf for name, leaf, omit in given if leaf is not None or not omit})
+        arguments = zip(self._names, leaves, self._omits, strict=True)
+        return self.module(**{name: leaf for name, leaf, omit in arguments if leaf is not None or not omit})
 
 
 def _changed(graph: Any, aliases: Any, value: Any) -> bool:
@@ -129,8 +129,8 @@ class _Tree(Program):
         paths = _paths(arguments)
         names = [_argument_names(path, place) for place, path in enumerate(paths)]
         if named:
-            names = [tuple(dict.fromkeys((*found, more))) for found, more in zip(names, named, strict=True)]
-        self.arguments = [Argument(found) for found in names]
+            names = [tuple(dict.fromkeys((*pair, more))) for pair, more in zip(names, named, strict=True)]
+        self.arguments = [Argument(pair) for pair in names]
         self.results = [_result_names(path, place) for place, path in enumerate(_paths(results))]
         positional, keywords = pytree.tree_unflatten(list(range(len(paths))), arguments)
         plain = [*positional, *keywords.values()]
@@ -197,9 +197,9 @@ def _written(program: Any) -> set[str] | None:
             if node.target is not operator.getitem and any(other.op == "get_attr" for other in node.all_input_nodes):
                 return None  # control flow: its branches are in separate graphs
             continue
-        for given, taken in zip(node.args, schema.arguments, strict=False):
+        for argument, taken in zip(node.args, schema.arguments, strict=False):
             if taken.alias_info is not None and taken.alias_info.is_write:
-                written |= _roots(given)
+                written |= _roots(argument)
     return written
 
 
@@ -238,8 +238,8 @@ class CompiledProgram(_Tree):
 
 def _paths(spec: Any) -> list[tuple[Any, ...]]:
     tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    found = pytree.tree_flatten_with_path(tree)[0]
-    return [tuple(_step(key) for key in path) for path, _ in found]
+    pairs = pytree.tree_flatten_with_path(tree)[0]
+    return [tuple(_step(key) for key in path) for path, _ in pairs]
 
 
 def _step(key: Any) -> Any:
@@ -255,13 +255,13 @@ def _bracketed(steps: Sequence[Any]) -> str:
 
 def _argument_names(path: tuple[Any, ...], place: int) -> tuple[str, ...]:
     kind, *steps = path
-    found = (f"INPUT__{place}", ("KWARGS" if kind == 1 else "ARGS") + _bracketed(steps))
-    return (*found, str(steps[0])) if kind == 1 and len(steps) == 1 else found
+    pair = (f"INPUT__{place}", ("KWARGS" if kind == 1 else "ARGS") + _bracketed(steps))
+    return (*pair, str(steps[0])) if kind == 1 and len(steps) == 1 else pair
 
 
 def _result_names(path: tuple[Any, ...], place: int) -> tuple[str, ...]:
-    found = (f"OUTPUT__{place}", "RESULT" + _bracketed(path))
-    return (*found, path[0]) if len(path) == 1 and isinstance(path[0], str) else found
+    pair = (f"OUTPUT__{place}", "RESULT" + _bracketed(path))
+    return (*pair, path[0]) if len(path) == 1 and isinstance(path[0], str) else pair
 
 
 def _fact(name: str, value: Any) -> TensorFacts | None:

@@ -89,18 +89,18 @@ class TensorFlow(StackedBackend):
 
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         arrays: list[Array] = []
-        given: list[int] = []
+        fed: list[int] = []
         for index in range(len(self._inputs)):
             array = inputs.array(index)
             if array is not None:
                 arrays.append(array.copy() if self._copies else array)
-                given.append(index)
+                fed.append(index)
         wanted = [index for index in range(len(self._outputs)) if outputs.needed(index)]
         inputs.computing()
         if not wanted:
             return
         try:
-            values = self._run((*given,), (*wanted,))(*arrays)
+            values = self._run((*fed,), (*wanted,))(*arrays)
         except tf.errors.OpError as error:
             raise ModelFailed(engine_text(error)) from error
         for index, value in zip(wanted, values, strict=True):
@@ -108,20 +108,20 @@ class TensorFlow(StackedBackend):
             computed = value if isinstance(value, np.ndarray) else np.array(value, self._outputs[index].numpy)
             outputs.put(index, computed)
 
-    def _run(self, given: tuple[int, ...], wanted: tuple[int, ...]) -> Run:
+    def _run(self, fed: tuple[int, ...], wanted: tuple[int, ...]) -> Run:
         """Returns a function from these inputs to these outputs.
 
         The method of the session is not public, but exists in all versions since 1.5; the public ones add 0.1 ms
         (Session.run) or 0.2 ms (a function of the eager runtime) to each batch.
         """
-        run = self._runs.get((given, wanted))
+        run = self._runs.get((fed, wanted))
         if run is None:
             if len(self._runs) == _RUNS:
                 self._runs.clear()
             options = config_pb2.CallableOptions()
-            options.feed.extend([self._feeds[index] for index in given])
+            options.feed.extend([self._feeds[index] for index in fed])
             options.fetch.extend([self._fetches[index] for index in wanted])
-            run = self._runs[given, wanted] = self._session._make_callable_from_options(options)
+            run = self._runs[fed, wanted] = self._session._make_callable_from_options(options)
         return run
 
     # ------------------------------------------------------------------------------------ loading

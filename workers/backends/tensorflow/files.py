@@ -74,7 +74,7 @@ class SavedModel:
         self.find_input: Find = self.inputs.get
         self.find_output: Find = self.outputs.get
 
-    def needed(self, outputs: Iterable[str], given: Collection[str]) -> list[str]:
+    def needed(self, outputs: Iterable[str], fed: Collection[str]) -> list[str]:
         """Returns the inputs without which these outputs cannot be computed."""
         return [name for name, port in self.inputs.items() if not port.optional]
 
@@ -129,8 +129,8 @@ class FrozenGraph:
             dims = None  # older graphs can express an unknown rank only like this
         return Port(place, tensor.dtype.name, dims, tensor.op.type == _DEFAULT_OP)
 
-    def needed(self, outputs: Iterable[str], given: Collection[str]) -> list[str]:
-        return sorted(node.name for node in nodes_behind(self.graph, outputs, given) if node.op == "Placeholder")
+    def needed(self, outputs: Iterable[str], fed: Collection[str]) -> list[str]:
+        return sorted(node.name for node in nodes_behind(self.graph, outputs, fed) if node.op == "Placeholder")
 
 
 Program = SavedModel | FrozenGraph
@@ -170,7 +170,7 @@ def _saved_model(folder: Path) -> Any:
 
 def _chosen(proto: Any, parameters: Parameters) -> tuple[Any, Sequence[str], Any]:
     """Returns the graph, its tags, and the signature that the parameters choose."""
-    graphs = [(list(found.meta_info_def.tags), found) for found in proto.meta_graphs]
+    graphs = [(list(graph.meta_info_def.tags), graph) for graph in proto.meta_graphs]
     wanted = parameters.text(TAG, tf.saved_model.SERVING)
     tagged = [pair for pair in graphs if wanted in pair[0]]
     if not tagged and not parameters.text(TAG):
@@ -243,15 +243,15 @@ def nodes_behind(graph: Any, outputs: Iterable[str], fed: Collection[str] = ()) 
 def operators(graph: Any, nodes: Iterable[Any]) -> set[str]:
     """Returns the names of all operators of these nodes, and of the functions that they call."""
     functions = {function.signature.name: function for function in graph.library.function}
-    found, called, todo = set[str](), set[str](), list(nodes)
+    names, called, todo = set[str](), set[str](), list(nodes)
     while todo:
         node = todo.pop()
-        found.add(node.op)
+        names.add(node.op)
         for name in (node.op, *_functions(node)):
             if name in functions and name not in called:
                 called.add(name)
                 todo += functions[name].node_def
-    return found
+    return names
 
 
 def _functions(node: Any) -> Iterable[str]:

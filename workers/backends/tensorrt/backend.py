@@ -180,12 +180,12 @@ class TensorRT(OverlappingBackend):
 
     def _bind(self, profile: Profile, slot: Slot, inputs: dict[int, int], outputs: dict[int, int]) -> None:
         """Sets the addresses of a run: those given, else the buffers of the slot."""
-        for specs, addresses, given in (
+        for specs, addresses, shapes in (
             (self._inputs, slot.inputs, inputs),
             (self._outputs, slot.outputs, outputs),
         ):
             for index, spec in enumerate(specs):
-                address = given.get(index) or addresses[index]
+                address = shapes.get(index) or addresses[index]
                 if address:
                     profile.address(spec.name, address)
 
@@ -220,7 +220,7 @@ class TensorRT(OverlappingBackend):
                     f"model '{config.name}': no CUDA graphs, the engine refuses: {self._logger.last}", "warning"
                 )
                 return
-            graphs.add(CudaGraph(cuda.end_capture(stream), request.shapes, outputs, request.least))
+            graphs.add(CudaGraph(cuda.end_capture(stream), request.shapes, outputs, request.min_rows))
 
     # ------------------------------------------------------------------------------------ batches
 
@@ -265,10 +265,10 @@ class TensorRT(OverlappingBackend):
         """Queues a batch. Returns the outputs that are copied to staging."""
         cuda, rows = self._cuda, inputs.rows
         for index, values in self._host.items():
-            given = inputs.array(index)
-            if given is None or given.nbytes > values.bytes:
+            value = inputs.array(index)
+            if value is None or value.nbytes > values.bytes:
                 raise InvalidRequest(f"input '{self._inputs[index].name}' has more values than the model's dims allow")
-            values.array(shapes[index])[...] = given
+            values.array(shapes[index])[...] = value
         graphs = self._graphs[slot.number]
         graph = graphs.find(shapes, rows) if len(graphs) else None
         if graph is None:

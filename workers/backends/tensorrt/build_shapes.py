@@ -62,9 +62,9 @@ def from_config(config: ModelConfig, dynamic: Mapping[str, Shape], max_batch: in
         entry = entries.get(name)
         tail = dims[1:] if max_batch else dims
         if entry is not None:
-            given = tuple(entry.dims if entry.reshape is None else entry.reshape.shape)
-            if len(given) == len(tail):
-                tail = tuple(have if have != -1 else dim for have, dim in zip(tail, given, strict=True))
+            shape = tuple(entry.dims if entry.reshape is None else entry.reshape.shape)
+            if len(shape) == len(tail):
+                tail = tuple(have if have != -1 else dim for have, dim in zip(tail, shape, strict=True))
         if -1 in tail or (max_batch and dims[0] != -1):
             raise BadShapes(_ask(name, dims))
         if not max_batch:

@@ -180,8 +180,8 @@ def logger_of(trt: Any, log_message: Callable[[str, str], None]) -> Any:
 
 
 def profiles_of(config: ModelConfig, instance: str) -> tuple[int, ...]:
-    found = group_of(config, instance)
-    return (0,) if found is None else _numbers(found[0].profile)
+    group = group_of(config, instance)
+    return (0,) if group is None else _numbers(group[0].profile)
 
 
 def largest_batch(config: ModelConfig, engine: LoadedEngine) -> int:

@@ -107,13 +107,15 @@ class Profile:
 def no_profile(
     model: str, profiles: Sequence[Profile], specs: Sequence[Spec], shapes: Sequence[Shape]
 ) -> InvalidRequest:
-    given = ", ".join(f"'{spec.name}' {list(shape)}" for spec, shape in zip(specs, shapes, strict=True))
+    described = ", ".join(f"'{spec.name}' {list(shape)}" for spec, shape in zip(specs, shapes, strict=True))
     allowed = "; ".join(
         f"profile {profile.number}: "
         + ", ".join(f"'{specs[index].name}' {limits}" for index, limits in profile.ranges.items())
         for profile in profiles
     )
-    return InvalidRequest(f"inputs of model '{model}' are outside of what its engine was built for: {given}; {allowed}")
+    return InvalidRequest(
+        f"inputs of model '{model}' are outside of what its engine was built for: {described}; {allowed}"
+    )
 
 
 def allocator_of(trt: Any, cuda: GpuDevice) -> Any:
