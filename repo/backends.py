@@ -75,8 +75,8 @@ def has_library(config: ModelConfig, folder: Path) -> bool:
 
 def folder_of(name: str, directory: str | Path) -> Path | None:
     """The directory of a backend in the backend directory; None if it is not there."""
-    found = directory and not is_built_in(name, directory) and _is_backend(name, directory)
-    return Path(directory) / name if found else None
+    is_there = directory and not is_built_in(name, directory) and _is_backend(name, directory)
+    return Path(directory) / name if is_there else None
 
 
 def is_built_in(name: str, directory: str | Path) -> bool:

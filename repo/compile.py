@@ -221,22 +221,22 @@ def _dealt(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: CoreS
         return bound
     # By group and number, so that more instances of one group do not move those of the next group.
     turns: dict[str, int] = {}
-    found = []
+    dealt = []
     for spec, cpus in zip(specs, bound, strict=True):
         group, _, number = spec.name.rpartition("_")
         turn = (turns.setdefault(group, len(turns)) + int(number)) % len(cores.nodes)
-        found.append(cpus or (cores.nodes[turn] if spec.kind != "KIND_GPU" else ()))
-    return found
+        dealt.append(cpus or (cores.nodes[turn] if spec.kind != "KIND_GPU" else ()))
+    return dealt
 
 
 def _with_cores(specs: list[InstanceSpec], bound: list[tuple[int, ...]], cores: CoreSet) -> tuple[InstanceSpec, ...]:
     """`threads` is an instance's share: its cores divided by the number of the model's instances on the same cores."""
     sharing = Counter(cpus for spec, cpus in zip(specs, bound, strict=True) if not spec.passive)
-    found = []
+    results = []
     for spec, cpus in zip(specs, bound, strict=True):
         threads = thread_share(len(cpus or cores.usable), cores.quota, sharing[cpus], sharing.total())
-        found.append(structs.replace(spec, cpus=cpus, threads=threads))
-    return tuple(found)
+        results.append(structs.replace(spec, cpus=cpus, threads=threads))
+    return tuple(results)
 
 
 def _limiter(group: ModelInstanceGroup) -> tuple[tuple[Resource, ...], int]:

@@ -132,5 +132,5 @@ def _ask(nvml: Any, query: Callable[[], T]) -> T | None:
 
 
 def _action(nvml: Any, handle: Any) -> int | None:
-    (found,) = nvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION])
-    return int(found.value.uiVal) if found.nvmlReturn == 0 else None
+    (value,) = nvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION])
+    return int(value.value.uiVal) if value.nvmlReturn == 0 else None

@@ -42,14 +42,14 @@ def load(home: Path, chain: Chain) -> Result:
         work.mkdir(mode=0o700)
         try:
             agent = create(spec.name, chain.directory)
-            given, folder = folder, _loaded(agent, AgentModel(chain.model, folder, work, spec.parameters, origin))
+            before, folder = folder, _loaded(agent, AgentModel(chain.model, folder, work, spec.parameters, origin))
         except Exception as error:
             failed = _failure(spec.name, error)
             unload(home, chain)
             return failed
         unloads = unloads or type(agent).unload is not Agent.unload
         with (home / DONE).open("ab") as done:
-            done.write(msgspec.json.encode(str(given)) + b"\n")
+            done.write(msgspec.json.encode(str(before)) + b"\n")
     return Result(str(folder), unloads=unloads)
 
 

@@ -80,11 +80,11 @@ class Report:
         else:
             self._problems.append(self._at(path, text, place))
 
-    def warn(self, path: str, text: str, place: Place | None = None) -> None:
+    def warn(self, path: str, text: str) -> None:
         if len(self.warnings) < LIMIT:
-            self.warnings.append(self._at(path, text, place))
+            self.warnings.append(self._at(path, text))
 
-    def _at(self, path: str, text: str, place: Place | None) -> Problem:
+    def _at(self, path: str, text: str, place: Place | None = None) -> Problem:
         line, column = place or place_of(path, self.places)
         return Problem(self.file, line, column, escaped(path, _LONGEST_PATH), escaped(text, _LONGEST_TEXT))
 

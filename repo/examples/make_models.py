@@ -74,10 +74,10 @@ def model(
         [helper.make_tensor_value_info(key, output_kind, shape) for key, shape in outputs.items()],
         [numpy_helper.from_array(value, key) for key, value in data.items()],
     )
-    made = helper.make_model(graph, producer_name="shmserve", opset_imports=[helper.make_opsetid("", OPSET)])
-    made.ir_version = IR_VERSION
-    onnx.checker.check_model(made)
-    return bytes(made.SerializeToString(deterministic=True))
+    proto = helper.make_model(graph, producer_name="shmserve", opset_imports=[helper.make_opsetid("", OPSET)])
+    proto.ir_version = IR_VERSION
+    onnx.checker.check_model(proto)
+    return bytes(proto.SerializeToString(deterministic=True))
 
 
 def mlp() -> bytes:
@@ -200,18 +200,18 @@ def lanes() -> bytes:
         helper.make_node("ReduceSum", ["there", "last"], ["PRESENT"], keepdims=0),
     ]
     strips = HEIGHT // STRIP
-    made: Shapes = {
+    shapes: Shapes = {
         "COLUMN": ["batch", 4, strips],
         "PRESENT": ["batch", 4, strips],
         "MASK": ["batch", 1, HEIGHT, WIDTH],
     }
-    return model("lanes", nodes, {"IMAGE": ["batch", 3, HEIGHT, WIDTH]}, made, data, HALF, HALF)
+    return model("lanes", nodes, {"IMAGE": ["batch", 3, HEIGHT, WIDTH]}, shapes, data, HALF, HALF)
 
 
 def make(dest: Path) -> list[Path]:
     """Writes all files below `dest` and returns their paths."""
     files = []
-    for name, made in (
+    for name, proto in (
         ("mlp/1/model.onnx", mlp()),
         ("cnn/1/model.onnx", cnn()),
         ("lanes/1/model.onnx", lanes()),
@@ -220,7 +220,7 @@ def make(dest: Path) -> list[Path]:
     ):
         file = dest / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(made)
+        file.write_bytes(proto)
         files.append(file)
     return files
 

@@ -24,15 +24,15 @@ def trained_context(path: Path) -> int:
     """The context length for which the model was trained; 0 if the header does not contain it. Raises InvalidRequest
     for a file that is not a model."""
     architecture = ""
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for key, value in _header(path):
         if key == _ARCHITECTURE and isinstance(value, str):
             architecture = value
         elif key.endswith(".context_length") and isinstance(value, int):
-            found[key] = value
+            lengths[key] = value
         wanted = f"{architecture}.context_length"
-        if wanted in found:
-            return found[wanted]
+        if wanted in lengths:
+            return lengths[wanted]
     if not architecture:
         raise _unusable(path, "it does not name an architecture")
     return 0

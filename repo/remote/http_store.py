@@ -57,11 +57,12 @@ class HttpStore(Store):
     def __init__(self, address: RemoteAddress, redact: Redactor) -> None:
         super().__init__(address, redact)
         self._base = f"{address.endpoint}/{quote(address.path)}".rstrip("/")
+        options = self._options
+        self._auth = aiohttp.BasicAuth(options["login"], options["password"]) if options else None
 
-    def _make(self, options: dict[str, Any]) -> Any:
+    def _make(self) -> Any:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
         more: dict[str, Any] = {"timeout": timeout, "trust_env": False, "auto_decompress": False}
-        self._auth = aiohttp.BasicAuth(options["login"], options["password"]) if options else None
         return HTTPFileSystem(client_kwargs=more, skip_instance_cache=True, use_listings_cache=False)
 
     def models(self) -> list[str]:
@@ -75,8 +76,8 @@ class HttpStore(Store):
         return checked(model, files)
 
     def file(self, name: str) -> RemoteFile:
-        found: RemoteFile = self._run(self._head(name, f"{self._base}/{quote(name)}", asyncio.Semaphore()), name)
-        return found
+        entry: RemoteFile = self._run(self._head(name, f"{self._base}/{quote(name)}", asyncio.Semaphore()), name)
+        return entry
 
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
         data: bytes = self._run(self._get(file, start, end))

@@ -91,8 +91,8 @@ class Store:
     def __init__(self, address: RemoteAddress, redact: Redactor) -> None:
         self.address = address
         self._redact = redact
-        options = client_options(address, redact)
-        self._fs = self._call(lambda: self._make(options))
+        self._options = client_options(address, redact)
+        self._fs = self._call(self._make)
 
     def models(self) -> list[str]:
         """The directories of the repository."""
@@ -143,16 +143,15 @@ class Store:
         scheme, path = self.address.scheme, self.address.path
         return path.partition("/")[2] if scheme == "as" else path
 
-    def _make(self, options: dict[str, Any]) -> Any:
+    def _make(self) -> Any:
         module, name = {
             "gs": ("gcsfs", "GCSFileSystem"),
             "as": ("adlfs", "AzureBlobFileSystem"),
             "hf": ("huggingface_hub", "HfFileSystem"),
         }[self.address.scheme]
-        if self.address.scheme != "hf":
-            options = {"use_listings_cache": False, **options}
+        listings = {"use_listings_cache": False} if self.address.scheme != "hf" else {}
         kind = getattr(import_module(module), name)
-        return self._call(lambda: kind(skip_instance_cache=True, **options))
+        return self._call(lambda: kind(skip_instance_cache=True, **(listings | self._options)))
 
     def _list(self) -> Any:
         self._fs.invalidate_cache()
@@ -194,17 +193,16 @@ class S3Store(Store):
         self._encrypted: set[str] = set()
         """Keys of objects whose ETag is not the MD5 of their content."""
 
-    def _make(self, options: dict[str, Any], anonymous: bool = False) -> Any:
+    def _make(self, anonymous: bool = False) -> Any:
         s3fs = import_module("s3fs")
         config = {"connect_timeout": CONNECT_S, "read_timeout": READ_S, "retries": {"max_attempts": 2}}
-        self._options = options
         filesystem = s3fs.S3FileSystem(
             endpoint_url=self.address.endpoint or None,
             anon=anonymous,
             config_kwargs=config,
             skip_instance_cache=True,
             use_listings_cache=False,
-            **options,
+            **self._options,
         )
         filesystem.retries = 2  # downloads have attempts of their own
         return filesystem
@@ -250,7 +248,7 @@ class S3Store(Store):
             if type(cause).__name__ != "NoCredentialsError":
                 raise
         # A public bucket: there are no credentials anywhere.
-        self._fs = self._make(self._options, anonymous=True)
+        self._fs = self._make(anonymous=True)
         return super()._call(work, model)
 
 
@@ -266,8 +264,8 @@ class HubStore(Store):
             owner, _, name = self.address.path.rpartition("/")
             entries = self._call(self._list) if owner else ()
             files = {_last(entry["name"]) for entry in entries if entry["type"] == "file"}
-            found = NETWORK in files and any(file.endswith(_WEIGHTS) for file in files)
-            self._network = name.partition("@")[0] if found else ""
+            has_network = NETWORK in files and any(file.endswith(_WEIGHTS) for file in files)
+            self._network = name.partition("@")[0] if has_network else ""
         return self._network
 
     def models(self) -> list[str]:
@@ -280,8 +278,8 @@ class HubStore(Store):
             raise Missing(f"the repository has no model '{model}'")
         root = self._root()
         files = [self._file(root, entry["name"], entry) for entry in self._call(self._list) if entry["type"] == "file"]
-        found = [file._replace(path=f"1/{file.path}") for file in files if file.path.endswith(_NETWORK_FILES)]
-        return checked(model, [*found, RemoteFile("config.pbtxt", "", len(_CONFIG), "1")])
+        chosen = [file._replace(path=f"1/{file.path}") for file in files if file.path.endswith(_NETWORK_FILES)]
+        return checked(model, [*chosen, RemoteFile("config.pbtxt", "", len(_CONFIG), "1")])
 
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
         return super().read(file, start, end) if file.key else _CONFIG[start:end]

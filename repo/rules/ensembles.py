@@ -360,8 +360,8 @@ def _full(dims: tuple[int, ...], batches: bool) -> tuple[int, ...]:
     return (-1, *dims) if batches else dims
 
 
-def _same(left: Sequence[int], right: Sequence[int]) -> bool:
-    return len(left) == len(right) and all(-1 in pair or pair[0] == pair[1] for pair in zip(left, right, strict=True))
+def _same(one: Sequence[int], other: Sequence[int]) -> bool:
+    return len(one) == len(other) and all(-1 in pair or pair[0] == pair[1] for pair in zip(one, other, strict=True))
 
 
 def _ordered(needs: Mapping[int, set[int]]) -> tuple[list[int], list[list[int]]]:

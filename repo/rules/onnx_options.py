@@ -140,19 +140,19 @@ OF_CUDA = (
 )
 
 
-def value_of(given: Mapping[str, str], key: str, what: str) -> str:
+def value_of(parameters: Mapping[str, str], key: str, what: str) -> str:
     """The checked value of a parameter, or its default; "": the engine's own."""
     row = PARAMETERS[key]
-    text = given.get(key, "")
+    text = parameters.get(key, "")
     return row.check(what, text or row.default) if text or row.default else ""
 
 
-def parameter_problems(given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def parameter_problems(parameters: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """The parameters of a model that cannot be used, and why."""
     values: dict[str, str] = {}
     for key in PARAMETERS:
         try:
-            values[key] = value_of(given, key, "the value")
+            values[key] = value_of(parameters, key, "the value")
         except InvalidRequest as error:
             yield key, error.message
     if len(values) == len(PARAMETERS):
@@ -189,9 +189,9 @@ def option_problems(accelerator: str, options: dict[str, str]) -> Iterator[tuple
             yield key, error.message
 
 
-def tensorrt_options(given: dict[str, str]) -> dict[str, str]:
+def tensorrt_options(parameters: dict[str, str]) -> dict[str, str]:
     options = {}
-    for key, text in given.items():
+    for key, text in parameters.items():
         if key == "precision_mode":
             name = _PRECISIONS.get(text.upper())
             if name is None:
@@ -226,10 +226,10 @@ def refuse_address(accelerator: str, key: str) -> None:
         raise InvalidRequest(f"{accelerator} parameter {key} cannot be given: it is an address in the process")
 
 
-def typos(given: Iterable[str]) -> Iterator[tuple[str, str]]:
+def typos(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Parameters that are likely typos, with a note. Unknown parameters are not errors, because they may be for other
     components."""
-    for key in given:
+    for key in names:
         if key not in PARAMETERS and not key.startswith(ENTRIES):
             near = difflib.get_close_matches(key, PARAMETERS, 1, 0.8)
             if near:

@@ -67,10 +67,10 @@ def setting_problems(config: ModelConfig) -> Iterator[SettingProblem]:
                 text = _unsupported(accelerator.name, _TENSORFLOW_ON_GPU)
                 yield SettingProblem(f"{path}.gpu_execution_accelerator[{index}].name", text)
     if config.backend == "onnxruntime":
-        given = {key: entry.string_value for key, entry in config.parameters.items()}
-        for key, text in parameter_problems(given):
+        values = {key: entry.string_value for key, entry in config.parameters.items()}
+        for key, text in parameter_problems(values):
             yield SettingProblem(f'parameters["{key}"]', text)
-        for key, text in typos(given):
+        for key, text in typos(values):
             yield SettingProblem(f'parameters["{key}"]', text, fails=False)
     if config.backend == "paddle":
         yield from paddle_problems(config)
@@ -165,8 +165,8 @@ def graph_spec_problem(
     if bound is None:
         return "", ""
     for name, dims in bound.input.items():
-        given = spec.input.get(name)
-        if given is None or given.dim != dims.dim:
+        shape = spec.input.get(name)
+        if shape is None or shape.dim != dims.dim:
             return "graph_lower_bound.input", (
                 f"graph_lower_bound may have a smaller batch, but the dims of input '{name}' must be those of the "
                 "graph, as rows of other dims lie elsewhere in memory"

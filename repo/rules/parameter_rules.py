@@ -81,7 +81,7 @@ def why_no_shadow(ensemble: bool, sequences: bool, decoupled: bool, ordered: boo
         ("a decoupled model", decoupled),
         ("a model with preserve_ordering", ordered),
     )
-    return next((f"{kind} cannot have a shadow" for kind, found in kinds if found), "")
+    return next((f"{kind} cannot have a shadow" for kind, is_set in kinds if is_set), "")
 
 
 def validate_traffic(config: ModelConfig, problem: ProblemFunction) -> None:

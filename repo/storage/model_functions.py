@@ -78,15 +78,15 @@ def functions_in(path: Path) -> list[FunctionModel]:
 
 def _modules(tree: ast.Module, folder: Path) -> set[str]:
     """Invariant: at most MODULES files are read, none of them outside of `folder`."""
-    found: set[str] = set()
+    names: set[str] = set()
     trees = [tree]
-    while trees and len(found) < MODULES:
-        for file in sorted(_imported(trees.pop(), folder) - found):
-            found.add(file)
+    while trees and len(names) < MODULES:
+        for file in sorted(_imported(trees.pop(), folder) - names):
+            names.add(file)
             source = read_source(folder / file)
             with suppress(SyntaxError, ValueError):  # the import in the worker reports it
                 trees.append(parse_source(source or b""))
-    return found
+    return names
 
 
 def _imported(tree: ast.Module, folder: Path) -> set[str]:

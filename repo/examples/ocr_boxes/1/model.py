@@ -118,10 +118,10 @@ def in_reading_order(boxes: list[np.ndarray]) -> list[np.ndarray]:
 
 def in_original(boxes: list[np.ndarray], place: np.ndarray) -> np.ndarray:
     across, down, bar, width, height = place
-    found = np.array(boxes, np.float32).reshape(-1, 4, 2)
-    found[:, :, 0] = np.clip(found[:, :, 0] * across, 0, width)
-    found[:, :, 1] = np.clip((found[:, :, 1] - bar) * down, 0, height)
-    return found
+    corners = np.array(boxes, np.float32).reshape(-1, 4, 2)
+    corners[:, :, 0] = np.clip(corners[:, :, 0] * across, 0, width)
+    corners[:, :, 1] = np.clip((corners[:, :, 1] - bar) * down, 0, height)
+    return corners
 
 
 # ------------------------------------------------------------------------------------------------- cropping the lines
@@ -142,9 +142,9 @@ def lines(crops: list[np.ndarray]) -> np.ndarray:
     """Scale all crops to the recogniser's height, padded with grey on the right to the widest."""
     ratios = [crop.shape[1] / crop.shape[0] for crop in crops]
     width = int(LINE_HEIGHT * max([MIN_WIDTH / LINE_HEIGHT, *ratios]))
-    made = np.zeros((len(crops), 3, LINE_HEIGHT, width), np.float32)
-    for target, crop, ratio in zip(made, crops, ratios, strict=True):
+    batch = np.zeros((len(crops), 3, LINE_HEIGHT, width), np.float32)
+    for target, crop, ratio in zip(batch, crops, ratios, strict=True):
         scaled = min(width, math.ceil(LINE_HEIGHT * ratio))
         line = cv2.resize(np.ascontiguousarray(crop), (scaled, LINE_HEIGHT)).astype(np.float32)
         target[:, :, :scaled] = (line.transpose(2, 0, 1) / 255 - 0.5) / 0.5
-    return made
+    return batch

@@ -88,5 +88,5 @@ def fit(original: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def detector_input(picture: np.ndarray) -> np.ndarray:
-    made = resized(picture, max(1.0, DETECTOR_SIDE / min(picture.shape[:2])))
-    return np.ascontiguousarray(((made / 255 - 0.5) / 0.5).transpose(2, 0, 1), np.float32)
+    enlarged = resized(picture, max(1.0, DETECTOR_SIDE / min(picture.shape[:2])))
+    return np.ascontiguousarray(((enlarged / 255 - 0.5) / 0.5).transpose(2, 0, 1), np.float32)

@@ -27,11 +27,11 @@ class TritonPythonModel:
     def _answer(self, request):
         steps = pb_utils.get_input_tensor_by_name(request, "STEPS").as_numpy()
         boxes = pb_utils.get_input_tensor_by_name(request, "BOXES").as_numpy()
-        found = [self._read(line) for line in steps]
-        kept = [index for index, (_, score) in enumerate(found) if score >= self.least_score]
+        texts = [self._read(line) for line in steps]
+        kept = [index for index, (_, score) in enumerate(texts) if score >= self.least_score]
         tensors = [
-            pb_utils.Tensor("TEXT", np.array([found[index][0].encode() for index in kept], np.object_)),
-            pb_utils.Tensor("SCORE", np.array([found[index][1] for index in kept], np.float32)),
+            pb_utils.Tensor("TEXT", np.array([texts[index][0].encode() for index in kept], np.object_)),
+            pb_utils.Tensor("SCORE", np.array([texts[index][1] for index in kept], np.float32)),
             pb_utils.Tensor("BOX", boxes[kept]),
         ]
         return pb_utils.InferenceResponse(output_tensors=tensors)

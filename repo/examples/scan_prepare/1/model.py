@@ -54,9 +54,9 @@ def decode(data: bytes, max_pixels: int) -> np.ndarray:
 def line(picture: np.ndarray) -> np.ndarray:
     """The image scaled to the classifier's height; what is wider is squeezed, what is narrower padded with 0."""
     width = min(LINE_WIDTH, math.ceil(LINE_HEIGHT * picture.shape[1] / picture.shape[0]))
-    made = np.zeros((3, LINE_HEIGHT, LINE_WIDTH), np.float32)
-    made[:, :, :width] = normalised(cv2.resize(picture, (width, LINE_HEIGHT)))
-    return made
+    canvas = np.zeros((3, LINE_HEIGHT, LINE_WIDTH), np.float32)
+    canvas[:, :, :width] = normalised(cv2.resize(picture, (width, LINE_HEIGHT)))
+    return canvas
 
 
 def page(picture: np.ndarray, shorter_side: int) -> np.ndarray:

@@ -21,9 +21,9 @@ class TritonPythonModel:
         responses = []
         for request in requests:
             texts = pb_utils.get_input_tensor_by_name(request, "TEXT").as_numpy()
-            made = np.zeros((len(texts), LENGTH), np.int64)
-            for row, text in zip(made, texts[:, 0], strict=True):
-                found = [self.numbers.get(word, 0) for word in WORD.findall(text.decode(errors="replace").lower())]
-                row[: len(found)] = found[:LENGTH]
-            responses.append(pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor("WORDS", made)]))
+            ids = np.zeros((len(texts), LENGTH), np.int64)
+            for row, text in zip(ids, texts[:, 0], strict=True):
+                numbers = [self.numbers.get(word, 0) for word in WORD.findall(text.decode(errors="replace").lower())]
+                row[: len(numbers)] = numbers[:LENGTH]
+            responses.append(pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor("WORDS", ids)]))
         return responses

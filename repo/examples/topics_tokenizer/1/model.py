@@ -24,10 +24,10 @@ class TritonPythonModel:
         responses = []
         for request in requests:
             texts = pb_utils.get_input_tensor_by_name(request, "TEXT").as_numpy()[:, 0]
-            found = self.tokenizer.encode_batch_fast([text.decode(errors="replace") for text in texts])
+            encoded = self.tokenizer.encode_batch_fast([text.decode(errors="replace") for text in texts])
             tensors = [
-                pb_utils.Tensor("input_ids", np.array([text.ids for text in found], np.int64)),
-                pb_utils.Tensor("attention_mask", np.array([text.attention_mask for text in found], np.int64)),
+                pb_utils.Tensor("input_ids", np.array([text.ids for text in encoded], np.int64)),
+                pb_utils.Tensor("attention_mask", np.array([text.attention_mask for text in encoded], np.int64)),
             ]
             responses.append(pb_utils.InferenceResponse(output_tensors=tensors))
         return responses
