@@ -66,8 +66,8 @@ class HttpClient(BlockingQueries):
     def history(self, model: str = "", version: str = "") -> dict[str, Any]:
         """What the gateway has recorded in the last hour, of the server or of a version of a model."""
         part = f"/{quote(model, safe='')}/versions/{version}" if model else ""
-        found: dict[str, Any] = self._link.call("GET", f"{self._path}/page/history{part}")
-        return found
+        document: dict[str, Any] = self._link.call("GET", f"{self._path}/page/history{part}")
+        return document
 
     def infer(
         self,

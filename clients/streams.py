@@ -31,6 +31,10 @@ class Flow(StreamTicket, Future):
         if self._watch is not None:
             self._reader.notify(self)
 
+    def await_part(self) -> None:
+        """Makes it unfinished until the next part arrives."""
+        self._state = PENDING
+
 
 class Stream:
     """The answers to one request, as they arrive. `close`, or the end of its `with` block, cancels the request."""
@@ -54,7 +58,7 @@ class Stream:
                 if flow.ended:
                     error, flow.error = flow.error, None
                     raise StopIteration if error is None else error
-                flow._state = PENDING
+                flow.await_part()
             link.wait(flow, None)
 
     def close(self) -> None:

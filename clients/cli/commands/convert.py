@@ -117,11 +117,11 @@ def _compared(
             f"{args.repository / args.name} exists, and is not overwritten; choose another NAME or --repository"
         )
     with ended_in_order(), tempfile.TemporaryDirectory(prefix="shmserve-convert-") as scratch, StatusLine() as status:
-        given, new, file = Path(scratch, "given"), Path(scratch, "new"), Path(scratch, "model.onnx")
-        given.mkdir()
+        old, new, file = Path(scratch, "given"), Path(scratch, "new"), Path(scratch, "model.onnx")
+        old.mkdir()
         new.mkdir()
         try:
-            original = original_of(Path(args.source), given, lambda: described(args))
+            original = original_of(Path(args.source), old, lambda: described(args))
         except NotFound as error:
             raise Misuse(str(error)) from error
         options = ["--model-control-mode", "explicit"]
@@ -141,8 +141,8 @@ def _compared(
             status.show("comparing the answers")
             asks = (_ask(client, original.name), _ask(client, args.name))
             every = [request for some in requests.values() for request in some]
-            found = differences(*[[ask(request) for request in every] for ask in asks])
-            yield Compared(original, starter, requests, found, asks)
+            results = differences(*[[ask(request) for request in every] for ask in asks])
+            yield Compared(original, starter, requests, results, asks)
 
 
 @contextmanager

@@ -77,10 +77,10 @@ def _bound(network: Network, work: Work, machine: Machine) -> tuple[str, float]:
 
 
 def _document(network: Network, work_items: list[Work], machine: Machine) -> dict[str, Any]:
-    found = []
+    entries = []
     for work in work_items:
         bound, rate = _bound(network, work, machine)
-        found.append(work._asdict() | {"bound": bound, "rows_per_second_per_core": rate * work.rows})
+        entries.append(work._asdict() | {"bound": bound, "rows_per_second_per_core": rate * work.rows})
     return {
         "operators": [one._asdict() for one in network.operators],
         "parameters": network.parameters,
@@ -89,7 +89,7 @@ def _document(network: Network, work_items: list[Work], machine: Machine) -> dic
         "inputs": {name: list(shape) for name, shape in network.inputs.items()},
         "outputs": {name: list(shape) for name, shape in network.outputs.items()},
         "batches": network.batches,
-        "work": found,
+        "work": entries,
         "machine": machine._asdict(),
     }
 
