@@ -86,13 +86,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is not None:
-        found = getattr(importlib.import_module(home), name)
+        value = getattr(importlib.import_module(home), name)
     elif name == "__version__":
-        found = importlib.import_module("shmserve.version").version()
+        value = importlib.import_module("shmserve.version").version()
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found
-    return found
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -77,8 +77,8 @@ def to_numpy(name: str) -> np.dtype[Any]:
     """The numpy dtype for a wire name. Raises KeyError if the name is unknown."""
     if not _to_numpy:
         _fill()
-    found: np.dtype[Any] = _to_numpy[name]
-    return found
+    dtype: np.dtype[Any] = _to_numpy[name]
+    return dtype
 
 
 def from_numpy(dtype: np.dtype[Any]) -> str:

@@ -125,10 +125,10 @@ class UnknownError(ServeError):
 
 
 def _tree(root: type[ServeError]) -> dict[str, type[ServeError]]:
-    found = {root.code: root}
+    kinds = {root.code: root}
     for child in root.__subclasses__():
-        found.update(_tree(child))
-    return found
+        kinds.update(_tree(child))
+    return kinds
 
 
 BY_CODE = _tree(ServeError)

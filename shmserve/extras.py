@@ -108,8 +108,8 @@ def outdated(extra: str, only: Collection[str] = (), root: Path | None = None) -
     directory with this package.
     """
     wanted = dict(_required(extra, root or Path(__file__).parent.resolve().parent))
-    found = _installed({name for name in wanted if not only or name in only})
-    for name, version in found.items():
+    versions = _installed({name for name in wanted if not only or name in only})
+    for name, version in versions.items():
         if not _fits(version, wanted[name]):
             return f"{name} {version} is installed, and {wanted[name]} is needed: {install_command(extra)}"
     return ""
@@ -118,14 +118,14 @@ def outdated(extra: str, only: Collection[str] = (), root: Path | None = None) -
 def _installed(names: Collection[str]) -> dict[str, str]:
     """The versions of those of these packages that are installed; the first on the path counts."""
     by_key = {_key(name): name for name in names}
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for folder in sys.path if by_key else ():
         with suppress(OSError):
             for entry in os.listdir(folder or "."):
                 match = _DISTRIBUTION.fullmatch(entry)
                 if match is not None and (name := by_key.get(_key(match[1]))) is not None:
-                    found.setdefault(name, match[2])
-    return found
+                    versions.setdefault(name, match[2])
+    return versions
 
 
 def _key(name: str) -> str:
@@ -189,8 +189,8 @@ def _with_nested(extra: str, root: Path) -> Iterator[tuple[str, str]]:
 def _origin(root: Path) -> dict[str, Any]:
     """Where pip has installed this package from, as it recorded it; empty for an index."""
     with suppress(ValueError):
-        found = json.loads(_metadata(root, "direct_url.json"))
-        return found if isinstance(found, dict) else {}
+        document = json.loads(_metadata(root, "direct_url.json"))
+        return document if isinstance(document, dict) else {}
     return {}
 
 

@@ -39,17 +39,17 @@ def default_runtime_dir() -> Path:
 def client_runtime_dir() -> Path:
     """Like `default_runtime_dir`. Raises Denied for a directory below the temporary one that belongs to another user,
     who may have created it to intercept tensors."""
-    found = default_runtime_dir()
-    if found.parent == Path(tempfile.gettempdir()):
+    directory = default_runtime_dir()
+    if directory.parent == Path(tempfile.gettempdir()):
         try:
-            owner = found.stat(follow_symlinks=False).st_uid
+            owner = directory.stat(follow_symlinks=False).st_uid
         except FileNotFoundError:
-            return found
+            return directory
         if owner != os.geteuid():
             raise Denied(
-                f"runtime directory {found} belongs to uid {owner}, not to you; choose another with runtime_dir="
+                f"runtime directory {directory} belongs to uid {owner}, not to you; choose another with runtime_dir="
             )
-    return found
+    return directory
 
 
 def server_runtime_dir() -> Path:
@@ -68,22 +68,22 @@ def cache_dir(runtime_dir: Path) -> Path:
 
 def cache_home() -> Path | None:
     """The service manager's first cache directory, else one in the user's; None if the user has none."""
-    given = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
+    service = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
     user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     own = user / "shmserve" if user.is_absolute() else None
-    return Path(given) if given else own
+    return Path(service) if service else own
 
 
 def make_runtime_dir(path: Path) -> None:
     """Creates the directory, accessible only to its owner. Raises PermissionError if another user owns it or everyone
     may write to it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.stat()
-    if found.st_uid != os.geteuid():
+    status = path.stat()
+    if status.st_uid != os.geteuid():
         raise PermissionError(
-            f"runtime directory {path} belongs to uid {found.st_uid}; choose another with --runtime-dir"
+            f"runtime directory {path} belongs to uid {status.st_uid}; choose another with --runtime-dir"
         )
-    if stat.S_IMODE(found.st_mode) & stat.S_IWOTH:
+    if stat.S_IMODE(status.st_mode) & stat.S_IWOTH:
         raise PermissionError(f"runtime directory {path} is writable by everyone; chmod it, or choose another")
 
 

@@ -43,15 +43,17 @@ def to_array(value: Any, dtype: str) -> Array:
     except (ValueError, OverflowError) as error:
         raise InvalidRequest(_uneven(value) or f"not a tensor: {error}") from None
     if array.dtype.kind not in "biuf":
-        odd = [item for item in _leaves(value) if type(item) not in (bool, int, float)]
-        if odd:
-            raise InvalidRequest(f"{_shown(odd[0])} is not a number, as {dtype} needs")
+        others = [item for item in _leaves(value) if type(item) not in (bool, int, float)]
+        if others:
+            raise InvalidRequest(f"{_shown(others[0])} is not a number, as {dtype} needs")
         raise InvalidRequest(f"{_shown(max(_leaves(value), key=abs))} does not fit in {dtype}")  # beyond 64 bits
     types = _types(value)
     if dtype == "BOOL":
         if array.size and (array.dtype.kind == "f" or not np.isin(array, (0, 1)).all()):
-            odd = next(item for item in _leaves(value) if not isinstance(item, (*_BOOL, *_WHOLE)) or item not in (0, 1))
-            raise InvalidRequest(f"{_shown(odd)} is not true or false")
+            wrong = next(
+                item for item in _leaves(value) if not isinstance(item, (*_BOOL, *_WHOLE)) or item not in (0, 1)
+            )
+            raise InvalidRequest(f"{_shown(wrong)} is not true or false")
         return array.astype(np.bool_)
     if array.dtype.kind == "b" or not types.isdisjoint(_BOOL):
         booleans = [item for item in _leaves(value) if isinstance(item, _BOOL)] or [True]
@@ -63,9 +65,9 @@ def to_array(value: Any, dtype: str) -> Array:
 
 def _integers(array: Array, value: Any, dtype: str) -> Array:
     if array.size and array.dtype.kind == "f":
-        odd = [item for item in _leaves(value) if not isinstance(item, _WHOLE)]
-        if odd:
-            raise InvalidRequest(f"{_shown(odd[0])} is not an integer, as {dtype} needs")
+        fractions = [item for item in _leaves(value) if not isinstance(item, _WHOLE)]
+        if fractions:
+            raise InvalidRequest(f"{_shown(fractions[0])} is not an integer, as {dtype} needs")
         array = np.array(value, object)  # numpy converts mixed integers that need INT64 and UINT64 to floats
     wanted = to_numpy(dtype)
     info = np.iinfo(wanted)
@@ -156,7 +158,7 @@ def _uneven(value: Any, place: str = "") -> str:
         if length != lengths[0]:
             first, other = (f"{n} items" if n >= 0 else "no list" for n in (lengths[0], length))
             return f"its lists have different lengths: {first} at {place}[0], {other} at {place}[{index}]"
-    return next((found for index, item in enumerate(value) if (found := _uneven(item, f"{place}[{index}]"))), "")
+    return next((text for index, item in enumerate(value) if (text := _uneven(item, f"{place}[{index}]"))), "")
 
 
 def _first(array: Array, wrong: Array) -> Any:

@@ -85,8 +85,8 @@ def pins_read_only(runtime: Any, device: int) -> bool:
 
 def capability_of(runtime: Any, device: int) -> str:
     """CuPy does not export the numbers of these attributes, which differ between CUDA and HIP."""
-    found = runtime.getDeviceProperties(device)
-    return f"{found['major']}.{found['minor']}"
+    properties = runtime.getDeviceProperties(device)
+    return f"{properties['major']}.{properties['minor']}"
 
 
 def uuid_of(runtime: Any, device: int) -> bytes:
@@ -95,10 +95,10 @@ def uuid_of(runtime: Any, device: int) -> bytes:
         reported = runtime.getDeviceProperties(device)["uuid"]
         return device_id(slice_uuid(reported, os.environ.get("CUDA_VISIBLE_DEVICES", "")))
     driver = library(ROCM.driver)
-    found = ctypes.create_string_buffer(UUID_BYTES)
-    if driver is None or driver.hipDeviceGetUuid(found, ctypes.c_int(device)):
+    buffer = ctypes.create_string_buffer(UUID_BYTES)
+    if driver is None or driver.hipDeviceGetUuid(buffer, ctypes.c_int(device)):
         raise Unavailable(f"no GPU can be used here: {ROCM.driver} does not report the UUID of GPU {device}")
-    return device_id(found.raw)
+    return device_id(buffer.raw)
 
 
 @cache

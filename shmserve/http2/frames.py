@@ -77,8 +77,8 @@ def goaway(last: int, reason: ErrorCode, text: str = "") -> bytes:
 
 def number(payload: bytes) -> int:
     """The only field of RST_STREAM and WINDOW_UPDATE."""
-    found: int = _NUMBER.unpack_from(payload)[0]
-    return found
+    value: int = _NUMBER.unpack_from(payload)[0]
+    return value
 
 
 def settings_of(payload: bytes) -> dict[int, int]:

@@ -25,10 +25,10 @@ def namespace_of(name: str) -> str:
     return name.rpartition(SEPARATOR)[0]
 
 
-def resolved(name: str, near: str, found: Collection[str]) -> str:
-    """The full name of the model that a step of the ensemble `near` runs. `found`: all models of this name."""
+def resolved(name: str, near: str, candidates: Collection[str]) -> str:
+    """The full name of the model that a step of the ensemble `near` runs. `candidates`: all models of this name."""
     own = qualified(namespace_of(near), name)
-    return next(iter(found)) if len(found) == 1 else own
+    return next(iter(candidates)) if len(candidates) == 1 else own
 
 
 def plain(name: str) -> str:

@@ -70,14 +70,14 @@ GATEWAY_LIMITS = (
 
 def read_limit(rows: Iterable[Limit], text: str) -> tuple[str, float]:
     """Parses NAME=VALUE, where NAME may contain dashes in place of underscores. Raises ValueError."""
-    given, equals, value = text.partition("=")
-    name = given.strip().replace("-", "_")
+    key, equals, value = text.partition("=")
+    name = key.strip().replace("-", "_")
     known = {row.name: row for row in rows}
     if not equals:
         raise ValueError(f"'{text}' is not NAME=VALUE")
     if name not in known:
         close = nearest_name(name, known)
-        raise ValueError(f"unknown limit '{given}'" + (f"; did you mean {close}?" if close else ""))
+        raise ValueError(f"unknown limit '{key}'" + (f"; did you mean {close}?" if close else ""))
     if name.endswith("_share"):
         return name, fraction(value)
     return name, number(value, name.endswith("_bytes"), known[name].minimum)

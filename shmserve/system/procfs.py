@@ -58,12 +58,12 @@ def descendants(pid: int) -> list[int]:
         fields = stat_fields(int(entry)) if entry.isdecimal() else []
         if fields and fields[0] != b"Z":
             below.setdefault(int(fields[1]), []).append(int(entry))
-    found, remaining = [], [pid]
+    pids, remaining = [], [pid]
     while remaining:
         more = below.get(remaining.pop(), [])
-        found += more
+        pids += more
         remaining += more
-    return found
+    return pids
 
 
 def command_line(pid: int) -> str:
@@ -102,8 +102,8 @@ def anonymous_bytes(pid: int) -> tuple[int, int]:
 
 
 def _kilobytes(text: bytes, name: bytes) -> int | None:
-    _, found, rest = text.partition(b"\n" + name)
-    return int(rest.split(None, 1)[0]) if found else None
+    _, label, rest = text.partition(b"\n" + name)
+    return int(rest.split(None, 1)[0]) if label else None
 
 
 def _read(pid: int, name: str) -> bytes:

@@ -55,9 +55,9 @@ def plain_mapped(name: str) -> ModelPolicy:
 
 
 def nanoseconds(text: str) -> int:
-    found = re.fullmatch(r"([\d.]+)(us|ms|s)", text)
-    assert found, f"'{text}' is no time; write 10s, 5ms or 300us"
-    return round(float(found[1]) * UNITS[found[2]])
+    parts = re.fullmatch(r"([\d.]+)(us|ms|s)", text)
+    assert parts, f"'{text}' is not a time; write 10s, 5ms or 300us"
+    return round(float(parts[1]) * UNITS[parts[2]])
 
 
 def policy_of(name: str, flags: tuple[str, ...], options: dict[str, str]) -> ModelPolicy:
