@@ -167,22 +167,17 @@ def ensemble(setting: Setting) -> list[Row]:
     small, middle, large = SIZES
     over = {size: result.ensemble[size] / result.one[size] for size in SIZES}
     times = f"ensemble {micros(result.ensemble[middle])}, one step {micros(result.one[middle])}"
-    floor = _three_over_one("bare processes", result.bare) + _three_over_one("with the codec", result.coded)
     calls = result.ensemble[middle] / result.calls[middle]
     shares = ", ".join(f"{size // MIB} MiB {over[size]:.2f}" for size in SIZES)
     looks = f"64 MiB {micros(result.readers[READ[1]])}, 4 KiB {micros(result.readers[READ[0]])}"
     readers = result.readers[READ[1]] / result.readers[READ[0]]
     beside = f"three calls {micros(result.calls[middle])}, {times}"
     return [
-        Row("ensemble of 3 identities, 16 MiB, over one", over[middle], "x", at_most=1.3, beside=times + floor),
+        Row("ensemble of 3 identities, 16 MiB, over one", over[middle], "x", at_most=1.3, beside=times),
         Row("ensemble of 3 identities, over three calls", calls, "x", at_most=1.0, beside=beside),
         Row("ensemble over one, 64 MiB against 1 MiB", over[large] / over[small], "x", at_most=1.2, beside=shares),
         Row("3 steps that read 64 MiB, over 4 KiB", readers, "x", at_most=1.3, beside=looks),
     ]
-
-
-def _three_over_one(what: str, times: dict[int, float]) -> str:
-    return f"; {what} {times[3] / times[1]:.2f} ({micros(times[1])}, {micros(times[3])})"
 
 
 def memory(setting: Setting) -> list[Row]:
@@ -251,37 +246,16 @@ def soak(setting: Setting) -> list[Row]:
     result = run_soak(setting.repository("soak"), setting.soak_seconds)
     bad = result.lost + result.twice + result.wrong
     rows = [Row("soak: lost, answered twice, wrong", bad, "", at_most=0, beside=result.text())]
-    rows.append(Row("soak: left behind (processes, segments)", result.left, "", at_most=0))
+    rows.append(Row("soak: left behind (processes, segments)", result.leaked, "", at_most=0))
     return rows
 
 
 def hostile(setting: Setting) -> list[Row]:
-    """Hostile clients, 200,000 messages or the time of the soak: wrong answers to an honest client beside them, its
-    p99.
-    """
-    from bench.hostile.latency import run_latency
+    """Hostile clients, 200,000 messages or the time of the soak: wrong answers to an honest client beside them."""
     from bench.hostile.run import run_hostile
 
     result = run_hostile(setting.repository("hostile"), 200_000, setting.soak_seconds)
-    latency = run_latency(setting)
-    first = "".join(latency.hostile.first[:1])
-    return [
-        Row("hostile client: harm to the honest one", result.harm, "", at_most=0, beside=result.text()),
-        Row(
-            "p99 beside hostile clients, over burners",
-            latency.hostile.over(latency.burning),
-            "x",
-            at_most=1.2,
-            beside=latency.text(),
-        ),
-        Row(
-            "failed beside hostile clients",
-            latency.hostile.failed,
-            "",
-            at_most=0,
-            beside=first,
-        ),
-    ]
+    return [Row("hostile client: harm to the honest one", result.harm, "", at_most=0, beside=result.text())]
 
 
 ALL: dict[str, Measure] = {

@@ -20,7 +20,7 @@ from statistics import median
 from time import perf_counter
 
 from bench.endpoints import perf_analyzer
-from bench.endpoints.clients import CONCURRENT_CLIENTS, SEQUENTIAL_CLIENTS, OtherPythonChild
+from bench.endpoints.clients import CONCURRENT_CLIENTS, SEQUENTIAL_CLIENTS
 from bench.endpoints.open_load import OPEN_LOAD, compared_tails
 from bench.endpoints.perf_analyzer import Ran
 from bench.endpoints.servers import ROW, Serving, ours, repository, triton
@@ -187,8 +187,8 @@ class EndpointMeasures:
         common = {"model": model, "size": SIZES[model], "flight": FLIGHT}
         with (
             Child("bench.endpoints.clients:native", url=server.lane, **common) as ours,
-            OtherPythonChild(
-                str(self.python), "bench.endpoints.clients:tritonclient", http=other.http, grpc=other.grpc, **common
+            Child(
+                "bench.endpoints.clients:tritonclient", str(self.python), http=other.http, grpc=other.grpc, **common
             ) as theirs,
         ):
             yield self.measured(f"{model}, native", partial(self.concurrent, model, ours, theirs))

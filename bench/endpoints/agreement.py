@@ -72,10 +72,10 @@ def by_wrk(tool: str, address: str, concurrency: int, seconds: float, work: Path
     return wrk.run(tool, post, concurrency, seconds, work)
 
 
-def compared(what: str, found: Mapping[str, list[Turn]]) -> Iterator[Row]:
+def compared(what: str, by_tool: Mapping[str, list[Turn]]) -> Iterator[Row]:
     """Throughput and median latency measured by bench, relative to the other tools."""
-    ours = found["bench"]
-    for name, turns in found.items():
+    ours = by_tool["bench"]
+    for name, turns in by_tool.items():
         if name == "bench":
             continue
         for metric, own, other in (

@@ -12,16 +12,8 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from bench.lib.child import Answer, Child, Handler
+from bench.lib.child import Answer, Handler
 from bench.lib.clock import durations, pipelined, summary
-
-
-class OtherPythonChild(Child):
-    """A child that runs another Python interpreter."""
-
-    def __init__(self, python: str, target: str, **setup: Any) -> None:
-        self.python = python
-        super().__init__(target, **setup)
 
 
 def _input(size: int) -> Any:
@@ -113,19 +105,19 @@ def tritonclient(http: str, grpc: str, model: str, size: int, flight: int) -> Ha
     return handle
 
 
-def _by_callbacks(client: Any, model: str, given: Any, wanted: Any, seconds: float, flight: int) -> float:
+def _by_callbacks(client: Any, model: str, tensor: Any, wanted: Any, seconds: float, flight: int) -> float:
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def ask() -> None:
-        client.async_infer(model, [given], lambda result, error: answers.put(result), outputs=[wanted])
+        client.async_infer(model, [tensor], lambda result, error: answers.put(result), outputs=[wanted])
 
     return pipelined(seconds, flight, ask, lambda _: answers.get().as_numpy("y"))
 
 
-def _by_greenlets(client: Any, model: str, given: Any, wanted: Any, seconds: float, flight: int) -> float:
+def _by_greenlets(client: Any, model: str, tensor: Any, wanted: Any, seconds: float, flight: int) -> float:
     return pipelined(
         seconds,
         flight,
-        lambda: client.async_infer(model, [given], outputs=[wanted]),
+        lambda: client.async_infer(model, [tensor], outputs=[wanted]),
         lambda call: call.get_result().as_numpy("y"),
     )

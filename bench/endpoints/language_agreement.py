@@ -130,8 +130,8 @@ def by_bench(url: str) -> dict[str, float]:
     )
 
 
-def p50_ms(found: Latencies) -> float:
-    return found.percentiles["p50"].mean / 1e6
+def p50_ms(latencies: Latencies) -> float:
+    return latencies.percentiles["p50"].mean / 1e6
 
 
 def by_vllm(python: str, url: str, folder: Path) -> dict[str, float]:
@@ -159,9 +159,9 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "opt"}')
 
 
-def compared(found: Mapping[str, list[dict[str, float]]]) -> Iterator[Row]:
+def compared(by_tool: Mapping[str, list[dict[str, float]]]) -> Iterator[Row]:
     for name in METRICS:
-        own, other = (median(turn[name] for turn in found[tool]) for tool in ("bench", "vllm"))
+        own, other = (median(turn[name] for turn in by_tool[tool]) for tool in ("bench", "vllm"))
         yield Row(
             f"{name} of bench, to vllm bench serve",
             own / other,

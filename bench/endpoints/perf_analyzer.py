@@ -52,7 +52,7 @@ def rows(tool: Path, server: Serving, model: str, protocol: str, options: Sequen
     """One result for each requested load."""
     address = server.http if protocol == "http" else server.grpc
     if not address:
-        raise RuntimeError(f"{server.name} has no door for {protocol}")
+        raise RuntimeError(f"{server.name} does not serve {protocol}")
     window, output = int(seconds * 1000 / WINDOWS), ""
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "table.csv"

@@ -59,8 +59,8 @@ def times(call: Callable[[], object], count: int) -> list[float]:
     return sorted(results)
 
 
-def shown(found: list[float]) -> str:
-    return f"median {median(found):7.3f} ms, 90 % within {found[len(found) * 9 // 10]:7.3f} ms"
+def shown(durations: list[float]) -> str:
+    return f"median {median(durations):7.3f} ms, 90 % within {durations[len(durations) * 9 // 10]:7.3f} ms"
 
 
 # ------------------------------------------------------------------------------------------------ calls and arrays

@@ -85,13 +85,13 @@ def main(argv: list[str]) -> int:
     return 1 if any(row.verdict == "FAILED" for row in rows) else 0
 
 
-def take(name: str, setting: GpuSetting, left_s: float) -> list[table.Row]:
+def take(name: str, setting: GpuSetting, remaining_s: float) -> list[table.Row]:
     """The rows of a measure; one row with the reason if it was skipped or failed."""
     measure, others, began = MEASURES[name], processes.OtherLoad(), perf_counter()
     try:
-        if left_s < measure.min_s:
-            raise Skipped(f"{max(left_s, 0):.0f} s left, it needs {measure.min_s:g}")
-        with limited(min(measure.max_s, left_s)):
+        if remaining_s < measure.min_s:
+            raise Skipped(f"{max(remaining_s, 0):.0f} s left, it needs {measure.min_s:g}")
+        with limited(min(measure.max_s, remaining_s)):
             rows = measure.take(setting)
     except Skipped as error:
         rows = [table.Row(name, None, "", skipped=str(error))]

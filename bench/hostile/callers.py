@@ -307,25 +307,25 @@ def write_models(root: Path) -> None:
 
 def secrets_of(work: Path) -> dict[str, str]:
     """Writes the files for the server: tokens, and the keys for ZeroMQ. Returns the token of each caller."""
-    made = {name: tokens.new(name, "infer,observe,page") for name in ADDRESSES}
-    (work / "tokens").write_text("".join(f"{line}\n" for _, line in made.values()))
+    created = {name: tokens.new(name, "infer,observe,page") for name in ADDRESSES}
+    (work / "tokens").write_text("".join(f"{line}\n" for _, line in created.values()))
     (work / "tokens").chmod(0o600)
     for name in ("server", *ADDRESSES):
         command = [sys.executable, "-m", "shmserve.clients.cli.main", "keygen", name, "--out", str(work)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     (work / "keys").write_text("".join((work / f"{name}.pub").read_text() for name in ADDRESSES))
-    return {name: token for name, (token, _) in made.items()}
+    return {name: token for name, (token, _) in created.items()}
 
 
 @contextlib.contextmanager
 def haproxy(work: Path, targets: dict[str, int]) -> Iterator[dict[str, dict[str, int]]]:
     """Yields caller -> endpoint -> port of HAProxy."""
     pairs = [(name, endpoint) for name in ADDRESSES for endpoint in targets]
-    found: dict[str, dict[str, int]] = {name: {} for name in ADDRESSES}
+    ports: dict[str, dict[str, int]] = {name: {} for name in ADDRESSES}
     text = "defaults\n    mode tcp\n    maxconn 4000\n    timeout connect 60s\n    timeout client 60s\n"
     text += "    timeout server 60s\n"
     for (name, endpoint), port in zip(pairs, free_ports(len(pairs)), strict=True):
-        found[name][endpoint] = port
+        ports[name][endpoint] = port
         how = "" if endpoint == "zmq" else f"send-proxy-v2 source {PROXY_ADDRESS}"
         text += LISTENER.format(
             name=name, endpoint=endpoint, port=port, address=ADDRESSES[name], target=targets[endpoint], how=how
@@ -335,7 +335,7 @@ def haproxy(work: Path, targets: dict[str, int]) -> Iterator[dict[str, dict[str,
     assert program is not None, "HAProxy is not installed; `make test-fleet` unpacks it in build/fleet"
     with subprocess.Popen([program, "-W", "-db", "-f", work / "haproxy.cfg"], env=programs.environment()) as process:
         try:
-            yield found
+            yield ports
         finally:
             process.terminate()
 
@@ -348,13 +348,13 @@ def measured(caller: Child, hostile: Child | None, cores: list[Child], seconds: 
         Event().wait(1.0)
     for core in cores:
         core.tell(seconds=seconds)
-    found = caller.ask(seconds=seconds)
-    start, end = found["began"], found["began"] + found["worst"]
+    answer = caller.ask(seconds=seconds)
+    start, end = answer["began"], answer["began"] + answer["worst"]
     gaps = [gap for core in cores for gap in core.answer()["gaps"]]
-    found["stopped"] = max([min(end, until) - max(start, since) for since, until in gaps], default=0)
+    answer["stopped"] = max([min(end, until) - max(start, since) for since, until in gaps], default=0)
     if hostile is not None and (refusals := hostile.answer()["refusals"]):
         print(f"the hostile caller was refused: {refusals}", file=sys.stderr)
-    return found
+    return answer
 
 
 class Route(NamedTuple):

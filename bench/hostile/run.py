@@ -96,31 +96,31 @@ def compare(server: BenchServer, before: ServerSnapshot, seconds: float = SETTLE
                 return now, worse
 
 
-def run_hostile(repository: Path, count: int, seconds: float, links: tuple[str, ...] = ("lane", "zmq")) -> Hostile:
+def run_hostile(repository: Path, count: int, seconds: float) -> Hostile:
     write_repository(repository)
     result = Hostile()
     # otherwise the client would soon be disconnected permanently
     with serving(repository, "--limit", "client_errors=0") as server:
         broker = server.broker_pid()
-        paths = {"lane": str(server.runtime_dir / "lane.sock"), "zmq": str(server.runtime_dir / "broker.sock")}
+        paths = {"lane": server.runtime_dir / "lane.sock", "zmq": server.runtime_dir / "broker.sock"}
         with Team([Child("bench.hostile.client:honest", url=server.lane, model="identity")]) as honest:
             honest.ask(seconds=0.5)
             before = ServerSnapshot.of(broker)
             attacks = [
-                Child("bench.hostile.client:attack", link=link, path=paths[link], seed=seed, model="identity")
-                for seed, link in enumerate(links)
+                Child("bench.hostile.client:attack", link=link, path=str(path), seed=seed, model="identity")
+                for seed, (link, path) in enumerate(paths.items())
             ]
             with Team(attacks) as team:
                 # The honest client runs for the attackers' maximum time; they stop after their count.
                 honest.children[0].tell(seconds=seconds)
-                answers = team.ask(count=count // len(links), seconds=seconds)
+                answers = team.ask(count=count // len(paths), seconds=seconds)
                 beside = honest.children[0].answer()
             now, worse = compare(server, before)
             if worse:
                 worse += [line for line in server.log().splitlines() if " ERROR " in line][:5]
             worse += [line for line in server.log().splitlines() if INTERNAL_ERROR in line][:5]
             after = honest.ask(seconds=0.5)[0]
-    for link, answer in zip(links, answers, strict=True):
+    for link, answer in zip(paths, answers, strict=True):
         result.sent += answer["sent"]
         result.counts.update(answer["counts"])
         for text in answer["leaks"]:

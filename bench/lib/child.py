@@ -28,19 +28,16 @@ class ChildFailed(RuntimeError):
 
 
 class Child:
-    python = sys.executable
-    new_session = False
-    """Start in a new session, which matters where the kernel's scheduler groups processes by session."""
+    """`python`: the interpreter of the child."""
 
-    def __init__(self, target: str, **setup: Any) -> None:
+    def __init__(self, target: str, python: str = sys.executable, /, **setup: Any) -> None:
         self._target = target
         self._process = subprocess.Popen(
-            [self.python, "-m", "bench.lib.child", target, json.dumps(setup)],
+            [python, "-m", "bench.lib.child", target, json.dumps(setup)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            start_new_session=self.new_session,
         )
         self.pid = self._process.pid
         from bench.lib import processes  # here, because a child may run in a Python without the server's packages
@@ -101,10 +98,6 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class SessionChild(Child):
-    new_session = True
 
 
 class Team:

@@ -57,10 +57,10 @@ def descriptors(pid: int) -> list[str]:
 
 def descendants(pid: int) -> list[int]:
     """All live descendants of a process, which are `seen` from now on."""
-    found = procfs.descendants(pid)
-    for each in found:
+    pids = procfs.descendants(pid)
+    for each in pids:
         seen(each)
-    return found
+    return pids
 
 
 _OWNER = re.compile(r"shmserve-(\d+)-(\d+)-")
@@ -89,9 +89,9 @@ class Living:
     def __init__(self, pids: list[int]) -> None:
         self._descriptors = [os.pidfd_open(pid) for pid in pids]
 
-    def still_there(self, seconds: float = 5.0) -> int:
-        """The number of processes that have not ended within `seconds`. Call it only once."""
-        end, remaining = monotonic() + seconds, 0
+    def still_there(self) -> int:
+        """The number of processes that have not ended after five seconds. Call it only once."""
+        end, remaining = monotonic() + 5.0, 0
         for descriptor in self._descriptors:
             remaining += not select.select([descriptor], [], [], max(0.0, end - monotonic()))[0]
             os.close(descriptor)

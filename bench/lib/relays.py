@@ -2,8 +2,7 @@
 
     client - relay - worker, over Unix SEQPACKET sockets or over ZeroMQ (DEALER - ROUTER | ROUTER - DEALER)
 
-Several implementations of the relay are measured, and the fastest one is the baseline. `in_steps` passes each message
-through several workers, as a request to an ensemble.
+Several implementations of the relay are measured, and the fastest one is the baseline.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 
 from bench.lib.child import Answer, Handler
 from bench.lib.clock import durations, summary
+from shmserve.system.process import PDEATHSIG, prctl
 
 RECEIVE = 1 << 18
 
@@ -30,21 +30,14 @@ def forked(body: Callable[[], None], closed: tuple[socket.socket, ...] = ()) -> 
     parent = os.getpid()
     if os.fork():
         return
-    _die_with_parent(parent)
+    prctl(PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
     for end in closed:
         end.close()
     with suppress(ConnectionError):
         body()
     os._exit(0)
-
-
-def _die_with_parent(parent: int) -> None:
-    import ctypes
-
-    death = 1
-    ctypes.CDLL(None, use_errno=True).prctl(death, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 # `recv_into`, because `recv` allocates a buffer for the largest packet on each call, which costs several times as much
@@ -94,73 +87,6 @@ def seqpacket(size: int, relay: str) -> Handler:
         client.recv_into(room)
 
     return lambda seconds: summary(durations(trip, seconds, warm=50))
-
-
-def chain(
-    steps: int,
-    copied: int,
-    worker: Callable[[socket.socket, Any], None],
-    broker: Callable[[socket.socket, list[socket.socket]], None],
-) -> socket.socket:
-    """Runs `broker(front, backs)` and `steps` times `worker(end, memories)` in children, and returns the client's end.
-    `memories`: None, but for the last worker two shared mappings of `copied` bytes.
-    """
-    import mmap
-
-    import numpy as np
-
-    memories = [np.frombuffer(mmap.mmap(-1, copied), np.uint8) for _ in range(2)]
-    for memory in memories:
-        memory[:] = 1
-    client, front = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(steps)]
-    for number, (_, end) in enumerate(pairs):
-        others = tuple(other for pair in pairs for other in pair if other is not end)
-        source = memories if number == steps - 1 else None
-        forked(lambda end=end, source=source: worker(end, source), (client, front, *others))  # type: ignore[misc]
-    backs = [back for back, _ in pairs]
-    forked(lambda: broker(front, backs), (client, *(end for _, end in pairs)))
-    for end in (front, *(end for pair in pairs for end in pair)):
-        end.close()
-    return client
-
-
-def in_steps(size: int, steps: int, copied: int) -> Handler:
-    """A relay that passes each message through several workers in turn, the last of which copies a tensor of `copied`
-    bytes between shared mappings. Order: `count`, how many of the last workers to pass through.
-    """
-    client = chain(steps, copied, _step, _relay_in_steps)
-    room = bytearray(RECEIVE)
-
-    def handle(seconds: float, count: int) -> Answer:
-        message = bytes([count]) + os.urandom(size - 1)
-
-        def trip() -> None:
-            client.send(message)
-            client.recv_into(room)
-
-        return summary(durations(trip, seconds, warm=10))
-
-    return handle
-
-
-def _step(end: socket.socket, memories: Any) -> None:
-    from numpy import copyto
-
-    room = memoryview(bytearray(RECEIVE))
-    while size := end.recv_into(room):
-        if memories is not None:
-            copyto(memories[1], memories[0])
-        end.send(room[:size])
-
-
-def _relay_in_steps(front: socket.socket, backs: list[socket.socket]) -> None:
-    room = memoryview(bytearray(RECEIVE))
-    while size := front.recv_into(room):
-        for back in backs[-room[0] :]:
-            back.send(room[:size])
-            size = back.recv_into(room)
-        front.send(room[:size])
 
 
 def _zmq_socket(kind: str, address: str, bind: bool) -> Any:

@@ -55,15 +55,15 @@ class Setting:
     seconds: float
     rounds: int
     soak_seconds: float
-    _made: dict[str, Path] = field(default_factory=dict)
+    _files: dict[str, Path] = field(default_factory=dict)
 
     def onnx(self, name: str) -> Path:
         """The model file of mlp or cnn, created once."""
-        if name not in self._made:
+        if name not in self._files:
             path = self.work / "onnx" / f"{name}.onnx"
             {"mlp": models.make_mlp, "cnn": models.make_cnn}[name](path)
-            self._made[name] = path
-        return self._made[name]
+            self._files[name] = path
+        return self._files[name]
 
     def repository(self, name: str) -> Path:
         """A new and empty repository."""

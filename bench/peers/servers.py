@@ -53,8 +53,8 @@ class PeerServer:
         return ENVIRONMENTS / self.name / "bin" / "python" if self.packages else self.interpreter
 
     def is_installed(self) -> bool:
-        made = ENVIRONMENTS / self.name / ".made"
-        return not self.packages or (made.exists() and made.read_text() == " ".join(self.packages))
+        stamp = ENVIRONMENTS / self.name / ".made"
+        return not self.packages or (stamp.exists() and stamp.read_text() == " ".join(self.packages))
 
     def install(self) -> None:
         place = ENVIRONMENTS / self.name

@@ -174,10 +174,10 @@ def json_post(path: str) -> Callable[[str, PeerWorkload], Post]:
 
     def body(workload: PeerWorkload, payload: Payload) -> bytes:
         if isinstance(payload, bytes):
-            given: Any = payload.decode() if workload.name == "texts" else base64.b64encode(payload).decode()
+            value: Any = payload.decode() if workload.name == "texts" else base64.b64encode(payload).decode()
         else:
-            given = payload.tolist()
-        return json.dumps({"x": [given]}).encode()
+            value = payload.tolist()
+        return json.dumps({"x": [value]}).encode()
 
     return lambda url, workload: Post(url + path, headers, tuple(body(workload, one) for one in workload.payloads()))
 

@@ -80,8 +80,8 @@ def markdown(results: list[Result]) -> str:
 def phase_table(rates: Mapping[str, Rates]) -> str:
     """The milliseconds of each phase of the models whose time was divided into phases; "" if there are none."""
     rows: dict[str, list[str]] = {}
-    for found in rates.values():
-        for key, value in found.items():
+    for measured in rates.values():
+        for key, value in measured.items():
             if key.endswith(", ms"):
                 rows.setdefault(key.partition(",")[0], []).append(f"{value:.3f}")
     return table.markdown(["ms", *PHASES], [[name, *times] for name, times in rows.items()]) if rows else ""
@@ -120,9 +120,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="published-") as folder:
         for name in args.names or EXPERIMENTS:
             print(f"{name} ...", file=sys.stderr, flush=True)
-            if found := rates_of(name, effort, Path(folder)):
-                rates[name] = found
-                results += results_of(EXPERIMENTS[name].claims, found)
+            if measured := rates_of(name, effort, Path(folder)):
+                rates[name] = measured
+                results += results_of(EXPERIMENTS[name].claims, measured)
     if args.rates is not None:  # for `rates_of` in another environment
         (only,) = rates.values()
         args.rates.write_text(json.dumps(only))

@@ -180,7 +180,7 @@ SERVICE = (
 def inception(work: Path, effort: Effort) -> Rates:
     """A frozen graph of TensorFlow."""
     size = 75 if effort.small else 299
-    file = _made("graphdef", work / "inception.graphdef", size)
+    file = _written("graphdef", work / "inception.graphdef", size)
     root = work / "inception"
     for name, rows, instances in (("plain", 0, 1), ("batching", 16, 1), ("instances", 0, 2), ("both", 16, 2)):
         # Without batching, each request still has an axis for its rows.
@@ -235,17 +235,17 @@ def densenet(work: Path, effort: Effort) -> Rates:
 def pipeline(work: Path, effort: Effort) -> Rates:
     root = work / "texts"
     text_models.write(root, work / "encoder.onnx")
-    given = {"text": texts.some_texts()}
+    inputs_of_texts = {"text": texts.some_texts()}
     with Server(root) as server, server.client(timeout=PATIENCE_S) as client:
         vector = {"vector": np.random.default_rng(0).random((texts.TEXTS, text_models.HIDDEN), np.float32)}
 
         def caller() -> Any:
-            ids, mask = texts.tokens_fast([text.decode() for (text,) in given["text"]])
-            found = client.infer("encoder", {"input_ids": ids, "attention_mask": mask})["text"]
-            return texts.labels_numpy(found)
+            ids, mask = texts.tokens_fast([text.decode() for (text,) in inputs_of_texts["text"]])
+            vectors = client.infer("encoder", {"input_ids": ids, "attention_mask": mask})["text"]
+            return texts.labels_numpy(vectors)
 
         def ensemble() -> Any:
-            return client.infer("texts", given)["label"]
+            return client.infer("texts", inputs_of_texts)["label"]
 
         if caller().tolist() != ensemble().tolist():
             raise RuntimeError("the ensemble and the caller disagree about the labels")
@@ -256,8 +256,8 @@ def pipeline(work: Path, effort: Effort) -> Rates:
             for count in (1, CALLERS)
         }
         for name, model, inputs in (
-            ("fast", "tokenizer_fast", given),
-            ("slow", "tokenizer_loop", given),
+            ("fast", "tokenizer_fast", inputs_of_texts),
+            ("slow", "tokenizer_loop", inputs_of_texts),
             ("numpy", "labels_numpy", vector),
             ("loop", "labels_loop", vector),
         ):
@@ -283,7 +283,7 @@ def phases(before: Mapping[str, Any], after: Mapping[str, Any]) -> Rates:
 
 def paddle(work: Path, effort: Effort) -> Rates:
     """A network that PaddlePaddle has written, and what its converter has made of it."""
-    _made("paddle", work / "model", 32 if effort.small else 256)
+    _written("paddle", work / "model", 32 if effort.small else 256)
     inputs, root = {foreign.IDS: ("INT64", [texts.LENGTH])}, work / "paddle"
     for name, backend, parameter, suffixes in (
         ("paddle", "paddle", "cpu_threads", (".json", ".pdiparams")),
@@ -292,11 +292,11 @@ def paddle(work: Path, effort: Effort) -> Rates:
         outputs = {foreign.SCORES: ("FP32", [len(texts.LABELS)])}
         model = Model(backend, inputs, outputs, texts.TEXTS, parameters={parameter: "1"})
         models.write(root, name, model, {f"model{suffix}": work / f"model{suffix}" for suffix in suffixes})
-    given = {foreign.IDS: texts.tokens_loop([text.decode() for (text,) in texts.some_texts()])[0]}
+    ids = {foreign.IDS: texts.tokens_loop([text.decode() for (text,) in texts.some_texts()])[0]}
     with Server(root, start_timeout=PATIENCE_S) as server, server.client(timeout=PATIENCE_S) as client:
-        scores = {name: client.infer(name, given)[foreign.SCORES] for name in ("paddle", "onnx")}
+        scores = {name: client.infer(name, ids)[foreign.SCORES] for name in ("paddle", "onnx")}
         np.testing.assert_allclose(scores["paddle"], scores["onnx"], rtol=1e-3, atol=1e-4)
-        parties = {name: partial(_callers, partial(client.infer, name, given), effort.seconds, 1) for name in scores}
+        parties = {name: partial(_callers, partial(client.infer, name, ids), effort.seconds, 1) for name in scores}
         rates = _medians(effort.rounds, parties)
         used = {entry["name"]: entry["memory_usage"] for entry in client.statistics()["model_stats"]}
         memory = {f"{name}, MiB": sum(part["byte_size"] for part in used[name]) / 2**20 for name in scores}
@@ -330,7 +330,7 @@ EXPERIMENTS = {
 # ------------------------------------------------------------------------------------------------- measuring
 
 
-def _made(kind: str, path: Path, size: int) -> Path:
+def _written(kind: str, path: Path, size: int) -> Path:
     """Another process writes the model: its engine would keep memory and threads in this one."""
     command = [sys.executable, "-m", "bench.published.foreign", kind, str(path), str(size)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

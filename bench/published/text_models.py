@@ -53,14 +53,14 @@ def write(root: Path, encoder: Path) -> None:
     """The models, in a repository. `encoder`: the path for the file of the network."""
     models.make_transformer(encoder, HIDDEN, 2, 4, WORDS)
     steps = Path(texts.__file__).read_text()
-    found = {name: ("INT64", [LENGTH]) for name in ("input_ids", "attention_mask")}
+    tokens = {name: ("INT64", [LENGTH]) for name in ("input_ids", "attention_mask")}
     for way in ("fast", "loop"):
-        tokenizer = Model("python", {"text": ("STRING", [1])}, found, TEXTS)
+        tokenizer = Model("python", {"text": ("STRING", [1])}, tokens, TEXTS)
         models.write(root, f"tokenizer_{way}", tokenizer, {"model.py": TOKENIZER.format(way=way), "texts.py": steps})
     for way in ("numpy", "loop"):
         labels = Model("python", {"vector": ("FP32", [HIDDEN])}, {"label": ("STRING", [1])}, TEXTS)
         models.write(root, f"labels_{way}", labels, {"model.py": LABELS.format(way=way), "texts.py": steps})
-    network = Model("onnxruntime", found, {"text": ("FP32", [HIDDEN])}, TEXTS)
+    network = Model("onnxruntime", tokens, {"text": ("FP32", [HIDDEN])}, TEXTS)
     network.parameters["intra_op_thread_count"] = "1"
     models.write(root, "encoder", network, {"model.onnx": encoder})
     (root / "texts" / "1").mkdir(parents=True)

@@ -21,25 +21,25 @@ WORD = [f"w{number}" for number in range(WORDS)]
 KNOWN = {word: number for number, word in enumerate(WORD)}
 
 
-def some_texts(seed: int = 0) -> Array:
-    words = np.random.default_rng(seed).integers(0, WORDS, (TEXTS, LENGTH - 4))
+def some_texts() -> Array:
+    words = np.random.default_rng(0).integers(0, WORDS, (TEXTS, LENGTH - 4))
     return np.array([[" ".join(WORD[word] for word in row).encode()] for row in words], object)
 
 
 def tokens_fast(texts: list[str]) -> tuple[Array, Array]:
     from tokenizers import Tokenizer, models as kinds, pre_tokenizers  # noqa: I001 - one import of a large package
 
-    if not _MADE:
+    if not _TOKENIZER:
         tokenizer = Tokenizer(kinds.WordLevel({word: number for number, word in enumerate(WORD)}, "w0"))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer.enable_padding(length=LENGTH)
         tokenizer.enable_truncation(LENGTH)
-        _MADE.append(tokenizer)
-    found = _MADE[0].encode_batch(texts)
-    return np.array([one.ids for one in found], np.int64), np.array([one.attention_mask for one in found], np.int64)
+        _TOKENIZER.append(tokenizer)
+    encoded = _TOKENIZER[0].encode_batch(texts)
+    return np.array([one.ids for one in encoded], np.int64), np.array([one.attention_mask for one in encoded], np.int64)
 
 
-_MADE: list[Any] = []
+_TOKENIZER: list[Any] = []
 """The tokenizer, made at the first text."""
 
 
@@ -54,19 +54,19 @@ def tokens_loop(texts: list[str]) -> tuple[Array, Array]:
 
 def labels_numpy(vectors: Array) -> Array:
     names = np.array([label.encode() for label in LABELS], object)
-    found: Array = names[np.argmax(vectors, axis=1) % len(LABELS)][:, None]
-    return found
+    chosen: Array = names[np.argmax(vectors, axis=1) % len(LABELS)][:, None]
+    return chosen
 
 
 def labels_loop(vectors: Array) -> Array:
-    found = []
+    chosen = []
     for vector in vectors.tolist():
         best = 0
         for place, value in enumerate(vector):
             if value > vector[best]:
                 best = place
-        found.append([LABELS[best % len(LABELS)].encode()])
-    return np.array(found, object)
+        chosen.append([LABELS[best % len(LABELS)].encode()])
+    return np.array(chosen, object)
 
 
 def serve(network: str, port: int) -> None:
@@ -82,12 +82,12 @@ def serve(network: str, port: int) -> None:
 
     @app.post("/")
     def labels() -> dict[str, list[str]]:
-        found = []
+        results = []
         for text in request.get_json()["texts"]:
             ids, mask = tokens_loop([text])
             (vector,) = session.run(["text"], {"input_ids": ids, "attention_mask": mask})
-            found.append(labels_loop(vector)[0, 0].decode())
-        return {"labels": found}
+            results.append(labels_loop(vector)[0, 0].decode())
+        return {"labels": results}
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = make_server("127.0.0.1", port, app, threaded=True)

@@ -43,7 +43,7 @@ class Soak:
     lost: int = 0
     twice: int = 0
     wrong: int = 0
-    left: int = 0
+    leaked: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
 
@@ -110,5 +110,5 @@ def run_soak(repository: Path, seconds: float, largest: int = 2 << 20) -> Soak:
         result.wrong += answer.get("wrong", 0)
         result.counts.update(answer.get("counts", {}))
         result.examples += [f"{kind}: {text}" for text in answer.get("examples", [])]
-    result.left = len(processes.segments() - segments) + living.still_there()
+    result.leaked = len(processes.segments() - segments) + living.still_there()
     return result

@@ -2,12 +2,12 @@
 
 A model copies its tensor once, except between two steps of the ensemble, where it passes the tensor on, so the ensemble
 copies as much as a single model. In `readers`, no model copies the tensor, so that only the cost of passing handles is
-measured. The lower bound for the ensemble is the same number of messages between bare processes, which forward them
-unchanged, or decode and encode them.
+measured.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -21,9 +21,6 @@ MIB = 1 << 20
 STEPS = ("one", "two", "three")
 SIZES = (MIB, 16 * MIB, 64 * MIB)
 READ = (4096, 64 * MIB)
-FLOOR_SIZE = 16 * MIB
-MESSAGE_BYTES = 256
-"""The length of a message of a step with one input and one output."""
 
 LOOK = """\
 import triton_python_backend_utils as pb_utils
@@ -46,11 +43,6 @@ class EnsembleTimes(NamedTuple):
     ensemble: dict[int, float]
     calls: dict[int, float]
     readers: dict[int, float]
-    bare: dict[int, float]
-    """Messages through 1 and 3 bare processes, the last of which copies a tensor of FLOOR_SIZE, by number of
-    processes."""
-    coded: dict[int, float]
-    """The same with processes that decode and encode the messages."""
 
 
 def run_ensemble(setting: Setting) -> EnsembleTimes:
@@ -60,25 +52,16 @@ def run_ensemble(setting: Setting) -> EnsembleTimes:
         serving(repository) as server,
         Child("bench.suites.ensemble:in_a_row", url=server.lane, sizes=SIZES) as row,
         Child("bench.suites.ensemble:readers", url=server.lane, sizes=READ) as readers,
-        Child("bench.lib.relays:in_steps", size=MESSAGE_BYTES, steps=len(STEPS), copied=FLOOR_SIZE) as relay,
-        Child("bench.lib.coded_relay:in_steps", steps=len(STEPS), copied=FLOOR_SIZE) as coded,
     ):
         orders = [(what, size) for size in SIZES for what in ("one", "ensemble", "calls")]
         seconds = setting.seconds / 3
-        parties = [lambda what=what, size=size: _median(row, seconds, what=what, size=size) for what, size in orders]
-        parties += [lambda size=size: _median(readers, seconds, size=size) for size in READ]  # type: ignore[misc]
-        counts = (1, len(STEPS))
-        for floor in (relay, coded):
-            parties += [lambda floor=floor, count=count: _median(floor, seconds, count=count) for count in counts]
+        parties = [partial(_median, row, seconds, what=what, size=size) for what, size in orders]
+        parties += [partial(_median, readers, seconds, size=size) for size in READ]
         times = [median(values) for values in alternate(setting.rounds, *parties)]
     results: dict[str, dict[int, float]] = {"one": {}, "ensemble": {}, "calls": {}}
     for (what, size), value in zip(orders, times, strict=False):
         results[what][size] = value
-    looks, bare, coded_times = (
-        dict(zip(keys, times[at:], strict=False))
-        for at, keys in ((len(orders), READ), (len(orders) + len(READ), counts), (-len(counts), counts))
-    )
-    return EnsembleTimes(**results, readers=looks, bare=bare, coded=coded_times)
+    return EnsembleTimes(**results, readers=dict(zip(READ, times[len(orders) :], strict=True)))
 
 
 def _median(child: Child, seconds: float, **order: object) -> float:

@@ -146,7 +146,7 @@ def sizes(random: Random, count: int, rate: float) -> Workload:
 
 
 WORKLOADS: dict[str, Callable[[Random, int, float], Workload]] = {
-    made.__name__: made for made in (zipf, uniform, drift, shift, scan, bursts, sizes)
+    workload.__name__: workload for workload in (zipf, uniform, drift, shift, scan, bursts, sizes)
 }
 
 
@@ -240,18 +240,18 @@ def run(name: str, count: int, rate: float, seed: int) -> Outcome:
 
 ALTERNATING = 6
 """The models of the other caller, of which three fit beside the first caller's model."""
+BESIDE_S = 300
 
 
-def beside(rate: float, load_s: float, other_rate: float, seed: int, seconds: int = 300) -> ModelResult:
-    """The result of a caller with this many requests/s to one model."""
+def beside(rate: float, load_s: float, other_rate: float, seed: int) -> ModelResult:
+    """The result of a caller with this many requests/s to one model, for BESIDE_S."""
     load_ns = round(load_s * SECOND)
     models = [_model(number, 1.0, load_ns / LOAD_NS) for number in range(1 + ALTERNATING)]
     honest, other = Random(f"{seed} honest"), Random(f"{seed} other")
-    times = [round(at * SECOND) for at in _until(_times(honest, rate), seconds)]
-    loads = [Load("m0", Replay(tuple((at, 1) for at in times)), audience="uid:2000")]
-    turns = [round(at * SECOND) for at in _until(_times(other, other_rate), seconds)] if other_rate else []
+    loads = [Load("m0", Replay(_arrivals(honest, rate)), audience="uid:2000")]
+    turns = _arrivals(other, other_rate) if other_rate else ()
     for number in range(ALTERNATING):
-        own = tuple((at, 1) for at in turns[number::ALTERNATING])
+        own = turns[number::ALTERNATING]
         loads += [Load(f"m{1 + number}", Replay(own))] if own else []
     simulation = Simulation(Plan(tuple(models), tuple(loads), seed=seed, limits=Limits(memory_budget=4 * MIB)))
     simulation.deploy()
@@ -259,8 +259,9 @@ def beside(rate: float, load_s: float, other_rate: float, seed: int, seconds: in
     return simulation.model_result("m0")
 
 
-def _until(times: Iterator[float], seconds: int) -> Iterator[float]:
-    return takewhile(lambda at: at < seconds, times)
+def _arrivals(random: Random, rate: float) -> tuple[tuple[int, int], ...]:
+    times = takewhile(lambda at: at < BESIDE_S, _times(random, rate))
+    return tuple((round(at * SECOND), 1) for at in times)
 
 
 def compare_callers(seed: int) -> None:

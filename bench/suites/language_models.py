@@ -140,10 +140,10 @@ def http(address: str, openai: str) -> Handler:
     path = "/v1/completions" if openai else "/v2/models/m/generate_stream"
 
     async def one(text: str, tokens: int) -> list[float]:
-        given: dict[str, Any] = {"text_input": text, "stream": True, "parameters": sampling(tokens)}
+        document: dict[str, Any] = {"text_input": text, "stream": True, "parameters": sampling(tokens)}
         if openai:
-            given = {"model": openai, "prompt": text, "stream": True, **sampling(tokens)}
-        body = json.dumps(given).encode()
+            document = {"model": openai, "prompt": text, "stream": True, **sampling(tokens)}
+        body = json.dumps(document).encode()
         reader, writer = await asyncio.open_connection(host, int(port))
         head = f"POST {path} HTTP/1.1\r\nHost: {address}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -176,9 +176,9 @@ def handler(all_of: Callable[[list[str], int], Coroutine[Any, Any, Times]]) -> H
 class Way:
     """A process that runs streams in one of the ways. `pid`: that of the server that it uses; 0: none."""
 
-    def __init__(self, pid: int, make: Callable[..., Handler], **given: Any) -> None:
+    def __init__(self, pid: int, make: Callable[..., Handler], **arguments: Any) -> None:
         self._pid = pid
-        self.child = Child(f"{__spec__.name}:{make.__name__}", **given)
+        self.child = Child(f"{__spec__.name}:{make.__name__}", **arguments)
 
     def run(self, texts: list[str], tokens: int) -> Times:
         times: Times = self.child.ask(texts=texts, tokens=tokens)["times"]

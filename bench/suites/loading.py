@@ -35,19 +35,13 @@ TURN = 2.5
 SCRIPT = "import sys; from bench.lib.bare_engine import session; session(sys.argv[1])"
 
 
-def paced(
-    call: Callable[[], Any],
-    check: Callable[[Any], None],
-    seconds: float,
-    wait: Callable[[float], Any],
-    now: Callable[[], int] = perf_counter_ns,
-) -> list[int]:
+def paced(call: Callable[[], Any], check: Callable[[Any], None], seconds: float) -> list[int]:
     """Durations of calls in ns; each result is passed to `check`, whose time does not count.
 
     A call that was due during the previous one counts from when it was due: a pause of the server affects all requests
     that would have been sent during it.
     """
-    spacing = random.Random(models.SEED).randint
+    spacing, wait, now = random.Random(models.SEED).randint, Event().wait, perf_counter_ns
     taken: list[int] = []
     due = now()
     end = due + int(seconds * 1e9)
@@ -89,7 +83,7 @@ def caller(url: str, model: str, shape: list[int], oracle: str) -> Handler:
     client = Client(url)
     x = np.random.default_rng(2).standard_normal((1, *shape)).astype(np.float32)
     expected = session(oracle).run(None, {"x": x})[0]
-    feed, wait = {"x": x}, Event().wait
+    feed = {"x": x}
     wrong: list[str] = []
 
     def call() -> Any:
@@ -106,7 +100,7 @@ def caller(url: str, model: str, shape: list[int], oracle: str) -> Handler:
 
     def handle(seconds: float) -> Answer:
         wrong.clear()
-        taken = paced(call, check, seconds, wait)
+        taken = paced(call, check, seconds)
         return {**summary(taken), "failed": len(wrong), "first": wrong[:1]}
 
     for _ in range(50):

@@ -17,7 +17,7 @@ def test_a_mixed_load_loses_and_leaks_nothing(tmp_path: Path) -> None:
     assert found.lost == 0, found.text()
     assert found.twice == 0, found.text()
     assert found.wrong == 0, found.text()
-    assert found.left == 0, found.text()
+    assert found.leaked == 0, found.text()
     # The server was not idle, and requests ended in every way.
     assert found.counts["right"] > 0, found.text()
     assert found.counts["cancelled"] > 0, found.text()

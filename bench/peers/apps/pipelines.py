@@ -31,9 +31,9 @@ def texts(folder):
     tokenizer.enable_truncation(LENGTH)
 
     def run(rows):
-        found = tokenizer.encode_batch([row.decode() for row in rows])
-        ids = np.array([one.ids for one in found], np.int64)
-        mask = np.array([one.attention_mask for one in found], np.int64)
+        encoded = tokenizer.encode_batch([row.decode() for row in rows])
+        ids = np.array([one.ids for one in encoded], np.int64)
+        mask = np.array([one.attention_mask for one in encoded], np.int64)
         return network.run(None, {"input_ids": ids, "attention_mask": mask})[0]
 
     return run
