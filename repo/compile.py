@@ -195,7 +195,6 @@ def compile_scaling(config: ModelConfig, cores: CoreSet | None = None) -> Scalin
         parameters.SCALE_DOWN.read(config),
         len(cores.usable) if cores is not None else 0,
         cores.quota if cores is not None else 0,
-        _stream_slots(config),
     )
 
 

@@ -226,7 +226,7 @@ def _report_loaded(model: LoadedModel, outbox: Outbox) -> None:
     descriptor = os.memfd_create("shmserve-config", os.MFD_CLOEXEC)
     try:
         os.pwrite(descriptor, encode_config(model.config), 0)
-        outbox.add(Loaded(), descriptor)
+        outbox.add(Loaded(model.backend.slots), descriptor)
         outbox.flush()
     finally:
         os.close(descriptor)

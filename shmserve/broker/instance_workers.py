@@ -8,6 +8,7 @@ from collections.abc import Callable, Set
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from shmserve.broker.models.catalog import Catalog, read_descriptor
 from shmserve.broker.observability.logs import log_record
@@ -103,8 +104,9 @@ class InstanceWorkers:
 
     # ------------------------------------------------------------------------------------ messages of workers
 
-    def compiled(self, peer: int, descriptor: int) -> Any:
-        """The event for a Loaded, from the completed configuration in `descriptor`. Closes the descriptor."""
+    def compiled(self, peer: int, streams: int, descriptor: int) -> Any:
+        """The event for a Loaded, from its number of streams and the completed configuration in `descriptor`. Closes
+        the descriptor."""
         config = read_descriptor(descriptor)
         worker = self._state.instances.get(peer)
         if worker is None:
@@ -117,7 +119,7 @@ class InstanceWorkers:
             self.memory.loaded(self.process_of(peer))
             if self._meter is not None:
                 self._meter.measure()
-            return events.Compiled(policy)
+            return events.Compiled(replace(policy, streams=streams or policy.streams))
         except (ServeError, msgspec.MsgspecError) as error:
             self._workers.kill(peer, "its completed configuration is invalid")
             return LoadFailed("INVALID_ARG", f"invalid completed configuration: {error}")

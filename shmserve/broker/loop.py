@@ -235,7 +235,7 @@ class Broker:
             if isinstance(message, Map):
                 self._segments.add(peer, message, descriptor)
                 return message
-            return self._workers.compiled(peer, descriptor)
+            return self._workers.compiled(peer, message.streams, descriptor)
         except ServeError as error:
             return events.Garbled(0, error.message, error.code)
 

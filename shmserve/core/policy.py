@@ -205,11 +205,10 @@ class ScaledGroup(Struct, frozen=True):
 class ScalingPolicy(Struct, frozen=True):
     """The number of instances follows the load. `up_ns`: mean time in the queue above which instances are added.
     `down_ns`: how long fewer instances must have been enough before one is removed. `cores`: the cores of the server, 0
-    if unknown. `quota`: as in `thread_share`. `slots`: how many streams an instance runs at once, 0 if unknown."""
+    if unknown. `quota`: as in `thread_share`."""
 
     groups: tuple[ScaledGroup, ...]
     up_ns: int
     down_ns: int
     cores: int = 0
     quota: int = 0
-    slots: int = 0

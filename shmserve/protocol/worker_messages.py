@@ -204,7 +204,10 @@ WorkerOrder = (
 
 
 class Loaded(Struct, array_like=True, tag=96, gc=False):
-    """The model is loaded. A descriptor is attached: a memfd with the completed configuration as JSON."""
+    """The model is loaded. A descriptor is attached: a memfd with the completed configuration as JSON. `streams`: how
+    many requests its engine answers at once; 0: it does not form batches itself."""
+
+    streams: Id = 0
 
 
 class LoadFailed(Struct, array_like=True, tag=97, gc=False):

@@ -120,6 +120,9 @@ class Backend:
     asks = False
     """Whether its models can make calls to the server: then its context has `calls`."""
 
+    slots = 0
+    """How many requests the engine of a loaded model answers at once; 0: it does not form batches itself."""
+
     def __init__(self, context: Context) -> None:
         self.context = context
         self.calls = context.calls

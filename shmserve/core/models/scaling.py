@@ -105,8 +105,8 @@ def _read(version: Version, now: int) -> Reading:
         needed += bool(instance.streams)
     oldest = min(oldest, _oldest_queued(version, now))
     spare = bool(version.idle)
-    if version.scaler is not None and version.scaler.policy.slots:
-        needed = -(-streams // max(1, int(version.scaler.policy.slots * FREE)))
+    if service.streams:
+        needed = -(-streams // max(1, int(service.streams * FREE)))
     if service.sequence_slots is not None:
         slots = service.sequence_slots.policy.slots
         needed = -(-service.sequence_slots.count // max(1, int(slots * FREE)))

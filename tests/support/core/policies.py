@@ -155,8 +155,8 @@ def _pairs(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((own, name) for own, _, name in found))
 
 
-def scaling_of(name: str, bounds: str, up: str = "50ms", down: str = "2s", slots: str = "0") -> ScalingPolicy:
+def scaling_of(name: str, bounds: str, up: str = "50ms", down: str = "2s") -> ScalingPolicy:
     """`bounds`: 1-4. One group of CPU instances, `name`_0 and so on."""
     least, most = map(int, bounds.split("-"))
     specs = tuple(InstanceSpec(f"{name}_{index}") for index in range(most))
-    return ScalingPolicy((ScaledGroup(name, least, most, specs),), nanoseconds(up), nanoseconds(down), slots=int(slots))
+    return ScalingPolicy((ScaledGroup(name, least, most, specs),), nanoseconds(up), nanoseconds(down))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from msgspec.structs import replace
 
 from shmserve.core.policy import (
@@ -23,7 +22,6 @@ from shmserve.core.policy import (
 from shmserve.core.traffic import Traffic
 from shmserve.protocol.messages import NAME_LENGTH
 from shmserve.repo.compile import (
-    DEFAULT_SLOTS,
     GPU_BASE,
     HOST_BASE,
     PROMPT_INPUTS,
@@ -152,7 +150,7 @@ def test_scaling() -> None:
     assert policy is not None
     found = [(group.group, group.specs[0].kind, group.specs[0].device, len(group.specs)) for group in policy.groups]
     assert found == [("a", "KIND_CPU", 0, 2), ("b", "KIND_GPU", 0, 2), ("b", "KIND_GPU", 1, 2)]
-    assert (policy.cores, policy.quota, policy.slots) == (4, 3, 0)
+    assert (policy.cores, policy.quota) == (4, 3)
 
 
 @cases(
@@ -160,22 +158,13 @@ def test_scaling() -> None:
     ("llamacpp", {"slots": "16"}, 16),
     ("vllm", {}, 256),
     ("vllm", {"slots": "16"}, 16),
+    ("python", {"slots": "16"}, 0),
 )
-def test_scaling_knows_the_slots_of_language_models(backend: str, given: dict[str, str], slots: int) -> None:
-    text = f'name: "m" backend: "{backend}" instance_group {{ kind: KIND_CPU }}' + parameters(
-        max_instances="2", **given
-    )
-    policy = compile_scaling(parse(text))
-    assert policy is not None
-    assert policy.slots == slots
-
-
-@pytest.mark.parametrize("backend", ["llamacpp", "vllm", "python"])
-def test_prompts_are_counted_for_engines_of_language_models(backend: str) -> None:
+def test_prompts_are_counted_for_engines_of_language_models(backend: str, given: dict[str, str], slots: int) -> None:
     text = f'name: "m" backend: "{backend}" model_transaction_policy {{ decoupled: true }}'
-    found = compile_policy(parse(text + parameters(max_queue_tokens="5")), 1)
-    assert found.prompt_inputs == (PROMPT_INPUTS if backend != "python" else ())
-    assert (found.queue_tokens, found.streams) == (5, DEFAULT_SLOTS.get(backend, 0))
+    found = compile_policy(parse(text + parameters(max_queue_tokens="5", **given)), 1)
+    assert found.prompt_inputs == (PROMPT_INPUTS if slots else ())
+    assert (found.queue_tokens, found.streams) == (5, slots)
 
 
 CORRID = 'control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_%s } }'

@@ -114,7 +114,7 @@ class LanguageBackend(SeparateBackend, ABC):
         if self.calls is not None:
             self.calls.connect(self.streams)
         self._engine, self._defaults = self.start(config)
-        self._free = self._engine.limits.slots
+        self._free = self.slots = self._engine.limits.slots
         if self.calls is not None:
             self._metrics = self._metrics_of(config.name, self.calls.count)
 

@@ -53,14 +53,14 @@ def _write_llamacpp(repository: Path, prompts: Sequence[str], count: int) -> Exp
 
 
 def _write_vllm(repository: Path, prompts: Sequence[str], count: int) -> Expected:
-    version = _version(repository, "vllm", slots=str(SLOTS), tool_parser="hermes")
+    version = _version(repository, "vllm", tool_parser="hermes")
     network = version / "network"
     network.mkdir()
     asked = [(prompt, count, False) for prompt in prompts]
     *texts, adapted = continuations(network, [*asked, (prompts[0], count, True)])
     (network / vllm_network.ADAPTER).rename(version / "adapter")
     engine = {"model": "network", "dtype": "float32", "enforce_eager": True, "seed": 1}
-    engine |= {"distributed_executor_backend": "uni", "max_lora_rank": vllm_network.RANK}
+    engine |= {"max_num_seqs": SLOTS, "max_lora_rank": vllm_network.RANK}
     (version / "model.json").write_text(json.dumps(engine))
     return Expected(dict(zip(prompts, texts, strict=True)), adapted)
 

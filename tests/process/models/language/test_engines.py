@@ -305,6 +305,19 @@ def test_cancelled_streams_leave_the_engine_in_each_phase(text: Text) -> None:
     text.assert_free()
 
 
+def test_requests_beyond_the_slots_wait_in_the_server(engine: Text) -> None:
+    """At most two have been passed on: those in the server's queue can be overtaken."""
+    running = [engine.endless(f"{number}") for number in range(SLOTS)]
+    waiting = [engine.stream("next", sampling={"max_tokens": ENDLESS - 100}) for _ in range(9)]
+    running.pop().close()
+    next(waiting[0])
+    (entry,) = [entry for entry in engine.client.activity()["models"] if entry["name"] == "text"]
+    assert entry["queued"] >= len(waiting) - 3
+    for stream in running + waiting:
+        stream.close()
+    engine.assert_free()
+
+
 def test_metrics_count_what_the_engine_generates(engine: Text) -> None:
     before = engine_metrics(engine.client)
     flags: dict[str, Any] = {"return_num_input_tokens": True, "return_num_output_tokens": True}
