@@ -261,7 +261,7 @@ class Broker:
         """Executes all effects before the next turn, so that messages are sent in the order of the turns."""
         self._executing = True  # `_flush` may deliver ZeroMQ input, which must not start a nested turn
         try:
-            self._answers.begin()
+            self._answers.begin(self._core.state.changed_models)
             self._run_actions(pending)
             self._answers.end()
             self._flush()

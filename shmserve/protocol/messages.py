@@ -322,6 +322,13 @@ class Reclaim(Struct, array_like=True, tag=38, gc=False):
     """Asks the client to return unused handles at once instead of with its next message."""
 
 
+class Changed(Struct, array_like=True, tag=46, gc=False):
+    """Other versions may serve this model from now on: a configuration of it that the client has kept, from a query
+    with `follow`, is no longer valid. The name includes the namespace."""
+
+    model: Name
+
+
 class Goodbye(Struct, array_like=True, tag=39, gc=False):
     """The broker disconnects, for this reason."""
 
@@ -409,6 +416,7 @@ BrokerMessage = (
     | Released
     | Answer
     | Reclaim
+    | Changed
     | Goodbye
     | Part
     | Lease

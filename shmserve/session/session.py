@@ -39,6 +39,7 @@ from shmserve.protocol.messages import (
     BrokerMessage,
     Bye,
     Cancel,
+    Changed,
     Fail,
     FailBatch,
     FailHeld,
@@ -95,7 +96,8 @@ class Session:
 
     A gateway replaces the functions that convert inputs and outputs: `encode` returns the tensors, the objects to keep
     for them, and the number of inline bytes; `decode` returns the result of a reply or part. `on_limits` gets the
-    server's limits, and `explain_lost` may replace the failure of a request whose memory a worker could not open.
+    server's limits, and `on_changed` the name of a model whose configuration may have changed, "" for any model.
+    `explain_lost` may replace the failure of a request whose memory a worker could not open.
 
     `keeps`: the server may still read inputs in the session's own arena after the answer, as no other code writes to
     them.
@@ -115,6 +117,7 @@ class Session:
         decode: Callable[[Reply | Part, Sequence[Any], Mapping[str, Any], SessionMemory], Any] = result_of,
         row_reply: Callable[[int, int, tuple[TensorForm, ...], Shapes, tuple[bytes, ...]], Any] = RowReply,
         on_limits: Callable[[dict[str, int]], object] | None = None,
+        on_changed: Callable[[str], object] | None = None,
         explain_lost: Callable[[Fail, Ticket, SessionMemory], Fail] | None = None,
         lease_sockets: LeaseSockets | None = None,
         trace_context: Callable[[], dict[str, str] | None] | None = None,
@@ -153,6 +156,7 @@ class Session:
         self._row_reply = row_reply
         """Makes the reply to one request of a ReplyBatch."""
         self._on_limits = on_limits
+        self._on_changed = on_changed
         self._explain_lost = explain_lost
         self._keeps = keeps
 
@@ -580,6 +584,11 @@ class Session:
         self.urgent = True
         return 0
 
+    def _model_changed(self, message: Changed) -> int:
+        if self._on_changed is not None:
+            self._on_changed(message.model)
+        return 0
+
     def _on_ping(self, message: Ping) -> int:
         self.outbox.queue(Pong(message.number))
         self.urgent = True
@@ -646,6 +655,7 @@ class Session:
         resending; requests of sequences, and operations and streams that have begun, fail.
         """
         self.connected = False
+        self._model_changed(Changed(""))
         self.outbox.clear()
         self.queries.typed.forget_all()
         self._leases.clear()
@@ -689,6 +699,7 @@ _HANDLERS: dict[type, Callable[[Session, Any], int]] = {
     Map: lambda session, message: session.memory.on_map(message),
     Unmap: lambda session, message: session.memory.on_unmap(message),
     Reclaim: Session._on_reclaim,
+    Changed: Session._model_changed,
     Ping: Session._on_ping,
     Pong: Session._on_pong,
     Welcome: Session._on_welcome,

@@ -209,6 +209,11 @@ class LoopLink(SessionLink):
 
     # ------------------------------------------------------------------------------------ receiving
 
+    @property
+    def has_input(self) -> bool:
+        """Whether messages of the server have arrived that have not been read."""
+        return any(map(_has_input, self._watched))
+
     def _readable(self) -> None:
         session = self.session
         if self._polling is not None:

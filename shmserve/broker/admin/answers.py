@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection, Set
 from typing import Any
 
 import msgspec
@@ -11,8 +11,9 @@ from msgspec import Struct
 from shmserve.broker.admin.queries import Control, Shared
 from shmserve.broker.admin.readiness_probes import Probes
 from shmserve.broker.models.operations import ClientOperations
+from shmserve.core.traffic import ALIAS
 from shmserve.errors import InvalidRequest
-from shmserve.protocol.messages import Answer, Ask, Cancel, Fail
+from shmserve.protocol.messages import Answer, Ask, Cancel, Changed, Fail
 
 NOTIFIED = 64
 """Maximum number of deferred queries answered per turn."""
@@ -25,7 +26,10 @@ Waiting = dict[int, list[Ask]]
 
 
 class _ConfigArguments(Struct):
+    """`wait`: until the model has been loaded. `follow`: the client keeps the answer until it receives a Changed."""
+
     wait: bool = False
+    follow: bool = False
 
 
 class QueryAnswers:
@@ -55,9 +59,17 @@ class QueryAnswers:
         self._held: Waiting = {}
         """Queries that could be answered, but whose peer is behind with reading."""
         self._behind: set[int] = set()
+        self._followers: dict[str, set[int]] = {}
+        """Model, or alias of a model -> the peers that have kept its configuration."""
 
-    def begin(self) -> None:
+    def begin(self, changed: Collection[str]) -> None:
+        """`changed`: the models that may be served by other versions since this turn. Their followers learn it before
+        anyone learns of the completion of a load."""
         self._shared = {}
+        if changed and self._followers:
+            for name in [name for name in self._followers if name in changed or name.rpartition(ALIAS)[0] in changed]:
+                for peer in self._followers.pop(name):
+                    self._send(peer, Changed(name))
 
     def end(self) -> None:
         self._shared = None
@@ -94,7 +106,12 @@ class QueryAnswers:
             self._operations.refresh_from_disk(self._models_known)
         elif ask.what == "loaded" and self._control.is_loading():
             self._awaiting.setdefault("", {}).setdefault(peer, []).append(ask)
-        elif ask.what == "config" and _waits(ask) and self._control.is_loading(ask.model) and self._may_wait(peer):
+        elif (
+            ask.what == "config"
+            and _arguments(ask).wait
+            and self._control.is_loading(ask.model)
+            and self._may_wait(peer)
+        ):
             self._awaiting.setdefault(ask.model, {}).setdefault(peer, []).append(ask)
         elif ask.what == "ready" and ask.model:
             instances = self._control.serving(ask)
@@ -115,6 +132,8 @@ class QueryAnswers:
 
     def peer_disconnected(self, peer: int) -> None:
         self._behind.discard(peer)
+        for followers in self._followers.values():
+            followers.discard(peer)
         for waiting in (*self._awaiting.values(), self._models, self._due, self._held):
             waiting.pop(peer, None)
 
@@ -153,13 +172,19 @@ class QueryAnswers:
     def _answer(self, peer: int, ask: Ask, shared: Shared | None = None) -> None:
         if shared is None:
             shared = self._shared if self._shared is not None else {}
-        for message in self._control.answer(ask, self._roles_of(peer), shared):
+        messages = self._control.answer(ask, self._roles_of(peer), shared)
+        for message in messages:
             self._send(peer, message)
+        if ask.what == "config" and ask.body and isinstance(messages[0], Answer) and _arguments(ask).follow:
+            if self._control.serves(ask.model):
+                self._followers.setdefault(ask.model, set()).add(peer)
+            else:  # which version will serve it is not known yet
+                self._send(peer, Changed(ask.model))
 
 
-def _waits(ask: Ask) -> bool:
-    """Whether the body of a config query is {"wait": true}."""
+def _arguments(ask: Ask) -> _ConfigArguments:
+    """The body of a config query."""
     try:
-        return bool(ask.body) and msgspec.json.decode(ask.body, type=_ConfigArguments).wait
+        return msgspec.json.decode(ask.body or b"{}", type=_ConfigArguments)
     except msgspec.DecodeError:
-        return False
+        return _ConfigArguments()

@@ -166,6 +166,10 @@ class Control:
         """The name with its namespace. Raises InvalidRequest if it is ambiguous."""
         return self._core.state.full_name(name)
 
+    def serves(self, name: str) -> bool:
+        """Whether a version serves requests for this model or alias."""
+        return name in self._core.state.ready
+
     def server_ready(self) -> bool:
         """Whether the server is ready. Strict: every version is READY; otherwise: loading has finished. Ignores
         versions that are unloaded or being unloaded, and versions that load while others of their model are served."""

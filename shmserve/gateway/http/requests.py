@@ -53,12 +53,11 @@ from shmserve.gateway.upstream.device_regions import DeviceRegion
 from shmserve.gateway.upstream.documents import (
     BrokerQuery,
     arguments_of,
-    config_query,
     error_body,
     http_answer,
     query_of,
 )
-from shmserve.gateway.upstream.exchange import ask_for, model_request
+from shmserve.gateway.upstream.exchange import ask_for, ask_for_config, model_request
 from shmserve.gateway.upstream.link import GatewayLink, Piece, partial_room
 from shmserve.gateway.upstream.receive import Allocate, ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Region, Regions
@@ -452,7 +451,7 @@ class Requests:
 
     def _ask_config(self, exchange: HttpExchange, then: Callable[[Any], None]) -> None:
         route = exchange.head.route
-        ask_for(exchange, self._link, config_query(route.model, route.version), then)
+        ask_for_config(exchange, self._link, route.model, route.version, then)
 
     # ------------------------------------------------------------------------------------ inference
 

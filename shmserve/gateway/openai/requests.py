@@ -36,8 +36,8 @@ from shmserve.gateway.openai.scores import RerankRequest, ScoreRequest, Scores
 from shmserve.gateway.openai.speech import TranscriptionFormat, TranscriptionRequest
 from shmserve.gateway.openai.templates import WAITING_BYTES, ChatTemplates, continued_prompt, template_values
 from shmserve.gateway.openai.tokens import PROMPT_BYTES, CountFormat, DetokenizeFormat, TokenizeFormat
-from shmserve.gateway.upstream.documents import BrokerQuery, config_query
-from shmserve.gateway.upstream.exchange import Exchange, ask_for
+from shmserve.gateway.upstream.documents import BrokerQuery
+from shmserve.gateway.upstream.exchange import Exchange, ask_for, ask_for_config
 from shmserve.gateway.upstream.requests import RequestSender
 from shmserve.llm.tool_choice import ForcedCalls
 from shmserve.protocol.actions import Action
@@ -155,15 +155,15 @@ class OpenAiRequests:
 
     def _ask_config(self, exchange: Exchange, name: str, then: Callable[[Any], None]) -> None:
         """A name with a colon is that of a model, or of a model and its adapter."""
-        model = models.without_adapter(name)
+        link, model = self._sender.link, models.without_adapter(name)
 
         def failed(error: ServeError) -> None:
             if isinstance(error, NotFound) and model not in ("", name):
-                self._query(exchange, config_query(model), then)
+                ask_for_config(exchange, link, model, "", then)
             else:
                 exchange.fail(error)
 
-        ask_for(exchange, self._sender.link, config_query(name), then, failed)
+        ask_for_config(exchange, link, name, "", then, failed)
 
     def _query(self, exchange: Exchange, query: BrokerQuery, then: Callable[[Any], None]) -> None:
         ask_for(exchange, self._sender.link, query, then)

@@ -47,7 +47,7 @@ class YesOrNo(Struct):
     text: str = ""
 
 
-def _same(answer: Any) -> Any:
+def same(answer: Any) -> Any:
     return answer
 
 
@@ -60,17 +60,11 @@ class BrokerQuery(Struct):
     anything that can be encoded as JSON. `failed` converts an error to a document, or raises it."""
 
     what: str
-    show: Callable[[Any], Any] = _same
+    show: Callable[[Any], Any] = same
     model: str = ""
     version: int | str = ""
     body: Body | None = None
     failed: Callable[[ServeError], Any] = _raise
-
-
-def config_query(model: str, version: int | str = "") -> BrokerQuery:
-    """Queries the configuration that decides how a request to the model continues. Like the request, the query waits
-    for a model that is loading."""
-    return BrokerQuery("config", model=model, version=version, body=of_json({"wait": True}))
 
 
 class BadLoad(InvalidRequest):
@@ -117,7 +111,7 @@ def query_of(route: Route, arguments: Arguments, regions: Regions, caller: Calle
         case Action.METADATA:
             return BrokerQuery("metadata", _server(regions))
         case Action.MODEL_METADATA | Action.CONFIG | Action.STATISTICS | Action.TRACE | Action.LOG:
-            return BrokerQuery(route.action.row.query, _same, model, version)
+            return BrokerQuery(route.action.row.query, same, model, version)
         case Action.MODELS:
             return BrokerQuery("models", _index(arguments.only_ready))
         case Action.LOAD:
@@ -127,7 +121,7 @@ def query_of(route: Route, arguments: Arguments, regions: Regions, caller: Calle
             body = of_unload(arguments.unload_dependents, False, arguments.force, None)
             return BrokerQuery("unload", _nothing, model, body=body, failed=_was_not_there)
         case Action.SET_TRACE | Action.SET_LOG:
-            return BrokerQuery(route.action.row.query, _same, model, body=of_json(arguments.settings or {}))
+            return BrokerQuery(route.action.row.query, same, model, body=of_json(arguments.settings or {}))
         case Action.MEMORY_STATUS:
             return FixedDocument(regions.status(route.kind, model))
         case Action.MEMORY_REGISTER:

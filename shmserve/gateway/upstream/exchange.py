@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from shmserve.errors import ServeError
@@ -10,9 +11,10 @@ from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.plans import RequestPlan
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import SlicedWork
-from shmserve.gateway.upstream.documents import BrokerQuery, Route
+from shmserve.gateway.upstream.documents import BrokerQuery, Route, same
 from shmserve.gateway.upstream.link import GatewayLink, Piece
-from shmserve.gateway.upstream.requests import Charge, ModelRequest, PendingQuery, ask
+from shmserve.gateway.upstream.requests import Charge, ModelRequest, PendingQuery, ask, serve_error
+from shmserve.session.uploads import of_json
 
 JSON = b"application/json"
 
@@ -103,3 +105,27 @@ def ask_for(
     ticket = PendingQuery(query, then, failed or exchange.fail)
     ask(link, exchange.payer(), ticket, query)
     exchange.wait_for(ticket)
+
+
+def ask_for_config(
+    exchange: Exchange,
+    link: GatewayLink,
+    model: str,
+    version: str,
+    then: Callable[[Any], None],
+    failed: Callable[[ServeError], None] | None = None,
+) -> None:
+    """Asks for the configuration that decides how a request to the model continues. Like the request, the query waits
+    for a model that is loading. The broker announces when other versions serve a model, so that the configuration of
+    its default version is known until then."""
+    if version:
+        body, keep = {"wait": True}, same
+    elif (known := link.known_config(model)) is not None:
+        try:
+            then(known)
+        except Exception as error:
+            (failed or exchange.fail)(serve_error(error))
+        return
+    else:
+        body, keep = {"wait": True, "follow": True}, partial(link.keep_config, model)
+    ask_for(exchange, link, BrokerQuery("config", keep, model, version, of_json(body)), then, failed)

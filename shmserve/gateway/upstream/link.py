@@ -13,10 +13,12 @@ import numpy as np
 from shmserve.errors import Internal, InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.limits.backlog import InputBacklog
+from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.caller_shares import ShareBounds, Shares
 from shmserve.gateway.limits.turns import COPY_BYTES, JobTurns, ReadTurns, SlicedWork
 from shmserve.gateway.upstream.receive import Room
 from shmserve.protocol.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor
+from shmserve.protocol.namespaces import plain
 from shmserve.session import Session, Ticket
 from shmserve.session.columns import reply_of
 from shmserve.session.encode import MESSAGE_BYTES
@@ -32,6 +34,8 @@ RETURN_BYTES = 4 << 20
 """From this total size, outputs are returned to the server at once."""
 TRIM_S = 10.0
 """Interval for freeing unused memory of inputs."""
+KNOWN_CONFIGS = 256
+"""Maximum number of configurations of models that are kept."""
 RECONNECT_S = 1.0
 """Time for which calls wait for a server that is being restarted."""
 Piece = bytes | bytearray | memoryview | Array
@@ -178,6 +182,21 @@ def partial_room(memory: SessionMemory, size: int, shift: int = 0) -> Room | Non
     return Room(array.data, partial(memory.warm, array))
 
 
+class KnownConfigs(BoundedCache[str, Any]):
+    """Configurations by the names with which they were asked for: those of models, with or without a namespace."""
+
+    def __init__(self) -> None:
+        super().__init__(KNOWN_CONFIGS)
+
+    def changed(self, model: str) -> None:
+        """`model`: "" if all may have changed."""
+        if model:
+            self.pop(model, None)
+            self.pop(plain(model), None)
+        else:
+            self.clear()
+
+
 class GatewayLink:
     """The connection of a gateway to the broker. All endpoints share it, and their clients share its limits on requests
     in flight. `make_link` makes the link that it owns."""
@@ -198,6 +217,7 @@ class GatewayLink:
                 f"a gateway must run on the server's machine and use its Unix socket, not {address.url}"
             )
         self.shares = Shares(bounds or ShareBounds(input_bytes=memory_bytes))
+        self._configs = KnownConfigs()
         self._link = make_link(
             address,
             name,
@@ -210,6 +230,7 @@ class GatewayLink:
                 decode=_held,
                 row_reply=reply_of,
                 on_limits=self.shares.limits,
+                on_changed=self._configs.changed,
                 explain_lost=_explain_lost,
                 keeps=True,
             ),
@@ -236,6 +257,16 @@ class GatewayLink:
 
     def cancel(self, ticket: Ticket) -> None:
         self._link.cancel(ticket)
+
+    def known_config(self, model: str) -> Any:
+        """The configuration of a model, if the broker has sent it and has not announced a change. None: ask for it."""
+        known = self._configs.get(model)
+        return known if known is not None and not self._link.has_input else None
+
+    def keep_config(self, model: str, config: Any) -> Any:
+        """Called with the answer to a query with `follow`. Returns it."""
+        self._configs.put(model, config)
+        return config
 
     async def close(self, error: ServeError | None = None) -> None:
         if self._trim_timer is not None:

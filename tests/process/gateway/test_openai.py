@@ -22,7 +22,13 @@ import pytest
 from shmserve.testing import Server
 from tests.support.cases import cases
 from tests.support.commands import COMMAND, run
-from tests.support.gateway.language_models import LanguageModels, openai_client, post, write_language_models
+from tests.support.gateway.language_models import (
+    TEMPLATE,
+    LanguageModels,
+    openai_client,
+    post,
+    write_language_models,
+)
 from tests.support.gateway.running_gateway import Gateway, model, open_gate
 from tests.support.living import until
 from tests.support.optional import optional
@@ -177,6 +183,18 @@ def test_chats_of_a_triton_vllm_model_use_its_chat_template(client: Any) -> None
         client.chat.completions.create(model="vllm", messages=[{"role": "nobody", "content": "a"}])
     with pytest.raises(openai.BadRequestError, match="neither an input 'messages' nor the parameter chat_template"):
         client.chat.completions.create(model="bare", messages=user("a"))
+
+
+def test_a_request_after_a_reload_uses_the_new_configuration(client: Any, server: Server) -> None:
+    """Although gateways keep configurations."""
+    with server.client() as native:
+        config = native.config("vllm")
+        for template in "one", "two", TEMPLATE:
+            config["parameters"]["chat_template"]["string_value"] = template
+            native.load("vllm", config=config)
+            for _ in range(2):
+                found = client.chat.completions.create(model="vllm", messages=user("a"))
+                assert found.choices[0].message.content == {TEMPLATE: "user: a </s>"}.get(template, template)
 
 
 def test_the_thinking_of_a_model_is_not_its_answer(client: Any) -> None:

@@ -1,21 +1,36 @@
-"""The gateway's connection to the broker: when it returns outputs, when it polls for packets, and which outputs it
-requests."""
+"""The gateway's connection to the broker: when it returns outputs, when it polls for packets, which outputs it
+requests, and which configurations of models it knows."""
 
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.plans import plan_of
+from shmserve.gateway.upstream.exchange import ask_for_config
 from shmserve.gateway.upstream.link import RETURN_BYTES, GatewayLink
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.gateway.upstream.requests import ModelRequest, PendingInference, RequestSender
 from shmserve.protocol import codec
-from shmserve.protocol.messages import Answer, Ask, ClientMessage, Fail, Handle, Infer, Ping, Reply, Return, Tensor
+from shmserve.protocol.messages import (
+    Answer,
+    Ask,
+    Changed,
+    ClientMessage,
+    Fail,
+    Handle,
+    Infer,
+    Ping,
+    Reply,
+    Return,
+    Tensor,
+)
 from shmserve.session.ticket import Ticket
 from shmserve.transport.loop_link import LoopLink
 from tests.support.manual_loop import ManualLoop
@@ -148,7 +163,7 @@ class Gateway:
     def __init__(self, link: Any, loop: ManualLoop, server: Server) -> None:
         self._link, self._loop, self._server = link, loop, server
         self._sender = RequestSender(link, Regions(False))
-        self._payer = link.shares.connect("").payer("")
+        self.payer = link.shares.connect("").payer("")
         self.tickets: list[Inference] = []
 
     @property
@@ -174,7 +189,7 @@ class Gateway:
         ticket = Inference()
         self.tickets.append(ticket)
         pieces = [spec.data or b"" for spec in plan.inputs]
-        self._sender.infer(ticket, ModelRequest(self._payer, "m", "", plan, pieces, ""))
+        self._sender.infer(ticket, ModelRequest(self.payer, "m", "", plan, pieces, ""))
         message: Infer = self.sent(Infer)
         self.reply(Reply(message.request, 1, tuple([Tensor(name, "FP32", (1,), b"1234") for name in replied])))
         return None if message.outputs is None else [output.name for output in message.outputs], ticket.answer
@@ -222,3 +237,52 @@ def test_outputs_of_sequences_are_always_named(connected: Any) -> None:
     gateway.infer(named("y"), ["y"])
     gateway.reply(Answer(gateway.sent(Ask).request, json.dumps({"output": named("y")}).encode()))
     assert gateway.infer(named("y"), ["y"], sequence_id=7, sequence_start=True)[0] == ["y"]
+
+
+def test_a_configuration_is_known_until_the_server_announces_a_change(connected: Any) -> None:
+    gateway = Gateway(*connected)
+    link = connected[0]
+    found: list[Any] = []
+    exchange: Any = SimpleNamespace(payer=lambda: gateway.payer, wait_for=lambda ticket: None, fail=found.append)
+
+    def ask(model: str, version: str = "") -> None:
+        ask_for_config(exchange, link, model, version, found.append)
+
+    def asked(model: str, version: str = "") -> Ask:
+        ask(model, version)
+        query: Ask = gateway.sent(Ask)
+        assert (query.what, query.model, query.version) == ("config", model, int(version or 0))
+        gateway.reply(Answer(query.request, json.dumps(f"of {model}").encode()))
+        assert found.pop() == f"of {model}"
+        return query
+
+    def known(model: str) -> bool:
+        ask(model)
+        return bool(found) and found.pop() == f"of {model}"
+
+    for name in "m", "own/n", "n", "n@prod":
+        assert b"follow" in asked(name).body
+        assert known(name)
+
+    def refuse(config: Any) -> None:
+        raise InvalidRequest("refused")
+
+    ask_for_config(exchange, link, "m", "", refuse)
+    assert found.pop().message == "refused"
+    assert b"follow" not in asked("m", "1").body
+    asked("m", "1")
+    for changed, forgotten in ("own/n", {"own/n", "n"}), ("own/n@prod", {"n@prod"}):
+        gateway.reply(Changed(changed))
+        for name in "m", "own/n", "n", "n@prod":
+            if name in forgotten:
+                asked(name)
+            assert known(name)
+    own, other = socket.socketpair()
+    other.close()  # there is something to read
+    with own:
+        link._link._watched = [own.fileno()]  # noqa: SLF001 - a change may have arrived that has not been read
+        asked("m")
+    link._link._watched = []  # noqa: SLF001
+    link.session.disconnected()
+    link.session.connected = True
+    asked("m")

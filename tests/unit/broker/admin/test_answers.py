@@ -1,4 +1,4 @@
-"""Queries that wait for a model that is loading."""
+"""Queries that wait for a model that is loading, and configurations that clients keep until they change."""
 
 from __future__ import annotations
 
@@ -6,28 +6,32 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmserve.broker.admin.answers import NOTIFIED, WAITING, QueryAnswers
-from shmserve.protocol.messages import Ask, Cancel
+from shmserve.protocol.messages import Answer, Ask, Cancel, Changed
 
 WAIT = b'{"wait": true}'
 
 
 class World:
     def __init__(self) -> None:
-        self.loading = {"m", "other"}
-        self.sent: list[tuple[int, int]] = []
+        self.loading, self.served = {"m", "other"}, {"n", "n@prod", "n2"}
+        self.sent: list[tuple[int, Any]] = []
         control: Any = SimpleNamespace(
             is_loading=lambda model="": model in self.loading,
             full_name=str,
-            answer=lambda ask, roles, shared: [ask.request],
+            serves=lambda model: model in self.served,
+            answer=lambda ask, roles, shared: [Answer(ask.request, b"{}")],
         )
         operations: Any = SimpleNamespace(cancelled=lambda peer, request: None, handle=lambda peer, ask: False)
         probes: Any = None
-        self.answers = QueryAnswers(control, probes, operations, lambda *sent: self.sent.append(sent), lambda peer: 0)
+        self.answers = QueryAnswers(control, probes, operations, self.send, lambda peer: 0)
+
+    def send(self, peer: int, message: Answer | Changed) -> None:
+        self.sent.append((peer, message.request if isinstance(message, Answer) else message.model))
 
     def ask(self, peer: int, request: int, body: bytes = WAIT, model: str = "m") -> None:
         self.answers.query(peer, Ask(request, "config", model, 0, body))
 
-    def notified(self) -> list[tuple[int, int]]:
+    def notified(self) -> list[tuple[int, Any]]:
         self.answers.notify()
         return self.sent
 
@@ -65,3 +69,24 @@ def test_the_queries_of_one_peer_that_wait_are_limited() -> None:
     for _ in range(WAITING // NOTIFIED + 1):
         world.answers.notify()
     assert len(world.sent) == WAITING + 2
+
+
+def test_clients_that_follow_a_model_learn_of_a_change_once() -> None:
+    world = World()
+    for peer, model in (1, "n"), (2, "n"), (2, "n"), (3, "n"), (2, "n@prod"), (1, "n2"):
+        world.ask(peer, 5, b'{"follow": true}', model)
+    world.ask(4, 5, model="n")
+    world.answers.peer_disconnected(3)
+    world.sent.clear()
+    for changed, sent in (
+        ({}, []),
+        ({"x": None}, []),
+        ({"n": None}, [(1, "n"), (2, "n"), (2, "n@prod")]),
+        ({"n": None}, []),
+    ):
+        world.answers.begin(changed)
+        world.answers.end()
+        assert sorted(world.sent) == sent
+        world.sent.clear()
+    world.ask(1, 6, b'{"follow": true}', "unready")
+    assert world.sent == [(1, 6), (1, "unready")], "which version will serve it is not known"
