@@ -5,8 +5,8 @@ directory for vLLM.
 For each number of streams that start at once, measures in turn the bare engine (llama.cpp in a separate process), the
 engine's own server (llama-server or `vllm serve`), the lane, `generate_stream` and `/v1/completions`, or those of
 `--ways`. Prints the medians over the rounds of the time to the first token, the time between tokens, the tokens per
-second, and the processor time per token of all processes, each compared with the first way. llama.cpp has `--threads`
-threads.
+second, and the processor time per token of all processes, each compared with the first way. The engine has `--threads`
+threads, and the same arguments and variables in each way, except that `vllm serve (defaults)` has its own variables.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from bench.lib.child import Answer, Child, Handler
 from bench.peers.running import START_S, running
 from shmserve.repo import samples
 from shmserve.testing import Server
+from shmserve.workers.backends.vllm.backend import prepare_environment
 
 Times = list[list[float]]
 """For each stream: when it was sent, and when each of its tokens arrived."""
@@ -222,7 +223,10 @@ def main() -> None:
             "llama-server": lambda: Way(0, llama_server, model=str(arguments.model), threads=arguments.threads),
         }
         if arguments.model.is_dir():
-            makers = {"vllm serve": lambda: vllm_serve(stack, arguments.model, Path(folder))}
+            makers = {
+                "vllm serve": lambda: vllm_serve(stack, arguments.model, Path(folder), arguments.threads),
+                "vllm serve (defaults)": lambda: vllm_serve(stack, arguments.model, Path(folder), 0),
+            }
         makers |= {
             "lane": lambda: Way(server.pid, lane, url=server.url),
             "HTTP": lambda: Way(server.pid, http, address=server.endpoints["http"], openai=""),
@@ -234,13 +238,17 @@ def main() -> None:
         measure(ways, arguments)
 
 
-def vllm_serve(stack: ExitStack, model: Path, work: Path) -> Way:
-    port = free_port()
+def vllm_serve(stack: ExitStack, model: Path, work: Path, threads: int) -> Way:
+    """`threads`: as in our backend, with the same variables and without statistics; 0: with its own defaults."""
+    port, environment = free_port(), dict(os.environ)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
     for name, value in vllm_arguments(model).items():
         command += [f"--{name.replace('_', '-')}", str(value)] if name != "model" else []
-    peer = stack.enter_context(running("vllm", command, {}, work))
+    if threads:
+        prepare_environment(threads, environment)
+        command.append("--disable-log-stats")
+    peer = stack.enter_context(running(f"vllm-{threads}", command, environment, work))
     peer.await_success(urllib.request.Request(f"http://127.0.0.1:{port}/health"))
     return Way(peer.pid, http, address=f"127.0.0.1:{port}", openai="m")
 
@@ -250,14 +258,15 @@ def vllm_arguments(model: Path) -> dict[str, Any]:
 
 
 def write_model(version: Path, model: Path, threads: int) -> None:
+    backend, settings = "vllm", {"threads": str(threads)}
     if model.is_dir():
         (version / "model.json").write_text(json.dumps(vllm_arguments(model)))
-        (version.parent / "config.pbtxt").write_text('backend: "vllm"\n')
-        return
-    os.symlink(model, version / "model.gguf")
-    settings = {"slots": SLOTS, "context_length": CONTEXT, "threads": threads, "prompt_cache": "false"}
+    else:
+        os.symlink(model, version / "model.gguf")
+        backend = "llamacpp"
+        settings |= {"slots": str(SLOTS), "context_length": str(CONTEXT), "prompt_cache": "false"}
     rows = [f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}' for key, value in settings.items()]
-    (version.parent / "config.pbtxt").write_text("\n".join(['backend: "llamacpp"', *rows]))
+    (version.parent / "config.pbtxt").write_text("\n".join([f'backend: "{backend}"', *rows]))
 
 
 def await_idle(ways: Collection[Way]) -> None:
