@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,7 @@ class VllmTexts(Encoder):
 @contextmanager
 def _importing(settings: Settings) -> Iterator[None]:
     """Prepares the process for the import of vLLM, which takes seconds."""
-    prepare_environment(settings)
+    prepare_environment(settings.threads, os.environ)
     try:
         yield
     except ImportError as error:
@@ -61,7 +61,7 @@ def _importing(settings: Settings) -> Iterator[None]:
         ) from error
 
 
-def prepare_environment(settings: Settings) -> None:
+def prepare_environment(threads: int, environment: MutableMapping[str, str]) -> None:
     """Sets variables that the engine's own processes read. Those of the operator take precedence."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -71,6 +71,10 @@ def prepare_environment(settings: Settings) -> None:
         "GLOO_SOCKET_IFNAME": "lo",  # otherwise the interface to which the name of the machine belongs
     }
     for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-    os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-    os.environ.pop("MKL_NUM_THREADS", None)  # torch would use as many threads for OpenMP, too
+        environment.setdefault(name, value)
+    if environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind":
+        # On a CPU, the scheduler then computes in its own process. Otherwise it hands each step to another process,
+        # whose threads can be bound, and both spin while they wait for each other.
+        environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    environment["OMP_NUM_THREADS"] = str(threads)
+    environment.pop("MKL_NUM_THREADS", None)  # torch would use as many threads for OpenMP, too

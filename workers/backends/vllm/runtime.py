@@ -1,5 +1,6 @@
-"""vLLM in this process. Its scheduler and the network run in processes of its own; an event loop in a thread of this
-process receives what they compute. The sockets between them are in a private directory, which others cannot enter."""
+"""vLLM in this process. Its scheduler and the network run in a process of its own, or in several; an event loop in a
+thread of this process receives what they compute. The sockets between them are in a private directory, which others
+cannot enter."""
 
 from __future__ import annotations
 
