@@ -1,10 +1,11 @@
-"""Dispatch: sends batches to workers, and extends them. `reports` processes the results."""
+"""Dispatch: sends batches to workers, extends them, and recalls those that have not started. `reports` processes the
+results."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shmserve.core.batching import leases, recall
+from shmserve.core.batching import leases
 from shmserve.core.effects import Send
 from shmserve.core.exit import exit, shadow
 from shmserve.core.owners.rate_limiter import Limiter
@@ -16,7 +17,7 @@ from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState, move, move_all
 from shmserve.core.termination import kill_hung, watch
 from shmserve.protocol.messages import CHUNK_BYTES, PACKET_MESSAGES, Columns
-from shmserve.protocol.worker_messages import Execute, Work
+from shmserve.protocol.worker_messages import Execute, Withdraw, Work
 
 MAX_STREAMS = 32
 """Maximum number of requests in a batch for an engine that forms its batches itself. If each generates several texts,
@@ -95,7 +96,7 @@ def _call_back(state: State, version: Version) -> None:
     for instance in version.instances:
         batch, running = instance.waiting, instance.running
         if batch is not None and (instance.waits or (running is not None and running.unread)):
-            recall.recall(state, instance, batch)
+            recall(state, instance, batch)
 
 
 def may_start(state: State, version: Version, instance: Instance) -> bool:
@@ -339,6 +340,43 @@ def _send_columns(
     state.send(instance.peer, Execute(number, join, (), False, is_open, columns, audiences))
     batch.pieces.append((number, requests))
     return True
+
+
+# ------------------------------------------------------------------------------------ recalls
+
+
+def recall(state: State, instance: Instance, batch: Batch) -> None:
+    """Asks the worker to return its waiting batch."""
+    if not batch.recalled:
+        batch.recalled = True
+        state.send(instance.peer, Withdraw(tuple(request.number for request in batch.requests()), True))
+
+
+def take_out(state: State, version: Version, instance: Instance, batch: Batch, request: Request) -> None:
+    """Removes a request from a batch that waits at a worker and will not run it."""
+    batch.rows -= request.cost
+    batch.remaining -= 1
+    if request.state is _LINGERING:
+        request.batch = None
+        exit.released(state, request)
+    else:
+        request.take_back()
+        put_back(state, version, request)
+    if not batch.remaining:
+        batch.end()
+        instance.waiting = None
+
+
+def put_back(state: State, version: Version, request: Request) -> None:
+    """Queues the request again in its version or, after a restart, in the next generation."""
+    target = version.requeue_target
+    if target is not version:
+        request.version = target
+        request.miss = None  # its key contains the generation
+        target.service.move_in_order(request, version.service)
+        exit.respond_in_order(state, version)
+    target.service.queue.put_back(request)
+    state.to_dispatch[target] = None
 
 
 # ------------------------------------------------------------------------------------ plans

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shmserve.core.batching import dispatch, leases, recall
+from shmserve.core.batching import dispatch, leases
 from shmserve.core.effects import Send
 from shmserve.core.exit import exit, responses
 from shmserve.core.records import Batch, ClientState, Instance, Request, Version
@@ -138,7 +138,7 @@ def withdrawn(state: State, version: Version, instance: Instance, message: Withd
         if request is None or batch is None or not (known and (batch.recalled or request.state is _LINGERING)):
             kill_for_protocol_error(state, version, instance, f"Withdrawn request {number}")
             return
-        recall.take_out(state, version, instance, batch, request)
+        dispatch.take_out(state, version, instance, batch, request)
     if instance.idle and instance.usable and instance not in version.idle:
         version.idle.append(instance)
     state.to_dispatch[version] = None

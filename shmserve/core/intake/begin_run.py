@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from shmserve.core.owners.plan import plans_of
-from shmserve.core.owners.run import Held, Run
+from shmserve.core.owners.run import Held, Iteration, Run, plans_of
 from shmserve.core.records import Request, Version
-from shmserve.core.service.graph import reshape
+from shmserve.core.service.graph import EnsembleGraph, StepPlan, reshape
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.errors import ServeError, Unavailable
@@ -32,40 +31,44 @@ def begin(state: State, request: Request) -> None:
         wanted = {output.name: output for output in request.outputs}
     outer = state.runs.get(request.parent)
     needed = graph.needed(tuple(wanted))
-    held = {} if outer is None else outer.held
-    levels = graph.levels(needed, _NONE)
+    held: Held = {} if outer is None else outer.held
     state.observers.run_begun(request)
-    run = Run(request, state.ledger, state.runs, graph, needed, wanted, held, levels, times=[0, 0, 0])
-    request.move(RequestState.CHAINED)
-    state.runs[request.number] = run
-    version.users += 1
-    state.runs.to_advance[run] = None
+    members: dict[int, Version] = {}
+    plans: dict[int, StepPlan] = {}
+    failure, room = None, 0
     try:
-        _take_members(state, run)
+        for index in needed:
+            step = graph.steps[index]
+            members[index] = _hold(state, held, state.resolve(step.model, version.model), step.version)
+        many = frozenset([index for index, member in members.items() if member.service.decoupled])
+        if many:
+            room = _window(request, graph, members, many)
+        levels = graph.levels(needed, many)
+        plans = plans_of(graph, wanted, needed, members)
     except ServeError as error:
-        run.fail(error.code, error.message)
-        return
-    run.plans = plans_of(run)
-    run.open = [deque() for _ in run.levels.steps]
-    inputs = [_inner(request, tensor) for tensor in request.inputs] if graph.reshapes else request.inputs
-    run.begin(0, [(tensor.name, tensor) for tensor in inputs], False)
+        failure, levels = (error.code, error.message), graph.levels(needed, _NONE)
+    places: list[deque[Iteration]] = [deque() for _ in levels.steps]
+    ledger, runs = state.ledger, state.runs
+    run = Run(
+        request, ledger, runs, graph, needed, wanted, held, levels, [0, 0, 0], members, plans, places, room, failure
+    )
+    request.move(RequestState.CHAINED)
+    runs[request.number] = run
+    version.users += 1
+    runs.to_advance[run] = None
+    if failure is None:
+        inputs = [_inner(request, tensor) for tensor in request.inputs] if graph.reshapes else request.inputs
+        run.begin(0, [(tensor.name, tensor) for tensor in inputs], False)
 
 
-def _take_members(state: State, run: Run) -> None:
-    request = run.request
-    for index in run.needed:
-        step = run.graph.steps[index]
-        run.members[index] = _hold(state, run.held, state.resolve(step.model, request.version.model), step.version)
-    many = frozenset(index for index, member in run.members.items() if member.service.decoupled)
-    if not many:
-        return
-    names = ", ".join(f"'{run.members[index].model}'" for index in sorted(many))
+def _window(request: Request, graph: EnsembleGraph, members: dict[int, Version], many: frozenset[int]) -> int:
+    """The number of responses that the caller accepts. `many`: the decoupled steps. Raises if they cannot run."""
+    names = ", ".join(f"'{members[index].model}'" for index in sorted(many))
     if request.options is None or not request.options.window:  # the ensemble became decoupled only in this turn
         raise Unavailable(f"{names} of a step has become decoupled; call the ensemble with stream()")
-    if any(run.graph.steps[index].mapped for index in many):
+    if any(graph.steps[index].mapped for index in many):
         raise Unavailable(f"{names} has become decoupled; a decoupled step cannot be mapped")
-    run.levels = run.graph.levels(run.needed, many)
-    run.room = request.options.window
+    return request.options.window
 
 
 def _hold(state: State, held: Held, name: str, number: int) -> Version:

@@ -8,7 +8,7 @@ if it starts them later.
 
 from __future__ import annotations
 
-from shmserve.core.batching import leases, recall
+from shmserve.core.batching import dispatch, leases
 from shmserve.core.exit import exit
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State, Timer
@@ -60,7 +60,7 @@ def _limit(state: State, version: Version, instance: Instance, now: int) -> None
     instance.due = now + state.limits.exit_ns
     state.set_timer(instance.due, Timer.OVERDUE, instance)
     if instance.waiting is not None and (instance.retiring or version.successor is not None):
-        recall.recall(state, instance, instance.waiting)
+        dispatch.recall(state, instance, instance.waiting)
         state.set_timer(now + RECALL_NS, Timer.RECALL, instance)
 
 
@@ -72,7 +72,7 @@ def recall_over(state: State, version: Version, instance: Instance, now: int) ->
     for request in batch.requests():
         if request.state is RequestState.SENT:
             instance.revoked.add(request.number)
-            recall.take_out(state, version, instance, batch, request)
+            dispatch.take_out(state, version, instance, batch, request)
     state.to_dispatch[version] = None
 
 

@@ -3,7 +3,7 @@ room.py decide which ones should run."""
 
 from __future__ import annotations
 
-from shmserve.core.batching import dispatch, leases, recall
+from shmserve.core.batching import dispatch, leases
 from shmserve.core.effects import Drained
 from shmserve.core.events import Compiled, Drain, Exited, Garbled
 from shmserve.core.exit import exit, responses
@@ -190,7 +190,7 @@ class Lifecycle:
         for request in waiting.requests() if waiting is not None else ():  # not started yet
             if request.state is RequestState.SENT:
                 request.take_back()
-                recall.put_back(self._state, version, request)
+                dispatch.put_back(self._state, version, request)
             else:
                 exit.fail(self._state, request, "", "")
         for batch in (running, waiting):
@@ -212,7 +212,7 @@ class Lifecycle:
                 version.suspects.append(request)
             elif self._may_retry(version, request):
                 request.take_back()
-                recall.put_back(self._state, version, request)
+                dispatch.put_back(self._state, version, request)
 
     def _lose_lease(self, version: Version, instance: Instance, reason: str) -> None:
         """Ends the lease of a dead worker. A request that it was running fails or is retried by its client, under the

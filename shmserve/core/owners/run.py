@@ -12,7 +12,7 @@ iterations above the first one of a level are also the first ones of their level
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 from msgspec import Struct, field
@@ -24,6 +24,10 @@ from shmserve.core.service.graph import EnsembleGraph, Levels, StepInput, StepPl
 from shmserve.protocol.messages import Fail, Handle, Part, Reply, Tensor, Wanted
 
 Held = dict["tuple[str, int] | Version", Version]
+_PLANS = 64
+"""Cached plans per ensemble; beyond that, the cache is cleared. Limited because callers choose the outputs."""
+FITTED = 256
+"""Cached input shapes per step; beyond that, the cache is cleared."""
 
 
 class KeptTensor(Struct, eq=False):
@@ -105,10 +109,13 @@ class Run(Struct, eq=False):
     levels: Levels
     times: list[int]
     """Total input, infer and output ns of its steps' batches."""
-    members: dict[int, Version] = {}
-    plans: dict[int, StepPlan] = {}
-    open: list[deque[Iteration]] = []
+    members: dict[int, Version]
+    plans: dict[int, StepPlan]
+    open: list[deque[Iteration]]
     """For each level: the open iterations, in order."""
+    room: int
+    """Responses that the caller accepts before it sends More."""
+    failure: tuple[str, str] | None
     ready: list[tuple[Iteration, int]] = []
     mapped: deque[MappedStep] = field(default_factory=deque)
     """Invariant: if this is not empty and the run has not failed, the run is in Runs.with_rows."""
@@ -118,12 +125,9 @@ class Run(Struct, eq=False):
     """Number of a request in `in_flight` -> its purpose."""
     sources: dict[int, Request] = {}
     """Level -> the request in flight to its source."""
-    room: int = 0
-    """Responses that the caller accepts before it sends More."""
     forwarded: set[Handle] = set()
     """Outputs of steps that are the caller's own memory, which the ledger does not track."""
     results: list[tuple[StepPosition, Reply | Part | Fail]] = []
-    failure: tuple[str, str] | None = None
     over: bool = False
 
     # ------------------------------------------------------------------------------------ as a requester
@@ -297,3 +301,38 @@ class Run(Struct, eq=False):
 
     def iterations(self) -> Iterable[Iteration]:
         return (iteration for level in self.open for iteration in level)
+
+
+def plans_of(
+    graph: EnsembleGraph, wanted: Mapping[str, object], needed: Container[int], members: Mapping[int, Version]
+) -> dict[int, StepPlan]:
+    """The plans of the steps: everything that does not depend on the individual request, computed once and cached.
+    The cached plans refer to the policies, so that their ids, which are part of the keys, cannot be reused."""
+    cache = graph.plans
+    key = (tuple(wanted), *[id(member.policy) for member in members.values()])
+    plans = cache.get(key)
+    if plans is None:
+        plans = {index: _plan(graph, wanted, needed, index, member) for index, member in members.items()}
+        if len(cache) >= _PLANS:
+            cache.clear()
+        cache[key] = plans
+    return plans
+
+
+def _plan(
+    graph: EnsembleGraph, wanted: Container[str], needed: Container[int], index: int, member: Version
+) -> StepPlan:
+    step, policy = graph.steps[index], member.policy
+    assert policy is not None
+    specs = {spec.name: spec for spec in policy.inputs}
+    inputs = []
+    for own, name in step.inputs:
+        spec = specs.get(own)
+        required = name == step.mapped or (spec is not None and not spec.optional)
+        inputs.append(StepInput(own, name, spec.dims if spec is not None else None, required))
+    outputs = []
+    for own, name in step.outputs:
+        if name in wanted or any(reader in needed for reader in graph.readers.get(name, ())):
+            outputs.append(Wanted(own))
+    final = any(name in wanted for _, name in step.outputs)
+    return StepPlan(policy, tuple(inputs), tuple(outputs), final)

@@ -81,7 +81,7 @@ class EnsembleGraph:
         self.reshapes = any(spec.reshape is not None for spec in policy.inputs)
         """Some inputs have a different shape in the steps."""
         self.plans: dict[tuple[object, ...], dict[int, StepPlan]] = {}
-        """See `owners.plan`."""
+        """See `owners.run.plans_of`."""
         self._needed: dict[tuple[str, ...], frozenset[int]] = {}
         self._levels: dict[tuple[frozenset[int], frozenset[int]], Levels] = {}
 
