@@ -7,6 +7,7 @@ broker.
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import socket
@@ -69,7 +70,8 @@ class LeaseHolder:
         self._runner = runner
         self._mapped = mapped
         self._streams = streams
-        self._buffer = bytearray(PACKET_BYTES + 1)
+        # Not a bytearray: most workers never hold a lease, and untouched pages cost no memory.
+        self._buffer = mmap.mmap(-1, PACKET_BYTES + 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._view = memoryview(self._buffer)
         self._poll = select.poll()
         self._poll.register(link.fileno(), select.POLLIN)
