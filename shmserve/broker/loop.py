@@ -161,7 +161,7 @@ class Broker:
         self._peers.remove(peer)
         self._operations.peer_disconnected(peer)
         self._answers.peer_disconnected(peer)
-        self._inbox.put(events.Closed(peer, reason))
+        self._inbox.put(events.Closed(peer))
 
     def _backlog_changed(self, peer: int, behind: bool) -> None:
         if behind:

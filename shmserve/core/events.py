@@ -27,7 +27,6 @@ class Closed(Struct):
     """A client has disconnected or died."""
 
     peer: int
-    reason: str = ""
 
 
 class Framed(Struct):

@@ -365,7 +365,6 @@ class ClientState(Struct, eq=False):
     input_bytes: int = 0
     """Bytes of shared memory that its requests refer to as inputs, until no worker reads them any more."""
     segments: set[int] = set()
-    mapped: set[int] = set()
     holds: set[tuple[int, int]] = set()
     held_bytes: int = 0
     gone: bool = False

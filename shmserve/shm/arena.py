@@ -132,11 +132,6 @@ class Arena:
         return sum(segment.blocks.used for segment in self._segments.values())
 
     @property
-    def held(self) -> int:
-        """Bytes of segments with allocated blocks."""
-        return sum(segment.size for segment in self._segments.values() if segment.blocks.used)
-
-    @property
     def segments(self) -> list[Segment]:
         return list(self._segments.values())
 

@@ -9,7 +9,7 @@ from typing import Any
 from shmserve.core.records import Version
 from shmserve.core.service.graph import EnsembleGraph
 from shmserve.core.stats.journeys import Journey
-from shmserve.core.stats.statistics import Statistics, StepCount
+from shmserve.core.stats.statistics import Statistics
 
 Document = dict[str, Any]
 
@@ -65,9 +65,7 @@ def _journey(journey: Journey, start: float) -> Document:
 
 def _graph(version: Version, graph: EnsembleGraph) -> Document:
     """The steps of an ensemble with their counts. Executions are counted from the first report on."""
-    counts = version.statistics.steps
-    if counts is None or len(counts) != len(graph.steps):
-        counts = version.statistics.steps = [StepCount() for _ in graph.steps]
+    counts = version.statistics.count_steps(len(graph.steps))
     policy = version.policy
     assert policy is not None
     return {

@@ -48,9 +48,23 @@ def begin(state: State, request: Request) -> None:
     except ServeError as error:
         failure, levels = (error.code, error.message), graph.levels(needed, _NONE)
     places: list[deque[Iteration]] = [deque() for _ in levels.steps]
-    ledger, runs = state.ledger, state.runs
+    runs = state.runs
     run = Run(
-        request, ledger, runs, graph, needed, wanted, held, levels, [0, 0, 0], members, plans, places, room, failure
+        request,
+        state.ledger,
+        runs,
+        state.observers,
+        graph,
+        needed,
+        wanted,
+        held,
+        levels,
+        [0, 0, 0],
+        members,
+        plans,
+        places,
+        room,
+        failure,
     )
     request.move(RequestState.CHAINED)
     runs[request.number] = run

@@ -226,6 +226,21 @@ class Observers:
         if statistics.summaries is not None:
             statistics.summaries.miss.add(ns, 1, self._turn.now)
 
+    def step_done(self, version: Version, step: int, queue_ns: int, spent: Sequence[int], failed: bool) -> None:
+        """A step of an ensemble has ended. `spent`: input, infer and output ns; empty if no model ran, for instance
+        because of the cache."""
+        counts = version.statistics.steps
+        if counts is None or step >= len(counts):  # nobody has asked for them, or a reload has added steps
+            return
+        count = counts[step]
+        count.count += 1
+        count.failed += failed
+        count.queue_ns += queue_ns
+        if spent:
+            count.input_ns += spent[0]
+            count.infer_ns += spent[1]
+            count.output_ns += spent[2]
+
     def run_done(self, request: Request, times: Sequence[int]) -> None:
         """An ensemble has run. `times`: the total input, infer and output ns of its steps."""
         statistics, now = request.version.statistics, self._turn.now

@@ -19,6 +19,7 @@ from msgspec import Struct, field
 
 from shmserve.core.fair_queue import FairQueue
 from shmserve.core.ledger import Ledger
+from shmserve.core.owners.observers import Observers
 from shmserve.core.records import STEP, Request, Response, Version
 from shmserve.core.service.graph import EnsembleGraph, Levels, StepInput, StepPlan
 from shmserve.protocol.messages import Fail, Handle, Part, Reply, Tensor, Wanted
@@ -101,6 +102,7 @@ class Run(Struct, eq=False):
     request: Request
     ledger: Ledger
     runs: Runs
+    observers: Observers
     graph: EnsembleGraph
     needed: frozenset[int]
     wanted: dict[str, Wanted | None]
@@ -160,9 +162,7 @@ class Run(Struct, eq=False):
             queue_ns = max(0, taken - request.arrived)
         for index, ns in enumerate(spent):
             self.times[index] += ns
-        counts = self.request.version.statistics.steps
-        if counts is not None and position.step < len(counts):  # a reload may have added steps
-            counts[position.step].add(queue_ns, spent, isinstance(message, Fail))
+        self.observers.step_done(self.request.version, position.step, queue_ns, spent, isinstance(message, Fail))
 
     def entered(self, request: Request, position: StepPosition) -> None:
         """A step was requested."""

@@ -55,11 +55,7 @@ class Measured(Struct, frozen=True):
     wait_ns: int
     prompts_wait_ns: int
     busy: float
-    is_short: bool
-    """Requests wait too long although all instances are busy."""
     is_falling: bool
-    is_calm: bool
-    """One instance fewer would be enough."""
 
 
 def expected_wait(service_ns: int, busy: float, instances: int) -> float:
@@ -112,6 +108,7 @@ class Scaler(Struct):
         # Queued requests have waited, on average, half as long as the oldest one.
         wait_ns = max((now.queue_ns - before.queue_ns) // started if started > 0 else 0, now.oldest_ns // 2)
         prompts_wait_ns = now.prompts_ns // 2
+        # Requests wait too long although all instances are busy.
         is_short = prompts_wait_ns > limit_ns or (wait_ns > limit_ns and not now.spare)
         wait_ns = max(wait_ns, prompts_wait_ns)
         is_falling, self.last_wait_ns = wait_ns < FALLING_RATIO * self.last_wait_ns, wait_ns
@@ -121,7 +118,7 @@ class Scaler(Struct):
             self.calm_since = 0
         elif not self.calm_since:
             self.calm_since = before.at
-        return Measured(wait_ns, prompts_wait_ns, busy, is_short, is_falling, is_calm)
+        return Measured(wait_ns, prompts_wait_ns, busy, is_falling)
 
     def _is_enough(self, now: Reading, busy: float) -> bool:
         """Would one instance fewer be enough? Yes if one was idle and nothing waited, as with callers that send one

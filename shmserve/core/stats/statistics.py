@@ -86,16 +86,6 @@ class StepCount(Struct):
     infer_ns: int = 0
     output_ns: int = 0
 
-    def add(self, queue_ns: int, spent: Sequence[int], failed: bool) -> None:
-        """`spent`: input, infer and output ns; empty if no model ran, for instance because of the cache."""
-        self.count += 1
-        self.failed += failed
-        self.queue_ns += queue_ns
-        if spent:
-            self.input_ns += spent[0]
-            self.infer_ns += spent[1]
-            self.output_ns += spent[2]
-
 
 class StreamTimes(Struct):
     """When the responses of a decoupled model were sent. Responses without outputs do not count."""
@@ -197,6 +187,12 @@ class Statistics(Struct):
             self.summaries = Summaries()
         if first is not None and (self.first is None or self.first.edges_ms != first.edges_ms):
             self.first = first
+
+    def count_steps(self, number: int) -> list[StepCount]:
+        """The counts of this many steps of an ensemble, which are collected from the first call on."""
+        if self.steps is None or len(self.steps) != number:
+            self.steps = [StepCount() for _ in range(number)]
+        return self.steps
 
     @property
     def rejected(self) -> int:
