@@ -42,11 +42,11 @@ def test_segments_are_created_by_allocations_and_double_up_to_their_full_size(ma
     arena = Arena(
         7, make, limit_bytes=64 * MIB, segment_bytes=4 * MIB, announce=lambda segment: announced.append(segment.id)
     )
-    assert (arena.committed, arena.used, arena.held, announced) == (0, 0, 0, [])
+    assert (arena.committed, arena.used, announced) == (0, 0, [])
     block = arena.allocate(1000)
     first = (7 << OWNER_SHIFT) | 1
     assert announced == [first]
-    assert (arena.committed, arena.used, arena.held) == (MIB, 1024, MIB)
+    assert (arena.committed, arena.used) == (MIB, 1024)
     assert block.handle() == Handle(first, 0, 1000)
     arena.free(first, 0)
     for _ in range(10):
@@ -154,7 +154,7 @@ def test_trim_releases_all_empty_segments(arena: Arena) -> None:
     kept = blocks[0]
     for block in blocks[1:]:
         arena.free(block.segment, block.offset)
-    assert (arena.used, arena.held) == (MIB, MIB)
+    assert arena.used == MIB
     empty = [segment.id for segment in arena.segments if segment.id != kept.segment]
     assert arena.trim() == empty
     assert arena.trim() == []
