@@ -35,8 +35,12 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
 _T = TypeVar("_T")
 
 
-class StreamOptions(Struct):
-    include_usage: bool = False
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """`continuous_usage_stats`: of vLLM; the chunks have the number of tokens so far."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Any = None
 
 
 class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -290,6 +294,9 @@ def _check(request: Sampling) -> None:
     if request.prompt_logprobs is not None and request.stream:
         raise BadParameter("prompt_logprobs", "'prompt_logprobs' is not possible with 'stream'")
     if request.response_format is not None and request.structured_outputs is not None:
+    match request.response_format:
+        case {"type": "json_object", "schema": dict(schema)}:  # of llama-server
+            request.response_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
         raise BadParameter("structured_outputs", "'structured_outputs' is not possible with 'response_format'")
     if request.logit_bias is not None and not all(token.isdecimal() for token in request.logit_bias):
         raise BadParameter("logit_bias", "the keys of 'logit_bias' must be token ids")

@@ -194,10 +194,13 @@ class Choice:
         "thoughts",
         "tokens",
         "tool_calls",
+        "usage",
     )
 
     def __init__(self, echo: Echo | None = None) -> None:
         self.echo = echo
+        self.usage = Usage()
+        """Tokens so far: those of its request to the model."""
         self.begun = False
         """Its first chunk was sent."""
         self.finish: str | None = None
@@ -232,15 +235,19 @@ class ChoicesFormat(ABC):
 
     object = chunk_object = ""
     kind = JSON
-    shows_stop = False
+    shows_stop = True
 
-    def __init__(self, response_id: str, created: int, model: str, top: int | None, shows_usage: bool) -> None:
+    def __init__(
+        self, response_id: str, created: int, model: str, top: int | None, shows_usage: bool, continuous: bool = False
+    ) -> None:
+        """`continuous`: each chunk has the number of tokens so far."""
         self.id = response_id
         self.top = top
         self.shows_usage = shows_usage
         self._common = {"id": response_id, "created": created, "model": model}
         common = _encode({"id": response_id, "object": self.chunk_object, "created": created, "model": model})
         self._start = b"data: " + common[:-1] + b',"choices":['
+        self._continuous = continuous
         self._end = b'],"usage":null}\n\n' if shows_usage else b"]}\n\n"
 
     def add(self, choice: Choice, delta: Delta) -> int:
@@ -252,7 +259,7 @@ class ChoicesFormat(ABC):
         if delta.prompt_logprobs is not None:
             choice.prompt = _encode(delta.prompt_logprobs)
             size += len(choice.prompt)
-        choice.finish = delta.finish or choice.finish
+        choice.finish, choice.stop = delta.finish or choice.finish, delta.stop or choice.stop
         return size
 
     def _keep(self, choice: Choice, tokens: list[TokenLogprobs]) -> int:
@@ -272,7 +279,8 @@ class ChoicesFormat(ABC):
             parts.append(b'%b{"index":%d,"finish_reason":%b,' % (b"," * (index > 0), index, finish))
             parts += self._content(choice)
             parts += [b',"logprobs":', *(self._all_tokens(choice) if self.top is not None else [b"null"])]
-            parts += [b',"prompt_logprobs":', choice.prompt] * bool(choice.prompt) + [b"}"]
+            parts += [b',"prompt_logprobs":', choice.prompt] * bool(choice.prompt)
+            parts += [_stopped(choice.stop), b"}"]
         counted = self._counted(usage)
         parts.append(b"]}" if counted is None else b'],"usage":%b}' % _encode(counted))
         return parts
@@ -289,11 +297,17 @@ class ChoicesFormat(ABC):
     def _usage_chunk(self, usage: Usage) -> bytes:
         return self._start + b'],"usage":' + _encode(self._counted(usage)) + b"}\n\n"
 
-    def _counted(self, usage: Usage) -> dict[str, int] | None:
+    def _chunk_end(self, choice: Choice) -> bytes:
+        if not self._continuous:
+            return self._end
+        return b'],"usage":%b}\n\n' % _encode(self._counted(choice.usage))
+
+    def _counted(self, usage: Usage) -> dict[str, Any] | None:
         if usage.prompt is None or usage.completion is None:
             return None
         total = usage.prompt + usage.completion
-        return {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion, "total_tokens": total}
+        counted = {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion, "total_tokens": total}
+        return counted if usage.cached is None else counted | {"prompt_tokens_details": {"cached_tokens": usage.cached}}
 
     @abstractmethod
     def _content(self, choice: Choice) -> list[bytes]:
@@ -309,11 +323,18 @@ class ChoicesFormat(ABC):
 
     def _finish(self, choice: Choice, delta: Delta) -> bytes:
         choice.finish = delta.finish or choice.finish
-        return b"null" if delta.finish is None else _encode(self._reason(delta.finish, choice))
+        if delta.finish is None:
+            return b"null"
+        return _encode(self._reason(delta.finish, choice)) + _stopped(delta.stop)
 
     def _reason(self, reason: str, choice: Choice) -> str:
         """Why the choice ends."""
         return reason
+
+
+def _stopped(stop: str | None) -> bytes:
+    """vLLM's field of a choice that a text of `stop` has ended."""
+    return b"" if stop is None else b',"stop_reason":' + _encode(stop)
 
 
 class CompletionFormat(ChoicesFormat):
@@ -322,9 +343,16 @@ class CompletionFormat(ChoicesFormat):
     object = chunk_object = "text_completion"
 
     def __init__(
-        self, response_id: str, created: int, model: str, top: int | None, shows_usage: bool, empty: bool = False
+        self,
+        response_id: str,
+        created: int,
+        model: str,
+        top: int | None,
+        shows_usage: bool,
+        continuous: bool = False,
+        empty: bool = False,
     ) -> None:
-        super().__init__(response_id, created, model, top, shows_usage)
+        super().__init__(response_id, created, model, top, shows_usage, continuous)
         self._empty = empty
 
     def add(self, choice: Choice, delta: Delta) -> int:
@@ -340,7 +368,7 @@ class CompletionFormat(ChoicesFormat):
             return delta
         return Delta("", "length" if delta.finish else None, prompt_logprobs=delta.prompt_logprobs)
 
-    def _counted(self, usage: Usage) -> dict[str, int] | None:
+    def _counted(self, usage: Usage) -> dict[str, Any] | None:
         return super()._counted(usage if usage.completion is None or not self._empty else replace(usage, completion=0))
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
@@ -357,7 +385,7 @@ class CompletionFormat(ChoicesFormat):
             _encode(text),
             logprobs_json,
             self._finish(choice, delta),
-            self._end,
+            self._chunk_end(choice),
         )
 
     def echo_chunk(self, index: int, echo: Echo) -> bytes:
@@ -396,11 +424,12 @@ class ChatFormat(ChoicesFormat):
         model: str,
         top: int | None,
         shows_usage: bool,
+        continuous: bool = False,
         reading: Reading = PLAIN,
         of_functions: bool = False,
     ) -> None:
         """`of_functions`: the request has functions instead of tools, so that the message has one call."""
-        super().__init__(response_id, created, model, top, shows_usage)
+        super().__init__(response_id, created, model, top, shows_usage, continuous)
         self._reading = reading
         self._of_functions = of_functions
 
@@ -415,7 +444,7 @@ class ChatFormat(ChoicesFormat):
         first, logprobs_json = b"", b"null"
         if not choice.begun:
             choice.begun = True
-            first = self._chunk(index, b'{"role":"assistant","content":""}', logprobs_json, logprobs_json)
+            first = self._chunk(index, choice, b'{"role":"assistant","content":""}', logprobs_json, logprobs_json)
         if self.top is not None:
             tokens = logprobs_of(delta, self.top)
             logprobs_json = _encode(chat_logprobs(tokens)) if tokens else logprobs_json
@@ -428,7 +457,7 @@ class ChatFormat(ChoicesFormat):
             added |= self._fields_of(choice.tool_calls.add(delta.tool_calls))
         if not added and delta.finish is None and logprobs_json == b"null":
             return first
-        return first + self._chunk(index, _encode(added), logprobs_json, self._finish(choice, delta))
+        return first + self._chunk(index, choice, _encode(added), logprobs_json, self._finish(choice, delta))
 
     def _read(self, choice: Choice, delta: Delta) -> Delta:
         """Separates the thinking and the tool calls from the text."""
@@ -460,14 +489,14 @@ class ChatFormat(ChoicesFormat):
             reason = "tool_calls"
         return "function_call" if reason == "tool_calls" and self._of_functions else reason
 
-    def _chunk(self, index: int, delta: bytes, logprobs_json: bytes, finish: bytes) -> bytes:
+    def _chunk(self, index: int, choice: Choice, delta: bytes, logprobs_json: bytes, finish: bytes) -> bytes:
         return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (
             self._start,
             index,
             delta,
             logprobs_json,
             finish,
-            self._end,
+            self._chunk_end(choice),
         )
 
     def _content(self, choice: Choice) -> list[bytes]:

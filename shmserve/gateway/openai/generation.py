@@ -120,7 +120,10 @@ class Generation:
             if plan is None:
                 yield None
             else:
-                yield _Stream(self, first, PartReader(self._model, self._count)), plan
+                reader = PartReader(self._model, self._count)
+                for choice in self._choices[first : first + self._count]:
+                    choice.usage = reader.usage
+                yield _Stream(self, first, reader), plan
                 first += self._count
 
     # ------------------------------------------------------------------------------------ responses of the model
@@ -274,7 +277,8 @@ def _total(usages: list[Usage], apart: int) -> Usage:
     completions = [usage.completion for usage in usages if usage.completion is not None]
     if len(prompts) < len(usages) or len(completions) < len(usages):
         return Usage(context=usages[0].context)
-    return Usage(sum(prompts) // apart, sum(completions), usages[0].context)
+    cached = [usage.cached for usage in usages if usage.cached is not None]
+    return Usage(sum(prompts) // apart, sum(completions), usages[0].context, sum(cached) // apart if cached else None)
 
 
 def _nothing(_: None) -> None: ...

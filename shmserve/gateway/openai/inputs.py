@@ -233,7 +233,7 @@ def wanted_flags(model: LanguageModel, stream: bool, usage: bool, logprobs: bool
     if stream:
         flags.append("stream")
     if usage:
-        flags += ["return_num_input_tokens", "return_num_output_tokens"]
+        flags += ["return_num_input_tokens", "return_num_output_tokens", "return_num_cached_tokens"]
     if logprobs:
         flags += ["return_logprobs", "return_token_ids"]
     if stop:

@@ -64,6 +64,9 @@ class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
 
+    context_management: Any = None
+    """Has no effect: nothing is removed from the prompt."""
+
 
 class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -180,10 +183,8 @@ def _tool_choice(choice: dict[str, Any]) -> Any:
 class MessagesFormat(ChatFormat):
     """A message, or the events of its stream. It has one choice."""
 
-    shows_stop = True
-
     def __init__(self, response_id: str, model: str, shows_thinking: bool, reading: Reading) -> None:
-        super().__init__(response_id, 0, model, None, True, reading)
+        super().__init__(response_id, 0, model, None, True, reading=reading)
         self._document = {"id": response_id, "type": "message", "role": "assistant", "model": model}
         self._shows_thinking = shows_thinking
         self._blocks = 0
@@ -237,7 +238,7 @@ class MessagesFormat(ChatFormat):
             events += self._begin(piece["index"], block)
             events.append(self._delta({"type": "input_json_delta", "partial_json": function.get("arguments") or ""}))
         if delta.finish is not None:
-            choice.finish = delta.finish
+            choice.finish, choice.stop = delta.finish, delta.stop
             self._reason(delta.finish, choice)
         return b"".join(events)
 
@@ -248,10 +249,6 @@ class MessagesFormat(ChatFormat):
 
     def error(self, body: bytes) -> bytes:
         return _event("error", error=msgspec.json.decode(anthropic_body(body))["error"])
-
-    def _read(self, choice: Choice, delta: Delta) -> Delta:
-        choice.stop = delta.stop or choice.stop
-        return super()._read(choice, delta)
 
     def _ending(self, choice: Choice) -> dict[str, str | None]:
         """Why the message ends."""
@@ -292,4 +289,7 @@ def _event(kind: str, **more: Any) -> bytes:
 
 
 def _usage(usage: Usage) -> dict[str, int]:
-    return {"input_tokens": usage.prompt or 0, "output_tokens": usage.completion or 0}
+    """The tokens that were in the cache count apart."""
+    cached = usage.cached or 0
+    counted = {"input_tokens": (usage.prompt or 0) - cached, "output_tokens": usage.completion or 0}
+    return counted if usage.cached is None else counted | {"cache_read_input_tokens": cached}

@@ -206,7 +206,7 @@ class OpenAiRequests:
             int(time.time()),
             request.model,
             request.logprobs,
-            _shows_usage(request),
+            *_shows_usage(request),
             request.max_tokens == 0,
         )
         before = [Echo(text) if request.echo else None for text in prompts.texts] or [None] * len(prompts)
@@ -273,10 +273,9 @@ class OpenAiRequests:
 
     def _chat_format(self, request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
         top = (request.top_logprobs or 0) if request.logprobs else None
-        shows_usage = _shows_usage(request)
         now = int(time.time())
         of_functions = request.functions is not None
-        return ChatFormat(f"chatcmpl-{number}", now, request.model, top, shows_usage, reading, of_functions)
+        return ChatFormat(f"chatcmpl-{number}", now, request.model, top, *_shows_usage(request), reading, of_functions)
 
     def _messages_format(self, shows_thinking: bool, request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
         return MessagesFormat(f"msg_{number}", request.model, shows_thinking, reading)
@@ -420,8 +419,11 @@ def _hold(exchange: Exchange, requests: int, size: int, echoed: int) -> None:
         ) from None
 
 
-def _shows_usage(request: Sampling) -> bool:
-    return request.stream_options is not None and request.stream_options.include_usage
+def _shows_usage(request: Sampling) -> tuple[bool, bool]:
+    """Whether a stream ends with the number of tokens, and whether each of its chunks has them."""
+    options = request.stream_options
+    shown = options is not None and bool(options.include_usage)
+    return shown, shown and options is not None and bool(options.continuous_usage_stats)
 
 
 def _listed(answer: list[dict[str, Any]]) -> list[dict[str, Any]]:

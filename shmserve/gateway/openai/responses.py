@@ -217,7 +217,7 @@ class ResponsesFormat(ChatFormat):
     """A response, or the events of its stream. It has one choice."""
 
     def __init__(self, response_id: str, created: int, request: ResponsesRequest, reading: Reading) -> None:
-        super().__init__(response_id, created, request.model, None, True, reading)
+        super().__init__(response_id, created, request.model, None, True, reading=reading)
         self._number = 0
         self._items: list[dict[str, Any]] = []
         """The items that have begun."""
@@ -380,7 +380,7 @@ def _usage(usage: Usage) -> dict[str, Any] | None:
         return None
     return {
         "input_tokens": usage.prompt,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": usage.cached or 0},
         "output_tokens": usage.completion,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.prompt + usage.completion,

@@ -40,7 +40,7 @@ class Delta(Struct):
     """Parts of speech with their times."""
     prompt_logprobs: list[Any] | None = None
     thought: str = ""
-    """Thinking of the model that was in its text."""
+    """Thinking of the model."""
     stop: str | None = None
     """The text of `stop` that has ended the choice, if the model was asked for it."""
 
@@ -78,6 +78,8 @@ class Usage(Struct):
     """Maximum number of tokens of a prompt and its continuation."""
 
 
+    cached: int | None = None
+    """Tokens of the prompt that the engine had in its cache."""
 class PartReader:
     """Reads the parts of one request, which has `count` choices. `usage`: the tokens so far."""
 
@@ -164,6 +166,8 @@ class PartReader:
                 self.usage.prompt = sum(self._numbers(name, tensor))
             elif name == "max_model_len":
                 self.usage.context = sum(self._numbers(name, tensor))
+            elif name == "num_cached_tokens":
+                self.usage.cached = sum(self._numbers(name, tensor))
             elif name == "num_output_tokens":
                 self.usage.completion = (self.usage.completion or 0) + sum(self._numbers(name, tensor))
         return choices

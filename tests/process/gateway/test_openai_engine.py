@@ -85,12 +85,34 @@ def test_completions_and_chats(client: Any, expected: list[str]) -> None:
     streamed = [""] * 6
     for choice in (choice for chunk in chunks for choice in chunk.choices):
         streamed[choice.index] += choice.text
-    assert (streamed, last.usage) == ([choice.text for choice in found.choices], found.usage)
+    assert streamed == [choice.text for choice in found.choices]
+    assert (last.usage.prompt_tokens, last.usage.total_tokens) == (found.usage.prompt_tokens, found.usage.total_tokens)
     chat = client.chat.completions.create(messages=CHAT, **SAMPLING)
     assert chat.choices[0].message.content == answer
     chunks = list(client.chat.completions.create(messages=CHAT, stream=True, **SAMPLING))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer
     assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_tokens_of_a_prompt_that_were_in_the_cache(client: Any, claude: Any) -> None:
+    """In the usage of all APIs, and in the chunks of a stream."""
+    given: dict[str, Any] = {"messages": [{"role": "user", "content": "A question. " * 20}], "stop": "never"} | SAMPLING
+    first = client.chat.completions.create(**given).usage
+    found = client.chat.completions.create(**given).usage
+    cached = found.prompt_tokens_details.cached_tokens
+    assert first.prompt_tokens_details.cached_tokens < found.prompt_tokens // 2 < cached < found.prompt_tokens
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(client.chat.completions.create(stream=True, stream_options=options, **given))
+    assert chunks[-1].usage == found
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert (counts, counts[-1]) == (sorted(counts), 24)
+    assert len(set(counts)) > 10
+    response = client.responses.create(model="text", input=given["messages"], temperature=0, max_output_tokens=24).usage
+    assert response.input_tokens_details.cached_tokens == cached
+    message = claude.messages.create(
+        model="text", messages=given["messages"], max_tokens=24, extra_body={"temperature": 0}
+    ).usage
+    assert (message.cache_read_input_tokens, message.input_tokens) == (cached, found.prompt_tokens - cached)
 
 
 def test_no_tokens(client: Any) -> None:
@@ -408,7 +430,7 @@ def test_messages(claude: Any, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize("at", [None, 5])
-def test_stop_sequences_of_messages(claude: Any, expected: list[str], at: int | None) -> None:
+def test_stop_sequences(client: Any, claude: Any, expected: list[str], at: int | None) -> None:
     """The reason names the one that has ended the message; none has if the model ends it, or the limit."""
     stop = expected[-1][at : at + 3] if at is not None else "never"
     kept = expected[-1].partition(stop)[0]
@@ -424,9 +446,14 @@ def test_stop_sequences_of_messages(claude: Any, expected: list[str], at: int | 
 
 
 def test_structured_messages(claude: Any) -> None:
+    asked: dict[str, Any] = {"messages": CHAT, "stop": ["not this", stop], **SAMPLING}
+    *_, chunk = client.chat.completions.create(stream=True, **asked)
+    for one in client.chat.completions.create(**asked).choices[0], chunk.choices[0]:
+        assert getattr(one, "stop_reason", None) == reason[1]
     asked: dict[str, Any] = {"model": "text", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 400}
     config = {"format": {"type": "json_schema", "schema": WEATHER}, "effort": "low"}
-    (block,) = claude.messages.create(output_config=config, **asked).content
+    without_effect: Any = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
+    (block,) = claude.messages.create(output_config=config, extra_body=without_effect, **asked).content
     jsonschema.validate(json.loads(block.text), WEATHER)
 
 

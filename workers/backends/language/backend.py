@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from shmserve.errors import InvalidRequest
 from shmserve.repo.config.schema import ModelInput, ModelOutput, ModelTransactionPolicy
 from shmserve.workers.backends.base import Context, SeparateBackend
-from shmserve.workers.backends.language import requests
+from shmserve.workers.backends.language import replies, requests
 from shmserve.workers.backends.language.conversions import TASK, Detokenization, Tokenization, conversion_of
 from shmserve.workers.backends.language.metrics import LanguageMetrics
 from shmserve.workers.backends.language.replies import Reply
@@ -60,6 +60,7 @@ OUTPUTS = (
     ModelOutput(name="token_ids", data_type="TYPE_STRING", dims=(-1,)),
     ModelOutput(name="num_input_tokens", data_type="TYPE_UINT32", dims=(1,)),
     ModelOutput(name="num_output_tokens", data_type="TYPE_UINT32", dims=(-1,)),
+    ModelOutput(name="num_cached_tokens", data_type="TYPE_UINT32", dims=(1,)),
     ModelOutput(name="max_model_len", data_type="TYPE_UINT32", dims=(1,)),
 )
 PROMPT_LOGPROBS = ModelOutput(name="prompt_logprobs", data_type="TYPE_STRING", dims=(-1,))

@@ -54,6 +54,8 @@ class Reply:
         self._prompt_scores: list[dict[str, Any] | None] | None = None
         """Until they are sent."""
         self._measured: list[TextMetrics] = []
+        self._cached = 0
+        """Tokens of the prompt that were in the engine's cache. 0: not known before the first text ends."""
 
     def measure(self, texts: list[TextMetrics]) -> None:
         self._measured = texts
@@ -98,6 +100,8 @@ class Reply:
         due = bool(content or calls or step.finish)
         return due and (self._generation.stream or self.complete)
 
+            if step.index == 0:  # the texts after it share its prompt
+                self._cached = step.cached
     def outputs(self) -> list[tuple[str, Array]]:
         """The outputs of a response, with all unsent output."""
         returned, texts = self._generation.returned, self._texts
@@ -135,6 +139,8 @@ class Reply:
 def strings(values: list[Any]) -> Array:
     array = np.empty(len(values), np.object_)
     array[:] = values
+            case "num_cached_tokens":
+                return np.array([self._cached], np.uint32)
     return array
 
 

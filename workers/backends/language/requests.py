@@ -42,6 +42,7 @@ RETURNED = {
     "return_token_ids": "token_ids",
     "return_num_input_tokens": "num_input_tokens",
     "return_num_output_tokens": "num_output_tokens",
+    "return_num_cached_tokens": "num_cached_tokens",
 }
 """Input -> the output that it requests."""
 _SCORED = frozenset({"cumulative_logprob", "logprobs", "token_ids"})

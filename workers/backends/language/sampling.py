@@ -43,6 +43,9 @@ class Sampling(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     seed: int | UnsetType | None = UNSET
     presence_penalty: _Penalty | UnsetType = UNSET
     frequency_penalty: _Penalty | UnsetType = UNSET
+_Positive = Annotated[float, Meta(ge=0)]
+_Last = Annotated[int, Meta(ge=-1, le=1 << 20)]
+"""Number of tokens, for which the engine reserves memory; -1: the whole context."""
     repetition_penalty: Annotated[float, Meta(gt=0)] | UnsetType = UNSET
     logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS)] | UnsetType | None = UNSET
     ignore_eos: bool | UnsetType = UNSET
@@ -93,10 +96,10 @@ def defaults_of(
     where = f"parameter {SAMPLING} of model '{config.name}'"
     defaults = Defaults(
         sampling_in(parameters.text(SAMPLING), where),
-        parameters.whole(MAX_TOKENS, 0),
-        parameters.flag(GRAMMARS, False),
-        unsupported,
-        frozenset(adapters),
+        max_tokens=parameters.whole(MAX_TOKENS, 0),
+        grammars=parameters.flag(GRAMMARS, False),
+        unsupported=unsupported,
+        adapters=frozenset(adapters),
     )
     check_supported(defaults.sampling, defaults, where)
     return defaults

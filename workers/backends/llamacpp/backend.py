@@ -11,7 +11,7 @@ from shmserve.workers.backends.llamacpp.settings import MMPROJ, settings_of
 from shmserve.workers.backends.parameters import Parameters
 
 if TYPE_CHECKING:
-    from shmserve.repo.config.schema import ModelConfig, ModelInput
+    from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput
     from shmserve.workers.backends.base import Backend
     from shmserve.workers.backends.language.sampling import Defaults
 

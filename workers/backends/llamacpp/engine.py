@@ -152,7 +152,7 @@ class Engine:
             ]
         return partial(self._generate, generation, msgspec.json.encode(body))
 
-    def _generate(self, generation: Generation, body: bytes, listener: Listener) -> None:
+    def _generate(self, generation: Generation, pieces: Pieces, body: bytes, listener: Listener) -> None:
         """The engine calls `receive` with each piece, in this thread; True ends the request at the next step."""
         pieces = Pieces(generation.sampling.logprobs or 0, generation.count)
         failed: list[Exception] = []

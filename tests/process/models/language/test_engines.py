@@ -375,9 +375,9 @@ def test_prompts_that_begin_alike_are_found_in_the_cache(engine: Text) -> None:
     prompt = "The beginning of a conversation. " * 20
     answer = text_of(engine.complete(prompt))
     before = engine_metrics(engine.client)[name]
-    engine.complete(f"{prompt}{answer} And then?")
+    second = engine.complete(f"{prompt}{answer} And then?", return_num_cached_tokens=True)
     after = engine_metrics(engine.client)[name]
-    assert after - before >= len(prompt) // 2
+    assert after - before == second["num_cached_tokens"].item() >= len(prompt) // 2
     running = engine.endless(prompt := prompt[::-1])
     engine.complete(f"{prompt} And then?")
     running.close()

@@ -56,7 +56,7 @@ def write(
         ("tokenizer.ggml.token_type", _INT32, kinds),
         ("tokenizer.ggml.bos_token_id", _UINT32, 1),
         ("tokenizer.ggml.eos_token_id", _UINT32, 2),
-        ("tokenizer.chat_template", _STRING, TEMPLATE),
+        ("tokenizer.chat_template", _STRING, template),
     ]
     settings += [(f"tokenizer.ggml.{token[1:-1]}_token_id", _UINT32, tokens.index(token)) for token in FILLING if fills]
     random = np.random.default_rng(seed)

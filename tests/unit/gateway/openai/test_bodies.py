@@ -122,6 +122,8 @@ def test_fields_without_effect_and_null() -> None:
     ignored_in_chats = {"verbosity": "low", "prediction": {"type": "content", "content": "x"}}
     chat = bodies.chat(json.dumps({"model": "m", "messages": USER, "tools": None, **ignored_in_chats}).encode())
     assert inputs.sampling_of(TALK, chat, None) == {}
+    options = {"include_obfuscation": False, "usage": True}
+    refused(complete, {"model": "m", "prompt": "a", "stream": True, "stream_options": options}, "usage", "Unrecognized")
 
 
 def test_fields_of_vllm_are_sampling_parameters() -> None:
@@ -207,6 +209,7 @@ def test_the_limit_of_a_model_for_tokens() -> None:
     ({"type": "text"}, {}),
     ({"type": "json_object"}, {"structured_outputs": '{"json_object":true}'}),
     ({"type": "json_schema", "json_schema": {"schema": {"a": 1}}}, {"structured_outputs": '{"json":{"a":1}}'}),
+    ({"type": "json_object", "schema": {"a": 1}}, {"structured_outputs": '{"json":{"a":1}}'}),
     ({"type": "json_schema", "json_schema": {}}, None),
     ({"type": "other"}, None),
     ({}, None),

@@ -89,7 +89,8 @@ def test_a_large_part_is_read_in_slices() -> None:
 def test_types_of_numbers(dtype: str) -> None:
     reader = PartReader("m", 2)
     added(reader, part(dtype, text_output=[b"a", b"b"], num_input_tokens=[300], num_output_tokens=[3, 4]))
-    assert reader.usage == Usage(300, 7)
+    added(reader, part(dtype, text_output=[b"a", b"b"], num_cached_tokens=[200]))
+    assert reader.usage == Usage(300, 7, cached=200)
     (delta,) = added(PartReader("m", 1), part(dtype, text_output=[b"a"], token_ids=[5, 300]))
     assert delta.token_ids == [5, 300]
     first, second = added(PartReader("m", 2), part(text_output=[b"a", b"b"], token_ids=[b"[5]", b"[6, 7]"]))
@@ -259,6 +260,18 @@ def test_choices_share_the_json_of_their_prompt() -> None:
     parts = found.whole([Choice(echo) for _ in range(100)], Usage())
     assert sum(part is echo.json for part in parts) == 100
     assert {choice["text"] for choice in json.loads(b"".join(parts))["choices"]} == {"é" * 1000}
+
+
+@pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
+def test_chunks_have_the_tokens_so_far(kind: type[ChatFormat | CompletionFormat]) -> None:
+    found, choice = kind("id", 5, "m", None, True, True), Choice()
+    data = found.chunk(0, choice, Delta("a"))
+    choice.usage = Usage(5, 2, cached=4)
+    data += found.chunk(0, choice, Delta("b", "stop", stop="c"))
+    before, *_, last = documents(data)
+    assert (before["usage"], last["choices"][0]["stop_reason"]) == (None, "c")
+    counts = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+    assert last["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 4}}
 
 
 def test_unknown_usage_is_omitted() -> None:

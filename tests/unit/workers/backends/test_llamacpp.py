@@ -174,6 +174,7 @@ def test_texts_of_one_request_may_end_at_different_times() -> None:
 
 
 def test_tool_calls_are_put_together() -> None:
+    assert found["num_cached_tokens"] == [2]
     begin = {"index": 0, "id": "x", "type": "function", "function": {"name": "weather", "arguments": ""}}
     pieces = [
         [begin],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.errors import InvalidRequest
+from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.language.backend import IMAGE, PROMPT_LOGPROBS
