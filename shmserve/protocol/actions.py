@@ -43,13 +43,22 @@ class Row(NamedTuple):
     """Name of the OpenAPI schema of the response body; "": no body."""
 
 
-def _inference(name: str, summary: str, path: str, takes: str, gives: str, *, grpc: tuple[str, ...] = ()) -> Row:
-    """An endpoint that runs a model."""
+def _inference(
+    name: str,
+    summary: str,
+    path: str,
+    takes: str,
+    gives: str,
+    *,
+    also: tuple[str, ...] = (),
+    grpc: tuple[str, ...] = (),
+) -> Row:
+    """An endpoint that runs a model. `also`: its other paths."""
     return Row(
         name,
         _INFER,
         summary,
-        http=(f"POST {path}",),
+        http=tuple(f"POST {one}" for one in (path, *also)),
         grpc=grpc,
         groups=("inference",),
         changes=True,
@@ -152,12 +161,20 @@ class Action(str, Enum):
     )
     RERANK = _inference(
         "rerank",
-        "Jina-compatible: documents, ordered by their relevance to a query",
+        "Jina- and Cohere-compatible: documents, ordered by their relevance to a query",
         "/v1/rerank",
         "RerankRequest",
         "Ranking",
+        also=("/rerank", "/v2/rerank"),
     )
-    SCORE = _inference("score", "vLLM-compatible: scores of pairs of texts", "/v1/score", "ScoreRequest", "Scores")
+    SCORE = _inference(
+        "score",
+        "vLLM-compatible: scores of pairs of texts",
+        "/v1/score",
+        "ScoreRequest",
+        "Scores",
+        also=("/score",),
+    )
     TOKENIZE = _inference(
         "tokenize", "vLLM-compatible: the tokens of a prompt or a chat", "/tokenize", "TokenizeRequest", "Tokens"
     )

@@ -38,7 +38,7 @@ def _paths() -> list[Path]:
 
 
 def _kind(template: str) -> str:
-    if template.startswith(("/v1/", "/tokenize", "/detokenize")):
+    if template.startswith(("/v1/", "/v2/rerank", "/rerank", "/score", "/tokenize", "/detokenize")):
         return OPENAI
     memory = re.match("/v2/(system|cuda)sharedmemory/", template)
     return memory[1] if memory else ""

@@ -393,8 +393,9 @@ def test_documents_are_ranked(client: Any) -> None:
     assert [one["index"] for one in found["results"]] == [1, 2, 3, 0]
     assert [one["relevance_score"] for one in found["results"]] == pytest.approx([1, 0.5, 1 / 40_001, 0])
     assert [one["document"]["text"] for one in found["results"]] == ["a b", "a no", documents[3], "no"]
-    best = post(client, "/v1/rerank", **asked, top_n=1, return_documents=False)["results"]
-    assert best == [{"index": 1, "relevance_score": 1}]
+    for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
+        best = post(client, path, **asked, top_n=1, return_documents=False)["results"]
+        assert best == [{"index": 1, "relevance_score": 1}]
     many = post(client, "/v1/rerank", **asked | {"documents": ["a no"] * 1000})
     assert [one["index"] for one in many["results"]] == list(range(1000))
     assert many["usage"]["total_tokens"] == 4000
@@ -412,7 +413,7 @@ def test_scores_of_pairs(client: Any) -> None:
         ("/v1/rerank", {"query": "a", "documents": []}, openai.BadRequestError, "'documents' has 0 texts"),
         ("/v1/rerank", {"query": "a", "documents": [1]}, openai.BadRequestError, "is neither a string nor an object"),
         ("/v1/score", {"model": "talk", "text_1": "a", "text_2": "b"}, openai.NotFoundError, "does not compute scores"),
-        ("/v1/score", {"text_1": "a", "text_2": ["b", ""]}, openai.InternalServerError, "division by zero"),
+        ("/score", {"text_1": "a", "text_2": ["b", ""]}, openai.InternalServerError, "division by zero"),
         (
             "/tokenize",
             {"model": "talk", "prompt": "a"},
