@@ -160,6 +160,7 @@ class EmbeddingRequest(TextsRequest, kw_only=True, forbid_unknown_fields=True):
     input: _TextOrList
     encoding_format: str | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
 
 
 _completion = msgspec.json.Decoder(CompletionRequest)

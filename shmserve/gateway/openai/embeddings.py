@@ -15,7 +15,7 @@ from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, SlicedWork
 from shmserve.gateway.openai.bodies import EmbeddingRequest, request_options
 from shmserve.gateway.openai.collection import Collection
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.models import EmbeddingModel
+from shmserve.gateway.openai.models import TRUNCATION, EmbeddingModel
 from shmserve.gateway.openai.pooling import Array
 from shmserve.gateway.upstream.exchange import Exchange
 from shmserve.gateway.upstream.requests import RequestSender
@@ -41,6 +41,15 @@ class Embeddings:
         self._model = model
         self._request = request
         self._texts = texts
+        limit = request.truncate_prompt_tokens
+        if limit is not None and model.limit is None:
+            text = f"model '{model.name[:80]}' does not cut texts: it has no INT32 input '{TRUNCATION}'"
+            raise BadParameter(TRUNCATION, text)
+        self._limit = (
+            ()
+            if limit is None or model.limit is None
+            else (model.limit.plan(limit.to_bytes(4, "little", signed=True)),)
+        )
 
     def begin(self) -> None:
         self._collection.begin(self._plans())
@@ -54,7 +63,7 @@ class Embeddings:
             if copied > COPY_BYTES:
                 copied = 0
                 yield None
-            yield RequestPlan((spec,), 0, options)
+            yield RequestPlan((spec, *self._limit), 0, options)
 
     def _vector(self, values: Array, shape: tuple[int, ...]) -> Array:
         if not shape or any(dim != 1 for dim in shape[:-1]):

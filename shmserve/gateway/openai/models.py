@@ -11,7 +11,7 @@ from shmserve.errors import InvalidRequest, NotFound
 from shmserve.gateway.kserve.plans import InputPlan, tensor_type
 
 PROMPT, MESSAGES, TOKENS, SAMPLING = "text_input", "messages", "prompt_token_ids", "sampling_parameters"
-TASK, IMAGE, AUDIO, SUFFIX = "task", "image", "audio", "suffix"
+TASK, IMAGE, AUDIO, SUFFIX, TRUNCATION = "task", "image", "audio", "suffix", "truncate_prompt_tokens"
 TEXT, TOOL_CALLS, INPUT_TOKENS, MASK = "text_output", "tool_calls", "num_input_tokens", "attention_mask"
 SEGMENTS, PROMPT_LOGPROBS = "segments", "prompt_logprobs"
 ADAPTER = ":"
@@ -52,13 +52,15 @@ class LanguageModel(Struct, frozen=True):
 
 
 class EmbeddingModel(Struct, frozen=True):
-    """`pooling`: how the vectors of the output become one; "": it has one. `normalize`: it is scaled to length 1."""
+    """`pooling`: how the vectors of the output become one; "": it has one. `normalize`: it is scaled to length 1.
+    `limit`: the input for the number of tokens after which a text is cut."""
 
     name: str
     input: InputSpec
     output: str
     pooling: str = ""
     normalize: bool = False
+    limit: InputSpec | None = None
 
 
 class ScoreModel(Struct, frozen=True):
@@ -109,7 +111,10 @@ def embedding_model(name: str, config: Mapping[str, Any]) -> EmbeddingModel:
         raise NotFound(f"model '{name[:80]}' does not compute embeddings: it has a decoupled transaction policy")
     pooling = parameters.get("embedding_pooling", "")
     normalize = parameters.get("embedding_normalize", "true" if pooling else "false").lower() == "true"
-    return EmbeddingModel(name, inputs[chosen], output, pooling, normalize)
+    limit = inputs.get(TRUNCATION)
+    return EmbeddingModel(
+        name, inputs[chosen], output, pooling, normalize, limit if limit and limit.dtype == "INT32" else None
+    )
 
 
 def score_model(name: str, config: Mapping[str, Any]) -> ScoreModel:

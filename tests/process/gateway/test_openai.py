@@ -365,6 +365,7 @@ def test_embeddings(client: Any) -> None:
     for more, error, text in (
         ({"input": ["a"] * 2049}, openai.BadRequestError, "'input' has 2049 elements; the limit is 2048"),
         ({"encoding_format": "binary"}, openai.BadRequestError, "expected 'float' or 'base64'"),
+        ({"extra_body": {"truncate_prompt_tokens": 5}}, openai.BadRequestError, "model 'embed' does not cut texts"),
         ({"input": ["a"] * 200 + ["FAIL"] + ["b"] * 200}, openai.InternalServerError, "a text that fails"),
         ({"model": "talk"}, openai.NotFoundError, "does not compute embeddings"),
     ):

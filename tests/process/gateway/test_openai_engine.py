@@ -294,6 +294,11 @@ def test_embeddings(client: Any, repository: Path, pooling: str) -> None:
     assert sum(value * value for value in cut.embedding) == pytest.approx(1, abs=1e-5)
     with pytest.raises(openai.BadRequestError, match=r"llama.cpp: .*\(602 tokens\)"):
         client.embeddings.create(model=pooling, input=["a", "a" * 600])
+    for limit, length in ((-1, 509), (100, 98)):  # a token begins each text, and a space
+        texts, own = ["a" * 600, "a" * length, "b"], {"truncate_prompt_tokens": limit}
+        cut = client.embeddings.create(model=pooling, input=texts, extra_body=own)
+        assert cut.data[0].embedding == pytest.approx(cut.data[1].embedding, abs=5e-3)
+        assert cut.usage.prompt_tokens == 2 * (length + 2) + 3
     assert pooling in [model.id for model in client.models.list()]
 
 

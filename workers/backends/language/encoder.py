@@ -8,12 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.config.complete import TensorFacts, complete_from_model
+from shmserve.repo.config.schema import ModelInput
 from shmserve.workers.backends.base import Context, SeparateBackend
 from shmserve.workers.backends.language.requests import PROMPT
 from shmserve.workers.backends.parameters import Parameters
@@ -30,6 +33,8 @@ MAX_BATCH = 64
 _TOKENS = TensorFacts("num_input_tokens", "UINT32", (-1, 1))
 _VECTOR = TensorFacts("embedding", "FP32", (-1, -1))
 _SCORE = TensorFacts("score", "FP32", (-1, 1))
+LIMIT = ModelInput(name="truncate_prompt_tokens", data_type="TYPE_INT32", dims=(1,), optional=True)
+"""An input for texts that become vectors: the number of tokens after which they are cut; -1: the context length."""
 
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
@@ -40,8 +45,8 @@ class EncodingEngine(Protocol):
 
     limits: Limits
 
-    def embedding(self, text: str) -> tuple[Vector, int]:
-        """The vector of a text, and the number of its tokens."""
+    def embedding(self, text: str, limit: int | None = None) -> tuple[Vector, int]:
+        """The vector of a text, and the number of its tokens. `limit`: see LIMIT; None: longer texts are refused."""
 
     def score(self, query: str, document: str) -> tuple[Vector, int]:
         """How relevant a document is, and the number of tokens of both."""
@@ -65,18 +70,23 @@ class Encoder(SeparateBackend, ABC):
         names, output = _tensors(config)
         inputs = [TensorFacts(name, "BYTES", (-1, 1)) for name in names]
         limit = self.context.default_max_batch(config.backend, MAX_BATCH)
-        return complete_from_model(config, inputs, (output, _TOKENS), True, limit)
+        completed = complete_from_model(config, inputs, (output, _TOKENS), True, limit)
+        if config.input or output is _SCORE:
+            return completed
+        return replace(completed, input=(*completed.input, LIMIT))
 
     def load(self, config: ModelConfig) -> None:
         names, output = _tensors(config)
         given = [entry.name for entry in config.input]
         others = {entry.name for entry in config.output} - {output.name, _TOKENS.name}
-        if sorted(given) != sorted(names) or others:
+        optional = {LIMIT.name} if output is _VECTOR else set()
+        if sorted({*given} - optional) != sorted(names) or others:
             raise InvalidRequest(
                 f"unable to load model '{config.name}': with this {POOLING}, its inputs are {', '.join(names)} and its "
                 f"outputs {output.name} and {_TOKENS.name}"
             )
         self._order = [given.index(name) for name in names]
+        self._limit = given.index(LIMIT.name) if LIMIT.name in given else None
         self._output = output.name
         self._engine = engine = self.start(config)
         self._compute: Callable[..., tuple[Any, int]] = engine.score if output is _SCORE else engine.embedding
@@ -97,14 +107,16 @@ class Encoder(SeparateBackend, ABC):
         assert self._threads is not None
         columns = [request.arrays[index] for index in self._order]
         rows = zip(*[column.reshape(-1).tolist() for column in columns if column is not None], strict=True)
-        return [self._threads.submit(self._row, row) for row in rows]
+        given = None if self._limit is None else request.arrays[self._limit]
+        limits = repeat(()) if given is None else zip(given.reshape(-1).tolist(), strict=True)
+        return [self._threads.submit(self._row, row, limit) for row, limit in zip(rows, limits, strict=False)]
 
-    def _row(self, texts: tuple[bytes, ...]) -> tuple[Any, int]:
+    def _row(self, texts: tuple[bytes, ...], limit: tuple[int, ...]) -> tuple[Any, int]:
         try:
             decoded = [text.decode() for text in texts]
         except UnicodeDecodeError:
             raise InvalidRequest("a text is not UTF-8") from None
-        return self._compute(*decoded)
+        return self._compute(*decoded, *limit)
 
     def _response(self, futures: list[Future[tuple[Any, int]]]) -> Response:
         wait(futures)

@@ -183,10 +183,21 @@ class Engine:
     def text(self, tokens: list[int]) -> str:
         return self._post("/detokenize", msgspec.json.encode({"tokens": tokens}), _Text).content
 
-    def embedding(self, text: str) -> tuple[Vector, int]:
-        body = {"input": [text], "encoding_format": "base64", "embd_normalize": self._norm}
+    def embedding(self, text: str, limit: int | None = None) -> tuple[Vector, int]:
+        given = text if limit is None else self._first_tokens(text, limit if limit > 0 else self.limits.context - 1)
+        body = {"input": [given], "encoding_format": "base64", "embd_normalize": self._norm}
         found = _decoded(self._server.handle_embeddings(msgspec.json.encode(body)), _Vectors)
         return np.frombuffer(base64.b64decode(found.data[0].embedding), "<f4"), found.usage.prompt_tokens
+
+    def _first_tokens(self, text: str, limit: int) -> list[int]:
+        """The tokens of a text that is cut. The last one stays, if it is the mark of the end."""
+        tokens = self.tokens(text)
+        if len(tokens) <= limit:
+            return tokens
+        body = {"content": text, "add_special": False}
+        plain = self._post("/tokenize", msgspec.json.encode(body), _Tokens).tokens
+        mark = tokens[-1:] if tokens[-1] != plain[-1] else []
+        return tokens[: limit - len(mark)] + mark
 
     def score(self, query: str, document: str) -> tuple[Vector, int]:
         body = {"query": query, "documents": [document]}

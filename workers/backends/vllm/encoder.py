@@ -10,7 +10,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.renderers.chat_utils import ChatTemplateConfig
 
 from shmserve.errors import Unsupported
-from shmserve.workers.backends.language.encoder import RANK
+from shmserve.workers.backends.language.encoder import LIMIT, RANK
 from shmserve.workers.backends.vllm.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -53,8 +53,9 @@ class VllmEncoder:
         processors = init_pooling_io_processors(tasks, engine.vllm_config, engine.renderer, ChatTemplateConfig())
         self._pairs = processors["cross-encoder"]
 
-    def embedding(self, text: str) -> tuple[Vector, int]:
-        return self._runtime.run(self._encoded({"prompt": text}, self._parameters))
+    def embedding(self, text: str, limit: int | None = None) -> tuple[Vector, int]:
+        options = None if limit is None else {LIMIT.name: limit if limit > 0 else -1}
+        return self._runtime.run(self._encoded({"prompt": text}, self._parameters, options))
 
     def score(self, query: str, document: str) -> tuple[Vector, int]:
         return self._runtime.run(self._scored(query, document))
@@ -77,8 +78,12 @@ class VllmEncoder:
         )
         return await self._encoded(given["prompts"], given["params"])
 
-    async def _encoded(self, prompt: Any, parameters: PoolingParams) -> tuple[Vector, int]:
-        outputs = self._runtime.engine.encode(prompt, parameters, self._runtime.number())
+    async def _encoded(
+        self, prompt: Any, parameters: PoolingParams, options: dict[str, int] | None = None
+    ) -> tuple[Vector, int]:
+        """`options`: of the tokenizer."""
+        number = self._runtime.number()
+        outputs = self._runtime.engine.encode(prompt, parameters, number, tokenization_kwargs=options)
         async for output in outputs:
             found = output
         return np.asarray(found.outputs.data.float(), np.float32).reshape(-1), len(found.prompt_token_ids)

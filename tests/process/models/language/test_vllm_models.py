@@ -150,6 +150,10 @@ def test_vectors(client: Any, model: str, networks: tuple[Path, Answers]) -> Non
         client.embeddings.create(model=model, input="a" * 70000)
     assert model in [one.id for one in client.models.list()]
 
+    texts, own = ["a" * 70000, "a" * 50], {"truncate_prompt_tokens": 50}
+    cut = client.embeddings.create(model=model, input=texts, extra_body=own)
+    assert cut.data[0].embedding == pytest.approx(cut.data[1].embedding, abs=1e-5)
+    assert cut.usage.prompt_tokens == 100
 
 def decoded(vector: str) -> Any:
     return np.frombuffer(base64.b64decode(vector), "<f4")
