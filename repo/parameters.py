@@ -503,13 +503,13 @@ ADAPTERS = _row(
     "Adapters (LoRA) of the model, which clients use as `MODEL:NAME`.",
     models="language models",
 )
-_row(
+REASONING_TAGS = _row(
     _OPENAI,
     "reasoning_tags",
     ParameterKind(_tags_in, 'one or two tags, such as "<think> </think>"'),
     "",
     "The text between these tags is the `reasoning_content` of a chat, not its content. If the chat template has "
-    "already begun the thinking, give the closing tag only.",
+    "already begun the thinking, give the closing tag only. llama.cpp knows the tags of most templates.",
     models="language models",
 )
 _row(

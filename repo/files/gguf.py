@@ -16,6 +16,7 @@ _FORMATS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?",
 _STRING, _ARRAY = 8, 9
 _ARCHITECTURE = "general.architecture"
 _TEMPLATE = "tokenizer.chat_template"
+_RECOMMENDED = "general.sampling."
 _KEYS = 4096
 _TEXT = 1 << 16
 
@@ -42,6 +43,16 @@ def chat_template(path: Path) -> str:
     """The chat template; "" if the header contains none, or a very long one. Raises InvalidRequest like
     `trained_context`."""
     return next((value for key, value in _header(path) if key == _TEMPLATE and isinstance(value, str)), "")
+
+
+def recommended_sampling(path: Path) -> dict[str, float]:
+    """The sampling parameters that the authors recommend, under llama.cpp's names. Raises InvalidRequest like
+    `trained_context`."""
+    return {
+        key.removeprefix(_RECOMMENDED): value
+        for key, value in _header(path)
+        if key.startswith(_RECOMMENDED) and isinstance(value, int | float)
+    }
 
 
 def _header(path: Path) -> Iterator[tuple[str, object]]:

@@ -294,10 +294,10 @@ def _check(request: Sampling) -> None:
         raise BadParameter("stream_options", "'stream_options' needs 'stream' to be true")
     if request.prompt_logprobs is not None and request.stream:
         raise BadParameter("prompt_logprobs", "'prompt_logprobs' is not possible with 'stream'")
-    if request.response_format is not None and request.structured_outputs is not None:
     match request.response_format:
         case {"type": "json_object", "schema": dict(schema)}:  # of llama-server
             request.response_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    if request.response_format is not None and request.structured_outputs is not None:
         raise BadParameter("structured_outputs", "'structured_outputs' is not possible with 'response_format'")
     if request.logit_bias is not None and not all(token.isdecimal() for token in request.logit_bias):
         raise BadParameter("logit_bias", "the keys of 'logit_bias' must be token ids")

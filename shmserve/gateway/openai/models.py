@@ -13,7 +13,7 @@ from shmserve.gateway.kserve.plans import InputPlan, tensor_type
 PROMPT, MESSAGES, TOKENS, SAMPLING = "text_input", "messages", "prompt_token_ids", "sampling_parameters"
 TASK, IMAGE, AUDIO, SUFFIX, TRUNCATION = "task", "image", "audio", "suffix", "truncate_prompt_tokens"
 TEXT, TOOL_CALLS, INPUT_TOKENS, MASK = "text_output", "tool_calls", "num_input_tokens", "attention_mask"
-SEGMENTS, PROMPT_LOGPROBS = "segments", "prompt_logprobs"
+SEGMENTS, PROMPT_LOGPROBS, THINKING = "segments", "prompt_logprobs", "reasoning_content"
 ADAPTER = ":"
 """Separates the name of a model and that of its adapter."""
 _FLOATS = ("FP32", "FP16", "BF16", "FP64")

@@ -53,6 +53,7 @@ class _More(Struct):
     logprobs: Buffer = b""
     ids: Buffer | list[int] = b""
     tool_calls: Buffer = b""
+    thought: Buffer = b""
     segments: Buffer = b""
     prompt_logprobs: Buffer = b""
 
@@ -63,6 +64,7 @@ _FIELDS = {
     "logprobs": "logprobs",
     "token_ids": "ids",
     TOOL_CALLS: "tool_calls",
+    models.THINKING: "thought",
     models.SEGMENTS: "segments",
     models.PROMPT_LOGPROBS: "prompt_logprobs",
 }
@@ -76,10 +78,10 @@ class Usage(Struct):
     completion: int | None = None
     context: int | None = None
     """Maximum number of tokens of a prompt and its continuation."""
-
-
     cached: int | None = None
     """Tokens of the prompt that the engine had in its cache."""
+
+
 class PartReader:
     """Reads the parts of one request, which has `count` choices. `usage`: the tokens so far."""
 
@@ -164,10 +166,10 @@ class PartReader:
                     setattr(one, _FIELDS[name], raw)
             elif name == models.INPUT_TOKENS:
                 self.usage.prompt = sum(self._numbers(name, tensor))
-            elif name == "max_model_len":
-                self.usage.context = sum(self._numbers(name, tensor))
             elif name == "num_cached_tokens":
                 self.usage.cached = sum(self._numbers(name, tensor))
+            elif name == "max_model_len":
+                self.usage.context = sum(self._numbers(name, tensor))
             elif name == "num_output_tokens":
                 self.usage.completion = (self.usage.completion or 0) + sum(self._numbers(name, tensor))
         return choices
@@ -176,6 +178,7 @@ class PartReader:
         if more.finish not in _NOT_FINISHED:
             delta.finish = str(more.finish, "utf-8", "replace")
             delta.stop = str(more.stop, "utf-8", "replace") or None
+        delta.thought = str(more.thought, "utf-8", "replace")
         delta.logprobs = self._list("logprobs", more.logprobs)
         delta.token_ids = self._ids(more)
         delta.tool_calls = self._list(TOOL_CALLS, more.tool_calls)

@@ -63,6 +63,8 @@ OUTPUTS = (
     ModelOutput(name="num_cached_tokens", data_type="TYPE_UINT32", dims=(1,)),
     ModelOutput(name="max_model_len", data_type="TYPE_UINT32", dims=(1,)),
 )
+THINKING = ModelOutput(name=replies.THINKING, data_type="TYPE_STRING", dims=(-1,))
+"""An output of models whose engine separates the thinking from the text of a chat."""
 PROMPT_LOGPROBS = ModelOutput(name="prompt_logprobs", data_type="TYPE_STRING", dims=(-1,))
 """An output of models that return the log probabilities of prompts."""
 

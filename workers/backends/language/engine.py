@@ -21,6 +21,8 @@ class Step(Struct):
     index: int = 0
     """The text."""
     text: str = ""
+    thought: str = ""
+    """What the model thinks before its answer to a chat, if the engine separates it."""
     calls: list[Any] | None = None
     """Pieces of tool calls."""
     generated: int = 0

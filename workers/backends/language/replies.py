@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from shmserve.workers.backends.language.requests import Generation
 
 Array = np.ndarray[Any, np.dtype[Any]]
+THINKING = "reasoning_content"
+"""The output with what the model thinks before its answer."""
 NOT_FINISHED = "None"
 """The finish reason of a text that has not ended, as in vLLM's backend."""
 _encode = msgspec.json.Encoder().encode
@@ -26,6 +28,7 @@ class Text(Struct, eq=False):
     forced: CallReader | None
     """Reads the tool calls that the text consists of."""
     parts: list[str] = []
+    thoughts: list[str] = []
     calls: list[Any] = []
     scores: list[dict[str, Any]] = []
     ids: list[int] = []
@@ -36,7 +39,7 @@ class Text(Struct, eq=False):
 
     def clear(self) -> None:
         """Called when the output has been sent."""
-        self.parts, self.calls, self.scores, self.ids = [], [], [], []
+        self.parts, self.thoughts, self.calls, self.scores, self.ids = [], [], [], [], []
         self.tokens = 0
 
 
@@ -51,11 +54,11 @@ class Reply:
         self._open = generation.count
         self.prompt_tokens = 0
         """0: not known yet."""
+        self._cached = 0
+        """Tokens of the prompt that were in the engine's cache. 0: not known before the first text ends."""
         self._prompt_scores: list[dict[str, Any] | None] | None = None
         """Until they are sent."""
         self._measured: list[TextMetrics] = []
-        self._cached = 0
-        """Tokens of the prompt that were in the engine's cache. 0: not known before the first text ends."""
 
     def measure(self, texts: list[TextMetrics]) -> None:
         self._measured = texts
@@ -84,6 +87,8 @@ class Reply:
             content, calls = "", text.forced.feed(content)
         if content:
             text.parts.append(content)
+        if step.thought:
+            text.thoughts.append(step.thought)
         if calls:
             text.calls = _with(text.calls, calls)
         text.tokens += step.generated
@@ -95,18 +100,20 @@ class Reply:
         if step.finish:
             text.finish, text.stop = step.finish, step.stop
             self._open -= 1
-            if measured is not None:
-                measured.finished(step.cached)
-        due = bool(content or calls or step.finish)
-        return due and (self._generation.stream or self.complete)
-
             if step.index == 0:  # the texts after it share its prompt
                 self._cached = step.cached
+            if measured is not None:
+                measured.finished(step.cached)
+        due = bool(content or step.thought or calls or step.finish)
+        return due and (self._generation.stream or self.complete)
+
     def outputs(self) -> list[tuple[str, Array]]:
         """The outputs of a response, with all unsent output."""
         returned, texts = self._generation.returned, self._texts
         prefix = self._generation.prefix
         found = [("text_output", strings([prefix + "".join(text.parts) for text in texts]))]
+        if any(text.thoughts for text in texts):
+            found.append((THINKING, strings(["".join(text.thoughts) for text in texts])))
         if any(text.calls for text in texts):
             found.append(("tool_calls", strings([_encode(text.calls) for text in texts])))
         found += [(name, self._optional(name)) for name in returned]
@@ -132,6 +139,8 @@ class Reply:
                 return strings([_encode(text.ids) for text in texts])
             case "num_input_tokens":
                 return np.array([self.prompt_tokens], np.uint32)
+            case "num_cached_tokens":
+                return np.array([self._cached], np.uint32)
             case _:
                 return np.array([text.tokens for text in texts], np.uint32)
 
@@ -139,8 +148,6 @@ class Reply:
 def strings(values: list[Any]) -> Array:
     array = np.empty(len(values), np.object_)
     array[:] = values
-            case "num_cached_tokens":
-                return np.array([self._cached], np.uint32)
     return array
 
 

@@ -93,7 +93,8 @@ def generation_of(
     suffix = inputs.get(SUFFIX)
     if suffix is not None and messages is not None:
         raise InvalidRequest(f"input '{SUFFIX}' is for prompts, and not for input '{MESSAGES}'")
-    sampling = merged(defaults.sampling, _sampling(inputs.get(SAMPLING), parameters))
+    given = merged(defaults.sampling, _sampling(inputs.get(SAMPLING), parameters))
+    sampling = given if messages is None else merged(defaults.chat, given)
     check_supported(sampling, defaults)
     if not sampling.max_tokens:
         limit = defaults.max_tokens or (TEXT_MAX_TOKENS if messages is None else None)

@@ -25,13 +25,33 @@ CHOICES = 1000
 """Maximum number of texts in `choice`: the engine tries each of them at each token."""
 MAX_TOKENS, SAMPLING, GRAMMARS = "default_max_tokens", "sampling_parameters", "grammars"
 """Parameters of a model."""
+SAMPLERS = (
+    "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "dynatemp_range",
+    "dynatemp_exponent",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+    "repeat_last_n",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+)
+"""Parameters of llama.cpp, under its names."""
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Positive = Annotated[float, Meta(ge=0)]
+_Last = Annotated[int, Meta(ge=-1, le=1 << 20)]
+"""Number of tokens, for which the engine reserves memory; -1: the whole context."""
 _Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The parameters of vLLM, and `lora_name` of Triton's backend for it. `structured_outputs`: an object with one of
-    `json`, `json_object`, `choice`, `grammar` and others of the engine."""
+    """The parameters of vLLM, `lora_name` of Triton's backend for it, and SAMPLERS. `structured_outputs`: an object
+    with one of `json`, `json_object`, `choice`, `grammar` and others of the engine."""
 
     n: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
     temperature: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
@@ -43,9 +63,6 @@ class Sampling(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     seed: int | UnsetType | None = UNSET
     presence_penalty: _Penalty | UnsetType = UNSET
     frequency_penalty: _Penalty | UnsetType = UNSET
-_Positive = Annotated[float, Meta(ge=0)]
-_Last = Annotated[int, Meta(ge=-1, le=1 << 20)]
-"""Number of tokens, for which the engine reserves memory; -1: the whole context."""
     repetition_penalty: Annotated[float, Meta(gt=0)] | UnsetType = UNSET
     logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS)] | UnsetType | None = UNSET
     ignore_eos: bool | UnsetType = UNSET
@@ -62,16 +79,33 @@ _Last = Annotated[int, Meta(ge=-1, le=1 << 20)]
     spaces_between_special_tokens: bool | UnsetType = UNSET
     truncate_prompt_tokens: int | UnsetType | None = UNSET
     lora_name: str | UnsetType | None = UNSET
+    typical_p: _Share | UnsetType = UNSET
+    top_n_sigma: float | UnsetType = UNSET
+    xtc_probability: _Share | UnsetType = UNSET
+    xtc_threshold: _Share | UnsetType = UNSET
+    dynatemp_range: _Positive | UnsetType = UNSET
+    dynatemp_exponent: _Positive | UnsetType = UNSET
+    mirostat: Annotated[int, Meta(ge=0, le=2)] | UnsetType = UNSET
+    mirostat_tau: _Positive | UnsetType = UNSET
+    mirostat_eta: _Positive | UnsetType = UNSET
+    repeat_last_n: _Last | UnsetType = UNSET
+    dry_multiplier: _Positive | UnsetType = UNSET
+    dry_base: _Positive | UnsetType = UNSET
+    dry_allowed_length: Annotated[int, Meta(ge=0, le=1 << 20)] | UnsetType = UNSET
+    dry_penalty_last_n: _Last | UnsetType = UNSET
 
 
 class Defaults(Struct, frozen=True):
-    """Settings of a model for requests. `max_tokens`: for requests that do not set it; 0: the default of the interface.
-    `grammars`: requests may have grammars. `unsupported`: sampling parameters that the engine lacks, with the values
-    that have no effect."""
+    """Settings of a model for requests. `chat`: what the authors of the model recommend for chats. `max_tokens`: for
+    requests that do not set it; 0: the default of the interface. `grammars`: requests may have grammars. `unsupported`:
+    sampling parameters that the engine lacks, with the values that have no effect. `thinking`: the engine separates the
+    thinking from the text of a chat."""
 
     sampling: Sampling = Sampling()
+    chat: Sampling = Sampling()
     max_tokens: int = 0
     grammars: bool = False
+    thinking: bool = False
     unsupported: Mapping[str, tuple[Any, ...]] = {}
     adapters: frozenset[str] = frozenset()
     """The adapters (LoRA) that requests may name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shmserve.workers.backends.language.backend import IMAGE, INPUTS, SUFFIX, LanguageBackend
+from shmserve.workers.backends.language.backend import IMAGE, INPUTS, OUTPUTS, SUFFIX, THINKING, LanguageBackend
 from shmserve.workers.backends.language.encoder import POOLING, Encoder
 from shmserve.workers.backends.llamacpp.engine import Engine, has_gpu
 from shmserve.workers.backends.llamacpp.settings import MMPROJ, settings_of
@@ -23,6 +23,9 @@ class LlamaCpp(LanguageBackend):
 
     def inputs_of(self, config: ModelConfig) -> tuple[ModelInput, ...]:
         return (*INPUTS, SUFFIX, IMAGE) if Parameters(config).text(MMPROJ) else (*INPUTS, SUFFIX)
+
+    def outputs_of(self, config: ModelConfig) -> tuple[ModelOutput, ...]:
+        return (*OUTPUTS, THINKING)
 
     def start(self, config: ModelConfig) -> tuple[Engine, Defaults]:
         settings = settings_of(config, self.context, has_gpu())

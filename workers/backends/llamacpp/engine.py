@@ -150,11 +150,11 @@ class Engine:
             body["lora"] = [
                 {"id": number, "scale": float(name == chosen)} for number, name in enumerate(self._adapters)
             ]
-        return partial(self._generate, generation, msgspec.json.encode(body))
+        pieces = Pieces(generation.sampling.logprobs or 0, generation.count, "grammar" not in body)
+        return partial(self._generate, generation, pieces, msgspec.json.encode(body))
 
     def _generate(self, generation: Generation, pieces: Pieces, body: bytes, listener: Listener) -> None:
         """The engine calls `receive` with each piece, in this thread; True ends the request at the next step."""
-        pieces = Pieces(generation.sampling.logprobs or 0, generation.count)
         failed: list[Exception] = []
 
         def receive(data: bytes) -> bool:

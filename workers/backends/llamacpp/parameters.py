@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from shmserve.errors import Unsupported
-from shmserve.workers.backends.language.sampling import biases_in, stops_in, structured_in
+from shmserve.workers.backends.language.sampling import SAMPLERS, biases_in, stops_in, structured_in
 from shmserve.workers.backends.language.schemas import check_chat, check_schema
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ _ENGINE_NAMES = {
     "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repeat_penalty",
     "ignore_eos": "ignore_eos",
+    **{name: name for name in SAMPLERS},
 }
 _NEUTRAL = {
     "temperature": 1.0,
@@ -55,7 +56,7 @@ def body_of(generation: Generation, defaults: Defaults, filling: Sequence[int] =
     top = max(1, sampling.logprobs or 0)
     if chat is not None:
         check_chat(chat)
-        body |= {**chat, "reasoning_format": "none"}
+        body |= {**chat, "reasoning_format": "auto" if defaults.thinking else "none"}
         body |= {"logprobs": True, "top_logprobs": top} if generation.scored else {}
     else:
         body["prompt"] = _filled(generation, filling) if generation.suffix else generation.prompt

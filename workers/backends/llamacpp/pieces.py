@@ -27,6 +27,7 @@ class Logprobs(Struct):
 
 class Delta(Struct):
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[Any] | None = None
 
 
@@ -96,10 +97,12 @@ def _error(error: EngineError) -> ServeError:
 
 
 class Pieces:
-    """Reads the pieces of one request. `top`: number of alternatives for each token. `texts`: number of texts."""
+    """Reads the pieces of one request. `top`: number of alternatives for each token. `texts`: number of texts.
+    `thinks` false: a grammar has made the whole text, also what the engine takes for thinking."""
 
-    def __init__(self, top: int, texts: int) -> None:
+    def __init__(self, top: int, texts: int, thinks: bool = True) -> None:
         self._top = top
+        self._thinks = thinks
         self._generated = [0] * texts
 
     def steps(self, data: bytes) -> list[Step]:
@@ -114,9 +117,12 @@ class Pieces:
         delta = choice.delta
         content = choice.text if delta is None else delta.content or ""
         calls = delta.tool_calls if delta is not None else None
-        step = Step(choice.index, content, calls, finish=choice.finish_reason or "")
+        thought = "" if delta is None else delta.reasoning_content or ""
+        if not self._thinks:
+            thought, content = "", thought + content
+        step = Step(choice.index, content, thought, calls, finish=choice.finish_reason or "")
         if choice.finish_reason is None:
-            step.generated = 1 if content or calls else 0
+            step.generated = 1 if content or step.thought or calls else 0
             self._generated[choice.index] += step.generated
         elif piece.timings is not None:  # also tokens without a piece: the end mark, a stop text
             step.generated = piece.timings.predicted_n - self._generated[choice.index]

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shmserve.errors import Unsupported
 from shmserve.repo.compile import DEFAULT_SLOTS
-from shmserve.repo.files.gguf import trained_context
-from shmserve.repo.parameters import CHAT_TEMPLATE
+from shmserve.repo.files.gguf import recommended_sampling, trained_context
+from shmserve.repo.parameters import CHAT_TEMPLATE, REASONING_TAGS
 from shmserve.workers.backends.language.encoder import NORMALIZE, POOLING, RANK
-from shmserve.workers.backends.language.sampling import adapters_of, defaults_of
+from shmserve.workers.backends.language.sampling import adapters_of, defaults_of, sampling_of
 from shmserve.workers.backends.llamacpp.parameters import UNSUPPORTED
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.process.device import device_of, visible_number
@@ -20,7 +21,7 @@ from shmserve.workers.process.device import device_of, visible_number
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.backends.base import Context
-    from shmserve.workers.backends.language.sampling import Defaults
+    from shmserve.workers.backends.language.sampling import Defaults, Sampling
 
 SLOTS, CONTEXT, THREADS = "slots", "context_length", "threads"
 PROMPT_BATCH, CACHE_TYPE, PROMPT_CACHE = "prompt_batch", "cache_type", "prompt_cache"
@@ -34,6 +35,16 @@ LARGEST_CONTEXT = 4096
 DEFAULT_CONTEXT = 2048
 """Context length of models whose file does not contain the trained length."""
 DEFAULT_PROMPT_BATCH = 512
+_RECOMMENDED = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+    "penalty_last_n": "repeat_last_n",
+    **{name: name for name in ("xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta")},
+}
+"""Name in the header of a file -> sampling parameter."""
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
@@ -111,5 +122,15 @@ def settings_of(config: ModelConfig, context: Context, has_gpu: bool) -> Setting
         context.model_file(config, draft, draft) if draft else None,
         visible_number(number) if kind == "GPU" else None,
         parameters.whole(GPU_LAYERS, ALL_LAYERS) if kind == "GPU" else 0,
-        defaults_of(config, UNSUPPORTED, adapters),
+        replace(
+            defaults_of(config, UNSUPPORTED, adapters),
+            chat=_recommended(file),
+            thinking=not REASONING_TAGS.read(config),  # with tags, the gateway separates it
+        ),
     )
+
+
+def _recommended(file: Path) -> Sampling:
+    """What the header of the file has about the sampling of chats."""
+    found = recommended_sampling(file)
+    return sampling_of({_RECOMMENDED[name]: found[name] for name in _RECOMMENDED if name in found}, file.name)

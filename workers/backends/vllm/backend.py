@@ -7,6 +7,8 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from shmserve.errors import Unsupported
 from shmserve.extras import install_command
 from shmserve.workers.backends.language.backend import IMAGE, INPUTS, OUTPUTS, PROMPT_LOGPROBS, LanguageBackend
@@ -37,7 +39,8 @@ class Vllm(LanguageBackend):
         settings = settings_of(config, self.context)
         with _importing(settings):
             from shmserve.workers.backends.vllm.engine import VllmEngine
-        return VllmEngine(settings), settings.defaults
+        engine = VllmEngine(settings)
+        return engine, replace(settings.defaults, chat=engine.recommended)
 
 
 class VllmTexts(Encoder):

@@ -16,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.workers.backends.language.engine import Step
+from shmserve.workers.backends.language.sampling import sampling_of
 from shmserve.workers.backends.vllm.images import check_images
 from shmserve.workers.backends.vllm.parameters import messages_of, parameters_of
 from shmserve.workers.backends.vllm.runtime import Runtime, translated_errors
@@ -49,6 +50,9 @@ class VllmEngine:
             for number, (name, path) in enumerate(settings.adapters.items(), 1)
         }
         self._sees_images = settings.sees_images
+        recommended = runtime.engine.model_config.get_diff_sampling_param()
+        recommended.pop("max_tokens", None)  # a chat may use the rest of the context
+        self.recommended = sampling_of(recommended, "generation_config.json")
         try:
             self._tools = ToolParsers(settings.tool_parser, self._tokenizer) if settings.tool_parser else None
         except InvalidRequest:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET
 
 from shmserve.errors import InvalidRequest, Unsupported
-from shmserve.workers.backends.language.sampling import biases_in, stops_in, structured_in
+from shmserve.workers.backends.language.sampling import SAMPLERS, biases_in, stops_in, structured_in
 from shmserve.workers.backends.language.schemas import check_regex, check_schema
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "truncate_prompt_tokens": (None,),
+    **dict.fromkeys(SAMPLERS, ()),
 }
 _SAME = (
     "temperature",

@@ -75,7 +75,7 @@ def test_invalid_model_files_and_settings_are_reported(tmp_path: Path) -> None:
     assert reasons.keys() == words.keys()
 
 
-def test_grammars_and_draft_models(tmp_path: Path) -> None:
+def test_grammars_samplers_and_draft_models(tmp_path: Path) -> None:
     """A draft model changes no text. Its own is another one, as its weights are."""
     version = tmp_path / "m" / "1"
     version.mkdir(parents=True)
@@ -91,6 +91,8 @@ def test_grammars_and_draft_models(tmp_path: Path) -> None:
             return text_of(found).removeprefix("hello")
 
         assert complete(max_tokens=40) == expected
+        assert complete(max_tokens=40, repetition_penalty=1e6) != expected
+        assert complete(max_tokens=40, repetition_penalty=1e6, repeat_last_n=0) == expected
         assert complete(structured_outputs='{"grammar": "root ::= \\"yes\\" | \\"no\\""}') in ("yes", "no")
         with pytest.raises(InvalidRequest, match="failed to parse grammar"):
             complete(structured_outputs='{"grammar": "root := x"}')
@@ -167,3 +169,22 @@ def test_a_gguf_file_is_served_without_a_repository(tmp_path: Path) -> None:
     with Server(file) as server, server.client() as client:
         (found,) = client.stream("chat", tensors({"text_input": "hello"}), parameters={"temperature": 0})
     assert text_of(found) == "hello" + expected
+
+
+def test_what_a_model_thinks_is_not_its_answer(tmp_path: Path) -> None:
+    """The engine knows the tags from the template, which begins the thinking here. This model never ends it."""
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    gguf_models.write(tmp_path / "m" / "1" / "model.gguf", context=512, template=gguf_models.THINKING)
+    (tmp_path / "m" / "config.pbtxt").write_text('backend: "llamacpp"\n')
+    given: dict[str, Any] = {"model": "m", "temperature": 0, "max_tokens": 20}
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Why?"}], **given}
+    with Server(tmp_path, gateway=True) as server, openai_client(server.endpoints["http"]) as client:
+        expected = client.completions.create(prompt="user: Why?\nassistant:<think>", **given).choices[0].text
+        message = client.chat.completions.create(**asked).choices[0].message
+        assert (message.content, message.reasoning_content) == ("", expected)
+        chunks = list(client.chat.completions.create(stream=True, **asked))
+        deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+        assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == expected
+        assert not any(delta.content for delta in deltas)
+        chosen = client.chat.completions.create(**asked, extra_body={"structured_outputs": {"choice": ["yes"]}})
+        assert chosen.choices[0].message.content == "yes"

@@ -81,6 +81,7 @@ def server(networks: tuple[Path, Answers], tmp_path_factory: pytest.TempPathFact
         (root / name / "1").mkdir(parents=True)
         (root / name / "config.pbtxt").write_text(f'backend: "vllm"\n{parameters(slots="4", **settings)}')
         engine = {"model": str(networks[0] / name.partition("-")[0]), "dtype": "float32", "enforce_eager": True}
+        engine["override_generation_config"] = {"top_k": 1}
         (root / name / "1" / "model.json").write_text(json.dumps(engine))
     options = ("--model-control-mode", "explicit", "--model-environment", "VLLM_*", "--model-environment", "HF_*")
     with pytest.MonkeyPatch.context() as patch:
@@ -114,7 +115,8 @@ def test_images_of_a_chat(client: Any, model: str, networks: tuple[Path, Answers
     given: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": COUNT, "extra_body": {"ignore_eos": True}}
     found = [client.chat.completions.create(messages=messages_of(chat), **given) for chat in CHATS]
     assert [one.choices[0].message.content for one in found] == networks[1]["continuations"]
-    streamed = client.chat.completions.create(messages=messages_of(CHATS[0]), stream=True, **given)
+    own = {**given, "temperature": None}  # sampled as the authors of the network recommend
+    streamed = client.chat.completions.create(messages=messages_of(CHATS[0]), stream=True, **own)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == networks[1]["continuations"][0]
     for image, text in (picture("red")[:60], "image"), (LARGER_THAN_ITS_SCREEN, "pixels or more; the limit"):
         with pytest.raises(openai.BadRequestError, match=text):
@@ -148,12 +150,12 @@ def test_vectors(client: Any, model: str, networks: tuple[Path, Answers]) -> Non
     assert cut.embedding == pytest.approx(expected / np.linalg.norm(expected), abs=1e-5)
     with pytest.raises(openai.BadRequestError, match=r"vLLM: .*maximum"):
         client.embeddings.create(model=model, input="a" * 70000)
-    assert model in [one.id for one in client.models.list()]
-
     texts, own = ["a" * 70000, "a" * 50], {"truncate_prompt_tokens": 50}
     cut = client.embeddings.create(model=model, input=texts, extra_body=own)
     assert cut.data[0].embedding == pytest.approx(cut.data[1].embedding, abs=1e-5)
     assert cut.usage.prompt_tokens == 100
+    assert model in [one.id for one in client.models.list()]
+
 
 def decoded(vector: str) -> Any:
     return np.frombuffer(base64.b64decode(vector), "<f4")

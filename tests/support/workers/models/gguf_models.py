@@ -28,13 +28,22 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
+THINKING = (
+    "{% for message in messages %}{{ message.role }}: {% if message.reasoning_content %}"
+    "<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:<think>{% endif %}"
+)
+"""A template that begins the thinking of the model."""
+
 
 def write(
     path: Path, *, width: int = 64, layers: int = 2, context: int = 2048, seed: int = 0, scores: bool = False,
-    adapted: bool = False, fills: bool = False,
+    adapted: bool = False, fills: bool = False, top_k: int | None = None,
+    template: str = TEMPLATE,
 ) -> Path:  # fmt: skip
     """A Llama network. `scores`: a reranker, which is a Qwen network with a classifier. `adapted`: the adapter of
-    `write_adapter` is merged into it. `fills`: the vocabulary has the tokens FILLING."""
+    `write_adapter` is merged into it. `fills`: the vocabulary has the tokens FILLING. `top_k`: what the authors of the
+    model recommend."""
     kind = "qwen3" if scores else "llama"
     tokens = [*SPECIAL, *BYTES, *("▁" if one == " " else one for one in CHARACTERS)]
     kinds = [_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * len(BYTES), *[_NORMAL] * len(CHARACTERS)]
@@ -58,6 +67,8 @@ def write(
         ("tokenizer.ggml.eos_token_id", _UINT32, 2),
         ("tokenizer.chat_template", _STRING, template),
     ]
+    if top_k is not None:
+        settings.append(("general.sampling.top_k", _INT32, top_k))
     settings += [(f"tokenizer.ggml.{token[1:-1]}_token_id", _UINT32, tokens.index(token)) for token in FILLING if fills]
     random = np.random.default_rng(seed)
     tensors = _weights(width, layers, len(tokens), random)

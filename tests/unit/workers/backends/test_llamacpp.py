@@ -18,7 +18,7 @@ import pytest
 
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable, Unsupported
 from shmserve.protocol.worker_messages import Work
-from shmserve.repo.files.gguf import chat_template, trained_context
+from shmserve.repo.files.gguf import chat_template, recommended_sampling, trained_context
 from shmserve.repo.load import parse
 from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.language.engine import Limits, Listener, Step
@@ -36,8 +36,9 @@ from tests.support.workers.models import gguf_models
 
 
 def test_the_header_of_a_file(tmp_path: Path) -> None:
-    file = gguf_models.write(tmp_path / "model.gguf", context=1234)
+    file = gguf_models.write(tmp_path / "model.gguf", context=1234, top_k=9)
     assert trained_context(file) == 1234
+    assert recommended_sampling(file) == {"top_k": 9}
     assert chat_template(file) == gguf_models.TEMPLATE
     data = file.read_bytes()
     file.write_bytes(data.replace(b"llama.context_length", b"llama.context_lenght"))
@@ -78,6 +79,7 @@ def with_value(kind: int, value: bytes) -> bytes:
     ({"structured_outputs": '{"json": "{\\"type\\": \\"array\\"}"}'}, {"json_schema": {"type": "array"}}),
     ({"structured_outputs": {"json_object": True, "json": None}}, {"json_schema": {"type": "object"}}),
     ({"structured_outputs": {"choice": ["a", 'b"']}}, {"grammar": 'root ::= "a" | "b\\""'}),
+    ({"dry_multiplier": 0.8, "repeat_last_n": "-1"}, {"dry_multiplier": 0.8, "repeat_last_n": -1}),
     ({"min_tokens": 0, "skip_special_tokens": True, "stop_token_ids": []}, {"max_tokens": -1}),
 )
 def test_sampling_parameters_for_the_engine(given: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -97,6 +99,7 @@ def test_sampling_parameters_for_the_engine(given: dict[str, Any], expected: dic
     ('{"n": 0}', InvalidRequest, "n`"),
     ('{"top_p": 0}', InvalidRequest, "top_p"),
     ('{"temperature": "hot"}', InvalidRequest, "temperature"),
+    ('{"repeat_last_n": 2000000}', InvalidRequest, "repeat_last_n"),
     ('{"n": 2, "best_of": 3}', Unsupported, "best_of"),
     ('{"bad_words": ["a"]}', Unsupported, "no 'bad_words'"),
     ('{"logit_bias": {"a": 1}}', InvalidRequest, "ids of tokens, not 'a'"),
@@ -171,10 +174,10 @@ def test_texts_of_one_request_may_end_at_different_times() -> None:
     found = made.outputs()
     assert (found["text_output"], found["finish_reason"]) == (["> bc", "> a"], ["stop", "length"])
     assert (found["num_output_tokens"], found["num_input_tokens"]) == ([2, 1], [5])
+    assert found["num_cached_tokens"] == [2]
 
 
 def test_tool_calls_are_put_together() -> None:
-    assert found["num_cached_tokens"] == [2]
     begin = {"index": 0, "id": "x", "type": "function", "function": {"name": "weather", "arguments": ""}}
     pieces = [
         [begin],

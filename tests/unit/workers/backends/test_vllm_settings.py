@@ -107,5 +107,10 @@ def test_models_with_adapters_refuse_log_probabilities_of_prompts(
     assert ("prompt_logprobs" in settings_of(config, context).defaults.unsupported) is not scores
 
 
+def test_samplers_of_llamacpp_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="no 'typical_p'"):
+        settings(tmp_path, {}, sampling_parameters='{"typical_p": 0.5}')
+
+
 def test_a_pooling_makes_an_encoder() -> None:
     assert [Vllm.chosen(config_of(**given)) for given in ({}, {"pooling": "auto"})] == [Vllm, VllmTexts]
