@@ -41,6 +41,7 @@ METRICS = (
     Metric("running", "llm_num_requests_running", "gauge", "texts that the engine is generating"),
     Metric("waiting", "llm_num_requests_waiting", "gauge", "requests that wait in the engine for a slot"),
     Metric("slots", "llm_slots", "gauge", "texts that the engine can generate at once"),
+    Metric("context", "llm_max_model_len", "gauge", "tokens that a text and its prompt may have"),
     Metric("kv_cache", "llm_kv_cache_usage_perc", "gauge", "part of the KV cache that running texts use, from 0 to 1"),
     Metric("prompt_tokens", "llm_prompt_tokens_total", "counter", "tokens of prompts"),
     Metric("prefix_hits", "llm_prefix_cache_hits_total", "counter", "tokens of prompts that were found in the cache"),
@@ -64,6 +65,7 @@ METRICS = (
         _WHOLE_S,
     ),
 )
+AVERAGED = ("kv_cache", "context")
 PREFIX = "llm_"
 """The beginning of all names of METRICS."""
 _BY_NAME = {metric.name: metric for metric in METRICS}
@@ -74,8 +76,8 @@ histogram."""
 
 
 def counts_of(samples: Iterable[Sample]) -> dict[str, Any]:
-    """The counts of a version. Gauges of several instances are added, shares averaged. Samples that are not finite or
-    not of METRICS are left out."""
+    """The counts of a version. Gauges of several instances are added, AVERAGED ones averaged. Samples that are not
+    finite or not of METRICS are left out."""
     counts: dict[str, Any] = {}
     shares: dict[str, list[float]] = {}
     for name, labels, edges, numbers in samples:
@@ -90,7 +92,7 @@ def counts_of(samples: Iterable[Sample]) -> dict[str, Any]:
             reasons = counts.setdefault(key, {})
             reason = labels.get(metric.label, "")
             reasons[reason] = reasons.get(reason, 0) + int(numbers[0])
-        elif name.endswith("_perc"):
+        elif key in AVERAGED:
             shares.setdefault(key, []).append(numbers[0])
         else:
             counts[key] = counts.get(key, 0) + int(numbers[0])

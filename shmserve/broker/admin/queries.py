@@ -444,8 +444,8 @@ class Control:
     def _text_models(self, ask: Ask) -> Any:
         """Names and aliases of READY models with text inputs, each with the configuration of the version that it
         selects. `created`: when that version was loaded, in seconds since 1970. If the query names a model, only that
-        one."""
-        now = time.time() - time.monotonic()
+        one. `context`: the tokens that a text of a language model and its prompt may have."""
+        now, language = time.time() - time.monotonic(), self._language()
         ready = self._core.state.ready
         found = sorted(ready.items()) if not ask.model else [(name, ready[name]) for name in {ask.model} & ready.keys()]
         return [
@@ -453,6 +453,7 @@ class Control:
                 "name": name,
                 "version": str(version.number),
                 "created": int(now + version.began / 1e9),
+                "context": language.get((version.model, str(version.number)), {}).get("context"),
                 "config": self._catalog.config_json(version.source),
             }
             for name, version in found

@@ -427,9 +427,16 @@ def _shows_usage(request: Sampling) -> tuple[bool, bool]:
 
 
 def _listed(answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adapters follow their models."""
+    """Adapters follow their models. `max_model_len` is vLLM's."""
     return [
-        {"id": name, "object": "model", "created": one["created"], "owned_by": OWNER, **parent}
+        {
+            "id": name,
+            "object": "model",
+            "created": one["created"],
+            "owned_by": OWNER,
+            **parent,
+            **({"max_model_len": int(one["context"])} if one.get("context") else {}),
+        }
         for one in answer
         if models.is_listed(one["name"], one["config"])
         for name, parent in _names(one["name"], one["config"])

@@ -23,6 +23,7 @@ def samples(prompts: float, hits: float, tokens: float, *times: int, stops: int 
         ("llm_num_requests_running", {"model_instance": "b"}, (), [1.0]),
         ("llm_kv_cache_usage_perc", {"model_instance": "a"}, (), [0.5]),
         ("llm_kv_cache_usage_perc", {"model_instance": "b"}, (), [0.25]),
+        *[("llm_max_model_len", {"model_instance": name}, (), [512.0]) for name in "ab"],
         ("llm_prompt_tokens_total", {}, (), [prompts]),
         ("llm_prefix_cache_hits_total", {}, (), [hits]),
         ("llm_generation_tokens_total", {}, (), [tokens]),
@@ -34,7 +35,7 @@ def samples(prompts: float, hits: float, tokens: float, *times: int, stops: int 
 def test_figures_between_two_states_and_since_the_version_was_loaded() -> None:
     before, after = counts_of(samples(100, 0, 10, 4, stops=1)), counts_of(samples(140, 10, 210, 4, 0, 10, stops=3))
     figures = figures_of(before, after, 4.0)
-    assert (figures["texts"], figures["kv_cache"]) == (3, 0.375)
+    assert (figures["texts"], figures["kv_cache"], after["context"]) == (3, 0.375, 512)
     assert (figures["prompt_tokens_per_s"], figures["generated_tokens_per_s"]) == (10, 50)
     assert (figures["prefix_hits"], figures["ended"], figures["generated_tokens"]) == (0.25, {"stop": 2}, 210)
     assert figures["first_token_p50"] == pytest.approx(0.0075)  # all ten took 5 to 10 ms

@@ -123,12 +123,9 @@ class LanguageBackend(SeparateBackend, ABC):
 
     def _metrics_of(self, model: str, count: Count) -> LanguageMetrics:
         assert self._engine is not None
-        limits = self._engine.limits
         self.streams.turn.release()
         try:
-            return LanguageMetrics(
-                count, model, self.context.version, self.context.instance, limits.slots, limits.cache
-            )
+            return LanguageMetrics(count, model, self.context.version, self.context.instance, self._engine.limits)
         finally:
             self.streams.turn.acquire()
 

@@ -15,6 +15,8 @@ from shmserve.llm.figures import METRICS, Metric
 from shmserve.shm.counters import Subject, observe, set_gauge
 
 if TYPE_CHECKING:
+    from shmserve.workers.backends.language.engine import Limits
+
     Count: TypeAlias = Callable[[Subject], memoryview[float]]
 
 _METRICS = {metric.key: metric for metric in METRICS}
@@ -23,17 +25,17 @@ _METRICS = {metric.key: metric for metric in METRICS}
 class LanguageMetrics:
     """The counters of one instance. Its methods may be called in any thread."""
 
-    def __init__(self, count: Count, model: str, version: int, instance: str, slots: int, cache: int) -> None:
-        """`cache`: tokens in the KV cache."""
+    def __init__(self, count: Count, model: str, version: int, instance: str, limits: Limits) -> None:
         self._count = count
         self._labels = (("model", model), ("version", str(version)))
         self._instance = ("model_instance", instance)
         self._lock = threading.Lock()
         self._running = self._waiting = self._cached = 0
-        self._capacity = cache
+        self._capacity = limits.cache
         self._numbers = {metric.key: self._add(metric) for metric in METRICS if not metric.label}
         self._reasons: dict[str, memoryview[float]] = {}
-        set_gauge(self._numbers["slots"], slots)
+        set_gauge(self._numbers["slots"], limits.slots)
+        set_gauge(self._numbers["context"], limits.context)
         self._update(0, 0)
 
     def _add(self, metric: Metric, *more: tuple[str, str]) -> memoryview[float]:

@@ -265,7 +265,8 @@ def test_adapters(engine: Text) -> None:
 def test_openai_clients_use_adapters_as_models(engine: Text) -> None:
     with openai_client(engine.server.endpoints["http"]) as client:
         assert [model.id for model in client.models.list()] == ["text", f"text:{ADAPTER}"]
-        assert client.models.retrieve(f"text:{ADAPTER}").parent == "text"
+        adapted = client.models.retrieve(f"text:{ADAPTER}")
+        assert (adapted.parent, adapted.max_model_len) == ("text", ENDLESS)
         given: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": TOKENS, "temperature": 0}
         for model, expected in ("text", engine.expected[PROMPTS[0]]), (f"text:{ADAPTER}", engine.adapted):
             found = client.completions.create(model=model, **given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shmserve.shm.counters import Subject
+from shmserve.workers.backends.language.engine import Limits
 from shmserve.workers.backends.language.metrics import LanguageMetrics
 
 
@@ -14,7 +15,7 @@ def test_each_token_but_the_first_has_a_time_since_the_one_before() -> None:
         numbers[subject.name] = memoryview(bytearray(8 * (3 + len(subject.edges or ())))).cast("d")
         return numbers[subject.name]
 
-    text = LanguageMetrics(count, "m", 1, "m_0", slots=4, cache=100).began()
+    text = LanguageMetrics(count, "m", 1, "m_0", Limits(slots=4, context=50, cache=100)).began()
     for tokens in (3, 2):
         text.generated(tokens)
     observed = [sum(numbers[f"llm_{name}_seconds"][2:]) for name in ("time_to_first_token", "inter_token_latency")]
