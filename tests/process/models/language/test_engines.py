@@ -411,7 +411,7 @@ def test_a_slow_reader_does_not_delay_other_streams(text: Text) -> None:
 )
 def test_errors_of_a_request(sampling: dict[str, Any], more: dict[str, Any], words: str, engine: Text) -> None:
     with pytest.raises(ServeError, match=words) as caught:
-        said(engine.stream(**{"prompt": more.pop("text_input", "hello"), "sampling": sampling, **more}))
+        said(engine.stream("hello", sampling=sampling, **more))
     assert caught.value.code in ("INVALID_ARG", "UNSUPPORTED")
     assert text_of(engine.complete(PROMPTS[0])) == engine.expected[PROMPTS[0]]
 
