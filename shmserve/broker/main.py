@@ -251,7 +251,7 @@ class ServerProcess:
         trace_file = TraceFile(loop, path, lambda model: traces.of(model).log_frequency or 0, memory.read)
         recordings = Recordings(loop, state)
         traffic = TrafficControl(state, inbox.put)
-        logged = LogSettings(settings, lambda tracing: setattr(state, "tracing", tracing), recent)
+        logged = LogSettings(settings, core.log_batches, recent)
         control.add(
             {
                 "metrics": page.answer,

@@ -236,6 +236,10 @@ class Core:
         """Counts leased requests in the statistics at once, for a turn that reports the statistics."""
         leases.count_logged(self.state, reading)
 
+    def log_batches(self, on: bool) -> None:
+        """Logs each batch with the reason for which it was formed, and each failed request, from now on."""
+        self.state.tracing = on
+
     def roles_of(self, peer: int) -> int:
         """The roles of a peer. Workers have all roles, because models may send any query and start any operation."""
         if peer >= WORKERS_FROM:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from shmserve.core.batching import dispatch, leases
-from shmserve.core.effects import Send
 from shmserve.core.exit import exit, responses
-from shmserve.core.records import Batch, ClientState, Instance, Request, Version
+from shmserve.core.records import Batch, Instance, Version
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, RequestState, move
 from shmserve.core.termination import kill, kill_for_protocol_error, watch
-from shmserve.protocol.messages import Columns, Reply, ReplyBatch, tensors_of
-from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Withdrawn
+from shmserve.protocol.worker_messages import Done, Rows, Started, Withdrawn
 
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
@@ -25,7 +23,7 @@ def rows(state: State, version: Version, instance: Instance, message: Rows, now:
         kill_for_protocol_error(state, version, instance, f"Rows of batch {message.batch}")
         return
     for row in message.rows:
-        _row(state, version, instance, batch, row, 0)
+        exit.respond_row(state, version, instance, batch, row, 0)
 
 
 def done(state: State, version: Version, instance: Instance, message: Done, now: int) -> None:
@@ -43,9 +41,9 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         return
     state.observers.batch_done(version, instance, batch, message.batch)
     if columns is None:
-        _rows(state, version, instance, batch, message)
+        exit.respond_rows(state, version, instance, batch, message.rows, taken)
     else:
-        _columns(state, version, instance, batch, columns, taken)
+        exit.respond_columns(state, version, instance, batch, columns, taken)
     if state.tracing:
         count = len(message.rows if columns is None else columns.requests)
         state.log(
@@ -142,106 +140,3 @@ def withdrawn(state: State, version: Version, instance: Instance, message: Withd
     if instance.idle and instance.usable and instance not in version.idle:
         version.idle.append(instance)
     state.to_dispatch[version] = None
-
-
-def _rows(state: State, version: Version, instance: Instance, batch: Batch, done: Done) -> None:
-    """`_row` for each row. The usual ones, with all outputs inside the message and no earlier request to wait for, are
-    ended and counted together."""
-    requests, append, order = state.requests, state.effects.append, version.service.order
-    taken, number = done.times[0], version.number
-    usual: list[Request] = []
-    try:
-        for row in done.rows:
-            request = requests.get(row.request)
-            if (
-                request is not None
-                and request.batch is batch
-                and request.state is _SENT
-                and row.error is None
-                and not request.special
-                and (order is None or order[0] is request)
-            ):
-                for tensor in row.outputs:
-                    if not isinstance(tensor.data, bytes):
-                        break
-                else:
-                    reply = Reply(request.client_number, number, row.outputs, row.parameters)
-                    append(Send(request.client.number, reply))
-                    del requests[row.request]
-                    usual.append(request)
-                    if order is not None:
-                        order.popleft()
-                    continue
-            _row(state, version, instance, batch, row, taken)
-    finally:  # after an internal error, too, those that were answered have ended
-        count = len(usual)
-        batch.remaining -= count
-        batch.answered += count
-        exit.end_plain(state, version, usual, taken)
-    if order:
-        exit.respond_in_order(state, version)
-
-
-def _columns(state: State, version: Version, instance: Instance, batch: Batch, columns: Columns, taken: int) -> None:
-    """Like `_rows`, for columns. Each client gets one message for all of its requests that came in columns."""
-    requests, forms, ordered = state.requests, columns.forms, version.service.order is not None
-    usual: list[Request] = []
-    replies: dict[ClientState, tuple[list[int], list[int], list[tuple[bytes, ...]]]] = {}
-    try:
-        for index, (own, axis, data) in enumerate(zip(columns.requests, columns.rows, columns.data, strict=True)):
-            request = requests.get(own)
-            if (
-                request is None
-                or request.batch is not batch
-                or request.state is not _SENT
-                or request.special
-                or ordered
-            ):
-                _row(state, version, instance, batch, Row(own, columns.tensors(index)), taken)
-                continue
-            client, number = request.client, request.client_number
-            if request.form is None:
-                state.send(client.number, Reply(number, version.number, tensors_of(forms, axis, data)))
-            else:
-                reply = replies.get(client)
-                if reply is None:
-                    reply = replies[client] = ([], [], [])
-                reply[0].append(number)
-                reply[1].append(axis)
-                reply[2].append(data)
-            del requests[own]
-            usual.append(request)
-    finally:
-        for client, (numbers, axes, blobs) in replies.items():
-            message = ReplyBatch(version.number, Columns(forms, tuple(numbers), tuple(axes), tuple(blobs)))
-            state.send(client.number, message)
-        batch.remaining -= len(usual)
-        batch.answered += len(usual)
-        exit.end_plain(state, version, usual, taken)
-
-
-def _row(state: State, version: Version, instance: Instance, batch: Batch, row: Row, taken: int) -> None:
-    request = state.requests.get(row.request)
-    if request is None or request.batch is not batch or request.state is _DONE:
-        kill_for_protocol_error(state, version, instance, f"row of request {row.request}")
-        return
-    batch.remaining -= 1
-    if request.state is _LINGERING:
-        state.outputs.refuse(instance, row.outputs)
-        exit.released(state, request)
-    elif row.error is not None:
-        state.outputs.refuse(instance, row.outputs)
-        exit.fail(state, request, row.error.code, row.error.text)
-    elif not _reply(state, version, instance, request, row, taken):
-        text = f"{version.label} sent a response with memory that it does not own"
-        exit.fail(state, request, "INTERNAL", text)
-        kill_for_protocol_error(state, version, instance, "memory in a response")
-
-
-def _reply(state: State, version: Version, instance: Instance, request: Request, row: Row, taken: int) -> bool:
-    """Sends the response. False, without any change: it refers to memory that the worker may not give."""
-    if not state.outputs.produce(instance, request, row.outputs):
-        return False
-    state.observers.computed(request, taken)
-    exit.respond(state, request, Reply(request.client_number, version.number, row.outputs, row.parameters))
-    return True

@@ -9,14 +9,17 @@ Invariant: the requester gets exactly one final response.
 
 from __future__ import annotations
 
-from shmserve.core.effects import Free
+from collections.abc import Iterable
+
+from shmserve.core.effects import Free, Send
 from shmserve.core.exit import shadow
-from shmserve.core.records import Batch, ClientState, Request, Version
+from shmserve.core.records import Batch, ClientState, Instance, Request, Version
 from shmserve.core.state import State
 from shmserve.core.states import RequestState, VersionState, move_all
 from shmserve.core.stats.statistics import FailureKind
-from shmserve.protocol.messages import Fail, Part, Reply, Tensor, Value
-from shmserve.protocol.worker_messages import Withdraw
+from shmserve.core.termination import kill_for_protocol_error
+from shmserve.protocol.messages import Columns, Fail, Part, Reply, ReplyBatch, Tensor, Value, tensors_of
+from shmserve.protocol.worker_messages import Row, Withdraw
 
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 _GONE = (_LINGERING, _ENDED)
@@ -73,6 +76,108 @@ def respond_part(
     request.requester.deliver(request, part)
     if last:
         end_answered(state, request)
+
+
+def respond_rows(
+    state: State, version: Version, instance: Instance, batch: Batch, rows: Iterable[Row], taken: int
+) -> None:
+    """`respond_row` for each row. The usual ones, with all outputs inside the message and no earlier request to wait
+    for, are ended and counted together."""
+    requests, append, order, number = state.requests, state.effects.append, version.service.order, version.number
+    usual: list[Request] = []
+    try:
+        for row in rows:
+            request = requests.get(row.request)
+            if (
+                request is not None
+                and request.batch is batch
+                and request.state is _SENT
+                and row.error is None
+                and not request.special
+                and (order is None or order[0] is request)
+            ):
+                for tensor in row.outputs:
+                    if not isinstance(tensor.data, bytes):
+                        break
+                else:
+                    reply = Reply(request.client_number, number, row.outputs, row.parameters)
+                    append(Send(request.client.number, reply))
+                    del requests[row.request]
+                    usual.append(request)
+                    if order is not None:
+                        order.popleft()
+                    continue
+            respond_row(state, version, instance, batch, row, taken)
+    finally:  # after an internal error, too, those that were answered have ended
+        _end_together(state, version, batch, usual, taken)
+    if order:
+        respond_in_order(state, version)
+
+
+def respond_columns(
+    state: State, version: Version, instance: Instance, batch: Batch, columns: Columns, taken: int
+) -> None:
+    """Like `respond_rows`. Each client gets one message for all of its requests that came in columns."""
+    requests, forms, ordered = state.requests, columns.forms, version.service.order is not None
+    usual: list[Request] = []
+    replies: dict[ClientState, tuple[list[int], list[int], list[tuple[bytes, ...]]]] = {}
+    try:
+        for index, (own, axis, data) in enumerate(zip(columns.requests, columns.rows, columns.data, strict=True)):
+            request = requests.get(own)
+            if (
+                request is None
+                or request.batch is not batch
+                or request.state is not _SENT
+                or request.special
+                or ordered
+            ):
+                respond_row(state, version, instance, batch, Row(own, columns.tensors(index)), taken)
+                continue
+            client, number = request.client, request.client_number
+            if request.form is None:
+                state.send(client.number, Reply(number, version.number, tensors_of(forms, axis, data)))
+            else:
+                reply = replies.get(client)
+                if reply is None:
+                    reply = replies[client] = ([], [], [])
+                reply[0].append(number)
+                reply[1].append(axis)
+                reply[2].append(data)
+            del requests[own]
+            usual.append(request)
+    finally:
+        for client, (numbers, axes, blobs) in replies.items():
+            message = ReplyBatch(version.number, Columns(forms, tuple(numbers), tuple(axes), tuple(blobs)))
+            state.send(client.number, message)
+        _end_together(state, version, batch, usual, taken)
+
+
+def respond_row(state: State, version: Version, instance: Instance, batch: Batch, row: Row, taken: int) -> None:
+    """Processes the result of one request of a batch."""
+    request = state.requests.get(row.request)
+    if request is None or request.batch is not batch or request.state is _DONE:
+        kill_for_protocol_error(state, version, instance, f"row of request {row.request}")
+        return
+    batch.remaining -= 1
+    if request.state is _LINGERING:
+        state.outputs.refuse(instance, row.outputs)
+        released(state, request)
+    elif row.error is not None:
+        state.outputs.refuse(instance, row.outputs)
+        fail(state, request, row.error.code, row.error.text)
+    elif not _reply(state, version, instance, request, row, taken):
+        text = f"{version.label} sent a response with memory that it does not own"
+        fail(state, request, "INTERNAL", text)
+        kill_for_protocol_error(state, version, instance, "memory in a response")
+
+
+def _reply(state: State, version: Version, instance: Instance, request: Request, row: Row, taken: int) -> bool:
+    """Sends the response. False, without any change: it refers to memory that the worker may not give."""
+    if not state.outputs.produce(instance, request, row.outputs):
+        return False
+    state.observers.computed(request, taken)
+    respond(state, request, Reply(request.client_number, version.number, row.outputs, row.parameters))
+    return True
 
 
 def respond_in_order(state: State, version: Version) -> None:
@@ -230,11 +335,13 @@ def end(state: State, request: Request) -> None:
         _release(state, request)
 
 
-def end_plain(state: State, version: Version, requests: list[Request], taken: int) -> None:
+def _end_together(state: State, version: Version, batch: Batch, requests: list[Request], taken: int) -> None:
     """`end` in one pass for answered requests of a batch, of clients, that use nothing outside their messages and have
     left the table already."""
     if not requests:
         return
+    batch.remaining -= len(requests)
+    batch.answered += len(requests)
     move_all(requests, _SENT, _ENDED)
     rows, now, several = 0, state.now, False
     payer, arrivals = requests[0].payer, []
