@@ -264,8 +264,8 @@ TABLE = {
         ("a string of a model's message ends one early", "while at < len(data):", "while at < len(data) - 4:"),
     ],
     "workers/batch/gather.py": [
-        ("paddings of different length are one batch", "if len(found) > 1 or spec.pad.rounded(length) != length:",
-         "if len(found) > 1:"),
+        ("paddings of different length are one batch", "if len(padded) > 1 or spec.pad.rounded(length) != length:",
+         "if len(padded) > 1:"),
         ("rows of a tensor are not compared with the request's",
          "            if work.rows and (not tensor.shape or tensor.shape[0] != work.rows):", "            if False:"),
         ("inputs of another dtype are taken", "        if tensor.dtype != spec.dtype:", "        if False:"),
