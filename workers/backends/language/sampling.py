@@ -44,8 +44,8 @@ SAMPLERS = (
 """Parameters of llama.cpp, under its names."""
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Positive = Annotated[float, Meta(ge=0)]
-_Last = Annotated[int, Meta(ge=-1, le=1 << 20)]
-"""Number of tokens, for which the engine reserves memory; -1: the whole context."""
+_Last = Annotated[int, Meta(ge=0, le=1 << 20)]
+"""Number of tokens, for which the engine reserves memory."""
 _Share = Annotated[float, Meta(ge=0, le=1)]
 
 

@@ -79,7 +79,7 @@ def with_value(kind: int, value: bytes) -> bytes:
     ({"structured_outputs": '{"json": "{\\"type\\": \\"array\\"}"}'}, {"json_schema": {"type": "array"}}),
     ({"structured_outputs": {"json_object": True, "json": None}}, {"json_schema": {"type": "object"}}),
     ({"structured_outputs": {"choice": ["a", 'b"']}}, {"grammar": 'root ::= "a" | "b\\""'}),
-    ({"dry_multiplier": 0.8, "repeat_last_n": "-1"}, {"dry_multiplier": 0.8, "repeat_last_n": -1}),
+    ({"dry_multiplier": 0.8, "repeat_last_n": "9"}, {"dry_multiplier": 0.8, "repeat_last_n": 9}),
     ({"min_tokens": 0, "skip_special_tokens": True, "stop_token_ids": []}, {"max_tokens": -1}),
 )
 def test_sampling_parameters_for_the_engine(given: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -100,6 +100,7 @@ def test_sampling_parameters_for_the_engine(given: dict[str, Any], expected: dic
     ('{"top_p": 0}', InvalidRequest, "top_p"),
     ('{"temperature": "hot"}', InvalidRequest, "temperature"),
     ('{"repeat_last_n": 2000000}', InvalidRequest, "repeat_last_n"),
+    ('{"dry_penalty_last_n": -1}', InvalidRequest, "dry_penalty_last_n"),  # which the engine refuses
     ('{"n": 2, "best_of": 3}', Unsupported, "best_of"),
     ('{"bad_words": ["a"]}', Unsupported, "no 'bad_words'"),
     ('{"logit_bias": {"a": 1}}', InvalidRequest, "ids of tokens, not 'a'"),
