@@ -31,7 +31,7 @@ TEST_LIMIT_S = 40
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "--tb=no"]
 PYTEST += ["--timeout", str(TEST_LIMIT_S)]
 TREES = 2
-"""Faults that are tried at the same time, each in a copy of the source."""
+"""Faults that are tried at the same time, each in a copy of the source; --trees 1 needs one core."""
 ENDED = (0, 1, 5, -signal.SIGTERM, -signal.SIGXCPU, -signal.SIGKILL)
 """Exit statuses of pytest: passed, failed, no tests, and at a limit."""
 
@@ -70,29 +70,30 @@ def _failure(tests: list[str], tree: Path, limit: float) -> str:
             running.wait()
         output.seek(0)
         said = output.read()
-    failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = covering.failed_tests(said)
     if not failed and running.returncode not in ENDED:
         raise SystemExit(f"pytest ended with {running.returncode}:\n{said[-3000:]}")
-    return failed[0].split(" - ")[0].partition(" ")[2] if failed else ""
+    return failed[0] if failed else ""
 
 
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of names or files: only these faults")
     parser.add_argument("--reuse", action="store_true", help="use the coverage recorded by an earlier run")
+    parser.add_argument("--trees", type=int, default=TREES, help="how many faults to try at the same time")
     parser.add_argument("--json", metavar="FILE", help="also write the results to a file")
     chosen = parser.parse_args(words)
     if not chosen.reuse:
         print("recording which tests execute which lines ...", flush=True)
-        covering.record()
+        covering.record(at_once=chosen.trees > 1)
     record = covering.Record()
     results: dict[str, str] = {}
     counts: Counter[tuple[str, bool]] = Counter()
     faults = [f for f in FAULTS if not chosen.names or any(name in f.name or name in f.file for name in chosen.names)]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(TREES) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(chosen.trees) as pool:
         trees: SimpleQueue[Path] = SimpleQueue()
         ignored = shutil.ignore_patterns(".venv", ".git", "build", "__pycache__", "*.egg-info")
-        for number in range(TREES):
+        for number in range(chosen.trees):
             trees.put(Path(shutil.copytree(ROOT, Path(folder) / str(number), symlinks=True, ignore=ignored)))
 
         def try_one(fault: Fault) -> tuple[Fault, str]:
@@ -107,6 +108,10 @@ def main(words: list[str]) -> int:
             package = "/".join(fault.file.split("/")[: 2 if fault.file.startswith("shmserve/") else 1])
             counts[package, bool(how)] += 1
             print(f"{fault.name}: {how or 'NOT DETECTED'}", flush=True)
+        unchanged = trees.get()
+        for how in filter(None, dict.fromkeys(results.values())):
+            if _failure([how], unchanged, LIMIT_S):
+                print(f"{how} also fails without a fault")
     for package in sorted({package for package, _ in counts}):
         print(f"| `{package}` | {counts[package, True] + counts[package, False]} | {counts[package, True]} |")
     if chosen.json:

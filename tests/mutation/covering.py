@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests import ROOT
@@ -27,7 +28,6 @@ SUITES = (
     ("tests/unit", f"--ignore={FORKS}", *LEFT_OUT),
     ("tests/conformance", "tests/sim", "tests/security", *LEFT_OUT, FORKS),
 )
-"""Recorded in parallel."""
 
 CONFIG = f"""\
 [run]
@@ -58,20 +58,33 @@ def process_tests(file: str) -> list[str]:
     return [*LEFT_OUT, *(tests for tests in chosen if (ROOT / tests).exists())]
 
 
-def record() -> None:
-    """Runs the tests that start no processes under coverage.py."""
+def record(at_once: bool) -> None:
+    """Runs the tests that start no processes under coverage.py, the suites at the same time or one after the other."""
     RECORDED.mkdir(parents=True, exist_ok=True)
     for old in RECORDED.glob("coverage*"):
         old.unlink()
     config = RECORDED / "coveragerc"
     config.write_text(CONFIG)
     command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", "-q", "-m", "not process"]
-    command += ["-n0", "-p", "no:cacheprovider"]
-    runs = [subprocess.Popen([*command, *suite], cwd=ROOT, stdout=subprocess.DEVNULL) for suite in SUITES]
-    for run, suite in zip(runs, SUITES, strict=True):
-        if run.wait() not in (0, 1):  # 1: some tests have failed
-            raise SystemExit(f"pytest {' '.join(suite)} ended with {run.returncode}")
+    command += ["-n0", "-p", "no:cacheprovider", "--tb=no"]
+
+    def run(suite: tuple[str, ...]) -> list[str]:
+        ended = subprocess.run([*command, *suite], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        if ended.returncode not in (0, 1):  # 1: some tests have failed
+            raise SystemExit(f"pytest {' '.join(suite)} ended with {ended.returncode}")
+        return failed_tests(ended.stdout)
+
+    with ThreadPoolExecutor(len(SUITES) if at_once else 1) as pool:
+        failed = [test for tests in pool.map(run, SUITES) for test in tests]
+    for test in failed:
+        print(f"{test} fails without a fault", flush=True)
     subprocess.run([sys.executable, "-m", "coverage", "combine", "-q", f"--rcfile={config}"], cwd=ROOT, check=True)
+
+
+def failed_tests(said: str) -> list[str]:
+    """The tests that failed, according to the output of pytest."""
+    lines = (line for line in said.splitlines() if line.startswith(("FAILED", "ERROR")))
+    return [line.split(" - ")[0].partition(" ")[2] for line in lines]
 
 
 class Record:
