@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shmserve.core.policy import ModelPolicy, TensorSpec
+from shmserve.core.service import graph
 from shmserve.protocol.messages import Infer, Tensor, Wanted
 from shmserve.protocol.worker_messages import LabelFile, Row, StepOptions, Work
 from tests.support.core.policies import step_of
@@ -60,3 +61,15 @@ def test_classes_of_each_row_of_a_mapped_step() -> None:
     x = TensorSpec("x", "INT8", (1, 2, 2))
     _, shapes = ask(0, 8, "m(x:x)->(y:z,v:w)/map:x", x, (3,), (Wanted("z", None, 3),))
     assert shapes == {"z": (1, 3)}, "one row"
+
+
+def test_shapes_follow_the_reshape_of_a_tensor() -> None:
+    for shape, dims, reshaped, batches, expected in (
+        ((8,), (8,), (4, 1, 2), False, (4, 1, 2)),
+        ((3, 8), (8,), (4, 1, 2), True, (3, 4, 1, 2)),
+        ((3, 5, 1, 7), (-1, 1, -1), (-1, -1), True, (3, 5, 7)),
+        ((1,), (1,), (), False, ()),
+        ((8,), (8,), None, False, (8,)),
+        ((9,), (8,), (4, 1, 2), False, (9,)),
+    ):
+        assert graph.reshape(shape, dims, reshaped, batches) == expected
