@@ -49,14 +49,14 @@ GIVEN_BY = "--access when the server is started"
 
 def refusal(action: str, roles: int, source: str = GIVEN_BY) -> ServeError:
     """The error for a denied action."""
-    enough, given = ACTIONS.get(action, NO_ROLES), " and ".join(names(roles)) or "none"
+    enough, granted = ACTIONS.get(action, NO_ROLES), " and ".join(names(roles)) or "none"
     return Denied(
-        f"'{action}' needs the role {' or '.join(names(enough))}, but this connection has {given}; roles are "
+        f"'{action}' needs the role {' or '.join(names(enough))}, but this connection has {granted}; roles are "
         f"granted by {source}"
     )
 
 
-def stranger() -> ServeError:
+def no_role() -> ServeError:
     """The error for a connection without any role."""
     return Denied("this user has no role; roles are granted by --access when the server is started")
 

@@ -68,7 +68,7 @@ class Connections:
         if client is None or client.disconnecting:
             return
         if not client.granted:
-            self.disconnect(client, roles.stranger())
+            self.disconnect(client, roles.no_role())
         elif message.protocol != PROTOCOL:
             text = (
                 f"protocol {message.protocol} is not supported, only {PROTOCOL}; use a client of the server's version"
