@@ -21,10 +21,10 @@ from bench.endpoints.servers import ROW, Serving, ours
 from bench.lib import models, table, wrk
 from bench.lib.clock import in_turn
 from bench.lib.table import Row, micros
-from bench.lib.wrk import Turn
+from bench.lib.wrk import WrkTurn
 from shmserve.tools.load.analysis.latencies import percentile_of
 from shmserve.tools.load.measure import measure
-from shmserve.tools.load.plan import Closed, Endpoint, Plan, Settings
+from shmserve.tools.load.plan import ClosedLoop, Endpoint, LoadPlan, MeasureSettings
 
 WITHIN = 0.05
 MODEL = "identity"
@@ -33,7 +33,7 @@ DELAY_US = 10_000
 cores."""
 
 
-Take = Callable[[], Turn]
+Take = Callable[[], WrkTurn]
 
 
 def repository(work: Path, delay_us: int) -> Path:
@@ -44,35 +44,37 @@ def repository(work: Path, delay_us: int) -> Path:
     return root
 
 
-def by_bench(url: str, concurrency: int, seconds: float) -> Turn:
+def by_bench(url: str, concurrency: int, seconds: float) -> WrkTurn:
     window = round(seconds * 1e9 / perf_analyzer.WINDOWS)
-    settings = Settings(
+    settings = MeasureSettings(
         warmup_ns=window // 2, window_ns=window, min_windows=perf_analyzer.WINDOWS, max_windows=perf_analyzer.WINDOWS
     )
-    plan = Plan(model=MODEL, endpoint=Endpoint(url=url), loads=(Closed(concurrency),), settings=settings, processes=1)
+    plan = LoadPlan(
+        model=MODEL, endpoint=Endpoint(url=url), loads=(ClosedLoop(concurrency),), settings=settings, processes=1
+    )
     (point,) = measure(plan).points
     if point.failed:
         raise RuntimeError(f"bench: {point.errors}")
     windows = point.windows
     per_s = sum(window.good for window in windows) * 1e9 / sum(window.length_ns for window in windows)
     p50, p99 = (percentile_of(point.latency.histogram, share) / 1000 for share in (50, 99))
-    return Turn(per_s, p50, p99)
+    return WrkTurn(per_s, p50, p99)
 
 
-def by_perf_analyzer(tool: Path, server: Serving, protocol: str, concurrency: int, seconds: float) -> Turn:
+def by_perf_analyzer(tool: Path, server: Serving, protocol: str, concurrency: int, seconds: float) -> WrkTurn:
     options = ["--concurrency-range", str(concurrency)]
     (result,) = perf_analyzer.rows(tool, server, MODEL, protocol, options, seconds)
-    return Turn(result.per_s, result.p50_us, result.p99_us)
+    return WrkTurn(result.per_s, result.p50_us, result.p99_us)
 
 
-def by_wrk(tool: str, address: str, concurrency: int, seconds: float, work: Path) -> Turn:
+def by_wrk(tool: str, address: str, concurrency: int, seconds: float, work: Path) -> WrkTurn:
     data = [0.5] * ROW
     body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, ROW], "data": data}]}).encode()
     post = wrk.Post(f"http://{address}/v2/models/{MODEL}/infer", {"Content-Type": "application/json"}, (body,))
     return wrk.run(tool, post, concurrency, seconds, work)
 
 
-def compared(what: str, by_tool: Mapping[str, list[Turn]]) -> Iterator[Row]:
+def compared(what: str, by_tool: Mapping[str, list[WrkTurn]]) -> Iterator[Row]:
     """Throughput and median latency measured by bench, relative to the other tools."""
     ours = by_tool["bench"]
     for name, turns in by_tool.items():

@@ -26,7 +26,16 @@ from bench.lib import table
 from bench.lib.clock import in_turn
 from bench.lib.table import Row
 from shmserve.tools.load.measure import measure
-from shmserve.tools.load.plan import COMPLETIONS, SECOND, Closed, Endpoint, Lengths, Plan, Prompts, Settings
+from shmserve.tools.load.plan import (
+    COMPLETIONS,
+    SECOND,
+    ClosedLoop,
+    Endpoint,
+    Lengths,
+    LoadPlan,
+    MeasureSettings,
+    PromptPlan,
+)
 from shmserve.tools.load.record import Latencies
 
 FIRST_S, BETWEEN_S = 1.0, 0.05
@@ -112,13 +121,13 @@ serve.main(parser.parse_args())
 
 
 def by_bench(url: str) -> dict[str, float]:
-    plan = Plan(
+    plan = LoadPlan(
         model=MODEL,
         endpoint=Endpoint(url=f"{url}/v1", openai=True),
-        loads=(Closed(CALLERS),),
-        prompts=Prompts(api=COMPLETIONS, words=Lengths(64, 64), output=Lengths(TOKENS, TOKENS)),
+        loads=(ClosedLoop(CALLERS),),
+        prompts=PromptPlan(api=COMPLETIONS, words=Lengths(64, 64), output=Lengths(TOKENS, TOKENS)),
         stream=True,
-        settings=Settings(warmup_ns=3 * SECOND, window_ns=5 * SECOND, min_windows=3, max_windows=3),
+        settings=MeasureSettings(warmup_ns=3 * SECOND, window_ns=5 * SECOND, min_windows=3, max_windows=3),
         processes=1,
     )
     (point,) = measure(plan).points

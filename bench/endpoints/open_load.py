@@ -16,7 +16,7 @@ from bench.lib.clock import in_turn
 from bench.lib.table import Row, micros
 from shmserve.tools.load.analysis.latencies import percentile_of
 from shmserve.tools.load.measure import measure
-from shmserve.tools.load.plan import Closed, Endpoint, Load, Open, Plan, Settings
+from shmserve.tools.load.plan import ClosedLoop, Endpoint, Load, LoadPlan, MeasureSettings, OpenLoop
 from shmserve.tools.load.record import Point
 
 OPEN_LOAD = "mlp, p99 at 70 % load"
@@ -29,9 +29,9 @@ def compared_tails(model: str, servers: Sequence[Serving], seconds: float, round
     """The p99 of the first server, relative to that of the second."""
 
     def at_load(server: Serving, seeds: Iterator[int]) -> Point:
-        return _offered(server, model, Open(rate, seed=next(seeds)), 2 * seconds)
+        return _offered(server, model, OpenLoop(rate, seed=next(seeds)), 2 * seconds)
 
-    full = {server.name: partial(_offered, server, model, Closed(FLIGHT), seconds) for server in servers}
+    full = {server.name: partial(_offered, server, model, ClosedLoop(FLIGHT), seconds) for server in servers}
     capacity = {
         name: median(point.throughput.mean for point in points) for name, points in in_turn(rounds, full).items()
     }
@@ -56,9 +56,9 @@ def _latency_us(point: Point, percentile: float) -> float:
 
 def _offered(server: Serving, model: str, load: Load, seconds: float) -> Point:
     window = round(seconds / 2 * 1e9)
-    settings = Settings(warmup_ns=window // 2, window_ns=window, min_windows=2, max_windows=2)
+    settings = MeasureSettings(warmup_ns=window // 2, window_ns=window, min_windows=2, max_windows=2)
     endpoint = Endpoint(url=f"http://{server.http}")
-    (point,) = measure(Plan(model=model, endpoint=endpoint, loads=(load,), settings=settings)).points
+    (point,) = measure(LoadPlan(model=model, endpoint=endpoint, loads=(load,), settings=settings)).points
     if point.failed:
         raise RuntimeError(f"{point.failed} requests to {server.name} failed: {list(point.errors)[:3]}")
     return point

@@ -51,7 +51,7 @@ def overload(setting: Setting) -> list[Row]:
     models.write(repository, "waits", models.Model("python", *tensors, BATCH, True), {"model.py": WAITS})
     seconds = max(2.0, setting.seconds)
     with serving(repository) as server:
-        offered(server.lane, load.Closed(FLIGHT), 1.0)  # the server learns the duration of a batch
+        offered(server.lane, load.ClosedLoop(FLIGHT), 1.0)  # the server learns the duration of a batch
         capacities: list[float] = []
         ways = [(factor, timed) for factor in FACTORS for timed in (True, False)]
         result = alternate(setting.rounds, *(partial(_share, server.lane, capacities, seconds, *way) for way in ways))
@@ -61,20 +61,22 @@ def overload(setting: Setting) -> list[Row]:
 
 def _share(url: str, capacities: list[float], seconds: float, factor: float, timed: bool) -> float:
     """Goodput as a share of the capacity measured just before."""
-    capacities.append(offered(url, load.Closed(FLIGHT), seconds / 2).throughput.mean)
-    point = offered(url, load.Open(factor * capacities[-1], seed=len(capacities)), seconds, timed)
+    capacities.append(offered(url, load.ClosedLoop(FLIGHT), seconds / 2).throughput.mean)
+    point = offered(url, load.OpenLoop(factor * capacities[-1], seed=len(capacities)), seconds, timed)
     late = count_above(point.latency.histogram, DEADLINE_MS * MS)
     return point.throughput.mean * (1 - late / max(1, point.latency.count)) / capacities[-1]
 
 
 def offered(url: str, offer: load.Load, seconds: float, timed: bool = False) -> Point:
     """Two windows of a load, from its first request on. `timed`: requests have the deadline."""
-    windows = load.Settings(
+    windows = load.MeasureSettings(
         warmup_ns=1, window_ns=round(seconds / 2 * 1e9), min_windows=2, max_windows=2, min_responses=1
     )
     deadline = DEADLINE_MS * MS if timed else 0
     endpoint = load.Endpoint(url=url)
-    run = measure(load.Plan(model="waits", endpoint=endpoint, loads=(offer,), deadline_ns=deadline, settings=windows))
+    run = measure(
+        load.LoadPlan(model="waits", endpoint=endpoint, loads=(offer,), deadline_ns=deadline, settings=windows)
+    )
     (point,) = run.points
     faults = [text for text in point.errors if not text.startswith("DEADLINE_EXCEEDED")]
     if faults:

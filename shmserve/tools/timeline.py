@@ -1,6 +1,6 @@
 """The timeline of `shmserve trace`: what ran when, as a file in Chrome's trace event format, which Perfetto opens.
 
-`Collected` holds the records of a recording, up to a limit. `Timeline` writes the file, and `summary` computes the
+`Collected` holds the records of a recording, up to a limit. `TraceTimeline` writes the file, and `summary` computes the
 numbers that the command prints.
 
 A version of a model is a "process". Its rows are its instances, with batches and their parts; its queue, with a span
@@ -147,7 +147,7 @@ class _Span(Struct, eq=False):
         return f"request {self.request.number}{what}{self.code and f': {self.code}'}"
 
 
-class Timeline:
+class TraceTimeline:
     """`not_shown`: number of spans that did not fit into the rows of their model."""
 
     def __init__(self, collected: Collected) -> None:

@@ -17,8 +17,8 @@ from shmserve.errors import InvalidRequest
 from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
-    from shmserve.tools.load.plan import Load, Plan, Prompts
-    from shmserve.tools.load.record import Point, Run
+    from shmserve.tools.load.plan import Load, LoadPlan, PromptPlan
+    from shmserve.tools.load.record import Point, SavedRun
 
 PREVIEW = 3
 """Number of error texts in the message for a run without a successful request."""
@@ -48,8 +48,16 @@ def bench(args: argparse.Namespace) -> int:
     return int(plan.limit is not None and run.best is None)
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
-    from shmserve.tools.load.plan import Endpoint, Inputs, Limit, Objectives, Plan, Sequences, Settings
+def plan_of(args: argparse.Namespace) -> LoadPlan:
+    from shmserve.tools.load.plan import (
+        Endpoint,
+        LatencyLimit,
+        LoadPlan,
+        MeasureSettings,
+        Objectives,
+        RequestInputs,
+        Sequences,
+    )
 
     url = args.openai or args.url
     if args.openai and args.url:
@@ -69,7 +77,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         openai=args.openai is not None,
     )
     seed = args.seed if args.seed is not None else randbelow(SEEDS)
-    inputs = Inputs(
+    inputs = RequestInputs(
         texts=tuple(args.input),
         data=args.data,
         batch=args.batch,
@@ -77,7 +85,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         seed=seed,
         outputs=tuple(args.outputs.split(",")) if args.outputs else (),
     )
-    settings = Settings(
+    settings = MeasureSettings(
         warmup_ns=args.warmup,
         window_ns=args.window,
         min_windows=args.windows[0],
@@ -94,8 +102,8 @@ def plan_of(args: argparse.Namespace) -> Plan:
     limit = None
     if args.until is not None:
         (percentile, ns), (low, high) = args.until, _bounds(args)
-        limit = Limit(percentile, ns, low, high)
-    return Plan(
+        limit = LatencyLimit(percentile, ns, low, high)
+    return LoadPlan(
         model=args.model,
         version=str(args.version or ""),
         endpoint=endpoint,
@@ -118,13 +126,13 @@ def asks(args: argparse.Namespace) -> bool:
     return any((args.prompts, args.prompt_tokens, args.output_tokens))
 
 
-def prompts_of(args: argparse.Namespace, seed: int) -> Prompts:
+def prompts_of(args: argparse.Namespace, seed: int) -> PromptPlan:
     """What a language model is asked."""
-    from shmserve.tools.load.plan import DEFAULT_PROMPT, Lengths, Prompts
+    from shmserve.tools.load.plan import DEFAULT_PROMPT, Lengths, PromptPlan
 
     if args.prompts and args.prompt_tokens:
         raise Misuse("--prompt-tokens is the length of random prompts: leave it out with --prompts")
-    return Prompts(
+    return PromptPlan(
         api=args.api,
         file=args.prompts,
         words=Lengths(*args.prompt_tokens) if args.prompt_tokens else DEFAULT_PROMPT,
@@ -135,7 +143,7 @@ def prompts_of(args: argparse.Namespace, seed: int) -> Prompts:
 
 
 def _loads(args: argparse.Namespace, seed: int) -> tuple[Load, ...]:
-    from shmserve.tools.load.plan import Closed, Open, Replay
+    from shmserve.tools.load.plan import ClosedLoop, OpenLoop, ReplayLoop
 
     if args.replay is not None:
         from shmserve.tools.load.generation.schedule import recorded_times
@@ -146,10 +154,10 @@ def _loads(args: argparse.Namespace, seed: int) -> tuple[Load, ...]:
             raise Misuse(f"cannot read {args.replay}: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise Misuse(f"cannot read {args.replay}: it is not text ({error.reason})") from error
-        return (Replay(recorded_times(text, args.model, str(args.replay)), args.replay.name),)
+        return (ReplayLoop(recorded_times(text, args.model, str(args.replay)), args.replay.name),)
     if args.rate is not None:
-        return tuple(Open(rate, args.arrivals, seed) for rate in args.rate)
-    return tuple(Closed(int(number)) for number in args.concurrency or (1,))
+        return tuple(OpenLoop(rate, args.arrivals, seed) for rate in args.rate)
+    return tuple(ClosedLoop(int(number)) for number in args.concurrency or (1,))
 
 
 def _bounds(args: argparse.Namespace) -> tuple[float, float]:
@@ -165,7 +173,7 @@ def _bounds(args: argparse.Namespace) -> tuple[float, float]:
     return provided[0], provided[-1]
 
 
-def _measured(args: argparse.Namespace, plan: Plan) -> Run:
+def _measured(args: argparse.Namespace, plan: LoadPlan) -> SavedRun:
     from shmserve.tools.load.calibration import calibrate
     from shmserve.tools.load.measure import check, measure
     from shmserve.tools.load.report.table import progress_text
@@ -187,7 +195,7 @@ def _why(points: tuple[Point, ...]) -> str:
     return f"no request succeeded: {'; '.join(texts)}" if texts else "no response arrived; --window allows more time"
 
 
-def _write(args: argparse.Namespace, run: Run) -> None:
+def _write(args: argparse.Namespace, run: SavedRun) -> None:
     if args.save is not None:
         from shmserve.tools.load.record import encode
 

@@ -14,8 +14,8 @@ from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
     from shmserve.terminal.console import Screen
-    from shmserve.tools.describe.machine import Machine
-    from shmserve.tools.describe.network import Network, Work
+    from shmserve.tools.describe.machine import MachineSpeed
+    from shmserve.tools.describe.network import Network, NetworkWork
 
 ROWS = (1, 8, 32)
 _UNITS = ("", "k", "M", "G", "T")
@@ -70,13 +70,13 @@ def _shapes(texts: list[str], network: Network) -> dict[str, tuple[int, ...]]:
 # ------------------------------------------------------------------------------------------------- output
 
 
-def _bound(network: Network, work: Work, machine: Machine) -> tuple[str, float]:
+def _bound(network: Network, work: NetworkWork, machine: MachineSpeed) -> tuple[str, float]:
     """What bounds the model, and batches per second at most."""
     compute, memory = machine.seconds(work.flops, network.weight_bytes, work.input_bytes + work.output_bytes)
     return ("arithmetic", 1 / compute) if compute >= memory else ("memory", 1 / memory)
 
 
-def _document(network: Network, work_items: list[Work], machine: Machine) -> dict[str, Any]:
+def _document(network: Network, work_items: list[NetworkWork], machine: MachineSpeed) -> dict[str, Any]:
     entries = []
     for work in work_items:
         bound, rate = _bound(network, work, machine)
@@ -94,7 +94,7 @@ def _document(network: Network, work_items: list[Work], machine: Machine) -> dic
     }
 
 
-def _text(name: str, network: Network, work_items: list[Work], machine: Machine, screen: Screen) -> str:
+def _text(name: str, network: Network, work_items: list[NetworkWork], machine: MachineSpeed, screen: Screen) -> str:
     from shmserve.terminal.console import Column
     from shmserve.terminal.tables import bytes_text, scaled_text
 

@@ -21,7 +21,7 @@ from shmserve.extras import install_command, outdated
 from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
-    from shmserve.tools.top.columns import Table
+    from shmserve.tools.top.columns import TopTable
     from shmserve.tools.top.fleet_poller import Pollers
     from shmserve.tools.top.sources import Source
     from shmserve.tools.top.tables_app import TablesApp
@@ -64,7 +64,7 @@ def _check_terminal() -> None:
         raise Failed(f"a live view cannot be shown: {old}; --once and --json work without it")
 
 
-def _sort_key(name: str | None, tables: Sequence[Table]) -> str | None:
+def _sort_key(name: str | None, tables: Sequence[TopTable]) -> str | None:
     if name is None:
         return None
     columns = [column for one in tables for column in one.columns]

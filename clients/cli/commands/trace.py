@@ -29,7 +29,7 @@ VIEWER = "https://ui.perfetto.dev"
 
 
 def trace(args: argparse.Namespace) -> int:
-    from shmserve.tools.timeline import Collected, Timeline, opened, summary, text, write
+    from shmserve.tools.timeline import Collected, TraceTimeline, opened, summary, text, write
 
     collected = Collected(args.limit)
     with _new_file(args.output) as part:
@@ -39,7 +39,7 @@ def trace(args: argparse.Namespace) -> int:
                 about["seconds"] = round(_record(args, client, collected), 3)
         except ServeError as error:
             raise Failed(next_step(error, args)) from error
-        timeline = Timeline(collected)
+        timeline = TraceTimeline(collected)
         about |= {"requests left out": collected.missing, "spans not shown": timeline.not_shown}
         with opened(part, args.output.suffix == ".gz") as file:
             write(file, timeline.events(), about)

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from shmserve.terminal.console import Screen
     from shmserve.tools.tune.bench import SharedBench
     from shmserve.tools.tune.goal import Goal
-    from shmserve.tools.tune.joint import Step, Target
+    from shmserve.tools.tune.joint import JointTarget, TunedStep
     from shmserve.tools.tune.language import LanguageTuner
     from shmserve.tools.tune.predict import Prediction
     from shmserve.tools.tune.sequences import SequenceTuner
     from shmserve.tools.tune.served import ServedModel
     from shmserve.tools.tune.space import TunedModel
-    from shmserve.tools.tune.tuner import Events, Outcome
+    from shmserve.tools.tune.tuner import Events, TuningOutcome
 
 CONFIG = "config.pbtxt"
 ASK_S = 30.0
@@ -140,7 +140,7 @@ def _shown(file: Path) -> str:
     return str(file.relative_to(here) if file.is_relative_to(here) else file)
 
 
-def _missed(outcome: Outcome) -> str:
+def _missed(outcome: TuningOutcome) -> str:
     """The reason why there is nothing to apply."""
     goal = outcome.goal
     return f"no setting that was measured held {goal.target}; raise --p99{' or lower --rate' if goal.rate else ''}"
@@ -183,7 +183,7 @@ def _goal(args: argparse.Namespace, name: str, several: bool = False) -> Goal:
     )
 
 
-def _html(outcome: Outcome, path: str) -> str:
+def _html(outcome: TuningOutcome, path: str) -> str:
     from shmserve.tools.tune.html import page
 
     return page(outcome, path)
@@ -246,7 +246,7 @@ def _serving(args: argparse.Namespace, folders: Sequence[Path]) -> Iterator[tupl
         yield client, [from_triton_json(client.config(folder.name)) for folder in folders]
 
 
-def _tuned(args: argparse.Namespace, folder: Path, goal: Goal) -> Outcome:
+def _tuned(args: argparse.Namespace, folder: Path, goal: Goal) -> TuningOutcome:
     from shmserve.tools.tune.served import ServedModel
     from shmserve.tools.tune.tuner import Tuner
 
@@ -372,8 +372,8 @@ def _tune_ensemble(args: argparse.Namespace, folder: Path, goal: Goal, screen: S
         for name in samples[0]:
             model = _tuned_model(args, folder.parent / name, from_triton_json(client.config(name)), step=True)
             served = ServedModel(client, name, partial(_same, [sample[name] for sample in samples]))
-            steps.append(joint.Step(model, served, goal, share))
-        target = joint.Target(config.name, goal, share, compile_policy(config, 1))
+            steps.append(joint.TunedStep(model, served, goal, share))
+        target = joint.JointTarget(config.name, goal, share, compile_policy(config, 1))
         files = {name: folder.parent / name / CONFIG for name in samples[0]}
         return _tune_jointly(args, [target], ServedModels([bench]), steps, files, goal.memory, screen)
 
@@ -393,9 +393,9 @@ def _tune_together(args: argparse.Namespace, folders: Sequence[Path], screen: Sc
         for folder, config, goal in zip(folders, configs, goals, strict=True):
             bench = ServedModel(client, config.name, _inputs(args, client, config))
             share = goal.rate or 1.0
-            targets.append(joint.Target(config.name, goal, share))
+            targets.append(joint.JointTarget(config.name, goal, share))
             benches.append(bench)
-            steps.append(joint.Step(_tuned_model(args, folder, config), bench, goal, share))
+            steps.append(joint.TunedStep(_tuned_model(args, folder, config), bench, goal, share))
         files = {folder.name: folder / CONFIG for folder in folders}
         return _tune_jointly(args, targets, ServedModels(benches), steps, files, args.memory.get("", 0), screen)
 
@@ -409,9 +409,9 @@ def _tuned_model(args: argparse.Namespace, folder: Path, config: ModelConfig, st
 
 def _tune_jointly(
     args: argparse.Namespace,
-    targets: Sequence[Target],
+    targets: Sequence[JointTarget],
     bench: SharedBench,
-    steps: Sequence[Step],
+    steps: Sequence[TunedStep],
     files: Mapping[str, Path],
     memory: int,
     screen: Screen,
@@ -510,7 +510,7 @@ def _progress(status: StatusLine) -> Events:
     from shmserve.tools.load.report.table import rate_text
     from shmserve.tools.tune.tuner import Events
 
-    class Progress(Events):
+    class TuningProgress(Events):
         def step(self, name: str) -> None:
             if status.is_shown:
                 status.show(STEPS[name])
@@ -524,4 +524,4 @@ def _progress(status: StatusLine) -> Events:
             rate = f"; best so far {rate_text(best.rate)}/s" if best is not None else ""
             status.show(f"simulating, {done:,} of {total:,}{rate}")
 
-    return Progress()
+    return TuningProgress()

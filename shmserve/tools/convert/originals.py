@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.load import CONFIG_FILE
-from shmserve.repo.starters.starter import PICKLES, TORCH_FILES, Described, starter_of, write
+from shmserve.repo.starters.starter import PICKLES, TORCH_FILES, DescribedTensors, starter_of, write
 
 NAME = "original"
 SAVED_MODEL = "saved_model.pb"
@@ -34,7 +34,7 @@ class Original(NamedTuple):
     file: Path
 
 
-def original_of(source: Path, scratch: Path, describe: Callable[[], Described | None]) -> Original:
+def original_of(source: Path, scratch: Path, describe: Callable[[], DescribedTensors | None]) -> Original:
     """`scratch`: an empty directory, which gets a model directory if the source is a file. `describe`: returns the
     tensors of a PyTorch file. Raises InvalidRequest and NotFound."""
     if not source.exists():

@@ -21,7 +21,7 @@ CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 
-class Machine(NamedTuple):
+class MachineSpeed(NamedTuple):
     """`flops` and `memory` per second, of one core; `cache`: bytes of its largest cache, 0 if that is unknown."""
 
     flops: float
@@ -34,8 +34,8 @@ class Machine(NamedTuple):
         return flops / self.flops, (tensors + (weights if weights > self.cache else 0)) / self.memory
 
 
-def measure() -> Machine:
-    return Machine(_flops(), _memory(), _cache())
+def measure() -> MachineSpeed:
+    return MachineSpeed(_flops(), _memory(), _cache())
 
 
 def _flops() -> float:

@@ -76,7 +76,7 @@ class Network(NamedTuple):
         return sum(operators.flops for operators in self.operators)
 
 
-class Work(NamedTuple):
+class NetworkWork(NamedTuple):
     """The work of one batch. `input_bytes` and `output_bytes` are those of the request and of its response."""
 
     rows: int
@@ -93,7 +93,7 @@ def read(path: Path) -> onnx.ModelProto:
         raise InvalidRequest(f"{path} cannot be read: {error}") from error
 
 
-def network_of(model: onnx.ModelProto, shapes: Mapping[str, Shape], rows: int) -> tuple[Network, Work]:
+def network_of(model: onnx.ModelProto, shapes: Mapping[str, Shape], rows: int) -> tuple[Network, NetworkWork]:
     """The network, and its work for a batch. `shapes`: of inputs with variable dims, 1 where there is none. Axis 0 is
     replaced by `rows` if the network batches."""
     graph = model.graph
@@ -126,7 +126,7 @@ def network_of(model: onnx.ModelProto, shapes: Mapping[str, Shape], rows: int) -
         sum(_bytes(known[one.name].type.tensor_type.elem_type, sizes.get(one.name, (0,))) for one in tensors)
         for tensors in (inputs, graph.output)
     )
-    return network, Work(rows if batches else 1, network.flops, input_bytes, output_bytes)
+    return network, NetworkWork(rows if batches else 1, network.flops, input_bytes, output_bytes)
 
 
 def _declared(value: Any) -> Shape:

@@ -18,24 +18,24 @@ from shmserve.paths import python
 from shmserve.system import interrupts
 from shmserve.tools.load import echo
 from shmserve.tools.load.measure import measured
-from shmserve.tools.load.plan import GRPC, HTTP, SECOND, Closed, Endpoint, Plan, Settings
-from shmserve.tools.load.record import Echo
+from shmserve.tools.load.plan import GRPC, HTTP, SECOND, ClosedLoop, Endpoint, LoadPlan, MeasureSettings
+from shmserve.tools.load.record import EchoResult
 from shmserve.tools.load.targets.base import ModelFacts
 from shmserve.tools.load.targets.native import open_target
 
 IN_FLIGHT = 32
-SETTINGS = Settings(warmup_ns=SECOND // 5, window_ns=SECOND // 4, min_windows=2, max_windows=2, min_responses=1)
+SETTINGS = MeasureSettings(warmup_ns=SECOND // 5, window_ns=SECOND // 4, min_windows=2, max_windows=2, min_responses=1)
 END_S = 20.0
 
 
-def calibrate(plan: Plan) -> Echo:
+def calibrate(plan: LoadPlan) -> EchoResult:
     """The limit of one generator process for the requests of this plan; over tcp, https and grpcs, without encryption.
     Raises the same errors as `measure` if the plan's server does not answer.
     """
     return asyncio.run(_calibrate(plan))
 
 
-async def _calibrate(plan: Plan) -> Echo:
+async def _calibrate(plan: LoadPlan) -> EchoResult:
     target = open_target(plan.endpoint)
     try:
         facts = await target.facts(plan.model, plan.version)
@@ -48,7 +48,7 @@ async def _calibrate(plan: Plan) -> Echo:
             replace(
                 plan,
                 endpoint=Endpoint(url=url, memory=memory),
-                loads=(Closed(IN_FLIGHT),),
+                loads=(ClosedLoop(IN_FLIGHT),),
                 limit=None,
                 stream=False,
                 settings=SETTINGS,
@@ -57,7 +57,7 @@ async def _calibrate(plan: Plan) -> Echo:
         )
     (point,) = run.points
     p50 = point.latency.percentiles.get("p50")
-    return Echo(
+    return EchoResult(
         protocol=f"{kind}, without TLS" if plan.endpoint.is_secure else kind,
         per_s=point.throughput.mean,
         request_ns=point.cost.request_ns,

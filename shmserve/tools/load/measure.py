@@ -19,13 +19,25 @@ from shmserve.tools.load.analysis.usage import Meter, is_local, usable_cores
 from shmserve.tools.load.generation.schedule import useful_processes
 from shmserve.tools.load.generation.team import Generators
 from shmserve.tools.load.one_load import OVERLOADED, LoadRun
-from shmserve.tools.load.plan import HTTP, NATIVE, OPENAI, PERCENTILES, SCHEMES, Closed, Limit, Load, Open, Plan, Replay
-from shmserve.tools.load.record import Echo, Point, Run
-from shmserve.tools.load.targets.base import Target
+from shmserve.tools.load.plan import (
+    HTTP,
+    NATIVE,
+    OPENAI,
+    PERCENTILES,
+    SCHEMES,
+    ClosedLoop,
+    LatencyLimit,
+    Load,
+    LoadPlan,
+    OpenLoop,
+    ReplayLoop,
+)
+from shmserve.tools.load.record import EchoResult, Point, SavedRun
+from shmserve.tools.load.targets.base import LoadTarget
 from shmserve.tools.load.targets.native import open_target
 
 
-class Progress(Struct, frozen=True, kw_only=True):
+class MeasureProgress(Struct, frozen=True):
     """The state of the running load."""
 
     load: Load
@@ -43,31 +55,22 @@ class Progress(Struct, frozen=True, kw_only=True):
     failed: int
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[MeasureProgress], None]
 
 
 def measure(
-    plan: Plan,
-    *,
-    on_progress: OnProgress = lambda progress: None,
-    on_point: Callable[[Point], None] = lambda point: None,
-    echo: Echo | None = None,
-) -> Run:
-    """Measure all loads of the plan, or search for its limit. Raises ServeError, or Misuse for impossible inputs.
+    plan: LoadPlan, on_progress: OnProgress = lambda progress: None, echo: EchoResult | None = None
+) -> SavedRun:
+    """Measures all loads of the plan, or searches for its limit. Raises ServeError, or Misuse for impossible inputs.
 
-    `on_progress` is called several times a second, `on_point` after each load. Must not be called in a running event
-    loop; use `measured` there.
+    `on_progress` is called several times a second. Must not be called in a running event loop; use `measured` there.
     """
-    return asyncio.run(measured(plan, on_progress=on_progress, on_point=on_point, echo=echo))
+    return asyncio.run(measured(plan, on_progress, echo))
 
 
 async def measured(
-    plan: Plan,
-    *,
-    on_progress: OnProgress = lambda progress: None,
-    on_point: Callable[[Point], None] = lambda point: None,
-    echo: Echo | None = None,
-) -> Run:
+    plan: LoadPlan, on_progress: OnProgress = lambda progress: None, echo: EchoResult | None = None
+) -> SavedRun:
     check(plan)
     control = open_target(plan.endpoint)
     try:
@@ -81,10 +84,10 @@ async def measured(
             raise InvalidRequest(f"model '{plan.model}' has no output '{unknown[0]}', its outputs are: {has}")
         async with Generators(plan) as generators:
             session = _Session(plan, control, generators, on_progress)
-            points = await session.run(on_point)
+            points = await session.run()
     finally:
         await control.close()
-    return Run(
+    return SavedRun(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         plan=replace(plan, endpoint=replace(plan.endpoint, headers=())),
         server=facts.server,
@@ -96,7 +99,7 @@ async def measured(
     )
 
 
-def check(plan: Plan) -> None:
+def check(plan: LoadPlan) -> None:
     """Raises InvalidRequest or Unsupported for a plan that cannot be carried out."""
     endpoint = plan.endpoint
     if endpoint.scheme not in SCHEMES:
@@ -119,11 +122,11 @@ def check(plan: Plan) -> None:
     if not plan.loads:
         raise InvalidRequest("the plan has no load")
     for load in plan.loads:
-        if isinstance(load, Replay) and len(load.times) < 2:
+        if isinstance(load, ReplayLoop) and len(load.times) < 2:
             raise InvalidRequest("recorded times need at least two requests")
-        if not isinstance(load, Replay) and not load.value > 0:
+        if not isinstance(load, ReplayLoop) and not load.value > 0:
             raise InvalidRequest(f"{load} is not a load: it must be above 0")
-    if plan.limit is not None and isinstance(plan.loads[0], Replay):
+    if plan.limit is not None and isinstance(plan.loads[0], ReplayLoop):
         raise InvalidRequest("a search needs a concurrency or a rate that it can vary")
     settings = plan.settings
     if not 2 <= settings.min_windows <= settings.max_windows:
@@ -137,7 +140,7 @@ def check(plan: Plan) -> None:
 class _Session:
     """The loads of a run, one after another."""
 
-    def __init__(self, plan: Plan, control: Target, generators: Generators, on_progress: OnProgress) -> None:
+    def __init__(self, plan: LoadPlan, control: LoadTarget, generators: Generators, on_progress: OnProgress) -> None:
         self._plan = plan
         self._control = control
         self._generators = generators
@@ -151,19 +154,15 @@ class _Session:
         """With a limit: load -> whether it kept the limit."""
         self.undecided: float | None = None
 
-    async def run(self, on_point: Callable[[Point], None]) -> list[Point]:
-        points: list[Point] = []
+    async def run(self) -> list[Point]:
         plan = self._plan
         if plan.limit is None:
-            for load in plan.loads:
-                points.append(await self._point(load))
-                on_point(points[-1])
-            return points
-        whole = isinstance(plan.loads[0], Closed)
+            return [await self._point(load) for load in plan.loads]
+        points: list[Point] = []
+        whole = isinstance(plan.loads[0], ClosedLoop)
         while (value := next_load(self.tried, plan.limit, whole)) is not None:
             point = await self._point(_varied(plan.loads[0], value))
             points.append(point)
-            on_point(point)
             kept = keeps(point, plan.limit)
             if kept is None:
                 self.undecided = value
@@ -176,19 +175,7 @@ class _Session:
 
         def show(phase: str, seconds: float, per_s: float, p50_ns: float, p99_ns: float, failed: int) -> None:
             loads = 0 if self._plan.limit is not None else len(self._plan.loads)
-            self._on_progress(
-                Progress(
-                    load=load,
-                    number=self._number,
-                    loads=loads,
-                    phase=phase,
-                    seconds=seconds,
-                    per_s=per_s,
-                    p50_ns=p50_ns,
-                    p99_ns=p99_ns,
-                    failed=failed,
-                )
-            )
+            self._on_progress(MeasureProgress(load, self._number, loads, phase, seconds, per_s, p50_ns, p99_ns, failed))
 
         while True:
             processes = useful_processes(load, self._processes)
@@ -204,7 +191,7 @@ class _Session:
         return not self._plan.processes and useful_processes(load, more) > useful_processes(load, self._processes)
 
 
-def keeps(point: Point, limit: Limit) -> bool | None:
+def keeps(point: Point, limit: LatencyLimit) -> bool | None:
     """Whether the load kept the limit: the percentile is not above it, nothing failed, and the server kept up. None:
     too few responses to tell.
     """
@@ -217,9 +204,9 @@ def keeps(point: Point, limit: Limit) -> bool | None:
 
 
 def _varied(load: Load, value: float) -> Load:
-    if isinstance(load, Open):
+    if isinstance(load, OpenLoop):
         return replace(load, rate=value)
-    return Closed(int(value))
+    return ClosedLoop(int(value))
 
 
 def _machine() -> dict[str, str]:
@@ -231,7 +218,7 @@ def _machine() -> dict[str, str]:
     }
 
 
-def next_load(tried: Mapping[float, bool], limit: Limit, whole: bool) -> float | None:
+def next_load(tried: Mapping[float, bool], limit: LatencyLimit, whole: bool) -> float | None:
     """The next load to try; None at the end. `tried`: load -> whether it kept the limit. `whole`: only integers.
 
     If a load fails, all higher loads count as failed, whatever their results: noise must not hide the limit.

@@ -16,13 +16,20 @@ from msgspec.structs import replace
 
 from shmserve.tools.load.analysis.confidence import Stability, interval, stability
 from shmserve.tools.load.analysis.latencies import LatencyHistogram, is_decided, name_of, needed, window_percentiles
-from shmserve.tools.load.analysis.usage import Meter, Reading, used
-from shmserve.tools.load.analysis.windows import Collector, GeneratorUse, Responses, is_long_enough, timeline, window_of
+from shmserve.tools.load.analysis.usage import Meter, UsageReading, used
+from shmserve.tools.load.analysis.windows import (
+    Collector,
+    GeneratorUse,
+    ResponseColumns,
+    is_long_enough,
+    timeline,
+    window_of,
+)
 from shmserve.tools.load.generation.schedule import describe_rate
 from shmserve.tools.load.generation.team import Generators
-from shmserve.tools.load.plan import SECOND, Closed, Load, Plan, Settings
-from shmserve.tools.load.record import Cost, Interval, Language, Latencies, Point, ServerSide, Window
-from shmserve.tools.load.targets.base import Target
+from shmserve.tools.load.plan import SECOND, ClosedLoop, Load, LoadPlan, MeasureSettings
+from shmserve.tools.load.record import Cost, Interval, Language, Latencies, LoadWindow, Point, ServerSide
+from shmserve.tools.load.targets.base import LoadTarget
 
 BUSY = 0.8
 """Use of a core by a generator process above which another process is added."""
@@ -42,7 +49,7 @@ class _Boundary(Struct):
 
     at: int
     statistics: dict[str, Any]
-    usage: Reading
+    usage: UsageReading
     generator: GeneratorUse
 
 
@@ -50,7 +57,14 @@ class LoadRun:
     """One load from its start to its result."""
 
     def __init__(
-        self, plan: Plan, load: Load, generators: Generators, processes: int, control: Target, meter: Meter, show: Show
+        self,
+        plan: LoadPlan,
+        load: Load,
+        generators: Generators,
+        processes: int,
+        control: LoadTarget,
+        meter: Meter,
+        show: Show,
     ) -> None:
         self._plan = plan
         self._settings = settings_of(plan)
@@ -61,9 +75,9 @@ class LoadRun:
         self._meter = meter
         self._show = show
         self._collector = Collector(processes)
-        self._windows: list[Window] = []
-        self._responses: list[Responses] = []
-        self._timeline: list[Window] = []
+        self._windows: list[LoadWindow] = []
+        self._responses: list[ResponseColumns] = []
+        self._timeline: list[LoadWindow] = []
         self._boundaries: list[_Boundary] = []
         self._errors: list[Counter[str]] = []
         self._rows = 1.0
@@ -88,7 +102,7 @@ class LoadRun:
         result = Stability(False, 0, "")
         while len(self._windows) < settings.max_windows:
             await self._window()
-            result = stability(self._windows, settings, isinstance(self._load, Closed))
+            result = stability(self._windows, settings, isinstance(self._load, ClosedLoop))
             if (result.stable and not self._undecided(result.first)) or self._is_hopeless():
                 break
         unanswered = await generators.end(OVERLOADED_S if self._behind(self._windows) else DRAIN_S)
@@ -141,7 +155,7 @@ class LoadRun:
             return False
         return not any(window.good for window in self._windows) or bool(self._behind(self._windows))
 
-    def _behind(self, windows: list[Window]) -> str:
+    def _behind(self, windows: list[LoadWindow]) -> str:
         """The text for a server that answers fewer requests than an open loop sends, beyond random variation."""
         rate = describe_rate(self._load)
         per_s = fmean(window.good + window.failed for window in windows) * SECOND / fmean(w.length_ns for w in windows)
@@ -206,7 +220,7 @@ class LoadRun:
             cost=self._cost(before, after, responses),
         )
 
-    def _cost(self, before: _Boundary, after: _Boundary, responses: list[Responses]) -> Cost:
+    def _cost(self, before: _Boundary, after: _Boundary, responses: list[ResponseColumns]) -> Cost:
         cores = _cores(before.generator, after.generator)
         count = sum(len(part.code) for part in responses)
         delays = np.concatenate([part.delay for part in responses])
@@ -221,7 +235,7 @@ class LoadRun:
         )
 
 
-def _language(responses: list[Responses], windows: list[Window], plan: Plan) -> Language:
+def _language(responses: list[ResponseColumns], windows: list[LoadWindow], plan: LoadPlan) -> Language:
     """The tokens of the successful requests of each window."""
     good = [np.flatnonzero(part.code == 0) for part in responses]
     per_s = [
@@ -253,7 +267,7 @@ def _language(responses: list[Responses], windows: list[Window], plan: Plan) -> 
     )
 
 
-def settings_of(plan: Plan) -> Settings:
+def settings_of(plan: LoadPlan) -> MeasureSettings:
     """With a limit, windows are long enough that all together have enough responses for its percentile."""
     settings = plan.settings
     if plan.limit is None:

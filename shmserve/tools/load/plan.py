@@ -91,7 +91,7 @@ class Endpoint(Struct, frozen=True, kw_only=True):
         return self.url or self.runtime_dir or "this user's server"
 
 
-class Closed(Struct, frozen=True, tag="closed"):
+class ClosedLoop(Struct, frozen=True, tag="closed"):
     """A closed loop: each of `concurrency` callers sends its next request after the response to the last one."""
 
     concurrency: int
@@ -104,7 +104,7 @@ class Closed(Struct, frozen=True, tag="closed"):
         return f"concurrency {self.concurrency}"
 
 
-class Open(Struct, frozen=True, tag="open"):
+class OpenLoop(Struct, frozen=True, tag="open"):
     """An open loop: `rate` requests per second, even if the server cannot keep up."""
 
     rate: float
@@ -119,7 +119,7 @@ class Open(Struct, frozen=True, tag="open"):
         return f"{self.rate:,.6g}/s {self.arrivals}"
 
 
-class Replay(Struct, frozen=True, tag="replay"):
+class ReplayLoop(Struct, frozen=True, tag="replay"):
     """An open loop with recorded send times, in ns since its start. After the last one, the recording is repeated."""
 
     times: tuple[int, ...]
@@ -143,10 +143,10 @@ class Replay(Struct, frozen=True, tag="replay"):
         return f"recorded times{f' of {self.name}' if self.name else ''} ({self.rate:,.6g}/s)"
 
 
-Load = Closed | Open | Replay
+Load = ClosedLoop | OpenLoop | ReplayLoop
 
 
-class Limit(Struct, frozen=True):
+class LatencyLimit(Struct, frozen=True):
     """The search: the highest load from `low` to `high` whose latency percentile does not exceed `ns`."""
 
     percentile: float
@@ -160,7 +160,7 @@ class Limit(Struct, frozen=True):
         return f"p{self.percentile:g} <= {self.ns / 1e6:g} ms"
 
 
-class Inputs(Struct, frozen=True, kw_only=True):
+class RequestInputs(Struct, frozen=True, kw_only=True):
     """The inputs of the requests: NAME=VALUE and NAME=@FILE texts, or a JSON file or directory; random for the rest."""
 
     texts: tuple[str, ...] = ()
@@ -192,7 +192,7 @@ CHAT, COMPLETIONS = "chat", "completions"
 DEFAULT_PROMPT, DEFAULT_OUTPUT = Lengths(128, 128), 128
 
 
-class Prompts(Struct, frozen=True, kw_only=True):
+class PromptPlan(Struct, frozen=True, kw_only=True):
     """What a language model is asked: the prompts of a file, or random words."""
 
     api: str = CHAT
@@ -229,7 +229,7 @@ class Sequences(Struct, frozen=True):
     length: int
 
 
-class Settings(Struct, frozen=True, kw_only=True):
+class MeasureSettings(Struct, frozen=True, kw_only=True):
     """When a result counts. A window is extended beyond `window_ns`, up to 10 times its length, until it has
     `min_responses` responses."""
 
@@ -246,16 +246,16 @@ class Settings(Struct, frozen=True, kw_only=True):
     """The latency that must be stable; one of PERCENTILES."""
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class LoadPlan(Struct, frozen=True, kw_only=True):
     """A whole run. With `limit`, `loads` has one entry, which defines what is varied."""
 
     model: str
     version: str = ""
     endpoint: Endpoint = Endpoint()
-    loads: tuple[Load, ...] = (Closed(1),)
-    limit: Limit | None = None
-    inputs: Inputs = Inputs()
-    prompts: Prompts | None = None
+    loads: tuple[Load, ...] = (ClosedLoop(1),)
+    limit: LatencyLimit | None = None
+    inputs: RequestInputs = RequestInputs()
+    prompts: PromptPlan | None = None
     """For a language model, instead of `inputs`."""
     objectives: Objectives | None = None
     """For a language model: requests that meet all of them count as good."""
@@ -263,7 +263,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     sequences: Sequences | None = None
     deadline_ns: int = 0
     """Sent with each request; 0: none. A later response does not count as goodput."""
-    settings: Settings = Settings()
+    settings: MeasureSettings = MeasureSettings()
     processes: int = 0
     """Generator processes; 0: one, or more if one cannot generate the load."""
     in_flight: int = 4096

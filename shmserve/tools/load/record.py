@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
-from shmserve.tools.load.plan import Load, Plan
+from shmserve.tools.load.plan import Load, LoadPlan
 
 FORMAT = 1
 
@@ -28,7 +28,7 @@ class Interval(Struct, frozen=True):
         return (self.high - self.low) / 2
 
 
-class Window(Struct, frozen=True, kw_only=True):
+class LoadWindow(Struct, frozen=True, kw_only=True):
     """The responses that arrived in `length_ns` from `start_ns` after the start of the load."""
 
     start_ns: int
@@ -95,7 +95,7 @@ class ServerSide(Struct, frozen=True, kw_only=True):
         return self.rows / self.batches if self.batches else 0.0
 
 
-class Usage(Struct, frozen=True, kw_only=True):
+class MachineUsage(Struct, frozen=True, kw_only=True):
     """Processor use in cores: of the machine, and of the server's processes if they run on it. GPUs from NVML."""
 
     machine: float
@@ -125,8 +125,8 @@ class Point(Struct, frozen=True, kw_only=True):
     """The result for one load, from the windows `used[0]` to `used[1] - 1`."""
 
     load: Load
-    windows: tuple[Window, ...]
-    timeline: tuple[Window, ...] = ()
+    windows: tuple[LoadWindow, ...]
+    timeline: tuple[LoadWindow, ...] = ()
     """Parts of the windows, for charts."""
     used: tuple[int, int]
     stable: bool
@@ -146,7 +146,7 @@ class Point(Struct, frozen=True, kw_only=True):
     answers_per_s: float = 0.0
     language: Language | None = None
     server: ServerSide | None = None
-    usage: Usage | None = None
+    usage: MachineUsage | None = None
     cost: Cost
 
     @property
@@ -154,7 +154,7 @@ class Point(Struct, frozen=True, kw_only=True):
         return self.load.value
 
 
-class Echo(Struct, frozen=True, kw_only=True):
+class EchoResult(Struct, frozen=True, kw_only=True):
     """The generator's own limit, measured against an echo server of the same protocol."""
 
     protocol: str
@@ -165,12 +165,12 @@ class Echo(Struct, frozen=True, kw_only=True):
     p50_ns: float
 
 
-class Run(Struct, frozen=True, kw_only=True):
+class SavedRun(Struct, frozen=True, kw_only=True):
     """A saved run."""
 
     format: int = FORMAT
     created: str
-    plan: Plan
+    plan: LoadPlan
     server: dict[str, str]
     """Name and version from the server's metadata."""
     machine: dict[str, str]
@@ -180,16 +180,16 @@ class Run(Struct, frozen=True, kw_only=True):
     undecided: float | None = None
     """With a limit: the load at which the search ended because there were too few responses to tell whether it kept the
     limit."""
-    echo: Echo | None = None
+    echo: EchoResult | None = None
 
 
-def encode(run: Run, indent: int = 1) -> bytes:
+def encode(run: SavedRun, indent: int = 1) -> bytes:
     return msgspec.json.format(msgspec.json.encode(run), indent=indent)
 
 
-def decode(data: bytes, where: str = "the run") -> Run:
+def decode(data: bytes, where: str = "the run") -> SavedRun:
     try:
-        run = msgspec.json.decode(data, type=Run)
+        run = msgspec.json.decode(data, type=SavedRun)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{where} is not a saved run of `shmserve bench`: {error}") from error
     if run.format != FORMAT:
@@ -197,7 +197,7 @@ def decode(data: bytes, where: str = "the run") -> Run:
     return run
 
 
-def read(path: Path) -> Run:
+def read(path: Path) -> SavedRun:
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -14,7 +14,7 @@ from textual.binding import Binding, BindingType
 from shmserve.errors import ServeError
 from shmserve.protocol.rates import Row
 from shmserve.terminal.tables import visible
-from shmserve.tools.top.columns import MODELS, TABLES, Table
+from shmserve.tools.top.columns import MODELS, TABLES, TopTable
 from shmserve.tools.top.panels import TrendHistory, summary, wrapped
 from shmserve.tools.top.screens import ConfirmScreen, DetailScreen, Lines, LogScreen
 from shmserve.tools.top.sources import Source, Step
@@ -188,7 +188,7 @@ class TopApp(TablesApp):
                 shown.append(step | known | {"branch": "└ " if place == len(steps) - 1 else "├ "})
         return shown
 
-    def _total(self, table: Table) -> int:
+    def _total(self, table: TopTable) -> int:
         """Number of rows: the server counts more clients than it lists."""
         total = len(self.view.table(table.name))
         return max(total, self.view.server["connections"] or 0) if table.name == "clients" else total

@@ -35,7 +35,7 @@ RARE = 22
 _WIDTHS = {"count": 6, "rate": 6, "duration": 6, "bytes": 6, "share": 5}
 
 
-class Column(Struct, frozen=True):
+class TopColumn(Struct, frozen=True):
     """`rank`: columns with a low one are kept when space is short. `min_width`: minimum width of a text. `rare`: it is
     left out if no row has a value, as from rank RARE on."""
 
@@ -71,7 +71,7 @@ class Column(Struct, frozen=True):
         return not self.grows
 
 
-class Table(Struct, frozen=True):
+class TopTable(Struct, frozen=True):
     """`name`: the attribute of View. `sort`: the initial sort column. `identity`: the columns that identify a row; rows
     with equal values are sorted by them."""
 
@@ -79,12 +79,12 @@ class Table(Struct, frozen=True):
     title: str
     sort: str
     identity: tuple[str, ...]
-    columns: tuple[Column, ...]
+    columns: tuple[TopColumn, ...]
 
-    def column(self, key: str) -> Column:
+    def column(self, key: str) -> TopColumn:
         return next(column for column in self.columns if column.key == key)
 
-    def without(self, *keys: str) -> Table:
+    def without(self, *keys: str) -> TopTable:
         return replace(self, columns=tuple(column for column in self.columns if column.key not in keys))
 
     def identity_of(self, row: Row) -> tuple[Any, ...]:
@@ -92,45 +92,45 @@ class Table(Struct, frozen=True):
         return *(row.get(key) for key in self.identity), row.get("below")
 
 
-MODELS = Table(
+MODELS = TopTable(
     "models",
     "Models",
     "model",
     ("model", "version"),
     (
-        Column("model", "model", "text", 0, "name of the model", 10),
-        Column("version", "ver", "id", 1, "version", 3),
-        Column("state", "state", "text", 2, "state of the version", 11),
-        Column("instances", "inst", "text", 6, "instances that serve, of those that should", 5),
-        Column("requests_per_s", "req/s", "rate", 3, "answered requests per second, also failed ones"),
-        Column("failed_per_s", "fail/s", "rate", 12, "failed requests per second"),
-        Column("p50", "p50", "duration", 7, "median time from arrival to answer"),
-        Column("p95", "p95", "duration", 11, "95th percentile of this time"),
-        Column("p99", "p99", "duration", 4, "99th percentile of this time"),
-        Column("queued", "queue", "count", 5, "requests that have not started"),
-        Column("in_flight", "run", "count", 8, "requests that are running"),
-        Column("mean_batch", "batch", "rate", 9, "mean rows per batch"),
-        Column("trend", "req/s over time", "graph", 9.5, "answered requests per second, up to now", 15, rare=True),
-        Column("busy", "busy", "share", 10, "share of time in which instances ran a batch"),
-        Column("cpu", "cpu", "share", 16, "CPU time of its processes; 100% is one core"),
-        Column("memory_bytes", "mem", "bytes", 13, "memory of its processes (PSS)"),
-        Column("gpu_memory_bytes", "gpu mem", "bytes", 18, "memory of its processes on GPUs"),
-        Column("queue_seconds", "waits", "duration", 15, "mean time in the queue"),
-        Column("compute_seconds", "runs", "duration", 17, "mean time of a request's batch at its instance"),
-        Column("reasons", "batches formed because", "counts", 14, "reasons of the batches in the interval", 28),
-        Column("batches_per_s", "batch/s", "rate", 19, "batches per second"),
-        Column("rows_per_s", "rows/s", "rate", 20, "rows per second"),
-        Column("cache_hits", "cache", "share", 24, "share of answers from the response cache"),
-        Column("share", "share", "share", 22, "share of requests that name no version"),
-        Column("sequences", "seqs", "count", 25, "live sequences"),
-        Column("requests", "requests", "count", 21, "requests answered since the version was loaded"),
-        Column("failed", "failed", "count", 23, "requests failed since the version was loaded"),
-        Column("restarts", "restarts", "count", 26, "restarts of its instances"),
-        *(Column(one.key, one.head, one.unit, 8 + one.rank / 100, one.help, rare=True) for one in FIGURES),
-        Column("reason", "reason", "text", 27, "why it is not, or not fully, served", 16),
+        TopColumn("model", "model", "text", 0, "name of the model", 10),
+        TopColumn("version", "ver", "id", 1, "version", 3),
+        TopColumn("state", "state", "text", 2, "state of the version", 11),
+        TopColumn("instances", "inst", "text", 6, "instances that serve, of those that should", 5),
+        TopColumn("requests_per_s", "req/s", "rate", 3, "answered requests per second, also failed ones"),
+        TopColumn("failed_per_s", "fail/s", "rate", 12, "failed requests per second"),
+        TopColumn("p50", "p50", "duration", 7, "median time from arrival to answer"),
+        TopColumn("p95", "p95", "duration", 11, "95th percentile of this time"),
+        TopColumn("p99", "p99", "duration", 4, "99th percentile of this time"),
+        TopColumn("queued", "queue", "count", 5, "requests that have not started"),
+        TopColumn("in_flight", "run", "count", 8, "requests that are running"),
+        TopColumn("mean_batch", "batch", "rate", 9, "mean rows per batch"),
+        TopColumn("trend", "req/s over time", "graph", 9.5, "answered requests per second, up to now", 15, rare=True),
+        TopColumn("busy", "busy", "share", 10, "share of time in which instances ran a batch"),
+        TopColumn("cpu", "cpu", "share", 16, "CPU time of its processes; 100% is one core"),
+        TopColumn("memory_bytes", "mem", "bytes", 13, "memory of its processes (PSS)"),
+        TopColumn("gpu_memory_bytes", "gpu mem", "bytes", 18, "memory of its processes on GPUs"),
+        TopColumn("queue_seconds", "waits", "duration", 15, "mean time in the queue"),
+        TopColumn("compute_seconds", "runs", "duration", 17, "mean time of a request's batch at its instance"),
+        TopColumn("reasons", "batches formed because", "counts", 14, "reasons of the batches in the interval", 28),
+        TopColumn("batches_per_s", "batch/s", "rate", 19, "batches per second"),
+        TopColumn("rows_per_s", "rows/s", "rate", 20, "rows per second"),
+        TopColumn("cache_hits", "cache", "share", 24, "share of answers from the response cache"),
+        TopColumn("share", "share", "share", 22, "share of requests that name no version"),
+        TopColumn("sequences", "seqs", "count", 25, "live sequences"),
+        TopColumn("requests", "requests", "count", 21, "requests answered since the version was loaded"),
+        TopColumn("failed", "failed", "count", 23, "requests failed since the version was loaded"),
+        TopColumn("restarts", "restarts", "count", 26, "restarts of its instances"),
+        *(TopColumn(one.key, one.head, one.unit, 8 + one.rank / 100, one.help, rare=True) for one in FIGURES),
+        TopColumn("reason", "reason", "text", 27, "why it is not, or not fully, served", 16),
     ),
 )
-STEPS = Table(
+STEPS = TopTable(
     "steps",
     "Steps",
     "step",
@@ -142,64 +142,64 @@ STEPS = Table(
     ),
 )
 """The steps of an ensemble in detail."""
-INSTANCES = Table(
+INSTANCES = TopTable(
     "instances",
     "Instances",
     "instance",
     ("model", "version", "instance", "pid"),
     (
-        Column("instance", "instance", "text", 0, "name of the instance", 14),
-        Column("model", "model", "text", 12, "its model", 10),
-        Column("version", "ver", "id", 11, "version of the model", 3),
-        Column("state", "state", "text", 1, "state of the instance", 11),
-        Column("busy_seconds", "busy", "duration", 2, "how long its current batch has run"),
-        Column("batch_rows", "batch", "count", 3, "rows of its current batch"),
-        Column("waiting_rows", "next", "count", 4, "rows of the batch that waits at it"),
-        Column("running", "run", "count", 5, "requests that it is running"),
-        Column("device", "device", "text", 9, "where it runs", 6),
-        Column("pid", "pid", "id", 8, "its process", 7),
-        Column("cpu", "cpu", "share", 7, "CPU time of its process; 100% is one core"),
-        Column("memory_bytes", "mem", "bytes", 6, "memory of its process (PSS)"),
-        Column("gpu_memory_bytes", "gpu mem", "bytes", 10, "memory of its process on GPUs"),
-        Column("restarts", "restarts", "count", 13, "restarts since the version was loaded"),
-        Column("reason", "reason", "text", 14, "why it does not serve", 24),
+        TopColumn("instance", "instance", "text", 0, "name of the instance", 14),
+        TopColumn("model", "model", "text", 12, "its model", 10),
+        TopColumn("version", "ver", "id", 11, "version of the model", 3),
+        TopColumn("state", "state", "text", 1, "state of the instance", 11),
+        TopColumn("busy_seconds", "busy", "duration", 2, "how long its current batch has run"),
+        TopColumn("batch_rows", "batch", "count", 3, "rows of its current batch"),
+        TopColumn("waiting_rows", "next", "count", 4, "rows of the batch that waits at it"),
+        TopColumn("running", "run", "count", 5, "requests that it is running"),
+        TopColumn("device", "device", "text", 9, "where it runs", 6),
+        TopColumn("pid", "pid", "id", 8, "its process", 7),
+        TopColumn("cpu", "cpu", "share", 7, "CPU time of its process; 100% is one core"),
+        TopColumn("memory_bytes", "mem", "bytes", 6, "memory of its process (PSS)"),
+        TopColumn("gpu_memory_bytes", "gpu mem", "bytes", 10, "memory of its process on GPUs"),
+        TopColumn("restarts", "restarts", "count", 13, "restarts since the version was loaded"),
+        TopColumn("reason", "reason", "text", 14, "why it does not serve", 24),
     ),
 )
-CLIENTS = Table(
+CLIENTS = TopTable(
     "clients",
     "Clients",
     "in_flight",
     ("number",),
     (
-        Column("number", "client", "id", 0, "number of the connection", 6),
-        Column("name", "name", "text", 1, "name that the client gave itself", 14),
-        Column("user", "user", "text", 2, "user of the connection; shown to operators", 9),
-        Column("plane", "link", "text", 5, "lane or zmq", 5),
-        Column("in_flight", "in flight", "count", 3, "requests without an answer"),
-        Column("held_bytes", "held", "bytes", 4, "bytes of answers in shared memory that it holds"),
-        Column("segment_bytes", "memory", "bytes", 6, "shared memory that it has announced"),
-        Column("segments", "segments", "count", 7, "segments of this memory"),
+        TopColumn("number", "client", "id", 0, "number of the connection", 6),
+        TopColumn("name", "name", "text", 1, "name that the client gave itself", 14),
+        TopColumn("user", "user", "text", 2, "user of the connection; shown to operators", 9),
+        TopColumn("plane", "link", "text", 5, "lane or zmq", 5),
+        TopColumn("in_flight", "in flight", "count", 3, "requests without an answer"),
+        TopColumn("held_bytes", "held", "bytes", 4, "bytes of answers in shared memory that it holds"),
+        TopColumn("segment_bytes", "memory", "bytes", 6, "shared memory that it has announced"),
+        TopColumn("segments", "segments", "count", 7, "segments of this memory"),
     ),
 )
-GPUS = Table(
+GPUS = TopTable(
     "gpus",
     "GPUs",
     "number",
     ("uuid",),
     (
-        Column("number", "gpu", "id", 0, "number in configurations", 3),
-        Column("name", "name", "text", 1, "type of the GPU", 12),
-        Column("utilization", "busy", "share", 2, "share of the time in which anything ran"),
-        Column("memory_used_bytes", "used", "bytes", 3, "memory in use, by all processes"),
-        Column("memory_bytes", "memory", "bytes", 4, "its memory"),
-        Column("memory_share", "used %", "share", 5, "share of its memory in use"),
-        Column("power_watts", "watts", "rate", 6, "power draw"),
-        Column("power_limit_watts", "limit", "rate", 7, "power limit"),
-        Column("out_of_service", "out of service", "text", 8, "why no instance runs on it", 14),
-        Column("temperature_celsius", "celsius", "rate", 9, "temperature"),
-        Column("sm_clock_share", "clock", "share", 10, "clock as a share of the highest"),
-        Column("throttled", "throttled", "text", 11, "why the clock is reduced", 10),
-        Column("uuid", "uuid", "text", 12, "UUID", 12),
+        TopColumn("number", "gpu", "id", 0, "number in configurations", 3),
+        TopColumn("name", "name", "text", 1, "type of the GPU", 12),
+        TopColumn("utilization", "busy", "share", 2, "share of the time in which anything ran"),
+        TopColumn("memory_used_bytes", "used", "bytes", 3, "memory in use, by all processes"),
+        TopColumn("memory_bytes", "memory", "bytes", 4, "its memory"),
+        TopColumn("memory_share", "used %", "share", 5, "share of its memory in use"),
+        TopColumn("power_watts", "watts", "rate", 6, "power draw"),
+        TopColumn("power_limit_watts", "limit", "rate", 7, "power limit"),
+        TopColumn("out_of_service", "out of service", "text", 8, "why no instance runs on it", 14),
+        TopColumn("temperature_celsius", "celsius", "rate", 9, "temperature"),
+        TopColumn("sm_clock_share", "clock", "share", 10, "clock as a share of the highest"),
+        TopColumn("throttled", "throttled", "text", 11, "why the clock is reduced", 10),
+        TopColumn("uuid", "uuid", "text", 12, "UUID", 12),
     ),
 )
 TABLES = (MODELS, INSTANCES, CLIENTS, GPUS)
@@ -242,7 +242,7 @@ NUMBERS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def cell(column: Column, row: Mapping[str, Any], unknown: frozenset[str] = frozenset()) -> str:
+def cell(column: TopColumn, row: Mapping[str, Any], unknown: frozenset[str] = frozenset()) -> str:
     value = row.get(column.key)
     if value is None or value in ("", {}):
         return UNKNOWN if column.key in unknown else NOTHING
@@ -253,7 +253,7 @@ def cell(column: Column, row: Mapping[str, Any], unknown: frozenset[str] = froze
     return visible(value) if column.kind in ("text", "graph") else NUMBERS[column.kind](value)
 
 
-def style(column: Column, row: Mapping[str, Any]) -> str:
+def style(column: TopColumn, row: Mapping[str, Any]) -> str:
     value = row.get(column.key)
     if value is None or value in ("", {}):
         return "dim"
@@ -276,13 +276,13 @@ def style(column: Column, row: Mapping[str, Any]) -> str:
 class ColumnLayout(Struct, frozen=True):
     """Columns with their widths, in the order of display."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[TopColumn, ...]
     widths: tuple[int, ...]
     gap: int = 1
 
 
 def choose(
-    table: Table, rows: Sequence[Mapping[str, Any]], width: int, unknown: frozenset[str] = frozenset()
+    table: TopTable, rows: Sequence[Mapping[str, Any]], width: int, unknown: frozenset[str] = frozenset()
 ) -> ColumnLayout:
     """The most important columns that fit. Columns without a value in any row give way to more important ones, and are
     left out from rank RARE on."""
@@ -312,7 +312,7 @@ def choose(
     return ColumnLayout(shown, tuple(widths[column.key] for column in shown), gap)
 
 
-def _longest(column: Column, rows: Sequence[Mapping[str, Any]], unknown: frozenset[str]) -> int:
+def _longest(column: TopColumn, rows: Sequence[Mapping[str, Any]], unknown: frozenset[str]) -> int:
     return max((text_width(cell(column, row, unknown)) for row in rows), default=0)
 
 
@@ -332,11 +332,11 @@ def spans(layout: ColumnLayout, row: Mapping[str, Any], unknown: frozenset[str] 
     return line
 
 
-def _is_empty(column: Column, rows: Sequence[Mapping[str, Any]]) -> bool:
+def _is_empty(column: TopColumn, rows: Sequence[Mapping[str, Any]]) -> bool:
     return not any(row.get(column.key) for row in rows)
 
 
-def sort(table: Table, rows: Iterable[Row], key: str, reverse: bool = False) -> list[Row]:
+def sort(table: TopTable, rows: Iterable[Row], key: str, reverse: bool = False) -> list[Row]:
     """The rows sorted by a column, in its default direction or reversed. Rows without a value are last."""
     column = table.column(key)
     result = sorted(rows, key=lambda row: _comparable([row.get(name) for name in table.identity]))
@@ -346,7 +346,7 @@ def sort(table: Table, rows: Iterable[Row], key: str, reverse: bool = False) -> 
     return known + rest
 
 
-def _sortable(column: Column, row: Row) -> Any:
+def _sortable(column: TopColumn, row: Row) -> Any:
     value = row.get(column.key)
     if column.kind == "counts":
         return reasons_text(value) or None if value else None
@@ -357,7 +357,7 @@ def _comparable(values: Sequence[Any]) -> list[tuple[bool, Any]]:
     return [(value is not None, value if value is not None else 0) for value in values]
 
 
-def select(table: Table, rows: Iterable[Row], text: str) -> list[Row]:
+def select(table: TopTable, rows: Iterable[Row], text: str) -> list[Row]:
     """The rows whose texts contain all words of `text`, in any case."""
     wanted = text.casefold().split()
     columns = [column for column in table.columns if column.is_text or column.kind == "id"]

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from shmserve.llm.figures import FIGURES
 from shmserve.protocol.rates import Row, percentiles
-from shmserve.tools.top.columns import MODELS, Column, Table
+from shmserve.tools.top.columns import MODELS, TopColumn, TopTable
 from shmserve.tools.top.fleet_poller import ServerSnapshot
 from shmserve.tools.top.view import NOT_LOADED, View, sum_known
 
@@ -28,69 +28,71 @@ SILENT_S = 3.0
 _SUMMED = tuple(figure for figure in FIGURES if figure.unit in ("count", "rate"))
 """The figures of language models that can be added."""
 
-SERVERS = Table(
+SERVERS = TopTable(
     "servers",
     "Servers",
     "server",
     ("server",),
     (
-        Column("server", "server", "text", 0, "its address", 12),
-        Column("state", "state", "text", 1, "state of the server; DRAINING: an operator took it out of service", 11),
-        Column("models", "models", "text", 5, "versions that serve, of those that it lists", 6),
-        Column("instances", "inst", "text", 6, "instances that serve, of those that should", 5),
-        Column("requests_per_s", "req/s", "rate", 2, "answered requests per second, also failed ones"),
-        Column("failed_per_s", "fail/s", "rate", 9, "failed requests per second"),
-        Column("p50", "p50", "duration", 12, "median time from arrival to answer"),
-        Column("p99", "p99", "duration", 3, "99th percentile of this time"),
-        Column("queue_seconds", "waits", "duration", 7, "mean time in the queue"),
-        Column("queued", "queue", "count", 4, "requests that have not started"),
-        Column("in_flight", "run", "count", 13, "requests without an answer"),
-        Column("cpu", "cpu", "share", 8, "utilization of the machine's cores"),
-        Column("memory_share", "mem", "share", 10, "share of the machine's memory in use"),
-        Column("gpu", "gpu", "share", 22, "utilization of the busiest GPU"),
-        Column("gpu_memory_share", "gpu mem", "share", 23, "share of the memory in use of the fullest GPU"),
-        Column("connections", "clients", "count", 17, "connections of clients"),
-        Column("release", "release", "text", 11, "release of shmserve; in colour if most servers have another", 7),
-        Column("uptime_seconds", "up", "duration", 14, "time since the server started"),
-        Column("reason", "reason", "text", 18, "why it is not READY", 24),
+        TopColumn("server", "server", "text", 0, "its address", 12),
+        TopColumn("state", "state", "text", 1, "state of the server; DRAINING: an operator took it out of service", 11),
+        TopColumn("models", "models", "text", 5, "versions that serve, of those that it lists", 6),
+        TopColumn("instances", "inst", "text", 6, "instances that serve, of those that should", 5),
+        TopColumn("requests_per_s", "req/s", "rate", 2, "answered requests per second, also failed ones"),
+        TopColumn("failed_per_s", "fail/s", "rate", 9, "failed requests per second"),
+        TopColumn("p50", "p50", "duration", 12, "median time from arrival to answer"),
+        TopColumn("p99", "p99", "duration", 3, "99th percentile of this time"),
+        TopColumn("queue_seconds", "waits", "duration", 7, "mean time in the queue"),
+        TopColumn("queued", "queue", "count", 4, "requests that have not started"),
+        TopColumn("in_flight", "run", "count", 13, "requests without an answer"),
+        TopColumn("cpu", "cpu", "share", 8, "utilization of the machine's cores"),
+        TopColumn("memory_share", "mem", "share", 10, "share of the machine's memory in use"),
+        TopColumn("gpu", "gpu", "share", 22, "utilization of the busiest GPU"),
+        TopColumn("gpu_memory_share", "gpu mem", "share", 23, "share of the memory in use of the fullest GPU"),
+        TopColumn("connections", "clients", "count", 17, "connections of clients"),
+        TopColumn("release", "release", "text", 11, "release of shmserve; in colour if most servers have another", 7),
+        TopColumn("uptime_seconds", "up", "duration", 14, "time since the server started"),
+        TopColumn("reason", "reason", "text", 18, "why it is not READY", 24),
     ),
 )
-FLEET_MODELS = Table(
+FLEET_MODELS = TopTable(
     "models",
     "Models",
     "model",
     ("model",),
     (
-        Column("model", "model", "text", 0, "name of the model", 10),
-        Column("versions", "ver", "text", 6, "versions that are served; with the number of servers if that differs", 3),
-        Column("state", "state", "text", 1, "READY, or what is wrong; PARTLY: not on all servers that have it", 11),
-        Column("servers", "servers", "text", 2, "servers that serve it, of those that have it", 7),
-        Column("instances", "inst", "text", 7, "instances that serve, of those that should", 5),
-        Column("requests_per_s", "req/s", "rate", 3, "answered requests per second, also failed ones"),
-        Column("failed_per_s", "fail/s", "rate", 11, "failed requests per second"),
-        Column("p50", "p50", "duration", 8, "median time from arrival to answer"),
-        Column("p95", "p95", "duration", 12, "95th percentile of this time"),
-        Column("p99", "p99", "duration", 4, "99th percentile of this time"),
-        Column("queue_seconds", "waits", "duration", 13, "mean time in the queue"),
-        Column("queued", "queue", "count", 5, "requests that have not started"),
-        Column("in_flight", "run", "count", 9, "requests that are running"),
-        Column("mean_batch", "batch", "rate", 14, "mean rows per batch"),
-        Column("busy", "busy", "share", 10, "share of time in which instances ran a batch"),
-        Column("memory_bytes", "mem", "bytes", 15, "memory of its processes (PSS)"),
-        Column("gpu_memory_bytes", "gpu mem", "bytes", 22, "memory of its processes on GPUs"),
-        *(Column(one.key, one.head, one.unit, 16 + one.rank / 100, one.help, rare=True) for one in _SUMMED),
-        Column("reason", "reason", "text", 17, "why it is not, or not fully, served, and where", 24),
+        TopColumn("model", "model", "text", 0, "name of the model", 10),
+        TopColumn(
+            "versions", "ver", "text", 6, "versions that are served; with the number of servers if that differs", 3
+        ),
+        TopColumn("state", "state", "text", 1, "READY, or what is wrong; PARTLY: not on all servers that have it", 11),
+        TopColumn("servers", "servers", "text", 2, "servers that serve it, of those that have it", 7),
+        TopColumn("instances", "inst", "text", 7, "instances that serve, of those that should", 5),
+        TopColumn("requests_per_s", "req/s", "rate", 3, "answered requests per second, also failed ones"),
+        TopColumn("failed_per_s", "fail/s", "rate", 11, "failed requests per second"),
+        TopColumn("p50", "p50", "duration", 8, "median time from arrival to answer"),
+        TopColumn("p95", "p95", "duration", 12, "95th percentile of this time"),
+        TopColumn("p99", "p99", "duration", 4, "99th percentile of this time"),
+        TopColumn("queue_seconds", "waits", "duration", 13, "mean time in the queue"),
+        TopColumn("queued", "queue", "count", 5, "requests that have not started"),
+        TopColumn("in_flight", "run", "count", 9, "requests that are running"),
+        TopColumn("mean_batch", "batch", "rate", 14, "mean rows per batch"),
+        TopColumn("busy", "busy", "share", 10, "share of time in which instances ran a batch"),
+        TopColumn("memory_bytes", "mem", "bytes", 15, "memory of its processes (PSS)"),
+        TopColumn("gpu_memory_bytes", "gpu mem", "bytes", 22, "memory of its processes on GPUs"),
+        *(TopColumn(one.key, one.head, one.unit, 16 + one.rank / 100, one.help, rare=True) for one in _SUMMED),
+        TopColumn("reason", "reason", "text", 17, "why it is not, or not fully, served, and where", 24),
     ),
 )
 _OWN = ("model", "version")
-BY_SERVER = Table(
+BY_SERVER = TopTable(
     "by-server",
     "By server",
     "model",
     ("model", "version", "server"),
     (
         *[column for column in MODELS.columns if column.key in _OWN],
-        Column("server", "server", "text", 0, "the server", 12),
+        TopColumn("server", "server", "text", 0, "the server", 12),
         *[column for column in MODELS.without("trend").columns if column.key not in _OWN],
     ),
 )

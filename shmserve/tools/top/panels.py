@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from shmserve.llm.figures import FIGURES
 from shmserve.protocol.rates import Row
 from shmserve.terminal.tables import visible
-from shmserve.tools.top.columns import INSTANCES, NUMBERS, STATES, STEPS, Table, choose, heading, spans
+from shmserve.tools.top.columns import INSTANCES, NUMBERS, STATES, STEPS, TopTable, choose, heading, spans
 from shmserve.tools.top.sources import Curves
 from shmserve.tools.top.texts import (
     NOTHING,
@@ -326,7 +326,7 @@ def _shares(head: str, counts: dict[str, int], width: int) -> list[Line]:
     return lines
 
 
-def _table(table: Table, rows: Sequence[Row], width: int, unknown: frozenset[str]) -> list[Line]:
+def _table(table: TopTable, rows: Sequence[Row], width: int, unknown: frozenset[str]) -> list[Line]:
     layout = choose(table, rows, width, unknown)
     head = (" " * layout.gap).join(heading(layout))
     return [[(head, "dim")], *[spans(layout, row, unknown) for row in rows]]

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 from shmserve.protocol.rates import Row
 from shmserve.terminal.tables import table as plain_table
 from shmserve.terminal.tables import visible
-from shmserve.tools.top.columns import STATES, TABLES, Table, cell, choose, heading, select, sort, spans
+from shmserve.tools.top.columns import STATES, TABLES, TopTable, cell, choose, heading, select, sort, spans
 from shmserve.tools.top.fleet_totals import FleetView
 from shmserve.tools.top.panels import joined, labelled, number_text, summary
 from shmserve.tools.top.texts import Line, count_text, line_text, rate_text, short_duration
 from shmserve.tools.top.view import View
 
 
-def tables_of(name: str | None, tables: Sequence[Table] = TABLES) -> tuple[Table, ...]:
+def tables_of(name: str | None, tables: Sequence[TopTable] = TABLES) -> tuple[TopTable, ...]:
     """The table of this name; all if it is None."""
     return tuple(table for table in tables if name in (None, table.name))
 
@@ -30,19 +30,19 @@ class Tables(Protocol):
     def table(self, name: str) -> list[Row]: ...
 
 
-def ordered(table: Table, view: Tables, text: str, key: str | None) -> list[Row]:
+def ordered(table: TopTable, view: Tables, text: str, key: str | None) -> list[Row]:
     """The rows to show. A sort key that the table does not have selects its default order."""
     known = key is not None and any(column.key == key for column in table.columns)
     return sort(table, select(table, view.table(table.name), text), key if known and key else table.sort)
 
 
-def text(view: View, where: str, tables: Sequence[Table], words: str, key: str | None, width: int | None) -> str:
+def text(view: View, where: str, tables: Sequence[TopTable], words: str, key: str | None, width: int | None) -> str:
     """A summary of the server and the tables; empty tables are left out. `width` None: no limit."""
     lines = [line_text(line).rstrip() for line in summary(view, where, width or 1000)]
     return "\n".join(lines + tables_text(view, tables, words, key, width))
 
 
-def tables_text(view: Tables, tables: Sequence[Table], words: str, key: str | None, width: int | None) -> list[str]:
+def tables_text(view: Tables, tables: Sequence[TopTable], words: str, key: str | None, width: int | None) -> list[str]:
     """Lines, with an empty one before each table."""
     lines: list[str] = []
     results = [(table, rows) for table in tables if (rows := ordered(table, view, words, key))]
@@ -53,20 +53,20 @@ def tables_text(view: Tables, tables: Sequence[Table], words: str, key: str | No
     return lines
 
 
-def _narrow(table: Table, rows: Sequence[Row], view: Tables, width: int) -> list[str]:
+def _narrow(table: TopTable, rows: Sequence[Row], view: Tables, width: int) -> list[str]:
     layout = choose(table, rows, width, view.unknown)
     gap = " " * layout.gap
     return [gap.join(heading(layout)).rstrip(), *[line_text(spans(layout, row, view.unknown)).rstrip() for row in rows]]
 
 
-def _wide(table: Table, rows: Sequence[Row], view: Tables) -> list[str]:
+def _wide(table: TopTable, rows: Sequence[Row], view: Tables) -> list[str]:
     columns = [column for column in table.columns if any(row.get(column.key) not in (None, "", {}) for row in rows)]
     cells = [[cell(column, row, view.unknown) for column in columns] for row in rows]
     right = [place for place, column in enumerate(columns) if not column.is_text]
     return plain_table([column.head for column in columns], cells, right).split("\n")
 
 
-def document(view: View, where: str, tables: Sequence[Table], words: str, key: str | None) -> dict[str, Any]:
+def document(view: View, where: str, tables: Sequence[TopTable], words: str, key: str | None) -> dict[str, Any]:
     """Values are in units without prefixes (seconds, bytes, shares of 1); null: no value, or unknown."""
     return {
         "url": where,
@@ -104,12 +104,12 @@ def fleet_summary(view: FleetView, width: int) -> list[Line]:
     return [joined(first, width), joined(second, width)]
 
 
-def fleet_text(view: FleetView, tables: Sequence[Table], words: str, key: str | None, width: int | None) -> str:
+def fleet_text(view: FleetView, tables: Sequence[TopTable], words: str, key: str | None, width: int | None) -> str:
     lines = [line_text(line).rstrip() for line in fleet_summary(view, width or 1000)]
     return "\n".join(lines + tables_text(view, tables, words, key, width))
 
 
-def fleet_document(view: FleetView, tables: Sequence[Table], words: str, key: str | None) -> dict[str, Any]:
+def fleet_document(view: FleetView, tables: Sequence[TopTable], words: str, key: str | None) -> dict[str, Any]:
     """The document for --json, in the units of the document of one server."""
     rows = {table.name.replace("-", "_"): ordered(table, view, words, key) for table in tables}
     return {"total": view.total, **rows, "unknown": sorted(view.unknown)}

@@ -18,7 +18,7 @@ from textual.widgets import Button
 
 from shmserve.protocol.rates import Row
 from shmserve.terminal.tables import visible
-from shmserve.tools.top.columns import Table
+from shmserve.tools.top.columns import TopTable
 from shmserve.tools.top.panels import TrendHistory, detail, wrapped
 from shmserve.tools.top.sources import Record
 from shmserve.tools.top.table_view import strip_of
@@ -184,7 +184,7 @@ class HelpScreen(ReadingScreen):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter,question_mark,space", "dismiss(None)", show=False)]
 
-    def __init__(self, table: Table, keys: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, table: TopTable, keys: Sequence[tuple[str, str]]) -> None:
         super().__init__()
         self._table = table
         self._keys = keys

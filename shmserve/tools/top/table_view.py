@@ -14,7 +14,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from shmserve.protocol.rates import Row
-from shmserve.tools.top.columns import Column, ColumnLayout, Table, choose, heading, spans
+from shmserve.tools.top.columns import ColumnLayout, TopColumn, TopTable, choose, heading, spans
 from shmserve.tools.top.texts import Line, pad
 
 STYLES = {
@@ -61,11 +61,11 @@ class TableView(ScrollView):
         """Posted when another row is selected."""
 
     class HeadClicked(Message):
-        def __init__(self, column: Column) -> None:
+        def __init__(self, column: TopColumn) -> None:
             self.column = column
             super().__init__()
 
-    def __init__(self, table: Table, **options: Any) -> None:
+    def __init__(self, table: TopTable, **options: Any) -> None:
         super().__init__(**options)
         self.table = table
         self.rows: list[Row] = []
@@ -81,7 +81,7 @@ class TableView(ScrollView):
     def selected(self) -> Row | None:
         return self.rows[self.cursor] if self.rows else None
 
-    def show(self, table: Table, rows: list[Row], unknown: frozenset[str], sorted_by: str, empty: str) -> None:
+    def show(self, table: TopTable, rows: list[Row], unknown: frozenset[str], sorted_by: str, empty: str) -> None:
         """`empty`: text to show if there are no rows."""
         before = self.selected if table is self.table else None
         place = self.cursor if table is self.table else 0

@@ -18,7 +18,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from shmserve.protocol.rates import Row
-from shmserve.tools.top.columns import Table, select, sort
+from shmserve.tools.top.columns import TopTable, select, sort
 from shmserve.tools.top.screens import HelpScreen, Lines
 from shmserve.tools.top.sources import FIRST
 from shmserve.tools.top.table_view import TableView
@@ -88,7 +88,7 @@ class TablesApp(App[str]):
     """With priority, a key takes effect before the next one is read: letters typed after `/` belong to the filter."""
 
     def __init__(
-        self, tables: Sequence[Table], interval: float, filter_text: str, sort_key: str | None, table: str
+        self, tables: Sequence[TopTable], interval: float, filter_text: str, sort_key: str | None, table: str
     ) -> None:
         """`interval`: seconds between refreshes. `filter_text`, `sort_key` and `table`: the initial settings."""
         super().__init__(ansi_color=True)
@@ -130,7 +130,7 @@ class TablesApp(App[str]):
         """Adds rows that are shown below one of the sorted rows."""
         return rows
 
-    def _total(self, table: Table) -> int:
+    def _total(self, table: TopTable) -> int:
         return len(self._rows(table.name))
 
     def _unknown(self) -> frozenset[str]:
@@ -231,7 +231,7 @@ class TablesApp(App[str]):
     def action_next_table(self, by: int) -> None:
         self._show_table(self._tables[(self._tables.index(self._table) + by) % len(self._tables)])
 
-    def _show_table(self, table: Table) -> None:
+    def _show_table(self, table: TopTable) -> None:
         self._table = table
         self.draw()
 

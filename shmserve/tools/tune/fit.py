@@ -26,7 +26,7 @@ Pair = tuple[int, int]
 """Instances and threads."""
 
 
-class Sample(Struct, frozen=True):
+class TimeSample(Struct, frozen=True):
     """A measured time: an instance takes `batch_ns` for each batch of `rows`, with all instances busy."""
 
     instances: int
@@ -74,9 +74,9 @@ class Fit(Struct, frozen=True):
         return self.pair[0] * rows * 1e9 / self.ns(rows, length)
 
 
-def fit(samples: Sequence[Sample]) -> dict[Pair, Fit]:
+def fit(samples: Sequence[TimeSample]) -> dict[Pair, Fit]:
     """A fit for each measured number of instances and threads."""
-    groups: dict[Pair, list[Sample]] = {}
+    groups: dict[Pair, list[TimeSample]] = {}
     for sample in samples:
         groups.setdefault(sample.pair, []).append(sample)
     sizes = max(len({(sample.rows, sample.length) for sample in group}) for group in groups.values())
@@ -90,7 +90,7 @@ def fit(samples: Sequence[Sample]) -> dict[Pair, Fit]:
     return results
 
 
-def _curve(pair: Pair, samples: Sequence[Sample]) -> Fit:
+def _curve(pair: Pair, samples: Sequence[TimeSample]) -> Fit:
     by_length = len({sample.length for sample in samples}) > 1
     columns = [[1.0, s.rows, s.rows * s.length] if by_length else [1.0, s.rows] for s in samples]
     times = np.array([sample.batch_ns for sample in samples])
@@ -127,7 +127,7 @@ def _nearest(pair: Pair, complete: Mapping[Pair, Fit]) -> Fit:
     return min(complete.values(), key=lambda fit: (fit.pair[1] != pair[1], abs(fit.pair[0] - pair[0])))
 
 
-def _scaled(pair: Pair, samples: Sequence[Sample], base: Fit) -> Fit:
+def _scaled(pair: Pair, samples: Sequence[TimeSample], base: Fit) -> Fit:
     """The base curve times a factor that is interpolated over the logarithm of the rows."""
     ordered = sorted(samples, key=lambda sample: (sample.rows, sample.length))
     factors = [sample.batch_ns / base.ns(max(1, round(sample.rows)), sample.length) for sample in ordered]
@@ -140,7 +140,7 @@ def _scaled(pair: Pair, samples: Sequence[Sample], base: Fit) -> Fit:
     rows = [log(max(1.0, sample.rows)) for sample in ordered]
     sizes = sorted({size for size, _ in base.entries} | {max(1, round(sample.rows)) for sample in ordered})
     entries = tuple((size, base.ns(size) * float(np.interp(log(size), rows, factors))) for size in sizes)
-    curve = _curve(pair, [Sample(*pair, size, time) for size, time in entries])
+    curve = _curve(pair, [TimeSample(*pair, size, time) for size, time in entries])
     return Fit(pair, curve.batch_ns, curve.row_ns, 0.0, base.error, curve.affine, entries, scaled=True)
 
 

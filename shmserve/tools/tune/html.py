@@ -11,7 +11,7 @@ from shmserve.tools.tune.predict import Prediction
 from shmserve.tools.tune.reasons import MIB, MS, reasons
 from shmserve.tools.tune.report import diff, headline, measured
 from shmserve.tools.tune.space import pair_text
-from shmserve.tools.tune.tuner import Outcome
+from shmserve.tools.tune.tuner import TuningOutcome
 
 STYLE = """<style>
 tr.chosen { font-weight: 600 } pre { background: #8882; padding: .8rem; overflow-x: auto }
@@ -19,7 +19,7 @@ tr.chosen { font-weight: 600 } pre { background: #8882; padding: .8rem; overflow
 </style>"""
 
 
-def page(outcome: Outcome, path: str) -> str:
+def page(outcome: TuningOutcome, path: str) -> str:
     goal, model = outcome.goal, outcome.model
     wanted = f"p99 up to {goal.p99_ns / MS:g} ms"
     wanted += f" at {rate_text(goal.rate)} requests/s" if goal.rate else ", as many requests per second as possible"
@@ -50,7 +50,7 @@ def _changes(text: str) -> str:
     return f"<pre>{chr(10).join(marked)}</pre>" if marked else "<p>None: the present settings are kept.</p>"
 
 
-def _candidates(outcome: Outcome) -> str:
+def _candidates(outcome: TuningOutcome) -> str:
     columns, rows = measured(outcome)
     if not rows:
         return ""
@@ -59,7 +59,7 @@ def _candidates(outcome: Outcome) -> str:
     return f"<h2>Settings measured on the server</h2>{table}"
 
 
-def _load_chart(outcome: Outcome) -> str:
+def _load_chart(outcome: TuningOutcome) -> str:
     """p99 by load: predicted curve, measured points, and the limit."""
     goal = outcome.goal
     top = 3 * goal.p99_ns / MS
@@ -83,7 +83,7 @@ def _load_chart(outcome: Outcome) -> str:
     return text + lines("Load and latency", Axis("requests per second"), Axis("p99 in ms"), series)
 
 
-def _memory_chart(outcome: Outcome) -> str:
+def _memory_chart(outcome: TuningOutcome) -> str:
     """What memory buys: all predictions, and the settings that no other beats with as little memory."""
     goal = outcome.goal
 
@@ -98,7 +98,7 @@ def _memory_chart(outcome: Outcome) -> str:
     return lines("Memory and " + ("latency" if goal.rate else "throughput"), Axis("MiB of all instances"), what, series)
 
 
-def _service_chart(outcome: Outcome) -> str:
+def _service_chart(outcome: TuningOutcome) -> str:
     """Service times by rows: measured points and fitted curves. Shows the three settings with the highest
     throughput."""
     best = sorted(outcome.fits, key=lambda pair: -outcome.times.highest.get(pair, 0.0))[:3]

@@ -41,7 +41,7 @@ Settings = tuple[Candidate, ...]
 """Of each tuned model, in their order."""
 
 
-class Step(Struct):
+class TunedStep(Struct):
     """A model to tune, and what was measured of it alone. `share`: its requests at a rate of 1."""
 
     model: TunedModel
@@ -75,7 +75,7 @@ class Step(Struct):
         ]
 
 
-class Target(Struct, frozen=True):
+class JointTarget(Struct, frozen=True):
     """What callers ask, and what it must hold: a tuned model, or an ensemble of such models, which has a policy of its
     own. `share`: its requests at a rate of 1."""
 
@@ -147,9 +147,9 @@ class JointTuner:
 
     def __init__(
         self,
-        targets: Sequence[Target],
+        targets: Sequence[JointTarget],
         bench: SharedBench,
-        steps: Sequence[Step],
+        steps: Sequence[TunedStep],
         cores: int,
         progress: Callable[[str], None],
         memory: int = 0,
@@ -345,6 +345,6 @@ def _with(settings: Settings, index: int, candidate: Candidate) -> Settings:
     return (*settings[:index], candidate, *settings[index + 1 :])
 
 
-def _cost(step: Step, objective: str, candidate: Candidate) -> tuple[int, ...]:
+def _cost(step: TunedStep, objective: str, candidate: Candidate) -> tuple[int, ...]:
     memory, cores = step.bytes_of(candidate), candidate.instances * max(candidate.threads, 1)
     return (memory, candidate.instances, cores) if objective == "memory" else (candidate.instances, memory, cores)

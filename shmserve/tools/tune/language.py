@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from shmserve.errors import ServeError
 from shmserve.repo.config.edit import Edit, edited, unified
 from shmserve.repo.config.schema import ModelConfig, ModelParameter, parameter
-from shmserve.tools.load.plan import DEFAULT_OUTPUT, Closed, Objectives, Plan, Prompts, Settings
+from shmserve.tools.load.plan import DEFAULT_OUTPUT, ClosedLoop, LoadPlan, MeasureSettings, Objectives, PromptPlan
 from shmserve.tools.load.record import Point
 
 DEFAULTS = {
@@ -51,7 +51,7 @@ class LanguageGoal(Struct, frozen=True):
     """`memory`: bytes of the model's processes, 0: no limit. `seconds`: duration of a measurement."""
 
     objectives: Objectives
-    prompts: Prompts
+    prompts: PromptPlan
     memory: int = 0
     seconds: float = 2.0
 
@@ -86,7 +86,7 @@ class LanguageBench(Protocol):
         """Bytes of memory of the model's processes."""
         ...
 
-    def load(self, plan: Plan) -> Point:
+    def load(self, plan: LoadPlan) -> Point:
         """Raises ServeError if the load cannot be put on the model."""
         ...
 
@@ -169,13 +169,13 @@ class LanguageTuner:
             return
         self._progress(str(setting))
         window = round(self._goal.seconds * 1e9 / WINDOWS)
-        plan = Plan(
+        plan = LoadPlan(
             model=self.model.config.name,
-            loads=(Closed(setting.slots),),
+            loads=(ClosedLoop(setting.slots),),
             prompts=self._goal.prompts,
             objectives=self._goal.objectives,
             stream=True,
-            settings=Settings(warmup_ns=window // 2, window_ns=window, min_windows=WINDOWS, max_windows=WINDOWS),
+            settings=MeasureSettings(warmup_ns=window // 2, window_ns=window, min_windows=WINDOWS, max_windows=WINDOWS),
             processes=1,
         )
         try:

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from shmserve.errors import ModelFailed
 from shmserve.tools.tune.bench import Bench, Observation
-from shmserve.tools.tune.fit import IN_FLIGHT, Pair, Sample
+from shmserve.tools.tune.fit import IN_FLIGHT, Pair, TimeSample
 from shmserve.tools.tune.goal import Goal
 from shmserve.tools.tune.space import Candidate, TunedModel, pair_text
 
@@ -27,7 +27,7 @@ Progress = Callable[[str], None]
 class Times(Struct):
     """All measurements."""
 
-    samples: list[Sample] = []
+    samples: list[TimeSample] = []
     lone: Observation | None = None
     """One caller and the smallest batch."""
     full: Observation | None = None
@@ -101,7 +101,7 @@ class Measurement:
             times.lone = _checked(self._bench.closed(1, goal.seconds, goal.typical_length), "one was sent alone")
         for (_, length), result in rounds.items():
             rows, batch_ns = (median(values) for values in zip(*result, strict=True))
-            times.samples.append(Sample(*pair, rows, batch_ns, length))
+            times.samples.append(TimeSample(*pair, rows, batch_ns, length))
             reached = pair[0] * self._model.devices * rows * 1e9 / batch_ns
             times.highest[pair] = max(times.highest.get(pair, 0.0), reached)
 

@@ -12,7 +12,7 @@ from shmserve.tools.tune.confirm import Confirmed
 from shmserve.tools.tune.fit import Fit
 from shmserve.tools.tune.predict import PRECISION
 from shmserve.tools.tune.space import Candidate
-from shmserve.tools.tune.tuner import Outcome
+from shmserve.tools.tune.tuner import TuningOutcome
 
 MS = 1e6
 MIB = 1 << 20
@@ -23,7 +23,7 @@ LATE = 0.3
 """Lateness of the load generator, as a share of the latency target, from which it is reported."""
 
 
-def reasons(outcome: Outcome) -> list[str]:
+def reasons(outcome: TuningOutcome) -> list[str]:
     """Sentences about the chosen candidate, or why there is none."""
     chosen = outcome.chosen
     if chosen is None:
@@ -40,7 +40,7 @@ def reasons(outcome: Outcome) -> list[str]:
     return [*results, *(f"Not tried: {text}." for text in outcome.times.skipped)]
 
 
-def _nothing(outcome: Outcome) -> Iterator[str]:
+def _nothing(outcome: TuningOutcome) -> Iterator[str]:
     goal, times = outcome.goal, outcome.times
     if outcome.interrupted or times.lone is None:
         return
@@ -54,7 +54,7 @@ def _nothing(outcome: Outcome) -> Iterator[str]:
         yield from _refusals(each)
 
 
-def _result(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
+def _result(outcome: TuningOutcome, chosen: Candidate) -> Iterator[str]:
     goal, result, predicted = outcome.goal, outcome.of(chosen), outcome.prediction(chosen)
     limit = f"{goal.p99_ns / MS:g} ms"
     if result is None or not result.points:
@@ -100,7 +100,7 @@ def _refusals(result: Confirmed) -> Iterator[str]:
         )
 
 
-def prediction_error(outcome: Outcome, candidate: Candidate) -> float | None:
+def prediction_error(outcome: TuningOutcome, candidate: Candidate) -> float | None:
     """The relative error of the predicted rate; with a target rate, of the predicted p99."""
     result = outcome.of(candidate)
     if result is None or result.predicted is None or not result.points:
@@ -111,7 +111,7 @@ def prediction_error(outcome: Outcome, candidate: Candidate) -> float | None:
     return result.predicted.rate / result.rate - 1 if result.rate else None
 
 
-def _against_now(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
+def _against_now(outcome: TuningOutcome, chosen: Candidate) -> Iterator[str]:
     now = outcome.model.current
     if chosen == now:
         if not outcome.holds:
@@ -135,7 +135,7 @@ def _against_now(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
         yield "The present settings do not hold the p99 at any rate that was measured."
 
 
-def _instances(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
+def _instances(outcome: TuningOutcome, chosen: Candidate) -> Iterator[str]:
     for text in _throughput(outcome):
         yield f"Instances: {chosen.instances}. {text}"
     result = outcome.of(chosen)
@@ -149,7 +149,7 @@ def _instances(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
         yield f"Memory: {text} MiB{largest}{limit}."
 
 
-def _throughput(outcome: Outcome) -> Iterator[str]:
+def _throughput(outcome: TuningOutcome) -> Iterator[str]:
     highest: dict[int, float] = {}
     for (count, _), rate in outcome.times.highest.items():
         highest[count] = max(highest.get(count, 0.0), rate)
@@ -158,14 +158,14 @@ def _throughput(outcome: Outcome) -> Iterator[str]:
         yield f"Highest throughput in rows/s by number of instances: {each}."
 
 
-def _threads(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
+def _threads(outcome: TuningOutcome, chosen: Candidate) -> Iterator[str]:
     fits = {pair[1]: fit for pair, fit in outcome.fits.items() if pair[0] == chosen.instances}
     if chosen.threads and len(fits) > 1:
         each = ", ".join(f"{threads}: {fit.ns(chosen.batch) / MS:.2f} ms" for threads, fit in sorted(fits.items()))
         yield f"Threads: {chosen.threads}. A batch of {chosen.batch} rows takes, by number of threads, {each}."
 
 
-def _batch(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
+def _batch(outcome: TuningOutcome, chosen: Candidate) -> Iterator[str]:
     fit = outcome.fits.get((chosen.instances, chosen.threads))
     if fit is None:
         return
@@ -207,13 +207,13 @@ def _formula(fit: Fit) -> str:
     return f"{' + '.join(parts)}, off by at most {fit.error:.0%}"
 
 
-def _best_of(outcome: Outcome, batch: int) -> float:
+def _best_of(outcome: TuningOutcome, batch: int) -> float:
     if outcome.goal.rate:
         return 0.0
     return max((each.rate for each in outcome.ranked if each.candidate.batch == batch), default=0.0)
 
 
-def _delay(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
+def _delay(outcome: TuningOutcome, chosen: Candidate) -> Iterator[str]:
     if outcome.model.config.max_batch_size < 2:
         return
     rest = replace(chosen, delay_us=0)
@@ -248,7 +248,7 @@ def _span(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _padding(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
+def _padding(outcome: TuningOutcome, chosen: Candidate) -> Iterator[str]:
     fit = outcome.fits.get((chosen.instances, chosen.threads))
     if chosen.multiple and fit is not None and fit.element_ns:
         worth = fit.batch_ns / fit.element_ns

@@ -13,7 +13,7 @@ from shmserve.tools.load.report.table import rate_text
 from shmserve.tools.tune.confirm import GIVE_UP, Confirmed
 from shmserve.tools.tune.reasons import MIB, MS, prediction_error, reasons
 from shmserve.tools.tune.space import Candidate
-from shmserve.tools.tune.tuner import Outcome
+from shmserve.tools.tune.tuner import TuningOutcome
 
 COLUMNS = (
     Column("SETTING"),
@@ -43,14 +43,14 @@ POINTS = (
 )
 
 
-def diff(outcome: Outcome, path: str) -> str:
+def diff(outcome: TuningOutcome, path: str) -> str:
     """The changes of config.pbtxt as a unified diff; empty if there are none."""
     if outcome.chosen is None:
         return ""
     return unified(outcome.model.text, outcome.model.text_of(outcome.chosen), path)
 
 
-def text(outcome: Outcome, screen: Screen) -> str:
+def text(outcome: TuningOutcome, screen: Screen) -> str:
     """Everything but the diff."""
     parts = []
     columns, rows = measured(outcome)
@@ -71,7 +71,7 @@ def text(outcome: Outcome, screen: Screen) -> str:
     return "\n\n".join(parts)
 
 
-def headline(outcome: Outcome) -> str:
+def headline(outcome: TuningOutcome) -> str:
     """The chosen setting, and a note if it has not held the target."""
     if outcome.chosen is None:
         return "Nothing found"
@@ -84,13 +84,13 @@ def headline(outcome: Outcome) -> str:
     return f"No setting held the target on the server. The closest: {setting}"
 
 
-def measured(outcome: Outcome) -> tuple[Sequence[Column], list[list[str]]]:
+def measured(outcome: TuningOutcome) -> tuple[Sequence[Column], list[list[str]]]:
     """The table of the settings that were measured on the server."""
     results = [each for each in outcome.confirmed if each.points or each.error]
     return RATE_COLUMNS if outcome.goal.rate else COLUMNS, [_row(outcome, each) for each in results]
 
 
-def _row(outcome: Outcome, each: Confirmed) -> list[str]:
+def _row(outcome: TuningOutcome, each: Confirmed) -> list[str]:
     goal, predicted = outcome.goal, each.predicted
     lowest = min((point.rate for point in each.points), default=0.0)
     rate = goal.rate or each.rate or lowest
@@ -120,7 +120,7 @@ def mib(size: int) -> str:
     return f"{size / MIB:,.0f}" if size else "-"
 
 
-def _points(outcome: Outcome) -> list[list[str]]:
+def _points(outcome: TuningOutcome) -> list[list[str]]:
     """The predicted curve of the chosen setting, with the measured points."""
     result = outcome.of(outcome.chosen)
     rows = []
@@ -152,7 +152,7 @@ def settings(candidate: Candidate) -> dict[str, int]:
     return {name: getattr(candidate, name) for name in candidate.__struct_fields__}
 
 
-def as_json(outcome: Outcome, path: str) -> dict[str, Any]:
+def as_json(outcome: TuningOutcome, path: str) -> dict[str, Any]:
     goal = outcome.goal
     return {
         "model": outcome.model.name,
@@ -212,7 +212,7 @@ def as_json(outcome: Outcome, path: str) -> dict[str, Any]:
     }
 
 
-def _confirmed(outcome: Outcome, each: Confirmed) -> dict[str, Any]:
+def _confirmed(outcome: TuningOutcome, each: Confirmed) -> dict[str, Any]:
     predicted = each.predicted
     return {
         "settings": settings(each.candidate),

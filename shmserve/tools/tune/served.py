@@ -26,7 +26,7 @@ from shmserve.system import procfs
 from shmserve.tools.load.generation.schedule import send_times
 from shmserve.tools.load.generation.sending import LoadSender, MonotonicTimer
 from shmserve.tools.load.measure import measure
-from shmserve.tools.load.plan import SECOND, Endpoint, Open, Plan, Sequences
+from shmserve.tools.load.plan import SECOND, Endpoint, LoadPlan, OpenLoop, Sequences
 from shmserve.tools.load.record import Point
 from shmserve.tools.load.targets.base import TargetOptions
 from shmserve.tools.load.targets.native import NativeTarget
@@ -84,7 +84,7 @@ class ServedModel:
         entries = [each for each in self._client.activity()["models"] if each["name"] == self._name]
         return sum(instance["gpu_memory_bytes"] for each in entries for instance in each.get("instances", ()))
 
-    def load(self, plan: Plan) -> Point:
+    def load(self, plan: LoadPlan) -> Point:
         """The result of a load of `bench`."""
         (point,) = measure(replace(plan, endpoint=Endpoint(url=self._client.url))).points
         return point
@@ -102,10 +102,10 @@ class ServedModel:
     def open(self, rate: float, seconds: float, give_up_ns: float) -> Observation:
         return ServedModels([self]).open([rate], seconds, [give_up_ns])[0]
 
-    def next_load(self, rate: float) -> Open:
+    def next_load(self, rate: float) -> OpenLoop:
         """Requests at random times, other ones than those of the last load."""
         self._seed += 1
-        return Open(rate, seed=self._seed)
+        return OpenLoop(rate, seed=self._seed)
 
     def feeds(self, length: int) -> Sequence[Mapping[str, Any]]:
         if length not in self._known:
@@ -191,7 +191,7 @@ async def closed(sender: LoadSender, callers: int, seconds: float) -> Observatio
     return observation(sender, recorded(sender)[0] >= begin, begin)
 
 
-async def opened(sender: LoadSender, load: Open, seconds: float, give_up_ns: float) -> Observation:
+async def opened(sender: LoadSender, load: OpenLoop, seconds: float, give_up_ns: float) -> Observation:
     """A load that ends early if requests fail, or too many of them wait."""
     limit = min(max(50, round(load.rate * give_up_ns / SECOND)), MAX_IN_FLIGHT - 1)
     start = monotonic_ns() + SECOND // 100

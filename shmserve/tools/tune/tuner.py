@@ -33,7 +33,7 @@ CALIBRATION_ROUNDS = 4
 candidates."""
 
 
-class Outcome(Struct):
+class TuningOutcome(Struct):
     """Everything that was found. Steps that were not reached leave their defaults."""
 
     model: TunedModel
@@ -99,9 +99,9 @@ class Tuner:
         self._events = events
         self._processes = processes
         self._confirmation = Confirmation(bench, model, goal, events.within)
-        self.outcome = Outcome(model, goal, confirmed=self._confirmation.results)
+        self.outcome = TuningOutcome(model, goal, confirmed=self._confirmation.results)
 
-    def run(self) -> Outcome:
+    def run(self) -> TuningOutcome:
         steps = (
             ("measure", self._measure),
             ("calibrate", self._calibrate),
@@ -193,7 +193,7 @@ class Tuner:
         return predictor.highest(now)
 
 
-def choose(outcome: Outcome) -> Candidate | None:
+def choose(outcome: TuningOutcome) -> Candidate | None:
     """The best confirmed candidate, else the best predicted one. The current setting is only kept if it is as good."""
     goal = outcome.goal
     limit = goal.memory or float("inf")

@@ -18,7 +18,17 @@ from shmserve.errors import InvalidRequest
 from shmserve.testing import Server
 from shmserve.tools.load.measure import measure
 from shmserve.tools.load.plan import CHAT as CHAT_API
-from shmserve.tools.load.plan import COMPLETIONS, SECOND, Closed, Endpoint, Lengths, Objectives, Plan, Prompts, Settings
+from shmserve.tools.load.plan import (
+    COMPLETIONS,
+    SECOND,
+    ClosedLoop,
+    Endpoint,
+    Lengths,
+    LoadPlan,
+    MeasureSettings,
+    Objectives,
+    PromptPlan,
+)
 from tests.process.models.language import llm_oracle
 from tests.support.cases import cases
 from tests.support.gateway.language_models import openai_client, picture, post
@@ -146,14 +156,14 @@ def test_log_probabilities(client: Any) -> None:
 def test_a_load_generator_counts_tokens(kind: str, api: str, server: Server) -> None:
     """As many as were asked for, and as the engine has counted."""
     url = f"http://{server.endpoints['http']}{'/v1' if api == COMPLETIONS else ''}" if kind == "openai" else server.url
-    plan = Plan(
+    plan = LoadPlan(
         model="text",
         endpoint=Endpoint(url=url, openai=kind == "openai"),
-        loads=(Closed(2),),
-        prompts=Prompts(api=api, words=Lengths(40, 80), output=Lengths(8, 8), sampling='{"ignore_eos": true}'),
+        loads=(ClosedLoop(2),),
+        prompts=PromptPlan(api=api, words=Lengths(40, 80), output=Lengths(8, 8), sampling='{"ignore_eos": true}'),
         objectives=Objectives(e2e=60 * SECOND),
         stream=True,
-        settings=Settings(
+        settings=MeasureSettings(
             warmup_ns=SECOND // 50, window_ns=SECOND // 20, min_windows=2, max_windows=2, min_responses=3
         ),
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shmserve.core.service.form import Reason
 from shmserve.tools import timeline
-from shmserve.tools.timeline import Collected, Timeline, lanes, summary, text, write
+from shmserve.tools.timeline import Collected, TraceTimeline, lanes, summary, text, write
 from tests.support.clients.trace_events import check
 
 US = 1000
@@ -61,7 +61,7 @@ def collected(*records: list[Any], limit: int = 100, left_out: int = 0) -> Colle
 
 def events(found: Collected) -> list[dict[str, Any]]:
     file = io.BytesIO()
-    write(file, Timeline(found).events(), {"server": "s"})
+    write(file, TraceTimeline(found).events(), {"server": "s"})
     document = json.loads(file.getvalue())
     assert document["otherData"] == {"server": "s"}
     check(document["traceEvents"])
@@ -146,7 +146,7 @@ def test_what_exceeds_the_limit_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     found = collected(*many, limit=10, left_out=3)
     assert (found.requests, found.left_out, found.missing) == (8, 8, 11)
     monkeypatch.setattr(timeline, "lanes", lambda spans: lanes(spans, 3))
-    made = Timeline(found)
+    made = TraceTimeline(found)
     assert made.not_shown == 5
     assert sum(event.get("cat") == "request" for event in check(made.events())) == 3
 

@@ -15,8 +15,8 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
 from shmserve.tools.load.analysis.confidence import difference
-from shmserve.tools.load.plan import Closed, Load, Open
-from shmserve.tools.load.record import Interval, Latencies, Point, Run, Window
+from shmserve.tools.load.plan import ClosedLoop, Load, OpenLoop
+from shmserve.tools.load.record import Interval, Latencies, LoadWindow, Point, SavedRun
 
 BETTER, WORSE, SAME, UNKNOWN = "better", "worse", "no difference", "unknown"
 MIXED = "mixed"
@@ -58,7 +58,7 @@ class _Metric(Struct, frozen=True):
 
     name: str
     value: Callable[[Point], float | None]
-    of_window: Callable[[Window], float | None]
+    of_window: Callable[[LoadWindow], float | None]
     more_is_better: bool = False
 
 
@@ -88,7 +88,7 @@ class _Row(Struct, frozen=True):
     new_windows: Sequence[float]
 
 
-def compare(old: Run, new: Run, confidence: float = 0.95, min_change: float = 0.01) -> RunComparison:
+def compare(old: SavedRun, new: SavedRun, confidence: float = 0.95, min_change: float = 0.01) -> RunComparison:
     """Raises InvalidRequest if the runs have no load in common. `min_change`: as a share of the old value."""
     after = {_key(point.load): point for point in new.points}
     pairs = [(point, after[_key(point.load)]) for point in old.points if _key(point.load) in after]
@@ -115,13 +115,13 @@ def compare(old: Run, new: Run, confidence: float = 0.95, min_change: float = 0.
 
 
 def _key(load: Load) -> tuple[str, float]:
-    kind = load.arrivals if isinstance(load, Open) else type(load).__name__
+    kind = load.arrivals if isinstance(load, OpenLoop) else type(load).__name__
     return kind, round(load.value, 6)
 
 
 def _rows(old: Point, new: Point) -> Iterator[_Row]:
     metrics = [_IN_TIME, *map(_percentile, PERCENTILES)]
-    if isinstance(old.load, Closed):  # an open loop's throughput is its rate
+    if isinstance(old.load, ClosedLoop):  # an open loop's throughput is its rate
         metrics.insert(0, _THROUGHPUT)
     for metric in metrics:
         before, after = metric.value(old), metric.value(new)
@@ -181,7 +181,7 @@ def _overall(changes: Sequence[Change]) -> str:
     return next((verdict for verdict in (WORSE, BETTER, SAME) if verdict in results), UNKNOWN)
 
 
-def _notes(old: Run, new: Run, pairs: Sequence[tuple[Point, Point]]) -> list[str]:
+def _notes(old: SavedRun, new: SavedRun, pairs: Sequence[tuple[Point, Point]]) -> list[str]:
     rows = tuple([point.rows for point in points] for points in zip(*pairs, strict=True))
     notes = [
         f"{name} differs: {before} and {after}"

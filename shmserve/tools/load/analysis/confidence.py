@@ -8,8 +8,8 @@ from statistics import NormalDist, fmean, stdev
 
 from msgspec import Struct
 
-from shmserve.tools.load.plan import Settings
-from shmserve.tools.load.record import Interval, Window
+from shmserve.tools.load.plan import MeasureSettings
+from shmserve.tools.load.record import Interval, LoadWindow
 
 
 def student_t(confidence: float, freedom: float) -> float:
@@ -74,7 +74,7 @@ class Stability(Struct, frozen=True):
     note: str
 
 
-def stability(windows: Sequence[Window], settings: Settings, throughput: bool = True) -> Stability:
+def stability(windows: Sequence[LoadWindow], settings: MeasureSettings, throughput: bool = True) -> Stability:
     """Take the longest stable run of windows that ends with the last one; if there is none, all of them. `throughput`:
     whether throughput must also be stable, which is meaningless in an open loop.
     """
@@ -87,7 +87,7 @@ def stability(windows: Sequence[Window], settings: Settings, throughput: bool = 
     return Stability(False, 0, note)
 
 
-def _unstable(windows: Sequence[Window], settings: Settings, throughput: bool) -> str:
+def _unstable(windows: Sequence[LoadWindow], settings: MeasureSettings, throughput: bool) -> str:
     name = f"p{settings.percentile:g}"
     kinds = {"throughput": [window.per_s for window in windows]} if throughput else {}
     if not all(window.good for window in windows):

@@ -18,7 +18,7 @@ from msgspec import Struct
 from shmserve import paths
 from shmserve.system import procfs
 from shmserve.tools.load.plan import Endpoint
-from shmserve.tools.load.record import Usage
+from shmserve.tools.load.record import MachineUsage
 
 _OUR_MODULES = ("shmserve.broker", "shmserve.clients.cli.main", "shmserve.workers")
 _LISTEN = "0A"
@@ -118,17 +118,17 @@ class Meter:
         self._top = server_pid(endpoint)
         self._gpus = _Gpus() if is_local(endpoint) else None
 
-    def read(self) -> Reading:
+    def read(self) -> UsageReading:
         processes: dict[int, tuple[str, float]] = {}
         for pid in (self._top, *procfs.descendants(self._top)) if self._top else ():
             try:
                 processes[pid] = (_role(pid, self._top), procfs.usage(pid).cpu_seconds)
             except (FileNotFoundError, ProcessLookupError):
                 continue
-        return Reading(procfs.busy_seconds(), processes, self._gpus.read() if self._gpus is not None else {})
+        return UsageReading(procfs.busy_seconds(), processes, self._gpus.read() if self._gpus is not None else {})
 
 
-class Reading(Struct, frozen=True):
+class UsageReading(Struct, frozen=True):
     machine: float
     """Busy seconds of all cores."""
     processes: dict[int, tuple[str, float]]
@@ -137,7 +137,7 @@ class Reading(Struct, frozen=True):
     """GPU -> utilization and used bytes."""
 
 
-def used(readings: Sequence[Reading], seconds: float) -> Usage:
+def used(readings: Sequence[UsageReading], seconds: float) -> MachineUsage:
     """The use between the first and last reading; for GPUs, the mean of all readings but the first."""
     before, after = readings[0], readings[-1]
     roles: dict[str, float] = {}
@@ -146,7 +146,7 @@ def used(readings: Sequence[Reading], seconds: float) -> Usage:
         roles[role] = roles.get(role, 0.0) + max(0.0, busy - earlier) / seconds
     results = [reading.gpus for reading in readings[1:]]
     gpus = [name for name in after.gpus if all(name in reading for reading in results)]
-    return Usage(
+    return MachineUsage(
         machine=max(0.0, after.machine - before.machine) / seconds,
         server={role: round(cores, 4) for role, cores in roles.items()},
         gpus={name: fmean(reading[name][0] for reading in results) for name in gpus},

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from shmserve.tools.load.analysis.latencies import window_percentiles
 from shmserve.tools.load.generation.messages import Samples
-from shmserve.tools.load.plan import SECOND, Objectives, Settings
-from shmserve.tools.load.record import Window
+from shmserve.tools.load.plan import SECOND, MeasureSettings, Objectives
+from shmserve.tools.load.record import LoadWindow
 
 LONGEST = 10
 """A window may be extended to this many times its length."""
@@ -31,7 +31,7 @@ GeneratorUse = dict[int, tuple[int, int]]
 _NONE = np.empty(0, np.int64)
 
 
-class Responses(Struct):
+class ResponseColumns(Struct):
     """Responses that arrived within a window: columns with an item for each. `first`, `prompt` and `output` are empty
     without streams. `gaps`: times between the answers of all streams."""
 
@@ -69,16 +69,16 @@ class Responses(Struct):
         return int(np.logical_and.reduce([values <= (limit or np.inf) for values, limit in times]).sum())
 
 
-COLUMNS = tuple(name for name in Responses.__struct_fields__ if name != "gaps")
+COLUMNS = tuple(name for name in ResponseColumns.__struct_fields__ if name != "gaps")
 _NO_CODES = np.empty(0, np.int16)
-_NOTHING = Responses(_NONE, _NONE, _NONE, _NO_CODES, _NO_CODES, _NONE, _NONE, _NONE)
+_NOTHING = ResponseColumns(_NONE, _NONE, _NONE, _NO_CODES, _NO_CODES, _NONE, _NONE, _NONE)
 
 
 class Collector:
     """Collects samples; `take` removes those of a window. The last second is kept for the progress display."""
 
     def __init__(self, processes: int) -> None:
-        self._chunks: list[Responses] = []
+        self._chunks: list[ResponseColumns] = []
         self._gaps: list[tuple[Array, Array]] = []
         self.errors: dict[int, list[str]] = {}
         self.until = dict.fromkeys(range(processes), 0)
@@ -96,7 +96,7 @@ class Collector:
         }
         count = len(columns["done"])
         if count:
-            self._chunks.append(Responses(process=np.full(count, process, np.int16), **columns))
+            self._chunks.append(ResponseColumns(process=np.full(count, process, np.int16), **columns))
         if samples.gap:
             self._gaps.append((np.frombuffer(samples.gap_at, np.int64), np.frombuffer(samples.gap, np.int64)))
 
@@ -108,23 +108,23 @@ class Collector:
         """Number of reported responses since `start`."""
         return sum(int((chunk.done >= start).sum()) for chunk in self._chunks)
 
-    def peek(self, start: int, end: int) -> Responses:
+    def peek(self, start: int, end: int) -> ResponseColumns:
         """The responses from `start` to before `end`."""
         return _joined(self._chunks, self._gaps, start, end)
 
-    def take(self, start: int, end: int) -> Responses:
+    def take(self, start: int, end: int) -> ResponseColumns:
         """The same, but drops them and all earlier ones, except those that the progress display still needs."""
         result = self.peek(start, end)
         self._chunks = [rest for chunk in self._chunks if len((rest := _later(chunk, end - SECOND)).done)]
         self._gaps = [(at[at >= end], gap[at >= end]) for at, gap in self._gaps if at[-1] >= end]
         return result
 
-    def latest(self) -> tuple[int, Responses]:
+    def latest(self) -> tuple[int, ResponseColumns]:
         """The time up to which all responses have been reported, and the responses of the second before it."""
         end = min(self.until.values())
         return end, self.peek(end - SECOND, end)
 
-    def error_counts(self, responses: Responses) -> Counter[str]:
+    def error_counts(self, responses: ResponseColumns) -> Counter[str]:
         counts: Counter[str] = Counter()
         for process, texts in self.errors.items():
             codes = responses.code[(responses.process == process) & (responses.code > 0)]
@@ -133,25 +133,25 @@ class Collector:
         return counts
 
 
-def _chosen(chunk: Responses, where: Any) -> Responses:
+def _chosen(chunk: ResponseColumns, where: Any) -> ResponseColumns:
     columns = {name: getattr(chunk, name) for name in COLUMNS}
     return replace(chunk, **{name: values[where] for name, values in columns.items() if len(values)})
 
 
-def _later(chunk: Responses, end: int) -> Responses:
+def _later(chunk: ResponseColumns, end: int) -> ResponseColumns:
     return _chosen(chunk, chunk.done >= end)
 
 
-def _joined(chunks: list[Responses], gaps: list[tuple[Array, Array]], start: int, end: int) -> Responses:
+def _joined(chunks: list[ResponseColumns], gaps: list[tuple[Array, Array]], start: int, end: int) -> ResponseColumns:
     parts = [_NOTHING, *(_chosen(chunk, (chunk.done >= start) & (chunk.done < end)) for chunk in chunks)]
     between = [_NONE, *(gap[(at >= start) & (at < end)] for at, gap in gaps)]
     columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
-    return Responses(gaps=np.concatenate(between), **columns)
+    return ResponseColumns(gaps=np.concatenate(between), **columns)
 
 
-def window_of(responses: Responses, start: int, end: int, origin: int, deadline_ns: int) -> Window:
+def window_of(responses: ResponseColumns, start: int, end: int, origin: int, deadline_ns: int) -> LoadWindow:
     good = responses.good
-    return Window(
+    return LoadWindow(
         start_ns=start - origin,
         length_ns=end - start,
         good=len(good),
@@ -162,7 +162,7 @@ def window_of(responses: Responses, start: int, end: int, origin: int, deadline_
     )
 
 
-def timeline(responses: Responses, start: int, end: int, origin: int) -> list[Window]:
+def timeline(responses: ResponseColumns, start: int, end: int, origin: int) -> list[LoadWindow]:
     """The window in equal parts."""
     edges = [start + (end - start) * number // PARTS for number in range(PARTS + 1)]
     return [
@@ -171,6 +171,6 @@ def timeline(responses: Responses, start: int, end: int, origin: int) -> list[Wi
     ]
 
 
-def is_long_enough(length_ns: int, responses: int, settings: Settings) -> bool:
+def is_long_enough(length_ns: int, responses: int, settings: MeasureSettings) -> bool:
     """Whether a window of this length with this many responses may end."""
     return responses >= settings.min_responses or length_ns >= LONGEST * settings.window_ns

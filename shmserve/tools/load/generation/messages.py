@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 from msgspec import Struct
 
-from shmserve.tools.load.plan import Load, Plan
+from shmserve.tools.load.plan import Load, LoadPlan
 
 LENGTH_BYTES = 4
 
@@ -15,7 +15,7 @@ LENGTH_BYTES = 4
 class Prepare(Struct, frozen=True, tag=True):
     """Connect and build the requests; the reply is Prepared or Broken."""
 
-    plan: Plan
+    plan: LoadPlan
     index: int
 
 

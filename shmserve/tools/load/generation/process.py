@@ -35,9 +35,9 @@ from shmserve.tools.load.generation.messages import (
 from shmserve.tools.load.generation.prompts import make_prompts
 from shmserve.tools.load.generation.request_data import mean_rows, request_inputs
 from shmserve.tools.load.generation.schedule import send_times, share
-from shmserve.tools.load.generation.sending import Answers, LoadSender, MonotonicTimer, Recorder
-from shmserve.tools.load.plan import CHAT, Closed, Plan
-from shmserve.tools.load.targets.base import ModelFacts, Prompt, PromptTarget, Target, TargetOptions
+from shmserve.tools.load.generation.sending import Answers, LoadSender, MonotonicTimer, ResponseRecorder
+from shmserve.tools.load.plan import CHAT, ClosedLoop, LoadPlan
+from shmserve.tools.load.targets.base import LoadTarget, ModelFacts, PromptRequest, PromptTarget, TargetOptions
 from shmserve.tools.load.targets.native import open_target
 
 FLUSH_S = 0.1
@@ -46,10 +46,10 @@ FLUSH_S = 0.1
 class Generator:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
-        self._target: Target | None = None
+        self._target: LoadTarget | None = None
         self._timer = MonotonicTimer()
         self._sender: LoadSender | None = None
-        self._plan: Plan | None = None
+        self._plan: LoadPlan | None = None
 
     def tell(self, report: Report) -> None:
         if not self._writer.is_closing():  # else the measuring process has ended, which also ends `_follow`
@@ -71,7 +71,7 @@ class Generator:
             raise RuntimeError("not prepared")
         return self._sender
 
-    async def _prepare(self, plan: Plan, index: int) -> None:
+    async def _prepare(self, plan: LoadPlan, index: int) -> None:
         self._plan = plan
         self._target = target = open_target(plan.endpoint)
         facts = await target.facts(plan.model, plan.version)
@@ -113,7 +113,7 @@ class Generator:
         sender, plan = self._the_sender, self._plan
         assert plan is not None
         load = share(order.load, order.index, order.processes)
-        if isinstance(load, Closed):
+        if isinstance(load, ClosedLoop):
             await sender.start_closed(load.concurrency, order.start_ns)
             return
         limit = plan.sequences.count if plan.sequences is not None else plan.in_flight
@@ -134,9 +134,9 @@ class Generator:
         self._timer.close()
 
 
-async def _count_tokens(target: PromptTarget, facts: ModelFacts, options: TargetOptions, prompt: Prompt) -> int:
+async def _count_tokens(target: PromptTarget, facts: ModelFacts, options: TargetOptions, prompt: PromptRequest) -> int:
     """The number of tokens of a prompt, from a request for one token."""
-    answers = Answers(Recorder(), 0, lambda: 0)
+    answers = Answers(ResponseRecorder(), 0, lambda: 0)
     await (await target.slot()).stream(target.prepare_prompt(prompt, facts, options), None, answers)
     return answers.prompt
 

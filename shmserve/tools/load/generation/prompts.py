@@ -12,8 +12,8 @@ from random import Random
 from typing import Any
 
 from shmserve.terminal.errors import Misuse
-from shmserve.tools.load.plan import DEFAULT_OUTPUT, Prompts
-from shmserve.tools.load.targets.base import Prompt
+from shmserve.tools.load.plan import DEFAULT_OUTPUT, PromptPlan
+from shmserve.tools.load.targets.base import PromptRequest
 
 _TEXT = (
     "time year work life hand part case week home door line city name team kind head side book word game body back "
@@ -24,35 +24,35 @@ _WORDS = _TEXT.split()
 """Of equal length and common, so that each takes the same number of tokens, usually one."""
 _FEW, _MANY = 8, 24
 """Words of the prompts whose tokens are counted."""
-CountTokens = Callable[[Prompt], Awaitable[int]]
+CountTokens = Callable[[PromptRequest], Awaitable[int]]
 
 
-async def make_prompts(wanted: Prompts, count: CountTokens) -> list[Prompt]:
+async def make_prompts(wanted: PromptPlan, count: CountTokens) -> list[PromptRequest]:
     """`count`: returns the number of tokens of a prompt, 0 if the model does not tell."""
     random = Random(wanted.seed)
     if wanted.file is not None:
         prompts = list(_from_file(Path(wanted.file)))
         return [_with_length(prompt, wanted, random) for prompt in prompts]
-    few, many = [await count(Prompt(text=_text(random, words))) for words in (_FEW, _MANY)]
+    few, many = [await count(PromptRequest(text=_text(random, words))) for words in (_FEW, _MANY)]
     each = (many - few) / (_MANY - _FEW)
     if each <= 0:
         raise Misuse("the model does not count the tokens of prompts, so their length cannot be chosen: use --prompts")
     around = few - each * _FEW  # of the template of a chat
     lengths = (wanted.words.draw(random) for _ in range(wanted.distinct))
     texts = [_text(random, max(1, round((tokens - around) / each))) for tokens in lengths]
-    return [_with_length(Prompt(text=text, max_tokens=0), wanted, random) for text in texts]
+    return [_with_length(PromptRequest(text=text, max_tokens=0), wanted, random) for text in texts]
 
 
 def _text(random: Random, words: int) -> str:
     return " ".join(random.choices(_WORDS, k=words))
 
 
-def _with_length(prompt: Prompt, wanted: Prompts, random: Random) -> Prompt:
+def _with_length(prompt: PromptRequest, wanted: PromptPlan, random: Random) -> PromptRequest:
     tokens = wanted.output.draw(random) if wanted.output is not None else prompt.max_tokens or DEFAULT_OUTPUT
-    return Prompt(prompt.text, prompt.messages, tokens)
+    return PromptRequest(prompt.text, prompt.messages, tokens)
 
 
-def _from_file(path: Path) -> Iterator[Prompt]:
+def _from_file(path: Path) -> Iterator[PromptRequest]:
     """The prompts of a JSONL file, or of a JSON list in the format of ShareGPT."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -68,19 +68,19 @@ def _from_file(path: Path) -> Iterator[Prompt]:
     yield from prompts
 
 
-def _prompt_of(entry: Any) -> Prompt | None:
+def _prompt_of(entry: Any) -> PromptRequest | None:
     """None for an entry without a prompt, such as a ShareGPT conversation that the assistant begins."""
     if isinstance(entry, str):
-        return Prompt(text=entry, max_tokens=0)
+        return PromptRequest(text=entry, max_tokens=0)
     if not isinstance(entry, dict):
         return None
     entry = entry.get("body", entry)  # of OpenAI's batches
     tokens = entry.get("output_tokens") or entry.get("max_tokens") or 0
     if isinstance(entry.get("messages"), list):
-        return Prompt(messages=entry["messages"], max_tokens=int(tokens))
+        return PromptRequest(messages=entry["messages"], max_tokens=int(tokens))
     turns = entry.get("conversations")
     if isinstance(turns, list):
         text = turns[0].get("value") if turns and turns[0].get("from") in ("human", "user") else None
     else:
         text = next((entry[name] for name in ("prompt", "text_input", "text") if name in entry), None)
-    return Prompt(text=text, max_tokens=int(tokens)) if isinstance(text, str) else None
+    return PromptRequest(text=text, max_tokens=int(tokens)) if isinstance(text, str) else None

@@ -15,14 +15,14 @@ from shmserve.terminal.errors import Misuse
 from shmserve.terminal.files import from_file
 from shmserve.terminal.inputs import Arrays
 from shmserve.terminal.values import Spec
-from shmserve.tools.load.plan import Inputs
+from shmserve.tools.load.plan import RequestInputs
 from shmserve.tools.load.targets.base import ModelFacts
 
 MAX_BYTES = 256 << 20
 """Random requests are distinct as long as they need no more memory than this."""
 
 
-def request_inputs(wanted: Inputs, model: str, facts: ModelFacts) -> list[Arrays]:
+def request_inputs(wanted: RequestInputs, model: str, facts: ModelFacts) -> list[Arrays]:
     """The inputs of each distinct request. Lists of different lengths are cycled until the longest ends."""
     known = facts.inputs
     lists: dict[str, list[Any]] = {}

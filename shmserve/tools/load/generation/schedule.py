@@ -12,7 +12,7 @@ from itertools import accumulate, count, islice
 from random import Random
 
 from shmserve.errors import InvalidRequest
-from shmserve.tools.load.plan import SECOND, Closed, Load, Open, Replay
+from shmserve.tools.load.plan import SECOND, ClosedLoop, Load, OpenLoop, ReplayLoop
 
 BLOCK = 1000
 """Random arrivals of all processes together after which the schedule is back at the nominal rate: many enough for the
@@ -23,9 +23,9 @@ LATEST = 10**9 * SECOND
 
 def send_times(load: Load, index: int = 0, processes: int = 1) -> Iterator[int]:
     """The ascending send times of process `index`; endless. A closed loop has none."""
-    if isinstance(load, Closed):
+    if isinstance(load, ClosedLoop):
         return iter(())
-    if isinstance(load, Replay):
+    if isinstance(load, ReplayLoop):
         return islice(_repeated(load), index, None, processes)
     if load.arrivals == "constant":
         return (round(number * SECOND / load.rate) for number in count(index, processes))
@@ -43,7 +43,7 @@ def _poisson(rate: float, block: int, random: Random) -> Iterator[int]:
             yield round(number * length + passed * scale)
 
 
-def _repeated(load: Replay) -> Iterator[int]:
+def _repeated(load: ReplayLoop) -> Iterator[int]:
     first, period = load.times[0], load.period
     for lap in count():
         for at in load.times:
@@ -52,10 +52,10 @@ def _repeated(load: Replay) -> Iterator[int]:
 
 def share(load: Load, index: int, processes: int) -> Load:
     """The part of a closed loop that process `index` sends; open loops are divided by `send_times`."""
-    if not isinstance(load, Closed):
+    if not isinstance(load, ClosedLoop):
         return load
     each, more = divmod(load.concurrency, processes)
-    return Closed(each + (index < more))
+    return ClosedLoop(each + (index < more))
 
 
 def recorded_times(text: str, model: str, where: str) -> tuple[int, ...]:
@@ -87,9 +87,9 @@ def recorded_times(text: str, model: str, where: str) -> tuple[int, ...]:
 
 def useful_processes(load: Load, wanted: int) -> int:
     """At most one process per caller of a closed loop."""
-    return max(1, min(wanted, load.concurrency)) if isinstance(load, Closed) else max(1, wanted)
+    return max(1, min(wanted, load.concurrency)) if isinstance(load, ClosedLoop) else max(1, wanted)
 
 
 def describe_rate(load: Load) -> float:
     """The target rate of an open loop; 0 for a closed loop."""
-    return load.rate if isinstance(load, Open | Replay) else 0.0
+    return load.rate if isinstance(load, OpenLoop | ReplayLoop) else 0.0

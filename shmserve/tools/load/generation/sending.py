@@ -18,7 +18,7 @@ from typing import Any
 from shmserve.errors import ServeError
 from shmserve.tools.load.generation.messages import COLUMNS, Samples
 from shmserve.tools.load.plan import Sequences
-from shmserve.tools.load.targets.base import Part, Slot
+from shmserve.tools.load.targets.base import RequestSlot, SequencePart
 
 _MONOTONIC = 1
 _ABSOLUTE = 1
@@ -73,7 +73,7 @@ MAX_ERRORS = 100
 """Maximum number of distinct error texts that are recorded separately."""
 
 
-class Recorder:
+class ResponseRecorder:
     """The times of responses, until they are taken."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Recorder:
 class Answers:
     """Times of the answers of one stream."""
 
-    def __init__(self, recorder: Recorder, intended: int, clock: Callable[[], int]) -> None:
+    def __init__(self, recorder: ResponseRecorder, intended: int, clock: Callable[[], int]) -> None:
         self._recorder, self._intended, self._clock = recorder, intended, clock
         self.first = self._last = 0
         """The time to the first answer; 0: there was none."""
@@ -146,7 +146,7 @@ class LoadSender:
     def __init__(
         self,
         bodies: Sequence[Any],
-        open_slot: Callable[[], Awaitable[Slot]],
+        open_slot: Callable[[], Awaitable[RequestSlot]],
         clock: Callable[[], int],
         until: Callable[[int], Awaitable[None]],
         *,
@@ -155,7 +155,7 @@ class LoadSender:
         ids: Iterator[int] | None = None,
         first_body: int = 0,
     ) -> None:
-        self.recorder = Recorder()
+        self.recorder = ResponseRecorder()
         self.failure: BaseException | None = None
         """The exception that ended a loop."""
         self._bodies = bodies
@@ -167,7 +167,7 @@ class LoadSender:
         self._ids = ids or count(1)
         self._number = first_body
         self._running = False
-        self._slots: list[Slot] = []
+        self._slots: list[RequestSlot] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._dispatching: asyncio.Task[None] | None = None
         self._idle: list[asyncio.Future[int | None]] = []
@@ -188,7 +188,7 @@ class LoadSender:
         for slot in self._slots[:concurrency]:
             self._spawn(self._caller(slot))
 
-    async def _caller(self, slot: Slot) -> None:
+    async def _caller(self, slot: RequestSlot) -> None:
         parts = _Parts(self._length, self._ids)
         while self._running:
             now = self._clock()
@@ -276,7 +276,7 @@ class LoadSender:
 
     # ------------------------------------------------------------------------------------ one request
 
-    async def _one(self, slot: Slot, part: Part | None, intended: int) -> None:
+    async def _one(self, slot: RequestSlot, part: SequencePart | None, intended: int) -> None:
         body = self._bodies[self._number % len(self._bodies)]
         self._number += 1
         sent = self._clock()
@@ -292,7 +292,7 @@ class LoadSender:
             await asyncio.sleep(0)  # a request that fails at once must not starve the event loop
         self.recorder.add(intended, sent, self._clock(), error, answers)
 
-    async def _finish(self, slot: Slot, parts: _Parts) -> None:
+    async def _finish(self, slot: RequestSlot, parts: _Parts) -> None:
         """Ends a sequence that the end of the load has interrupted. Its requests are not recorded."""
         if parts.is_open:
             try:
@@ -308,13 +308,13 @@ class _Parts:
         self._length, self._ids = length, ids
         self._id = self._sent = 0
 
-    def next(self) -> Part | None:
+    def next(self) -> SequencePart | None:
         if not self._length:
             return None
         if not self._sent:
             self._id = next(self._ids)
         self._sent += 1
-        part = Part(self._id, self._sent == 1, self._sent == self._length)
+        part = SequencePart(self._id, self._sent == 1, self._sent == self._length)
         if part.end:
             self._sent = 0
         return part
@@ -323,6 +323,6 @@ class _Parts:
     def is_open(self) -> bool:
         return self._sent > 0
 
-    def last(self) -> Part:
+    def last(self) -> SequencePart:
         self._sent = 0
-        return Part(self._id, False, True)
+        return SequencePart(self._id, False, True)

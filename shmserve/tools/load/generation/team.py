@@ -27,7 +27,7 @@ from shmserve.tools.load.generation.messages import (
     read_report,
     write,
 )
-from shmserve.tools.load.plan import SECOND, Load, Plan
+from shmserve.tools.load.plan import SECOND, Load, LoadPlan
 
 END_S = 40.0
 BEGIN_NS = SECOND // 20
@@ -114,7 +114,7 @@ def _answer(report: Report) -> Prepared | Ended:
 class Generators:
     """Processes are added as needed; the first `processes` of them share a load."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
         self._on_samples: OnSamples | None = None
         """Receives the samples of the current load."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import csv
 import io
 
-from shmserve.tools.load.plan import Closed
-from shmserve.tools.load.record import Point, Run
+from shmserve.tools.load.plan import ClosedLoop
+from shmserve.tools.load.record import Point, SavedRun
 
 US = 1000.0
 _SERVER = {
@@ -24,7 +24,7 @@ _THEIRS = ("p50", "p90", "p95", "p99")
 _MORE = ("p99.9", "p99.99")
 
 
-def csv_text(run: Run) -> str:
+def csv_text(run: SavedRun) -> str:
     written = io.StringIO()
     rows = [_row(point) for point in run.points]
     writer = csv.DictWriter(written, list(rows[0]) if rows else [], lineterminator="\n")
@@ -37,7 +37,7 @@ def _row(point: Point) -> dict[str, object]:
     parts = point.server.parts if point.server is not None else {}
     mean = point.latency.mean
     rest = max(0.0, mean - sum(parts.get(name, 0.0) for name in _SERVER.values()))
-    load = "Concurrency" if isinstance(point.load, Closed) else "Request Rate"
+    load = "Concurrency" if isinstance(point.load, ClosedLoop) else "Request Rate"
     row: dict[str, object] = {load: f"{point.load.value:g}"}
     row["Inferences/Second"] = f"{point.throughput.mean * point.rows:.6g}"
     row |= {"Client Send": 0, "Network+Server Send/Recv": round(rest / US)}

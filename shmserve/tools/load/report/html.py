@@ -11,7 +11,7 @@ from shmserve.terminal.tables import duration_text
 from shmserve.tools.charts import Axis, Series, bars, html_table, lines, page
 from shmserve.tools.load.analysis.latencies import buckets
 from shmserve.tools.load.plan import SECOND
-from shmserve.tools.load.record import Latencies, Point, Run
+from shmserve.tools.load.record import Latencies, Point, SavedRun
 from shmserve.tools.load.report.table import NAMES, echo_text, percentile_text, rate_text, share_text
 
 BARS_PER_DECADE = 20
@@ -30,7 +30,7 @@ LATENCY = Axis("latency", _time, log=True)
 ROWS = Axis("rows", lambda rows: f"{rows:g}" if rows == int(rows) else "")
 
 
-def html_text(run: Run) -> str:
+def html_text(run: SavedRun) -> str:
     title = f"{run.plan.model} on {run.server.get('name', '')} {run.server.get('version', '')}".strip()
     parts = [
         f"<p><b>{escape(_finding(run))}</b></p>",
@@ -46,7 +46,7 @@ def html_text(run: Run) -> str:
     return page(title, parts)
 
 
-def _finding(run: Run) -> str:
+def _finding(run: SavedRun) -> str:
     """The best load: the highest one within the limit, or, without a limit, that with the most throughput."""
     within = [point for point in run.points if run.plan.limit is None or point.value == run.best]
     if not within:
@@ -60,7 +60,7 @@ def _finding(run: Run) -> str:
     return ", ".join([*facts, f"{failed:,} failed" if failed else "none failed"]) + "."
 
 
-def _summary(run: Run) -> str:
+def _summary(run: SavedRun) -> str:
     settings = run.plan.settings
     facts = [
         f"measured {run.created}",
@@ -75,7 +75,7 @@ def _summary(run: Run) -> str:
     return "; ".join(facts) + "."
 
 
-def _table(run: Run) -> str:
+def _table(run: SavedRun) -> str:
     head = ["load", "requests/s", "+-", *NAMES, "failed", "stable"]
     rows = [
         [
@@ -91,7 +91,7 @@ def _table(run: Run) -> str:
     return html_table(head, rows)
 
 
-def _curve(run: Run) -> str:
+def _curve(run: SavedRun) -> str:
     """A chart of throughput against latency, if there are several loads."""
     if len(run.points) < 2:
         return ""
@@ -112,7 +112,7 @@ def _curve(run: Run) -> str:
     return lines("Throughput against latency", RATE, LATENCY, series)
 
 
-def _tokens(run: Run) -> str:
+def _tokens(run: SavedRun) -> str:
     """Charts for a language model: tokens per second, and the times of tokens, by load."""
     measured = [(point, point.language) for point in run.points if point.language is not None]
     if len(measured) < 2:
@@ -142,7 +142,7 @@ def _tokens(run: Run) -> str:
     )
 
 
-def _split(run: Run) -> str:
+def _split(run: SavedRun) -> str:
     """Where the server spends the time of a request, by load."""
     points = [point for point in run.points if point.server is not None]
     if len(points) < 2:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from shmserve.terminal.console import BAD, FAINT, GOOD, WARN, Column, Screen, nonzero
 from shmserve.terminal.tables import duration_text
 from shmserve.tools.load.analysis.compare import BETTER, FAILED, MIXED, SAME, UNKNOWN, WORSE, Change, RunComparison
-from shmserve.tools.load.measure import Progress
-from shmserve.tools.load.plan import PERCENTILES, SECOND, Closed, Limit, Load
-from shmserve.tools.load.record import Echo, Interval, Latencies, Point, Run
+from shmserve.tools.load.measure import MeasureProgress
+from shmserve.tools.load.plan import PERCENTILES, SECOND, ClosedLoop, LatencyLimit, Load
+from shmserve.tools.load.record import EchoResult, Interval, Latencies, Point, SavedRun
 
 NAMES = tuple(f"p{percentile:g}" for percentile in PERCENTILES)
 _RANKS = {"p90": 3, "p95": 3, "p99.9": 2, "p99.99": 4}
@@ -23,7 +23,7 @@ RATES = ("throughput", "in time/s")
 VERDICTS = {BETTER: GOOD, WORSE: BAD, SAME: FAINT, MIXED: WARN}
 
 
-def run_text(run: Run, screen: Screen) -> str:
+def run_text(run: SavedRun, screen: Screen) -> str:
     """Everything about a run."""
     parts = [_loads(run.points, screen)]
     if any(point.language for point in run.points):
@@ -141,7 +141,7 @@ def _processors(points: Sequence[Point], screen: Screen) -> str:
     return screen.table(columns, rows)
 
 
-def _notes(run: Run, screen: Screen) -> list[str]:
+def _notes(run: SavedRun, screen: Screen) -> list[str]:
     lines = []
 
     def add(text: str, style: str = "") -> None:
@@ -167,7 +167,7 @@ def _notes(run: Run, screen: Screen) -> list[str]:
     return lines
 
 
-def _limit_text(run: Run, limit: Limit) -> str:
+def _limit_text(run: SavedRun, limit: LatencyLimit) -> str:
     """The result of the search for the highest load."""
     kind, unit = ("rate", "/s") if _is_open(run.plan.loads[0]) else ("concurrency", "")
     text = f"no load kept {limit}; the lowest that was tried was {limit.low:g}{unit}"
@@ -181,7 +181,7 @@ def _limit_text(run: Run, limit: Limit) -> str:
     return text
 
 
-def echo_text(echo: Echo) -> str:
+def echo_text(echo: EchoResult) -> str:
     limit = f"{SECOND / echo.request_ns:,.0f}/s" if echo.request_ns else "-"
     return (
         f"generator: {duration_text(echo.request_ns / SECOND)} of CPU time per request, at most {limit} per "
@@ -190,7 +190,7 @@ def echo_text(echo: Echo) -> str:
 
 
 def _is_open(load: Load) -> bool:
-    return not isinstance(load, Closed)
+    return not isinstance(load, ClosedLoop)
 
 
 def _p50(point: Point) -> float:
@@ -271,7 +271,7 @@ def _writer(metric: str) -> Callable[[float], str]:
     return rate_text if metric in RATES else lambda ns: duration_text(ns / SECOND)
 
 
-def progress_text(progress: Progress) -> str:
+def progress_text(progress: MeasureProgress) -> str:
     """The important parts come first, because a narrow terminal cuts off the end."""
     of = f"/{progress.loads}" if progress.loads else ""
     parts = [f"[{progress.number}{of}]", str(progress.load), f"{rate_text(progress.per_s)} requests/s"]

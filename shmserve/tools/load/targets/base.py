@@ -48,14 +48,14 @@ class TargetOptions(Struct, frozen=True, kw_only=True):
     outputs: tuple[str, ...] = ()
     deadline_ns: int = 0
     stream: bool = False
-    """Requests are sent with `Slot.stream`, else with `Slot.send`."""
+    """Requests are sent with `RequestSlot.stream`, else with `RequestSlot.send`."""
     sampling: Mapping[str, Any] = {}
     """Of prompts: parameters beside `max_tokens`."""
     chat: bool = False
     """A prompt that is a text is sent as a chat."""
 
 
-class Part(Struct, frozen=True):
+class SequencePart(Struct, frozen=True):
     """The place of a request in its sequence."""
 
     sequence: int
@@ -63,7 +63,7 @@ class Part(Struct, frozen=True):
     end: bool
 
 
-class Prompt(Struct, frozen=True):
+class PromptRequest(Struct, frozen=True):
     """A request to a language model: `messages` (a list of objects) or a text."""
 
     text: str = ""
@@ -83,28 +83,28 @@ class Receiver(Protocol):
         ...
 
 
-class Slot(Protocol):
+class RequestSlot(Protocol):
     """Sends one request at a time."""
 
-    async def send(self, body: Any, part: Part | None) -> None:
+    async def send(self, body: Any, part: SequencePart | None) -> None:
         """Returns with the response; raises ServeError."""
         ...
 
-    async def stream(self, body: Any, part: Part | None, on_answer: Receiver) -> None:
+    async def stream(self, body: Any, part: SequencePart | None, on_answer: Receiver) -> None:
         """Returns after the last response; calls `on_answer` at each."""
         ...
 
 
-class Target(Protocol):
+class LoadTarget(Protocol):
     """A connection to a server. Belongs to the event loop of its first call."""
 
     async def facts(self, model: str, version: str) -> ModelFacts: ...
 
     def prepare(self, arrays: Arrays, facts: ModelFacts, options: TargetOptions) -> Any:
-        """The request with these inputs, in the form that `Slot.send` takes."""
+        """The request with these inputs, in the form that `RequestSlot.send` takes."""
         ...
 
-    async def slot(self) -> Slot: ...
+    async def slot(self) -> RequestSlot: ...
 
     async def statistics(self, model: str, version: str) -> dict[str, Any]:
         """The model's statistics in Triton's format: an entry of `model_stats`, or {} if the server has none."""
@@ -114,9 +114,9 @@ class Target(Protocol):
 
 
 @runtime_checkable
-class PromptTarget(Target, Protocol):
+class PromptTarget(LoadTarget, Protocol):
     """A target that also takes requests to language models."""
 
-    def prepare_prompt(self, prompt: Prompt, facts: ModelFacts, options: TargetOptions) -> Any:
-        """The request in the form that `Slot.stream` takes. Raises Unsupported if the model does not take it."""
+    def prepare_prompt(self, prompt: PromptRequest, facts: ModelFacts, options: TargetOptions) -> Any:
+        """The request in the form that `RequestSlot.stream` takes. Raises Unsupported if the model does not take it."""
         ...

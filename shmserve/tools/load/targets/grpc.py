@@ -12,7 +12,14 @@ from shmserve.errors import ConnectionLost, ModelFailed, Unsupported
 from shmserve.protocol.grpc.messages import INFERENCE, POOL, message_class, methods
 from shmserve.tools.load.plan import Endpoint
 from shmserve.tools.load.targets import base
-from shmserve.tools.load.targets.base import Arrays, ModelFacts, Part, Slot, TargetOptions, latest_statistics
+from shmserve.tools.load.targets.base import (
+    Arrays,
+    ModelFacts,
+    RequestSlot,
+    SequencePart,
+    TargetOptions,
+    latest_statistics,
+)
 from shmserve.tools.load.targets.connecting import connect, explained, tls_of
 from shmserve.tools.load.targets.grpc_connection import GrpcConnection, framed, head_block
 from shmserve.tools.load.targets.kserve import facts_of, parameters, raw_bytes
@@ -46,7 +53,7 @@ class GrpcTarget:
             request.outputs.add(name=name)
         return _Body(request, options, self._request)
 
-    async def slot(self) -> Slot:
+    async def slot(self) -> RequestSlot:
         connection = await self._connect()
         return _GrpcSlot(
             connection, self._connect, self._head("ModelInfer"), self._head("ModelStreamInfer"), self._response
@@ -108,12 +115,12 @@ class _Body:
         self._whole = framed(self._base + self._more(None, False))
         self._streamed = framed(self._base + self._more(None, True))
 
-    def request(self, part: Part | None, stream: bool = False) -> bytes:
+    def request(self, part: SequencePart | None, stream: bool = False) -> bytes:
         if part is None:
             return self._streamed if stream else self._whole
         return framed(self._base + self._more(part, stream))
 
-    def _more(self, part: Part | None, stream: bool) -> bytes:
+    def _more(self, part: SequencePart | None, stream: bool) -> bytes:
         message = self._kind()
         result = parameters(self._options, part) | ({"triton_enable_empty_final_response": True} if stream else {})
         for name, value in result.items():
@@ -140,7 +147,7 @@ class _GrpcSlot:
         self._stream = stream
         self._response = response
 
-    async def send(self, body: Any, part: Part | None) -> None:
+    async def send(self, body: Any, part: SequencePart | None) -> None:
         if self._connection.closed:
             self._connection = await self._connect()
         try:
@@ -149,7 +156,7 @@ class _GrpcSlot:
             self._connection.cancel()
             raise
 
-    async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
+    async def stream(self, body: Any, part: SequencePart | None, on_answer: Callable[[], None]) -> None:
         if self._connection.closed:
             self._connection = await self._connect()
         connection, errors = self._connection, []

@@ -9,7 +9,14 @@ from urllib.parse import quote
 
 from shmserve.errors import ModelFailed
 from shmserve.tools.load.plan import Endpoint
-from shmserve.tools.load.targets.base import Arrays, ModelFacts, Part, Slot, TargetOptions, latest_statistics
+from shmserve.tools.load.targets.base import (
+    Arrays,
+    ModelFacts,
+    RequestSlot,
+    SequencePart,
+    TargetOptions,
+    latest_statistics,
+)
 from shmserve.tools.load.targets.connecting import explained
 from shmserve.tools.load.targets.http_connection import DATA, HttpCaller, HttpConnections
 from shmserve.tools.load.targets.kserve import facts_of, json_values, parameters, raw_bytes
@@ -34,7 +41,7 @@ class HttpTarget:
         kind = _StreamBody if options.stream else _Body
         return kind(arrays, facts, options, self._connections.head)
 
-    async def slot(self) -> Slot:
+    async def slot(self) -> RequestSlot:
         return _HttpSlot(await self._connections.caller())
 
     async def statistics(self, model: str, version: str) -> dict[str, Any]:
@@ -73,10 +80,10 @@ class _Body:
         self._tensors = b"".join(raw.values())
         self._whole = self._written(None)
 
-    def request(self, part: Part | None) -> bytes:
+    def request(self, part: SequencePart | None) -> bytes:
         return self._whole if part is None else self._written(part)
 
-    def _written(self, part: Part | None) -> bytes:
+    def _written(self, part: SequencePart | None) -> bytes:
         results = {**parameters(self._options, part), "binary_data_output": True}
         text = json.dumps(self._document | {"parameters": results}).encode()
         lengths = (
@@ -96,10 +103,10 @@ class _StreamBody:
         self._values = {name: json_values(array, facts.inputs[name], facts) for name, array in arrays.items()}
         self._whole = self._written(None)
 
-    def request(self, part: Part | None) -> bytes:
+    def request(self, part: SequencePart | None) -> bytes:
         return self._whole if part is None else self._written(part)
 
-    def _written(self, part: Part | None) -> bytes:
+    def _written(self, part: SequencePart | None) -> bytes:
         text = json.dumps(self._values | {"parameters": parameters(self._options, part)}).encode()
         return b"".join((f"{self._start}Content-Length: {len(text)}\r\n\r\n".encode(), text))
 
@@ -108,10 +115,10 @@ class _HttpSlot:
     def __init__(self, caller: HttpCaller) -> None:
         self._caller = caller
 
-    async def send(self, body: Any, part: Part | None) -> None:
+    async def send(self, body: Any, part: SequencePart | None) -> None:
         await self._caller.ask(body.request(part))
 
-    async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
+    async def stream(self, body: Any, part: SequencePart | None, on_answer: Callable[[], None]) -> None:
         failed: list[str] = []
 
         def receive(event: bytes) -> None:

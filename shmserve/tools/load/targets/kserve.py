@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Unsupported
-from shmserve.tools.load.targets.base import ModelFacts, Part, Spec, TargetOptions, optional_inputs
+from shmserve.tools.load.targets.base import ModelFacts, SequencePart, Spec, TargetOptions, optional_inputs
 
 
 def raw_bytes(array: Any) -> bytes:
@@ -49,7 +49,7 @@ def _text_of(item: Any, name: str) -> str:
         raise Unsupported(f"{text}: measure it natively or over gRPC") from error
 
 
-def parameters(options: TargetOptions, part: Part | None) -> dict[str, Any]:
+def parameters(options: TargetOptions, part: SequencePart | None) -> dict[str, Any]:
     results: dict[str, Any] = {}
     if options.deadline_ns:
         results["timeout"] = options.deadline_ns // 1000

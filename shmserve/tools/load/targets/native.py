@@ -14,12 +14,12 @@ from shmserve.session import Raw
 from shmserve.tools.load.plan import GRPC, HTTP, OPENAI, SECOND, Endpoint
 from shmserve.tools.load.targets.base import (
     Arrays,
+    LoadTarget,
     ModelFacts,
-    Part,
-    Prompt,
+    PromptRequest,
     Receiver,
-    Slot,
-    Target,
+    RequestSlot,
+    SequencePart,
     TargetOptions,
     latest_statistics,
     optional_inputs,
@@ -69,7 +69,7 @@ class NativeTarget:
             options.model,
         )
 
-    def prepare_prompt(self, prompt: Prompt, facts: ModelFacts, options: TargetOptions) -> Any:
+    def prepare_prompt(self, prompt: PromptRequest, facts: ModelFacts, options: TargetOptions) -> Any:
         """The inputs of Triton's vLLM backend, as far as the model has them."""
         messages = prompt.messages or [{"role": "user", "content": prompt.text}]
         is_chat = prompt.messages is not None or options.chat
@@ -92,7 +92,7 @@ class NativeTarget:
         }
         return _Chat(self.prepare(arrays, facts, options))
 
-    async def slot(self) -> Slot:
+    async def slot(self) -> RequestSlot:
         return _NativeSlot(self._client)
 
     async def statistics(self, model: str, version: str) -> dict[str, Any]:
@@ -113,11 +113,11 @@ class _NativeSlot:
         self._submit = client.submit
         self._stream = client.stream
 
-    async def send(self, body: Any, part: Part | None) -> None:
+    async def send(self, body: Any, part: SequencePart | None) -> None:
         inputs, options, model = body
         await self._submit(model, inputs, **options, **_sequence(part))
 
-    async def stream(self, body: Any, part: Part | None, on_answer: Receiver) -> None:
+    async def stream(self, body: Any, part: SequencePart | None, on_answer: Receiver) -> None:
         if isinstance(body, _Chat):
             await self._chat(body, on_answer)
             return
@@ -139,13 +139,13 @@ class _NativeSlot:
         on_answer.count(prompt, output)
 
 
-def _sequence(part: Part | None) -> dict[str, Any]:
+def _sequence(part: SequencePart | None) -> dict[str, Any]:
     if part is None:
         return {}
     return {"sequence": part.sequence, "sequence_start": part.start, "sequence_end": part.end}
 
 
-def open_target(endpoint: Endpoint) -> Target:
+def open_target(endpoint: Endpoint) -> LoadTarget:
     """The target of an endpoint. A protocol's packages are imported only if it is used."""
     if old := outdated("bench"):
         raise Unsupported(f"load cannot be generated: {old}")

@@ -10,7 +10,15 @@ from msgspec import Struct
 
 from shmserve.errors import ModelFailed, NotFound, Unsupported
 from shmserve.tools.load.plan import Endpoint
-from shmserve.tools.load.targets.base import Arrays, ModelFacts, Part, Prompt, Receiver, Slot, TargetOptions
+from shmserve.tools.load.targets.base import (
+    Arrays,
+    ModelFacts,
+    PromptRequest,
+    Receiver,
+    RequestSlot,
+    SequencePart,
+    TargetOptions,
+)
 from shmserve.tools.load.targets.connecting import explained
 from shmserve.tools.load.targets.http_connection import HttpCaller, HttpConnections, error_text
 
@@ -66,7 +74,7 @@ class OpenAiTarget:
     def prepare(self, arrays: Arrays, facts: ModelFacts, options: TargetOptions) -> Any:
         raise Unsupported("an OpenAI API takes prompts, no tensors")
 
-    def prepare_prompt(self, prompt: Prompt, facts: ModelFacts, options: TargetOptions) -> Any:
+    def prepare_prompt(self, prompt: PromptRequest, facts: ModelFacts, options: TargetOptions) -> Any:
         body: dict[str, Any] = {"model": options.model, "max_tokens": prompt.max_tokens}
         chat = prompt.messages or (options.chat and [{"role": "user", "content": prompt.text}])
         body |= {"messages": chat} if chat else {"prompt": prompt.text}
@@ -76,7 +84,7 @@ class OpenAiTarget:
         head = f"POST {path} HTTP/1.1\r\n{self._connections.head}Content-Type: application/json\r\n"
         return f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text
 
-    async def slot(self) -> Slot:
+    async def slot(self) -> RequestSlot:
         return _OpenAiSlot(await self._connections.caller())
 
     async def statistics(self, model: str, version: str) -> dict[str, Any]:
@@ -90,10 +98,10 @@ class _OpenAiSlot:
     def __init__(self, caller: HttpCaller) -> None:
         self._caller = caller
 
-    async def send(self, body: Any, part: Part | None) -> None:
+    async def send(self, body: Any, part: SequencePart | None) -> None:
         raise Unsupported("requests to an OpenAI API are streamed")
 
-    async def stream(self, body: Any, part: Part | None, on_answer: Receiver) -> None:
+    async def stream(self, body: Any, part: SequencePart | None, on_answer: Receiver) -> None:
         """Chunks without tokens, such as the role of a chat, are no responses. A server that does not count tokens is
         taken to send one with each chunk."""
         chunks = 0

@@ -7,13 +7,13 @@ from pathlib import Path
 from shmserve.testing import Server
 from shmserve.tools.load import record
 from shmserve.tools.load.measure import measure
-from shmserve.tools.load.plan import SECOND, Endpoint, Plan, Settings
+from shmserve.tools.load.plan import SECOND, Endpoint, LoadPlan, MeasureSettings
 from tests.support.ensemble_models import config_text
 from tests.support.model_files import parameters
 
 END_S = 60
 SERVICE_NS = 20_000_000
-QUICK = Settings(warmup_ns=SECOND // 50, window_ns=SECOND // 20, min_windows=2, max_windows=2, min_responses=3)
+QUICK = MeasureSettings(warmup_ns=SECOND // 50, window_ns=SECOND // 20, min_windows=2, max_windows=2, min_responses=3)
 SHORT = ["--warmup", "20ms", "--window", "50ms", "--windows", "2:2", "--no-echo"]
 KINDS = ("lane", "ipc", "tcp", "http", "grpc")
 SLOW = config_text("identity", "x:FP32:[1]", "y:FP32:[1]", parameters(delay_us=str(SERVICE_NS // 1000)))
@@ -46,6 +46,6 @@ class BenchServer:
         return int(entry["inference_stats"]["success"]["count"])
 
 
-def one_point(plan: Plan) -> record.Point:
+def one_point(plan: LoadPlan) -> record.Point:
     (point,) = measure(plan).points
     return point

@@ -20,7 +20,7 @@ from shmserve.errors import ConnectionLost, InvalidRequest
 from shmserve.gateway.auth import tokens
 from shmserve.tools.load import record
 from shmserve.tools.load.measure import measure
-from shmserve.tools.load.plan import Closed, Endpoint, Inputs, Plan
+from shmserve.tools.load.plan import ClosedLoop, Endpoint, LoadPlan, RequestInputs
 from shmserve.tools.load.targets import base, connecting
 from tests.process.cli.load.bench_server import END_S, QUICK, SHORT, BenchServer, one_point
 from tests.support.commands import COMMAND, run
@@ -34,9 +34,9 @@ pytestmark = pytest.mark.process
 def test_a_port_of_another_protocol_is_reported(served: BenchServer) -> None:
     http, grpc = (served.endpoints[kind].authority for kind in ("http", "grpc"))
     with pytest.raises(ConnectionLost, match=r"may expect TLS \(grpcs://\) or HTTP \(http://\)"):
-        measure(Plan(model="id", endpoint=Endpoint(url=f"grpc://{http}")))
+        measure(LoadPlan(model="id", endpoint=Endpoint(url=f"grpc://{http}")))
     with pytest.raises(ConnectionLost, match=f"is {grpc} the port of another protocol"):
-        measure(Plan(model="id", endpoint=Endpoint(url=f"http://{grpc}")))
+        measure(LoadPlan(model="id", endpoint=Endpoint(url=f"http://{grpc}")))
 
 
 def test_ctrl_c_ends_the_load(served: BenchServer) -> None:
@@ -64,14 +64,14 @@ def test_a_missing_server_and_a_silent_one_are_reported(kind: str, what: str, mo
     monkeypatch.setattr(base, "ASK_S", 0.1)
     monkeypatch.setattr(connecting, "HANDSHAKE_S", 0.1)
     with pytest.raises(ConnectionLost, match=f"no server at {kind}://127.0.0.1:1 "):
-        measure(Plan(model="id", endpoint=Endpoint(url=f"{kind}://127.0.0.1:1")))
+        measure(LoadPlan(model="id", endpoint=Endpoint(url=f"{kind}://127.0.0.1:1")))
     with socket.create_server(("127.0.0.1", 0)) as silent:  # its backlog accepts
         url = f"{kind}://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ConnectionLost, match=rf"{url} has not answered {what} within 0\.1 s"):
-            measure(Plan(model="id", endpoint=Endpoint(url=url)))
+            measure(LoadPlan(model="id", endpoint=Endpoint(url=url)))
         secure = url.replace(kind, f"{kind}s")
         with pytest.raises(ConnectionLost, match=rf"no TLS connection to {secure} \(no handshake within 0\.1 s\)"):
-            measure(Plan(model="id", endpoint=Endpoint(url=secure)))
+            measure(LoadPlan(model="id", endpoint=Endpoint(url=secure)))
 
 
 @pytest.mark.usefixtures("threads")
@@ -135,8 +135,8 @@ def test_tls_with_a_private_ca_and_client_certificates(scheme: str, secure: tupl
     ca, cert = str(folder / "ca"), str(folder / "client")
     good = Endpoint(url=f"{scheme}://localhost:{port}", ca=ca, client_cert=cert, client_key=str(folder / "key"))
     for plan in (
-        Plan(model="id", endpoint=good, loads=(Closed(3),), settings=QUICK),
-        Plan(model="talker", endpoint=good, stream=True, inputs=Inputs(texts=("count=5",)), settings=QUICK),
+        LoadPlan(model="id", endpoint=good, loads=(ClosedLoop(3),), settings=QUICK),
+        LoadPlan(model="talker", endpoint=good, stream=True, inputs=RequestInputs(texts=("count=5",)), settings=QUICK),
     ):
         point = one_point(plan)
         assert not point.errors
@@ -154,14 +154,14 @@ def test_tls_with_a_private_ca_and_client_certificates(scheme: str, secure: tupl
         (plain, rf"lost: .* may expect TLS \({scheme}://\)"),
     ):
         with pytest.raises(ConnectionLost, match=rf"(?is){text}"):
-            measure(Plan(model="id", endpoint=endpoint))
+            measure(LoadPlan(model="id", endpoint=endpoint))
     for endpoint, text in (
         (replace(good, ca=str(folder / "none")), "authorities of --ca .*none: No such file"),
         (replace(good, ca=str(folder / "key")), "authorities of --ca .*key: no certificate or crl found"),
         (replace(good, client_cert=ca, client_key=None), "cannot use .*ca as certificate and key of the client: "),
     ):
         with pytest.raises(InvalidRequest, match=text):
-            measure(Plan(model="id", endpoint=endpoint))
+            measure(LoadPlan(model="id", endpoint=endpoint))
 
 
 @pytest.mark.usefixtures("threads")

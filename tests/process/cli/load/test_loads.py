@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
 from shmserve.tools.load import record
-from shmserve.tools.load.measure import Progress, measure
-from shmserve.tools.load.plan import SECOND, Closed, Inputs, Open, Plan, Sequences
+from shmserve.tools.load.measure import MeasureProgress, measure
+from shmserve.tools.load.plan import SECOND, ClosedLoop, LoadPlan, OpenLoop, RequestInputs, Sequences
 from tests.process.cli.load.bench_server import KINDS, QUICK, SERVICE_NS, BenchServer, one_point
 
 pytestmark = pytest.mark.process
@@ -26,13 +26,13 @@ def test_a_closed_loop_over_each_transport(
 ) -> None:
     """Two processes send files and strings; their report equals the server's counts, except for warm-up and end."""
     np.save(tmp_path / "x.npy", np.ones((2, 4), np.float32))
-    inputs = Inputs(texts=(f"i_FP32=@{tmp_path}", 'i_BYTES=[["a", "bc", "", "d"], ["1", "2", "3", "4"]]'))
+    inputs = RequestInputs(texts=(f"i_FP32=@{tmp_path}", 'i_BYTES=[["a", "bc", "", "d"], ["1", "2", "3", "4"]]'))
     before = served.requests("id")
-    seen: list[Progress] = []
-    plan = Plan(
+    seen: list[MeasureProgress] = []
+    plan = LoadPlan(
         model="id",
         endpoint=served.endpoints[kind],
-        loads=(Closed(3),),
+        loads=(ClosedLoop(3),),
         inputs=inputs,
         settings=QUICK,
         processes=2,
@@ -61,8 +61,8 @@ def test_a_closed_loop_over_each_transport(
 def test_an_open_loop_above_capacity_is_reported_as_overloaded(served: BenchServer) -> None:
     """Sends 200 requests per second to a model that answers 50, so they pile up and latencies grow."""
     settings = replace(QUICK, window_ns=SECOND // 6, min_windows=3, max_windows=6)
-    loads = (Open(200.0, "constant"),)
-    plan = Plan(model="slow", endpoint=served.endpoints["lane"], loads=loads, settings=settings, in_flight=4)
+    loads = (OpenLoop(200.0, "constant"),)
+    plan = LoadPlan(model="slow", endpoint=served.endpoints["lane"], loads=loads, settings=settings, in_flight=4)
     point = one_point(plan)
     assert point.note.startswith("overloaded: ")
     assert not point.stable
@@ -75,8 +75,12 @@ def test_an_open_loop_above_capacity_is_reported_as_overloaded(served: BenchServ
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["lane", "http", "grpc"])
 def test_a_stream_load_measures_first_and_later_responses_and_counts_failures(kind: str, served: BenchServer) -> None:
-    plan = Plan(
-        model="talker", endpoint=served.endpoints[kind], stream=True, inputs=Inputs(texts=("count=5",)), settings=QUICK
+    plan = LoadPlan(
+        model="talker",
+        endpoint=served.endpoints[kind],
+        stream=True,
+        inputs=RequestInputs(texts=("count=5",)),
+        settings=QUICK,
     )
     point = one_point(plan)
     assert not point.errors
@@ -87,24 +91,26 @@ def test_a_stream_load_measures_first_and_later_responses_and_counts_failures(ki
     assert abs(between.count - 4 * first.count) <= 4, "but for those of the streams at the edges"
     assert first.percentiles["p50"].mean < point.latency.percentiles["p50"].mean
     assert point.answers_per_s > 0
-    failing = one_point(replace(plan, inputs=Inputs(texts=("count=-2",))))  # the model fails after its last response
+    failing = one_point(
+        replace(plan, inputs=RequestInputs(texts=("count=-2",)))
+    )  # the model fails after its last response
     assert failing.failed
     assert not failing.latency.count
     with pytest.raises(InvalidRequest, match=r"model 'talker' is decoupled, .*: use --stream"):
-        measure(replace(plan, stream=False, inputs=Inputs()))
+        measure(replace(plan, stream=False, inputs=RequestInputs()))
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["lane", "http", "grpc"])
 def test_a_sequence_load_sends_start_and_end_flags(kind: str, served: BenchServer) -> None:
     """The model refuses requests without a sequence, and those of a sequence that has not been started."""
-    loads = (Closed(3), Open(100.0))
-    plan = Plan(
+    loads = (ClosedLoop(3), OpenLoop(100.0))
+    plan = LoadPlan(
         model="sequence", endpoint=served.endpoints[kind], loads=loads, sequences=Sequences(3, 4), settings=QUICK
     )
     for point in measure(plan).points:
         assert not point.errors
         assert point.latency.count >= 3
-    without = one_point(replace(plan, sequences=None, loads=(Closed(1),)))
+    without = one_point(replace(plan, sequences=None, loads=(ClosedLoop(1),)))
     assert not without.latency.count
     assert without.failed

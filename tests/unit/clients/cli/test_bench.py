@@ -15,7 +15,7 @@ from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.terminal.errors import Misuse
 from shmserve.tools.load import record
 from shmserve.tools.load.measure import check
-from shmserve.tools.load.plan import Closed, Lengths, Limit, Objectives, Open, Replay, Sequences
+from shmserve.tools.load.plan import ClosedLoop, LatencyLimit, Lengths, Objectives, OpenLoop, ReplayLoop, Sequences
 from tests.support.cases import cases
 from tests.unit.tools.load.points import run, steady
 
@@ -25,12 +25,12 @@ def plan(*words: str) -> Any:
 
 
 @cases(
-    ("", [Closed(1)]),
-    ("-c 1,8,3", [Closed(1), Closed(8), Closed(3)]),
-    ("-c 1:10", [Closed(1), Closed(2), Closed(4), Closed(8), Closed(10)]),
-    ("-c 1:9:4", [Closed(1), Closed(5), Closed(9)]),
-    ("-r 2.5 --seed 3", [Open(2.5, "poisson", 3)]),
-    ("-r 100:250:100 --arrivals constant --seed 0", [Open(rate, "constant") for rate in (100, 200, 250)]),
+    ("", [ClosedLoop(1)]),
+    ("-c 1,8,3", [ClosedLoop(1), ClosedLoop(8), ClosedLoop(3)]),
+    ("-c 1:10", [ClosedLoop(1), ClosedLoop(2), ClosedLoop(4), ClosedLoop(8), ClosedLoop(10)]),
+    ("-c 1:9:4", [ClosedLoop(1), ClosedLoop(5), ClosedLoop(9)]),
+    ("-r 2.5 --seed 3", [OpenLoop(2.5, "poisson", 3)]),
+    ("-r 100:250:100 --arrivals constant --seed 0", [OpenLoop(rate, "constant") for rate in (100, 200, 250)]),
 )
 def test_options_select_the_loads(words: str, loads: list[Any]) -> None:
     assert list(plan(*words.split()).loads) == loads
@@ -40,10 +40,10 @@ def test_seeds_and_bounds_of_a_search() -> None:
     """One seed for inputs and arrivals; the report shows it."""
     plans = [plan("-r", "9") for _ in range(4)]
     assert len({found.inputs.seed for found in plans}) > 1
-    assert all(found.loads == (Open(9.0, "poisson", found.inputs.seed),) for found in plans)
+    assert all(found.loads == (OpenLoop(9.0, "poisson", found.inputs.seed),) for found in plans)
     assert plan("-r", "9", "--seed", "0").inputs.seed == 0
-    assert plan("--until", "p99=20ms").limit == Limit(99.0, 20_000_000, 1, 1024)
-    assert plan("--until", "p99.9 <= 1.5s", "-r", "10:500").limit == Limit(99.9, 1_500_000_000, 10, 500)
+    assert plan("--until", "p99=20ms").limit == LatencyLimit(99.0, 20_000_000, 1, 1024)
+    assert plan("--until", "p99.9 <= 1.5s", "-r", "10:500").limit == LatencyLimit(99.9, 1_500_000_000, 10, 500)
     for words in (["-r", "10"], ["-r", "10,5"]):
         with pytest.raises(Misuse, match=r"needs bounds LOW:HIGH, e\.g\. --rate 100:10000"):
             plan("--until", "p99=20ms", *words)
@@ -54,7 +54,7 @@ def test_seeds_and_bounds_of_a_search() -> None:
 def test_recorded_times(tmp_path: Path) -> None:
     file = tmp_path / "times"
     file.write_text('{"at": 0.5}\n1\n')
-    assert plan("--replay", str(file)).loads == (Replay((500_000_000, 1_000_000_000), "times"),)
+    assert plan("--replay", str(file)).loads == (ReplayLoop((500_000_000, 1_000_000_000), "times"),)
     with pytest.raises(Misuse, match="a load that it can vary"):
         plan("--replay", str(file), "--until", "p99=1ms")
     with pytest.raises(Misuse, match=r"cannot read .*none: No such file or directory"):

@@ -21,7 +21,7 @@ from shmserve.core.owners.recording import Recording
 from shmserve.core.state import State
 from shmserve.protocol.messages import Cancel, Fail, FailHeld, Handle, Infer, Map, More, Options, Wanted
 from shmserve.protocol.worker_messages import Prefilled, Unread
-from shmserve.tools.timeline import Collected, Timeline
+from shmserve.tools.timeline import Collected, TraceTimeline
 from tests.support.clients.trace_events import check
 from tests.support.core.everything import MODELS, MS, SEQUENCES, STREAMS, Everything, with_members
 from tests.support.core.fakes.client import FakeClient
@@ -318,7 +318,7 @@ class EverythingMachine(OperatedMachine):
             return  # the machine has not started
         collected = Collected(10**6)
         collected.add(msgspec.json.decode(msgspec.json.encode(recording.take(10**6))))
-        check(Timeline(collected).events())
+        check(TraceTimeline(collected).events())
         numbers = {request.number for batch in collected.batches for request in batch.requests}
         numbers |= collected.ends.keys()
         served = [version.statistics for model in state.models.values() for version in model.versions.values()]

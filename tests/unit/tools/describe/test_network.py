@@ -11,8 +11,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from shmserve.errors import InvalidRequest
-from shmserve.tools.describe.machine import Machine
-from shmserve.tools.describe.network import Network, Work, network_of, read
+from shmserve.tools.describe.machine import MachineSpeed
+from shmserve.tools.describe.network import Network, NetworkWork, network_of, read
 
 _Shapes = Mapping[str, Sequence[Any]]
 
@@ -49,7 +49,7 @@ def test_a_convolutional_network() -> None:
         "Flatten": (1, 0, 0, 0),
     }
     assert (network.parameters, network.weight_bytes, network.opset, network.batches) == (296, 1184, 17, True)
-    assert work == Work(4, network.flops, 4 * 4 * 3 * 256, 4 * 4 * 10)
+    assert work == NetworkWork(4, network.flops, 4 * 4 * 3 * 256, 4 * 4 * 10)
     assert network.inputs == {"x": (-1, 3, -1, -1)}
 
 
@@ -80,6 +80,6 @@ def test_a_file_that_is_no_model(tmp_path: Path) -> None:
 
 def test_the_bound_of_a_machine() -> None:
     """Weights that fit into the cache are not read again."""
-    machine = Machine(flops=1e9, memory=1e8, cache=1000)
+    machine = MachineSpeed(flops=1e9, memory=1e8, cache=1000)
     assert machine.seconds(2 * 10**9, 1000, 500) == (2.0, 500 / 1e8)
     assert machine.seconds(0, 1001, 500) == (0.0, 1501 / 1e8)

@@ -8,13 +8,23 @@ import numpy as np
 
 from shmserve.tools.load.analysis.confidence import interval
 from shmserve.tools.load.analysis.latencies import LatencyHistogram
-from shmserve.tools.load.plan import SECOND, Closed, Load, Plan
-from shmserve.tools.load.record import Cost, Echo, Interval, Latencies, Point, Run, ServerSide, Usage, Window
+from shmserve.tools.load.plan import SECOND, ClosedLoop, Load, LoadPlan
+from shmserve.tools.load.record import (
+    Cost,
+    EchoResult,
+    Interval,
+    Latencies,
+    LoadWindow,
+    MachineUsage,
+    Point,
+    SavedRun,
+    ServerSide,
+)
 
 
-def window(number: int, good: int, p50: float = 1e6, p99: float = 2e6, failed: int = 0) -> Window:
+def window(number: int, good: int, p50: float = 1e6, p99: float = 2e6, failed: int = 0) -> LoadWindow:
     percentiles = {"p50": p50, "p99": p99}
-    return Window(
+    return LoadWindow(
         start_ns=number * SECOND, length_ns=SECOND, good=good, failed=failed, mean_ns=p50, percentiles=percentiles
     )
 
@@ -29,7 +39,7 @@ def latencies(values: Sequence[int]) -> Latencies:
     )
 
 
-def point(load: Load, windows: Sequence[Window], values: Sequence[int] = (), failed: int = 0) -> Point:
+def point(load: Load, windows: Sequence[LoadWindow], values: Sequence[int] = (), failed: int = 0) -> Point:
     """`values`: the latencies; by default, values with the percentiles of the first window."""
     if not values:
         p50, p99 = (int(windows[0].percentiles[name]) for name in ("p50", "p99"))
@@ -48,19 +58,19 @@ def point(load: Load, windows: Sequence[Window], values: Sequence[int] = (), fai
             requests=10, failed=0, batches=4, rows=20, batch_sizes={"2": 1, "8": 3}, reasons={"full": 3, "delay": 1},
             parts={"queue": 100_000.0, "gather": 5_000.0, "compute": 600_000.0, "scatter": 4_000.0},
         ),
-        usage=Usage(machine=1.5, server={"broker": 0.5}, gpus={"GPU 0": 0.25}),
+        usage=MachineUsage(machine=1.5, server={"broker": 0.5}, gpus={"GPU 0": 0.25}),
         cost=Cost(processes=1, cores=0.2, busiest=0.2, request_ns=20_000.0),
     )  # fmt: skip
 
 
-def run(*points: Point) -> Run:
-    return Run(
+def run(*points: Point) -> SavedRun:
+    return SavedRun(
         created="2026-01-01T00:00:00+00:00",
-        plan=Plan(model="m"),
+        plan=LoadPlan(model="m"),
         server={"name": "shmserve", "version": "1"},
         machine={"cores": "2", "kernel": "Linux 6.1"},
         points=points,
-        echo=Echo(protocol="http", per_s=40_000.0, request_ns=10_000.0, p50_ns=500_000.0),
+        echo=EchoResult(protocol="http", per_s=40_000.0, request_ns=10_000.0, p50_ns=500_000.0),
     )
 
 
@@ -69,4 +79,4 @@ def steady(concurrency: int, per_s: Sequence[int], p50: float = 1e6, p99: float 
     windows = [
         window(number, good, p50 + number % 2 * 1e3, p99 + number % 2 * 1e3) for number, good in enumerate(per_s)
     ]
-    return point(Closed(concurrency), windows, failed=failed)
+    return point(ClosedLoop(concurrency), windows, failed=failed)

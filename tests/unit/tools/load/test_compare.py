@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
 from shmserve.tools.load.analysis.compare import BETTER, FAILED, MIXED, SAME, UNKNOWN, WORSE, compare
-from shmserve.tools.load.plan import Closed, Open
+from shmserve.tools.load.plan import ClosedLoop, OpenLoop
 from shmserve.tools.load.record import Interval, Point
 from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
@@ -61,7 +61,7 @@ def test_the_rate_of_failures_affects_the_verdict(old: int, new: int, verdict: s
 
 
 def test_what_is_not_compared() -> None:
-    few = point(Closed(1), [window(number, good) for number, good in enumerate(OLD)], [1_000_000] * 100)
+    few = point(ClosedLoop(1), [window(number, good) for number, good in enumerate(OLD)], [1_000_000] * 100)
     found = compare(run(few), run(steady(1, OLD)))
     assert [change.metric for change in found.changes] == ["throughput", "p50"]
     assert found.notes == ("not compared, as too few responses exceed it: p99 of concurrency 1",)
@@ -80,9 +80,9 @@ def test_the_rows_that_are_compared() -> None:
 
     assert metrics(steady(1, OLD)) == ["throughput", "p50", "p99"]
     assert "in time/s" in metrics(replace(steady(1, OLD), goodput=Interval(900, 890, 910)))
-    assert metrics(point(Open(1000.0), [window(number, good) for number, good in enumerate(OLD)])) == ["p50", "p99"]
+    assert metrics(point(OpenLoop(1000.0), [window(number, good) for number, good in enumerate(OLD)])) == ["p50", "p99"]
     windows = [window(number, 1000, p99=value) for number, value in enumerate((2e6, 4e6, 3e6))]
-    one = point(Closed(1), windows, [1_000_000] * 1900 + [5_000_000] * 100)
+    one = point(ClosedLoop(1), windows, [1_000_000] * 1900 + [5_000_000] * 100)
     (_, _, p99) = compare(run(one), run(one)).changes
     assert p99.old == p99.new == one.latency.percentiles["p99"].mean == pytest.approx(5e6, rel=2e-3)
 

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.tools.load.analysis.confidence import difference, interval, stability, student_t
-from shmserve.tools.load.plan import Settings
+from shmserve.tools.load.plan import MeasureSettings
 from tests.support.cases import cases
 from tests.unit.tools.load.points import window
 
@@ -16,7 +16,7 @@ TABLE = {
     (0.999, 2): 31.599, (0.999, 4): 8.610, (0.999, 9): 4.781,
 }  # fmt: skip
 """From the printed tables: confidence, degrees of freedom."""
-PLAN = Settings(min_windows=3, max_windows=8)
+PLAN = MeasureSettings(min_windows=3, max_windows=8)
 
 
 @pytest.mark.parametrize(("key", "expected"), TABLE.items())
@@ -41,7 +41,7 @@ def test_windows_that_are_stable() -> None:
     found = stability(windows, PLAN)
     assert (found.stable, found.first) == (True, 2)
     slower = [window(number, 1000, p50=1e6 * (1 + 0.02 * number)) for number in range(8)]
-    assert stability(slower, Settings(min_windows=8)).note.startswith("p50 latency drifts by +")
+    assert stability(slower, MeasureSettings(min_windows=8)).note.startswith("p50 latency drifts by +")
     windows = [window(number, good) for number, good in enumerate((100, 150, 50))]
     assert stability(windows, PLAN, throughput=False).stable, "its rate is given"
 
@@ -56,7 +56,7 @@ RARE = replace(PLAN, percentile=99.9)
     ([100, 100, 100], RARE, "a window has too few responses for p99.9: set a longer --window"),
     ([9, 0, 9], PLAN, "a window without a successful response"),
 )
-def test_the_reason_for_an_unstable_result_is_given(goods: list[int], plan: Settings, note: str) -> None:
+def test_the_reason_for_an_unstable_result_is_given(goods: list[int], plan: MeasureSettings, note: str) -> None:
     found = stability([window(number, good) for number, good in enumerate(goods)], plan)
     assert not found.stable
     assert found.note.startswith(note)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import ConnectionLost, InvalidRequest, ModelFailed, ServeError
-from shmserve.tools.load.generation.sending import Answers, Recorder
+from shmserve.tools.load.generation.sending import Answers, ResponseRecorder
 from shmserve.tools.load.plan import Endpoint
 from shmserve.tools.load.targets.connecting import connect
 from shmserve.tools.load.targets.http import HttpTarget
@@ -112,7 +112,7 @@ FAILED = b'data: {"error":{"message":"no memory","code":500}}'
 )
 def test_the_tokens_of_a_language_model(events: list[bytes], answers: int, tokens: Any) -> None:
     """Chunks without text are no responses."""
-    recorder = Recorder()
+    recorder = ResponseRecorder()
     receive = Answers(recorder, 0, itertools.count(1).__next__)
     failing = isinstance(tokens, str)
     with pytest.raises(ModelFailed, match=tokens) if failing else nullcontext():

@@ -15,7 +15,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.terminal.console import Screen
 from shmserve.tools.load import record
 from shmserve.tools.load.analysis.compare import compare
-from shmserve.tools.load.plan import Closed, Limit, Open, Plan, Replay
+from shmserve.tools.load.plan import ClosedLoop, LatencyLimit, LoadPlan, OpenLoop, ReplayLoop
 from shmserve.tools.load.report.csv import csv_text
 from shmserve.tools.load.report.html import html_text
 from shmserve.tools.load.report.table import comparison_text, run_text
@@ -32,11 +32,13 @@ SCREEN = Screen(False, io.StringIO())
 RUN = run(steady(1, [1000, 1010, 990]), steady(4, [3000, 3010, 2990], p50=1.2e6))
 
 
-@pytest.mark.parametrize("load", [Closed(3), Open(2.5, "constant", 7), Replay((1, 2, 3), "name")])
+@pytest.mark.parametrize("load", [ClosedLoop(3), OpenLoop(2.5, "constant", 7), ReplayLoop((1, 2, 3), "name")])
 def test_a_run_is_read_as_it_was_saved(load: object, tmp_path: Path) -> None:
-    assert isinstance(load, Closed | Open | Replay)
-    plan = Plan(model="m", loads=(load,), limit=Limit(99.0, 20_000_000))
-    saved = record.Run(created="now", plan=plan, server={}, machine={}, points=(point(load, [window(0, 5)]),), best=2.0)
+    assert isinstance(load, ClosedLoop | OpenLoop | ReplayLoop)
+    plan = LoadPlan(model="m", loads=(load,), limit=LatencyLimit(99.0, 20_000_000))
+    saved = record.SavedRun(
+        created="now", plan=plan, server={}, machine={}, points=(point(load, [window(0, 5)]),), best=2.0
+    )
     path = tmp_path / "run.json"
     path.write_bytes(record.encode(saved))
     assert record.read(path) == saved
@@ -68,7 +70,7 @@ def test_the_columns_are_those_of_perf_analyzer() -> None:
     assert (one["Server Queue"], one["Server Compute Infer"]) == ("100", "600")
     assert one["Network+Server Send/Recv"] == str(1020 - 100 - 5 - 600 - 4)  # the mean latency
     assert one["p50 latency"] == "1000"
-    text = csv_text(run(point(Open(500.0), [window(0, 500)])))
+    text = csv_text(run(point(OpenLoop(500.0), [window(0, 500)])))
     assert text.startswith("Request Rate,Inferences/Second,")
     assert text.splitlines()[1].startswith("500,")
 
@@ -108,12 +110,12 @@ def test_a_comparison_as_text() -> None:
     (1.0, 2.0, "<= 5 ms: 1; the search ended there, as concurrency 2 had too few responses to judge p99.9"),
 )
 def test_the_result_of_a_search(best: float | None, undecided: float | None, text: str) -> None:
-    found = replace(RUN, plan=replace(RUN.plan, limit=Limit(99.9, 5_000_000)), best=best, undecided=undecided)
+    found = replace(RUN, plan=replace(RUN.plan, limit=LatencyLimit(99.9, 5_000_000)), best=best, undecided=undecided)
     assert text in run_text(found, SCREEN)
 
 
 def test_the_page_is_complete_escaped_and_links_to_nothing() -> None:
-    text = html_text(replace(RUN, plan=Plan(model="<m>")))
+    text = html_text(replace(RUN, plan=LoadPlan(model="<m>")))
     charts = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     assert len(charts) == 2 + 2 * 4  # curve and split, and four charts for each load
     for chart in charts:
@@ -128,7 +130,7 @@ def test_the_page_is_complete_escaped_and_links_to_nothing() -> None:
     (None, True, r"<b>No load met p99\.9 &lt;= 5 ms\.</b>"),
 )
 def test_the_page_begins_with_what_was_found(best: float | None, limited: bool, found: str) -> None:
-    limit = Limit(99.9, 5_000_000) if limited else None
+    limit = LatencyLimit(99.9, 5_000_000) if limited else None
     text = html_text(replace(RUN, plan=replace(RUN.plan, limit=limit), best=best))
     assert re.search(found, text)
     assert text.index("<b>") < text.index("<svg") < text.index("<table>")

@@ -15,7 +15,7 @@ from PIL import Image
 from shmserve.errors import Unsupported
 from shmserve.terminal.errors import Misuse
 from shmserve.tools.load.generation.request_data import mean_rows, request_inputs
-from shmserve.tools.load.plan import Endpoint, Inputs
+from shmserve.tools.load.plan import Endpoint, RequestInputs
 from shmserve.tools.load.targets.base import ModelFacts
 from shmserve.tools.load.targets.kserve import json_values, raw_bytes
 from shmserve.tools.load.targets.native import open_target
@@ -27,26 +27,26 @@ def facts(**inputs: tuple[str, list[int]]) -> ModelFacts:
     return ModelFacts(inputs=specs, outputs={}, max_batch=8)
 
 
-def requests(given: Inputs, known: ModelFacts) -> list[dict[str, Any]]:
+def requests(given: RequestInputs, known: ModelFacts) -> list[dict[str, Any]]:
     return [dict(one) for one in request_inputs(given, "m", known)]
 
 
 def test_random_requests() -> None:
     known = facts(x=("FP32", [-1, 4]))
-    found = requests(Inputs(batch=3, distinct=5, seed=1), known)
+    found = requests(RequestInputs(batch=3, distinct=5, seed=1), known)
     assert [one["x"].shape for one in found] == [(3, 4)] * 5
     assert len({one["x"].tobytes() for one in found}) == 5
-    again = requests(Inputs(batch=3, distinct=5, seed=1), known)
+    again = requests(RequestInputs(batch=3, distinct=5, seed=1), known)
     assert all((one["x"] == other["x"]).all() for one, other in zip(found, again, strict=True))
-    assert requests(Inputs(shapes=("x=2,7",)), facts(x=("INT64", [-1, -1])))[0]["x"].shape == (2, 7)
+    assert requests(RequestInputs(shapes=("x=2,7",)), facts(x=("INT64", [-1, -1])))[0]["x"].shape == (2, 7)
     with pytest.raises(Misuse, match="--batch 9: the max_batch_size of model 'm' is 8"):
-        requests(Inputs(batch=9), facts(x=("FP32", [-1, 4])))
+        requests(RequestInputs(batch=9), facts(x=("FP32", [-1, 4])))
 
 
 def test_optional_inputs_are_left_out_unless_they_are_given() -> None:
     known = replace(facts(x=("FP32", [-1, 4]), y=("FP32", [-1, 2]), n=("INT32", [-1, 1])), optional=frozenset("yn"))
-    assert {name for one in requests(Inputs(), known) for name in one} == {"x"}
-    (found,) = requests(Inputs(texts=("n=7",), shapes=("y=1,2",), distinct=1), known)
+    assert {name for one in requests(RequestInputs(), known) for name in one} == {"x"}
+    (found,) = requests(RequestInputs(texts=("n=7",), shapes=("y=1,2",), distinct=1), known)
     assert found.keys() == {"x", "y", "n"}
 
 
@@ -54,18 +54,18 @@ def test_files_of_a_directory(tmp_path: Path) -> None:
     for number in range(3):
         np.save(tmp_path / f"{number}.npy", np.full((1, 2), number, np.float32))
     known = facts(x=("FP32", [-1, 2]), n=("INT32", [-1, 1]))
-    found = requests(Inputs(texts=(f"x=@{tmp_path}", "n=7")), known)
+    found = requests(RequestInputs(texts=(f"x=@{tmp_path}", "n=7")), known)
     assert [(one["x"].tolist(), one["n"].tolist()) for one in found] == [([[n, n]], [[7]]) for n in range(3)]
     documents = tmp_path / "documents"
     documents.mkdir()
     for number in range(2):
         (documents / f"{number}.json").write_text(json.dumps({"inputs": {"x": [[number, 0]], "n": [[number]]}}))
-    found = requests(Inputs(data=str(documents)), known)
+    found = requests(RequestInputs(data=str(documents)), known)
     assert [(one["x"].tolist(), one["n"].tolist()) for one in found] == [([[n, 0]], [[n]]) for n in range(2)]
     (tmp_path / "rows").mkdir()
     for rows in (1, 2, 6):
         np.save(tmp_path / "rows" / f"{rows}.npy", np.zeros((rows, 4), np.float32))
-    found = requests(Inputs(texts=(f"x=@{tmp_path / 'rows'}",)), facts(x=("FP32", [-1, 4])))
+    found = requests(RequestInputs(texts=(f"x=@{tmp_path / 'rows'}",)), facts(x=("FP32", [-1, 4])))
     assert mean_rows(found, 8) == 3
     assert (mean_rows(found, 0), mean_rows([{}], 8)) == (1, 1)
 
@@ -77,8 +77,8 @@ def test_each_kind_of_file(tmp_path: Path) -> None:
     Image.fromarray(pixels).save(tmp_path / "v.png")
     floats = facts(x=("FP32", [-1, 2]))
     for name, expected in (("v.json", [[1, 2]]), ("v.bin", [[3, 4]])):
-        assert requests(Inputs(texts=(f"x=@{tmp_path / name}",)), floats)[0]["x"].tolist() == expected
-    picture = Inputs(texts=(f"x=@{tmp_path / 'v.png'}",))
+        assert requests(RequestInputs(texts=(f"x=@{tmp_path / name}",)), floats)[0]["x"].tolist() == expected
+    picture = RequestInputs(texts=(f"x=@{tmp_path / 'v.png'}",))
     last = requests(picture, facts(x=("UINT8", [-1, 2, 3, 3])))[0]["x"]
     assert (last == pixels).all()
     first = requests(picture, facts(x=("FP32", [-1, 3, 2, 3])))[0]["x"]
@@ -104,7 +104,7 @@ def test_invalid_inputs_are_refused(text: str, message: str, tmp_path: Path) -> 
     (tmp_path / "odd.png").write_bytes(b"abc")
     (tmp_path / "empty").mkdir()
     with pytest.raises(Misuse, match=message):
-        requests(Inputs(texts=(text.format(tmp_path),)), facts(x=("FP32", [-1, 2]), p=("UINT8", [-1, 2, 2, 3])))
+        requests(RequestInputs(texts=(text.format(tmp_path),)), facts(x=("FP32", [-1, 2]), p=("UINT8", [-1, 2, 2, 3])))
 
 
 def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(Unsupported, match=rf"load over {module}:// needs .*pip install .*\[bench\]"):
             open_target(Endpoint(url=f"{module}://127.0.0.1:1"))
     with pytest.raises(Misuse, match=r"needs the package pillow: .*\[bench\]"):
-        requests(Inputs(texts=(f"x=@{tmp_path / 'v.png'}",)), facts(x=("UINT8", [-1, 2, 3, 3])))
+        requests(RequestInputs(texts=(f"x=@{tmp_path / 'v.png'}",)), facts(x=("UINT8", [-1, 2, 3, 3])))
 
 
 def test_tensors_as_the_endpoints_take_them() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest
 from shmserve.tools.load.generation.schedule import recorded_times, send_times, share, useful_processes
-from shmserve.tools.load.plan import SECOND, Closed, Load, Open, Replay
+from shmserve.tools.load.plan import SECOND, ClosedLoop, Load, OpenLoop, ReplayLoop
 from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 
@@ -22,8 +22,8 @@ def merged(load: Load, processes: int, until: int) -> list[int]:
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_constant_rates_and_recordings(processes: int) -> None:
-    assert merged(Open(250.0, "constant"), processes, SECOND) == [number * 4_000_000 for number in range(250)]
-    load = Replay((5, 6, 9))
+    assert merged(OpenLoop(250.0, "constant"), processes, SECOND) == [number * 4_000_000 for number in range(250)]
+    load = ReplayLoop((5, 6, 9))
     assert list(islice(send_times(load), 7)) == [0, 1, 4, 6, 7, 10, 12]  # a mean gap of 2 follows the last
     assert load.rate == pytest.approx(3 * SECOND / 6)
 
@@ -31,19 +31,19 @@ def test_constant_rates_and_recordings(processes: int) -> None:
 @pytest.mark.parametrize("processes", [1, 4])
 def test_poisson_has_the_rate_and_the_spread(processes: int) -> None:
     """The distances of a Poisson process are exponential: their standard deviation is their mean."""
-    times = merged(Open(1000.0, "poisson", seed=3), processes, 50 * SECOND)
+    times = merged(OpenLoop(1000.0, "poisson", seed=3), processes, 50 * SECOND)
     gaps = [later - earlier for earlier, later in pairwise(times)]
     mean = sum(gaps) / len(gaps)
     spread = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
     assert mean == pytest.approx(1e6, rel=0.03)
     assert spread == pytest.approx(1e6, rel=0.05)
-    assert times == merged(Open(1000.0, "poisson", seed=3), processes, 50 * SECOND)
-    assert times != merged(Open(1000.0, "poisson", seed=4), processes, 50 * SECOND)
+    assert times == merged(OpenLoop(1000.0, "poisson", seed=3), processes, 50 * SECOND)
+    assert times != merged(OpenLoop(1000.0, "poisson", seed=4), processes, 50 * SECOND)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4))
 def test_every_thousand_random_arrivals_take_the_time_of_the_nominal_rate(seed: int, processes: int) -> None:
-    load = Open(2000.0, "poisson", seed)
+    load = OpenLoop(2000.0, "poisson", seed)
     per_process = 3 * (1000 // processes)
     for index in range(processes):
         times = list(islice(send_times(load, index, processes), per_process))
@@ -56,7 +56,7 @@ def test_every_thousand_random_arrivals_take_the_time_of_the_nominal_rate(seed: 
 @settings(max_examples=examples(60))
 @given(st.lists(st.integers(0, 10**6), min_size=2, max_size=20), st.integers(1, 5))
 def test_processes_send_a_recording_once(times: list[int], processes: int) -> None:
-    load = Replay(tuple(sorted(times)))
+    load = ReplayLoop(tuple(sorted(times)))
     count = 3 * len(times)
     alone = list(islice(send_times(load), count))
     each = [list(islice(send_times(load, index, processes), count)) for index in range(processes)]
@@ -66,10 +66,10 @@ def test_processes_send_a_recording_once(times: list[int], processes: int) -> No
 
 @given(st.integers(1, 100), st.integers(1, 16))
 def test_callers_are_divided(concurrency: int, wanted: int) -> None:
-    load = Closed(concurrency)
+    load = ClosedLoop(concurrency)
     processes = useful_processes(load, wanted)
     parts = [share(load, index, processes) for index in range(processes)]
-    counts = [part.concurrency for part in parts if isinstance(part, Closed)]
+    counts = [part.concurrency for part in parts if isinstance(part, ClosedLoop)]
     assert sum(counts) == concurrency
     assert min(counts) >= 1
     assert max(counts) - min(counts) <= 1

@@ -9,13 +9,13 @@ from msgspec.structs import replace
 
 from shmserve.tools.load.measure import best, keeps, next_load
 from shmserve.tools.load.one_load import settings_of
-from shmserve.tools.load.plan import Closed, Limit, Plan, Settings
+from shmserve.tools.load.plan import ClosedLoop, LatencyLimit, LoadPlan, MeasureSettings
 from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 from tests.unit.tools.load.points import point, window
 
 
-def searched(limit: Limit, highest: float, whole: bool) -> dict[float, bool]:
+def searched(limit: LatencyLimit, highest: float, whole: bool) -> dict[float, bool]:
     """The loads that the search tries on a server that keeps the limit up to `highest`."""
     tried: dict[float, bool] = {}
     while (load := next_load(tried, limit, whole)) is not None:
@@ -32,7 +32,7 @@ def searched(limit: Limit, highest: float, whole: bool) -> dict[float, bool]:
 def test_the_load_is_doubled_and_then_bisected(
     low: float, high: float, highest: float, tried: list[float], found: float | None
 ) -> None:
-    loads = searched(Limit(99.0, 1, low, high), highest, whole=True)
+    loads = searched(LatencyLimit(99.0, 1, low, high), highest, whole=True)
     assert (list(loads), best(loads)) == (tried, found)
     assert best({1: True, 2: True, 4: False, 8: True}) == 2, "a pass above a failed load is ignored"
 
@@ -51,16 +51,16 @@ def test_the_load_is_doubled_and_then_bisected(
 def test_a_limit_is_judged_by_enough_responses(percentile: float, fast: int, slow: int, kept: bool | None) -> None:
     """p99.9 needs 10,000 responses, so that ten exceed it; ten responses over the limit suffice to show that it is
     exceeded."""
-    one = point(Closed(1), [window(0, 1)], [1_000_000] * fast + [9_000_000] * slow)
-    assert keeps(one, Limit(percentile, 5_000_000)) is kept
-    assert keeps(replace(one, failed=1), Limit(percentile, 5_000_000)) is False
+    one = point(ClosedLoop(1), [window(0, 1)], [1_000_000] * fast + [9_000_000] * slow)
+    assert keeps(one, LatencyLimit(percentile, 5_000_000)) is kept
+    assert keeps(replace(one, failed=1), LatencyLimit(percentile, 5_000_000)) is False
 
 
 def test_windows_of_a_search_have_enough_responses() -> None:
-    plan = Plan(model="m", settings=Settings(max_windows=8, min_responses=30))
+    plan = LoadPlan(model="m", settings=MeasureSettings(max_windows=8, min_responses=30))
     assert settings_of(plan).min_responses == 30
-    assert settings_of(replace(plan, limit=Limit(99.0, 1))).min_responses == 125
-    assert settings_of(replace(plan, limit=Limit(50.0, 1))).min_responses == 30
+    assert settings_of(replace(plan, limit=LatencyLimit(99.0, 1))).min_responses == 125
+    assert settings_of(replace(plan, limit=LatencyLimit(50.0, 1))).min_responses == 30
 
 
 @settings(max_examples=examples(200))
@@ -69,7 +69,7 @@ def test_the_search_finds_the_load_to_the_resolution(
     low: float, highest: float, whole: bool, resolution: float
 ) -> None:
     low = float(int(low)) if whole else low
-    limit = Limit(99.0, 1, low, low * 1000, resolution)
+    limit = LatencyLimit(99.0, 1, low, low * 1000, resolution)
     tried = searched(limit, highest, whole)
     found = best(tried)
     if found is None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shmserve.errors import Unavailable
 from shmserve.tools.load.generation.sending import LoadSender
 from shmserve.tools.load.plan import Sequences
-from shmserve.tools.load.targets.base import Part, Slot
+from shmserve.tools.load.targets.base import RequestSlot, SequencePart
 from tests.support.cases import cases
 from tests.support.hypothesis_profiles import examples
 
@@ -59,21 +59,21 @@ class Server:
     def __init__(self, time: Time, services: Iterator[int], answers: int = 0) -> None:
         self.time, self.services, self.answers = time, services, answers
         self.free_at = 0
-        self.parts: list[Part | None] = []
+        self.parts: list[SequencePart | None] = []
         self.bodies: list[str] = []
         self.slots = 0
 
-    async def open_slot(self) -> Slot:
+    async def open_slot(self) -> RequestSlot:
         self.slots += 1
         return self
 
-    async def send(self, body: Any, part: Part | None) -> None:
+    async def send(self, body: Any, part: SequencePart | None) -> None:
         self.parts.append(part)
         self.bodies.append(body)
         self.free_at = max(self.time.now, self.free_at) + next(self.services)
         await self.time.until(self.free_at)
 
-    async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
+    async def stream(self, body: Any, part: SequencePart | None, on_answer: Callable[[], None]) -> None:
         for _ in range(self.answers):
             await self.time.until(self.time.now + next(self.services))
             on_answer()
@@ -165,7 +165,7 @@ def test_a_closed_loop_keeps_its_callers_busy() -> None:
     assert slots == 4
 
 
-async def parts_of(length: int, until: int) -> list[Part]:
+async def parts_of(length: int, until: int) -> list[SequencePart]:
     time = Time()
     server = Server(time, repeat(10))
     sender = sender_to(server, sequences=Sequences(2, length), ids=count(101))
@@ -206,7 +206,7 @@ def test_streams_record_first_and_later_answers() -> None:
 @pytest.mark.parametrize("error", [Unavailable("full"), ZeroDivisionError()], ids=["a failure", "a bug of the target"])
 def test_failures_are_recorded_and_bugs_end_the_load(error: Exception) -> None:
     class Failing(Server):
-        async def send(self, body: Any, part: Part | None) -> None:
+        async def send(self, body: Any, part: SequencePart | None) -> None:
             await self.time.until(self.time.now + next(self.services))
             raise error
 

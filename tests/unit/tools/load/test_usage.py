@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.tools.load.analysis.usage import Meter, Reading, is_local, server_pid, used
+from shmserve.tools.load.analysis.usage import Meter, UsageReading, is_local, server_pid, used
 from shmserve.tools.load.one_load import between
 from shmserve.tools.load.plan import Endpoint
 from shmserve.tools.load.targets.base import latest_statistics
@@ -19,14 +19,14 @@ from tests.support.cases import cases
 
 def test_cpu_usage_is_the_difference_of_readings_by_role() -> None:
     """A process that started in between counts from 0; one that ended no longer counts."""
-    before = Reading(10.0, {1: ("broker", 5.0), 2: ("models", 1.0), 3: ("models", 9.0)}, {"GPU 0": (0.9, 7)})
-    middle = Reading(0.0, {}, {"GPU 0": (0.2, 30)})
-    after = Reading(13.0, {1: ("broker", 6.0), 2: ("models", 1.5), 4: ("models", 0.5)}, {"GPU 0": (0.4, 20)})
+    before = UsageReading(10.0, {1: ("broker", 5.0), 2: ("models", 1.0), 3: ("models", 9.0)}, {"GPU 0": (0.9, 7)})
+    middle = UsageReading(0.0, {}, {"GPU 0": (0.2, 30)})
+    after = UsageReading(13.0, {1: ("broker", 6.0), 2: ("models", 1.5), 4: ("models", 0.5)}, {"GPU 0": (0.4, 20)})
     found = used([before, middle, after], 2.0)
     assert (found.machine, found.server) == (1.5, {"broker": 0.5, "models": 0.5})
     assert found.gpus == {"GPU 0": pytest.approx(0.3)}
     assert found.gpu_bytes == {"GPU 0": 30}
-    assert not used([before, Reading(0.0, {}, {}), after], 2.0).gpus, "a GPU that could not always be read"
+    assert not used([before, UsageReading(0.0, {}, {}), after], 2.0).gpus, "a GPU that could not always be read"
 
 
 def test_a_server_is_found_by_its_port() -> None:

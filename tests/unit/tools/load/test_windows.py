@@ -15,7 +15,7 @@ from shmserve.tools.load.analysis.latencies import DIGITS, LatencyHistogram, buc
 from shmserve.tools.load.analysis.windows import Collector, is_long_enough, timeline, window_of
 from shmserve.tools.load.generation.messages import Samples
 from shmserve.tools.load.one_load import latencies_of
-from shmserve.tools.load.plan import SECOND, Objectives, Settings
+from shmserve.tools.load.plan import SECOND, MeasureSettings, Objectives
 from tests.support.hypothesis_profiles import examples
 
 
@@ -104,7 +104,7 @@ def test_windows_are_divided_and_extended() -> None:
     parts = timeline(collector.take(100, 200), 100, 200, 50)
     assert [(part.start_ns, part.length_ns) for part in parts] == [(50 + 20 * number, 20) for number in range(5)]
     assert [(part.good, part.failed) for part in parts] == [(2, 0), (1, 0), (0, 0), (0, 0), (0, 1)]
-    settings = Settings(window_ns=100, min_responses=30)
+    settings = MeasureSettings(window_ns=100, min_responses=30)
     assert not is_long_enough(100, 29, settings)
     assert is_long_enough(100, 30, settings)
     assert is_long_enough(1000, 0, settings)

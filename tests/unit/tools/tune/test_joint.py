@@ -40,7 +40,7 @@ def whole_batch(ms: float, count: int, threads: int, rows: int) -> float:
 class SharedBench:
     """Sends requests to the targets: models that these benches serve, or ensembles of them."""
 
-    def __init__(self, targets: Sequence[joint.Target], steps: Sequence[SimulatedBench]) -> None:
+    def __init__(self, targets: Sequence[joint.JointTarget], steps: Sequence[SimulatedBench]) -> None:
         self._targets = [target.name for target in targets]
         self._ensembles = [target.policy for target in targets if target.policy is not None]
         self._steps = steps
@@ -56,13 +56,13 @@ class SharedBench:
         ]
 
 
-def step_of(name: str, service: Service, goal: Goal, share: float = 1.0, config: str = CONFIG) -> joint.Step:
+def step_of(name: str, service: Service, goal: Goal, share: float = 1.0, config: str = CONFIG) -> joint.TunedStep:
     model, bench = tuned(config, 2, name), SimulatedBench(service)
     bench.apply(model.config)
-    return joint.Step(model, bench, goal, share)
+    return joint.TunedStep(model, bench, goal, share)
 
 
-def tuner_of(targets: Sequence[joint.Target], steps: Sequence[joint.Step], **more: Any) -> joint.JointTuner:
+def tuner_of(targets: Sequence[joint.JointTarget], steps: Sequence[joint.TunedStep], **more: Any) -> joint.JointTuner:
     benches: Any = [step.bench for step in steps]
     return joint.JointTuner(targets, SharedBench(targets, benches), steps, 2, lambda text: None, **more)
 
@@ -71,7 +71,7 @@ def test_the_slow_step_gets_what_the_ensemble_needs() -> None:
     goal = Goal(30 * MS, simulated=200, instances=(1, 2))
     text = CONFIG.replace("max_batch_size: 32", "max_batch_size: 4").replace("dynamic_batching { }", "")
     steps = [step_of(name, partial(whole_batch, ms), goal, config=text) for name, ms in TIMES.items()]
-    tuner = tuner_of([joint.Target("both", goal, policy=compile_policy(parse(ENSEMBLE), 1))], steps)
+    tuner = tuner_of([joint.JointTarget("both", goal, policy=compile_policy(parse(ENSEMBLE), 1))], steps)
     outcome = tuner.run()
     assert outcome.present is not None
     assert outcome.best is not None
@@ -106,7 +106,7 @@ def test_models_that_share_a_machine(
         goal = Goal(p99 * MS, rate, simulated=200, instances=(1, 2))
         text = CONFIG.replace("max_batch_size: 32", "max_batch_size: 4")
         steps.append(step_of(name, partial(whole_batch, ms), goal, rate or 1.0, text))
-        targets.append(joint.Target(name, goal, rate or 1.0))
+        targets.append(joint.JointTarget(name, goal, rate or 1.0))
     tuner = tuner_of(targets, steps, memory=memory * EACH_MIB * MIB, fixed=bool(rates[0]), objective=objective)
     outcome = tuner.run()
     chosen = outcome.chosen
@@ -137,7 +137,7 @@ def test_models_that_share_a_machine(
 def test_models_that_do_not_hold_together_are_named() -> None:
     goal = Goal(9 * MS, 1000.0, simulated=200, instances=(1, 1))
     steps = [step_of(name, partial(whole_batch, HEAVY), goal, 1000.0) for name in ("heavy", "more")]
-    tuner = tuner_of([joint.Target(step.model.name, goal, 1000.0) for step in steps], steps, fixed=True)
+    tuner = tuner_of([joint.JointTarget(step.model.name, goal, 1000.0) for step in steps], steps, fixed=True)
     assert tuner.run().chosen is None
     assert joint_report.text(tuner, Screen(False)) == "No setting holds the targets in the simulator."
     assert not joint_report.as_json(tuner)["holds"]

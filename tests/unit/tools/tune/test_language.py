@@ -11,7 +11,7 @@ from shmserve.errors import Unavailable
 from shmserve.repo.config.schema import ModelConfig, parameter
 from shmserve.repo.load import parse
 from shmserve.terminal.console import Screen
-from shmserve.tools.load.plan import Closed, Lengths, Objectives, Plan, Prompts
+from shmserve.tools.load.plan import ClosedLoop, Lengths, LoadPlan, Objectives, PromptPlan
 from shmserve.tools.load.record import Interval, Language, Point
 from shmserve.tools.tune.language import LanguageGoal, LanguageTuner, TunedLanguageModel
 from shmserve.tools.tune.trial_table import language_text
@@ -43,8 +43,8 @@ class Served:
     def memory(self) -> int:
         return self.slots << 20
 
-    def load(self, plan: Plan) -> Point:
-        assert plan.loads == (Closed(self.slots),)
+    def load(self, plan: LoadPlan) -> Point:
+        assert plan.loads == (ClosedLoop(self.slots),)
         speed = 100 * min(self.slots, 8) * (1.5 if self._number("prompt_batch", 512) == 256 else 1)
         result = point(plan.loads[0], [window(0, 100), window(1, 100)])
         share = 1.0 if self.slots <= self._limit else 0.5
@@ -59,7 +59,7 @@ class Served:
         return replace(result, language=language, first_answer=latencies([50_000_000]))
 
 
-def tuned(served: Served, memory: int = 0, prompts: Prompts = Prompts(), text: str = TEXT) -> LanguageTuner:  # noqa: B008
+def tuned(served: Served, memory: int = 0, prompts: PromptPlan = PromptPlan(), text: str = TEXT) -> LanguageTuner:  # noqa: B008
     model = TunedLanguageModel(text, replace(parse(text), name="m"))
     tuner = LanguageTuner(served, model, LanguageGoal(Objectives(ttft=1), prompts, memory), lambda text: None)
     tuner.run()
@@ -85,7 +85,7 @@ def test_no_setting_holds_the_objectives() -> None:
 
 
 def test_the_context_becomes_long_enough_for_the_prompts() -> None:
-    tuner = tuned(Served(100), prompts=Prompts(words=Lengths(5000, 6000), output=Lengths(100, 100)))
+    tuner = tuned(Served(100), prompts=PromptPlan(words=Lengths(5000, 6000), output=Lengths(100, 100)))
     assert {trial.setting.context_length for trial in tuner.trials} == {6144}
     assert '"6144"' in tuner.diff("f")
 

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from shmserve.errors import ConnectionLost, ModelFailed, QueueTimeout, ServeError, Unavailable
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.tools.load.generation.sending import LoadSender
-from shmserve.tools.load.plan import SECOND, Open
-from shmserve.tools.load.targets.base import Part
+from shmserve.tools.load.plan import SECOND, OpenLoop
+from shmserve.tools.load.targets.base import SequencePart
 from shmserve.tools.tune import served
 from shmserve.tools.tune.bench import Observation
 from shmserve.tools.tune.confirm import Confirmation, Confirmed, RatePoint
@@ -23,7 +23,7 @@ from shmserve.tools.tune.predict import Prediction
 from shmserve.tools.tune.reasons import reasons
 from shmserve.tools.tune.served import MAX_IN_FLIGHT, WINDOW_COUNT, WINDOWS, _p99, _quantile, closed, opened
 from shmserve.tools.tune.space import Candidate
-from shmserve.tools.tune.tuner import Outcome, choose
+from shmserve.tools.tune.tuner import TuningOutcome, choose
 from tests.support.cases import cases
 from tests.unit.tools.tune.simulated import MS, tuned
 
@@ -45,14 +45,14 @@ class ScriptedSlot:
         self.error, self.answers = error, answers
         self.sent = 0
 
-    async def send(self, body: Any, part: Part | None) -> None:
+    async def send(self, body: Any, part: SequencePart | None) -> None:
         self.sent += 1
         if (error := self.error(self.sent)) is not None:
             raise error
         if not self.answers:
             await asyncio.get_running_loop().create_future()
 
-    async def stream(self, body: Any, part: Part | None, on_answer: Callable[[], None]) -> None:
+    async def stream(self, body: Any, part: SequencePart | None, on_answer: Callable[[], None]) -> None:
         raise NotImplementedError
 
 
@@ -93,7 +93,7 @@ def observed(
 def test_loads_end_before_and_when_the_server_refuses_requests(clock: FakeTime) -> None:
     """Too many requests in flight mean that the server is overloaded, not that requests fail."""
     silent = ScriptedSlot(lambda number: None, answers=False)
-    found = observed(silent, lambda sender: opened(sender, Open(1e6), 1.0, 1000.0 * SECOND), clock)
+    found = observed(silent, lambda sender: opened(sender, OpenLoop(1e6), 1.0, 1000.0 * SECOND), clock)
     assert found.overloaded
     assert (found.failed, found.p99_ns) == (0, math.inf)
     assert silent.sent == MAX_IN_FLIGHT - 1
@@ -193,7 +193,7 @@ def test_refused_requests_miss_the_target(
 ) -> None:
     """They do not count as failures of the model, and do not end a measurement."""
     slot = ScriptedSlot(lambda number: None if number % every else error)
-    found = observed(slot, lambda sender: opened(sender, Open(1e5), 0.01, 1000.0 * SECOND), clock)
+    found = observed(slot, lambda sender: opened(sender, OpenLoop(1e5), 0.01, 1000.0 * SECOND), clock)
     assert (found.failed > 0, found.refused > 0) == (failed, refused)
     assert (found.error, found.refusal) == ((str(error), "") if failed else ("", str(error)))
     if holds is not None:
@@ -202,7 +202,7 @@ def test_refused_requests_miss_the_target(
 
 
 def test_the_choice_among_measured_settings() -> None:
-    outcome = Outcome(tuned(), Goal(20 * MS, memory=300))
+    outcome = TuningOutcome(tuned(), Goal(20 * MS, memory=300))
     small = confirmed(Candidate(1, 1, 8), point(900, 10, True))
     large = confirmed(Candidate(4, 1, 8), point(1500, 10, True))
     large.memory = 400
@@ -215,7 +215,7 @@ def test_the_choice_among_measured_settings() -> None:
 
 
 def test_reasons_name_delays_that_make_no_difference_and_a_late_load_generator() -> None:
-    outcome = Outcome(tuned(), Goal(20 * MS))
+    outcome = TuningOutcome(tuned(), Goal(20 * MS))
     outcome.chosen = outcome.model.current
     for late_ms, is_told in ((15, True), (1, False)):
         outcome.confirmed = [confirmed(outcome.chosen, point(1000, 10, True), point(1100, 30, False, late_ms))]

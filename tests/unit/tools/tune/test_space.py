@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from shmserve.errors import Unsupported
 from shmserve.repo.config.schema import ModelConfig
-from shmserve.tools.tune.fit import Sample, Spread, fit, spread_of
+from shmserve.tools.tune.fit import Spread, TimeSample, fit, spread_of
 from shmserve.tools.tune.predict import Prediction
 from shmserve.tools.tune.search import shortlist
 from shmserve.tools.tune.space import Candidate, check_tunable
@@ -83,8 +83,8 @@ def test_models_that_cannot_be_tuned_are_refused() -> None:
 
 
 def test_an_affine_fit() -> None:
-    samples = [Sample(1, 1, rows, (2 + 0.5 * rows) * MS) for rows in (1, 2, 4, 8)]
-    samples += [Sample(2, 1, rows, (2 + 0.5 * rows) * MS * (1.2 if rows == 1 else 1.5)) for rows in (1, 8)]
+    samples = [TimeSample(1, 1, rows, (2 + 0.5 * rows) * MS) for rows in (1, 2, 4, 8)]
+    samples += [TimeSample(2, 1, rows, (2 + 0.5 * rows) * MS * (1.2 if rows == 1 else 1.5)) for rows in (1, 8)]
     fits = fit(samples)
     one, two = fits[1, 1], fits[2, 1]
     assert one.affine
@@ -101,7 +101,7 @@ def test_an_affine_fit() -> None:
 
 def test_a_fit_with_lengths() -> None:
     samples = [
-        Sample(1, 0, rows, 3 * MS + 2000 * rows * length, length) for rows in (1, 4, 8) for length in (10, 50, 100)
+        TimeSample(1, 0, rows, 3 * MS + 2000 * rows * length, length) for rows in (1, 4, 8) for length in (10, 50, 100)
     ]
     found = fit(samples)[1, 0]
     assert found.element_ns == pytest.approx(2000)
@@ -116,7 +116,7 @@ def test_the_spread_keeps_the_mean() -> None:
         spread = spread_of(lone * 10, 1.0 * MS, full * 10, 10.0)
         assert sum(spread.factors) / len(spread.factors) == pytest.approx(1)
         assert sum(spread.pauses) == pytest.approx(0, abs=1)
-        service = fit([Sample(1, 0, 1, 2.5 * MS), Sample(1, 0, 10, 25 * MS)])[1, 0].service(spread)
+        service = fit([TimeSample(1, 0, 1, 2.5 * MS), TimeSample(1, 0, 10, 25 * MS)])[1, 0].service(spread)
         drawn = [service.ns(10, Random(seed)) for seed in range(2000)]
         assert sum(drawn) / len(drawn) == pytest.approx(25 * MS, rel=0.1)
         assert (max(drawn) > 60 * MS) == grows

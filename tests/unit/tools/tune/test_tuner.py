@@ -13,12 +13,12 @@ from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.terminal.console import Screen
 from shmserve.tools.tune import html, report
 from shmserve.tools.tune.bench import Observation
-from shmserve.tools.tune.fit import Sample, fit
+from shmserve.tools.tune.fit import TimeSample, fit
 from shmserve.tools.tune.goal import Goal
 from shmserve.tools.tune.predict import Prediction, RatePredictor
 from shmserve.tools.tune.search import Search, SimulationPool
 from shmserve.tools.tune.space import TunedModel
-from shmserve.tools.tune.tuner import Events, Outcome, Tuner
+from shmserve.tools.tune.tuner import Events, Tuner, TuningOutcome
 from tests.support.cases import cases
 from tests.unit.tools.tune.simulated import (
     CONFIG,
@@ -67,7 +67,7 @@ class Steps(Events):
 
 
 @pytest.fixture(scope="module")
-def found() -> Outcome:
+def found() -> TuningOutcome:
     """The most requests per second with a p99 of 30 ms."""
     steps = Steps()
     outcome = Tuner(SimulatedBench(sweet), tuned(), Goal(30 * MS, simulated=QUICK), steps).run()
@@ -76,7 +76,7 @@ def found() -> Outcome:
     return outcome
 
 
-def test_the_calculated_optimum_is_found(found: Outcome) -> None:
+def test_the_calculated_optimum_is_found(found: TuningOutcome) -> None:
     # 2 instances of 2000 rows/s are the most that any setting can do: 1 has 2000 (2 threads: 2222), 3 have 3478.
     chosen = found.chosen
     assert chosen is not None
@@ -89,7 +89,7 @@ def test_the_calculated_optimum_is_found(found: Outcome) -> None:
     assert abs(confirmed.predicted.rate / confirmed.rate - 1) < 0.1
 
 
-def test_the_fit_finds_the_hidden_times(found: Outcome) -> None:
+def test_the_fit_finds_the_hidden_times(found: TuningOutcome) -> None:
     one, two, both = (found.fits[pair] for pair in ((1, 1), (2, 1), (1, 2)))
     assert not one.affine
     assert one.ns(8) == pytest.approx(SWEET[8] * MS, rel=0.1)
@@ -99,7 +99,7 @@ def test_the_fit_finds_the_hidden_times(found: Outcome) -> None:
     assert any("more than 3 instances" in text for text in found.times.skipped)
 
 
-def test_the_report_has_the_diff_and_the_changed_text(found: Outcome) -> None:
+def test_the_report_has_the_diff_and_the_changed_text(found: TuningOutcome) -> None:
     assert report.diff(found, "models/net/config.pbtxt").splitlines()[:2] == [
         "--- a/models/net/config.pbtxt",
         "+++ b/models/net/config.pbtxt",
@@ -255,7 +255,7 @@ def test_requests_that_fail_or_are_too_large_end_the_tuning() -> None:
 def test_large_batches_that_only_a_delay_fills_are_found() -> None:
     """Batches of 32 rows take 38 ms and those of 16 rows 22 ms. Without a delay, the large ones start almost empty."""
     pairs = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1))
-    samples = [Sample(*pair, rows, (6 + rows) * MS) for pair in pairs for rows in SIZES]
+    samples = [TimeSample(*pair, rows, (6 + rows) * MS) for pair in pairs for rows in SIZES]
     predictor = RatePredictor(tuned(), Goal(60 * MS, simulated=600), fit(samples))
     with SimulationPool(1) as pool:
         ranked = Search(predictor, lambda pair: 0.0, pool, lambda done, total, best: None).run()
