@@ -22,7 +22,7 @@ LINK = "--link"
 """The option with the descriptor of the link to the broker. Only a worker has it."""
 
 
-class Finder:
+class PackageFinder:
     """Finds the given top-level packages, and nothing else, each in its directory."""
 
     def __init__(self, places: dict[str, str]) -> None:
@@ -41,9 +41,9 @@ def main(words: list[str]) -> NoReturn:
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] < MIN_PYTHON:
         fail(arguments, f"it has Python {version}, and 3.10 or later is needed")
-    sys.meta_path.insert(0, Finder({"shmserve": sources}))
+    sys.meta_path.insert(0, PackageFinder({"shmserve": sources}))
     if EXTENSION_SUFFIXES[0] == suffix:  # packages compiled for the server's interpreter also work in this one
-        sys.meta_path.append(Finder({name: place for name, _, place in needed}))
+        sys.meta_path.append(PackageFinder({name: place for name, _, place in needed}))
     wrong = list(filter(None, (lack(name, minimum) for name, minimum, _ in needed)))
     if wrong:
         fail(arguments, f"it has Python {version} and lacks {', '.join(wrong)}: install that in it")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shmserve.workers.output_arenas import Arenas
 
 
-class Inbox:
+class WorkerInbox:
     """Reads orders from the link and dispatches them by type. The link may be read while the model is loading; orders
     that have no handler yet are kept for the loop."""
 

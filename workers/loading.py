@@ -25,7 +25,7 @@ from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
 from shmserve.workers.hidden_tensors import hidden_tensors_of
-from shmserve.workers.inbox import Inbox
+from shmserve.workers.inbox import WorkerInbox
 from shmserve.workers.model_calls.answer import Trace
 from shmserve.workers.output_arenas import GPU_SETTING, HOST_SETTING, LIMIT_BYTES, Arenas, near_limit
 from shmserve.workers.process.device import device_of
@@ -54,7 +54,7 @@ class LoadedModel(Struct):
     arenas: Arenas
     mapped: Mapped
     runner: Runner[Any]
-    inbox: Inbox | None = None
+    inbox: WorkerInbox | None = None
     """None without a link."""
 
 
@@ -80,7 +80,7 @@ def load(
     kind = kind_of(config, context)
     on_gpu = near_limit(order.settings.get(GPU_SETTING, ""), device.number)
     arenas = Arenas(order.owner, outbox, mapped, limit, on_gpu)
-    inbox = Inbox(order.owner, link, outbox, mapped, arenas) if link is not None and outbox is not None else None
+    inbox = WorkerInbox(order.owner, link, outbox, mapped, arenas) if link is not None and outbox is not None else None
     if link is not None and outbox is not None and inbox is not None and kind.asks:
         from shmserve.workers.model_calls.calls import OutgoingCalls  # few backends need it
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.results import Results
-    from shmserve.workers.model_calls.answer import Outputs, Request, Response
+    from shmserve.workers.model_calls.answer import Request, Response, ResponseOutputs
     from shmserve.workers.model_calls.calls import OutgoingCalls
     from shmserve.workers.model_calls.responses import OpenResponses
 
@@ -212,7 +212,7 @@ class SeparateBackend(Backend, metaclass=ABCMeta):
     """Whether it can also get requests that are alike together, which costs less for each of them."""
 
     def execute_alike(
-        self, inputs: GatherGroup, outputs: Results, outputs_of: Callable[[Work], Outputs]
+        self, inputs: GatherGroup, outputs: Results, outputs_of: Callable[[Work], ResponseOutputs]
     ) -> AlikeResults:
         """`execute` for requests without options that want all outputs and whose small inputs stack. `outputs_of` opens
         the outputs of a response to one of them."""

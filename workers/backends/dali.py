@@ -44,7 +44,7 @@ _ON_GPU = frozenset({"gpu", "mixed"})
 _SPLIT = "split_along_outer_axis"
 
 
-class Port(NamedTuple):
+class DaliPort(NamedTuple):
     """An input or output of a pipeline, as declared by the pipeline; "" and None: unknown."""
 
     name: str
@@ -52,11 +52,11 @@ class Port(NamedTuple):
     rank: int | None
 
 
-class Described(NamedTuple):
+class DescribedPipeline(NamedTuple):
     """The description in a serialized pipeline. `on_gpu`: an operator that needs a GPU, or ""."""
 
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
+    inputs: tuple[DaliPort, ...]
+    outputs: tuple[DaliPort, ...]
     max_batch: int
     on_gpu: str
 
@@ -168,7 +168,7 @@ class Dali(SeparateBackend):
 
     # ------------------------------------------------------------------------------------ loading
 
-    def _described(self, config: ModelConfig) -> Described:
+    def _described(self, config: ModelConfig) -> DescribedPipeline:
         serialized = self._read(config)
         try:
             return described(serialized)
@@ -217,7 +217,7 @@ class Dali(SeparateBackend):
         self._pipeline = pipeline
 
 
-def described(serialized: bytes) -> Described:
+def described(serialized: bytes) -> DescribedPipeline:
     """Reads facts about a serialized pipeline that DALI's own interface does not provide."""
     inputs, outputs, max_batch, on_gpu = [], [], 1, ""
     for number, value in _fields(serialized):
@@ -227,16 +227,18 @@ def described(serialized: bytes) -> Described:
             name = texts[1].decode()
             arguments = dict(_argument(text) for key, text in fields if key == 4)
             if name in _SOURCES:
-                inputs.append(Port(texts[5].decode(), _dtype(arguments.get("dtype")), arguments.get("ndim")))
+                inputs.append(DaliPort(texts[5].decode(), _dtype(arguments.get("dtype")), arguments.get("ndim")))
             if arguments.get("device") in _ON_GPU:
                 on_gpu = on_gpu or name
         elif number == _OUTPUT:
             output = dict(_fields(value))
             rank = _signed(output.get(6, -1))
-            outputs.append(Port(output[1].decode(), _dtype(_signed(output.get(5, -1))), rank if rank >= 0 else None))
+            outputs.append(
+                DaliPort(output[1].decode(), _dtype(_signed(output.get(5, -1))), rank if rank >= 0 else None)
+            )
         elif number == _MAX_BATCH:
             max_batch = value
-    return Described(tuple(inputs), tuple(outputs), max_batch, on_gpu)
+    return DescribedPipeline(tuple(inputs), tuple(outputs), max_batch, on_gpu)
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
@@ -261,7 +263,7 @@ def _dtype(number: int | None) -> str:
     return DTYPES[number] if number is not None and 0 <= number < len(DTYPES) else ""
 
 
-def _facts(model: str, what: str, port: Port) -> TensorFacts:
+def _facts(model: str, what: str, port: DaliPort) -> TensorFacts:
     if not port.dtype or port.rank is None:
         setting = "dtype and ndim of its external_source" if what == "input" else "output_dtype and output_ndim"
         raise InvalidRequest(
@@ -271,7 +273,7 @@ def _facts(model: str, what: str, port: Port) -> TensorFacts:
     return TensorFacts(port.name, port.dtype, (-1,) * (port.rank + 1))
 
 
-def _match(model: str, described: Described, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> None:
+def _match(model: str, described: DescribedPipeline, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> None:
     """Raises unless the configuration matches the pipeline: inputs by name, outputs by position."""
     failed = f"unable to load model '{model}'"
     ports = {port.name: port for port in described.inputs}
@@ -290,7 +292,7 @@ def _match(model: str, described: Described, inputs: Sequence[Spec], outputs: Se
         _match_port(failed, "output", spec, port)
 
 
-def _match_port(failed: str, what: str, spec: Spec, port: Port) -> None:
+def _match_port(failed: str, what: str, spec: Spec, port: DaliPort) -> None:
     if what == "input" and spec.dtype == "BYTES":
         if spec.shape != (1,) or port.dtype not in ("", "UINT8") or port.rank not in (None, 1):
             raise InvalidRequest(

@@ -76,7 +76,7 @@ def options_of(config: ModelConfig, context: Context) -> PipelineOptions:
     )
 
 
-class Slot:
+class DeviceSlot:
     """The buffers and events of one batch. `inputs` and `outputs`: the addresses of the buffers, by the index of the
     tensor; 0: it has none."""
 
@@ -183,15 +183,15 @@ class Pipeline:
         self.compute, self.copy_out, self.copy_in = self._streams[0], self._streams[min(count - 1, 1)], self._streams[0]
         if options.overlap:
             self.copy_in = self._streams[2]
-        self.slots: list[Slot] = []
+        self.slots: list[DeviceSlot] = []
         self.add_slot()
 
-    def add_slot(self) -> Slot:
-        slot = Slot(self.cuda, self.pinned, self._options, len(self.slots), self.copy_in)
+    def add_slot(self) -> DeviceSlot:
+        slot = DeviceSlot(self.cuda, self.pinned, self._options, len(self.slots), self.copy_in)
         self.slots.append(slot)
         return slot
 
-    def overlaps(self, prepare: Callable[[Slot], None]) -> bool:
+    def overlaps(self, prepare: Callable[[DeviceSlot], None]) -> bool:
         """Adds slots, so that batches can overlap. `prepare` allocates the memory of each. Returns False if the GPU has
         too little memory."""
         if not self._options.overlap:
@@ -211,7 +211,7 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------ a batch, in this order
 
-    def take(self) -> Slot:
+    def take(self) -> DeviceSlot:
         for slot in self.slots:
             if not slot.busy:
                 slot.busy = True
@@ -219,7 +219,7 @@ class Pipeline:
         raise Internal(f"all {len(self.slots)} sets of buffers are in use by batches that have not ended")
 
     @contextmanager
-    def batch(self) -> Iterator[Slot]:
+    def batch(self) -> Iterator[DeviceSlot]:
         """Gives a free slot to a batch that is queued in the context. If that fails, nothing of it is left on the
         device."""
         slot = self.take()
@@ -232,13 +232,13 @@ class Pipeline:
                 raise self.cuda.failure(error) from error
             raise
 
-    def inputs_copied(self, slot: Slot) -> None:
+    def inputs_copied(self, slot: DeviceSlot) -> None:
         """All copies of inputs are queued. The computation, which is queued next, starts after them."""
         if self.copy_in != self.compute:
             self.cuda.record(slot.copied, self.copy_in)
             self.cuda.wait_for(self.compute, slot.copied)
 
-    def computed(self, slot: Slot) -> None:
+    def computed(self, slot: DeviceSlot) -> None:
         """The computation is queued. The copies of outputs, which are queued next, start after it."""
         if self.copy_out != self.compute:
             self.cuda.record(slot.computed, self.compute)
@@ -248,7 +248,7 @@ class Pipeline:
         if target.nbytes:
             self.cuda.copy(address_of(target), source, target.nbytes, self.cuda.to_host, self.copy_out)
 
-    def ended(self, slot: Slot) -> None:
+    def ended(self, slot: DeviceSlot) -> None:
         """All copies of outputs are queued."""
         self.cuda.record(slot.end, self.copy_out)
 
@@ -289,7 +289,7 @@ class DeviceBatch:
     """A batch that is queued. `kept`: what must live until its end, such as the sources of its copies."""
 
     def __init__(
-        self, pipeline: Pipeline, slot: Slot, outputs: Results, staged: Sequence[tuple[int, Array]], kept: Any
+        self, pipeline: Pipeline, slot: DeviceSlot, outputs: Results, staged: Sequence[tuple[int, Array]], kept: Any
     ):
         """`staged`: outputs by index, in memory of the slot or of the batch."""
         self._pipeline = pipeline

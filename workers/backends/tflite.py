@@ -37,7 +37,7 @@ DTYPES = {
 }
 
 
-class Port(NamedTuple):
+class TflitePort(NamedTuple):
     """A tensor of the model and its index there. A dim of -1 is dynamic."""
 
     place: int
@@ -110,7 +110,7 @@ class TfLite(StackedBackend):
 
     # ------------------------------------------------------------------------------------ loading
 
-    def _open(self, config: ModelConfig) -> tuple[dict[str, Port], dict[str, Port]]:
+    def _open(self, config: ModelConfig) -> tuple[dict[str, TflitePort], dict[str, TflitePort]]:
         """Returns the inputs and outputs of the model, by the names of its signature if it has one."""
         if self._engine is None:
             require_cpu(config, self.context.instance, "models of LiteRT")
@@ -125,8 +125,8 @@ class TfLite(StackedBackend):
         return self._ports
 
     def _batched(
-        self, config: ModelConfig, inputs: Mapping[str, Port], outputs: Mapping[str, Port]
-    ) -> tuple[dict[str, Port], dict[str, Port]]:
+        self, config: ModelConfig, inputs: Mapping[str, TflitePort], outputs: Mapping[str, TflitePort]
+    ) -> tuple[dict[str, TflitePort], dict[str, TflitePort]]:
         """Makes a first dimension of 1, which most models have, dynamic: it is the batch dimension if all outputs grow
         with it."""
         rows = max(2, config.max_batch_size)
@@ -154,7 +154,7 @@ def _text(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _ports_of(engine: Any, parameters: Parameters) -> tuple[dict[str, Port], dict[str, Port]]:
+def _ports_of(engine: Any, parameters: Parameters) -> tuple[dict[str, TflitePort], dict[str, TflitePort]]:
     wanted = parameters.text(SIGNATURE)
     signatures = engine.get_signature_list()
     plain = {detail["name"]: detail for detail in engine.get_input_details()}
@@ -175,7 +175,7 @@ def _ports_of(engine: Any, parameters: Parameters) -> tuple[dict[str, Port], dic
     return _ports(inputs), _ports(outputs)
 
 
-def _ports(details: Mapping[str, Any]) -> dict[str, Port]:
+def _ports(details: Mapping[str, Any]) -> dict[str, TflitePort]:
     ports = {}
     for name in sorted(details):
         detail = details[name]
@@ -185,13 +185,13 @@ def _ports(details: Mapping[str, Any]) -> dict[str, Port]:
             raise Unsupported(f"tensor '{name}' of the model is of type {kind}, which is not supported")
         # Models from older converters have no shape signature.
         dims = detail["shape_signature"] if len(detail["shape_signature"]) else detail["shape"]
-        ports[name] = Port(int(detail["index"]), dtype, tuple(int(dim) for dim in dims))
+        ports[name] = TflitePort(int(detail["index"]), dtype, tuple(int(dim) for dim in dims))
     return ports
 
 
-def _dynamic(ports: Mapping[str, Port]) -> dict[str, Port]:
+def _dynamic(ports: Mapping[str, TflitePort]) -> dict[str, TflitePort]:
     return {name: port._replace(dims=(-1, *port.dims[1:])) if port.dims else port for name, port in ports.items()}
 
 
-def _facts(ports: Mapping[str, Port]) -> list[TensorFacts]:
+def _facts(ports: Mapping[str, TflitePort]) -> list[TensorFacts]:
     return [TensorFacts(name, port.dtype, port.dims) for name, port in ports.items()]

@@ -62,7 +62,7 @@ def triton_number(code: str) -> int:
     return TRITON_CODES.index(code) if code in TRITON_CODES else 0
 
 
-class Outputs(Protocol):
+class ResponseOutputs(Protocol):
     """The outputs of one response. Must be finished by either `rows` or `abandon`."""
 
     def place_alone(self, index: int, shape: tuple[int, ...]) -> Array | None:
@@ -88,7 +88,7 @@ class Request(Struct, gc=False):
 
     work: Work
     arrays: list[Array | None]
-    outputs_of: Callable[[Work], Outputs]
+    outputs_of: Callable[[Work], ResponseOutputs]
 
 
 class Response(Struct, gc=False):
@@ -100,7 +100,7 @@ class Response(Struct, gc=False):
     error: Failure | None = None
     parameters: dict[str, Value] | None = None
     again: bool = False
-    placed: Outputs | None = None
+    placed: ResponseOutputs | None = None
 
 
 def failure_of(error: Exception, instance: str, model_dir: str, trace: Trace) -> Failure:

@@ -10,7 +10,7 @@ PENDING_PROBES = 1024
 """Limit of probes that wait for the result of `is_ready`. Beyond it, the oldest are dropped; they have timed out."""
 
 
-class Probes:
+class ReadinessCalls:
     """Calls `is_ready`, the model's own check, in a separate thread, because the main thread may be running the model.
     Only one call runs at a time; its result answers all probes that arrived during the call."""
 

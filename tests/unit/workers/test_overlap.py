@@ -32,7 +32,7 @@ from shmserve.protocol.worker_messages import (
 )
 from shmserve.workers import overlap
 from shmserve.workers.backends.base import OverlappingBackend
-from shmserve.workers.inbox import Inbox
+from shmserve.workers.inbox import WorkerInbox
 from shmserve.workers.link import BrokerLink
 from shmserve.workers.loading import LoadedModel
 from shmserve.workers.loop import Loop
@@ -139,7 +139,7 @@ class Broker:
     def run(self, *orders: Any) -> list[Any]:
         """Runs the loop until Stop. Returns its reports, without the results; these are checked."""
         outbox = Outbox(self.link)
-        inbox = Inbox(WORKER, self.link, outbox, self.parts.mapped, self.parts.arenas)
+        inbox = WorkerInbox(WORKER, self.link, outbox, self.parts.mapped, self.parts.arenas)
         parts = self.parts
         model = LoadedModel(parts.config, self.device, parts.arenas, parts.mapped, self.runner, inbox)
         Loop(self.link, outbox, model).run(list(orders), [])

@@ -33,7 +33,7 @@ from shmserve.workers.backends.native.records import (
     GPU,
     RESCHEDULE,
     UNKNOWN_OUTPUT,
-    Event,
+    NativeEvent,
     RequestWriter,
     SentResponse,
     SentTensor,
@@ -43,7 +43,7 @@ from shmserve.workers.backends.native.records import (
 from shmserve.workers.backends.native.server_calls import ServerCalls
 from shmserve.workers.batch.specs import model_outputs_of, request_inputs_of
 from shmserve.workers.model_calls.answer import NOT_ITERATIVE, Request, Response, failure_text, triton_code
-from shmserve.workers.model_calls.probes import Probes
+from shmserve.workers.model_calls.probes import ReadinessCalls
 from shmserve.workers.model_calls.responses import OpenResponses
 from shmserve.workers.model_calls.stream import SENT_TWICE
 from shmserve.workers.process.device import device_of, group_of
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.results import Results
-    from shmserve.workers.model_calls.answer import Outputs
+    from shmserve.workers.model_calls.answer import ResponseOutputs
     from shmserve.workers.model_calls.stream import ResponseSender
 
 FINALIZE_S = 30.0
@@ -88,7 +88,7 @@ class _AlikeRequests:
     """The running requests of a batch in which all are alike. Most never become an `_Answer`."""
 
     def __init__(
-        self, first: int, work_items: Sequence[Work], outputs_of: Callable[[Work], Outputs], kept: list[Any]
+        self, first: int, work_items: Sequence[Work], outputs_of: Callable[[Work], ResponseOutputs], kept: list[Any]
     ) -> None:
         self.first = first
         self.tokens = range(first, first + len(work_items))
@@ -117,8 +117,8 @@ class Native(SeparateBackend):
         """By token: the requests that have not ended."""
         self._alike: _AlikeRequests | None = None
         self._tokens = 0
-        self._probes = Probes(self._is_ready)
-        self._placed: dict[int, Outputs] = {}
+        self._probes = ReadinessCalls(self._is_ready)
+        self._placed: dict[int, ResponseOutputs] = {}
         """By number: the outputs of responses that were not sent yet. Guarded by the turn."""
         self._order = threading.Lock()
         """Held while events are taken and handled, so that they are handled in order. Taken before the turn."""
@@ -254,7 +254,7 @@ class Native(SeparateBackend):
         return [one if one is not None and one.error is not None else None for one in last]  # a warm-up sample
 
     def execute_alike(
-        self, inputs: GatherGroup, outputs: Results, outputs_of: Callable[[Work], Outputs]
+        self, inputs: GatherGroup, outputs: Results, outputs_of: Callable[[Work], ResponseOutputs]
     ) -> AlikeResults:
         assert self._library is not None
         host, streams = self._library.host, self.streams
@@ -384,13 +384,13 @@ class Native(SeparateBackend):
             while reader.more:
                 kind, token, flags = reader.event()
                 answer = self._answer_of(token)
-                if kind == Event.SENT:
+                if kind == NativeEvent.SENT:
                     self._sent(answer, reader.response(), bool(flags & FINAL))
-                elif kind == Event.STATE:
+                elif kind == NativeEvent.STATE:
                     state = reader.state(self._output_names)
                     if answer is not None:
                         answer.states.append(state)
-                elif kind == Event.DROPPED:
+                elif kind == NativeEvent.DROPPED:
                     self._drop(flags)
                 elif answer is not None:
                     self._note(answer, kind, flags)
@@ -405,17 +405,17 @@ class Native(SeparateBackend):
         self.streams.wake()
 
     def _note(self, answer: _Answer, kind: int, flags: int) -> None:
-        if kind == Event.RELEASED:
+        if kind == NativeEvent.RELEASED:
             answer.released = True
             answer.reschedule = bool(flags & RESCHEDULE)
             answer.kept.clear()
             return
         answer.final = True
-        if kind == Event.LOST and answer.response is None:
+        if kind == NativeEvent.LOST and answer.response is None:
             answer.failure = answer.failure or self._named(_NOT_ANSWERED)
             if answer.stream is not None:
                 self.streams.fail_all([answer.stream], answer.failure)
-        elif kind == Event.FINISHED and answer.response is None and answer.stream is None:
+        elif kind == NativeEvent.FINISHED and answer.response is None and answer.stream is None:
             answer.failure = answer.failure or self._named("the backend sent the final flag without a response")
 
     def _sent(self, answer: _Answer | None, sent: SentResponse, final: bool) -> None:
@@ -457,13 +457,13 @@ class Native(SeparateBackend):
     def _drop(self, number: int) -> None:
         self._abandon(Response(placed=self._taken(number)))
 
-    def _taken(self, number: int) -> Outputs | None:
+    def _taken(self, number: int) -> ResponseOutputs | None:
         if not self._placed:
             return None
         with self.streams.turn:
             return self._placed.pop(number, None)
 
-    def _response(self, sent: SentResponse, placed: Outputs | None) -> Response:
+    def _response(self, sent: SentResponse, placed: ResponseOutputs | None) -> Response:
         if sent.error:
             text = public(sent.text, str(self.context.folder))
             return Response(error=Failure(triton_code(sent.error - 1), text), placed=placed)

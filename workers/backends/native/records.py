@@ -42,7 +42,7 @@ RESCHEDULE = 2
 """The flag of a release: the request is to run again."""
 
 
-class Event(IntEnum):
+class NativeEvent(IntEnum):
     """What the backend did. SENT: a response. FINISHED: there are no more. RELEASED: its inputs are no longer read.
     LOST: nothing is left that could answer it. DROPPED: a response will not be sent. STATE: its sequence's new one."""
 

@@ -19,7 +19,7 @@ from shmserve.repo.rules.onnx_options import (
     OF_CUDA,
     PARAMETERS,
     SHRINKAGE,
-    Parameter,
+    OnnxOption,
     pool_conflict,
     typos,
     value_of,
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 GRAPH_LEVELS = {-1: "ORT_ENABLE_BASIC", 0: "ORT_ENABLE_ALL", 1: "ORT_ENABLE_EXTENDED", 2: "ORT_DISABLE_ALL"}
 
 SETTINGS = {
-    "default-max-batch-size": Parameter(
+    "default-max-batch-size": OnnxOption(
         whole(1 << 30), "4", "`max_batch_size` of models that can batch and do not set it"
     ),
-    "enable-global-threadpool": Parameter(flag, "0", "1: the process has one thread pool, instead of one per session"),
-    "intra_op_thread_count": Parameter(
+    "enable-global-threadpool": OnnxOption(flag, "0", "1: the process has one thread pool, instead of one per session"),
+    "intra_op_thread_count": OnnxOption(
         whole(MAX_THREADS), "0", "default of this parameter; with a global thread pool, the size of that pool"
     ),
-    "inter_op_thread_count": Parameter(whole(MAX_THREADS), "0", "the same"),
+    "inter_op_thread_count": OnnxOption(whole(MAX_THREADS), "0", "the same"),
 }
 """The keys of `--backend-config=onnxruntime,KEY=VALUE`."""
 

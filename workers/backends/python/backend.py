@@ -228,8 +228,8 @@ class Python(PythonModel, SeparateBackend):
             raise pb_utils.TritonModelException(
                 "the request has been answered: its response sender can send nothing more"
             )
-        request._sender = found = pb_utils.InferenceResponseSender(self, self.streams.begin_late(work))
-        return found
+        request._sender = sender = pb_utils.InferenceResponseSender(self, self.streams.begin_late(work))
+        return sender
 
     def send(self, stream: ResponseSender, response: Any, flags: int) -> Awaitable[None]:
         answer = None if response is None or _is_end_only(response, flags) else self._converted(response)

@@ -31,7 +31,7 @@ _ROWS: Schema = {"type": "array", "items": {"type": "object"}}
 _IMAGE: Schema = {"type": "string", "contentEncoding": "base64", "contentMediaType": "image/png"}
 
 
-class Codec(NamedTuple):
+class ValueCodec(NamedTuple):
     """`decode` and `encode` raise ValueError or TypeError. `schema`: the JSON schema, None for text; a value with
     `contentEncoding` is a file, others are JSON. `components`: the schemas that it refers to."""
 
@@ -41,7 +41,7 @@ class Codec(NamedTuple):
     components: Schema = {}
 
 
-def codec_of(hint: Any) -> Codec | None:
+def codec_of(hint: Any) -> ValueCodec | None:
     """None: the type needs no codec, or has none."""
     if hint is str:
         return TEXT
@@ -128,7 +128,7 @@ def _rows_of_polars(frame: Any) -> bytes:
 # ------------------------------------------------------------------------------------------ JSON
 
 
-def _json_codec(hint: Any) -> Codec:
+def _json_codec(hint: Any) -> ValueCodec:
     """pydantic handles its own models and what contains them, msgspec everything else."""
     if _mentions_pydantic(hint, set()):
         from pydantic import TypeAdapter, ValidationError
@@ -142,7 +142,7 @@ def _json_codec(hint: Any) -> Codec:
             except ValidationError as error:
                 raise ValueError(why_invalid(error)) from None
 
-        return Codec(validated, _checked(hint, adapter.dump_json), schema, schema.pop("$defs", {}))
+        return ValueCodec(validated, _checked(hint, adapter.dump_json), schema, schema.pop("$defs", {}))
     (reference,), components = msgspec.json.schema_components([hint], ref_template=_REFERENCE % "name")
     decoder = msgspec.json.Decoder(hint)
 
@@ -152,7 +152,7 @@ def _json_codec(hint: Any) -> Codec:
         except msgspec.DecodeError as error:
             raise ValueError(f"is not valid: {error}") from None
 
-    return Codec(decoded, _checked(hint, msgspec.json.encode), reference, components)
+    return ValueCodec(decoded, _checked(hint, msgspec.json.encode), reference, components)
 
 
 def why_invalid(error: Any) -> str:
@@ -184,9 +184,9 @@ def _mentions_pydantic(hint: Any, seen: set[int]) -> bool:
     return any(_mentions_pydantic(one, seen) for one in inner)
 
 
-TEXT = Codec(_text, str.encode)
+TEXT = ValueCodec(_text, str.encode)
 _LIBRARIES = {
-    ("PIL", "Image"): Codec(_image, _png, _IMAGE),
-    ("pandas", "DataFrame"): Codec(_pandas, _rows_of_pandas, _ROWS),
-    ("polars", "DataFrame"): Codec(_polars, _rows_of_polars, _ROWS),
+    ("PIL", "Image"): ValueCodec(_image, _png, _IMAGE),
+    ("pandas", "DataFrame"): ValueCodec(_pandas, _rows_of_pandas, _ROWS),
+    ("polars", "DataFrame"): ValueCodec(_polars, _rows_of_polars, _ROWS),
 }

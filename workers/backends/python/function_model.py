@@ -25,10 +25,10 @@ from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.python_values import to_array
 from shmserve.repo.parameters import JSON_SCHEMAS
 from shmserve.workers.backends.python import pb_utils
-from shmserve.workers.backends.python.codecs import TEXT, Codec, why_invalid
+from shmserve.workers.backends.python.codecs import TEXT, ValueCodec, why_invalid
 from shmserve.workers.backends.python.pb_tensor import Array
 from shmserve.workers.backends.python.records import build, is_pydantic
-from shmserve.workers.backends.python.signature import Signature, Slot, signature_of
+from shmserve.workers.backends.python.signature import ArgumentSlot, FunctionSignature, signature_of
 from shmserve.workers.batch.output_checks import wire_name
 from shmserve.workers.batch.specs import matches
 
@@ -48,7 +48,7 @@ def kind_of(module: ModuleType, function: str, file: str, batch: bool) -> type[A
 class _FunctionModel:
     """Base class for all functions."""
 
-    signature: ClassVar[Signature]
+    signature: ClassVar[FunctionSignature]
 
     @classmethod
     def auto_complete_config(cls, config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
@@ -181,7 +181,7 @@ def _line_noted(function: Any) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------ values
 
 
-def schemas_of(signature: Signature) -> dict[str, Any]:
+def schemas_of(signature: FunctionSignature) -> dict[str, Any]:
     """The JSON schemas of the tensors that have one, and those that they refer to, for the gateways; {} if none has."""
     schemas: dict[str, Any] = {"inputs": {}, "outputs": {}, "components": {}}
     for kind, slots in (("inputs", signature.inputs), ("outputs", signature.outputs)):
@@ -192,11 +192,11 @@ def schemas_of(signature: Signature) -> dict[str, Any]:
     return schemas if schemas["inputs"] or schemas["outputs"] else {}
 
 
-def _declared(slot: Slot) -> dict[str, Any]:
+def _declared(slot: ArgumentSlot) -> dict[str, Any]:
     return {"name": slot.name, "data_type": TO_CONFIG[slot.dtype], "dims": list(slot.dims)}
 
 
-def _decoded(slot: Slot, array: Array, batch: bool) -> Any:
+def _decoded(slot: ArgumentSlot, array: Array, batch: bool) -> Any:
     if slot.depth < 0:
         return array
     if slot.codec is not None:
@@ -215,14 +215,14 @@ def _each(array: Array, convert: Callable[[Any], Any]) -> Array:
     return converted.reshape(array.shape)
 
 
-def _read(slot: Slot, codec: Codec, item: bytes) -> Any:
+def _read(slot: ArgumentSlot, codec: ValueCodec, item: bytes) -> Any:
     try:
         return codec.decode(item)
     except ValueError as error:
         raise InvalidRequest(f"input '{slot.name}' {error}") from None
 
 
-def _written(slot: Slot, value: Any, depth: int) -> Any:
+def _written(slot: ArgumentSlot, value: Any, depth: int) -> Any:
     """`value`, a list of lists to this depth, with the bytes of each item."""
     assert slot.codec is not None
     if not depth:
@@ -232,7 +232,7 @@ def _written(slot: Slot, value: Any, depth: int) -> Any:
     return [_written(slot, item, depth - 1) for item in value]
 
 
-def _encoded(slot: Slot, value: Any, rows: int | None, label: str) -> Array:
+def _encoded(slot: ArgumentSlot, value: Any, rows: int | None, label: str) -> Array:
     """The array for an output. `rows`: number of rows of the batch."""
     where = f"{label} returned for output '{slot.name}'"
     if slot.codec is not None and slot.codec is not TEXT:

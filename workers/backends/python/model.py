@@ -20,10 +20,10 @@ from shmserve.repo.parameters import STRICT_OUTPUTS
 from shmserve.workers.backends.base import Backend, Context
 from shmserve.workers.backends.python import pb_calls, pb_metrics, pb_requests, pb_utils
 from shmserve.workers.backends.python.forked_calls import ForkedHost
-from shmserve.workers.backends.python.model_file import ModelFile
+from shmserve.workers.backends.python.model_file import PythonModelFile
 from shmserve.workers.batch.specs import model_outputs_of
 from shmserve.workers.model_calls.coroutines import Coroutines
-from shmserve.workers.model_calls.probes import Probes
+from shmserve.workers.model_calls.probes import ReadinessCalls
 from shmserve.workers.model_calls.responses import OpenResponses
 from shmserve.workers.process.log import log_message, log_traceback
 
@@ -47,10 +47,10 @@ class PythonModel(Backend, ABC):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._file = ModelFile(context, self.source)
+        self._file = PythonModelFile(context, self.source)
         self._model: Any = None
         self._coroutines: Coroutines | None = None
-        self._probes = Probes(self._is_ready)
+        self._probes = ReadinessCalls(self._is_ready)
         self._closed = False
 
     def complete(self, config: ModelConfig) -> ModelConfig:

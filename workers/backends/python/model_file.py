@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shmserve.workers.backends.base import Context
 
 
-class ModelFile:
+class PythonModelFile:
     def __init__(self, context: Context, path: Path | None = None) -> None:
         """`path`: one file for all models of a backend, instead of a file in the version's directory."""
         self.context = context

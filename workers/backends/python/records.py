@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 
-class Field(NamedTuple):
+class RecordField(NamedTuple):
     hint: Any
     required: bool
 
 
-def fields_of(hint: Any) -> dict[str, Field] | None:
+def fields_of(hint: Any) -> dict[str, RecordField] | None:
     """None: the hint is not such a class. Raises NameError and others if the hints of its fields cannot be read."""
     if not inspect.isclass(hint) or typing.get_args(hint):  # Python 3.10 takes list[int] for a class
         return None
@@ -24,7 +24,7 @@ def fields_of(hint: Any) -> dict[str, Field] | None:
     if required is None:
         return None
     hints = typing.get_type_hints(hint, include_extras=True)
-    return {name: Field(_bare(hints[name]), needed) for name, needed in required.items() if name in hints}
+    return {name: RecordField(_bare(hints[name]), needed) for name, needed in required.items() if name in hints}
 
 
 def build(kind: Any, values: dict[str, Any]) -> Any:

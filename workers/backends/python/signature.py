@@ -20,8 +20,8 @@ from typing import Annotated, Any, NamedTuple
 
 from shmserve.errors import InvalidRequest
 from shmserve.functions import Tensor
-from shmserve.workers.backends.python.codecs import Codec, codec_of
-from shmserve.workers.backends.python.records import Field, fields_of
+from shmserve.workers.backends.python.codecs import ValueCodec, codec_of
+from shmserve.workers.backends.python.records import RecordField, fields_of
 
 OUTPUT = "output"
 """The name of a function's only output, if its hint does not name it."""
@@ -35,7 +35,7 @@ _FORMS = (
 _BATCH_FORMS = 'shmserve.Tensor["FP32", 3] with the dims of one row, or a list with an item for each row: list[str]'
 
 
-class Slot(NamedTuple):
+class ArgumentSlot(NamedTuple):
     """One input or output. `depth`: 0 for a single value, -1 for an array, otherwise the nesting depth of the list.
     `codec`: how a value is read from, and written as, the bytes of an element.
     """
@@ -44,25 +44,25 @@ class Slot(NamedTuple):
     dtype: str
     dims: tuple[int, ...]
     depth: int
-    codec: Codec | None = None
+    codec: ValueCodec | None = None
     optional: bool = False
 
 
-class Signature(NamedTuple):
+class FunctionSignature(NamedTuple):
     """`target` is the function or class. `by`: how to get an output from the result. `record`: the only parameter, and
     its class, if the inputs are the fields of the class."""
 
     target: Callable[..., Any]
     label: str
-    inputs: tuple[Slot, ...]
-    outputs: tuple[Slot, ...]
+    inputs: tuple[ArgumentSlot, ...]
+    outputs: tuple[ArgumentSlot, ...]
     by: str
     """"" if the result is the only output, otherwise "index", "key" or "attribute"."""
     streams: bool
     record: tuple[str, Any] | None = None
 
 
-def signature_of(target: Any, file: str, batch: bool) -> Signature:
+def signature_of(target: Any, file: str, batch: bool) -> FunctionSignature:
     """Raises InvalidRequest."""
     return _Reader(target, file, batch).signature()
 
@@ -78,7 +78,7 @@ class _Reader:
         if inspect.isclass(target) and "__call__" not in dir(target):
             raise self._error("the class has no method __call__, which answers requests")
 
-    def signature(self) -> Signature:
+    def signature(self) -> FunctionSignature:
         hints = self._hints()
         if "return" not in hints or hints["return"] in (None, type(None)):
             raise self._error(f"it has no type for its result: write -> followed by {self._forms}")
@@ -87,7 +87,7 @@ class _Reader:
         what = "parameter" if record is None else "field"
         inputs = tuple(self._input(name, field, f"{what} '{name}'") for name, field in fields.items())
         by, outputs = self._outputs(result)
-        return Signature(self._target, self._label, inputs, tuple(outputs), by, streams, record)
+        return FunctionSignature(self._target, self._label, inputs, tuple(outputs), by, streams, record)
 
     @property
     def _forms(self) -> str:
@@ -103,20 +103,20 @@ class _Reader:
             text = f"its type hints cannot be read: {type(error).__name__}: {error}"
             raise self._error(text) from error
 
-    def _parameters(self, hints: dict[str, Any]) -> dict[str, Field]:
-        fields: dict[str, Field] = {}
+    def _parameters(self, hints: dict[str, Any]) -> dict[str, RecordField]:
+        fields: dict[str, RecordField] = {}
         parameters = list(inspect.signature(self._function).parameters.values())
         for parameter in parameters[1:] if inspect.isclass(self._target) else parameters:
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise self._error(f"'{parameter}' cannot be an input: inputs have names; list each as a parameter")
             if parameter.name not in hints:
                 raise self._error(f"parameter '{parameter.name}' has no type: write {parameter.name}: {self._forms}")
-            fields[parameter.name] = Field(hints[parameter.name], parameter.default is parameter.empty)
+            fields[parameter.name] = RecordField(hints[parameter.name], parameter.default is parameter.empty)
         if not fields:
             raise self._error("a model needs at least one input: add a parameter with a type hint")
         return fields
 
-    def _record(self, parameters: dict[str, Field]) -> tuple[tuple[str, Any] | None, dict[str, Field]]:
+    def _record(self, parameters: dict[str, RecordField]) -> tuple[tuple[str, Any] | None, dict[str, RecordField]]:
         """The only parameter, with its class, and the fields of the class; None, and the parameters, if they are the
         inputs."""
         if len(parameters) == 1:
@@ -125,7 +125,7 @@ class _Reader:
                 return (name, parameter.hint), fields
         return None, parameters
 
-    def _input(self, name: str, field: Field, what: str) -> Slot:
+    def _input(self, name: str, field: RecordField, what: str) -> ArgumentSlot:
         return self._slot(name, field.hint, what)._replace(optional=not field.required)
 
     def _streamed(self, hint: Any) -> tuple[Any, bool]:
@@ -138,7 +138,7 @@ class _Reader:
             raise self._error("a function that yields its results answers one request at a time: remove batch=True")
         return (typing.get_args(hint)[0], True) if streams else (hint, False)
 
-    def _outputs(self, hint: Any) -> tuple[str, list[Slot]]:
+    def _outputs(self, hint: Any) -> tuple[str, list[ArgumentSlot]]:
         if typing.get_origin(hint) is tuple:
             items = typing.get_args(hint)
             if Ellipsis in items:
@@ -150,7 +150,7 @@ class _Reader:
             return by, [self._result(name, field.hint) for name, field in fields.items()]
         return "", [self._result(OUTPUT, hint)]
 
-    def _fields(self, hint: Any) -> dict[str, Field]:
+    def _fields(self, hint: Any) -> dict[str, RecordField]:
         """Empty: the hint is no class with fields."""
         try:
             fields = fields_of(hint)
@@ -160,10 +160,10 @@ class _Reader:
             raise self._error(f"{hint.__name__} has no fields with type hints")
         return fields or {}
 
-    def _result(self, name: str, hint: Any) -> Slot:
+    def _result(self, name: str, hint: Any) -> ArgumentSlot:
         return self._slot(name, hint, f"output '{name}'" if name != OUTPUT else "its result")
 
-    def _slot(self, name: str, hint: Any, what: str) -> Slot:
+    def _slot(self, name: str, hint: Any, what: str) -> ArgumentSlot:
         hint = _without_none(hint)
         if typing.get_origin(hint) is Annotated:
             tensor = next((item for item in hint.__metadata__ if isinstance(item, Tensor)), None)
@@ -183,19 +183,19 @@ class _Reader:
             text = f"{what} is one {_name(hint)}, but with batch=True there is one for each row"
             raise self._error(f"{text}: write list[{_name(hint)}]")
         inner = depth - self._batch
-        return Slot(name, dtype, (-1,) * inner or (1,), depth, codec)
+        return ArgumentSlot(name, dtype, (-1,) * inner or (1,), depth, codec)
 
-    def _codec(self, hint: Any, what: str) -> Codec | None:
+    def _codec(self, hint: Any, what: str) -> ValueCodec | None:
         try:
             return codec_of(hint)
         except Exception as error:  # of a library, about a type that it does not support
             raise self._error(f"{what} has the type {_name(hint)}, which cannot be JSON: {error}") from error
 
-    def _array(self, name: str, tensor: Tensor, what: str) -> Slot:
+    def _array(self, name: str, tensor: Tensor, what: str) -> ArgumentSlot:
         if not tensor.dims:
             text = f'{what} has no dims: write Tensor["{tensor.dtype}", -1], where -1 is any size'
             raise self._error(text)
-        return Slot(name, tensor.dtype, tensor.dims, -1)
+        return ArgumentSlot(name, tensor.dtype, tensor.dims, -1)
 
 
 def _without_none(hint: Any) -> Any:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.backends.base import Computation
     from shmserve.workers.backends.cuda_graphs import Shape
-    from shmserve.workers.backends.device_pipeline import Slot
+    from shmserve.workers.backends.device_pipeline import DeviceSlot
     from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.results import Results
     from shmserve.workers.batch.specs import Spec
@@ -106,7 +106,7 @@ class GpuBatches:
 
     # ------------------------------------------------------------------------------------ at load
 
-    def _prepare(self, slot: Slot) -> None:
+    def _prepare(self, slot: DeviceSlot) -> None:
         """Allocates the inputs of the largest batch, as far as the configuration says their size; others grow. Results
         are in memory of PyTorch, except for those of graphs."""
         rows = max(self._config.max_batch_size, 1)
@@ -117,7 +117,7 @@ class GpuBatches:
         slot.allocate(sizes, [0] * len(self._outputs))
         self._capture(slot)
 
-    def _capture(self, slot: Slot) -> None:
+    def _capture(self, slot: DeviceSlot) -> None:
         """Captures the graphs of a slot, the largest first: the others fit into its memory."""
         graphs = self._graphs[slot.number] = CudaGraphs()
         config = self._config
@@ -139,7 +139,7 @@ class GpuBatches:
     def _log_uncaptured(self, why: str) -> None:
         log_message(f"model '{self._config.name}': batches run without CUDA graphs: {why}", "warning")
 
-    def _captured(self, slot: Slot, request: GraphRequest) -> CudaGraph:
+    def _captured(self, slot: DeviceSlot, request: GraphRequest) -> CudaGraph:
         addresses = [
             slot.grow(slot.inputs, index, max(elements(shape) * spec.item, 1))
             for index, (spec, shape) in enumerate(zip(self._inputs, request.shapes, strict=True))
@@ -194,7 +194,7 @@ class GpuBatches:
         with self._pipeline.batch() as slot:
             return self._queue(slot, inputs, outputs, wanted)
 
-    def _queue(self, slot: Slot, inputs: GatherGroup, outputs: Results, wanted: list[int]) -> DeviceBatch:
+    def _queue(self, slot: DeviceSlot, inputs: GatherGroup, outputs: Results, wanted: list[int]) -> DeviceBatch:
         pipeline, rows = self._pipeline, inputs.rows
         shapes = [inputs.shape(index) for index in range(len(self._inputs))]
         graphs = self._graphs[slot.number]
@@ -232,7 +232,7 @@ class GpuBatches:
         return DeviceBatch(pipeline, slot, outputs, staged, kept)
 
     def _input(
-        self, slot: Slot, graph: Captured | None, inputs: GatherGroup, index: int, shape: Shape | None
+        self, slot: DeviceSlot, graph: Captured | None, inputs: GatherGroup, index: int, shape: Shape | None
     ) -> tuple[Any, bool] | None:
         """Queues the copies of an input. Returns it as a tensor, and whether it is in memory of its sender; None: it is
         absent."""
@@ -247,7 +247,7 @@ class GpuBatches:
             slot.feed.put(inputs, index, spec.numpy, shape, size, address)
         return (device.over(address, shape, spec, self._place) if graph is None else None), in_place
 
-    def _buffer(self, slot: Slot, index: int, size: int) -> int:
+    def _buffer(self, slot: DeviceSlot, index: int, size: int) -> int:
         try:
             return slot.grow(slot.inputs, index, size)
         except Unavailable:
@@ -263,7 +263,7 @@ class GpuBatches:
 
     def _collect(
         self,
-        slot: Slot,
+        slot: DeviceSlot,
         index: int,
         value: Any,
         address: int,

@@ -29,7 +29,7 @@ _INTERNAL_SIGNATURES = ("__saved_model_init_op", "__saved_model_train_op")
 _DEFAULT_OP = "PlaceholderWithDefault"
 
 
-class Port(NamedTuple):
+class GraphPort(NamedTuple):
     """A tensor that the configuration can name. `place` is its name in the graph, `dims` is None for an unknown number
     of dims. `optional`: an input for which the graph contains a value."""
 
@@ -58,7 +58,7 @@ class Port(NamedTuple):
         return TensorFacts(name, dtype, dims)
 
 
-Find = Callable[[str], Port | None]
+Find = Callable[[str], GraphPort | None]
 
 
 class SavedModel:
@@ -103,21 +103,21 @@ class FrozenGraph:
         self.find_input = self.find_output = self.find
 
     @property
-    def inputs(self) -> dict[str, Port]:
+    def inputs(self) -> dict[str, GraphPort]:
         """The tensors that must come from outside."""
         return self._ports_of(node.name for node in self.graph.node if node.op == "Placeholder")
 
     @property
-    def outputs(self) -> dict[str, Port]:
+    def outputs(self) -> dict[str, GraphPort]:
         """The tensors that no node reads."""
         read = {node_of(tensor) for node in self.graph.node for tensor in node.input}
         nodes = [node for node in self.graph.node if node.op != "Placeholder"]
         return self._ports_of(node.name for node in nodes if node.name not in read)
 
-    def _ports_of(self, names: Iterable[str]) -> dict[str, Port]:
+    def _ports_of(self, names: Iterable[str]) -> dict[str, GraphPort]:
         return {name: port for name in names if (port := self.find(name)) is not None}
 
-    def find(self, name: str) -> Port | None:
+    def find(self, name: str) -> GraphPort | None:
         place = name if ":" in name else f"{name}:0"
         try:
             tensor = self.imported.get_tensor_by_name(place)
@@ -127,7 +127,7 @@ class FrozenGraph:
         dims = None if shape.rank is None else tuple(-1 if dim is None else dim for dim in shape.as_list())
         if dims == () and tensor.op.type == "Placeholder" and self.graph.versions.producer < 24:
             dims = None  # older graphs can express an unknown rank only like this
-        return Port(place, tensor.dtype.name, dims, tensor.op.type == _DEFAULT_OP)
+        return GraphPort(place, tensor.dtype.name, dims, tensor.op.type == _DEFAULT_OP)
 
     def needed(self, outputs: Iterable[str], fed: Collection[str]) -> list[str]:
         return sorted(node.name for node in nodes_behind(self.graph, outputs, fed) if node.op == "Placeholder")
@@ -136,7 +136,7 @@ class FrozenGraph:
 Program = SavedModel | FrozenGraph
 
 
-def declared(specs: Iterable[Spec], ports: Mapping[str, Port], find: Find) -> list[TensorFacts]:
+def declared(specs: Iterable[Spec], ports: Mapping[str, GraphPort], find: Find) -> list[TensorFacts]:
     """Returns the tensors of the model, and those of the configuration that it contains. Other tensors are left out if
     their type is not supported in requests."""
     by_name = {spec.name: spec for spec in specs}
@@ -197,7 +197,7 @@ def _signature(signatures: Mapping[str, Any], parameters: Parameters) -> Any:
     return signatures[wanted or (usual if usual in names else names[0])]
 
 
-def _ports(tensors: Mapping[str, Any], nodes: Mapping[str, str]) -> dict[str, Port]:
+def _ports(tensors: Mapping[str, Any], nodes: Mapping[str, str]) -> dict[str, GraphPort]:
     ports = {}
     for name in sorted(tensors):
         info = tensors[name]
@@ -208,7 +208,7 @@ def _ports(tensors: Mapping[str, Any], nodes: Mapping[str, str]) -> dict[str, Po
         shape = info.tensor_shape
         dims = None if shape.unknown_rank else tuple(dim.size for dim in shape.dim)
         kind = tf.dtypes.as_dtype(info.dtype).name
-        ports[name] = Port(info.name, kind, dims, nodes.get(node_of(info.name)) == _DEFAULT_OP)
+        ports[name] = GraphPort(info.name, kind, dims, nodes.get(node_of(info.name)) == _DEFAULT_OP)
     return ports
 
 

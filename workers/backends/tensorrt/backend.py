@@ -41,7 +41,7 @@ from shmserve.workers.process.log import log_message
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.backends.base import Computation
-    from shmserve.workers.backends.device_pipeline import Slot
+    from shmserve.workers.backends.device_pipeline import DeviceSlot
     from shmserve.workers.backends.tensorrt.engine import Shape
     from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.results import Results
@@ -90,7 +90,7 @@ class TensorRT(OverlappingBackend):
         sizes = self._sizes(config)
         self._bind_allocators(engine)
 
-        def prepare(slot: Slot) -> None:
+        def prepare(slot: DeviceSlot) -> None:
             slot.allocate(*sizes)
             self._capture(config, slot)
 
@@ -178,7 +178,7 @@ class TensorRT(OverlappingBackend):
                 if not profile.context.set_output_allocator(fact.name, allocator):
                     raise ModelFailed(f"the engine takes no memory for output '{fact.name}'")
 
-    def _bind(self, profile: Profile, slot: Slot, inputs: dict[int, int], outputs: dict[int, int]) -> None:
+    def _bind(self, profile: Profile, slot: DeviceSlot, inputs: dict[int, int], outputs: dict[int, int]) -> None:
         """Sets the addresses of a run: those given, else the buffers of the slot."""
         for specs, addresses, shapes in (
             (self._inputs, slot.inputs, inputs),
@@ -189,7 +189,7 @@ class TensorRT(OverlappingBackend):
                 if address:
                     profile.address(spec.name, address)
 
-    def _capture(self, config: ModelConfig, slot: Slot) -> None:
+    def _capture(self, config: ModelConfig, slot: DeviceSlot) -> None:
         """Captures graphs. A run of the same shapes comes first, because the library initialises on first use."""
         engine, cuda, pipeline = self._engine, self._cuda, self._pipeline
         assert engine is not None
@@ -256,7 +256,7 @@ class TensorRT(OverlappingBackend):
     def _queue(
         self,
         pipeline: Pipeline,
-        slot: Slot,
+        slot: DeviceSlot,
         inputs: GatherGroup,
         outputs: Results,
         shapes: tuple[Shape, ...],

@@ -28,7 +28,7 @@ from tests.support.workers.worker_harness import WorkerProcess, assert_failed, c
 
 if not dali_models.INSTALLED:
     pytest.skip("nvidia-dali is not installed: `make test-engines` has it", allow_module_level=True)
-from shmserve.workers.backends.dali import Described, Port, described
+from shmserve.workers.backends.dali import DaliPort, DescribedPipeline, described
 
 cv2 = pytest.importorskip("cv2")
 
@@ -147,8 +147,8 @@ def test_declared_inputs_and_outputs_of_a_pipeline(tmp_path: Path) -> None:
     declared = {"output_dtype": [types.FLOAT16, types.INT8], "output_ndim": [2, 1]}
     path = pipeline(tmp_path, make, batch=6, **declared)
     found = described(path.read_bytes())
-    assert found == Described(
-        (Port("a", "FP16", 2), Port("b", "", None)), (Port("a", "FP16", 2), Port("b", "INT8", 1)), 6, ""
+    assert found == DescribedPipeline(
+        (DaliPort("a", "FP16", 2), DaliPort("b", "", None)), (DaliPort("a", "FP16", 2), DaliPort("b", "INT8", 1)), 6, ""
     )
     failure = load_failure(config("dali", {}, {}), tmp_path)
     assert (

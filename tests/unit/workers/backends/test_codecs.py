@@ -14,7 +14,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from PIL import Image
 
-from shmserve.workers.backends.python.codecs import Codec, codec_of
+from shmserve.workers.backends.python.codecs import ValueCodec, codec_of
 from shmserve.workers.backends.python.function_model import schemas_of
 from shmserve.workers.backends.python.records import build, fields_of
 from shmserve.workers.backends.python.signature import signature_of
@@ -51,7 +51,7 @@ class Found:
     shapes: dict[str, Shape]
 
 
-def codec(hint: Any) -> Codec:
+def codec(hint: Any) -> ValueCodec:
     found = codec_of(hint)
     assert found is not None
     return found

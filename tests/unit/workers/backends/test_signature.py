@@ -12,7 +12,7 @@ import pytest
 import shmserve
 from shmserve.errors import InvalidRequest
 from shmserve.workers.backends.python.codecs import TEXT
-from shmserve.workers.backends.python.signature import Slot, signature_of
+from shmserve.workers.backends.python.signature import ArgumentSlot, signature_of
 from tests.support.cases import cases
 
 Image = Annotated[Any, shmserve.Tensor("UINT8", -1, -1, 3)]
@@ -65,14 +65,14 @@ class State:
 
 def test_annotations_of_arguments_become_inputs() -> None:
     assert signature_of(every, "app.py", False).inputs == (
-        Slot("a", "FP64", (1,), 0),
-        Slot("b", "INT64", (1,), 0),
-        Slot("c", "BOOL", (1,), 0),
-        Slot("d", "BYTES", (1,), 0, TEXT),
-        Slot("e", "BYTES", (1,), 0),
-        Slot("f", "INT64", (-1,), 1),
-        Slot("g", "FP64", (-1, -1), 2),
-        Slot("h", "UINT8", (-1, -1, 3), -1),
+        ArgumentSlot("a", "FP64", (1,), 0),
+        ArgumentSlot("b", "INT64", (1,), 0),
+        ArgumentSlot("c", "BOOL", (1,), 0),
+        ArgumentSlot("d", "BYTES", (1,), 0, TEXT),
+        ArgumentSlot("e", "BYTES", (1,), 0),
+        ArgumentSlot("f", "INT64", (-1,), 1),
+        ArgumentSlot("g", "FP64", (-1, -1), 2),
+        ArgumentSlot("h", "UINT8", (-1, -1, 3), -1),
     )
 
 
@@ -83,7 +83,7 @@ def test_optional_inputs() -> None:
         ("b", "INT64", True),
         ("c", "BYTES", True),
     ]
-    assert signature.outputs == (Slot("output", "FP16", (2,), -1),)
+    assert signature.outputs == (ArgumentSlot("output", "FP16", (2,), -1),)
 
 
 @cases(
