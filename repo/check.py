@@ -27,7 +27,7 @@ from shmserve.repo.rules.fields import completion_warnings, unknown_policies
 from shmserve.repo.storage.layout import (
     ERROR,
     WARNING,
-    Finding,
+    LayoutFinding,
     inspect_model,
     inspect_root,
     is_model,
@@ -180,7 +180,7 @@ class _ModelCheck:
         place = (file, problem.line, problem.column, problem.path)
         self.findings.append(CheckFinding(self.scanned.name, severity, self.root, *place, problem.text, hint))
 
-    def add_finding(self, seen: Finding) -> None:
+    def add_finding(self, seen: LayoutFinding) -> None:
         if seen.path:
             line, column = place_of(seen.path, self.scanned.places)
             file = f"{self.scanned.name}/{self.scanned.file}" if self.scanned.file else self.scanned.name
@@ -241,11 +241,11 @@ class _RepositoryCheck:
         final = self._completed.get(model.full_name)
         if final is not None and scanned.written is not None:
             for text in completion_warnings(scanned.written, final):
-                model.add_finding(Finding(WARNING, "", text, path="max_batch_size"))
+                model.add_finding(LayoutFinding(WARNING, "", text, path="max_batch_size"))
         if self._policies is not None and scanned.config is not None:
             for name in unknown_policies(scanned.config, self._policies):
                 text = f"unknown host policy '{name}': its instances use all cores"
-                model.add_finding(Finding(WARNING, "", text, path="instance_group", hint="see --host-policy"))
+                model.add_finding(LayoutFinding(WARNING, "", text, path="instance_group", hint="see --host-policy"))
         return model
 
     # ------------------------------------------------------------------------------------------- across models
@@ -258,7 +258,7 @@ class _RepositoryCheck:
             if not model.ensemble or model.config is None:
                 continue
             for problem in check_graph(self._with_full_names(model.full_name, model.config), members):
-                model.add_finding(Finding(ERROR, "", problem.text, path=problem.path))
+                model.add_finding(LayoutFinding(ERROR, "", problem.text, path=problem.path))
         models = sorted(self._models, key=lambda model: (model.scanned.name, str(model.root)))
         return Checked(tuple(model.done() for model in models), tuple(self._findings))
 
@@ -320,15 +320,15 @@ def repository_findings(root: Path) -> list[CheckFinding]:
     try:
         if is_model(root):
             text = "this is a model directory; a repository is its parent"
-            seen = [Finding(ERROR, "", text, f"check its parent: {root.resolve().parent}")]
+            seen = [LayoutFinding(ERROR, "", text, f"check its parent: {root.resolve().parent}")]
         else:
             seen = inspect_root(root)
             if not model_names([root]):
                 hint = "a model is a directory: NAME/config.pbtxt and NAME/1/"
-                seen.append(Finding(WARNING, "", "it contains no models", hint))
+                seen.append(LayoutFinding(WARNING, "", "it contains no models", hint))
     except (OSError, InvalidRequest) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        seen.append(Finding(ERROR, "", f"{_UNREADABLE}{why}", "the server's user must be able to read it"))
+        seen.append(LayoutFinding(ERROR, "", f"{_UNREADABLE}{why}", "the server's user must be able to read it"))
     return [CheckFinding("", one.severity, root, one.file, 0, 0, "", one.text, one.hint) for one in seen]
 
 
@@ -388,7 +388,7 @@ def _check_agents(root: Path, scanned: ScannedModel, used: ModelRepositoryAgents
     model = _ModelCheck(root, scanned, None, scanned.versions)
     text = "its files are not checked: its repository agents check or replace them when it is loaded"
     names = ", ".join(escaped(agent.name, 100) for agent in used.agents)
-    model.add_finding(Finding(WARNING, "", f"{text} ({names})", path="model_repository_agents"))
+    model.add_finding(LayoutFinding(WARNING, "", f"{text} ({names})", path="model_repository_agents"))
     return model
 
 

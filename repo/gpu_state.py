@@ -34,7 +34,7 @@ still works, with less capacity. NVIDIA has changed the meaning of 5."""
 T = TypeVar("T")
 
 
-class Problem(NamedTuple):
+class GpuProblem(NamedTuple):
     """`fix`: what an operator has to do; {pci} stands for the PCI address of the GPU."""
 
     what: str
@@ -56,14 +56,14 @@ class GpuState(NamedTuple):
     energy: float = -1
 
     @property
-    def problem(self) -> Problem | None:
+    def problem(self) -> GpuProblem | None:
         """Why the GPU must not be used. None: it may."""
         if self.lost:
-            return Problem(self.lost, REBOOT if "reset" not in self.lost else RESET)
+            return GpuProblem(self.lost, REBOOT if "reset" not in self.lost else RESET)
         if self.action in _ACTIONS:
-            return Problem(*_ACTIONS[self.action])
+            return GpuProblem(*_ACTIONS[self.action])
         if self.repair_failed:
-            return Problem("defective memory could not be remapped", REPLACE)
+            return GpuProblem("defective memory could not be remapped", REPLACE)
         return None
 
     @property

@@ -1,6 +1,6 @@
 """Runs the agents of models and keeps what they made for as long as it is used.
 
-Invariant: everything here runs in the thread that reads models, but `Prepared` may be dropped in any thread.
+Invariant: everything here runs in the thread that reads models, but `PreparedModel` may be dropped in any thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AgentSettings(NamedTuple):
     limit_s: float = 300.0
 
 
-class Prepared:
+class PreparedModel:
     """A model's directory, checked or made by its agents. When the last reference is dropped, they are told that the
     model is unloaded, and what they made is removed. `base`: the files that they were given, which exist for as long.
     """
@@ -69,7 +69,7 @@ class AgentChains:
         self._place = place
         self._settings = settings
         self._log = log
-        self._known: weakref.WeakValueDictionary[tuple[object, ...], Prepared] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[tuple[object, ...], PreparedModel] = weakref.WeakValueDictionary()
         self._live: dict[Path, bool] = {}
         """Directory of a chain -> whether an agent wants to know when the model is unloaded."""
         self._running: AgentProcess | None = None
@@ -83,7 +83,7 @@ class AgentChains:
         digest: str,
         base: Generation | None = None,
         origin: Path | None = None,
-    ) -> Prepared | None:
+    ) -> PreparedModel | None:
         """Runs the agents of a model, unless they have for the same files, identified by `digest`. `base`: the
         generation that `folder` is in. `origin`: the directory in the repository of which `folder` is a copy. Returns
         None if the model has no agents. Raises a ServeError if the model must not be loaded.
@@ -115,7 +115,7 @@ class AgentChains:
 
     def _prepare(
         self, name: str, folder: Path, specs: Sequence[AgentSpec], base: Generation | None, origin: Path
-    ) -> Prepared:
+    ) -> PreparedModel:
         directory = self._settings.directory
         names = registry.installed(directory)
         for spec in specs:
@@ -139,7 +139,7 @@ class AgentChains:
         except BaseException:
             self._release(home, name)
             raise
-        prepared = Prepared(prepared_folder, base)
+        prepared = PreparedModel(prepared_folder, base)
         weakref.finalize(prepared, self._drop, home, name, base).atexit = False
         return prepared
 

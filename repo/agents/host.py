@@ -15,7 +15,7 @@ import msgspec
 
 from shmserve.errors import ServeError
 from shmserve.repo.agents import Agent, AgentModel, Refused
-from shmserve.repo.agents.record import DONE, RESULT, Chain, Result, folders_done, read_chain, write
+from shmserve.repo.agents.record import DONE, RESULT, AgentResult, Chain, folders_done, read_chain, write
 from shmserve.repo.agents.registry import create
 from shmserve.system.process import PDEATHSIG, prctl
 
@@ -33,7 +33,7 @@ def main(home: Path, action: str, parent: int) -> int:
     return 0
 
 
-def load(home: Path, chain: Chain) -> Result:
+def load(home: Path, chain: Chain) -> AgentResult:
     """Runs the agents in order. If one fails, those before it are told in reverse order."""
     folder, origin = Path(chain.folder), Path(chain.origin)
     unloads = False
@@ -50,7 +50,7 @@ def load(home: Path, chain: Chain) -> Result:
         unloads = unloads or type(agent).unload is not Agent.unload
         with (home / DONE).open("ab") as done:
             done.write(msgspec.json.encode(str(before)) + b"\n")
-    return Result(str(folder), unloads=unloads)
+    return AgentResult(str(folder), unloads=unloads)
 
 
 def _loaded(agent: Agent, model: AgentModel) -> Path:
@@ -63,14 +63,14 @@ def _loaded(agent: Agent, model: AgentModel) -> Path:
     return folder
 
 
-def _failure(name: str, error: Exception) -> Result:
+def _failure(name: str, error: Exception) -> AgentResult:
     if isinstance(error, ServeError):
-        return Result(code=error.code, error=error.message)
+        return AgentResult(code=error.code, error=error.message)
     text = f"repository agent '{name}' "
     if isinstance(error, Refused):
-        return Result(error=f"{text}refused the model: {error}")
+        return AgentResult(error=f"{text}refused the model: {error}")
     traceback.print_exc()
-    return Result(error=f"{text}failed: {type(error).__name__}: {error}")
+    return AgentResult(error=f"{text}failed: {type(error).__name__}: {error}")
 
 
 def unload(home: Path, chain: Chain) -> None:

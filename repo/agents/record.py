@@ -39,7 +39,7 @@ class Chain(Struct, frozen=True):
     """That of --repoagent-directory."""
 
 
-class Result(Struct, frozen=True):
+class AgentResult(Struct, frozen=True):
     folder: str = ""
     code: str = ""
     error: str = ""
@@ -47,7 +47,7 @@ class Result(Struct, frozen=True):
     """Whether an agent wants to know when the model is unloaded. False with an error: they have been told."""
 
 
-def write(path: Path, content: Chain | Result) -> None:
+def write(path: Path, content: Chain | AgentResult) -> None:
     """Writes the file in one step: a reader finds it whole or not at all."""
     with new_file(path) as part:
         part.write_bytes(msgspec.json.encode(content))
@@ -57,10 +57,10 @@ def read_chain(home: Path) -> Chain:
     return msgspec.json.decode((home / CHAIN).read_bytes(), type=Chain)
 
 
-def read_result(home: Path) -> Result | None:
+def read_result(home: Path) -> AgentResult | None:
     """None: the process ended before it had one."""
     try:
-        return msgspec.json.decode((home / RESULT).read_bytes(), type=Result)
+        return msgspec.json.decode((home / RESULT).read_bytes(), type=AgentResult)
     except FileNotFoundError:
         return None
 

@@ -39,11 +39,11 @@ def missing_libraries(library: SharedLibrary, folder: Path) -> list[str]:
     folders += [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *_FOLDERS]
     cache = _CACHE.read_bytes() if _CACHE.is_file() else b""
 
-    def found(name: str) -> bool:
+    def exists(name: str) -> bool:
         if "/" in name:
             return os.path.exists(name)
         if any(os.path.exists(os.path.join(place, name)) for place in folders if place):
             return True
         return re.search(rb"[/\0]" + re.escape(name.encode()) + rb"\0", cache) is not None
 
-    return [name for name in library.needed if not name.startswith(SERVER_LIBRARY) and not found(name)]
+    return [name for name in library.needed if not name.startswith(SERVER_LIBRARY) and not exists(name)]

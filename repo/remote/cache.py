@@ -58,7 +58,7 @@ class Manifest(msgspec.Struct, frozen=True):
     at: float = 0.0
 
 
-class Slot:
+class CacheSlot:
     """A server's own part of the cache, from `acquire` to `close`. Used by the broker."""
 
     def __init__(self, folder: Path, lock: int) -> None:
@@ -66,13 +66,13 @@ class Slot:
         self._lock = lock
 
     @classmethod
-    def acquire(cls, root: Path, repositories: Collection[str]) -> Slot:
+    def acquire(cls, root: Path, repositories: Collection[str]) -> CacheSlot:
         """The first free one, with an empty view for each repository. Raises OSError."""
         for place in (root / "blobs", root / "manifests", root / "servers"):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             if place.stat().st_uid != os.geteuid():
                 raise OSError(f"{place.name} belongs to uid {place.stat().st_uid}")
-        own: Slot | None = None
+        own: CacheSlot | None = None
         for number in range(_SLOTS):
             folder = root / "servers" / str(number)
             if own is not None and not folder.is_dir():
@@ -127,7 +127,7 @@ def tree_of(folder: Path) -> str:
     return name if target == f"../../trees/{name}" else ""
 
 
-class Cache:
+class RemoteCache:
     """The cache, for the process that mirrors repositories. Used by several threads. `limit`: in bytes."""
 
     def __init__(self, slot: Path, limit: int) -> None:

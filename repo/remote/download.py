@@ -18,7 +18,7 @@ from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from contextlib import suppress
 from pathlib import Path
 
-from shmserve.repo.remote.cache import Cache
+from shmserve.repo.remote.cache import RemoteCache
 from shmserve.repo.remote.stores import Changed, Missing, NoRanges, RemoteFile, Store, StoreError
 
 PIECE_BYTES = 8 << 20
@@ -36,7 +36,7 @@ class Download:
 
     def __init__(
         self,
-        cache: Cache,
+        cache: RemoteCache,
         pieces: Executor,
         want: Callable[[str], None],
         advance: Callable[[int], None],

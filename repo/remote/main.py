@@ -23,10 +23,10 @@ from typing import Any
 import msgspec
 
 from shmserve.repo.remote.address import parse_address
-from shmserve.repo.remote.cache import Cache
+from shmserve.repo.remote.cache import RemoteCache
 from shmserve.repo.remote.credentials import Redactor
 from shmserve.repo.remote.download import PAUSE_S, PIECE_BYTES
-from shmserve.repo.remote.mirror import Mirror, Outcome, Workshop
+from shmserve.repo.remote.mirror import Mirror, MirrorOutcome, Workshop
 from shmserve.repo.remote.stores import StoreError
 
 MODELS = 4
@@ -43,7 +43,7 @@ NICE = 5
 """Requests go first."""
 
 
-class Settings(msgspec.Struct, frozen=True):
+class MirrorSettings(msgspec.Struct, frozen=True):
     """`slot`: the server's directory in the cache. `poll_s`: 0: never. `pause_s`: before the second attempt."""
 
     slot: str
@@ -59,7 +59,7 @@ class Settings(msgspec.Struct, frozen=True):
 class Mirrors:
     """All repositories. `emit` sends an event to the broker."""
 
-    def __init__(self, settings: Settings, emit: Callable[[Mapping[str, object]], None]) -> None:
+    def __init__(self, settings: MirrorSettings, emit: Callable[[Mapping[str, object]], None]) -> None:
         self._settings = settings
         self._emit = emit
         self._ended = threading.Event()
@@ -67,7 +67,7 @@ class Mirrors:
         self._troubles: dict[tuple[str, str], str] = {}
         """(repository, model) -> the problem that was logged last."""
         self._redact = Redactor()
-        cache = Cache(Path(settings.slot), settings.limit)
+        cache = RemoteCache(Path(settings.slot), settings.limit)
         _remove_old(Path(settings.slot) / "partial")
         shop = Workshop(
             cache,
@@ -222,7 +222,7 @@ class Mirrors:
 
     # ------------------------------------------------------------------------------------ events
 
-    def _tell(self, mirror: Mirror, outcome: Outcome) -> None:
+    def _tell(self, mirror: Mirror, outcome: MirrorOutcome) -> None:
         is_new = True
         if outcome.state in ("kept", "offline", "failed"):
             is_new = self._trouble(mirror, outcome.model, _problem(mirror, outcome))
@@ -245,7 +245,7 @@ class Mirrors:
         self._emit({"event": "log", "level": level, "text": self._redact(text), "model": model})
 
 
-def _problem(mirror: Mirror, outcome: Outcome) -> str:
+def _problem(mirror: Mirror, outcome: MirrorOutcome) -> str:
     then = {"kept": "; it is served unchanged", "offline": "; it is served from the cache", "failed": ""}[outcome.state]
     return f"model '{outcome.model}' cannot be downloaded from {mirror.address}: {outcome.text}{then}"
 
@@ -278,7 +278,7 @@ def main(arguments: Sequence[str]) -> int:
         first = lines.readline()
         if not first:
             return 0
-        mirrors = Mirrors(msgspec.json.decode(first, type=Settings), emit)
+        mirrors = Mirrors(msgspec.json.decode(first, type=MirrorSettings), emit)
         errors = logging.StreamHandler(sys.stderr)
         errors.setFormatter(_Redacted(mirrors.redact))
         logging.basicConfig(level=logging.ERROR, handlers=[errors])

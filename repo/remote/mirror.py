@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.remote.address import RemoteAddress
-from shmserve.repo.remote.cache import Cache, CacheFull, Manifest, ManifestFile
+from shmserve.repo.remote.cache import CacheFull, Manifest, ManifestFile, RemoteCache
 from shmserve.repo.remote.credentials import Redactor
 from shmserve.repo.remote.download import Download
 from shmserve.repo.remote.stores import Changed, Missing, RemoteFile, Store, StoreError, is_safe, open_store
@@ -26,7 +26,7 @@ ATTEMPTS = 3
 Emit = Callable[[Mapping[str, object]], None]
 
 
-class Outcome(NamedTuple):
+class MirrorOutcome(NamedTuple):
     """`state`: published, unchanged, absent (the repository does not have the model), unsettled (it is being changed),
     kept (an error; what was published stays), offline (published from the cache, as the store cannot be used) or
     failed. `tree`: what is published now; `old`: what was before.
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 class Workshop(NamedTuple):
     """What the mirrors of all repositories share. `wait(seconds)` pauses."""
 
-    cache: Cache
+    cache: RemoteCache
     redact: Redactor
     files: Executor
     pieces: Executor
@@ -94,10 +94,10 @@ class Mirror:
 
     # ------------------------------------------------------------------------------------ one model
 
-    def sync(self, model: str, settle_s: float = 0.0) -> Outcome:
+    def sync(self, model: str, settle_s: float = 0.0) -> MirrorOutcome:
         """Makes the published model that of the repository. `settle_s`: for how long a change must have been seen."""
         if not is_safe(model) or "/" in model:
-            return Outcome(model, "absent")
+            return MirrorOutcome(model, "absent")
         with self._lock_of(model):
             try:
                 try:
@@ -111,20 +111,20 @@ class Mirror:
             except OSError as error:
                 return self._fallback(model, f"the cache cannot be written: {error.strerror or type(error).__name__}")
 
-    def hide(self, model: str) -> Outcome:
+    def hide(self, model: str) -> MirrorOutcome:
         """The repository does not have the model any more."""
         with self._lock_of(model):
             return self._gone(model)
 
-    def release(self, model: str) -> Outcome:
+    def release(self, model: str) -> MirrorOutcome:
         """The model is not needed now: its files may be evicted."""
         with self._lock_of(model):
             old = self._cache.current(self.key, model)
             if old:
                 self._cache.announce(self.key, model)
-            return Outcome(model, "absent", old=old)
+            return MirrorOutcome(model, "absent", old=old)
 
-    def offline(self, model: str, text: str) -> Outcome:
+    def offline(self, model: str, text: str) -> MirrorOutcome:
         """What to serve of the model while the store cannot be used."""
         with self._lock_of(model):
             return self._fallback(model, text)
@@ -133,7 +133,7 @@ class Mirror:
         with self._guard:
             return self._locks.setdefault(model, threading.Lock())
 
-    def _sync(self, model: str, settle_s: float) -> Outcome:
+    def _sync(self, model: str, settle_s: float) -> MirrorOutcome:
         store = self._open()
         current = self._cache.current(self.key, model)
         manifest = self._cache.manifest(self.key, model)
@@ -141,9 +141,9 @@ class Mirror:
         for _ in range(ATTEMPTS):
             if current and manifest is not None and _is_same(files, manifest):
                 self._seen.pop(model, None)
-                return Outcome(model, "unchanged", tree=current)
+                return MirrorOutcome(model, "unchanged", tree=current)
             if settle_s and not self._is_settled(model, files, settle_s):
-                return Outcome(model, "unsettled", tree=current)
+                return MirrorOutcome(model, "unsettled", tree=current)
             try:
                 with ExitStack() as wanting:
                     tree = self._fetch(store, model, files, manifest, wanting)
@@ -157,7 +157,7 @@ class Mirror:
                 files, why = store.files(model), "another server evicted one of them from the cache"
             if settle_s:
                 self._is_settled(model, files, settle_s)
-                return Outcome(model, "unsettled", tree=current)
+                return MirrorOutcome(model, "unsettled", tree=current)
         raise StoreError(f"its objects kept changing while they were downloaded, {ATTEMPTS} times; at last: {why}")
 
     def _is_settled(self, model: str, files: Sequence[RemoteFile], settle_s: float) -> bool:
@@ -167,29 +167,29 @@ class Mirror:
             return False
         return self._clock() - seen[1] >= settle_s
 
-    def _publish(self, model: str, old: str, files: dict[str, ManifestFile]) -> Outcome:
+    def _publish(self, model: str, old: str, files: dict[str, ManifestFile]) -> MirrorOutcome:
         tree = self._cache.publish(self.key, Manifest(str(self.address), model, files, time.time()))
         self._seen.pop(model, None)
-        return Outcome(model, "published", tree=tree, old=old)
+        return MirrorOutcome(model, "published", tree=tree, old=old)
 
-    def _gone(self, model: str) -> Outcome:
+    def _gone(self, model: str) -> MirrorOutcome:
         old = self._cache.current(self.key, model)
         self._cache.hide(self.key, model)
         self._seen.pop(model, None)
-        return Outcome(model, "absent", old=old)
+        return MirrorOutcome(model, "absent", old=old)
 
-    def _fallback(self, model: str, text: str) -> Outcome:
+    def _fallback(self, model: str, text: str) -> MirrorOutcome:
         current = self._cache.current(self.key, model)
         if current:
-            return Outcome(model, "kept", text, tree=current)
+            return MirrorOutcome(model, "kept", text, tree=current)
         manifest = self._cache.manifest(self.key, model)
         if manifest is not None and self._cache.is_complete(manifest):
             try:
                 tree = self._cache.publish(self.key, manifest)
             except OSError as error:
-                return Outcome(model, "failed", f"{text}; the cache cannot be read: {error.strerror}")
-            return Outcome(model, "offline", text, tree=tree)
-        return Outcome(model, "failed", text)
+                return MirrorOutcome(model, "failed", f"{text}; the cache cannot be read: {error.strerror}")
+            return MirrorOutcome(model, "offline", text, tree=tree)
+        return MirrorOutcome(model, "failed", text)
 
     # ------------------------------------------------------------------------------------ its files
 
@@ -203,7 +203,7 @@ class Mirror:
         sizes = {file.path: file.size for file in files}
         kept = {path: sha256 for path, sha256 in known.items() if sha256 and self._cache.has(sha256, sizes[path])}
         missing = [file for file in files if file.path not in kept]
-        progress = Progress(self._shop.emit, self.key, model, sum(max(file.size, 0) for file in missing))
+        progress = DownloadProgress(self._shop.emit, self.key, model, sum(max(file.size, 0) for file in missing))
         download = Download(
             self._cache,
             self._shop.pieces,
@@ -245,7 +245,7 @@ class Mirror:
         return ""
 
 
-class Progress:
+class DownloadProgress:
     """Reports how much of a model has been downloaded: now and then, and each 50th of it."""
 
     EVERY_S = 0.25

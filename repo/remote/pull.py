@@ -20,7 +20,7 @@ from shmserve.errors import InvalidRequest, NotFound, Unavailable
 from shmserve.repo.config.outline import escaped
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.remote.address import RemoteAddress, parse_address
-from shmserve.repo.remote.cache import Cache, CacheFull, Slot
+from shmserve.repo.remote.cache import CacheFull, CacheSlot, RemoteCache
 from shmserve.repo.remote.credentials import Redactor
 from shmserve.repo.remote.download import PAUSE_S, PIECE_BYTES, Download
 from shmserve.repo.remote.stores import HubStore, Missing, RemoteFile, Store, StoreError, open_store
@@ -33,7 +33,7 @@ _ONE_FILE = (".gguf", ".onnx", ".plan", ".pt", ".pt2", ".tflite")
 """Suffixes of models that are one file."""
 
 
-class Plan(NamedTuple):
+class PullPlan(NamedTuple):
     """What is downloaded: path in the model's directory -> object."""
 
     name: str
@@ -72,7 +72,7 @@ class Pull:
         """`advance(bytes)` is called for what has arrived, first for what an earlier pull has downloaded, by several
         threads. Raises Unavailable, and OSError if the repository cannot be written."""
         root = self._repository / ".pull" / self._address.key
-        slot = Slot.acquire(root, [])
+        slot = CacheSlot.acquire(root, [])
         try:
             if slot.folder.name != "0":
                 raise Unavailable(f"{self._address} is being pulled by another process")
@@ -85,8 +85,8 @@ class Pull:
         with suppress(OSError):  # of another pull
             root.parent.rmdir()
 
-    def _fetch(self, slot: Slot, advance: Callable[[int], None], piece_bytes: int, pause_s: float) -> None:
-        cache, pieces = Cache(slot.folder, self._max_bytes), ThreadPoolExecutor(CONNECTIONS, "piece")
+    def _fetch(self, slot: CacheSlot, advance: Callable[[int], None], piece_bytes: int, pause_s: float) -> None:
+        cache, pieces = RemoteCache(slot.folder, self._max_bytes), ThreadPoolExecutor(CONNECTIONS, "piece")
         download = Download(cache, pieces, lambda _: None, advance, threading.Event().wait, piece_bytes, pause_s)
         tree = slot.folder / "trees" / "new"
         try:
@@ -101,27 +101,27 @@ class Pull:
         tree.rename(self.folder)
 
 
-def _planned(address: RemoteAddress, name: str) -> tuple[Store, Plan]:
+def _planned(address: RemoteAddress, name: str) -> tuple[Store, PullPlan]:
     parent, _, last = address.path.rpartition("/")
     if address.scheme == "hf" and PurePosixPath(last).suffix not in _ONE_FILE:
         hub = open_store(address, Redactor())
         if isinstance(hub, HubStore) and (network := hub.network()):
-            return hub, Plan(name or network, {file.path: file for file in hub.files(network)})
+            return hub, PullPlan(name or network, {file.path: file for file in hub.files(network)})
     store = open_store(address._replace(path=parent), Redactor())
     return store, _plan(store, address, last, name)
 
 
-def _plan(store: Store, address: RemoteAddress, last: str, name: str) -> Plan:
+def _plan(store: Store, address: RemoteAddress, last: str, name: str) -> PullPlan:
     suffix = PurePosixPath(last).suffix
     if suffix in _ONE_FILE:
-        return Plan(name or PurePosixPath(last).stem, {f"1/model{suffix}": store.file(last)})
+        return PullPlan(name or PurePosixPath(last).stem, {f"1/model{suffix}": store.file(last)})
     listed = store.files(last)
     if any(file.path == "config.pbtxt" or file.path.partition("/")[0].isdigit() for file in listed):
-        return Plan(name or last.partition("@")[0], {file.path: file for file in listed})
+        return PullPlan(name or last.partition("@")[0], {file.path: file for file in listed})
     weights = [file for file in listed if file.path.endswith(".gguf") and "mmproj" not in file.path]
     if len(weights) != 1:
         raise NotFound(f"{address}: {_choice(weights)}")
-    return Plan(name or PurePosixPath(weights[0].path).stem, {"1/model.gguf": weights[0]})
+    return PullPlan(name or PurePosixPath(weights[0].path).stem, {"1/model.gguf": weights[0]})
 
 
 def _choice(weights: Sequence[RemoteFile]) -> str:

@@ -93,7 +93,7 @@ ENTRIES = ("session.", "optimization.", "ep.", "mlas.")
 """Prefixes of parameters that are passed on as entries of the session's configuration."""
 
 
-class Parameter(NamedTuple):
+class OnnxOption(NamedTuple):
     """`default` "": the engine's own. `check` returns the value in the engine's form or raises."""
 
     check: Check
@@ -102,34 +102,34 @@ class Parameter(NamedTuple):
 
 
 PARAMETERS = {
-    "intra_op_thread_count": Parameter(
+    "intra_op_thread_count": OnnxOption(
         whole(MAX_THREADS), "0", "threads within one operator; 0: as many as this instance may use"
     ),
-    "inter_op_thread_count": Parameter(
+    "inter_op_thread_count": OnnxOption(
         whole(MAX_THREADS), "0", "threads for parallel operators, with `execution_mode` 1; 0: chosen by the engine"
     ),
-    "execution_mode": Parameter(
+    "execution_mode": OnnxOption(
         choice({"0": "0", "1": "1"}), "0", "0: operators run one after another; 1: in parallel"
     ),
-    "enable_mem_arena": Parameter(flag, "1", "0: host memory is returned to the system immediately after use"),
-    "enable_mem_pattern": Parameter(flag, "1", "0: no memory plans for recurring shapes"),
-    SHRINKAGE: Parameter(
+    "enable_mem_arena": OnnxOption(flag, "1", "0: host memory is returned to the system immediately after use"),
+    "enable_mem_pattern": OnnxOption(flag, "1", "0: no memory plans for recurring shapes"),
+    SHRINKAGE: OnnxOption(
         text_of(r"(cpu|gpu):\d+(;(cpu|gpu):\d+)*", "devices like 'gpu:0;cpu:0'"),
         "",
         "memory pools to shrink after each run; any gpu means the instance's own",
     ),
-    "cpu_mem_limit": Parameter(
+    "cpu_mem_limit": OnnxOption(
         whole(MAX_BYTES), "0", "not in Triton: maximum bytes of the host memory pool, including weights; 0: no limit"
     ),
-    "gpu_mem_limit": Parameter(whole(MAX_BYTES), "", "maximum bytes of the GPU memory pool"),
-    "arena_extend_strategy": Parameter(
+    "gpu_mem_limit": OnnxOption(whole(MAX_BYTES), "", "maximum bytes of the GPU memory pool"),
+    "arena_extend_strategy": OnnxOption(
         choice(EXTEND), "0", "growth of these two pools. 0: by powers of two; 1: by the requested size"
     ),
-    "cudnn_conv_algo_search": Parameter(
+    "cudnn_conv_algo_search": OnnxOption(
         choice(SEARCH), "0", "cuDNN's search for convolution algorithms. 0: exhaustive; 1: heuristic; 2: default"
     ),
-    "cudnn_conv_use_max_workspace": Parameter(flag, "", "whether this search may use unlimited workspace memory"),
-    "do_copy_in_default_stream": Parameter(flag, "", "whether copies wait for the GPU's default stream"),
+    "cudnn_conv_use_max_workspace": OnnxOption(flag, "", "whether this search may use unlimited workspace memory"),
+    "do_copy_in_default_stream": OnnxOption(flag, "", "whether copies wait for the GPU's default stream"),
 }
 OF_CUDA = (
     "gpu_mem_limit",

@@ -72,14 +72,14 @@ _SIDE = 224
 _LENGTH = 16
 
 
-class Parameter(NamedTuple):
+class CommentedParameter(NamedTuple):
     comment: str
     key: str
     value: str
     off: bool = False
 
 
-_LIMIT = Parameter(EXECUTION_LIMIT.help, EXECUTION_LIMIT.name, "20", off=True)
+_LIMIT = CommentedParameter(EXECUTION_LIMIT.help, EXECUTION_LIMIT.name, "20", off=True)
 
 
 class Layout(NamedTuple):
@@ -93,7 +93,7 @@ class Layout(NamedTuple):
     outputs: Sequence[TensorFacts] = ()
     note: str = ""
     no_batches: str = ""
-    parameters: Sequence[Parameter] = ()
+    parameters: Sequence[CommentedParameter] = ()
 
 
 def config_text(name: str, layout: Layout) -> str:

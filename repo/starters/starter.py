@@ -20,7 +20,7 @@ from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.load import CONFIG_FILE
 from shmserve.repo.onnx.header import Declared, NotOnnx, TooLarge, external_files, is_beside, read_header
 from shmserve.repo.rules.fields import PYTHON_NAME
-from shmserve.repo.starters.config_text import Layout, Parameter, config_text
+from shmserve.repo.starters.config_text import CommentedParameter, Layout, config_text
 
 KINDS = ("python", "sklearn", "torch")
 """Models without a file: their templates."""
@@ -43,7 +43,7 @@ _THREADS = (
 )
 
 
-class Described(NamedTuple):
+class DescribedTensors(NamedTuple):
     """Tensors as the model has them, with the dimension for rows if `batches`. `note`: what is not certain."""
 
     inputs: Sequence[TensorFacts]
@@ -63,7 +63,7 @@ class Starter(NamedTuple):
     request: Sequence[str] = ()
 
 
-def starter_of(source: str, described: Described | None = None) -> Starter:
+def starter_of(source: str, described: DescribedTensors | None = None) -> Starter:
     """The starter for a model file or one of KINDS. `described`: the tensors of a PyTorch file, if they are known.
 
     Raises InvalidRequest and NotFound.
@@ -119,7 +119,7 @@ def _onnx(path: Path) -> Starter:
         backend="onnxruntime",
         runs="1/model.onnx with ONNX Runtime",
         rows=0,
-        parameters=(Parameter(_THREADS, "intra_op_thread_count", "1", off=True),),
+        parameters=(CommentedParameter(_THREADS, "intra_op_thread_count", "1", off=True),),
     )
     facts = [_fact(path, tensor) for tensor in (*inputs, *header.outputs)]
     if None in facts:
@@ -127,7 +127,7 @@ def _onnx(path: Path) -> Starter:
         return Starter(layout._replace(note=text, no_batches=_COMPLETED), files)
     known = [fact for fact in facts if fact is not None]
     batches = all(fact.dims and fact.dims[0] == -1 for fact in known)
-    described = Described(known[: len(inputs)], known[len(inputs) :], batches)
+    described = DescribedTensors(known[: len(inputs)], known[len(inputs) :], batches)
     return Starter(_with_tensors(layout, described), files)
 
 
@@ -137,7 +137,7 @@ def _fact(path: Path, tensor: Declared) -> TensorFacts | None:
     return None if tensor.dims is None else TensorFacts(tensor.name, tensor.dtype, tensor.dims)
 
 
-def _with_tensors(layout: Layout, described: Described) -> Layout:
+def _with_tensors(layout: Layout, described: DescribedTensors) -> Layout:
     skip = 1 if described.batches else 0
     inputs, outputs = (
         [TensorFacts(name, dtype, tuple(dims[skip:])) for name, dtype, dims in tensors]
@@ -148,12 +148,12 @@ def _with_tensors(layout: Layout, described: Described) -> Layout:
     return layout._replace(inputs=inputs, outputs=outputs, rows=rows, no_batches=fixed, note=described.note)
 
 
-def _torch_file(path: Path, described: Described | None) -> Starter:
+def _torch_file(path: Path, described: DescribedTensors | None) -> Starter:
     layout = Layout(
         backend="pytorch",
         runs=f"1/model{path.suffix} with PyTorch",
         rows=0,
-        parameters=(Parameter(_THREADS, "INTRA_OP_THREAD_COUNT", "1", off=True),),
+        parameters=(CommentedParameter(_THREADS, "INTRA_OP_THREAD_COUNT", "1", off=True),),
     )
     files = {f"model{path.suffix}": path}
     if described is not None:
@@ -162,7 +162,9 @@ def _torch_file(path: Path, described: Described | None) -> Starter:
         text = "The server reads names, types and shapes from the file; those that are written here must agree."
         return Starter(layout._replace(note=text, no_batches=_COMPLETED), files)
     warning = "the file does not say its tensors, and they could not be found out: write them into config.pbtxt"
-    guess = Described((TensorFacts("INPUT__0", "FP32", (-1, -1)),), (TensorFacts("OUTPUT__0", "FP32", (-1, -1)),), True)
+    guess = DescribedTensors(
+        (TensorFacts("INPUT__0", "FP32", (-1, -1)),), (TensorFacts("OUTPUT__0", "FP32", (-1, -1)),), True
+    )
     text = "These are a guess, as the file does not say them: correct number, types and dims of both."
     return Starter(_with_tensors(layout, guess._replace(note=text)), files, warning)
 
@@ -179,11 +181,11 @@ def _xgboost(path: Path) -> Starter:
         rows=TREE_ROWS,
         note="The server reads them from the file: input__0 with the features of each row, and output__0.",
         parameters=(
-            Parameter("The kind of file, see docs/trees.md.", "model_type", kind),
-            Parameter(
+            CommentedParameter("The kind of file, see docs/trees.md.", "model_type", kind),
+            CommentedParameter(
                 "true: a classifier answers with probabilities, else with the class.", "predict_proba", "true", True
             ),
-            Parameter("Threads in each process. Several processes share the cores.", "cpu_nthread", "1", True),
+            CommentedParameter("Threads in each process. Several processes share the cores.", "cpu_nthread", "1", True),
         ),
     )
     return Starter(layout, {TREE_FILES[kind]: path})
@@ -200,8 +202,8 @@ def _gguf(path: Path) -> Starter:
         note="The server adds them: text_input or messages, and text_output, among others.",
         no_batches="A model of this engine has 0.",
         parameters=(
-            Parameter("How many texts are generated at the same time.", "slots", "4"),
-            Parameter("The length of the context of each, in tokens.", "context_length", "4096", True),
+            CommentedParameter("How many texts are generated at the same time.", "slots", "4"),
+            CommentedParameter("The length of the context of each, in tokens.", "context_length", "4096", True),
         ),
     )
     return Starter(layout, {"model.gguf": path}, request=("--stream", "--input", "text_input=The sky is blue because"))
@@ -215,7 +217,7 @@ def _python() -> Starter:
         inputs=(TensorFacts("X", "FP32", (-1,)),),
         outputs=(TensorFacts("Y", "FP32", (-1,)),),
         note="model.py uses the same names.",
-        parameters=(Parameter("Values for model.py, which reads them in initialize.", "factor", "2.5"),),
+        parameters=(CommentedParameter("Values for model.py, which reads them in initialize.", "factor", "2.5"),),
     )
     return Starter(layout, {"model.py": TEMPLATES / "python.py"})
 

@@ -42,7 +42,7 @@ _ENTRY_METHODS = ("execute", "stream")
 """A Python model has one of them."""
 
 
-class Finding(NamedTuple):
+class LayoutFinding(NamedTuple):
     """One finding. `file` is relative to the repository; `path` is the configuration field, if any; `hint` is a
     remedy.
     """
@@ -59,7 +59,7 @@ class Finding(NamedTuple):
 # --------------------------------------------------------------------------------------------- a repository
 
 
-def inspect_root(root: Path) -> list[Finding]:
+def inspect_root(root: Path) -> list[LayoutFinding]:
     """Findings about entries of the repository that are not directories. Raises OSError if it cannot be read."""
     findings = []
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
@@ -68,10 +68,10 @@ def inspect_root(root: Path) -> list[Finding]:
         name = escaped_name(entry.name)
         if _dangles(entry):
             text = f"broken link: {_target(entry.path)}"
-            findings.append(Finding(ERROR, name, text, "fix the link, or remove it"))
+            findings.append(LayoutFinding(ERROR, name, text, "fix the link, or remove it"))
         elif not name.upper().startswith(("README", "LICENSE")):
             hint = "a model is a directory: NAME/config.pbtxt and NAME/1/"
-            findings.append(Finding(WARNING, name, "not a directory, ignored", hint))
+            findings.append(LayoutFinding(WARNING, name, "not a directory, ignored", hint))
     return findings
 
 
@@ -103,7 +103,7 @@ def inspect_model(
     selected: Sequence[int],
     directory: str | Path = "",
     warnings_only: bool = False,
-) -> list[Finding]:
+) -> list[LayoutFinding]:
     """All findings about one model. `config` is the completed configuration, if known; `selected` are the versions to
     be served. `warnings_only`: without checks of the contents of model files that find only errors.
     """
@@ -112,7 +112,7 @@ def inspect_model(
     if config is not None and not is_ensemble(config):
         findings += _without_effect(folder, config, selected)
         findings += (
-            Finding(ERROR if problem.fails else WARNING, "", problem.text, path=problem.path)
+            LayoutFinding(ERROR if problem.fails else WARNING, "", problem.text, path=problem.path)
             for problem in setting_problems(config)
         )
         for version in selected:
@@ -124,7 +124,7 @@ def inspect_model(
     return findings
 
 
-def _misplaced(folder: Path, config: ModelConfig | None) -> Iterator[Finding]:
+def _misplaced(folder: Path, config: ModelConfig | None) -> Iterator[LayoutFinding]:
     """Model files in places where they are not read."""
     name = escaped_name(folder.name)
     expected = {*_ENGINE_FILES, (config.default_model_filename if config is not None else "")}
@@ -133,27 +133,29 @@ def _misplaced(folder: Path, config: ModelConfig | None) -> Iterator[Finding]:
         here = f"{name}/{escaped_name(entry)}"
         path = folder / entry
         if entry in expected:
-            yield Finding(WARNING, here, "not read here", f"move it into a version directory: {name}/1/{entry}")
+            yield LayoutFinding(WARNING, here, "not read here", f"move it into a version directory: {name}/1/{entry}")
         elif entry.isdigit() and entry.isascii() and path.is_file():
             hint = f"a version is a directory that contains the model file: {here}/"
-            yield Finding(WARNING, here, "a file with the name of a version, ignored", hint)
+            yield LayoutFinding(WARNING, here, "a file with the name of a version, ignored", hint)
         elif CONFIG_FILE not in names and path.is_file() and nearest(entry, (CONFIG_FILE,)):
-            yield Finding(
+            yield LayoutFinding(
                 WARNING, here, "not read", f"the configuration is in {name}/{CONFIG_FILE}; rename it if it is one"
             )
         elif entry.isdigit() and (path / CONFIG_FILE).is_file():
             hint = f"it belongs to the model: move it to {name}/{CONFIG_FILE}"
-            yield Finding(
+            yield LayoutFinding(
                 WARNING, f"{here}/{CONFIG_FILE}", "not read: versions have no configuration of their own", hint
             )
 
 
-def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) -> Iterator[Finding]:
+def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) -> Iterator[LayoutFinding]:
     """Valid settings that have no effect, or probably not the intended one."""
     groups = config.instance_group
     if groups and all(group.passive for group in groups):
         hint = "remove `passive` from one of its groups"
-        yield Finding(WARNING, "", "all its instances are passive: it cannot process requests", hint, "instance_group")
+        yield LayoutFinding(
+            WARNING, "", "all its instances are passive: it cannot process requests", hint, "instance_group"
+        )
     accelerators = config.optimization and config.optimization.execution_accelerators
     kinds = {group.kind for group in groups}
     if accelerators and config.backend == "onnxruntime":
@@ -165,7 +167,7 @@ def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) 
                 if kind not in kinds:
                     path = f"optimization.execution_accelerators.{field}[{index}]"
                     text = f'accelerator "{escaped(accelerator.name)}" has no effect: {there}'
-                    yield Finding(WARNING, "", text, f"instance_group [ {{ kind: {kind} }} ] adds one", path)
+                    yield LayoutFinding(WARNING, "", text, f"instance_group [ {{ kind: {kind} }} ] adds one", path)
     if (
         config.backend == "python"
         and not (config.input or config.output)
@@ -173,10 +175,10 @@ def _without_effect(folder: Path, config: ModelConfig, selected: Sequence[int]) 
     ):
         text = "the model has no inputs or outputs: its configuration has no `input` or `output`, and there is no "
         hint = f"add them to {CONFIG_FILE}, or add auto_complete_config to the model"
-        yield Finding(WARNING, escaped_name(folder.name), f"{text}auto_complete_config in its {_SOURCE}", hint)
+        yield LayoutFinding(WARNING, escaped_name(folder.name), f"{text}auto_complete_config in its {_SOURCE}", hint)
 
 
-def _walk(folder: Path, selected: Collection[int]) -> Iterator[Finding]:
+def _walk(folder: Path, selected: Collection[int]) -> Iterator[LayoutFinding]:
     """Broken links, and unreadable files and directories. Follows links to directories only at the top level."""
     needed = {CONFIG_FILE, *map(str, selected)}
     remaining = ENTRIES
@@ -189,21 +191,21 @@ def _walk(folder: Path, selected: Collection[int]) -> Iterator[Finding]:
             remaining -= 1
             if remaining < 0:
                 text = f"has more than {ENTRIES:,} files; the others were not checked"
-                yield Finding(WARNING, escaped_name(folder.name), text)
+                yield LayoutFinding(WARNING, escaped_name(folder.name), text)
                 return
             below = Path(entry.path).relative_to(folder)
             severity = ERROR if below.parts[0] in needed else WARNING
             name = "/".join(map(escaped_name, (folder.name, *below.parts)))
             if _dangles(entry):
                 text = f"broken link: {_target(entry.path)}"
-                yield Finding(severity, name, text, "fix the link, or remove it")
+                yield LayoutFinding(severity, name, text, "fix the link, or remove it")
             elif os.path.isdir(entry.path):
                 if not os.access(entry.path, os.R_OK | os.X_OK, effective_ids=True):
-                    yield Finding(severity, name, "cannot be read: Permission denied", _permit(entry, "rx"))
+                    yield LayoutFinding(severity, name, "cannot be read: Permission denied", _permit(entry, "rx"))
                 elif here == folder or not entry.is_symlink():
                     waiting.append(Path(entry.path))
             elif not os.access(entry.path, os.R_OK, effective_ids=True):
-                yield Finding(severity, name, "cannot be read: Permission denied", _permit(entry, "r"))
+                yield LayoutFinding(severity, name, "cannot be read: Permission denied", _permit(entry, "r"))
 
 
 def _permit(entry: os.DirEntry[str], rights: str) -> str:
@@ -223,7 +225,7 @@ def _target(path: str) -> str:
 # ------------------------------------------------------------------------------------------- the model's file
 
 
-def _model_file(folder: Path, version: int, config: ModelConfig, warnings_only: bool) -> Iterator[Finding]:
+def _model_file(folder: Path, version: int, config: ModelConfig, warnings_only: bool) -> Iterator[LayoutFinding]:
     path = folder / str(version) / config.default_model_filename
     if path.is_dir():
         path /= "model.onnx"
@@ -233,9 +235,9 @@ def _model_file(folder: Path, version: int, config: ModelConfig, warnings_only: 
     with path.open("rb") as file:
         start = file.read(256)
     if not start:
-        yield Finding(ERROR, name, "an empty file", "copy the model again")
+        yield LayoutFinding(ERROR, name, "an empty file", "copy the model again")
     elif start.startswith(_POINTER):
-        yield Finding(
+        yield LayoutFinding(
             ERROR,
             name,
             "is a Git LFS pointer; the file itself was not downloaded",
@@ -250,31 +252,31 @@ def _model_file(folder: Path, version: int, config: ModelConfig, warnings_only: 
             yield from _source(name, source, FUNCTION.is_set(config))
         if path.stat().st_mode & stat.S_IWOTH:
             hint = "the server runs it: chmod o-w"
-            yield Finding(WARNING, name, "it is writable by every user of this machine", hint)
+            yield LayoutFinding(WARNING, name, "it is writable by every user of this machine", hint)
 
 
-def _gguf(path: Path, name: str, config: ModelConfig) -> Iterator[Finding]:
+def _gguf(path: Path, name: str, config: ModelConfig) -> Iterator[LayoutFinding]:
     try:
         template = "" if CHAT_TEMPLATE.is_set(config) else chat_template(path)
     except InvalidRequest as error:
-        yield Finding(ERROR, name, error.message)
+        yield LayoutFinding(ERROR, name, error.message)
         return
     if problem := template_problem(template, config.backend):
         hint = f"set the parameter {CHAT_TEMPLATE.name}"
-        yield Finding(ERROR, name, f"its chat template is {problem}", hint)
+        yield LayoutFinding(ERROR, name, f"its chat template is {problem}", hint)
 
 
-def _operator_libraries(folder: Path, version: int, config: ModelConfig) -> Iterator[Finding]:
+def _operator_libraries(folder: Path, version: int, config: ModelConfig) -> Iterator[LayoutFinding]:
     """Libraries with operators for the engine, which are in the version's directory or the model's."""
     names = config.model_operations.op_library_filename if config.model_operations is not None else ()
     for index, name in enumerate(names if config.backend in WITH_OPERATORS else ()):
         if not any((place / name).is_file() for place in (folder / str(version), folder)):
             model = escaped_name(folder.name)
             text = f"there is no file '{escaped(name)}' in {model}/{version} or {model}"
-            yield Finding(ERROR, "", text, path=f"model_operations.op_library_filename[{index}]")
+            yield LayoutFinding(ERROR, "", text, path=f"model_operations.op_library_filename[{index}]")
 
 
-def _native_library(folder: Path, version: int, config: ModelConfig, directory: str | Path) -> Iterator[Finding]:
+def _native_library(folder: Path, version: int, config: ModelConfig, directory: str | Path) -> Iterator[LayoutFinding]:
     """The library that runs the model, if one does and its backend is not built in."""
     path = library_of(config, folder / str(version), directory) if config.backend not in BACKENDS else None
     if path is None:
@@ -284,30 +286,30 @@ def _native_library(folder: Path, version: int, config: ModelConfig, directory: 
     try:
         library = read_library(path)
     except InvalidRequest:
-        yield Finding(ERROR, name, "is not a shared library")
+        yield LayoutFinding(ERROR, name, "is not a shared library")
         return
     if problem := library_problem(library):
-        yield Finding(ERROR, name, problem)
+        yield LayoutFinding(ERROR, name, problem)
     elif missing := missing_libraries(library, path.parent):
         hint = "install it, or let LD_LIBRARY_PATH of the server name its directory"
-        yield Finding(WARNING, name, f"needs {', '.join(missing)}, which this machine does not have", hint)
+        yield LayoutFinding(WARNING, name, f"needs {', '.join(missing)}, which this machine does not have", hint)
 
 
-def _onnx(path: Path, name: str, config: ModelConfig) -> Iterator[Finding]:
+def _onnx(path: Path, name: str, config: ModelConfig) -> Iterator[LayoutFinding]:
     """Compares the file's declarations with the configuration."""
     try:
         with path.open("rb") as file:
             header = read_header(file)
     except NotOnnx as error:
-        yield Finding(ERROR, name, str(error), "copy the model again")
+        yield LayoutFinding(ERROR, name, str(error), "copy the model again")
         return
     except TooLarge:
         return
     for path_, text, write in differences(config, header):
-        yield Finding(ERROR, "", text, f"write {write}" if write else "", path_)
+        yield LayoutFinding(ERROR, "", text, f"write {write}" if write else "", path_)
 
 
-def _source(name: str, source: bytes, is_function: bool) -> Iterator[Finding]:
+def _source(name: str, source: bytes, is_function: bool) -> Iterator[LayoutFinding]:
     """Syntax errors, and a missing class or `execute`. The code is parsed, not run. `is_function`: a function or class
     in it is the model.
     """
@@ -315,10 +317,10 @@ def _source(name: str, source: bytes, is_function: bool) -> Iterator[Finding]:
         tree = parse_source(source)
     except SyntaxError as error:
         text = f"not Python: {escaped(error.msg, 200)}"
-        yield Finding(ERROR, name, text, line=error.lineno or 0, column=error.offset or 0)
+        yield LayoutFinding(ERROR, name, text, line=error.lineno or 0, column=error.offset or 0)
         return
     except ValueError as error:
-        yield Finding(ERROR, name, f"not Python: {escaped(str(error), 200)}")
+        yield LayoutFinding(ERROR, name, f"not Python: {escaped(str(error), 200)}")
         return
     if is_function:
         return
@@ -330,7 +332,9 @@ def _source(name: str, source: bytes, is_function: bool) -> Iterator[Finding]:
             return
     if definition is None:
         if CLASS.encode() not in source:  # otherwise it may be imported or assigned
-            yield Finding(ERROR, name, f"has no class {CLASS}", f"the server needs `class {CLASS}` with `execute`")
+            yield LayoutFinding(
+                ERROR, name, f"has no class {CLASS}", f"the server needs `class {CLASS}` with `execute`"
+            )
     elif (
         isinstance(definition, ast.ClassDef)
         and not definition.bases
@@ -339,7 +343,9 @@ def _source(name: str, source: bytes, is_function: bool) -> Iterator[Finding]:
     ):
         if not any(_binds(statement, name) for statement in definition.body for name in _ENTRY_METHODS):
             text = f"class {CLASS} has no execute method"
-            yield Finding(ERROR, name, text, "add `def execute(self, requests):`", line=definition.lineno, column=1)
+            yield LayoutFinding(
+                ERROR, name, text, "add `def execute(self, requests):`", line=definition.lineno, column=1
+            )
 
 
 def _binds(statement: ast.stmt, name: str) -> bool:
@@ -371,7 +377,7 @@ def may_complete_itself(folder: Path, versions: Sequence[int], config: ModelConf
 # ----------------------------------------------------------------------------------- files that the configuration names
 
 
-def _labels(folder: Path, config: ModelConfig) -> Iterator[Finding]:
+def _labels(folder: Path, config: ModelConfig) -> Iterator[LayoutFinding]:
     for index, output in enumerate(config.output):
         if not output.label_filename:
             continue
@@ -379,17 +385,17 @@ def _labels(folder: Path, config: ModelConfig) -> Iterator[Finding]:
         try:
             labels = read_labels(folder, output.label_filename)
         except InvalidRequest as error:
-            yield Finding(ERROR, "", str(error), path=path)
+            yield LayoutFinding(ERROR, "", str(error), path=path)
             continue
         minimum, maximum = _classes(output)
         there = f"label file '{escaped(output.label_filename)}' has {len(labels)} labels"
         if len(labels) < minimum:
             what = f"at least {minimum}" if maximum is None else str(minimum)
             text = f'{there}, but output "{escaped(output.name)}" has {what} classes'
-            yield Finding(WARNING, "", text, f"classes from {len(labels)} on have no label", path=path)
+            yield LayoutFinding(WARNING, "", text, f"classes from {len(labels)} on have no label", path=path)
         elif maximum is not None and len(labels) > maximum:
             text = f'{there}, but output "{escaped(output.name)}" has {maximum} classes'
-            yield Finding(
+            yield LayoutFinding(
                 WARNING, "", text, "is it the right file? An extra label shifts all labels after it", path=path
             )
 
@@ -402,7 +408,7 @@ def _classes(output: ModelOutput) -> tuple[int, int | None]:
     return minimum, None if -1 in output.dims else minimum
 
 
-def _warmup(folder: Path, config: ModelConfig) -> Iterator[Finding]:
+def _warmup(folder: Path, config: ModelConfig) -> Iterator[LayoutFinding]:
     """Data files whose size differs from that of the tensor. Strings are checked when they are read."""
     for index, sample in enumerate(config.model_warmup):
         for key, sample_input in sample.inputs.items():
@@ -422,4 +428,4 @@ def _warmup(folder: Path, config: ModelConfig) -> Iterator[Finding]:
                 path = f'model_warmup[{index}].inputs["{key}"].input_data_file'
                 text = f"warm-up data '{escaped(below)}' has {there} bytes, expected {size}"
                 why = f"{sample_input.data_type} and dims {list(sample_input.dims)} of one row"
-                yield Finding(ERROR, "", f"{text}: {why}", path=path)
+                yield LayoutFinding(ERROR, "", f"{text}: {why}", path=path)

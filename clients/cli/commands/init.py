@@ -15,7 +15,7 @@ from shmserve.errors import NotFound
 from shmserve.paths import python
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.repo.starters.config_text import Layout, example
-from shmserve.repo.starters.starter import TORCH_FILES, WRONG_FILE, Described, Starter, starter_of, write
+from shmserve.repo.starters.starter import TORCH_FILES, WRONG_FILE, DescribedTensors, Starter, starter_of, write
 from shmserve.terminal.errors import Failed, Misuse
 
 DESCRIBE = "shmserve.workers.backends.pytorch.describe"
@@ -73,7 +73,7 @@ def _shapes(layout: Layout) -> list[str]:
     return words
 
 
-def described(args: argparse.Namespace) -> Described | None:
+def described(args: argparse.Namespace) -> DescribedTensors | None:
     """The tensors of a PyTorch file, determined in a separate process; None if that fails."""
     if importlib.util.find_spec("torch") is None or not Path(args.source).is_file():
         return None
@@ -94,4 +94,4 @@ def described(args: argparse.Namespace) -> Described | None:
     inputs, outputs = (
         [TensorFacts(name, dtype, tuple(dims)) for name, dtype, dims in result[kind]] for kind in ("inputs", "outputs")
     )
-    return Described(inputs, outputs, result["batches"], result["note"])
+    return DescribedTensors(inputs, outputs, result["batches"], result["note"])

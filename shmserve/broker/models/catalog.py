@@ -26,7 +26,7 @@ from shmserve.core.records import Version
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.protocol.namespaces import namespace_of, plain
 from shmserve.protocol.worker_messages import Load
-from shmserve.repo.agents.chains import Prepared
+from shmserve.repo.agents.chains import PreparedModel
 from shmserve.repo.backends import DIRECTORY, SOURCE_FILE
 from shmserve.repo.compile import (
     CoreSet,
@@ -75,7 +75,7 @@ class VersionSource(Struct, eq=False):
     """The last deployment."""
     kept: KeptConfig | None = None
     """The configuration that a later load without one reuses."""
-    prepared: Prepared | None = None
+    prepared: PreparedModel | None = None
     """The results of the model's repository agents, kept as long as this version may be loaded again."""
     tree: str = ""
     """See Reading."""

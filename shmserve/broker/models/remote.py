@@ -18,8 +18,8 @@ from shmserve.broker.observability.logs import log_record
 from shmserve.broker.processes.mirror import Event, MirrorProcess
 from shmserve.errors import Unavailable
 from shmserve.repo.remote.address import RemoteAddress
-from shmserve.repo.remote.cache import Slot, is_absent, tree_of
-from shmserve.repo.remote.main import Settings
+from shmserve.repo.remote.cache import CacheSlot, is_absent, tree_of
+from shmserve.repo.remote.main import MirrorSettings
 
 LOG_S = 10.0
 """Interval at which the progress of a download is logged."""
@@ -68,7 +68,7 @@ def open_remote(loop: Any, settings: RemoteSettings, pids: set[int]) -> RemoteMo
         return None
     addresses = {address.key: str(address) for address in settings.addresses}
     try:
-        slot = Slot.acquire(settings.cache, list(addresses))
+        slot = CacheSlot.acquire(settings.cache, list(addresses))
     except OSError as error:
         text = f"cannot use the cache directory {settings.cache}: {error.strerror or error}"
         raise Unavailable(f"{text}; give another one with --cache-directory") from None
@@ -90,14 +90,14 @@ class RemoteModels:
     """`addresses`: repository key -> its address."""
 
     def __init__(
-        self, loop: Any, slot: Slot, addresses: Mapping[str, str], settings: RemoteSettings, pids: set[int]
+        self, loop: Any, slot: CacheSlot, addresses: Mapping[str, str], settings: RemoteSettings, pids: set[int]
     ) -> None:
         self.unreadable: set[str] = set()
         """Repositories that cannot be read and are not in the cache."""
         self.folders = [slot.view(key).resolve() for key in addresses]
         self._slot = slot
         self._addresses = addresses
-        process = Settings(
+        process = MirrorSettings(
             str(slot.folder), settings.cache_bytes, list(addresses.values()), settings.poll_s, settings.settle_s
         )
         self._process = MirrorProcess(loop, process, pids, self._handle, self._started)

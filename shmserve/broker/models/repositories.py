@@ -17,7 +17,7 @@ from shmserve.broker.models.overrides import LoadOverride
 from shmserve.broker.models.remote import NotDownloaded
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
 from shmserve.protocol.namespaces import SEPARATOR, namespace, namespace_of, plain, qualified, resolved
-from shmserve.repo.agents.chains import AgentChains, Prepared
+from shmserve.repo.agents.chains import AgentChains, PreparedModel
 from shmserve.repo.agents.registry import READ_ONCE
 from shmserve.repo.backends import in_directory, installed
 from shmserve.repo.check import CheckFinding, load_warnings
@@ -45,7 +45,7 @@ class Reading(NamedTuple):
     override: LoadOverride | None = None
     generations: Mapping[int, Generation] = MappingProxyType({})
     findings: tuple[CheckFinding, ...] = ()
-    prepared: Prepared | None = None
+    prepared: PreparedModel | None = None
     backend: BackendFiles | None = None
     tree: str = ""
 
@@ -166,7 +166,7 @@ class Repositories:
         for remaining in (2, 1, 0):
             scanned = self._scan(folder, override, versions)
             kept: Mapping[int, Generation] = {}
-            prepared: Prepared | None = None
+            prepared: PreparedModel | None = None
             try:
                 prepared = self._prepare(scanned, before, generation, override)
                 if prepared is not None:
@@ -227,7 +227,7 @@ class Repositories:
 
     def _prepare(
         self, scanned: ScannedModel, snapshot: Snapshot | None, base: Generation | None, override: Override | None
-    ) -> Prepared | None:
+    ) -> PreparedModel | None:
         """Runs the model's repository agents; None if it has none. Raises a ServeError if one refuses the model.
 
         The agents get a copy, from which the workers load, too: others may write to the repository meanwhile, even

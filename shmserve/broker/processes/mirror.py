@@ -13,7 +13,7 @@ import msgspec
 
 from shmserve.broker.processes.helper_process import HelperKind, HelperProcess
 from shmserve.repo.remote.credentials import ENVIRONMENT
-from shmserve.repo.remote.main import Settings
+from shmserve.repo.remote.main import MirrorSettings
 
 READ_BYTES = 1 << 16
 _KIND = HelperKind("shmserve.repo.remote.main", "repositories", "downloads models", socket.SOCK_STREAM, ENVIRONMENT)
@@ -28,7 +28,7 @@ class MirrorProcess:
     def __init__(
         self,
         loop: Any,
-        settings: Settings,
+        settings: MirrorSettings,
         pids: set[int],
         handle: Callable[[Event], None],
         started: Callable[[], None],

@@ -18,7 +18,7 @@ from shmserve.llm.figures import METRICS, Metric
 from shmserve.protocol.actions import Action, Row
 from shmserve.repo import parameters
 from shmserve.repo.config.support import TABLE, Status
-from shmserve.repo.rules.onnx_options import PARAMETERS, Parameter
+from shmserve.repo.rules.onnx_options import PARAMETERS, OnnxOption
 from shmserve.settings.flag import Flag, bytes_text
 from shmserve.settings.limits import GATEWAY_LIMITS, GatewayLimits, Limit
 from shmserve.settings.table import BY_NAME, ENDPOINTS, FLAGS, GROUPS, SERVER
@@ -164,7 +164,7 @@ def size(name: str, value: int) -> str:
     return bytes_text(value) if name.endswith("_bytes") else str(value)
 
 
-def _onnx(parameters: dict[str, Parameter]) -> str:
+def _onnx(parameters: dict[str, OnnxOption]) -> str:
     return items((code(name), row.default or "the engine's", row.meaning) for name, row in parameters.items())
 
 

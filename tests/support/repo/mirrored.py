@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from shmserve.repo.remote.address import parse_address
-from shmserve.repo.remote.cache import Cache, Slot
-from shmserve.repo.remote.main import Settings
-from shmserve.repo.remote.mirror import Outcome
+from shmserve.repo.remote.cache import CacheSlot, RemoteCache
+from shmserve.repo.remote.main import MirrorSettings
+from shmserve.repo.remote.mirror import MirrorOutcome
 from tests.support.patience import PATIENCE_S
 
 PIECE = 1000
@@ -34,14 +34,14 @@ class Mirrored:
     def __init__(self, url: str, place: Path, limit: int) -> None:
         address = parse_address(url)
         self.key = address.key
-        self.slot = Slot.acquire(place, [self.key])
-        self.cache = Cache(self.slot.folder, limit)
+        self.slot = CacheSlot.acquire(place, [self.key])
+        self.cache = RemoteCache(self.slot.folder, limit)
         self.ours, theirs = socket.socketpair()
         self.lines = self.ours.makefile("rb")
         command = [sys.executable, "-m", "shmserve.repo.remote.main", str(theirs.fileno())]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         theirs.close()
-        settings = Settings(str(self.slot.folder), limit, [str(address)], piece_bytes=PIECE, pause_s=0.001)
+        settings = MirrorSettings(str(self.slot.folder), limit, [str(address)], piece_bytes=PIECE, pause_s=0.001)
         self.ours.settimeout(PATIENCE_S)
         self.ours.sendall(msgspec.json.encode(settings) + b"\n")
 
@@ -57,9 +57,9 @@ class Mirrored:
                 return found
         raise AssertionError("the process has ended")
 
-    def sync(self, model: str = "m") -> Outcome:
+    def sync(self, model: str = "m") -> MirrorOutcome:
         event = self.ask({"do": "fetch", "model": model}, "outcome")
-        return Outcome(*(event[name] for name in Outcome._fields))
+        return MirrorOutcome(*(event[name] for name in MirrorOutcome._fields))
 
     def folder(self, model: str = "m") -> Path:
         return self.slot.view(self.key) / model

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.check import check
 from shmserve.repo.config.complete import TensorFacts
-from shmserve.repo.starters.starter import KINDS, Described, starter_of, write
+from shmserve.repo.starters.starter import KINDS, DescribedTensors, starter_of, write
 from tests.support.cases import cases
 
 FILES = {"pt": b"x", "json": b'{"learner":{}}', "gguf": struct.pack("<4sIQQ", b"GGUF", 3, 0, 0)}
@@ -41,7 +41,7 @@ def save(path: Path, *dims: list[Any] | None, external: str = "") -> Path:
     return path
 
 
-def config_of(folder: Path, source: str | Path, described: Described | None = None) -> str:
+def config_of(folder: Path, source: str | Path, described: DescribedTensors | None = None) -> str:
     write(starter_of(str(source), described), "m", folder)
     assert check([folder]).all() == []
     return (folder / "m" / "config.pbtxt").read_text()
@@ -64,7 +64,7 @@ def test_tensors_and_batches_of_a_file(tmp_path: Path) -> None:
     path.write_text("x")
     assert "write them into config.pbtxt" in starter_of(str(path)).warning
     x, y = TensorFacts("x", "INT64", (-1, -1)), TensorFacts("y", "FP16", (-1, 5))
-    text = config_of(tmp_path / "described", path, Described([x], [y], True))
+    text = config_of(tmp_path / "described", path, DescribedTensors([x], [y], True))
     assert '{ name: "x" data_type: TYPE_INT64 dims: [ -1 ] }' in text
     assert '{ name: "y" data_type: TYPE_FP16 dims: [ 5 ] }' in text
 

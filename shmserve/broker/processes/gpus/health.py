@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shmserve.broker.processes.gpus import xids
-from shmserve.repo.gpu_state import NO_ACTION, REBOOT, GpuState, Problem
+from shmserve.repo.gpu_state import NO_ACTION, REBOOT, GpuProblem, GpuState
 
 SETTLE_S = 10.0
 """Time after a fatal Xid in which the driver may still change the recovery action that it recommends. It doubles with
@@ -80,14 +80,14 @@ class GpuHealth:
         """Why the GPU should be reset when convenient."""
         return self._state.needs_reset
 
-    def _problem(self) -> Problem | None:
+    def _problem(self) -> GpuProblem | None:
         if self._stuck_s:
-            return Problem(f"the driver has not answered for {self._stuck_s:.0f} s", REBOOT)
+            return GpuProblem(f"the driver has not answered for {self._stuck_s:.0f} s", REBOOT)
         if self._xid:
             what, count = xids.title(self._xid), len(self._failures)
             if count > 1:
                 what += f", failure {count} within an hour"
                 if self._state.action is not None:
                     what += f": it is back after {self._settle_s:.0f} s at the earliest"
-            return Problem(what, self._fixes[self._xid])
+            return GpuProblem(what, self._fixes[self._xid])
         return self._state.problem

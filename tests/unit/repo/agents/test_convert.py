@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo.agents.chains import AgentChains, AgentSettings, Prepared
+from shmserve.repo.agents.chains import AgentChains, AgentSettings, PreparedModel
 from shmserve.repo.config.schema import ModelRepositoryAgents
 from tests import STANDINS
 
@@ -36,7 +36,7 @@ class Converter:
         self.model = root / "m"
         self.cache = root / "cache"
         self.printed: list[str] = []
-        self.made: list[Prepared | None] = []
+        self.made: list[PreparedModel | None] = []
         self.chains = AgentChains(root / "work", AgentSettings(), lambda line, model: self.printed.append(line))
 
     def convert(self, digest: str, **parameters: str) -> Path:

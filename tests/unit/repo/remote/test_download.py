@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.repo.remote.cache import Cache, Slot
+from shmserve.repo.remote.cache import CacheSlot, RemoteCache
 from shmserve.repo.remote.download import Download
 from shmserve.repo.remote.stores import NoRanges, RemoteFile, Store, StoreError
 from tests.support.patience import PATIENCE_S
@@ -42,10 +42,10 @@ class Zeros(Store):
 
 def test_an_error_ends_the_other_pieces(tmp_path: Path) -> None:
     """Pieces that have not begun are cancelled at once; running ones are waited for."""
-    slot = Slot.acquire(tmp_path, ["key"])
+    slot = CacheSlot.acquire(tmp_path, ["key"])
     pieces = Pieces(3)
     download = Download(
-        Cache(slot.folder, 1 << 20), pieces, lambda sha256: None, lambda size: None, lambda seconds: None, 1000
+        RemoteCache(slot.folder, 1 << 20), pieces, lambda sha256: None, lambda size: None, lambda seconds: None, 1000
     )
     with ThreadPoolExecutor(1) as pool:
         fetch = pool.submit(download.fetch, Zeros(), "key", RemoteFile("1/model", "key", 4000, "tag"))
@@ -83,8 +83,8 @@ class Sends(Store):
     [(b"abc", r"1/model: the connection ended after 3 of 4 bytes"), (b"abcde", r"1/model is longer than its 4 bytes")],
 )
 def test_an_object_of_another_size_is_not_kept(tmp_path: Path, content: bytes, error: str) -> None:
-    slot = Slot.acquire(tmp_path, ["key"])
-    cache = Cache(slot.folder, 1 << 20)
+    slot = CacheSlot.acquire(tmp_path, ["key"])
+    cache = RemoteCache(slot.folder, 1 << 20)
     with ThreadPoolExecutor(1) as pool:
         download = Download(cache, pool, lambda sha256: None, lambda size: None, lambda seconds: None, 1000)
         with pytest.raises(StoreError, match=error):

@@ -12,7 +12,7 @@ import pytest
 
 from shmserve.repo.remote import mirror as mirror_module
 from shmserve.repo.remote.address import parse_address
-from shmserve.repo.remote.cache import Cache, Slot
+from shmserve.repo.remote.cache import CacheSlot, RemoteCache
 from shmserve.repo.remote.credentials import Redactor
 from shmserve.repo.remote.mirror import Mirror, Workshop
 from shmserve.repo.remote.stores import Missing, RemoteFile, Store
@@ -49,8 +49,8 @@ class Mirrored:
     def __init__(self, store: MemoryStore, place: Path, limit: int) -> None:
         self.now = 0.0
         self.store = store
-        self.slot = Slot.acquire(place, [ADDRESS.key])
-        self.cache = Cache(self.slot.folder, limit)
+        self.slot = CacheSlot.acquire(place, [ADDRESS.key])
+        self.cache = RemoteCache(self.slot.folder, limit)
         self.pools = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         shop = Workshop(self.cache, Redactor(), *self.pools, lambda event: None, lambda seconds: None, 1 << 20, 0.0)
         self.mirror = Mirror(ADDRESS, shop, lambda: self.now)
@@ -131,9 +131,9 @@ def test_a_file_that_another_server_evicts(mirrored: Callable[..., Mirrored], mo
 KILLED = """
 import os, sys
 from pathlib import Path
-from shmserve.repo.remote.cache import Slot
+from shmserve.repo.remote.cache import CacheSlot
 
-slot = Slot.acquire(Path(sys.argv[1]), ["b"])
+slot = CacheSlot.acquire(Path(sys.argv[1]), ["b"])
 (slot.folder / "trees/7").mkdir()
 print(slot.folder, end="", flush=True)
 os._exit(1)
@@ -142,14 +142,14 @@ os._exit(1)
 
 def test_servers_share_a_cache(tmp_path: Path) -> None:
     """Each server has its own views; the next server removes those of a killed one."""
-    first = Slot.acquire(tmp_path, ["a"])
+    first = CacheSlot.acquire(tmp_path, ["a"])
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, check=False)
     second = Path(killed.stdout)
     assert (first.folder.name, second.name) == ("0", "1")
     assert (second / "trees/7").exists()
     first.close()
     assert not (first.folder / "views").exists()
-    third = Slot.acquire(tmp_path, ["c"])
+    third = CacheSlot.acquire(tmp_path, ["c"])
     assert third.folder.name == "0"
     assert [path.name for path in (third.folder / "views").iterdir()] == ["c"]
     assert not (second / "trees").exists()
