@@ -30,7 +30,7 @@ def end_to_end(fields: Iterable[tuple[str, str]]) -> Fields:
     return [(name, value) for name, value in fields if name.lower() not in HOP_BY_HOP]
 
 
-class Forward:
+class Forwarder:
     """`ports`: returns endpoint -> port; ports change when the server is restarted. Create it in the running loop."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ SERVER_ONLY = frozenset(
 """Calls that concern one particular server, and so cannot go to any replica."""
 
 
-class Reply:
+class EncodedReply:
     """Encoded bytes in a form that Ray Serve accepts as a protobuf message."""
 
     __slots__ = ("_data",)

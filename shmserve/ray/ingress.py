@@ -25,7 +25,7 @@ from shmserve.gateway.upstream.documents import Route
 from shmserve.protocol.actions import Action
 from shmserve.protocol.grpc.messages import INFERENCE, message_class, read
 from shmserve.ray.forward import Fields, end_to_end
-from shmserve.ray.grpc_services import SERVER_ONLY, STREAM, Reply, paths
+from shmserve.ray.grpc_services import SERVER_ONLY, STREAM, EncodedReply, paths
 from shmserve.ray.handle import as_serve_error, is_lost
 
 log = logging.getLogger("shmserve")
@@ -56,7 +56,7 @@ class _Document(msgspec.Struct, frozen=True):
     parameters: _Parameters = _Parameters()
 
 
-class Target(msgspec.Struct, frozen=True):
+class CallTarget(msgspec.Struct, frozen=True):
     """`sequence`: the sequence of the request, if any. `repeatable`: the request may be sent again."""
 
     model: str = ""
@@ -69,23 +69,23 @@ class Target(msgspec.Struct, frozen=True):
         return not self.sequence and not self.opaque
 
 
-def http_target(route: Route, fields: dict[str, str], body: bytes) -> Target:
+def http_target(route: Route, fields: dict[str, str], body: bytes) -> CallTarget:
     """Parses the JSON only if it can name a model or a sequence."""
     model, sequence = route.model, fields.get(SEQUENCE_FIELD, "")
     if fields.get("content-encoding", "identity") != "identity":
-        return Target(model, sequence, opaque=True)
+        return CallTarget(model, sequence, opaque=True)
     if route.action in FORMS:
-        return Target(_model_in_form(body), sequence)
+        return CallTarget(_model_in_form(body), sequence)
     length = fields.get(HEADER_LENGTH, "")
     text = body[: int(length)] if length.isascii() and length.isdecimal() else body
     if route.action in OPENAI or (not sequence and b'"sequence_id"' in text):
         try:
             document = msgspec.json.decode(text, type=_Document)
         except (msgspec.DecodeError, RecursionError):
-            return Target(model, sequence)  # the server reports the error
+            return CallTarget(model, sequence)  # the server reports the error
         model = model or document.model
         sequence = sequence or str(document.parameters.sequence_id or "")
-    return Target(model, sequence)
+    return CallTarget(model, sequence)
 
 
 def _model_in_form(body: bytes) -> str:
@@ -100,15 +100,15 @@ def _model_in_form(body: bytes) -> str:
         return ""  # the server reports the error
 
 
-def grpc_target(name: str, message: bytes) -> Target:
+def grpc_target(name: str, message: bytes) -> CallTarget:
     if name == "ModelInfer":
         request = read(message_class("inference.ModelInferRequest"), message)
         parameter = request.parameters.get("sequence_id")
         sequence = "" if parameter is None else str(parameter.int64_param or parameter.string_param or "")
-        return Target(request.model_name, sequence)
+        return CallTarget(request.model_name, sequence)
     if name in ("ModelReady", "ModelMetadata", "ModelConfig"):
-        return Target(read(message_class(f"inference.{name}Request"), message).name)
-    return Target()
+        return CallTarget(read(message_class(f"inference.{name}Request"), message).name)
+    return CallTarget()
 
 
 class Ingress:
@@ -144,7 +144,7 @@ class Ingress:
         except ServeError as error:
             return _failed(http_of(error), str(error))
 
-    async def call(self, name: str, path: str, message: bytes, context: Any) -> Reply:
+    async def call(self, name: str, path: str, message: bytes, context: Any) -> EncodedReply:
         """A unary gRPC call."""
         try:
             if name in SERVER_ONLY:
@@ -157,19 +157,19 @@ class Ingress:
         if code:
             context.set_code(_status(code))
             context.set_details(details)
-            raise Refused(details)
-        return Reply(reply)
+            raise RefusedCall(details)
+        return EncodedReply(reply)
 
-    async def ModelStreamInfer(self, requests: AsyncIterator[bytes], grpc_context: Any) -> AsyncIterator[Reply]:
+    async def ModelStreamInfer(self, requests: AsyncIterator[bytes], grpc_context: Any) -> AsyncIterator[EncodedReply]:
         """Answers the messages one after another, each by the replica for its model and sequence."""
         metadata = {key: value for key, value in grpc_context.invocation_metadata() if _is_passed(key)}
         async for message in requests:
             try:
                 target = grpc_target("ModelInfer", message)
                 async for reply in self._parts(target, "stream_call", target.model, STREAM_PATH, message, metadata):
-                    yield Reply(reply)
+                    yield EncodedReply(reply)
             except ServeError as error:
-                yield Reply(message_class(STREAM_RESPONSE)(error_message=str(error)).SerializeToString())
+                yield EncodedReply(message_class(STREAM_RESPONSE)(error_message=str(error)).SerializeToString())
 
     # ------------------------------------------------------------------------------------------------ internals
 
@@ -185,11 +185,11 @@ class Ingress:
                 return None
         return bytes(body)
 
-    def _handle(self, target: Target) -> Any:
+    def _handle(self, target: CallTarget) -> Any:
         session = f"{target.model}:{target.sequence}" if target.sequence else ""
         return self._servers.options(multiplexed_model_id=target.model, session_id=session)
 
-    async def _send(self, target: Target, method: str, *arguments: Any) -> Any:
+    async def _send(self, target: CallTarget, method: str, *arguments: Any) -> Any:
         """A replica's reply. Retries if the replica was lost, refused the request, or lost its server."""
         handle = getattr(self._handle(target), method)
         for remaining in range(self._retries if target.repeatable else 0, -1, -1):
@@ -202,12 +202,12 @@ class Ingress:
                     raise _error_for(error, target) from None
         raise AssertionError("the loop returns or raises")
 
-    async def _streamed(self, target: Target, arguments: tuple[Any, ...]) -> Response:
+    async def _streamed(self, target: CallTarget, arguments: tuple[Any, ...]) -> Response:
         parts = self._parts(target, "http_stream", *arguments)
         status, headers = await anext(parts)
         return _response(StreamingResponse(parts, status), headers)
 
-    async def _parts(self, target: Target, method: str, *arguments: Any) -> AsyncIterator[Any]:
+    async def _parts(self, target: CallTarget, method: str, *arguments: Any) -> AsyncIterator[Any]:
         """The parts of a replica's reply. Retries until the first part has arrived."""
         handle = getattr(self._handle(target).options(stream=True), method)
         remaining, begun = self._retries if target.repeatable else 0, False
@@ -223,11 +223,11 @@ class Ingress:
                 remaining -= 1
 
 
-class Refused(Exception):
+class RefusedCall(Exception):
     """A gRPC call that ends with the code and details of its context."""
 
 
-def _error_for(error: BaseException, target: Target) -> BaseException:
+def _error_for(error: BaseException, target: CallTarget) -> BaseException:
     if is_lost(error) and not target.repeatable:
         return ConnectionLost(NOT_REPEATED)
     converted = as_serve_error(error)
@@ -261,7 +261,7 @@ def _status(code: int) -> Any:
 
 
 def _call(name: str, path: str) -> Any:
-    async def call(self: Ingress, request: bytes, grpc_context: Any) -> Reply:
+    async def call(self: Ingress, request: bytes, grpc_context: Any) -> EncodedReply:
         return await self.call(name, path, request, grpc_context)
 
     call.__name__ = name

@@ -17,7 +17,7 @@ from shmserve import AsyncClient
 from shmserve.errors import ConnectionLost, NotFound, Unavailable
 from shmserve.ray.autoscaling import QueueTimes, free_bytes
 from shmserve.ray.config import AppConfig
-from shmserve.ray.forward import Fields, Forward
+from shmserve.ray.forward import Fields, Forwarder
 from shmserve.ray.node_server import NodeServer
 from shmserve.ray.routing import ASLEEP, AWAKE, LOADING, ROOM
 
@@ -31,7 +31,7 @@ REFUSED = (NotFound, Unavailable)
 the connection instead.)"""
 
 
-class Loaded:
+class MultiplexedModel:
     """Serve's record of a model that was loaded on demand."""
 
     def __init__(self, run: int) -> None:
@@ -49,7 +49,7 @@ class ServerReplica:
         self._server = NodeServer(config.server(), replica)
         self._server.start(config.start_seconds)
         self._client = AsyncClient(runtime_dir=self._server.runtime_dir, reconnect_timeout=RECONNECT_S)
-        self._forward = Forward()
+        self._forward = Forwarder()
         self._queue_times = QueueTimes(self._client)
 
     async def __del__(self) -> None:
@@ -168,7 +168,7 @@ class ServerReplica:
     # ------------------------------------------------------------------------------------------------ many models
 
     async def _load(self, model: str) -> None:
-        loaded: Loaded = await self._loaded(model)
+        loaded: MultiplexedModel = await self._loaded(model)
         if loaded.run != self._server.runs:  # a restarted server has none of these models
             async with loaded.lock:
                 run = self._server.runs
@@ -177,10 +177,10 @@ class ServerReplica:
                     loaded.run = run
 
     @serve.multiplexed(max_num_models_per_replica=-1)
-    async def _loaded(self, model: str) -> Loaded:
+    async def _loaded(self, model: str) -> MultiplexedModel:
         """Deploys a model on this server at its first request. From then on the server decides, by its memory budget,
         whether the model is awake."""
-        loaded = Loaded(self._server.runs)
+        loaded = MultiplexedModel(self._server.runs)
         await self._client.load(model)
         return loaded
 

@@ -33,7 +33,7 @@ def _weight(replica: str, sequence: str) -> bytes:
     return blake2b(f"{replica}\n{sequence}".encode(), digest_size=8).digest()
 
 
-class Placed(NamedTuple):
+class Placement(NamedTuple):
     replica: Any
     time: float
 
@@ -43,7 +43,7 @@ class Placements:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._placed: dict[str, Placed] = {}
+        self._placed: dict[str, Placement] = {}
         """Model -> the replica chosen last, until that replica's reports show the model."""
 
     def choose(self, replicas: list[Any], model: str) -> list[Any]:
@@ -59,10 +59,10 @@ class Placements:
             return [by_id[self._placed[model].replica]]
         unreported = Counter(one.replica for one in self._placed.values())
         chosen = max(replicas, key=lambda one: (-unreported[one.replica_id], *_room(one)))
-        self._placed[model] = Placed(chosen.replica_id, self._clock())
+        self._placed[model] = Placement(chosen.replica_id, self._clock())
         return [chosen]
 
-    def _is_unreported(self, replicas: dict[Any, Any], model: str, placed: Placed) -> bool:
+    def _is_unreported(self, replicas: dict[Any, Any], model: str, placed: Placement) -> bool:
         """Whether the replica's reports do not show its choice yet. A report made before the choice may arrive after
         it, and Ray resends the last reports of all replicas when one has changed.
         """

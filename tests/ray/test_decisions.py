@@ -19,7 +19,7 @@ pytest.importorskip("ray", reason="Ray is not installed; `make test-fleet` insta
 from shmserve.errors import DeadlineExceeded
 from shmserve.gateway.http.routes import resolve
 from shmserve.ray.handle import as_serve_error
-from shmserve.ray.ingress import Target, grpc_target, http_target
+from shmserve.ray.ingress import CallTarget, grpc_target, http_target
 from shmserve.ray.routing import UNREPORTED_S, Placements, of_sequence
 from tests.support.gateway.rpc import infer_request
 
@@ -157,18 +157,18 @@ FORM = b'--a\r\nContent-Disposition: form-data; name="model"\r\n\r\nspeech\r\n--
 
 
 @cases(
-    ("/v2/models/m/infer", {}, b'{"inputs": []}', Target("m")),
-    ("/v2/models/m/infer", {"x-sequence-id": "7"}, b"{}", Target("m", "7")),
-    ("/v2/models/m/versions/2/infer", {}, b'{"parameters": {"sequence_id": 9}}', Target("m", "9")),
-    ("/v2/models/m/infer", {}, b'{"parameters": {"sequence_id": 0}}', Target("m")),
-    ("/v2/models/m/infer", {}, b'{"parameters": {"sequence_id": "a', Target("m")),
-    ("/v2/models/m/infer", {"inference-header-content-length": "2"}, b'{}"sequence_id"', Target("m")),
-    ("/v2/models/m/infer", {"content-encoding": "gzip"}, b"...", Target("m", opaque=True)),
-    ("/v1/chat/completions", {}, b'{"model": "chat"}', Target("chat")),
-    ("/v1/audio/transcriptions", {}, FORM, Target("speech")),
-    ("/v1/audio/transcriptions", {}, FORM[:-9], Target()),
+    ("/v2/models/m/infer", {}, b'{"inputs": []}', CallTarget("m")),
+    ("/v2/models/m/infer", {"x-sequence-id": "7"}, b"{}", CallTarget("m", "7")),
+    ("/v2/models/m/versions/2/infer", {}, b'{"parameters": {"sequence_id": 9}}', CallTarget("m", "9")),
+    ("/v2/models/m/infer", {}, b'{"parameters": {"sequence_id": 0}}', CallTarget("m")),
+    ("/v2/models/m/infer", {}, b'{"parameters": {"sequence_id": "a', CallTarget("m")),
+    ("/v2/models/m/infer", {"inference-header-content-length": "2"}, b'{}"sequence_id"', CallTarget("m")),
+    ("/v2/models/m/infer", {"content-encoding": "gzip"}, b"...", CallTarget("m", opaque=True)),
+    ("/v1/chat/completions", {}, b'{"model": "chat"}', CallTarget("chat")),
+    ("/v1/audio/transcriptions", {}, FORM, CallTarget("speech")),
+    ("/v1/audio/transcriptions", {}, FORM[:-9], CallTarget()),
 )
-def test_target_of_http_requests(path: str, fields: dict[str, str], body: bytes, target: Target) -> None:
+def test_target_of_http_requests(path: str, fields: dict[str, str], body: bytes, target: CallTarget) -> None:
     route: Any = resolve("POST", path)
     assert http_target(route, fields, body) == target
 
@@ -177,4 +177,4 @@ def test_target_of_http_requests(path: str, fields: dict[str, str], body: bytes,
 def test_target_of_grpc_requests(sequence: int | str) -> None:
     x = np.zeros((1, 1), np.float32)
     request = infer_request("m", {"x": ("FP32", x, x.tobytes())}, parameters={"sequence_id": sequence})
-    assert grpc_target("ModelInfer", request.SerializeToString()) == Target("m", str(sequence or ""))
+    assert grpc_target("ModelInfer", request.SerializeToString()) == CallTarget("m", str(sequence or ""))

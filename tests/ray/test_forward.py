@@ -11,7 +11,7 @@ from shmserve.errors import ConnectionLost
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed: the extra ray has it")
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: the extra ray has it")
 
-from shmserve.ray.forward import Forward  # noqa: E402
+from shmserve.ray.forward import Forwarder  # noqa: E402
 
 PATH = "/service/Method"
 WAIT_S = 60.0
@@ -45,7 +45,7 @@ def test_the_channel_to_a_restarted_server_is_closed() -> None:
     """The new server has another port. A call on the old channel still gets the error of the server that ended."""
 
     async def run() -> None:
-        old, new, forward = EchoServer(b"old"), EchoServer(b"new"), Forward()
+        old, new, forward = EchoServer(b"old"), EchoServer(b"new"), Forwarder()
         await old.start()
         await new.start()
         assert await forward.call(old.port, PATH, b"", {}) == b"old"
