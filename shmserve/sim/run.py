@@ -16,7 +16,7 @@ from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.protocol.worker_messages import LeaseOver
 from shmserve.sim.load import Replay
 from shmserve.sim.plan import Plan, SimModel
-from shmserve.sim.processes.clients import LoadSource, SimClient, Source
+from shmserve.sim.processes.clients import LoadSource, RequestSource, SimClient
 from shmserve.sim.processes.sim_lease import SimLease
 from shmserve.sim.processes.worker import SimWorker
 from shmserve.sim.results import SECOND, ModelResult, Result
@@ -203,7 +203,7 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------ clients
 
-    def connect(self, source: Source) -> SimClient:
+    def connect(self, source: RequestSource) -> SimClient:
         world = self.world
         self._last_client += 1
         hold, dies = world.faults.client()

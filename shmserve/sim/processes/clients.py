@@ -52,7 +52,7 @@ class SimSequence(Struct):
     remaining: int
 
 
-class Source(Protocol):
+class RequestSource(Protocol):
     """Sends requests through its clients."""
 
     closed: bool
@@ -67,7 +67,7 @@ class Source(Protocol):
 class SimRequest(Struct):
     """A request in flight. `until`: its deadline, 0 for none."""
 
-    source: Source
+    source: RequestSource
     sent: int
     until: int
     sequence: SimSequence | None = None
@@ -94,7 +94,7 @@ class SimClient:
         "source",
     )
 
-    def __init__(self, world: World, peer: int, source: Source, hold_ns: int) -> None:
+    def __init__(self, world: World, peer: int, source: RequestSource, hold_ns: int) -> None:
         self._world = world
         self._hold_ns = hold_ns
         self._next = 0
