@@ -69,7 +69,7 @@ def tritonclient(http: str, grpc: str, model: str, size: int, flight: int) -> Ha
 
     x = _input(size)
 
-    def made(kind: str, **options: Any) -> tuple[Any, Any, Any]:
+    def client_of(kind: str, **options: Any) -> tuple[Any, Any, Any]:
         module = importlib.import_module(f"tritonclient.{kind}")
         provided = module.InferInput("x", list(x.shape), "FP32")
         provided.set_data_from_numpy(x)
@@ -77,7 +77,7 @@ def tritonclient(http: str, grpc: str, model: str, size: int, flight: int) -> Ha
         return module.InferenceServerClient(http if kind.startswith("http") else grpc, **options), provided, wanted
 
     async def by_asyncio(kind: str, seconds: float) -> float:
-        client, provided, wanted = made(kind)
+        client, provided, wanted = client_of(kind)
         try:
             return await _keep_asking(
                 lambda: client.infer(model, [provided], outputs=[wanted]),
@@ -91,7 +91,7 @@ def tritonclient(http: str, grpc: str, model: str, size: int, flight: int) -> Ha
     def handle(seconds: float, way: str) -> Answer:
         if way.endswith(".aio"):
             return {"per_s": asyncio.run(by_asyncio(way, seconds))}
-        client, provided, wanted = made(way.split()[0], **({"concurrency": flight} if "greenlets" in way else {}))
+        client, provided, wanted = client_of(way.split()[0], **({"concurrency": flight} if "greenlets" in way else {}))
         try:
             if way == "grpc callbacks":
                 return {"per_s": _by_callbacks(client, model, provided, wanted, seconds, flight)}

@@ -96,7 +96,7 @@ listen {name}-{endpoint}
 # ---------------------------------------------------------------------------------------- attacks
 
 
-class Target(NamedTuple):
+class AttackTarget(NamedTuple):
     port: int
     token: str
     refusals: Counter[str]
@@ -124,7 +124,7 @@ class Target(NamedTuple):
         return sock
 
 
-async def _repeat(target: Target, requests: list[bytes]) -> None:
+async def _repeat(target: AttackTarget, requests: list[bytes]) -> None:
     """Sends the requests in turn over one connection, each when the one before is answered."""
     read, write = await asyncio.open_connection(sock=await target.connect())
     with contextlib.closing(write):
@@ -137,22 +137,22 @@ async def _repeat(target: Target, requests: list[bytes]) -> None:
             await read.readexactly(int(head.partition("content-length: ")[2].partition("\r\n")[0]))
 
 
-async def _queue(target: Target) -> None:
+async def _queue(target: AttackTarget) -> None:
     await _repeat(target, [target.generate(HONEST)])
 
 
-async def _alternate(target: Target) -> None:
+async def _alternate(target: AttackTarget) -> None:
     await _repeat(target, [target.generate(HONEST, f"sleeper{number}") for number in range(1, SLEEPERS)])
 
 
-async def _leave_unread(target: Target) -> None:
+async def _leave_unread(target: AttackTarget) -> None:
     loop = asyncio.get_running_loop()
     with await target.connect() as sock:
         await loop.sock_sendall(sock, target.generate(UNREAD, stream=True))
         await asyncio.sleep(REOPENED_S)
 
 
-async def _read_slowly(target: Target) -> None:
+async def _read_slowly(target: AttackTarget) -> None:
     loop = asyncio.get_running_loop()
     with await target.connect() as sock:
         await loop.sock_sendall(sock, target.generate(UNREAD, stream=True))
@@ -160,7 +160,7 @@ async def _read_slowly(target: Target) -> None:
             await asyncio.sleep(READ_S)
 
 
-async def _watch(target: Target) -> None:
+async def _watch(target: AttackTarget) -> None:
     loop = asyncio.get_running_loop()
     with await target.connect() as sock:
         await loop.sock_sendall(sock, target.request("GET", "/page/events"))
@@ -168,28 +168,28 @@ async def _watch(target: Target) -> None:
             continue
 
 
-class Attack(NamedTuple):
+class CallerAttack(NamedTuple):
     """`connections`: as many run `connection`, which is started again when it ends. `model`: that of the honest
     caller."""
 
     text: str
     connections: int
-    connection: Callable[[Target], Coroutine[Any, Any, None]]
+    connection: Callable[[AttackTarget], Coroutine[Any, Any, None]]
     model: str = "words"
 
 
 ATTACKS = {
-    "queue": Attack("1,000 queued calls", 1000, _queue),
-    "unread": Attack("four streams that nobody reads", 4, _leave_unread),
-    "sleepers": Attack("alternating between sleeping models", 1, _alternate, "sleeper0"),
-    "held": Attack("a stream read slowly; others have timeouts of 1 s", 1, _read_slowly),
-    "pages": Attack("64 streams of the status page", 64, _watch),
+    "queue": CallerAttack("1,000 queued calls", 1000, _queue),
+    "unread": CallerAttack("four streams that nobody reads", 4, _leave_unread),
+    "sleepers": CallerAttack("alternating between sleeping models", 1, _alternate, "sleeper0"),
+    "held": CallerAttack("a stream read slowly; others have timeouts of 1 s", 1, _read_slowly),
+    "pages": CallerAttack("64 streams of the status page", 64, _watch),
 }
 
 
 def attack(name: str, port: int, token: str) -> Handler:
     """Attacks for `seconds`."""
-    target, what = Target(port, token, Counter()), ATTACKS[name]
+    target, what = AttackTarget(port, token, Counter()), ATTACKS[name]
 
     async def repeat() -> None:
         while True:
@@ -357,7 +357,7 @@ def measured(caller: Child, hostile: Child | None, cores: list[Child], seconds: 
     return answer
 
 
-class Route(NamedTuple):
+class CallerRoute(NamedTuple):
     """How requests reach the gateway: caller -> endpoint -> port, and caller -> its token."""
 
     text: str
@@ -365,7 +365,7 @@ class Route(NamedTuple):
     tokens: dict[str, str]
 
 
-def cell(work: Path, route: Route, name: str, way: str, cores: list[Child], seconds: float) -> str:
+def cell(work: Path, route: CallerRoute, name: str, way: str, cores: list[Child], seconds: float) -> str:
     """The longest wait beside an attack and, in parentheses, alone. Says if a core stood still meanwhile, and if the
     machine was slow: the caller's own processor time for that call is then many times the usual one."""
     place = route.ports["honest"] | {
@@ -425,8 +425,8 @@ def run(work: Path, names: list[str], seconds: float) -> Iterator[str]:
                 for core in os.sched_getaffinity(0)
             ]
             routes = [
-                Route("the gateway", dict.fromkeys(ADDRESSES, direct), token_of),
-                Route("HAProxy", proxied, dict.fromkeys(ADDRESSES, "")),
+                CallerRoute("the gateway", dict.fromkeys(ADDRESSES, direct), token_of),
+                CallerRoute("HAProxy", proxied, dict.fromkeys(ADDRESSES, "")),
             ]
             for route, name in product(routes, names):
                 woken = metric(server, "shmserve_model_wakes_total")

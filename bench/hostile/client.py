@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.hostile.packets import PacketGenerator
 from bench.lib.child import Answer, Handler
-from bench.lib.raw_client import ConnectionClosed, Lane, Link, RawSegment, Zmq
+from bench.lib.raw_client import ConnectionClosed, Link, RawLane, RawSegment, Zmq
 from shmserve.protocol import messages
 from shmserve.protocol.messages import Fail, FailHeld, Goodbye, Welcome
 
@@ -40,7 +40,7 @@ class Attack:
     def _connect(self) -> Link:
         link: Link
         if self._kind == "lane":
-            link = Lane(self._path)
+            link = RawLane(self._path)
             link.limit_sends(5.0)
         else:
             link = Zmq(self._path)
@@ -49,7 +49,7 @@ class Attack:
             answer = link.hello("memfd" if self._kind == "lane" else "frames")
             assert isinstance(answer, Welcome), answer
             self._packets.owner = link.owner
-            if isinstance(link, Lane):
+            if isinstance(link, RawLane):
                 self._segment = RawSegment(link, 4096)
         return link
 
@@ -76,7 +76,7 @@ class Attack:
 
     def _send(self, link: Link) -> None:
         packet = self._packets.packet()
-        if isinstance(link, Lane):
+        if isinstance(link, RawLane):
             descriptors = self._descriptors()
             try:
                 link.send_bytes(packet, descriptors)

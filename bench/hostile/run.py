@@ -13,7 +13,7 @@ from time import monotonic
 from bench.hostile.client import is_alive
 from bench.lib import models, processes
 from bench.lib.child import Child, Team
-from bench.lib.raw_client import Lane
+from bench.lib.raw_client import RawLane
 from bench.lib.setting import BenchServer, serving
 from shmserve.core.internal_errors import INTERNAL_ERROR
 from shmserve.system import procfs
@@ -42,7 +42,7 @@ class Hostile:
 
 
 @dataclass
-class ServerSnapshot:
+class BrokerSnapshot:
     """The server's state according to /proc."""
 
     workers: set[int]
@@ -51,7 +51,7 @@ class ServerSnapshot:
     resident: int
 
     @classmethod
-    def of(cls, broker: int) -> ServerSnapshot:
+    def of(cls, broker: int) -> BrokerSnapshot:
         return cls(
             set(processes.descendants(broker)),
             Counter(processes.descriptors(broker)),
@@ -59,7 +59,7 @@ class ServerSnapshot:
             procfs.usage(broker).resident_bytes,
         )
 
-    def leftovers(self, before: ServerSnapshot) -> list[str]:
+    def leftovers(self, before: BrokerSnapshot) -> list[str]:
         """Resources that did not exist before."""
         results = []
         if self.workers != before.workers:
@@ -76,18 +76,18 @@ def write_repository(root: Path) -> None:
     models.write(root, "strings", models.identity("STRING", max_batch=8), {})
 
 
-def compare(server: BenchServer, before: ServerSnapshot, seconds: float = SETTLE) -> tuple[ServerSnapshot, list[str]]:
+def compare(server: BenchServer, before: BrokerSnapshot, seconds: float = SETTLE) -> tuple[BrokerSnapshot, list[str]]:
     """Compares until nothing is worse, or until the timeout. Each comparison waits for a round trip through the
     server.
     """
     end = monotonic() + seconds
     broker = server.broker_pid()
-    with Lane(str(server.runtime_dir / "lane.sock")) as lane:
+    with RawLane(str(server.runtime_dir / "lane.sock")) as lane:
         lane.hello("memfd")
         extra = Counter({"socket": 1})  # the connection of this check
         while True:
             alive = is_alive(lane, 5.0)
-            now = ServerSnapshot.of(broker)
+            now = BrokerSnapshot.of(broker)
             now.descriptors -= extra
             worse = now.leftovers(before)
             if not alive:
@@ -105,7 +105,7 @@ def run_hostile(repository: Path, count: int, seconds: float) -> Hostile:
         paths = {"lane": server.runtime_dir / "lane.sock", "zmq": server.runtime_dir / "broker.sock"}
         with Team([Child("bench.hostile.client:honest", url=server.lane, model="identity")]) as honest:
             honest.ask(seconds=0.5)
-            before = ServerSnapshot.of(broker)
+            before = BrokerSnapshot.of(broker)
             attacks = [
                 Child("bench.hostile.client:attack", link=link, path=str(path), seed=seed, model="identity")
                 for seed, (link, path) in enumerate(paths.items())

@@ -28,7 +28,7 @@ class TritonPythonModel:
 """
 
 
-class Graph:
+class GraphBuilder:
     """Collects nodes and weights; each layer method returns the name of its output."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Graph:
 
 def make_mlp(path: Path) -> None:
     """FP32 256-1024-1024-64 with ReLU between layers: about 1.4 M multiply-adds per row."""
-    graph = Graph()
+    graph = GraphBuilder()
     x = graph.node("Relu", [graph.dense("x", 256, 1024)])
     x = graph.node("Relu", [graph.dense(x, 1024, 1024)])
     graph.dense(x, 1024, 64, "y")
@@ -93,7 +93,7 @@ def make_mlp(path: Path) -> None:
 
 def make_cnn(path: Path, base: int = 32) -> None:
     """A residual network of 18 layers at half width, about 0.5 G multiply-adds per image of 3x224x224 (600 KB)."""
-    graph = Graph()
+    graph = GraphBuilder()
     x = graph.conv("x", 3, base, 7, 2)
     x = graph.node("MaxPool", [x], kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
     width = base
@@ -136,7 +136,7 @@ def make_transformer(path: Path, hidden: int = 32, layers: int = 1, heads: int =
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
-    graph = Graph()
+    graph = GraphBuilder()
 
     def constant(name: str, value: Any) -> str:
         graph.weights.append(numpy_helper.from_array(value, name))

@@ -92,7 +92,7 @@ class Link:
         self.close()
 
 
-class Lane(Link):
+class RawLane(Link):
     """A SEQPACKET connection; segments received as descriptors are mapped into `maps`, and the sockets of leases kept
     in `leases`."""
 
@@ -104,7 +104,7 @@ class Lane(Link):
         self.maps: dict[int, mmap.mmap] = {}
         self.leases: dict[int, socket.socket] = {}
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> RawLane:
         return self
 
     def fileno(self) -> int:
@@ -174,7 +174,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 class RawSegment:
     """A client's memfd segment. It has no allocator: the caller places data at fixed offsets."""
 
-    def __init__(self, lane: Lane, size: int, number: int = 1, seals: int = SEALS) -> None:
+    def __init__(self, lane: RawLane, size: int, number: int = 1, seals: int = SEALS) -> None:
         self.id = lane.owner << messages.OWNER_SHIFT | number
         self.size = size
         self.fd = os.memfd_create("raw", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

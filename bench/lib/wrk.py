@@ -38,7 +38,7 @@ end
 
 
 @dataclass(frozen=True)
-class Turn:
+class WrkTurn:
     per_s: float
     p50_us: float
     p99_us: float
@@ -53,7 +53,7 @@ class Post:
     bodies: tuple[bytes, ...]
 
 
-def run(tool: str, post: Post, connections: int, seconds: float, work: Path) -> Turn:
+def run(tool: str, post: Post, connections: int, seconds: float, work: Path) -> WrkTurn:
     body, script = work / "wrk.body", work / "wrk.lua"
     for number, content in enumerate(post.bodies, 1):
         body.with_name(f"{body.name}{number}").write_bytes(content)
@@ -68,4 +68,4 @@ def run(tool: str, post: Post, connections: int, seconds: float, work: Path) -> 
     result = json.loads(line[1])
     if result["failed"]:
         raise RuntimeError(f"wrk: {result['failed']} of {result['count']} requests failed")
-    return Turn(result["count"] * 1e6 / result["us"], result["p50"], result["p99"])
+    return WrkTurn(result["count"] * 1e6 / result["us"], result["p50"], result["p99"])

@@ -26,7 +26,7 @@ import numpy as np
 
 from bench.lib import wrk
 from bench.lib.clock import in_turn
-from bench.lib.wrk import Post, Turn
+from bench.lib.wrk import Post, WrkTurn
 from bench.peers import report
 from bench.peers.report import Cell
 from bench.peers.running import Running
@@ -73,7 +73,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class Compared:
+class PeerComparison:
     """The servers of one workload: all are started, and all but one are stopped."""
 
     def __init__(self, workload: PeerWorkload, tool: str, seconds: float, work: Path, stack: ExitStack) -> None:
@@ -112,7 +112,7 @@ class Compared:
         for name, result in turns.items():
             yield Cell.of(self.workload.name, flight, name, [turn for turn in result if turn is not None])
 
-    def _turn(self, name: str, batch: int, flight: int) -> Turn | None:
+    def _turn(self, name: str, batch: int, flight: int) -> WrkTurn | None:
         running, post = self._started[name, batch]
         running.resume()
         try:
@@ -138,7 +138,7 @@ def measured(servers: list[PeerServer], chosen: argparse.Namespace, tool: str, w
         if chosen.only and workload.name not in chosen.only:
             continue
         with ExitStack() as stack:
-            compared = Compared(workload, tool, chosen.seconds, work, stack)
+            compared = PeerComparison(workload, tool, chosen.seconds, work, stack)
             for server in servers:
                 if not server.only or workload.name in server.only:
                     compared.start(server)

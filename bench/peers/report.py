@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.lib import table
-from bench.lib.wrk import Turn
+from bench.lib.wrk import WrkTurn
 
 OURS = "shmserve"
 
@@ -27,7 +27,7 @@ class Cell:
     p99_us: float | None
 
     @staticmethod
-    def of(model: str, flight: int, server: str, turns: Sequence[Turn]) -> Cell:
+    def of(model: str, flight: int, server: str, turns: Sequence[WrkTurn]) -> Cell:
         if not turns:
             return Cell(model, flight, server, None, None, None)
         rate, p50, p99 = (median(getattr(turn, name) for turn in turns) for name in ("per_s", "p50_us", "p99_us"))

@@ -31,7 +31,7 @@ FULL, QUICK = Effort(2.0, 5), Effort(0.05, 1, small=True)
 
 
 @dataclass(frozen=True)
-class Result:
+class ClaimResult:
     claim: str
     short: str
     claimed: float | None
@@ -56,20 +56,20 @@ def rates_of(name: str, effort: Effort, work: Path) -> Rates:
     return rates
 
 
-def results_of(claims: tuple[Claim, ...], rates: Rates) -> list[Result]:
+def results_of(claims: tuple[Claim, ...], rates: Rates) -> list[ClaimResult]:
     return [
-        Result(claim.name, claim.short, claim.claimed, rates[claim.rate] / rates[claim.than], claim.why)
+        ClaimResult(claim.name, claim.short, claim.claimed, rates[claim.rate] / rates[claim.than], claim.why)
         for claim in claims
     ]
 
 
-def chart(results: list[Result], caption: str) -> str:
+def chart(results: list[ClaimResult], caption: str) -> str:
     measured = [Ranked(one.short, one.measured, f"{one.measured:.2f}", COLORS[0]) for one in results]
     claimed = [Ranked(one.short, one.claimed or 0.0, f"{one.claimed:.2f}" if one.claimed else "-") for one in results]
     return rankings([("ratio measured here", measured), ("ratio claimed", claimed)], caption)
 
 
-def markdown(results: list[Result]) -> str:
+def markdown(results: list[ClaimResult]) -> str:
     rows = [
         [one.claim, f"{one.claimed:.2f}" if one.claimed is not None else "-", f"{one.measured:.2f}", one.why]
         for one in results
@@ -87,7 +87,7 @@ def phase_table(rates: Mapping[str, Rates]) -> str:
     return table.markdown(["ms", *PHASES], [[name, *times] for name, times in rows.items()]) if rows else ""
 
 
-def save(results: list[Result], rates: Mapping[str, Rates], command: str) -> Path:
+def save(results: list[ClaimResult], rates: Mapping[str, Rates], command: str) -> Path:
     today = time.strftime("%Y-%m-%d", time.gmtime())
     facts = table.machine() | {"load average at the end": f"{os.getloadavg()[0]:.0f}"}
     lines = [f"# Published experiments, {today}", "", f"Made by `{command}`. docs/compare.md explains it.", ""]
@@ -115,7 +115,7 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     usual = QUICK if args.quick else FULL
     effort = Effort(args.seconds or usual.seconds, args.rounds or usual.rounds, usual.small)
-    results: list[Result] = []
+    results: list[ClaimResult] = []
     rates: dict[str, Rates] = {}
     with tempfile.TemporaryDirectory(prefix="published-") as folder:
         for name in args.names or EXPERIMENTS:

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.lib.child import Answer, Handler
 from bench.lib.random_tensors import DTYPES, Maker, to_bytes
-from bench.lib.raw_client import Lane, Link, RawSegment, Zmq
+from bench.lib.raw_client import Link, RawLane, RawSegment, Zmq
 from bench.soak.clients import Allowed, permitted
 from bench.soak.run import batch_of
 from shmserve.protocol import codec, messages
@@ -156,9 +156,11 @@ class RawClient:
 class RawLaneClient(RawClient):
     """Places large inputs in slots of one memfd. A slot is free again after the response, or after Released."""
 
-    link: Lane
+    link: RawLane
 
-    def __init__(self, link: Lane, seed: int, dtypes: Sequence[str] = DTYPES, allowed: Allowed | None = None) -> None:
+    def __init__(
+        self, link: RawLane, seed: int, dtypes: Sequence[str] = DTYPES, allowed: Allowed | None = None
+    ) -> None:
         super().__init__(link, seed, dtypes, allowed)
         link.hello("memfd")
         self._segment = RawSegment(link, 2 * FLIGHT * SLOT)
@@ -219,7 +221,7 @@ def _difference(output: Tensor, got: bytes, shape: tuple[int, ...], content: byt
 
 
 def raw(link: str, path: str, seed: int) -> Handler:
-    client: RawClient = RawLaneClient(Lane(path), seed) if link == "lane" else RawZmqClient(Zmq(path), seed)
+    client: RawClient = RawLaneClient(RawLane(path), seed) if link == "lane" else RawZmqClient(Zmq(path), seed)
 
     def handle(seconds: float) -> Answer:
         result = client.talk(seconds)

@@ -47,7 +47,7 @@ class Workload(Struct, frozen=True):
     loads: Sequence[float] = (1.0,) * MODELS
 
 
-class Outcome(Struct, frozen=True):
+class EvictionResult(Struct, frozen=True):
     hits: float
     saved: float
     """The share of load time that hits have saved, of what it would be if every request were to load its model."""
@@ -212,7 +212,7 @@ def of_best(workload: Workload) -> Counter[int]:
     return hits
 
 
-def run(name: str, count: int, rate: float, seed: int) -> Outcome:
+def run(name: str, count: int, rate: float, seed: int) -> EvictionResult:
     workload = WORKLOADS[name](Random(f"{seed} {name}"), count, rate)
     results = of_core(workload, seed)
     asked = Counter(number for _, number in workload.requests)
@@ -224,7 +224,7 @@ def run(name: str, count: int, rate: float, seed: int) -> Outcome:
     own = Counter({number: result.sent - result.cold for number, result in enumerate(results)})
     lru, best = of_lru(workload), of_best(workload)
     hot = results[max(asked, key=lambda number: asked[number])]
-    return Outcome(
+    return EvictionResult(
         own.total() / count,
         saved(own),
         lru.total() / count,

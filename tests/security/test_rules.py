@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import shmserve
 from bench.hostile.client import SECRETS
-from bench.lib.raw_client import Lane, RawSegment
+from bench.lib.raw_client import RawLane, RawSegment
 from shmserve.broker.config import settings
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.core.service.validation import Checker
@@ -103,7 +103,7 @@ def test_r1_error_texts_contain_no_internal_names(server: Launched, repository: 
 
 def error_texts(server: Launched) -> list[str]:
     texts = []
-    with Lane(server.lane) as lane:
+    with RawLane(server.lane) as lane:
         lane.hello("memfd")
         for message, _, _ in mistakes.BAD.values():
             lane.send(message)
@@ -167,9 +167,9 @@ def test_r6_limits_by_flag(repository: Path, tmp_path: Path) -> None:
     limits = ("--limit", "uid_connections=2", "--limit", "client_requests=3")
     with (
         Launched(repository, tmp_path / "run", *EXPLICIT, *limits) as server,
-        Lane(server.lane) as one,
-        Lane(server.lane) as two,
-        Lane(server.lane) as three,
+        RawLane(server.lane) as one,
+        RawLane(server.lane) as two,
+        RawLane(server.lane) as three,
     ):
         assert one.hello("memfd").limits["client_requests"] == 3
         assert isinstance(two.hello("memfd"), messages.Welcome)
@@ -262,7 +262,7 @@ def _environment(pid: int) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.process
 def test_r12_a_worker_has_only_its_own_descriptors(server: Launched) -> None:
-    with Lane(server.lane) as lane, shmserve.Client(f"unix://{server.lane}") as client:
+    with RawLane(server.lane) as lane, shmserve.Client(f"unix://{server.lane}") as client:
         lane.hello("memfd")
         infer(client, "identity")
         (worker,) = server.workers()
@@ -321,7 +321,7 @@ def test_r15_no_port_is_open_to_the_network_by_default(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_r20_an_idle_client_with_held_memory_does_not_block_others(server: Launched) -> None:
     """The client holds responses without returning them, has sent half of a request, and does not read."""
-    with Lane(server.lane) as idle, Lane(server.lane) as silent, Lane(server.lane) as other:
+    with RawLane(server.lane) as idle, RawLane(server.lane) as silent, RawLane(server.lane) as other:
         idle.hello("memfd")
         segment = RawSegment(idle, 1 << 20)
         data = segment.put(0, bytes(400_000))

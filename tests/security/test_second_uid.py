@@ -22,7 +22,7 @@ import pytest
 
 import shmserve
 from bench.lib import models
-from bench.lib.raw_client import Lane, RawSegment, Zmq
+from bench.lib.raw_client import RawLane, RawSegment, Zmq
 from shmserve.protocol import codec, messages
 from shmserve.protocol.messages import Fail, Goodbye, Handle, Hello, Infer, Map, Reply, Tensor
 from tests.security.users import ALICE, BOB, as_user, attempt, needs_root, some_group
@@ -98,7 +98,7 @@ def test_r15_another_user_cannot_connect(private: Launched, shared: Launched) ->
     its members can, and not to the ZeroMQ socket."""
 
     def connect(server: Launched, groups: list[int]) -> list[str]:
-        tasks = partial(Lane, server.lane), partial(_stream, server.zmq)
+        tasks = partial(RawLane, server.lane), partial(_stream, server.zmq)
         return [answer.partition(":")[0] for answer in as_user(ALICE, lambda: attempt(*tasks), groups)]
 
     try:
@@ -146,7 +146,7 @@ def test_r8_group_members_can_only_infer_and_observe(shared: Launched) -> None:
     """An access rule adds roles for Bob; access itself comes from his group."""
 
     def use() -> list[Any]:
-        with Lane(shared.lane) as lane, shmserve.Client(f"unix://{shared.lane}") as client:
+        with RawLane(shared.lane) as lane, shmserve.Client(f"unix://{shared.lane}") as client:
             y = client.infer("m", {"x": np.ones((1, 3), np.float32)})["y"]
             allowed = (client.models, partial(client.statistics, "m"), partial(client.config, "m"), client.ready)
             operations = (
@@ -176,10 +176,10 @@ def test_r8_group_members_can_only_infer_and_observe(shared: Launched) -> None:
             return [told(call) for call in (partial(client.restart, "m"), partial(client.load, "m"), client.models)]
 
     assert as_user(BOB, operate, member()) == ["OK"] * 3
-    assert as_user(BOB, lambda: attempt(lambda: Lane(shared.lane))) == ["EACCES"]
+    assert as_user(BOB, lambda: attempt(lambda: RawLane(shared.lane))) == ["EACCES"]
 
 
-class _KeepingLane(Lane):
+class _KeepingLane(RawLane):
     """Keeps the descriptors of segments instead of mapping them."""
 
     def __init__(self, path: str) -> None:
@@ -292,7 +292,7 @@ def test_r17_responses_contain_no_bytes_of_other_users(shared: Launched) -> None
     def use(pattern: int) -> list[int]:
         mine = np.full(LARGE.size, pattern, np.float32)
         found = set()
-        with Lane(shared.lane) as lane:
+        with RawLane(shared.lane) as lane:
             lane.hello("memfd")
             segment = RawSegment(lane, mine.nbytes)
             for number in range(1, 4):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.hostile.run import ServerSnapshot, compare
+from bench.hostile.run import BrokerSnapshot, compare
 from bench.lib import models, processes
 from bench.lib.child import Child
 from bench.lib.raw_client import Zmq
@@ -120,7 +120,7 @@ def test_r13_memory_of_killed_clients_is_released(server: Server) -> None:
     roll = random.Random(SEED)
     fill(server)
     lane, zmq = (url.partition("://")[2] for url in (server.url, server.zmq_url))
-    before = ServerSnapshot.of(server.pid)
+    before = BrokerSnapshot.of(server.pid)
     with Child("tests.stress.kill9:nest", lane=lane, zmq=zmq) as nest, Client(server.url) as honest:
         alive: list[int] = []
         for number in range(KILLS * 4 // 5):
@@ -151,7 +151,7 @@ def ready_pids(client: Client) -> dict[str, int]:
 def test_r13_killed_workers_leave_no_memory_or_descriptors(server: Server, link: str) -> None:
     roll = random.Random(SEED)
     fill(server)
-    before = ServerSnapshot.of(server.pid)
+    before = BrokerSnapshot.of(server.pid)
     killed: list[int] = []
     failed: list[str] = []
     held: list[Any] = []
@@ -185,7 +185,7 @@ def test_r13_killed_workers_leave_no_memory_or_descriptors(server: Server, link:
     assert all("SIGKILL" in text for text in failed)
     assert not [path.name for pid in killed for path in SHM.glob(f"shmserve-{pid}-*")]
     fill(server)
-    count, before.workers = len(before.workers), ServerSnapshot.of(server.pid).workers
+    count, before.workers = len(before.workers), BrokerSnapshot.of(server.pid).workers
     assert len(before.workers) == count
     _, worse = compare(BenchServer(server.runtime_dir), before)
     assert not worse, worse

@@ -44,7 +44,7 @@ def watch_torch(torch: Any) -> None:
             note(kind, "torch")
         return kept[0](self, source, *more, **options)
 
-    def made(method: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(method: Callable[..., Any]) -> Callable[..., Any]:
         def copied(self: Any, *arguments: Any, **options: Any) -> Any:
             result = method(self, *arguments, **options)
             kind = kinds.get((self.device.type, result.device.type))
@@ -55,13 +55,13 @@ def watch_torch(torch: Any) -> None:
         return copied
 
     torch.Tensor.copy_ = copy_
-    torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.clone = map(made, kept[1:])
+    torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.clone = map(recording, kept[1:])
 
 
 WATCHED: dict[str, Callable[[Any], None]] = {"cupy.cuda.runtime": watch_cupy, "torch": watch_torch}
 
 
-class Finder(importlib.abc.MetaPathFinder):
+class RecorderFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -82,4 +82,4 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 if FOLDER:
-    sys.meta_path.insert(0, Finder())
+    sys.meta_path.insert(0, RecorderFinder())

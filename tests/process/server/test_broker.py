@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.lib.raw_client import ConnectionClosed, Lane, Zmq
+from bench.lib.raw_client import ConnectionClosed, RawLane, Zmq
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Answer, Ask, Fail, Goodbye, Infer, Reply, Tensor, Unmap
 from shmserve.protocol.roles import OPERATIONS, QUERIES
@@ -36,7 +36,7 @@ def answer_of(number: int) -> tuple[Tensor, ...]:
     return (Tensor("y", "FP32", (1, 2), np.full((1, 2), number, np.float32).tobytes()),)
 
 
-def is_live(lane: Lane) -> bool:
+def is_live(lane: RawLane) -> bool:
     lane.send(Ask(5, "live"))
     return bool(lane.receive_kind(Answer).body == b'{"live":true}')
 
@@ -67,7 +67,7 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
 
 @pytest.mark.parametrize("what", QUERIES)
 def test_every_query_in_the_table_of_actions_has_a_handler(running: Launched, what: str) -> None:
-    with Lane(running.lane) as lane:
+    with RawLane(running.lane) as lane:
         lane.hello("memfd")
         # Operations must change nothing: this body is no JSON, and there is no such model.
         lane.send(Ask(5, what, "nobody", body=b"[" if what in OPERATIONS else b""))
@@ -86,7 +86,7 @@ def test_a_server_starts_after_one_that_was_killed_and_stops_on_sigint(repositor
         with pytest.raises(BlockingIOError):  # systemd-tmpfiles acquires this lock before it removes anything
             fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(directory)
-        with Lane(server.lane) as lane:
+        with RawLane(server.lane) as lane:
             lane.hello("memfd")
             lane.send(infer(1))
             assert lane.receive_kind(Reply) == Reply(1, 1, answer_of(1))
@@ -99,7 +99,7 @@ def test_messages_reach_a_worker_in_the_order_of_turns(running: Launched) -> Non
     """Sending the answer to a question polls ZeroMQ in the middle of a turn. Requests that arrive at that point must
     wait until the orders of this turn have been sent."""
     before = len(running.log)
-    with Lane(running.lane) as lane, Zmq(running.zmq) as other:
+    with RawLane(running.lane) as lane, Zmq(running.zmq) as other:
         lane.hello("memfd")
         other.hello("frames")
         for number in range(1, 1500, 2):
@@ -117,7 +117,7 @@ def test_a_stopping_server_keeps_the_files_of_its_successor(repository: Path, tm
         shutil.rmtree(tmp_path / "run")
         with Launched(repository, tmp_path / "run") as second:
             assert first.stop() == 0
-            with Lane(second.lane) as lane:
+            with RawLane(second.lane) as lane:
                 lane.hello("memfd")
                 assert is_live(lane)
             third = subprocess.run(
@@ -135,8 +135,8 @@ def test_a_client_whose_outbox_is_full_is_disconnected_and_logged(repository: Pa
     limits = ["--limit", "client_errors=0", "--limit", "client_outbox_bytes=512KiB"]
     with (
         Launched(repository, tmp_path / "run", *limits) as server,
-        Lane(server.lane) as honest,
-        Lane(server.lane) as silent,
+        RawLane(server.lane) as honest,
+        RawLane(server.lane) as silent,
     ):
         honest.hello("memfd")
         silent.hello("memfd")
@@ -152,7 +152,7 @@ def test_a_client_whose_outbox_is_full_is_disconnected_and_logged(repository: Pa
 
 
 def test_a_client_that_does_not_read_is_paused_until_it_reads(running: Launched) -> None:
-    with Lane(running.lane) as honest, Lane(running.lane) as silent:
+    with RawLane(running.lane) as honest, RawLane(running.lane) as silent:
         honest.hello("memfd")
         silent.hello("memfd")
         silent.limit_sends(2.0)
@@ -190,7 +190,7 @@ def test_the_backlog_of_a_throttled_zeromq_client_is_limited_in_bytes(strict: La
 
 
 def test_the_reason_for_a_batch_is_logged(strict: Launched) -> None:
-    with Lane(strict.lane) as lane:
+    with RawLane(strict.lane) as lane:
         lane.hello("memfd")
         lane.send(infer(1))
         lane.receive_kind(Reply)

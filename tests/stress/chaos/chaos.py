@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from bench.hostile.run import ServerSnapshot
+from bench.hostile.run import BrokerSnapshot
 from bench.lib import models, processes
 from bench.lib.child import Child, ChildFailed
 from bench.soak.run import BATCH, SLOW, batch_of
@@ -376,7 +376,7 @@ def run_chaos(root: Path, seconds: float, seed: int, sleeping: bool = False) -> 
     options += ["--http-port", *map(str, free_ports(1)), *(f"--load-model={name}" for name in MODELS)]
     with Server(root, *options, gateway=True) as server:
         ask_gateway(server)
-        idle = ServerSnapshot.of(server.pid)
+        idle = BrokerSnapshot.of(server.pid)
         director = Director(server, root, seconds, seed)
         found = director.found
         try:
@@ -394,14 +394,14 @@ def run_chaos(root: Path, seconds: float, seed: int, sleeping: bool = False) -> 
     return found
 
 
-def worse(server: Server, before: ServerSnapshot, sleeping: bool) -> list[str]:
+def worse(server: Server, before: BrokerSnapshot, sleeping: bool) -> list[str]:
     """Resources of which there are more after all clients have gone than before the first one came. Worker processes
     and their memory have changed by then; if models sleep, there are fewer."""
     end = monotonic() + PATIENCE
     with server.client() as client:
         while True:
             client.live()  # a round trip: the server has noticed everything that ended before
-            now = ServerSnapshot.of(server.pid)
+            now = BrokerSnapshot.of(server.pid)
             extra = now.descriptors - before.descriptors - Counter({"socket": 1})
             found = [f"{count} x {kind}" for kind, count in extra.items() if not kind.startswith("/memfd:")]
             if len(now.workers) != len(before.workers) and not (sleeping and len(now.workers) < len(before.workers)):

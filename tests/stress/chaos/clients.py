@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from bench.lib.child import Answer, Handler
-from bench.lib.raw_client import ConnectionClosed, Lane, Zmq
+from bench.lib.raw_client import ConnectionClosed, RawLane, Zmq
 from bench.soak.clients import Allowed, SoakCall, Tally, permitted
 from bench.soak.raw_clients import PATIENCE, RawClient, RawLaneClient, RawZmqClient
 from shmserve.protocol.messages import Goodbye, Ping
@@ -61,7 +61,7 @@ def raw(link: str, path: str, seed: int, dtypes: Sequence[str], allowed: Allowed
     """Requests in flight when the connection ends count as `connection lost`; `ends` counts how connections ended."""
 
     def connect() -> RawClient:
-        made: Any = Lane(path) if link == "lane" else Zmq(path)
+        made: Any = RawLane(path) if link == "lane" else Zmq(path)
         try:
             return (_Lane if link == "lane" else _Zmq)(made, seed, dtypes, allowed)
         except (AssertionError, OSError):  # no Welcome

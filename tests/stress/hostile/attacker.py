@@ -19,7 +19,7 @@ import numpy as np
 from numpy.random import default_rng
 
 from bench.lib.child import Answer, Handler
-from bench.lib.raw_client import ConnectionClosed, Lane, RawSegment
+from bench.lib.raw_client import ConnectionClosed, RawLane, RawSegment
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
     Ask,
@@ -45,10 +45,10 @@ ERRORS = (Fail, FailHeld, Goodbye)
 class Attacker:
     def __init__(self, path: str) -> None:
         self._path = path
-        self._lane: Lane = Lane(path)
+        self._lane: RawLane = RawLane(path)
         self._lane.hello("memfd")
         self._number = 0
-        self._others: list[Lane] = []
+        self._others: list[RawLane] = []
         self._segment: RawSegment | None = None
         self._stop = threading.Event()
 
@@ -139,7 +139,7 @@ class Attacker:
             codec.encode([Ask(number, what) for number in range(start, start + 500)])
             for start in range(1, questions, 500)
         ]
-        made = [Lane(self._path) for _ in range(connections)]
+        made = [RawLane(self._path) for _ in range(connections)]
         for lane in made:
             lane.hello("memfd")
             lane.limit_sends(0.2)
@@ -153,7 +153,7 @@ class Attacker:
 
     def stuff(self) -> Answer:
         """Sends without reading until the socket is full or the connection has ended, and does not read afterwards."""
-        lane = Lane(self._path)
+        lane = RawLane(self._path)
         lane.hello("memfd")
         lane.limit_sends(3.0)
         self._others.append(lane)
@@ -167,7 +167,7 @@ class Attacker:
 
     def hold_lease(self, what: str) -> Answer:
         """Sends single requests until it has a lease, and misuses the lease. It neither reads the lease nor ends it."""
-        lane = Lane(self._path)
+        lane = RawLane(self._path)
         lane.hello("memfd", leases=True)
         self._others.append(lane)
         request = self._infer("lent", Tensor("x", "FP32", (1, 4), bytes(16)))
@@ -237,7 +237,7 @@ class Attacker:
             except (ConnectionClosed, BrokenPipeError, ConnectionResetError):
                 told["the end"] += 1
                 self._lane.close()
-                self._lane = Lane(self._path)
+                self._lane = RawLane(self._path)
                 self._lane.hello("memfd")
         for fd in fds:
             os.close(fd)

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 from bench.hostile.client import SECRETS
-from bench.hostile.run import ServerSnapshot, compare
+from bench.hostile.run import BrokerSnapshot, compare
 from bench.lib import models
 from bench.lib.child import Child
-from bench.lib.raw_client import Lane, RawSegment, Zmq
+from bench.lib.raw_client import RawLane, RawSegment, Zmq
 from bench.lib.setting import BenchServer
 from bench.soak.run import SLOW
 from shmserve import Client
@@ -79,7 +79,7 @@ def attack(server: Server) -> Child:
 @pytest.fixture
 def attacker(server: Server) -> Iterator[Child]:
     """The attacker, whose end is part of each test: nothing of it may be left then."""
-    before = ServerSnapshot.of(server.pid)
+    before = BrokerSnapshot.of(server.pid)
     with attack(server) as child:
         child.ready()
         yield child
@@ -173,13 +173,13 @@ def test_r21_a_flood_of_queries_does_not_block_others(server: Server, attacker: 
 
 
 def test_r12_unexpected_descriptors_are_closed(server: Server, attacker: Child) -> None:
-    before = ServerSnapshot.of(server.pid)
+    before = BrokerSnapshot.of(server.pid)
     for _ in range(3):
         found = attacker.ask(do="misplace")["told"]
         only(found, "INVALID_ARG", "PROTOCOL", "Pong", "Reply", "the end", "Fail")
     with server.client() as client:
         honest(client)
-    with Lane(str(server.runtime_dir / "lane.sock")) as lane:
+    with RawLane(str(server.runtime_dir / "lane.sock")) as lane:
         lane.hello("memfd")
         own = RawSegment(lane, 4096)  # and descriptors still arrive correctly
         lane.send(Infer(1, "identity", 0, (Tensor("x", "FP32", (1, 1024), own.put(0, bytes(4096))),)))

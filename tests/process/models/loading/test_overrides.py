@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import shmserve
-from bench.lib.raw_client import Lane
+from bench.lib.raw_client import RawLane
 from shmserve.broker.models.overrides import HEADER_BYTES, IN_MEMORY
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Cancel, Fail, Ping, Pong
 from shmserve.testing import Server
@@ -109,13 +109,13 @@ def test_a_model_in_no_repository_is_loaded_from_files(server: Server, root: Pat
 
 
 @pytest.fixture
-def lane(server: Server) -> Iterator[Lane]:
-    with Lane(server.url.removeprefix("unix://")) as lane:
+def lane(server: Server) -> Iterator[RawLane]:
+    with RawLane(server.url.removeprefix("unix://")) as lane:
         lane.hello("memfd")
         yield lane
 
 
-def begin(lane: Lane, request: int, size: int) -> None:
+def begin(lane: RawLane, request: int, size: int) -> None:
     """Sends a load call with an incomplete body. Returns when the server has received this part."""
     lane.send(Ask(request, "load", "sent", 0, b"", True))
     for _ in range(size // FIELD_BYTES):
@@ -125,7 +125,7 @@ def begin(lane: Lane, request: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("end", ["disconnected", "cancelled"])
-def test_an_incomplete_upload_is_discarded(server: Server, client: shmserve.Client, lane: Lane, end: str) -> None:
+def test_an_incomplete_upload_is_discarded(server: Server, client: shmserve.Client, lane: RawLane, end: str) -> None:
     for request in (1, 2, 3):
         begin(lane, request, 2 * IN_MEMORY)
     assert uploads(server) == 3
@@ -141,7 +141,7 @@ def test_an_incomplete_upload_is_discarded(server: Server, client: shmserve.Clie
     assert answer(client, "m") == 1
 
 
-def test_the_number_of_concurrent_uploads_is_limited(server: Server, client: shmserve.Client, lane: Lane) -> None:
+def test_the_number_of_concurrent_uploads_is_limited(server: Server, client: shmserve.Client, lane: RawLane) -> None:
     for request in range(16):
         begin(lane, request, FIELD_BYTES)
     lane.send(Ask(16, "load", "sent", 0, b"", True))

@@ -16,15 +16,15 @@ import msgpack
 import pytest
 
 from bench.hostile.client import SECRETS
-from bench.hostile.run import ServerSnapshot, compare, run_hostile, write_repository
-from bench.lib.raw_client import Lane, Link, RawSegment, Zmq
+from bench.hostile.run import BrokerSnapshot, compare, run_hostile, write_repository
+from bench.lib.raw_client import Link, RawLane, RawSegment, Zmq
 from bench.lib.setting import BenchServer, serving
 from shmserve.protocol import messages
 from shmserve.protocol.messages import Ask, Fail, Goodbye, Handle, Infer, Map, Ping, Pong, Reply, Tensor, Wanted
 
 pytestmark = pytest.mark.process
 
-LINKS = {"lane": (Lane, "lane.sock", "memfd"), "zmq": (Zmq, "broker.sock", "frames")}
+LINKS = {"lane": (RawLane, "lane.sock", "memfd"), "zmq": (Zmq, "broker.sock", "frames")}
 ONE = (Tensor("x", "FP32", (1, 1), b"1234"),)
 
 
@@ -147,7 +147,7 @@ PACKETS: dict[str, tuple[bytes, int, str]] = {
 @pytest.mark.parametrize("case", list(PACKETS))
 def test_each_broken_packet_is_reported(link: Link, case: str) -> None:
     packet, request, words = PACKETS[case]
-    if not packet and isinstance(link, Lane):
+    if not packet and isinstance(link, RawLane):
         pytest.skip("an empty SEQPACKET packet is the end of the connection")
     link.send_bytes(packet)
     link.send(Ping(3))
@@ -176,31 +176,31 @@ def test_a_frame_that_many_tensors_refer_to_is_not_copied_for_each(server: Bench
     """One frame of 1 MiB, named 256 times, must not become 256 MiB in the server."""
     with connect(server, "zmq") as link:
         broker = server.broker_pid()
-        before = ServerSnapshot.of(broker).resident
+        before = BrokerSnapshot.of(broker).resident
         tensors = [[f"x{number}", "FP32", [1, 1 << 18], 0] for number in range(256)]
         for request in range(1, 6):
             link.send_bytes(msgpack.packb([[7, request, "identity", 0, tensors]]), (bytes(1 << 20),))
             assert link.receive_kind(Fail).request == request
-        assert ServerSnapshot.of(broker).resident - before < 64 << 20
+        assert BrokerSnapshot.of(broker).resident - before < 64 << 20
 
 
 SIZE = 1 << 16
 
 
 @pytest.fixture
-def lane(server: BenchServer) -> Iterator[Lane]:
+def lane(server: BenchServer) -> Iterator[RawLane]:
     with connect(server, "lane") as made:
         yield made
 
 
 @pytest.fixture
-def segment(lane: Lane) -> Iterator[RawSegment]:
+def segment(lane: RawLane) -> Iterator[RawSegment]:
     made = RawSegment(lane, SIZE)
     yield made
     made.close()
 
 
-def test_an_unsealed_segment_is_refused(lane: Lane) -> None:
+def test_an_unsealed_segment_is_refused(lane: RawLane) -> None:
     """An unsealed segment could be truncated while a worker uses it."""
     made = RawSegment(lane, SIZE, 1, seals=0)
     try:
@@ -211,7 +211,7 @@ def test_an_unsealed_segment_is_refused(lane: Lane) -> None:
 
 
 @pytest.mark.parametrize("what", ["nothing", "pipe", "file", "directory"])
-def test_descriptors_that_are_not_memory_are_refused(lane: Lane, tmp_path: Path, what: str) -> None:
+def test_descriptors_that_are_not_memory_are_refused(lane: RawLane, tmp_path: Path, what: str) -> None:
     (tmp_path / "file").write_bytes(bytes(SIZE))
     descriptors: list[int] = []
     if what == "pipe":
@@ -244,7 +244,7 @@ def test_invalid_segment_names_are_refused(server: BenchServer, name: str) -> No
 
 def test_invalid_messages_leak_no_descriptors_or_segments(server: BenchServer) -> None:
     """All cases above, three times; compares descriptors and segments before and after."""
-    before = ServerSnapshot.of(server.broker_pid())
+    before = BrokerSnapshot.of(server.broker_pid())
     for kind in LINKS:
         with connect(server, kind) as link:
             for _ in range(3):
