@@ -25,7 +25,7 @@ _THINKING = ("reasoning_content", "reasoning")
 
 
 def chat(args: argparse.Namespace) -> int:
-    endpoint = Endpoint(args.url, token_of(args.token_file, args.url) if args.token_file is not None else "")
+    endpoint = ChatEndpoint(args.url, token_of(args.token_file, args.url) if args.token_file is not None else "")
     sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
     conversation = Conversation(endpoint, args.model, args.system, {k: v for k, v in sampling.items() if v is not None})
     if args.prompt or not sys.stdin.isatty():
@@ -84,7 +84,7 @@ def _show(conversation: Conversation, text: str, screen: Screen) -> None:
 class Conversation:
     """The messages so far. A message whose answer fails is forgotten; of a stopped answer, what had arrived remains."""
 
-    def __init__(self, endpoint: Endpoint, model: str, system: str | None, sampling: Message) -> None:
+    def __init__(self, endpoint: ChatEndpoint, model: str, system: str | None, sampling: Message) -> None:
         self._endpoint = endpoint
         self._model = model
         self._sampling = sampling
@@ -125,7 +125,7 @@ def _figures(tokens: int, first_s: float, rest_s: float) -> str:
     return f"{tokens} token{'' if tokens == 1 else 's'}{rate}, the first after {first_s * 1000:,.0f} ms"
 
 
-class Endpoint:
+class ChatEndpoint:
     """An OpenAI-compatible endpoint. `url`: with or without /v1."""
 
     def __init__(self, url: str, token: str) -> None:
