@@ -268,7 +268,6 @@ class Screen:
 
 
 def _min_width(columns: Sequence[Column], widths: Sequence[int], shown: Sequence[int]) -> int:
-    """The minimum total width of these columns."""
     minimum = [min(widths[at], NARROWEST) if columns[at].free else widths[at] for at in shown]
     return sum(minimum) + len(GAP) * (len(minimum) - 1)
 

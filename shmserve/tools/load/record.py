@@ -166,8 +166,6 @@ class EchoResult(Struct, frozen=True, kw_only=True):
 
 
 class SavedRun(Struct, frozen=True, kw_only=True):
-    """A saved run."""
-
     format: int = FORMAT
     created: str
     plan: LoadPlan

@@ -120,7 +120,6 @@ class TopApp(TablesApp):
     # -------------------------------------------------------------------------------------- reading
 
     async def read(self) -> None:
-        """Reads a document and shows it."""
         async with self._reading:
             reading = asyncio.ensure_future(asyncio.to_thread(_tried, self.source.read))
             await asyncio.wait({reading}, timeout=SLOW_S)

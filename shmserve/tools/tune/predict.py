@@ -154,7 +154,6 @@ class RatePredictor(Struct, frozen=True):
 
 
 def predictor_of(times: Times, model: TunedModel, goal: Goal) -> RatePredictor:
-    """The predictor for a model of which this was measured."""
     fits = fit(times.samples)
     assert times.lone is not None
     first, full = fits[times.first], times.full
