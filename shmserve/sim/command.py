@@ -401,7 +401,6 @@ GPUS = tuple(range(64))
 
 
 def names(roots: Sequence[Path]) -> list[str]:
-    """The names of all models in the repository."""
     for root in roots:
         if not root.is_dir():
             raise InvalidRequest(f"{root} is not a directory")

@@ -126,7 +126,6 @@ def time_ns(text: str) -> int:
 
 
 def parse(text: str) -> Service:
-    """Parses the value of `--service`."""
     kind, colon, rest = text.partition(":")
     if colon and kind == "table":
         return read_table(Path(rest))

@@ -95,7 +95,6 @@ class World:
     # ------------------------------------------------------------------------------------ to the broker
 
     def send_from_client(self, at: int, peer: int, message: Any) -> None:
-        """Sends a message from a client."""
         self._number += 1
         heapq.heappush(self._heap, (at + self.plan.link_ns, self._number, self.arrive, (peer, message)))
 

@@ -266,7 +266,6 @@ class SimWorker:
     # ------------------------------------------------------------------------------------ execution
 
     def _start_next(self) -> QueuedBatch | None:
-        """Starts the next batch, if there is one."""
         batch = self._waiting.start()
         if batch is not None:
             self._start(batch.number, list(batch.work_items))
