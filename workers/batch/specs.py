@@ -145,13 +145,11 @@ def controls_of(config: ModelConfig) -> tuple[Spec, ...]:
 
 
 def states_of(config: ModelConfig) -> tuple[Spec, ...]:
-    """The states of sequences, as inputs."""
     states = config.sequence_batching.state if config.sequence_batching is not None else ()
     return tuple(_plain_spec(s.input_name, s.data_type, tuple(s.dims), config.max_batch_size > 0) for s in states)
 
 
 def new_states_of(config: ModelConfig) -> tuple[Spec, ...]:
-    """The states of sequences, as outputs."""
     states = config.sequence_batching.state if config.sequence_batching is not None else ()
     return tuple(_plain_spec(s.output_name, s.data_type, tuple(s.dims), config.max_batch_size > 0) for s in states)
 

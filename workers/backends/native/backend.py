@@ -166,7 +166,6 @@ class Native(SeparateBackend):
         return True
 
     def _initialize(self, config: ModelConfig, completes: bool) -> NativeLibrary:
-        """Loads the library, and initializes the backend and its model."""
         context = self.context
         path = library_of(config, context.version_folder, context.settings.get(DIRECTORY, ""))
         assert path is not None  # found before this class was chosen
