@@ -56,7 +56,6 @@ def directory_problem(directory: Path) -> str:
 
 
 def unknown(name: str, names: frozenset[str]) -> str:
-    """The error for an agent that is not installed."""
     return f"repository agent '{name}' is not installed; there are {', '.join(sorted(names))} (--repoagent-directory)"
 
 

@@ -218,7 +218,6 @@ class _Graph:
     # ------------------------------------------------------------------------------------------- the whole graph
 
     def check_outputs(self) -> None:
-        """Compares the declared outputs of the ensemble with the tensors of the steps."""
         for index, tensor in enumerate(self.ensemble.output):
             produced = self.produced.get(tensor.name)
             if produced is None or produced.step == _OF_ENSEMBLE:

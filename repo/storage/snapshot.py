@@ -37,7 +37,6 @@ class Snapshot(NamedTuple):
     newest: int
 
     def digest(self) -> str:
-        """Digest of all files."""
         return _digest(self.files.items())
 
     def of_version(self, number: int) -> str:

@@ -309,7 +309,6 @@ class _Scan:
 
 
 def _models(root: Path) -> list[Path]:
-    """The model directories of a repository."""
     try:
         # os.path.isdir, because Path.is_dir raises for a link into an unreadable directory.
         return sorted(entry for entry in root.iterdir() if _is_model(entry.name) and os.path.isdir(entry))
