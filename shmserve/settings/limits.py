@@ -23,8 +23,6 @@ class Limit(NamedTuple):
 
 
 class GatewayLimits(NamedTuple):
-    """The limits of one gateway."""
-
     http_connections: int = 4096
     http_held_bytes: int = 1 << 30
     http_json_bytes: int = 16 << 20
