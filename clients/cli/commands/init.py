@@ -51,7 +51,6 @@ def init(args: argparse.Namespace) -> int:
 
 
 def next_commands(name: str, repository: Path, starter: Starter) -> list[str]:
-    """The commands that serve the model and call it."""
     return [
         shlex.join(["shmserve", "serve", "--model-repository", str(repository)]),
         shlex.join(["shmserve", "infer", name, *(starter.request or ["--random", *_shapes(starter.layout)])]),

@@ -247,7 +247,6 @@ def _statistics(args: argparse.Namespace, client: BlockingQueries) -> dict[str, 
 
 
 def _named(args: argparse.Namespace, client: BlockingQueries) -> list[tuple[str, str]]:
-    """The versions of the models that the arguments name."""
     entries = _statistics(args, client)["model_stats"] if args.model else []
     return [(entry["name"], entry["version"]) for entry in entries]
 
