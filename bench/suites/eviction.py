@@ -162,7 +162,6 @@ def _model(number: int, size: float, load: float) -> SimModel:
 
 
 def of_core(workload: Workload, seed: int) -> list[ModelResult]:
-    """The result of each model."""
     arrivals: list[list[tuple[int, int]]] = [[] for _ in range(MODELS)]
     for at, number in workload.requests:
         arrivals[number].append((round(at * SECOND), 1))
