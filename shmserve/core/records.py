@@ -128,7 +128,6 @@ class Request(Struct, eq=False, gc=False):
     signature: object
     segments: tuple[int, ...]
     pins: tuple[Handle, ...]
-    blocks: tuple[Handle, ...]
     arrived: int
     level: int = 0
     deadline: int = 0

@@ -46,7 +46,7 @@ TABLE = {
          "pass"),
     ],
     "shmserve/core/calls/calls.py": [
-        ("a call does not pin its parent's outputs", "parent.pins += (block,)", "parent.pins += ()"),
+        ("a call does not pin the inputs of its parent", "place = ledger.block_of(handle)", "place = None"),
     ],
     "shmserve/core/ensembles/advance.py": [
         ("a failed ensemble goes on", "        if run.failure is not None and not run.over:", "        if False:"),
@@ -106,6 +106,8 @@ TABLE = {
         ("an evicted response stays pinned", "        self._outputs.unpin(entry.handles)\n", ""),
     ],
     "shmserve/core/intake/intake.py": [
+        ("frames of an ended request stay", "(*blocks, *[ledger.pin(place) for place in places])",
+         "tuple([ledger.pin(place) for place in places])"),
         ("columns of a client that holds too much are taken", "                and client.held_bytes <= self._heavy\n",
          ""),
         ("requests overtake those that waited for a load",
@@ -322,7 +324,6 @@ TABLE = {
         ("segments of an ended request stay in use", "        ledger.done_with(request.segments)\n", ""),
         ("inputs of an ended request are still counted", "        request.client.input_bytes -= request.input_bytes\n",
          ""),
-        ("frames of an ended request stay", "        state.effects.append(Free(request.blocks))\n", "        pass\n"),
         ("a dropped response keeps its outputs",
          "        state.outputs.drop(request.requester, request.reply.outputs)\n", "        pass\n"),
         ("the requester of a lingering request still waits", "    request.requester.detached(request)\n", ""),

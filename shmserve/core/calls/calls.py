@@ -245,7 +245,7 @@ class _Call:
         places = []
         for handle in handles:
             if parent is not None and _has(parent, handle):
-                place = ledger.block_of(handle) or self._of_frame(parent, handle)
+                place = ledger.block_of(handle)
             else:
                 place = ledger.resolve(self._caller, handle) or ledger.held(self._caller, handle)
             if place is not None:
@@ -253,19 +253,6 @@ class _Call:
         segments = tuple([handle.segment for handle in handles])
         ledger.use(segments)
         return segments, tuple([ledger.pin(place) for place in places]), 0
-
-    def _of_frame(self, parent: Request, handle: Handle) -> tuple[int, int] | None:
-        """A frame belongs to a single request. Turns it into a block that several requests can use."""
-        state = self._calls.state
-        while parent.is_step:
-            parent = state.requests[parent.parent]
-        for block in parent.blocks:
-            if _contains(block, handle):
-                state.ledger.keep(block)
-                parent.blocks = tuple(other for other in parent.blocks if other is not block)
-                parent.pins += (block,)
-                return block.segment, block.offset
-        return None
 
     def entered(self, request: Request) -> None:
         if self._message.held and self._waited is None:

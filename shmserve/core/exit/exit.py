@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shmserve.core.effects import Free, Send
+from shmserve.core.effects import Send
 from shmserve.core.exit import shadow
 from shmserve.core.records import Batch, ClientState, Instance, Request, Version
 from shmserve.core.state import State
@@ -371,8 +371,6 @@ def _release(state: State, request: Request) -> None:
     if request.segments:
         ledger.done_with(request.segments)
         request.client.input_bytes -= request.input_bytes
-    if request.blocks:
-        state.effects.append(Free(request.blocks))
 
 
 def is_stream(request: Request) -> bool:

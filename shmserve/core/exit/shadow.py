@@ -160,10 +160,6 @@ def _can_be_kept(state: State, request: Request, reply: Reply) -> bool:
 def _share(state: State, request: Request, reply: Reply) -> tuple[tuple[int, ...], tuple[Handle, ...]]:
     """The segments and pins of the shadow's request: inputs that are not the client's own, and the expected outputs."""
     ledger = state.ledger
-    for block in request.blocks:  # a frame belongs to one request: make it a block that several can use
-        ledger.keep(block)
-    request.pins += request.blocks
-    request.blocks = ()
     outputs = tuple(handles_of(reply.outputs))
     pins = request.pins + outputs
     state.outputs.pin(pins)

@@ -92,7 +92,7 @@ class Admission:
         """Admits a request that has waited for its model to load."""
         try:
             again = waiting.message_of(request, message, now)
-            self._intake.ask(request.client, request.client_number, again, now, request.blocks, request)
+            self._intake.ask(request.client, request.client_number, again, now, waited=request)
         except ServeError as error:
             self._state.observers.refused(self._state.ready.get(message.model), error)
             raise

@@ -91,8 +91,8 @@ class Intake:
         waited: Request | None = None,
         calling: Calling | None = None,
     ) -> Request:
-        """Raises if the request is refused. `waited`: the request under which the message has waited for its model to
-        load."""
+        """Raises if the request is refused. `blocks`: its frames, in the broker's own memory. `waited`: the request
+        under which the message has waited for its model to load."""
         state, options, inputs, outputs = self._state, message.options, message.inputs, message.outputs
         if state.namesakes:
             near = namespace_of(calling.model) if calling is not None else ""
@@ -179,7 +179,6 @@ class Intake:
             signature,
             segments,
             pins,
-            blocks,
             arrived,
             level,
             0,
@@ -259,7 +258,6 @@ class Intake:
             signature=None,
             segments=segments,
             pins=pins,
-            blocks=blocks,
             arrived=now,
             deadline=now + message.timeout_us * 1000 if message.timeout_us else 0,
             audience=client.audience,
@@ -331,7 +329,9 @@ class Intake:
         self._quotas.check_inputs(client, size)
         used = tuple(segments)
         ledger.use(used)
-        return used, tuple([ledger.pin(place) for place in places]), size
+        for block in blocks:
+            ledger.keep(block)
+        return used, (*blocks, *[ledger.pin(place) for place in places]), size
 
     # ------------------------------------------------------------------------------------ columns
 
@@ -430,7 +430,6 @@ class Intake:
                     signature=checked.signature,
                     segments=(),
                     pins=(),
-                    blocks=(),
                     arrived=now,
                     deadline=deadline,
                     audience=client.audience,
@@ -495,7 +494,6 @@ class Intake:
             signature,
             segments,
             (),
-            (),
             now,
             level,
             parent.deadline,
@@ -541,7 +539,6 @@ class Intake:
             signature,
             segments,
             pins,
-            (),
             state.now,
             _LAST_LEVEL,
             0,

@@ -135,7 +135,8 @@ class Cache:
             segments = tuple(copy.segment for copy in placed)
             self._ledger.use(segments)
             request.inputs, request.segments = tuple(inputs), request.segments + segments
-            request.blocks += tuple(placed)
+            self._outputs.pin(placed)
+            request.pins += tuple(placed)
         return True
 
     def _place(self, data: bytes, audience: str) -> Handle | None:

@@ -26,7 +26,7 @@ PAGE = ROOT / "docs" / "batching.md"
 
 def test_the_story_of_an_illegal_transition_describes_the_object() -> None:
     client, version = ClientState(7, "uid:1000", "lane", Ledger()), Version("m", 1, [])
-    request = Request(42, client, client, client, 3, version, (), None, None, 2, 2, 0, None, (), (), (), 1000)
+    request = Request(42, client, client, client, 3, version, (), None, None, 2, 2, 0, None, (), (), 1000)
     request.state = RequestState.ENDED
     with pytest.raises(IllegalMove, match="ENDED -> SENT is not a legal transition; details: ") as caught:
         request.move(RequestState.SENT)
