@@ -17,6 +17,7 @@ from shmserve.shm.strings import encode_bytes
 from shmserve.workers.batch.gather import GatherGroup
 from shmserve.workers.batch.padding import PaddedResults
 from tests.support.workers.batch_parts import Array, Parts
+from tests.support.workers.in_process import inline
 from tests.support.workers.worker_harness import config
 
 
@@ -113,6 +114,17 @@ def test_inputs_of_a_request_must_have_one_length() -> None:
         assert place == 1
         assert isinstance(error, InvalidRequest)
         assert "must have one length" in str(error)
+
+
+def test_an_inline_batch_of_one_length_is_padded_to_a_multiple() -> None:
+    tensors = {"a": ("FP32", (-1,))}
+    parameters = {"padding": "a", "padding_multiple": "4"}
+    with Parts(config("identity", tensors, tensors, max_batch=8, parameters=parameters)) as made:
+        work_items = [Work(n, 1, (inline("a", np.ones((1, 3), np.float32)),), None, "internal") for n in (1, 2)]
+        ((group,), _) = made.gather.groups(work_items)
+        copied = np.empty((2, 4), np.float32)
+        group.copy(0, copied)
+        assert (group.length, copied.tolist()) == (4, [[1, 1, 1, 0]] * 2)
 
 
 def test_an_output_that_is_not_as_long_as_the_batch_fails() -> None:
