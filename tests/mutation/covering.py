@@ -1,7 +1,7 @@
 """Which tests execute a line of the source, as recorded by coverage.py.
 
-Only what runs in the test process itself is recorded. Lines that only servers and workers execute are covered by the
-tests of `tests/process`, which `process_tests` selects by package.
+Only what runs in the test process itself is recorded. Lines that only servers and workers execute are covered by tests
+with real processes, which `process_tests` selects by package.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PROCESS_TESTS = {
     "shmserve/session": ("tests/process/server/requests",),
     "shmserve/shm": ("tests/process/server/requests",),
     "shmserve/protocol": ("tests/process/server/requests",),
-    "workers": ("tests/process/worker", "tests/process/models"),
+    "workers": ("tests/conformance/test_backends.py", "tests/process/worker", "tests/process/models"),
     "repo": ("tests/process/models/repositories", "tests/process/cli"),
     "clients": ("tests/process/cli",),
     "shmserve/tools": ("tests/process/cli",),
