@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
@@ -162,6 +163,16 @@ def _pooling_in(text: str) -> str:
 
 def _tags_in(text: str) -> str:
     if not 1 <= len(text.split()) <= 2:
+        raise ValueError
+    return text
+
+
+def _object_in(text: str) -> str:
+    try:
+        is_object = isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.DecodeError, RecursionError):
+        is_object = False
+    if not is_object:
         raise ValueError
     return text
 
@@ -491,6 +502,14 @@ CHAT_TEMPLATE = _row(
     "",
     "The template that turns the messages of a chat into a prompt.",
     unset="that of the GGUF file, or none",
+    models="language models",
+)
+_row(
+    _OPENAI,
+    "chat_template_kwargs",
+    ParameterKind(_object_in, 'a JSON object, such as {"enable_thinking": false}'),
+    "",
+    "Variables of the chat template, unless a request has others of the same name.",
     models="language models",
 )
 for _name in ("bos_token", "eos_token", "pad_token", "unk_token"):

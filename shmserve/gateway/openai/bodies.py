@@ -329,6 +329,8 @@ def text_parts(where: str, content: Any, kinds: Collection[str], image: str = ""
 def _check_message(param: str, message: dict[str, Any]) -> None:
     if type(message.get("role")) is not str:
         raise BadParameter(f"{param}.role", f"'{param}.role' is not a string")
+    if message["role"] == "developer":  # which few chat templates know
+        message["role"] = "system"
     content = message.get("content")
     if not (content is None or type(content) is str or type(content) is list):
         raise BadParameter(f"{param}.content", f"'{param}.content' is neither a string nor a list")

@@ -31,6 +31,8 @@ from shmserve.llm.tool_choice import ForcedCalls
 
 DEFAULT_MAX_TOKENS = "default_max_tokens"
 """Model parameter: `max_tokens` for requests without one."""
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"
+"""Model parameter: variables of the chat template for requests without them."""
 SAMPLING_BYTES = 1 << 20
 """Maximum size of the sampling parameters in JSON."""
 _INTEGERS = {"INT32": np.int32, "INT64": np.int64, "UINT32": np.uint32, "UINT64": np.uint64}
@@ -82,35 +84,38 @@ class Prompts:
 
 def chat_tensors(model: LanguageModel, request: ChatRequest) -> list[InputPlan]:
     """For a model that applies its own chat template."""
-    return [text_tensor(model, PROMPT, b""), text_tensor(model, MESSAGES, _encode(_chat_document(request)))]
+    return [text_tensor(model, PROMPT, b""), text_tensor(model, MESSAGES, _encode(_chat_document(model, request)))]
 
 
 def large_chat_tensors(model: LanguageModel, request: ChatRequest, strings: CutStrings) -> SlicedWork[list[InputPlan]]:
     """The same in slices, for a request whose long strings were cut out. They are put back here."""
     data = bytearray(4)
-    yield from strings.encoded(_chat_document(request), data)
+    yield from strings.encoded(_chat_document(model, request), data)
     data[:4] = (len(data) - 4).to_bytes(4, "little")
     yield from strings.restore(request)
     return [text_tensor(model, PROMPT, b""), model.inputs[MESSAGES].plan(data)]
 
 
-def _chat_document(request: ChatRequest) -> dict[str, Any]:
+def _chat_document(model: LanguageModel, request: ChatRequest) -> dict[str, Any]:
     document: dict[str, Any] = {"messages": request.messages}
     more = {
         "tools": request.tools,
         "tool_choice": request.tool_choice,
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": request.response_format,
-        "chat_template_kwargs": template_arguments(request) or None,
+        "chat_template_kwargs": template_arguments(model, request) or None,
         "add_generation_prompt": request.add_generation_prompt,
         "continue_final_message": request.continue_final_message,
     }
     return document | {name: value for name, value in more.items() if value is not None}
 
 
-def template_arguments(request: ChatRequest) -> dict[str, Any]:
-    own = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
-    return own | (request.chat_template_kwargs or {})
+def template_arguments(model: LanguageModel, request: ChatRequest) -> dict[str, Any]:
+    default = model.parameters.get(TEMPLATE_ARGUMENTS)
+    arguments: dict[str, Any] = msgspec.json.decode(default) if default else {}
+    if request.reasoning_effort is not None:
+        arguments["reasoning_effort"] = request.reasoning_effort
+    return arguments | (request.chat_template_kwargs or {})
 
 
 def check_tools(model: LanguageModel, request: ChatRequest, forced: ForcedCalls | None) -> None:

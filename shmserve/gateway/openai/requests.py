@@ -300,7 +300,7 @@ class OpenAiRequests:
                 f"{CHAT_TEMPLATE} in its configuration; use /v1/completions"
             )
         tools = None if request.tool_choice == "none" else request.tools
-        arguments = inputs.template_arguments(request)
+        arguments = inputs.template_arguments(model, request)
         prompted, continued = request.add_generation_prompt, bool(request.continue_final_message)
         if prompted is not None or continued:
             arguments = {"add_generation_prompt": bool(prompted), **arguments}

@@ -133,7 +133,9 @@ def _openai(action: str, body: bytes) -> None:
         chat = openai_bodies.chat(body)
         inputs.chat_tensors(model, chat)
         inputs.SamplingInputs(model, inputs.sampling_of(model, chat, None), RequestOptions("1"), 2).options(1)
-        values = templates.template_values(chat.messages, chat.tools, inputs.template_arguments(chat), model.parameters)
+        values = templates.template_values(
+            chat.messages, chat.tools, inputs.template_arguments(model, chat), model.parameters
+        )
         with suppress(InvalidRequest):
             renderer.render(_TEMPLATE, msgspec.json.decode(msgspec.json.encode(values)))
     elif action == "rerank":

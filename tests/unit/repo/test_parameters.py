@@ -37,6 +37,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, tuple[str, ...]]] = {
     "scale_down_secs": (30_000_000_000, {"0.1": 100_000_000}, 'seconds, such as "30"', ("",)),
     "traffic": ({}, {"1=60, 2=40%": {1: 60, 2: 40}, " ": {}}, SHARE, ("3:10", "latest=5")),
     "adapters": ({}, {"a=b.gguf, c=d/e": {"a": "b.gguf", "c": "d/e"}}, ADAPTERS, ("a", "a=/b", "a=../b", "a b=c")),
+    "chat_template_kwargs": ("", {'{"a": 1}': '{"a": 1}'}, 'a JSON object, such as {"enable_thinking": false}',
+                             ("[]", "{", "")),
     "aliases": ({}, {"prod=1, next=2": {"prod": 1, "next": 2}}, 'NAME=VERSION, such as "prod=2"', ("a=b", "a@b=2")),
     "shadow": ({}, {"3=5": {3: 5}}, SHARE, ("3=101", "0=5")),
     "padding_lookahead": (64, {"4096": 4096}, "an integer from 1 to 4096", ("0", "4097")),
