@@ -280,9 +280,10 @@ def allowed(draw: DrawFn, document: Any) -> Request:
 
     path = re.sub(r"{model}|{region}|{repository}", named, template)
     path = path.replace("{version}", draw(st.sampled_from(["1"] * 6 + ["2", "0", "x", "9" * 30])))
-    if "requestBody" not in operation:
+    bodies = operation.get("requestBody", {}).get("content", {})
+    if "application/json" not in bodies:
         return method.upper(), path, None, {}
-    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    schema = bodies["application/json"]["schema"]
     body, headers = json.dumps(Maker(document).value(draw, schema)).encode(), dict[str, str]()
     if draw(st.integers(0, 3)) == 0:
         body, headers = with_binary(draw, body)
