@@ -59,16 +59,17 @@ class QueryAnswers:
         self._held: Waiting = {}
         """Queries that could be answered, but whose peer is behind with reading."""
         self._behind: set[int] = set()
-        self._followers: dict[str, set[int]] = {}
-        """Model, or alias of a model -> the peers that have kept its configuration."""
+        self._followed: dict[int, set[str]] = {}
+        """Peer -> the models, and aliases of models, whose configuration it has kept."""
 
     def begin(self, changed: Collection[str]) -> None:
         """`changed`: the models that may be served by other versions since this turn. Their followers learn it before
         anyone learns of the completion of a load."""
         self._shared = {}
-        if changed and self._followers:
-            for name in [name for name in self._followers if name in changed or name.rpartition(ALIAS)[0] in changed]:
-                for peer in self._followers.pop(name):
+        if changed:
+            for peer, names in self._followed.items():
+                for name in [name for name in names if name in changed or name.rpartition(ALIAS)[0] in changed]:
+                    names.remove(name)
                     self._send(peer, Changed(name))
 
     def end(self) -> None:
@@ -132,8 +133,7 @@ class QueryAnswers:
 
     def peer_disconnected(self, peer: int) -> None:
         self._behind.discard(peer)
-        for followers in self._followers.values():
-            followers.discard(peer)
+        self._followed.pop(peer, None)
         for waiting in (*self._awaiting.values(), self._models, self._due, self._held):
             waiting.pop(peer, None)
 
@@ -177,7 +177,7 @@ class QueryAnswers:
             self._send(peer, message)
         if ask.what == "config" and ask.body and isinstance(messages[0], Answer) and _arguments(ask).follow:
             if self._control.serves(ask.model):
-                self._followers.setdefault(ask.model, set()).add(peer)
+                self._followed.setdefault(peer, set()).add(ask.model)
             else:  # which version will serve it is not known yet
                 self._send(peer, Changed(ask.model))
 
