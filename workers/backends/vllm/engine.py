@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
+from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.renderers.params import ChatParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from shmserve.workers.backends.vllm.settings import Settings
 
 
+SHORT = 4096
+"""Maximum length of a prompt, in characters or tokens, that is tokenized in the thread that receives requests."""
 IMAGES = "multi_modal_data"
 """Where a prompt of vLLM has them."""
 
@@ -69,11 +72,17 @@ class VllmEngine:
                 values["skip_special_tokens"] = False
             if structured:
                 values["structured_outputs"] = StructuredOutputsParams(**structured)
-            parameters = SamplingParams(output_kind=RequestOutputKind.DELTA, **values)
+            # As in vLLM's server: they are made for one request, so that the engine need not copy them.
+            parameters = SamplingParams(output_kind=RequestOutputKind.DELTA, skip_clone=True, **values)
+            prompt = generation.prompt
+            rendered = None
+            if generation.chat is None and len(prompt) <= SHORT:
+                # Here, and not in a thread of its own: two more switches between threads would take longer.
+                rendered = self._rendered(prompt)
         except (TypeError, ValueError, VLLMClientError) as error:
             raise InvalidRequest(f"vLLM: {error}") from error
         adapter = self._adapters.get(generation.sampling.lora_name or "")
-        return partial(self._run, generation, parameters, adapter, calls)
+        return partial(self._run, generation, rendered, parameters, adapter, calls)
 
     def _call_readers(self, generation: Generation) -> CallReaders | None:
         chat = generation.chat or {}
@@ -84,6 +93,7 @@ class VllmEngine:
     async def _run(
         self,
         generation: Generation,
+        prompt: Any,
         parameters: SamplingParams,
         adapter: LoRARequest | None,
         calls: CallReaders | None,
@@ -93,7 +103,8 @@ class VllmEngine:
         assert task is not None
         listener.abort_with(partial(self.coroutines.loop.call_soon_threadsafe, task.cancel))
         with suppress(asyncio.CancelledError), translated_errors():
-            prompt = await self._prompt(generation)
+            if prompt is None:
+                prompt = await asyncio.to_thread(self._prompt, generation)
             await self._generate(prompt, parameters, adapter, calls, listener)
 
     async def _generate(
@@ -128,12 +139,18 @@ class VllmEngine:
         self._announced = False
         responses()
 
-    async def _prompt(self, generation: Generation) -> Any:
-        if generation.chat is not None:
-            return await asyncio.to_thread(self._chat_prompt, generation.chat)
-        if isinstance(generation.prompt, str):
-            return {"prompt": generation.prompt}
-        return {"prompt_token_ids": generation.prompt}
+    def _prompt(self, generation: Generation) -> Any:
+        """The prompt as the engine takes it; with images, it is computed from what this returns."""
+        if generation.chat is None:
+            return self._rendered(generation.prompt)
+        prompt = self._chat_prompt(generation.chat)
+        return prompt if IMAGES in prompt else self._rendered(prompt["prompt_token_ids"])
+
+    def _rendered(self, prompt: str | list[int]) -> Any:
+        engine = self._runtime.engine
+        parsed = parse_model_prompt(engine.model_config, prompt)
+        (rendered,) = engine.renderer.render_cmpl([parsed])
+        return rendered
 
     # ------------------------------------------------------------------------------------ conversions
 

@@ -173,7 +173,8 @@ def test_sampling_parameters(engine: Text) -> None:
     assert not set(once) & set(prompt), "the penalty takes the prompt into account"
     assert len(set(once)) == len(once) == TOKENS
     common = max(set(expected), key=expected.count)
-    assert drawn(temperature=0, frequency_penalty=2)[0].count(common) <= expected.count(common)
+    for penalty in "frequency_penalty", "presence_penalty":
+        assert drawn(temperature=0, **{penalty: 2})[0].count(common) <= expected.count(common)
     found = engine.complete(
         prompt, sampling={"max_tokens": 1, "logprobs": 0}, return_token_ids=True, return_logprobs=True
     )
