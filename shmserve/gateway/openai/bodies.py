@@ -27,8 +27,12 @@ _INT64 = Meta(ge=-(2**63), le=2**63 - 1)
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _TokensOrNone = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
-_Stops = Annotated[list[str], Meta(max_length=64)]
+Seed = Annotated[int, _INT64]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0)]
+Stop = str | Annotated[list[str], Meta(max_length=64)]
 _TextOrList = str | list[Any]
 _FIELD = re.compile(r" - at `\$\.?(.*?)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
@@ -54,15 +58,15 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     max_tokens: _Tokens | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    stop: str | _Stops | None = None
-    seed: Annotated[int, _INT64] | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
+    stop: Stop | None = None
+    seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: dict[str, float] | None = None
 
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None

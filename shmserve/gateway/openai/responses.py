@@ -23,6 +23,20 @@ from shmserve.gateway.openai.texts import Delta, Usage
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS = ("input_text", "output_text", "text")
+_PASSED = (
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "chat_template_kwargs",
+)
+"""Fields that are those of the chat."""
 _REASONING = "reasoning_text"
 _ENCRYPTED = "reasoning.encrypted_content"
 """What clients ask for to continue without state. They need not: the reasoning is returned as text."""
@@ -62,10 +76,20 @@ class ResponsesRequest(InputRequest, kw_only=True, forbid_unknown_fields=True):
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: bodies.TopK | None = None
+    min_p: bodies.MinP | None = None
+    presence_penalty: bodies.Penalty | None = None
+    frequency_penalty: bodies.Penalty | None = None
+    repetition_penalty: bodies.RepetitionPenalty | None = None
+    seed: bodies.Seed | None = None
+    stop: bodies.Stop | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     background: bool | None = None
     include: list[str] | None = None
 
     metadata: Any = None
+    max_tool_calls: Any = None
+    """Has no effect: it limits calls that a server makes."""
     store: bool | None = None
     user: Any = None
     service_tier: Any = None
@@ -88,10 +112,8 @@ def request_of(text: bytes) -> tuple[ResponsesRequest, ChatRequest]:
             raise BadParameter("include", f"'include' with '{name[:80]}' is not supported")
     chat = _chat(
         request,
-        stream=request.stream,
         max_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
+        **{name: getattr(request, name) for name in _PASSED},
     )
     return request, chat
 
