@@ -335,7 +335,7 @@ def test_responses(client: Any, expected: list[str]) -> None:
     found = client.responses.create(input="Why?", **given)
     assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (found.output_text, found.usage.output_tokens) == (expected[-1], 24)
-    own = {"top_k": 1, "stop": expected[-1][5:8], "max_tool_calls": 1}
+    own: dict[str, Any] = {"top_k": 1, "stop": expected[-1][5:8], "max_tool_calls": 1}
     stopped = client.responses.create(input="Why?", extra_body=own, **given | {"temperature": 1})
     assert (stopped.status, stopped.output_text) == ("completed", expected[-1].partition(own["stop"])[0])
     parts = [{"role": "user", "content": [{"type": "input_text", "text": "Why?"}]}]
