@@ -355,8 +355,8 @@ class ClientState(Struct, eq=False):
     ledger: Ledger
     outputs: str = ""
     name: str = ""
-    requests: dict[int, int] = {}
-    """Client-side number of each request in flight -> the broker's number."""
+    requests: dict[int, Request] = {}
+    """Client-side number -> request in flight."""
     steps: int = 0
     """Requests of steps of its ensembles."""
     bytes: int = 0

@@ -166,11 +166,6 @@ class State:
             self.changed_models.clear()
         return effects
 
-    def request_of(self, client: ClientState, number: int) -> Request | None:
-        """The request in flight with this client-side number."""
-        own = client.requests.get(number)
-        return None if own is None else self.requests.get(own)
-
     def send(self, peer: int, message: object) -> None:
         self.effects.append(Send(peer, message))
 

@@ -109,7 +109,7 @@ class ModelCalls:
 
     def _of(self, instance: Instance, number: int) -> Request | None:
         caller = instance.caller
-        return self.state.request_of(caller, number) if caller is not None else None
+        return caller.requests.get(number) if caller is not None else None
 
     # ------------------------------------------------------------------------------------ admission
 

@@ -113,7 +113,7 @@ def _runs_at(state: State, request: Request, stuck: Stuck) -> Instance | None:
 
 def _held_up_by(state: State, run: Run, stuck: Stuck) -> Instance | None:
     """For a request to an ensemble: checks its steps in flight and those that have not started."""
-    blockers = [_blocked_by(state, step, stuck) for step in run.in_flight.values()]
+    blockers = [_blocked_by(state, step, stuck) for step in run.in_flight]
     blockers += [_served_by(state, member, stuck) for member in run.to_come()]
     return next((blocker for blocker in blockers if blocker is not None), None)
 
@@ -181,8 +181,8 @@ def _caller(state: State, request: Request) -> tuple[Version, Instance]:
 
 def _held(state: State, instance: Instance) -> list[Request]:
     """The calls that block the instance or keep it awake."""
-    caller, requests = instance.caller, state.requests
+    caller = instance.caller
     if caller is None:
         return []
     version, _ = state.instances[instance.peer]
-    return [requests[number] for number in caller.requests.values() if number in caller.blocking or version.yielding]
+    return [one for one in caller.requests.values() if one.number in caller.blocking or version.yielding]

@@ -337,7 +337,7 @@ class Ensembles:
         assert run.failure is not None
         run.over = True
         request, (code, text) = run.request, run.failure
-        for step in list(run.in_flight.values()):
+        for step in list(run.in_flight):
             self._give_up(step)
         kind = FailureKind.CANCELED if code == "CANCELLED" else FailureKind.OTHER
         self._state.observers.failed(request.version, request.arrived, code, text, kind)

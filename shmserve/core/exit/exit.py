@@ -248,8 +248,7 @@ def deadline_passed(state: State, request: Request, now: int) -> None:
 
 
 def cancel_all(state: State, client: ClientState) -> None:
-    requests = state.requests
-    for request in [requests[number] for number in client.requests.values()]:
+    for request in list(client.requests.values()):
         if request.state in (_QUEUED, _CHAINED):
             fail_early(state, request, "CANCELLED", "its client has disconnected")
         elif request.state in (_SENT, _OPEN):

@@ -101,7 +101,7 @@ class Admission:
         client = self._require_hello(peer)
         if client is None:
             return
-        request = self._state.request_of(client, message.request)
+        request = client.requests.get(message.request)
         if request is None:  # already answered (the messages crossed), or an operation instead of a request
             self._state.effects.append(Query(peer, message))
         else:
@@ -115,7 +115,7 @@ class Admission:
     def more(self, peer: int, message: More, now: int) -> None:
         client = self._require_hello(peer)
         if client is not None:
-            responses.more(self._state, self._state.request_of(client, message.request), message.count)
+            responses.more(self._state, client.requests.get(message.request), message.count)
 
     def map(self, peer: int, message: Map, now: int) -> None:
         client = self._require_hello(peer)

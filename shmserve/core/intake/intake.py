@@ -186,7 +186,7 @@ class Intake:
             streamed or shared,
             length,
         )
-        client.requests[number] = own
+        client.requests[number] = request
         state.requests[own] = request
         client.bytes += inline
         if size:
@@ -443,7 +443,7 @@ class Intake:
             request.number = own = state.next_number()
             request.client_number = number
             request.data = data
-            numbers[number] = own
+            numbers[number] = request
             requests[own] = request
             client.bytes += inline
             if deadline:
@@ -547,7 +547,7 @@ class Intake:
             length,
         )
         state.requests[number] = request
-        client.requests[number] = number
+        client.requests[number] = request
         client.bytes += inline
         target.service.queue.add(request)
         state.to_dispatch[target] = None

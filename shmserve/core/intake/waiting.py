@@ -89,7 +89,7 @@ def wait_again(request: Request, version: Version) -> None:
 
 def _charge(request: Request) -> None:
     client = request.client
-    client.requests[request.client_number] = request.number
+    client.requests[request.client_number] = request
     client.bytes += request.inline
     client.input_bytes += request.input_bytes
 

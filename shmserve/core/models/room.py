@@ -205,12 +205,12 @@ def _called(state: State) -> set[Version]:
     todo: list[Request] = []
     for instance in chain(state.blocked_instances, *(version.instances for version in state.memory.yielding)):
         if instance.caller is not None:
-            todo += [state.requests[number] for number in instance.caller.requests.values()]
+            todo += instance.caller.requests.values()
     while todo:
         request = todo.pop()
         run = state.runs.get(request.number)
         if run is not None:
-            todo += run.in_flight.values()
+            todo += run.in_flight
         elif request.state is RequestState.QUEUED:
             found.update(memory.needed_by(state, request.version))
     return found

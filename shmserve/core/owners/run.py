@@ -121,10 +121,8 @@ class Run(Struct, eq=False):
     ready: list[tuple[Iteration, int]] = []
     mapped: deque[MappedStep] = field(default_factory=deque)
     """Invariant: if this is not empty and the run has not failed, the run is in Runs.with_rows."""
-    in_flight: dict[int, Request] = {}
-    """Requests of steps that have not ended, by number."""
-    positions: dict[int, StepPosition] = {}
-    """Number of a request in `in_flight` -> its purpose."""
+    in_flight: dict[Request, StepPosition] = {}
+    """Requests of steps that have not ended, and their purposes."""
     sources: dict[int, Request] = {}
     """Level -> the request in flight to its source."""
     forwarded: set[Handle] = set()
@@ -146,7 +144,7 @@ class Run(Struct, eq=False):
     def deliver(self, request: Request, message: Response) -> None:
         """Records a result of a step. `advance` processes it."""
         assert isinstance(message, Reply | Part | Fail)
-        position = self.positions[request.number]
+        position = self.in_flight[request]
         self.results.append((position, message))
         self.runs.to_advance[self] = None
         if isinstance(message, Part) and not message.last:
@@ -166,7 +164,7 @@ class Run(Struct, eq=False):
 
     def entered(self, request: Request, position: StepPosition) -> None:
         """A step was requested."""
-        self.in_flight[request.number], self.positions[request.number] = request, position
+        self.in_flight[request] = position
         request.client.steps += 1
         request.client.bytes += request.inline
         request.payer.enter()
@@ -181,7 +179,7 @@ class Run(Struct, eq=False):
         """The run looks at what is in flight."""
 
     def ended(self, request: Request) -> None:
-        del self.in_flight[request.number], self.positions[request.number]
+        del self.in_flight[request]
         client = request.client
         client.steps -= 1
         client.bytes -= request.inline

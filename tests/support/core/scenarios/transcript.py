@@ -145,7 +145,7 @@ class Transcript(World):
         if run is None:
             worker = self.workers.get(request.client.number)
             return f"{worker.name + '#' if worker else request.client.name}{request.client_number}"
-        index, row, _ = run.positions[request.number]
+        index, row, _ = run.in_flight[request]
         return f"{self._name(run.request)}.{index}" + (f"[{row}]" if run.graph.steps[index].mapped else "")
 
     def _segment(self, number: int) -> str:

@@ -298,7 +298,10 @@ class Twin:
                  request.inline, request.signature, request.rows, request.length, request.tensors())
                 for number, request in state.requests.items()
             ],
-            "clients": [(peer, client.bytes, dict(client.requests)) for peer, client in state.clients.items()],
+            "clients": [
+                (peer, client.bytes, {number: request.number for number, request in client.requests.items()})
+                for peer, client in state.clients.items()
+            ],
             "queues": {
                 version.label: (version.service.queue.count, version.service.queue.bytes, version.service.queue.timed)
                 for model in state.models.values()
