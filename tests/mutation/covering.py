@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from tests import ROOT
 from tests.__main__ import LONG
@@ -34,7 +33,6 @@ CONFIG = f"""\
 source = {",".join(PACKAGES)}
 parallel = true
 data_file = {DATA}
-dynamic_context = test_function
 disable_warnings = no-data-collected,module-not-imported,module-not-measured
 """
 
@@ -45,7 +43,12 @@ PROCESS_TESTS = {
     "shmserve/session": ("tests/process/server/requests",),
     "shmserve/shm": ("tests/process/server/requests",),
     "shmserve/protocol": ("tests/process/server/requests",),
-    "workers": ("tests/conformance/test_backends.py", "tests/process/worker", "tests/process/models"),
+    "workers": (
+        "tests/conformance/test_backends.py",
+        "tests/process/worker",
+        "tests/process/server/processes",
+        "tests/process/models",
+    ),
     "repo": ("tests/process/models/repositories", "tests/process/cli"),
     "clients": ("tests/process/cli",),
     "shmserve/tools": ("tests/process/cli",),
@@ -66,7 +69,7 @@ def record(at_once: bool) -> None:
     config = RECORDED / "coveragerc"
     config.write_text(CONFIG)
     command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", "-q", "-m", "not process"]
-    command += ["-n0", "-p", "no:cacheprovider", "--tb=no"]
+    command += ["-n0", "-p", "no:cacheprovider", "-p", "tests.mutation.contexts", "--tb=no"]
 
     def run(suite: tuple[str, ...]) -> list[str]:
         ended = subprocess.run([*command, *suite], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -109,15 +112,5 @@ class Record:
         if name is None:
             return []
         contexts = self._data.contexts_by_lineno(name)
-        found = {context for line in lines for context in contexts.get(line, ())}
-        return list(filter(None, map(_node_id, sorted(found, key=lambda context: (self._lines[context], context)))))
-
-
-def _node_id(context: str) -> str:
-    """The node id of a test function, from its qualified name: "tests.unit.test_x.TestY.test_z"."""
-    parts = context.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        path = Path(*parts[:end]).with_suffix(".py")
-        if (ROOT / path).is_file():
-            return "::".join([path.as_posix(), *parts[end:]])
-    return ""
+        found = {context for line in lines for context in contexts.get(line, ())} - {""}
+        return sorted(found, key=lambda context: (self._lines[context], context))
