@@ -14,7 +14,7 @@ from typing import Any
 from bench.lib import models, processes
 from bench.lib.child import Child, Team
 from bench.lib.clock import alternate
-from bench.lib.setting import BenchServer, Setting, serving
+from bench.lib.setting import Setting, serving
 from bench.lib.table import Row, micros
 from bench.suites.lengths import lengths, minilm
 from bench.suites.overload import overload
@@ -77,17 +77,14 @@ def cnn(setting: Setting) -> list[Row]:
     repository = setting.repository("cnn")
     models.write(repository, "cnn", models.onnx_model(models.CNN_SHAPE, 1000, 8, 2), {"model.onnx": path})
     oracle = {"shape": models.CNN_SHAPE, "oracle": str(path), "shared": True}
+    engine = partial(Child, "bench.lib.bare_engine:engine", model=str(path), batch=1, shape=models.CNN_SHAPE)
     with (
         serving(repository) as server,
-        Team([_bare_cnn(str(path)) for _ in range(2)]) as bare,
+        Team([engine() for _ in range(2)]) as bare,
         Child("bench.lib.load:stream", url=server.lane, model="cnn", flight=16, **oracle) as load,
     ):
         bares, rates = alternate(setting.rounds, _team_rate(bare, setting), _rate(load, setting))
     return [_share("CNN, 600 KB inputs, 2 instances, 16 in flight", rates, bares, 0.95)]
-
-
-def _bare_cnn(path: str) -> Child:
-    return Child("bench.lib.bare_engine:engine", model=path, batch=1, shape=models.CNN_SHAPE)
 
 
 RELAYS = {
@@ -102,30 +99,25 @@ def lone(setting: Setting) -> list[Row]:
     repository = setting.repository("lone")
     models.write(repository, "mlp", models.onnx_model(models.MLP_SHAPE, 64, 32), {"model.onnx": path})
     call = partial(Child, "bench.lib.load:lone", model="mlp", shape=models.MLP_SHAPE, oracle=str(path))
-    sides = [("lane", "seqpacket", 3.0), ("zmq", "zeromq", 1.5)]
+    sides = [("lane", "lane", "seqpacket", 3.0), ("ZeroMQ", "zmq", "zeromq", 1.5)]
     rows = []
     with (
         serving(repository) as server,
         Child("bench.lib.bare_engine:engine", model=str(path), batch=1, shape=models.MLP_SHAPE) as bare,
     ):
-        for link, kind, at_most in sides:
-            ways = [Child(target, size=size, relay=way) for target, way in RELAYS[kind] for size in (60, 1024)]
-            with call(url=getattr(server, link)) as caller, Team(ways) as relays:
+        for name, link, kind, at_most in sides:
+            ways = [(target, way, size) for target, way in RELAYS[kind] for size in (60, 1024)]
+            children = [Child(target, size=size, relay=way) for target, way, size in ways]
+            with call(url=getattr(server, link)) as caller, Team(children) as relays:
                 parties = [bare, caller, *relays.children]
                 result = alternate(setting.rounds, *(_median(party, setting) for party in parties))
             alone, whole, *trips = (median(values) for values in result)
             trip = min(trips)
-            named = [f"{way} {size} B {micros(t)}" for (way, size), t in zip(_labels(kind), trips, strict=True)]
-            beside = f"{micros(whole)} whole, bare {micros(alone)}, over it {micros(whole - alone)}; " + ", ".join(
-                named
-            )
-            name = {"lane": "one request, lane, over bare", "zmq": "one request, ZeroMQ, over bare"}[link]
+            named = [f"{way} {size} B {micros(t)}" for (_, way, size), t in zip(ways, trips, strict=True)]
+            times = f"{micros(whole)} whole, bare {micros(alone)}, over it {micros(whole - alone)}"
+            beside, name = f"{times}; {', '.join(named)}", f"one request, {name}, over bare"
             rows.append(Row(name, (whole - alone) / trip, "relay trips", at_most=at_most, beside=beside))
     return rows
-
-
-def _labels(kind: str) -> list[tuple[str, int]]:
-    return [(way, size) for _, way in RELAYS[kind] for size in (60, 1024)]
 
 
 def large_input(setting: Setting) -> list[Row]:
@@ -188,15 +180,12 @@ def memory(setting: Setting) -> list[Row]:
         models.write(repository, name, models.identity(), {})
     with serving(repository) as server:
         before = processes.private_bytes(server.broker_pid())
-        with Team([_sixteen(server, names) for _ in range(4)]) as clients:
+        sixteen = partial(Child, "bench.lib.load:many", urls=[server.lane, server.zmq], models=names, each=16)
+        with Team([sixteen() for _ in range(4)]) as clients:
             clients.ask(requests=40)
             used = processes.private_bytes(server.broker_pid())
     beside = f"{before / MIB:.1f} MiB before the first client; 4 processes x 16 clients, 40 requests each"
     return [Row("broker memory, 10 models, 64 clients", used / MIB, "MiB", at_most=120.0, beside=beside)]
-
-
-def _sixteen(server: BenchServer, names: list[str]) -> Child:
-    return Child("bench.lib.load:many", urls=[server.lane, server.zmq], models=names, each=16)
 
 
 def startup(setting: Setting) -> list[Row]:

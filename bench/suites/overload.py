@@ -38,9 +38,9 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
-        given = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
-        select.select([], [], [], 0.002 + 0.001 * sum(len(x) for x in given))
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)]) for x in given]
+        arrays = [pb_utils.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
+        select.select([], [], [], 0.002 + 0.001 * sum(len(x) for x in arrays))
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)]) for x in arrays]
 """
 
 
