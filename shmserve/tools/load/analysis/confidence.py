@@ -75,7 +75,7 @@ class Stability(Struct, frozen=True):
 
 
 def stability(windows: Sequence[LoadWindow], settings: MeasureSettings, throughput: bool = True) -> Stability:
-    """Take the longest stable run of windows that ends with the last one; if there is none, all of them. `throughput`:
+    """Takes the longest stable run of windows that ends with the last one; if there is none, all of them. `throughput`:
     whether throughput must also be stable, which is meaningless in an open loop.
     """
     note = f"{len(windows)} of at least {settings.min_windows} windows"

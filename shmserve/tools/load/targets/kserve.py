@@ -36,7 +36,7 @@ def json_values(array: Any, spec: Spec, facts: ModelFacts) -> Any:
             raise Unsupported(f"generate_stream takes one row, and input '{name}' has {dims[0]}: {elsewhere}")
         dims = dims[1:]
     if sum(dim < 0 for dim in spec["shape"][-len(dims) :]) > 1 and any(dim != 1 for dim in dims[:-1]):
-        raise Unsupported(f"generate_stream cannot say the shape {dims} of input '{name}': {elsewhere}")
+        raise Unsupported(f"generate_stream cannot express the shape {dims} of input '{name}': {elsewhere}")
     values = [_text_of(item, name) for item in array.flat] if array.dtype == object else array.reshape(-1).tolist()
     return values[0] if len(values) == 1 else values
 

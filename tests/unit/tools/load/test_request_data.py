@@ -132,7 +132,7 @@ def test_tensors_as_the_endpoints_take_them() -> None:
         ("x", np.zeros((2, 2), np.float32), "takes one row, and input 'x' has 2"),
         ("h", np.zeros((1, 1), np.float16), "input 'h' is FP16, which generate_stream cannot carry"),
         ("s", np.array([[b"\xff"]], object), "input 's' is not UTF-8 text"),
-        ("w", np.zeros((1, 2, 3), np.int64), r"cannot say the shape \[2, 3\] of input 'w'"),
+        ("w", np.zeros((1, 2, 3), np.int64), r"cannot express the shape \[2, 3\] of input 'w'"),
     ):
         with pytest.raises(Unsupported, match=text):
             values(name, array)
