@@ -55,8 +55,8 @@ class Torch(OverlappingBackend):
         facts = self._open(config).facts()
         if facts is None:
             raise InvalidRequest(
-                f"model '{config.name}' needs input and output in its config.pbtxt: a TorchScript file does not say "
-                "what shapes it takes; a torch.export package (model.pt2) does"
+                f"model '{config.name}' needs input and output in its config.pbtxt: a TorchScript file does not "
+                "describe their shapes; a torch.export package (model.pt2) does"
             )
         inputs, outputs = ([fact for fact in side if fact is not None] for side in facts)
         return completed(config, inputs, outputs)

@@ -45,7 +45,7 @@ class Captured(Struct):
 
 
 class ConfiguredShapes:
-    """The shapes of the configuration, for graphs: a PyTorch model does not say which ones it takes."""
+    """The shapes of the configuration, for graphs: a PyTorch model does not name those that it accepts."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._batched = config.max_batch_size > 0

@@ -311,7 +311,7 @@ def test_unsupported_models_are_refused(make: Any, kind: type[ServeError], text:
 def test_a_torchscript_model_needs_configured_inputs(tmp_path: Path) -> None:
     torch_forward(tmp_path, "x", "return x")
     given = config("pytorch", {}, {})
-    with pytest.raises(InvalidRequest, match="a TorchScript file does not say what shapes it takes"):
+    with pytest.raises(InvalidRequest, match="a TorchScript file does not describe their shapes"):
         backend(tmp_path, given).complete(given)
 
 
