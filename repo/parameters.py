@@ -99,7 +99,7 @@ def _words(true: frozenset[str], false: frozenset[str]) -> ParameterKind[bool]:
 
 
 def _text(expected: str) -> ParameterKind[str]:
-    """A text of which whoever reads it knows the grammar."""
+    """A text that is parsed where it is used."""
     return ParameterKind(str, expected)
 
 

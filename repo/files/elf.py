@@ -91,7 +91,7 @@ class _Reader:
         return [(name, section) for name, _, _, section, _, _ in symbols]
 
     def _count(self, value: dict[int, int]) -> int:
-        """Returns the number of symbols. The newer hash table does not say it: the last chain has to be followed."""
+        """Returns the number of symbols. The newer hash table does not have it: the last chain has to be followed."""
         if _HASH in value:
             return self._word(self._offset(value[_HASH]) + 4)
         if _GNU_HASH not in value:

@@ -123,7 +123,7 @@ def _onnx(path: Path) -> Starter:
     )
     facts = [_fact(path, tensor) for tensor in (*inputs, *header.outputs)]
     if None in facts:
-        text = "The file does not say the shape of each: the server completes them when it loads the model."
+        text = "The file does not have the shape of each: the server completes them when it loads the model."
         return Starter(layout._replace(note=text, no_batches=_COMPLETED), files)
     known = [fact for fact in facts if fact is not None]
     batches = all(fact.dims and fact.dims[0] == -1 for fact in known)
@@ -161,11 +161,11 @@ def _torch_file(path: Path, described: DescribedTensors | None) -> Starter:
     if path.suffix == ".pt2":
         text = "The server reads names, types and shapes from the file; those that are written here must agree."
         return Starter(layout._replace(note=text, no_batches=_COMPLETED), files)
-    warning = "the file does not say its tensors, and they could not be found out: write them into config.pbtxt"
+    warning = "the file does not describe its tensors: write them into config.pbtxt"
     guess = DescribedTensors(
         (TensorFacts("INPUT__0", "FP32", (-1, -1)),), (TensorFacts("OUTPUT__0", "FP32", (-1, -1)),), True
     )
-    text = "These are a guess, as the file does not say them: correct number, types and dims of both."
+    text = "These are a guess, because the file does not describe its tensors: correct their number, types and dims."
     return Starter(_with_tensors(layout, guess._replace(note=text)), files, warning)
 
 

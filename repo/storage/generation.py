@@ -265,7 +265,7 @@ class _Mirror:
                 os.symlink(os.path.abspath(entry.path), self._target / path)
 
     def _file(self, path: str, large: bool, linked: bool) -> Look | None:
-        """Mirror a file; returns its look if it is a link, None if it is a copy or not a regular file."""
+        """Mirrors a file; returns its look if it is a link, None if it is a copy or not a regular file."""
         source = os.path.abspath(self._source / path)
         target = source
         try:

@@ -139,7 +139,7 @@ def cut(picture: np.ndarray, box: np.ndarray) -> np.ndarray:
 
 
 def lines(crops: list[np.ndarray]) -> np.ndarray:
-    """Scale all crops to the recogniser's height, padded with grey on the right to the widest."""
+    """Scales all crops to the recogniser's height, padded with grey on the right to the widest."""
     ratios = [crop.shape[1] / crop.shape[0] for crop in crops]
     width = int(LINE_HEIGHT * max([MIN_WIDTH / LINE_HEIGHT, *ratios]))
     batch = np.zeros((len(crops), 3, LINE_HEIGHT, width), np.float32)

@@ -61,7 +61,7 @@ def decode(data: bytes, max_pixels: int) -> np.ndarray:
 
 
 def resized(picture: np.ndarray, ratio: float) -> np.ndarray:
-    """Scale both sides by the ratio, rounded to multiples of STEP."""
+    """Scales both sides by the ratio, rounded to multiples of STEP."""
     height, width = (round(int(side * ratio) / STEP) * STEP for side in picture.shape[:2])
     if not height or not width:
         raise ValueError(f"{picture.shape[1]} x {picture.shape[0]} pixels is too small for text")
