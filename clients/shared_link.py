@@ -367,7 +367,7 @@ class SharedLink(SessionLink):
             gate.release()
 
     def _end_call(self) -> None:
-        """End of each call, without the lock: wake up a follower if there is no leader, and run callbacks."""
+        """Ends each call, without the lock: wakes up a follower if there is no leader, and runs callbacks."""
         if self._gates and not self._leading:
             with self.lock:
                 self._wake_follower()
