@@ -335,6 +335,8 @@ def _check_message(param: str, message: dict[str, Any]) -> None:
         raise BadParameter(f"{param}.role", f"'{param}.role' is not a string")
     if message["role"] == "developer":  # which few chat templates know
         message["role"] = "system"
+    if "reasoning" in message:  # of vLLM and ollama
+        message.setdefault("reasoning_content", message.pop("reasoning"))
     content = message.get("content")
     if not (content is None or type(content) is str or type(content) is list):
         raise BadParameter(f"{param}.content", f"'{param}.content' is neither a string nor a list")

@@ -205,14 +205,22 @@ def test_the_limit_of_a_model_for_tokens() -> None:
         assert inputs.sampling_of(model, given, None) == {"max_tokens": 7}
 
 
+def test_fields_of_messages_that_templates_know() -> None:
+    messages = [{"role": "developer", "content": ""}, {"role": "assistant", "content": "", "reasoning": "a"}]
+    chat = bodies.chat(json.dumps({"model": "m", "messages": messages}).encode())
+    assert chat.messages == [
+        {"role": "system", "content": ""},
+        {"role": "assistant", "content": "", "reasoning_content": "a"},
+    ]
+
+
 def test_variables_of_the_chat_template() -> None:
     """Those of the configuration, of fields, and of the request."""
     own = {"chat_template_kwargs": parameter('{"a": 1, "b": 1, "reasoning_effort": "high"}')}
     model = models.language_model("m", config("text_input", parameters=own))
     given = {"reasoning_effort": "low", "chat_template_kwargs": {"b": 2}}
-    chat = bodies.chat(json.dumps({"model": "m", "messages": [{"role": "developer", "content": ""}], **given}).encode())
+    chat = bodies.chat(json.dumps({"model": "m", "messages": USER, **given}).encode())
     assert inputs.template_arguments(model, chat) == {"a": 1, "b": 2, "reasoning_effort": "low"}
-    assert chat.messages == [{"role": "system", "content": ""}]
 
 
 @cases(
