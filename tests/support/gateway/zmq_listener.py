@@ -18,6 +18,9 @@ from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
 from shmserve.gateway.zmq_tcp.peer import ZmqLimits
 from shmserve.transport.keys import Pair, make_pair, read_pair, write_pair
 
+# Makes what uvloop keeps for good, which the leak check would report.
+uvloop.new_event_loop().close()
+
 LIMITS = ZmqLimits(input_bytes=4 << 20, unsent_bytes=8 << 20, connections=8, key_connections=6)
 HELLO = [6, 1, 0, "bare", "frames"]
 
