@@ -19,6 +19,7 @@ import uvloop
 
 from shmserve.gateway.limits.proxies import TrustedProxies, networks_of
 from shmserve.gateway.listeners.handshakes import ADDRESS_SHARE, MIN_ROOM, UNDER_WAY, Handshakes
+from tests.support.patience import PATIENCE_S
 
 uvloop.new_event_loop().close()  # the first loop of a process opens a pipe for signals, which libuv keeps
 MOST = int(UNDER_WAY * ADDRESS_SHARE)
@@ -121,7 +122,7 @@ def on_endpoint(**options: Any) -> Callable[[Scenario], Callable[[trustme.CA], N
         async def main(authority: trustme.CA) -> None:
             endpoint = Endpoint(authority, **options)
             try:
-                await scenario(endpoint)
+                await asyncio.wait_for(scenario(endpoint), PATIENCE_S)
             finally:
                 endpoint.close()
 
