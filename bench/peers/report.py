@@ -39,7 +39,7 @@ class Cell:
     def text(self) -> str:
         if self.per_s is None or self.p50_us is None or self.p99_us is None:
             return "failed"
-        return f"{self.per_s:,.0f}/s, {milliseconds(self.p50_us)} ({milliseconds(self.p99_us)}) ms"
+        return f"{self.per_s:,.0f}, {milliseconds(self.p50_us)} ({milliseconds(self.p99_us)})"
 
 
 def milliseconds(us: float) -> str:
@@ -67,7 +67,7 @@ def save(cells: Sequence[Cell], command: str, notes: dict[str, str]) -> Path:
     page = [
         f"# Beside other servers, {today}",
         "",
-        f"Made by `{command}`: requests in a second, median and (99th percentile) of their time. docs/compare.md",
+        f"Made by `{command}`: requests in a second, median and (99th percentile) of their time in ms. docs/compare.md",
         "",
         *(f"- {key}: {value}" for key, value in facts.items()),
         "",

@@ -213,7 +213,8 @@ def _peers() -> str:
     """The latest result of `make compare`, without its heading."""
     newest = max((ROOT / "bench" / "results").glob("*-peers.md"))
     heading, _, rest = newest.read_text().partition("\n- ")
-    return f"{heading.partition(', ')[2].split()[0]}:\n\n- {rest.strip()}"
+    date = heading.partition(", ")[2].split()[0]
+    return f"{date}, requests per second, median and (99th percentile) in ms:\n\n- {rest.strip()}"
 
 
 def _tuned() -> str:
