@@ -113,12 +113,15 @@ class _Rendering:
             raise InvalidRequest(f"the chat template of the model refuses the messages: {self._why}") from None
         finally:
             limit.cancel()
-            self._renderer = None
+            self._renderer, self.began = None, 0.0
 
-    def end(self, why: str) -> None:
-        if self._renderer is not None:
-            self._why = why
-            self._renderer.kill()
+    def end(self, why: str) -> bool:
+        """False if it is not being rendered: its process is starting or ending."""
+        if self._renderer is None:
+            return False
+        self._why = why
+        self._renderer.kill()
+        return True
 
     @property
     def is_wanted(self) -> bool:
@@ -224,9 +227,8 @@ class ChatTemplates:
 
     def _evict(self, oldest: _Rendering) -> None:
         self._eviction = None
-        if self._running.get(oldest.caller) is oldest:
-            oldest.end(f"it takes more than {FAIR_SECONDS:g} seconds while other callers wait")
-        else:
+        why = f"it takes more than {FAIR_SECONDS:g} seconds while other callers wait"
+        if self._running.get(oldest.caller) is not oldest or not oldest.end(why):
             self._start()
 
     async def close(self) -> None:

@@ -163,6 +163,34 @@ def test_a_template_that_loops_does_not_delay_the_chats_of_other_callers(monkeyp
     run(work)
 
 
+def test_a_template_whose_process_starts_slowly_loses_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "PROCESSES", 1)
+    monkeypatch.setattr(templates, "SECONDS", 3600.0)
+    monkeypatch.setattr(templates, "FAIR_SECONDS", 0.0)
+    renderer, rendering = templates._Renderer, templates._Rendering  # noqa: SLF001 - when a process starts is invisible
+    start, end = renderer.start, rendering.end
+
+    async def work(made: ChatTemplates) -> None:
+        tried = asyncio.Event()
+
+        def noted(one: Any, why: str) -> bool:
+            tried.set()
+            return end(one, why)
+
+        async def slow() -> Any:
+            await tried.wait()
+            return await start()
+
+        monkeypatch.setattr(rendering, "end", noted)
+        monkeypatch.setattr(renderer, "start", slow)
+        first, last = Chat(made, ENDLESS, "slow"), Chat(made, CHAT, "b", MESSAGES)
+        with pytest.raises(InvalidRequest, match="while other callers wait"):
+            await first.result
+        assert await last.result == "abc"
+
+    run(work)
+
+
 def test_finished_and_failed_templates_release_their_share() -> None:
     budget = Budget(600)
 
