@@ -120,7 +120,7 @@ except KeyboardInterrupt:
 
 def test_ctrl_c_before_the_server_runs(tmp_path: Path) -> None:
     """At each of these points the runtime directory has files, all of which are removed."""
-    for name in ("posix.sweep", "survey", "worker_settings"):
+    for name in ("posix.sweep", "survey", "WorkerSettings"):
         program = f"""
 import os, runpy, signal, sys
 from shmserve.broker import main
