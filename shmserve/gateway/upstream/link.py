@@ -182,21 +182,6 @@ def partial_room(memory: SessionMemory, size: int, shift: int = 0) -> Room | Non
     return Room(array.data, partial(memory.warm, array))
 
 
-class KnownConfigs(BoundedCache[str, Any]):
-    """Configurations by the names with which they were asked for: those of models, with or without a namespace."""
-
-    def __init__(self) -> None:
-        super().__init__(KNOWN_CONFIGS)
-
-    def changed(self, model: str) -> None:
-        """`model`: "" if all may have changed."""
-        if model:
-            self.pop(model, None)
-            self.pop(plain(model), None)
-        else:
-            self.clear()
-
-
 class GatewayLink:
     """The connection of a gateway to the broker. All endpoints share it, and their clients share its limits on requests
     in flight. `make_link` makes the link that it owns."""
@@ -217,7 +202,8 @@ class GatewayLink:
                 f"a gateway must run on the server's machine and use its Unix socket, not {address.url}"
             )
         self.shares = Shares(bounds or ShareBounds(input_bytes=memory_bytes))
-        self._configs = KnownConfigs()
+        self._configs: BoundedCache[str, Any] = BoundedCache(KNOWN_CONFIGS)
+        """Configurations by the names with which they were asked for: those of models, with or without a namespace."""
         self._link = make_link(
             address,
             name,
@@ -230,7 +216,7 @@ class GatewayLink:
                 decode=_held,
                 row_reply=reply_of,
                 on_limits=self.shares.limits,
-                on_changed=self._configs.changed,
+                on_changed=self._forget_config,
                 explain_lost=_explain_lost,
                 keeps=True,
             ),
@@ -267,6 +253,14 @@ class GatewayLink:
         """Called with the answer to a query with `follow`. Returns it."""
         self._configs.put(model, config)
         return config
+
+    def _forget_config(self, model: str) -> None:
+        """`model`: "" if all may have changed."""
+        if model:
+            self._configs.pop(model, None)
+            self._configs.pop(plain(model), None)
+        else:
+            self._configs.clear()
 
     async def close(self, error: ServeError | None = None) -> None:
         if self._trim_timer is not None:
