@@ -29,7 +29,7 @@ from msgspec import Struct
 from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
 from shmserve.workers.backends.language.engine import Limits
 from shmserve.workers.backends.language.schemas import check_chat
-from shmserve.workers.backends.llamacpp.parameters import body_of
+from shmserve.workers.backends.llamacpp.parameters import body_of, cut
 from shmserve.workers.backends.llamacpp.pieces import Pieces
 from shmserve.workers.process.log import log_message
 
@@ -190,14 +190,12 @@ class Engine:
         return np.frombuffer(base64.b64decode(found.data[0].embedding), "<f4"), found.usage.prompt_tokens
 
     def _first_tokens(self, text: str, limit: int) -> list[int]:
-        """The tokens of a text that is cut. The last one stays, if it is the mark of the end."""
+        """The tokens of a text, cut to `limit`."""
         tokens = self.tokens(text)
         if len(tokens) <= limit:
             return tokens
         body = {"content": text, "add_special": False}
-        plain = self._post("/tokenize", msgspec.json.encode(body), _Tokens).tokens
-        mark = tokens[-1:] if tokens[-1] != plain[-1] else []
-        return tokens[: limit - len(mark)] + mark
+        return cut(tokens, self._post("/tokenize", msgspec.json.encode(body), _Tokens).tokens, limit)
 
     def score(self, query: str, document: str) -> tuple[Vector, int]:
         body = {"query": query, "documents": [document]}

@@ -111,3 +111,9 @@ def _structured(sampling: Sampling, defaults: Defaults) -> dict[str, Any]:
             return {"grammar": grammar}
         case name, _:
             raise Unsupported(f"'structured_outputs' with '{name[:40]}' is not supported by the engine of this model")
+
+
+def cut(tokens: list[int], unmarked: list[int], limit: int) -> list[int]:
+    """The first tokens of a text. The last one stays, if it is the mark of the end, which `unmarked` lacks."""
+    mark = tokens[-1:] if tokens[-1:] != unmarked[-1:] else []
+    return tokens[: limit - len(mark)] + mark

@@ -25,7 +25,7 @@ from shmserve.workers.backends.language.engine import Limits, Listener, Step
 from shmserve.workers.backends.language.replies import Reply
 from shmserve.workers.backends.language.requests import RETURNED, Generation
 from shmserve.workers.backends.language.sampling import Defaults, Sampling, defaults_of, merged, sampling_in
-from shmserve.workers.backends.llamacpp.parameters import UNSUPPORTED, engine_parameters
+from shmserve.workers.backends.llamacpp.parameters import UNSUPPORTED, cut, engine_parameters
 from shmserve.workers.backends.llamacpp.pieces import Pieces
 from shmserve.workers.backends.llamacpp.settings import Settings
 from shmserve.workers.model_calls.answer import Request
@@ -33,6 +33,12 @@ from shmserve.workers.model_calls.coroutines import Coroutines
 from tests.support.cases import cases
 from tests.support.model_files import parameters
 from tests.support.workers.models import gguf_models
+
+
+def test_a_text_is_cut_before_the_mark_of_its_end() -> None:
+    assert cut([1, 5, 6, 7], [5, 6, 7], 2) == [1, 5]
+    assert cut([1, 5, 6, 7, 2], [5, 6, 7], 3) == [1, 5, 2]
+    assert cut([1, 2], [], 1) == [2]
 
 
 def test_the_header_of_a_file(tmp_path: Path) -> None:
