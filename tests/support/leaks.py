@@ -50,7 +50,8 @@ template on."""
 BROWSER = " --headless"
 """A browser starts and ends processes at any time. Those that survive it are found as orphans."""
 POOL = "event_engine"
-"""gRPC starts these threads when all of them are busy, and ends them when they have been idle for long."""
+"""gRPC starts these threads when all of them are busy, and ends them when they have been idle for long. They are no leak
+themselves, but close a channel's descriptors after `close` has returned."""
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 DRIVER = ("thread", "fd", "map")
 """What a driver of a GPU keeps in a process that has used it. It is not checked in tests with the mark `gpu`."""
@@ -95,10 +96,8 @@ def _threads() -> Generator[Thing, None, None]:
         except OSError:
             continue  # ended in the meantime
         name = names.get(int(tid))
-        if comm != POOL:
-            yield Thing(
-                "thread", ("thread", tid), name or comm, f"thread {name!r}" if name else f"native thread {comm!r}"
-            )
+        sort = "pool" if comm == POOL else "thread"
+        yield Thing(sort, (sort, tid), name or comm, f"thread {name!r}" if name else f"native thread {comm!r}")
 
 
 def _has_children() -> bool:
@@ -238,7 +237,7 @@ def grown(before: Things, after: Things) -> list[Thing]:
     gone = Counter((thing.sort, thing.kind) for key, thing in before.items() if key not in after)
     new = []
     for key, thing in after.items():
-        if key not in before:
+        if key not in before and thing.sort != "pool":
             if gone[thing.sort, thing.kind] > 0:
                 gone[thing.sort, thing.kind] -= 1
             else:
@@ -332,8 +331,8 @@ def _settled(before: Things, seconds: float) -> tuple[list[Thing], Things]:
             _wait(ending, seconds)
             waited_for.update(one.key for one in ending)
             _reap_orphans()
-        elif any(_is_ending(thing) for thing in left):
-            select.select((), (), (), 0.02)  # there is no event when a process has waited for its child
+        elif any(_is_ending(thing) for thing in left) or _are_closing(left, now):
+            select.select((), (), (), 0.02)  # there is no event when a process has waited for its child, or gRPC closes
         else:
             break
         left, now = _look(before)  # perhaps with threads and processes that those that ended have started
@@ -355,6 +354,11 @@ def _is_ending(thing: Thing) -> bool:
     found = _stat(str(thing.key[1]))
     gone = found is None or found[2] != thing.key[2]
     return gone or (found is not None and found[0] == "Z" and found[1] != os.getpid())
+
+
+def _are_closing(left: list[Thing], now: Things) -> bool:
+    """Whether gRPC had threads when these were listed, which may still close a descriptor."""
+    return any(thing.sort == "fd" for thing in left) and any(thing.sort == "pool" for thing in now.values())
 
 
 KILL_S = 10.0

@@ -32,7 +32,7 @@ PURE = """
         os.memfd_create("leaked")
 """
 LEAKY = """
-    import mmap, os, socket, subprocess, sys, threading
+    import ctypes, mmap, os, select, socket, subprocess, sys, threading
     import pytest
 
     kept = []
@@ -80,6 +80,23 @@ LEAKY = """
 
     def test_honest(for_module):
         threading.Thread(target=lambda: None).start()
+
+    def test_closed_after_the_test_by_grpc():
+        descriptor, named, wait = os.memfd_create("closing"), threading.Event(), select.select
+
+        def act():
+            ctypes.CDLL(None).prctl(15, b"event_engine")
+            named.set()
+            threading.Event().wait()
+
+        def close(*args):
+            select.select = wait
+            os.close(descriptor)
+            return ()
+
+        select.select = close
+        threading.Thread(target=act, daemon=True).start()
+        named.wait()
 """
 LEFT = (
     "memfd:kept", "thread 'still-here'", "-c import signal; signal.pause()", "never waited for", "-test-leaks",
@@ -95,7 +112,8 @@ def test_a_leak_is_an_error_of_the_test_that_left_it(
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_leaky=LEAKY, test_pure=PURE)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-o", "leaks_wait=0.5")
-    result.assert_outcomes(passed=11, errors=8)
+    result.assert_outcomes(passed=12, errors=8)
     text = result.stdout.str()
     assert [piece for piece in LEFT if piece not in text] == []
     assert "test_honest left behind" not in text
+    assert "by_grpc left behind" not in text
