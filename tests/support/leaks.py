@@ -50,8 +50,8 @@ template on."""
 BROWSER = " --headless"
 """A browser starts and ends processes at any time. Those that survive it are found as orphans."""
 POOL = "event_engine"
-"""gRPC starts these threads when all of them are busy, and ends them when they have been idle for long. They are no leak
-themselves, but close a channel's descriptors after `close` has returned."""
+"""gRPC starts these threads when all of them are busy, and ends them when they have been idle for long. They are no
+leak themselves, but close a channel's descriptors after `close` has returned."""
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 DRIVER = ("thread", "fd", "map")
 """What a driver of a GPU keeps in a process that has used it. It is not checked in tests with the mark `gpu`."""
