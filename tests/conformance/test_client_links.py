@@ -13,6 +13,7 @@ import shmserve
 from shmserve.protocol.messages import OWNER_SHIFT, Bye, Cancel, Goodbye, Ping, Pong, Reclaim, Released, Reply, Return
 from tests.conformance.client_ways import CANCELLED, place_of, shared_only, ways
 from tests.support.broker.fake_broker import MODELS, FakeBroker, echo
+from tests.support.patience import PATIENCE_S
 
 
 def test_the_client_enforces_the_deadline_too(client: Any, broker: FakeBroker) -> None:
@@ -42,7 +43,7 @@ def test_the_default_timeout(connect: Callable[..., Any]) -> None:
 def test_cancel(client: Any, broker: FakeBroker) -> None:
     future = client.submit("hold", {"x": np.zeros((100, 100))})
     assert not future.done()
-    peer, infer, frames = broker.parked.get(timeout=20)
+    peer, infer, frames = broker.next_parked()
     assert future.cancel()
     assert future.cancelled()
     assert future.done()
@@ -64,7 +65,7 @@ def test_inputs_are_not_reused_before_they_are_released(client: Any, broker: Fak
     x = np.full((100, 100), 1.0)
     with pytest.raises(shmserve.QueueTimeout, match="waited for too long"):
         client.infer("held", {"x": x})
-    peer, infer, _ = broker.parked.get(timeout=20)
+    peer, infer, _ = broker.next_parked()
     still_read = place_of(infer.inputs[0])
     client.infer("echo", {"x": x + 1})
     assert place_of(broker.requests[-1].inputs[0]) != still_read
@@ -80,7 +81,7 @@ def test_memory_for_an_output_is_kept_until_it_is_released(client: Any, broker: 
     place = client.empty((100, 100))
     with pytest.raises(shmserve.QueueTimeout):
         client.infer("held", {"x": np.int64(1)}, outputs={"x": place})
-    peer, infer, _ = broker.parked.get(timeout=20)
+    peer, infer, _ = broker.next_parked()
     assert infer.outputs is not None
     handle = infer.outputs[0].place
     assert handle is not None
@@ -141,7 +142,7 @@ def test_an_unanswered_request_is_sent_again(
         assert broker.deaths == 1
     else:  # with ZeroMQ, a connection ends only with the server
         future = client.submit("hold", inputs)
-        broker.parked.get(timeout=20)
+        broker.next_parked()
         broker.stop()
         monkeypatch.setitem(MODELS, "hold", echo)
         broker.start()
@@ -165,7 +166,7 @@ def test_a_request_with_a_short_timeout_fails_while_others_wait_for_the_server(
     client: Any, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patient = client.submit("hold", {"x": np.arange(3)})
-    broker.parked.get(timeout=20)
+    broker.next_parked()
     broker.stop()
     with pytest.raises((shmserve.DeadlineExceeded, shmserve.ConnectionLost)):
         client.infer("echo", {"x": np.int64(1)}, timeout=0.3)
@@ -185,7 +186,7 @@ def test_no_server(broker: FakeBroker, connect: Callable[..., Any], link: str) -
             client.wait_ready(timeout=1)
         if link != "tcp":
             broker.start()
-            client.wait_ready(timeout=10)
+            client.wait_ready(timeout=PATIENCE_S)
             assert client.infer("echo", {"x": np.int64(1)})["x"] == 1
             broker.stop()
             with pytest.raises(shmserve.ConnectionLost, match="no server at"):
@@ -198,13 +199,13 @@ def test_wait_ready_waits_for_the_models(client: Any, broker: FakeBroker) -> Non
     with pytest.raises(shmserve.DeadlineExceeded, match=r"not ready after 0\.1 s: m 1 is LOADING \(half way\)"):
         client.wait_ready(timeout=0.1)
     broker.ready = True
-    client.wait_ready(timeout=60)
+    client.wait_ready(timeout=PATIENCE_S)
     client.wait_ready("m")
 
 
 def test_goodbye_fails_requests_and_the_client_connects_again(client: Any, broker: FakeBroker) -> None:
     future = client.submit("hold", {"x": np.int64(1)})
-    peer, _, _ = broker.parked.get(timeout=20)
+    peer, _, _ = broker.next_parked()
     broker.do(lambda: peer.send(Goodbye("DENIED", "not for you")))
     with pytest.raises(shmserve.Denied, match="not for you"):
         future.result()

@@ -12,6 +12,7 @@ import pytest
 import shmserve
 from shmserve.protocol.messages import Ask
 from tests.support.broker.fake_broker import FakeBroker
+from tests.support.patience import PATIENCE_S
 
 DONE = {"model": "m", "versions": [{"version": "1", "state": "READY", "seconds": 0.5}], "changed": True, "warnings": []}
 
@@ -85,5 +86,5 @@ def test_requests_of_threads_continue_during_operations(
     assert broker.wait_for(Ask).what == "load"
     assert client.infer("echo", {"x": np.int64(5)})["x"] == 5
     broker.do(broker.pong)
-    thread.join(20)
+    thread.join(PATIENCE_S)
     assert found == [DONE]

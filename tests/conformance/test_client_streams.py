@@ -136,7 +136,7 @@ def test_the_timeout_applies_to_the_whole_stream(client: Any, broker: FakeBroker
     y = Tensor("y", "FP32", (1,), np.float32(5).tobytes())
     for timeout in (0.2, 2, 20):
         stream = client.stream("hold", {"x": np.ones(1, np.float32)}, timeout=timeout)
-        peer, infer, _ = broker.parked.get(timeout=20)
+        peer, infer, _ = broker.next_parked()
         assert infer.timeout_us == timeout * 1e6
         broker.do(partial(peer.send, Part(infer.request, 1, (y,))))
         with contextlib.suppress(shmserve.DeadlineExceeded):  # too short for a busy machine
@@ -153,7 +153,7 @@ def test_inputs_are_kept_until_the_last_part(client: Any, broker: FakeBroker) ->
     x = np.arange(LARGE, dtype=np.float32)
     y = Tensor("y", "FP32", (1,), np.float32(5).tobytes())
     stream = client.stream("hold", {"x": x})
-    peer, infer, frames = broker.parked.get(timeout=20)
+    peer, infer, frames = broker.next_parked()
     assert peer.bytes_of(infer.inputs[0], frames) == x.tobytes()
     broker.do(lambda: peer.send(Part(infer.request, 1, (y,))))
     next(stream)
@@ -172,8 +172,8 @@ def test_only_a_stream_without_a_part_is_sent_again(connect: Callable[..., Any],
     y = Tensor("y", "FP32", (1,), np.float32(5).tobytes())
     with connect() as client:
         begun, fresh = client.stream("hold", x), client.stream("hold", x)
-        peer, infer, _ = broker.parked.get(timeout=20)
-        assert broker.parked.get(timeout=20)[1].request != infer.request
+        peer, infer, _ = broker.next_parked()
+        assert broker.next_parked()[1].request != infer.request
         broker.do(lambda: peer.send(Part(infer.request, 1, (y,))))
         assert next(begun)["y"] == 5
         broker.stop()
@@ -182,7 +182,7 @@ def test_only_a_stream_without_a_part_is_sent_again(connect: Callable[..., Any],
             next(begun)
         future = client.submit("echo", x)
         assert future.result()["x"] == 1
-        peer, again, _ = broker.parked.get(timeout=20)
+        peer, again, _ = broker.next_parked()
         assert again.options is not None
         assert (again.request == infer.request, again.options.window) == (False, 16)
         broker.do(lambda: peer.send(Part(again.request, 1, (y,), None, True)))
@@ -192,7 +192,7 @@ def test_only_a_stream_without_a_part_is_sent_again(connect: Callable[..., Any],
 @ways("lane")
 def test_an_invalid_part_fails_the_stream(client: Any, broker: FakeBroker) -> None:
     stream = client.stream("hold", {"x": np.ones(1, np.float32)})
-    peer, infer, _ = broker.parked.get(timeout=20)
+    peer, infer, _ = broker.next_parked()
     broker.do(lambda: peer.send(Part(infer.request, 1, (Tensor("y", "FP32", (5,), b"abc"),))))
     with pytest.raises(shmserve.Internal, match="output 'y'"):
         next(stream)

@@ -146,7 +146,7 @@ def test_memory_of_empty_is_kept_while_a_request_is_in_flight(client: Any, broke
     x = client.empty((4, 4096), np.uint8)
     x[:] = 9
     future = client.submit("hold", {"x": x})
-    peer, infer, _ = broker.parked.get(timeout=20)
+    peer, infer, _ = broker.next_parked()
     del x
     other = client.empty((4, 4096), np.uint8)
     other[:] = 1

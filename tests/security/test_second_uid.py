@@ -27,6 +27,7 @@ from shmserve.protocol import codec, messages
 from shmserve.protocol.messages import Fail, Goodbye, Handle, Hello, Infer, Map, Reply, Tensor
 from tests.security.users import ALICE, BOB, as_user, attempt, needs_root, some_group
 from tests.support.launch import Launched, identity
+from tests.support.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.process, needs_root, pytest.mark.xdist_group("second uid")]
 
@@ -393,7 +394,7 @@ def test_r25_model_output_is_shown_to_operators_only(shared: Launched, place: Pa
         client.load("prints")
         try:
             with pytest.raises(shmserve.ModelFailed):
-                client.infer("prints", one, timeout=60)
+                client.infer("prints", one, timeout=PATIENCE_S)
             assert "plums" in str(client.models())
             words, *texts = as_user(ALICE, look, member())
             assert words == []

@@ -18,6 +18,7 @@ from bench.lib.raw_client import Zmq
 from shmserve import Client, ServeError
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Infer, Tensor
+from tests.support.patience import PATIENCE_S
 
 MODELS = ("identity", "slow")
 LARGEST = 60_000
@@ -41,7 +42,7 @@ def _ask(url: str, seed: int) -> None:
             calls.append(client.submit(roll.choice(MODELS), {"x": x}, outputs=outputs))
         for call in calls:
             with suppress(ServeError):
-                held.append(call.result(30)["y"])
+                held.append(call.result(PATIENCE_S)["y"])
 
 
 def _ask_by_frames(path: str, seed: int) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from tests.support.patience import PATIENCE_S
+
 Callback = Callable[[], Any]
 
 
@@ -100,7 +102,7 @@ class ThreadedLoop(ManualLoop):
         self._calls.put(partial(callback, *arguments))
 
     def next_call(self) -> Callback:
-        return self._calls.get(timeout=60)
+        return self._calls.get(timeout=PATIENCE_S)
 
     def run_one(self) -> None:
         self.next_call()()

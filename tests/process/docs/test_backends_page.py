@@ -22,6 +22,7 @@ from shmserve.workers.backends.registry import from_directory
 from tests.support.cases import cases
 from tests.support.docs import pages
 from tests.support.launch import Launched
+from tests.support.patience import PATIENCE_S
 from tests.support.workers.worker_harness import WorkerProcess, config, work
 
 PAGE = pages.page("backends")
@@ -86,7 +87,7 @@ def test_the_python_based_backend_of_the_page(tmp_path: Path) -> None:
         Launched(tmp_path / "models", tmp_path / "run", "--backend-directory", str(tmp_path / "backends")),
         shmserve.Client(runtime_dir=tmp_path / "run") as client,
     ):
-        found = client.infer("shout", {"text": np.array(["hey"], object)}, timeout=60)
+        found = client.infer("shout", {"text": np.array(["hey"], object)}, timeout=PATIENCE_S)
     assert found["texts"].tolist() == [b"hey"] * 3
 
 

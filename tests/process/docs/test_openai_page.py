@@ -15,6 +15,7 @@ from shmserve.clients.cli import main
 from shmserve.gateway.openai import bodies, collection, generation, images, renderer, templates
 from shmserve.testing import Server
 from tests.support.docs import pages
+from tests.support.patience import PATIENCE_S
 from tests.support.shared_server import SharedServer
 
 PAGE = pages.page("openai")
@@ -36,7 +37,7 @@ def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory
 def run(server: Server, words: list[str]) -> str:
     address = server.endpoints["http"]
     command = [word.replace(ADDRESS, address) for word in words]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
 
 
 @pytest.mark.process

@@ -14,6 +14,7 @@ from shmserve import Client
 from shmserve.testing import Server
 from tests.support.gateway.rpc import Rpcs, infer_request, outputs, talk
 from tests.support.gateway.running_gateway import Gateway, model, open_gate, wait_in_flight
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -59,7 +60,7 @@ def test_no_call_is_lost_when_a_connection_reaches_its_maximum_age(server: Serve
             sent = [row(500, number) for number in range(20)]
             calls = [rpcs.ModelInfer.future(request) for request in sent]
             for request, call in zip(sent, calls, strict=True):
-                if call.exception(60) is None:
+                if call.exception(PATIENCE_S) is None:
                     assert outputs(call.result())["o_FP32"] == request.raw_input_contents[0]
                     answered += 1
                 else:
@@ -82,7 +83,7 @@ def test_a_disconnected_client_cancels_its_requests(gateway: Gateway, server: Se
             calls += [rpcs.ModelInfer.future(row(30_000, name="gated"), timeout=limit) for _ in range(5)]
             if way == "deadline":
                 for call in calls[1:]:
-                    assert call.exception(60).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                    assert call.exception(PATIENCE_S).code() is grpc.StatusCode.DEADLINE_EXCEEDED
             else:
                 wait_in_flight(server, 6, 6)
             if way != "channel":

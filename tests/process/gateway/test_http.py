@@ -31,6 +31,7 @@ from tests.support.gateway.running_gateway import (
     wait_in_flight,
 )
 from tests.support.model_files import python_model, write_model
+from tests.support.patience import PATIENCE_S
 from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
@@ -86,9 +87,9 @@ def test_generate_waits_for_a_loading_model(server: SharedServer, gateway: Gatew
         answer = pool.submit(gateway.ask, "POST", "/v2/models/late/generate", {"x": 2.5})
         assert gateway.ask("GET", "/v2/models/late/config")[0] == 404
         open_gate(ready)
-        status, body = answer.result(60)
+        status, body = answer.result(PATIENCE_S)
         assert (status, json.loads(body)["y"]) == (200, 2.5)
-        loaded.result(60)
+        loaded.result(PATIENCE_S)
         (server.root / "late").unlink()
         client.unload("late")
 
@@ -195,4 +196,4 @@ def test_modules_are_frozen_before_serving(tmp_path: Path) -> None:
     with open(reader) as ready:
         assert ready.read().startswith("READY")
     process.send_signal(signal.SIGTERM)
-    assert int(process.communicate(timeout=60)[0]) > 10_000
+    assert int(process.communicate(timeout=PATIENCE_S)[0]) > 10_000

@@ -32,6 +32,7 @@ from tests.support.gateway.language_models import (
 from tests.support.gateway.running_gateway import Gateway, model, open_gate
 from tests.support.living import until
 from tests.support.optional import optional
+from tests.support.patience import PATIENCE_S
 from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
@@ -531,7 +532,7 @@ def test_chat_remembers_the_conversation_and_stops_answers(gateway: Gateway, fil
     def shown(expected: bytes) -> bytes:
         nonlocal said
         while expected not in said:
-            assert select.select([terminal], [], [], 60)[0], said
+            assert select.select([terminal], [], [], PATIENCE_S)[0], said
             said += os.read(terminal, 4096)
         before, said = said.split(expected, 1)
         return before

@@ -22,6 +22,7 @@ from tests.support.gateway.credentials import digest
 from tests.support.gateway.rpc import Rpcs, infer_request, message, refused
 from tests.support.gateway.running_gateway import Gateway, binary, model, outputs, rows
 from tests.support.model_files import python_model, write_model
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -68,7 +69,7 @@ class SecureGateway(Gateway):
         self.root = place.authority.cert_pem.bytes()
 
     def connection(self, port: int = 0) -> http.client.HTTPSConnection:
-        return http.client.HTTPSConnection("127.0.0.1", port or self.http, timeout=30, context=self.context)
+        return http.client.HTTPSConnection("127.0.0.1", port or self.http, timeout=PATIENCE_S, context=self.context)
 
     def rpcs(self, own: trustme.LeafCert | None = None) -> Rpcs:
         chain, key = (own.cert_chain_pems[0].bytes(), own.private_key_pem.bytes()) if own else (None, None)

@@ -18,6 +18,7 @@ from shmserve.testing import Server
 from tests.support.commands import run
 from tests.support.living import PYTHON, generation, policy, until, write
 from tests.support.model_files import python_model, write_model
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -70,7 +71,7 @@ def await_counts(client: shmserve.Client, shadow: int, **expected: int) -> None:
 
 
 def over_http(server: Server, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    with closing(http.client.HTTPConnection(server.endpoints["http"], timeout=60)) as connection:
+    with closing(http.client.HTTPConnection(server.endpoints["http"], timeout=PATIENCE_S)) as connection:
         body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": x.shape, "data": x.ravel().tolist()}]}
         connection.request("POST", "/v2/models/m/infer", json.dumps(body))
         found = json.loads(connection.getresponse().read())

@@ -19,6 +19,7 @@ from tests.support.broker.metrics import Seen
 from tests.support.commands import run
 from tests.support.living import ONE, PYTHON, answer, generation, pids, policy, ready, write
 from tests.support.model_files import parameters
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -68,7 +69,7 @@ def test_a_canary_is_rolled_back_without_a_lost_request(server: Server, client: 
     assert text.split() == ["version", "now", "share", "aliases", "2", "100", "%", "100", "%"]
     client.load("m", versions=[2])
     going = False
-    caller.join(60)
+    caller.join(PATIENCE_S)
     assert not caller.is_alive()
     assert set(answers) <= {2, 3}
     assert answer(client, "m") == 2
@@ -76,7 +77,7 @@ def test_a_canary_is_rolled_back_without_a_lost_request(server: Server, client: 
 
 def test_a_load_selects_versions_over_http(server: Server, client: shmserve.Client) -> None:
     def load(parameters: dict[str, Any]) -> tuple[int, str]:
-        with closing(http.client.HTTPConnection(server.endpoints["http"], timeout=60)) as connection:
+        with closing(http.client.HTTPConnection(server.endpoints["http"], timeout=PATIENCE_S)) as connection:
             connection.request("POST", "/v2/repository/models/m/load", json.dumps({"parameters": parameters}))
             response = connection.getresponse()
             return response.status, response.read().decode()

@@ -24,6 +24,7 @@ from tests.support.clients.client_faces import connect
 from tests.support.commands import run
 from tests.support.ensemble_models import config_text
 from tests.support.model_files import write_model
+from tests.support.patience import PATIENCE_S
 from tests.support.workers.models.stream_models import HEAD, IN_EXECUTE
 
 pytestmark = pytest.mark.process
@@ -110,7 +111,7 @@ def report(tmp_path: Path) -> Iterator[Any]:
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
     def read() -> str:
-        assert select.select([reader], [], [], 20)[0], "the model has written nothing"
+        assert select.select([reader], [], [], PATIENCE_S)[0], "the model has written nothing"
         return os.read(reader, 100).decode()
 
     yield path, read

@@ -23,6 +23,7 @@ from shmserve.protocol.roles import OPERATIONS, QUERIES
 from shmserve.system import procfs
 from shmserve.testing import Server
 from tests.support.launch import Launched, identity
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -201,7 +202,7 @@ def test_a_server_with_a_missing_repository_runs_but_is_not_live(tmp_path: Path)
     options = ("--exit-on-error=false", "--model-control-mode=poll")
     with Server(tmp_path / "none", *options, gateway=True) as server, server.client() as client:
         for path, status in (("/v2/health/live", 400), ("/v2/health/ready", 400), ("/v2", 200)):
-            with contextlib.closing(HTTPConnection(server.endpoints["http"], timeout=60)) as connection:
+            with contextlib.closing(HTTPConnection(server.endpoints["http"], timeout=PATIENCE_S)) as connection:
                 connection.request("GET", path)
                 assert connection.getresponse().status == status
         assert client.models() == []

@@ -19,6 +19,7 @@ from shmserve.testing import Server
 from tests import ROOT
 from tests.support.launch import identity
 from tests.support.model_files import write_model
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -38,7 +39,7 @@ def test_a_server_uses_a_temporary_directory_and_leaves_nothing_behind(models: P
 
     with Server(models) as server:
         where, pid = server.runtime_dir, server.pid
-        with server.client(timeout=30) as client:
+        with server.client(timeout=PATIENCE_S) as client:
             assert client.url == server.url
             assert np.array_equal(client.infer("echo", {"x": X})["y"], X)
         with shmserve.Client(server.zmq_url) as client:

@@ -19,6 +19,7 @@ from shmserve.protocol.worker_messages import Execute, Load, Loaded, Stop, Worke
 from shmserve.repo.config.schema import ModelConfig, encode_config
 from shmserve.shm.extents import memfd
 from shmserve.workers.process.exit_codes import Exit
+from tests.support.patience import PATIENCE_S
 from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import (
     CLIENT,
@@ -115,7 +116,7 @@ def test_sigterm_and_sigint_are_ignored(shared: WorkerProcess) -> None:
 def test_the_end_of_the_link_ends_the_worker(tmp_path: Path) -> None:
     with running(reporter(tmp_path), tmp_path) as worker:
         worker.sock.shutdown(socket.SHUT_RDWR)
-        assert worker.process.wait(60) == Exit.LINK_LOST
+        assert worker.process.wait(PATIENCE_S) == Exit.LINK_LOST
         assert "finalized" in worker.said()
 
 
@@ -132,7 +133,7 @@ def test_the_first_message_must_be_load(orders: list[object], code: Exit, text: 
         if orders:
             ours.send(codec.encode(orders))
         ours.close()
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == code
         assert text in stderr
 
@@ -149,7 +150,7 @@ sys.stdin.read()
 def test_a_worker_exits_with_its_parent() -> None:
     """Even if its link is still open, and while it runs an endless batch."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(60)
+    ours.settimeout(PATIENCE_S)
     parent = subprocess.Popen(
         [sys.executable, "-c", STARTER, str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
@@ -193,7 +194,7 @@ def test_an_invalid_message_ends_the_worker(tmp_path: Path, packet: bytes) -> No
 @pytest.mark.parametrize("arguments", ["--link 3 --cpus 99999", "--link 0", "--link 3 --cpus x"])
 def test_an_invalid_command_line_has_its_own_exit_code(arguments: str) -> None:
     command = [sys.executable, "-m", "shmserve.workers.main", *arguments.split()]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == Exit.USAGE
     assert b"cannot start" in done.stderr
 

@@ -30,6 +30,7 @@ from shmserve import Client
 from shmserve.protocol.messages import Fail, Handle, Infer, Map, Reply, Tensor
 from shmserve.shm.extents import posix
 from shmserve.testing import Server
+from tests.support.patience import PATIENCE_S
 
 pytestmark = [
     pytest.mark.xdist_group("second uid"),
@@ -97,7 +98,7 @@ def honest(client: Client, rounds: int = 5) -> None:
         ]
         calls = [client.submit(model, {"x": x}) for model, x in sent]
         for (_, x), call in zip(sent, calls, strict=True):
-            y = call.result(30)["y"]
+            y = call.result(PATIENCE_S)["y"]
             assert y.dtype == x.dtype
             assert np.array_equal(y, x)
 
@@ -198,7 +199,7 @@ def test_a_client_that_does_not_release_its_lease_does_not_block_others(
     with server.client() as client:
         for number in range(40):
             x = np.full((1, 4), number, np.float32)
-            assert np.array_equal(client.infer("lent", {"x": x}, timeout=30)["y"], x)
+            assert np.array_equal(client.infer("lent", {"x": x}, timeout=PATIENCE_S)["y"], x)
         honest(client)
 
 
@@ -225,7 +226,7 @@ def test_r16_a_truncated_named_segment_fails_only_its_own_requests(server: Serve
                 assert not SECRETS.search(answer.text), answer.text
                 told.append(f"{answer.code}: {answer.text}")
                 for x, call in zip(xs, calls, strict=True):
-                    assert np.array_equal(call.result(30)["y"], x)
+                    assert np.array_equal(call.result(PATIENCE_S)["y"], x)
             # If it shared its batch, it is run again by the next worker, which cannot even map the segment.
             assert re.match("MODEL_FAILED.*SIGBUS|HANDLE_LOST", told[0]), told
             assert all(text.startswith("HANDLE_LOST") for text in told[1:]), told

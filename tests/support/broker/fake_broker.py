@@ -53,6 +53,7 @@ from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd, posix
 from shmserve.shm.mapped import Mapped
 from shmserve.transport.keys import make_pair, write_pair
+from tests.support.patience import PATIENCE_S
 
 _BYTE = np.dtype("uint8")
 _INT = array.array("i").itemsize
@@ -345,20 +346,24 @@ class FakeBroker:
 
         self.jobs.put(run)
         os.eventfd_write(self.bell, 1)
-        failure = done.get(timeout=20)
+        failure = done.get(timeout=PATIENCE_S)
         if failure is not None:
             raise failure
 
     def wait_for(self, kind: type) -> Any:
         """Returns the next received message of this kind."""
         while True:
-            message = self.told.get(timeout=20)
+            message = self.told.get(timeout=PATIENCE_S)
             if isinstance(message, kind):
                 return message
 
+    def next_parked(self) -> tuple[Peer, Infer, list[bytes]]:
+        """Returns the longest held request, after waiting for one."""
+        return self.parked.get(timeout=PATIENCE_S)
+
     def answer(self) -> Infer:
         """Answers the longest held request."""
-        peer, infer, frames = self.parked.get(timeout=20)
+        peer, infer, frames = self.next_parked()
         self.do(lambda: echo(self, peer, infer, frames))
         return infer
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from tests.support.ensemble_models import BATCHES, ensemble, tensors
 from tests.support.model_files import parameters, python_model, write_model
+from tests.support.patience import PATIENCE_S
 
 _SOURCE = '''
 import base64
@@ -232,7 +233,7 @@ def openai_client(address: str, token: str = "none", **more: Any) -> Any:
     import openai
 
     url = f"{'https' if 'http_client' in more else 'http'}://{address}/v1"
-    return openai.OpenAI(base_url=url, api_key=token, max_retries=0, timeout=60, **more)
+    return openai.OpenAI(base_url=url, api_key=token, max_retries=0, timeout=PATIENCE_S, **more)
 
 
 class LanguageModels(NamedTuple):

@@ -18,6 +18,7 @@ from google.protobuf import message_factory
 
 import shmserve.protocol.grpc
 from shmserve.protobuf_pools import pool_of
+from tests.support.patience import PATIENCE_S
 
 INFERENCE, HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
 POOL = pool_of(Path(shmserve.protocol.grpc.__file__).with_name("grpc.binpb"))
@@ -38,7 +39,7 @@ class Rpcs:
             self.channel = grpc.secure_channel(f"{address}:{port}", credentials, options)
         else:
             self.channel = grpc.insecure_channel(f"{address}:{port}", options)
-            grpc.channel_ready_future(self.channel).result(60)
+            grpc.channel_ready_future(self.channel).result(PATIENCE_S)
         for service in (INFERENCE, HEALTH):
             for method in POOL.FindServiceByName(service).methods_by_name.values():
                 kinds = ("unary", "stream")
@@ -83,7 +84,7 @@ class Talk:
     def __init__(self, rpcs: Rpcs, **metadata: str) -> None:
         self._requests: queue.Queue[Any] = queue.Queue()
         sent = iter(self._requests.get, None)
-        self.answers = rpcs.ModelStreamInfer(sent, metadata=list(metadata.items()), timeout=60)
+        self.answers = rpcs.ModelStreamInfer(sent, metadata=list(metadata.items()), timeout=PATIENCE_S)
 
     def say(self, *requests: Any) -> None:
         for request in requests:
@@ -119,7 +120,7 @@ def outputs(answer: Any) -> dict[str, bytes]:
 def refused(call: Any, request: Any, **more: Any) -> tuple[str, str]:
     """The code and text that a call fails with."""
     try:
-        call(request, timeout=60, **more)
+        call(request, timeout=PATIENCE_S, **more)
     except grpc.RpcError as error:
         return error.code().name, error.details()
     raise AssertionError("the call went well")

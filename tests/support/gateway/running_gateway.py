@@ -20,6 +20,7 @@ from shmserve.testing import Server
 from tests.support.commands import COMMAND
 from tests.support.ensemble_models import tensors
 from tests.support.model_files import write_model
+from tests.support.patience import PATIENCE_S
 
 TALKER = """
 import numpy as np
@@ -58,7 +59,7 @@ class Gateway:
         self.http, self.grpc, self.metrics = (int(ports.get(name, 0)) for name in ("http", "grpc", "metrics"))
 
     def connection(self, port: int = 0) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", port or self.http, timeout=30)
+        return http.client.HTTPConnection("127.0.0.1", port or self.http, timeout=PATIENCE_S)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
         with contextlib.closing(self.connection()) as made:
@@ -72,7 +73,7 @@ class Gateway:
 
     def stop(self) -> bytes:
         self.process.send_signal(signal.SIGTERM)
-        _, log = self.process.communicate(timeout=60)
+        _, log = self.process.communicate(timeout=PATIENCE_S)
         assert self.process.returncode == 0, log
         return log
 

@@ -17,6 +17,7 @@ from shmserve.gateway.zmq_tcp.keys import Allowed
 from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
 from shmserve.gateway.zmq_tcp.peer import ZmqLimits
 from shmserve.transport.keys import Pair, make_pair, read_pair, write_pair
+from tests.support.patience import PATIENCE_S
 
 # Makes what uvloop keeps for good, which the leak check would report.
 uvloop.new_event_loop().close()
@@ -52,7 +53,7 @@ class ListenerThread:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="zmq-listener")
         self._thread.start()
-        self._ready.wait(20)
+        assert self._ready.wait(PATIENCE_S)
 
     def write_keys(self, *names: str) -> None:
         lines = [(self.folder / f"{name}.pub").read_text() for name in names]
@@ -81,13 +82,13 @@ class ListenerThread:
         async def call() -> Any:
             return what()
 
-        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(PATIENCE_S)
 
     def keys(self, name: str) -> dict[str, Any]:
         return {"server_key": self.server_public, "key_file": self.folder / f"{name}.key"}
 
     def client(self, name: str = "alice", **keys: Any) -> shmserve.Client:
-        return shmserve.Client(self.url, **self.keys(name) | keys, timeout=20)
+        return shmserve.Client(self.url, **self.keys(name) | keys, timeout=PATIENCE_S)
 
     def pair(self, name: str) -> Pair:
         return read_pair(self.folder / f"{name}.key")
@@ -96,7 +97,7 @@ class ListenerThread:
         self.loop.call_soon_threadsafe(self._stop.set)
 
     def join(self) -> None:
-        self._thread.join(30)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
     def stop(self) -> None:

@@ -26,6 +26,7 @@ from shmserve.transport.lane import Lane
 from shmserve.transport.zmq import ZmqLink
 from tests.support.broker.fake_broker import MODELS, FakeBroker, Peer
 from tests.support.clients.client_faces import FACES, await_leader
+from tests.support.patience import PATIENCE_S
 
 X = np.arange(4, dtype=np.float32)
 
@@ -34,7 +35,7 @@ def run_all(jobs: list[Callable[[], Any]]) -> list[Any]:
     """Runs each job in a separate thread. Returns their results, or raises the first error."""
     pool = concurrent.futures.ThreadPoolExecutor(len(jobs))
     futures = [pool.submit(job) for job in jobs]
-    _, hanging = concurrent.futures.wait(futures, timeout=60)
+    _, hanging = concurrent.futures.wait(futures, timeout=PATIENCE_S)
     pool.shutdown(wait=not hanging)
     return [future.result(0) for future in futures]
 
@@ -52,7 +53,7 @@ def test_threads_wait_for_each_others_futures(client: shmserve.Client) -> None:
     futures = [client.submit("echo", {"x": X + number}) for number in range(100)]
 
     def collect(start: int) -> list[float]:
-        found = [float(future.result(30)["x"][0]) for future in futures[start:] + futures[:start]]
+        found = [float(future.result(PATIENCE_S)["x"][0]) for future in futures[start:] + futures[:start]]
         return found[100 - start :] + found[: 100 - start]
 
     expected = [float(number) for number in range(100)]
@@ -65,7 +66,7 @@ def test_another_thread_reads_once_the_leader_has_its_answer(client: shmserve.Cl
 
     def wait(future: Any) -> Any:
         waiting.wait()
-        return future.result(30)["x"]
+        return future.result(PATIENCE_S)["x"]
 
     def answer() -> None:
         waiting.wait()
@@ -96,7 +97,7 @@ def test_each_thread_keeps_its_own_deadline(client: shmserve.Client, broker: Fak
 
 def test_close_wakes_threads_that_wait_for_results(client: shmserve.Client, broker: FakeBroker) -> None:
     futures = [client.submit("hold", {"x": X}) for _ in range(3)]
-    broker.parked.get(timeout=20)
+    broker.next_parked()
 
     errors = run_all([*[future.exception for future in futures], client.close, client.close])[:3]
     assert [type(error) for error in errors] == [shmserve.Cancelled] * 3
@@ -162,12 +163,12 @@ def test_buffered_requests_are_sent_by_any_other_call(broker: FakeBroker, monkey
         lambda client, future: client.live(),
         lambda client, future: future.result(),
         lambda client, future: future.add_done_callback(lambda _: None),
-        lambda client, future: concurrent.futures.wait([future], timeout=20),
+        lambda client, future: concurrent.futures.wait([future], timeout=PATIENCE_S),
     ):
         with shmserve.Client(broker.lane) as client:
             future, second = buffered(client)
             send(client, future)
-            np.testing.assert_array_equal(future.result(20)["x"], X)
+            np.testing.assert_array_equal(future.result(PATIENCE_S)["x"], X)
             second.result()
 
 
@@ -184,7 +185,7 @@ def test_a_timeout_of_result_does_not_end_the_request(client: shmserve.Client, b
     assert not future.running()
     assert "pending" in repr(future)
     broker.answer()
-    np.testing.assert_array_equal(future.result(20)["x"], X)
+    np.testing.assert_array_equal(future.result(PATIENCE_S)["x"], X)
     assert future.exception() is None
     assert future.done()
 
@@ -207,19 +208,21 @@ def test_done_reads_the_answer(client: shmserve.Client, broker: FakeBroker) -> N
 def test_futures_of_the_standard_library_wait_for_them(client: shmserve.Client, broker: FakeBroker) -> None:
     slow = client.submit("hold", {"x": X})
     quick = [client.submit("echo", {"x": X + number}) for number in range(20)]
-    done, pending = concurrent.futures.wait([slow, *quick], timeout=20, return_when=concurrent.futures.FIRST_COMPLETED)
+    done, pending = concurrent.futures.wait(
+        [slow, *quick], timeout=PATIENCE_S, return_when=concurrent.futures.FIRST_COMPLETED
+    )
     assert slow in pending
     assert done
-    done, _ = concurrent.futures.wait(quick, timeout=20)
+    done, _ = concurrent.futures.wait(quick, timeout=PATIENCE_S)
     assert done == set(quick)
     broker.answer()
-    seen = {float(future.result()["x"][0]) for future in as_completed([slow, *quick], timeout=20)}
+    seen = {float(future.result()["x"][0]) for future in as_completed([slow, *quick], timeout=PATIENCE_S)}
     assert seen == {float(number) for number in range(20)}
     failing = [client.submit("nope", {}), client.submit("echo", {"x": X})]
-    done, _ = concurrent.futures.wait(failing, timeout=20, return_when=concurrent.futures.FIRST_EXCEPTION)
+    done, _ = concurrent.futures.wait(failing, timeout=PATIENCE_S, return_when=concurrent.futures.FIRST_EXCEPTION)
     assert failing[0] in done
     held = client.submit("hold", {"x": X})
-    waiting = as_completed([held], timeout=20)
+    waiting = as_completed([held], timeout=PATIENCE_S)
     assert held.cancel()
     assert next(waiting).cancelled()
 
@@ -273,7 +276,7 @@ def test_the_garbage_collector_may_run_during_a_read(client: shmserve.Client, br
     del cycle
     asking = threading.Thread(target=client.live, daemon=True)
     asking.start()
-    asking.join(20)
+    asking.join(PATIENCE_S)
     assert not asking.is_alive(), "giving it back has waited for the very thread that does so"
     client.flush()
     assert broker.wait_for(Return)
@@ -288,7 +291,7 @@ def test_callbacks_run_once_and_their_errors_are_logged(
     future.add_done_callback(lambda _: 1 // 0)
     future.add_done_callback(called.put)
     broker.answer()
-    assert called.get(timeout=20) is future
+    assert called.get(timeout=PATIENCE_S) is future
     np.testing.assert_array_equal(future.result()["x"], X)
     assert "ZeroDivisionError" in caplog.text
     future.add_done_callback(called.put)
@@ -299,13 +302,13 @@ def test_callbacks_run_once_and_their_errors_are_logged(
         called.put(client.infer("echo", {"x": X + 1})["x"][0])
 
     client.submit("echo", {"x": X}).add_done_callback(again)
-    assert called.get(timeout=20) == 1
+    assert called.get(timeout=PATIENCE_S) == 1
     client.submit("nope", {}).add_done_callback(called.put)
-    assert isinstance(called.get(timeout=20).exception(), shmserve.NotFound)
+    assert isinstance(called.get(timeout=PATIENCE_S).exception(), shmserve.NotFound)
     cancelled = client.submit("hold", {"x": X})
     cancelled.add_done_callback(called.put)
     assert cancelled.cancel()
-    assert called.get(timeout=20).cancelled()
+    assert called.get(timeout=PATIENCE_S).cancelled()
 
 
 def test_a_deadline_is_kept_while_the_reader_waits_or_is_about_to(
@@ -315,7 +318,7 @@ def test_a_deadline_is_kept_while_the_reader_waits_or_is_about_to(
     called: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client.submit("hold", {"x": X}).add_done_callback(called.put)
     client.submit("hold", {"x": X}, timeout=0.02).add_done_callback(called.put)
-    assert isinstance(called.get(timeout=20).exception(), shmserve.DeadlineExceeded)
+    assert isinstance(called.get(timeout=PATIENCE_S).exception(), shmserve.DeadlineExceeded)
     about, go = threading.Event(), threading.Event()
 
     def pausing(kind: Any) -> Any:
@@ -323,7 +326,7 @@ def test_a_deadline_is_kept_while_the_reader_waits_or_is_about_to(
 
         def receive(*arguments: Any) -> Any:
             about.set()
-            assert go.wait(20)
+            assert go.wait(PATIENCE_S)
             return real(*arguments)
 
         return receive
@@ -331,10 +334,10 @@ def test_a_deadline_is_kept_while_the_reader_waits_or_is_about_to(
     for kind in (Lane, ZmqLink):
         monkeypatch.setattr(kind, "receive_or_event", pausing(kind))
     client.submit("hold", {"x": X}).add_done_callback(lambda _: None)
-    assert about.wait(20)
+    assert about.wait(PATIENCE_S)
     client.submit("hold", {"x": X}, timeout=0.02).add_done_callback(called.put)
     go.set()
-    assert isinstance(called.get(timeout=20).exception(), shmserve.DeadlineExceeded)
+    assert isinstance(called.get(timeout=PATIENCE_S).exception(), shmserve.DeadlineExceeded)
 
 
 def test_a_deadline_is_kept_while_another_thread_reads(client: shmserve.Client, broker: FakeBroker) -> None:
@@ -347,7 +350,7 @@ def test_a_deadline_is_kept_while_another_thread_reads(client: shmserve.Client, 
         assert waiting.is_alive()
     called: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client.submit("hold", {"x": X}, timeout=0.02).add_done_callback(called.put)
-    assert isinstance(called.get(timeout=20).exception(), shmserve.DeadlineExceeded)
+    assert isinstance(called.get(timeout=PATIENCE_S).exception(), shmserve.DeadlineExceeded)
     broker.answer()
     waiting.join()
 
@@ -361,7 +364,7 @@ def test_the_reader_thread_starts_with_the_first_callback(client: shmserve.Clien
     called: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for _ in range(3):
         client.submit("echo", {"x": X}).add_done_callback(called.put)
-        called.get(timeout=20)
+        called.get(timeout=PATIENCE_S)
         assert threading.active_count() == before + 1
         assert client.infer("echo", {"x": X})["x"].size == 4
     client.close()

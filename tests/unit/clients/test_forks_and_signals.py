@@ -21,6 +21,7 @@ from shmserve.clients.shared_link import SharedLink
 from shmserve.protocol.messages import Bye, Hello
 from tests.support.broker.fake_broker import FakeBroker, echo
 from tests.support.clients.client_faces import await_leader
+from tests.support.patience import PATIENCE_S
 
 X = np.arange(4, dtype=np.float32)
 
@@ -42,7 +43,7 @@ def test_a_forked_child_connects_for_itself(client: shmserve.Client, broker: Fak
     own[:] = 1
     result = client.infer("echo", {"x": own})
     waiting = client.submit("hold", {"x": X})
-    peer, infer, frames = broker.parked.get(timeout=20)
+    peer, infer, frames = broker.next_parked()
 
     def child() -> None:
         nonlocal result, own
@@ -63,7 +64,7 @@ def test_a_forked_child_connects_for_itself(client: shmserve.Client, broker: Fak
     assert broker.wait_for(Bye)
     assert len(broker.held_handles) == 1, "the child has returned nothing of the parent's"
     broker.do(lambda: echo(broker, peer, infer, frames))
-    np.testing.assert_array_equal(waiting.result(20)["x"], X)
+    np.testing.assert_array_equal(waiting.result(PATIENCE_S)["x"], X)
     assert client.infer("echo", {"x": own})["x"].shape == (100, 100)
 
 
@@ -112,11 +113,11 @@ def test_a_callback_may_fork(client: shmserve.Client, broker: FakeBroker, monkey
     original = SharedLink.read
     monkeypatch.setattr(SharedLink, "read", read)
     client.submit("echo", {"x": X}).add_done_callback(fork)
-    assert answered.wait(20)
+    assert answered.wait(PATIENCE_S)
     assert os.waitpid(children[0], 0)[1] == 0
     future = client.submit("echo", {"x": X})
     future.add_done_callback(lambda future: None)
-    np.testing.assert_array_equal(future.result(20)["x"], X)
+    np.testing.assert_array_equal(future.result(PATIENCE_S)["x"], X)
 
 
 def test_a_client_dropped_without_close_leaves_nothing_behind(broker: FakeBroker) -> None:
@@ -159,11 +160,11 @@ def test_clients_survive_ctrl_c(client: shmserve.Client, broker: FakeBroker, mon
         signal.signal(signal.SIGINT, before)
     np.testing.assert_array_equal(client.infer("echo", {"x": X})["x"], X)
     while not future.done():
-        peer, infer, frames = broker.parked.get(timeout=20)
+        peer, infer, frames = broker.next_parked()
         if not peer.closed:  # over ZeroMQ the broker may not know yet, and answers both
             broker.do(lambda peer=peer, infer=infer, frames=frames: echo(broker, peer, infer, frames))  # type: ignore[misc]
         client.live()
-    np.testing.assert_array_equal(future.result(20)["x"], X)
+    np.testing.assert_array_equal(future.result(PATIENCE_S)["x"], X)
 
 
 @pytest.mark.parametrize("reader", [False, True], ids=["alone", "beside_the_reader_thread"])

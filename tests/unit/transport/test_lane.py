@@ -13,6 +13,7 @@ import shmserve
 from shmserve.protocol.messages import PACKET_BYTES
 from shmserve.session import Packet
 from shmserve.transport.lane import Lane
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def leased() -> Iterator[tuple[Lane, socket.socket]]:
 
 def test_a_request_that_cannot_be_sent_ends_its_lease(leased: tuple[Lane, socket.socket]) -> None:
     lane, worker = leased
-    worker.settimeout(60)
+    worker.settimeout(PATIENCE_S)
     assert lane.send(Packet(b"small", lease=5))
     assert worker.recv(PACKET_BYTES) == b"small"
     assert lane.send(Packet(bytes(PACKET_BYTES), lease=5))

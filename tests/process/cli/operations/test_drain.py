@@ -19,6 +19,7 @@ from shmserve.testing import Server
 from tests.support.commands import COMMAND, run
 from tests.support.gateway.rpc import Rpcs, message
 from tests.support.living import identity, until
+from tests.support.patience import PATIENCE_S
 from tests.support.system.terminal import Terminal
 
 pytestmark = pytest.mark.process
@@ -47,7 +48,7 @@ def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[shmserve
 
 
 def http_status(server: Server, path: str) -> int:
-    with contextlib.closing(http.client.HTTPConnection(server.endpoints["http"], timeout=60)) as connection:
+    with contextlib.closing(http.client.HTTPConnection(server.endpoints["http"], timeout=PATIENCE_S)) as connection:
         connection.request("GET", path)
         return connection.getresponse().status
 

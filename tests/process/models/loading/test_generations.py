@@ -34,6 +34,7 @@ from tests.support.living import (
     write,
 )
 from tests.support.model_files import write_model
+from tests.support.patience import PATIENCE_S
 from tests.support.workers.models.worker_models import Graph
 
 pytestmark = pytest.mark.process
@@ -58,7 +59,7 @@ def kill_and_wait(client: shmserve.Client, model: str) -> None:
 
 def answers(client: shmserve.Client, model: str, count: int = 20) -> set[float]:
     futures = [client.submit(model, {"x": ONE}) for _ in range(count)]
-    return {future.result(60)["y"][0, 0].item() for future in futures}
+    return {future.result(PATIENCE_S)["y"][0, 0].item() for future in futures}
 
 
 def test_a_restarted_worker_reads_the_loaded_files(root: Path, client: shmserve.Client) -> None:

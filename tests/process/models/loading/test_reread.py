@@ -16,6 +16,7 @@ import shmserve
 from tests.process.models.loading.test_overrides import CONFIG
 from tests.support.launch import Launched
 from tests.support.living import answer, generation, identity, pids, ready, renew, write
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -26,7 +27,7 @@ class Manager:
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(path))
-        self._socket.settimeout(60)
+        self._socket.settimeout(PATIENCE_S)
         self.status = ""
 
     def until(self, field: str) -> None:

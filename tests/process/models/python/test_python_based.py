@@ -19,6 +19,7 @@ from shmserve.errors import ModelFailed, ServeError
 from shmserve.testing import Server
 from tests.support.cases import cases
 from tests.support.living import until, write
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -195,7 +196,9 @@ class Place:
         return backend(self.folder / "backends", name, engine, source)
 
     def words(self, name: str, text: str, **parameters: int) -> list[str]:
-        (found,) = self.client.stream(name, {"text": np.array([text], object)}, parameters=parameters, timeout=60)
+        (found,) = self.client.stream(
+            name, {"text": np.array([text], object)}, parameters=parameters, timeout=PATIENCE_S
+        )
         return [word.decode() for word in found["words"].tolist()]
 
 
@@ -240,7 +243,7 @@ def test_models_of_one_backend(place: Place) -> None:
     assert [entry["name"] for entry in place.client.config("prefixed")["output"]] == ["words"]
 
     given = {"text": np.array(["one two"], object), "stream": np.array([True])}
-    parts = [answer for answer in place.client.stream("plain", given, timeout=60) if "words" in answer]
+    parts = [answer for answer in place.client.stream("plain", given, timeout=PATIENCE_S) if "words" in answer]
     assert [part["words"].tolist() for part in parts] == [[b"one"], [b"two"]]
     facts = json.loads(parts[0]["facts"][0])
     assert (facts["model_name"], facts["model_version"]) == ("plain", "1")
@@ -252,7 +255,7 @@ def test_models_of_one_backend(place: Place) -> None:
         place.words("plain", "stop")
 
     place.client.unload("prefixed")
-    place.client.unload("plain", timeout=60)
+    place.client.unload("plain", timeout=PATIENCE_S)
     stopped = {f"[{name}_0_0] the engine has stopped" for name in ("plain", "prefixed")}
     until(place.client, lambda: all(line in place.server.log for line in stopped))
 

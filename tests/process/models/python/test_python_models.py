@@ -17,6 +17,7 @@ from tests.support.ensemble_models import config_text
 from tests.support.launch import Launched
 from tests.support.living import until
 from tests.support.model_files import parameters, write_model
+from tests.support.patience import PATIENCE_S
 from tests.support.workers.models.python_models import (
     CALLER,
     CONTROL,
@@ -134,7 +135,7 @@ def test_many_concurrent_calls_return_all_memory(server: Launched, client: shmse
     for _ in range(120):
         x = inputs[random.integers(len(inputs))]
         name = ("gather", "caller")[random.integers(2)]
-        found.append((name, x, client.submit(name, {"x": x}, timeout=60)))
+        found.append((name, x, client.submit(name, {"x": x}, timeout=PATIENCE_S)))
         if random.random() < 0.1:
             found.pop()[2].cancel()
     with client.stream("sums", {"x": np.ones((1, 500), np.float32)}) as answers:

@@ -18,6 +18,7 @@ from shmserve.repo.remote.download import PIECE_BYTES
 from tests.support.cases import cases
 from tests.support.commands import COMMAND
 from tests.support.http_endpoint import web_server
+from tests.support.patience import PATIENCE_S
 from tests.support.repo.mirrored import PIECE, data_of, mirrored
 
 pytestmark = pytest.mark.process
@@ -159,7 +160,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Hub]]
 def pull(*words: str | Path, code: int = 0) -> tuple[str, str]:
     """What the command prints. Its client reads the address of the hub once, so it runs in a process of its own."""
     command = [*COMMAND, "pull", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
 

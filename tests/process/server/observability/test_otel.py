@@ -25,6 +25,7 @@ from tests.support.ensemble_models import ADD, BATCHES, model, numbers
 from tests.support.launch import children_of
 from tests.support.living import until
 from tests.support.observability.otlp import Collector
+from tests.support.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("otel")]
 
@@ -91,12 +92,12 @@ def test_requests_do_not_depend_on_the_collector(repository: Path) -> None:
     """Requests are answered regardless, and lost spans are counted. Later spans arrive again."""
     with Collector() as collector:
         more = ("rate=1", "opentelemetry,bsp_max_queue_size=30", "opentelemetry,bsp_max_export_batch_size=3")
-        with Server(repository, *options(collector, *more)) as server, server.client(timeout=60) as client:
+        with Server(repository, *options(collector, *more)) as server, server.client(timeout=PATIENCE_S) as client:
             client.infer("add1", {"x": numbers(1, 4)})
             collector.wait(3)
             collector.gate.clear()
             client.infer("add1", {"x": numbers(1, 4)})
-            assert collector.hanging.wait(60)
+            assert collector.hanging.wait(PATIENCE_S)
             for _ in range(30):
                 client.infer("add1", {"x": numbers(1, 4)})
             until(client, lambda: counted(client, "dropped") > 0, "a drop")
@@ -162,7 +163,7 @@ def test_a_missing_package_is_named(repository: Path, tmp_path: Path) -> None:
     code = "import sys; sys.modules['opentelemetry'] = None; from shmserve.broker.main import main; sys.exit(main())"
     words = ["--model-repository", str(repository), "--runtime-dir", str(tmp_path / "run"), "--no-gateway"]
     command = [sys.executable, "-c", code, *words, "--trace-config", "mode=opentelemetry"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert found.returncode == 1
     assert "mode=opentelemetry needs the package opentelemetry-exporter-otlp-proto-http: " in found.stderr
     assert "[otel]'" in found.stderr

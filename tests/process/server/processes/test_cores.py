@@ -13,6 +13,7 @@ from tests.support.cases import cases
 from tests.support.ensemble_models import config_text
 from tests.support.launch import Launched
 from tests.support.model_files import python_model, write_model
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -52,6 +53,6 @@ def test_cores_and_threads(
         Launched(tmp_path / "models", tmp_path / "run", *options) as server,
         shmserve.Client(f"unix://{server.lane}") as client,
     ):
-        client.wait_ready(timeout=60)
-        found = client.infer("look", {"x": np.ones(1, np.float32)}, timeout=60)["y"]
+        client.wait_ready(timeout=PATIENCE_S)
+        found = client.infer("look", {"x": np.ones(1, np.float32)}, timeout=PATIENCE_S)["y"]
     assert [word.decode() for word in found] == [str(CORE), *threads]

@@ -21,6 +21,7 @@ from shmserve.workers.process.load_priority import HIGHEST_NICE
 from tests.support.launch import Launched
 from tests.support.living import ONE, PYTHON
 from tests.support.model_files import python_model, write_model
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -72,7 +73,7 @@ def looks(*words: str | int, new_session: bool = True) -> list[tuple[list[int], 
         [sys.executable, "-c", SCRIPT, *map(str, words)],
         stdout=subprocess.PIPE,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_S,
         start_new_session=new_session,
     )
     if done.returncode == 77:
@@ -138,6 +139,8 @@ def test_a_model_loads_with_low_priority_and_serves_with_the_servers(tmp_path: P
     ):
         client.load("later")
         normal = os.getpriority(os.PRIO_PROCESS, server.process.pid)
-        first, later = (client.infer(name, {"x": ONE}, timeout=60)["y"][0].tolist() for name in ("first", "later"))
+        first, later = (
+            client.infer(name, {"x": ONE}, timeout=PATIENCE_S)["y"][0].tolist() for name in ("first", "later")
+        )
     lowered = min(normal + LOAD_NICE, HIGHEST_NICE) if may_restore() else normal
     assert (first, later) == ([normal, normal], [lowered, normal])

@@ -29,6 +29,7 @@ from tests.support.commands import COMMAND
 from tests.support.ensemble_models import config_text
 from tests.support.living import until
 from tests.support.model_files import parameters, python_model, write_model
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -64,7 +65,7 @@ class Place:
         return write_model(self.folder / "models", name, text, MODEL)
 
     def ask(self, name: str, text: str) -> str:
-        found = self.client.infer(name, {"x": np.array([text], object)}, timeout=60)["y"][0]
+        found = self.client.infer(name, {"x": np.array([text], object)}, timeout=PATIENCE_S)["y"][0]
         return found.decode() if isinstance(found, bytes) else str(found)
 
     def load_error(self, name: str) -> str:
@@ -79,7 +80,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     (folder / "models").mkdir()
     options = ("--model-control-mode", "explicit", "--cache-directory", str(folder / "cache"))
     with Server(folder / "models", *options) as server, shmserve.Client(server.url) as client:
-        client.wait_ready(timeout=60)
+        client.wait_ready(timeout=PATIENCE_S)
         yield Place(folder, server, client)
 
 
@@ -155,7 +156,7 @@ def test_an_archive_is_unpacked_once_for_all_instances_and_shmserve_run(place: P
 def shmserve_run(folder: Path, what: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, "run", str(folder), "--input", f"x={what}", *words]
     caches = os.environ | {"CACHE_DIRECTORY": str(folder.parent / "caches")}
-    return subprocess.run(command, env=caches, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=caches, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 @cases(
@@ -183,7 +184,7 @@ def first_message(environment: Path, suffix: str) -> tuple[LoadFailed, str, int]
         with theirs:
             words = [str(environment / "bin/python"), "-I", script, count, sources, suffix, *rest]
             done = subprocess.run(
-                words, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=60, check=False
+                words, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=PATIENCE_S, check=False
             )
         (message,) = codec.Codec(WorkerReport).decode(ours.recv(65536))
     return message, done.stderr, done.returncode

@@ -18,6 +18,7 @@ from shmserve.testing import Server
 from tests.support.ensemble_models import config_text
 from tests.support.living import until
 from tests.support.model_files import parameters, python_model, write_model
+from tests.support.patience import PATIENCE_S
 from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
@@ -69,7 +70,7 @@ def ask(client: shmserve.Client, name: str, values: list[int]) -> list[float | s
     found: list[float | str] = []
     for future in futures:
         try:
-            found.append(float(future.result(60)["y"][0, 0]))
+            found.append(float(future.result(PATIENCE_S)["y"][0, 0]))
         except shmserve.ServeError as error:
             found.append(f"{error.code}: {error}")
     return found
@@ -140,11 +141,11 @@ def test_a_restart_rescues_queued_requests(hung: Hung) -> None:
         first, *others = hung.hang(client)
         client.restart("m", instance="m_0_0")
         for future in others:
-            assert future.result(60)["y"] == 1
+            assert future.result(PATIENCE_S)["y"] == 1
         with pytest.raises(
             ModelFailed, match=r"restarted while it ran .* not finish within 1 s \(--exit-timeout-secs\)"
         ):
-            first.result(60)
+            first.result(PATIENCE_S)
         until(client, lambda: len(client.models()[0]["instances"]) == 1)
         assert hung.counts(client) == (0, 0)
 
@@ -159,6 +160,6 @@ def test_an_unload_reports_what_it_waits_for_and_can_be_forced(hung: Hung) -> No
         client.unload("m", force=True)
         for future in futures:
             with pytest.raises(Unavailable, match="unloaded by force"):
-                future.result(60)
+                future.result(PATIENCE_S)
         client.load("m")
         assert client.infer("m", ONE)["y"] == 1

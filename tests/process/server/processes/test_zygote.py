@@ -29,6 +29,7 @@ from tests.support.ensemble_models import config_text
 from tests.support.launch import Launched, await_end, children_of, descriptors_of, identity
 from tests.support.living import pids, until
 from tests.support.model_files import parameters, python_model, write_model
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -56,7 +57,7 @@ class Place:
         self.server, self.client = server, client
 
     def look(self, x: float = 0) -> dict[str, Any]:
-        found = self.client.infer("look", {"x": np.array([x], np.float32)}, timeout=60)["y"][0]
+        found = self.client.infer("look", {"x": np.array([x], np.float32)}, timeout=PATIENCE_S)["y"][0]
         return dict(json.loads(found))
 
     @property
@@ -75,7 +76,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         Launched(folder / "models", folder / "run", *options) as server,
         shmserve.Client(f"unix://{server.lane}") as client,
     ):
-        client.wait_ready(timeout=60)
+        client.wait_ready(timeout=PATIENCE_S)
         yield Place(server, client)
 
 
@@ -127,7 +128,7 @@ def test_a_worker_is_spawned_if_the_prepared_process_ends_first(place: Place) ->
             "it begins to load",
         )
         os.kill(stopped, signal.SIGKILL)
-        load.result(60)
+        load.result(PATIENCE_S)
     assert "the process that workers are forked from has exited" in place.server.log
     place.client.unload("other")
 
@@ -202,7 +203,7 @@ def test_child_processes_of_a_model_end_with_its_worker(tmp_path: Path) -> None:
     ):
         for end_worker in (kill_worker, unload):
             client.load("forks")
-            child = int(client.infer("forks", {"x": np.ones((1, 1), np.float32)}, timeout=60)["y"][0, 0])
+            child = int(client.infer("forks", {"x": np.ones((1, 1), np.float32)}, timeout=PATIENCE_S)["y"][0, 0])
             end_worker(server, client)
             await_end(child, 60)
 
@@ -214,4 +215,4 @@ def kill_worker(server: Launched, _: shmserve.Client) -> None:
 
 
 def unload(_: Launched, client: shmserve.Client) -> None:
-    client.unload("forks", timeout=60)
+    client.unload("forks", timeout=PATIENCE_S)

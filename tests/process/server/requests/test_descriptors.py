@@ -23,6 +23,7 @@ from shmserve.transport.lane import Lane as ClientLane
 from shmserve.workers.link import BrokerLink as WorkerLink
 from tests.support.launch import Launched
 from tests.support.living import await_connections
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -52,7 +53,7 @@ def no_descriptors(pid: int) -> Iterator[None]:
 
 def identity(client: shmserve.Client, value: float, size: int = SIZE) -> None:
     x = np.full((1, size), value, np.float32)
-    assert np.array_equal(client.infer("identity", {"x": x}, timeout=60)["y"], x)
+    assert np.array_equal(client.infer("identity", {"x": x}, timeout=PATIENCE_S)["y"], x)
 
 
 def test_a_client_announces_its_segments_again_over_a_new_connection(server: Launched) -> None:

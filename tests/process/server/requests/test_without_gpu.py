@@ -14,6 +14,7 @@ from tests.process.server.processes.test_gpus import chained
 from tests.support.ensemble_models import config_text
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.model_files import python_model, write_model
+from tests.support.patience import PATIENCE_S
 from tests.support.workers.models.worker_models import Graph
 
 pytestmark = pytest.mark.process
@@ -95,7 +96,7 @@ def test_no_process_imports_a_module_for_gpus(tmp_path: Path, journal: Path) -> 
         body = {"inputs": [{"name": "x", "shape": [1, 40000], "datatype": "FP32", "data": [1.0] * 40000}]}
         assert gateway.ask("POST", "/v2/models/both/infer", body)[0] == 200
         gateway.stop()
-        subprocess.run([sys.executable, "-c", CLIENT, server.url], check=True, timeout=100)
+        subprocess.run([sys.executable, "-c", CLIENT, server.url], check=True, timeout=PATIENCE_S)
     found = {int(path.name): path.read_text().split() for path in journal.iterdir()}
     for module in ("broker.loop", "gateway.main", "workers.loading", "session.session", "workers.backends.onnx.run"):
         assert any(f"shmserve.{module}" in names for names in found.values()), f"no process imports {module}"

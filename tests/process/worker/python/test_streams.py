@@ -15,6 +15,7 @@ from shmserve.protocol.messages import More, Ping, Pong
 from shmserve.protocol.worker_messages import Done, Execute, Row, Started, Stop, Streamed, Withdraw, Withdrawn
 from shmserve.repo.config.schema import ModelParameter
 from tests.support.cases import cases
+from tests.support.patience import PATIENCE_S
 from tests.support.workers.models.stream_models import (
     IN_THREADS,
     SOURCES,
@@ -287,7 +288,7 @@ def test_the_worker_ends_when_the_link_is_lost_with_responses_waiting(tmp_path: 
         while not isinstance(worker.next()[0], Streamed):
             pass
         worker.sock.close()
-        assert worker.process.wait(60) != 0
+        assert worker.process.wait(PATIENCE_S) != 0
 
 
 @senders("coroutine", "generator")

@@ -20,6 +20,7 @@ from shmserve.core.records import Version
 from shmserve.core.states import VersionState
 from shmserve.gateway.main import Service
 from shmserve.system.service_manager import VARIABLES, ServiceManager
+from tests.support.patience import PATIENCE_S
 
 READY, LOADING = VersionState.READY, VersionState.LOADING
 UNAVAILABLE, UNLOADING = VersionState.UNAVAILABLE, VersionState.UNLOADING
@@ -31,7 +32,7 @@ class Ear:
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind("\0" + address[1:] if address.startswith("@") else address)
-        self.socket.settimeout(30)
+        self.socket.settimeout(PATIENCE_S)
 
     def hear(self) -> dict[str, str]:
         return dict(line.split("=", 1) for line in self.socket.recv(65536).decode().split("\n"))

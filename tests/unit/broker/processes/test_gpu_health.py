@@ -22,6 +22,7 @@ from shmserve.broker.processes.gpus.monitor import GpuMonitor
 from shmserve.repo.gpu_state import GpuState, read_state
 from shmserve.repo.gpus import discover
 from tests.support.cases import cases
+from tests.support.patience import PATIENCE_S
 from tests.support.workers.gpu.harness import standins
 
 PCI = "00000000:3B:00.0"
@@ -151,7 +152,7 @@ class Driver:
         os.write(self._fifo, f"GPU-{name} {number}\n".encode())
 
     def next(self) -> tuple[int, str]:
-        return self._reports.get(timeout=30)
+        return self._reports.get(timeout=PATIENCE_S)
 
     def close(self) -> None:
         if self._running is not None:
@@ -266,7 +267,7 @@ def test_a_driver_that_does_not_answer_takes_out_only_the_gpu_it_was_asked_about
 
     def asked(nvml: Any, what: Any) -> Any:
         if "GPU-bb22" in str(what):
-            answers.wait(60)
+            answers.wait(PATIENCE_S)
         return known(nvml, what)
 
     monkeypatch.setattr(monitor, "STUCK_S", 1.0)

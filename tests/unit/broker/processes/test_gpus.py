@@ -20,6 +20,7 @@ from shmserve.broker.processes.gpus import monitor
 from shmserve.broker.processes.gpus.monitor import GpuMonitor
 from shmserve.extras import install_command
 from shmserve.repo.gpus import Gpu, Gpus, cpu_only, discover, visible
+from tests.support.patience import PATIENCE_S
 from tests.support.workers.gpu.harness import standins
 
 EVERY = [Gpu(number, number, f"GPU-{number:02x}ab", f"0000:0{number}:00.0", "H100") for number in range(4)]
@@ -233,7 +234,7 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(made, "_update", look)
     monkeypatch.setattr(monitor, "JOIN_TIMEOUT_S", 0.01)
-    assert asked.wait(30)
+    assert asked.wait(PATIENCE_S)
     made.close()
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "gpu-metrics")
     answers.set()

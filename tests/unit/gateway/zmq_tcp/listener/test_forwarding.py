@@ -99,7 +99,7 @@ def test_tensors_over_the_limit_or_share_are_refused(
 def test_a_cancelled_request_is_answered_once(broker: FakeBroker, bare: Any) -> None:
     one = bare()
     one.send([7, 5, "hold", 0, [["x", "UINT8", [5000], 0]]], frames=(bytes(5000),))
-    peer, infer, frames = broker.parked.get(timeout=20)
+    peer, infer, frames = broker.next_parked()
     one.send([8, 5])
     assert one.receive() == [34, 5, "CANCELLED", "the request was cancelled by the client"]
     assert broker.wait_for(Cancel).request == infer.request
@@ -117,7 +117,7 @@ def test_a_restarted_server_or_gateway_gets_the_requests_again(tmp_path: Path, m
         for restarts_broker in (True, False):
             with monkeypatch.context() as patch:
                 future = client.submit("hold", {"x": x})
-                broker.parked.get(timeout=20)
+                broker.next_parked()
                 (broker if restarts_broker else listener).stop()
                 patch.setitem(MODELS, "hold", echo)
                 if restarts_broker:

@@ -15,6 +15,7 @@ from shmserve.errors import Unavailable
 from tests.support.broker.fake_broker import FakeBroker, echo
 from tests.support.cases import cases
 from tests.support.gateway.zmq_listener import HELLO, Bare, ListenerThread
+from tests.support.patience import PATIENCE_S
 
 
 @cases(
@@ -162,7 +163,7 @@ def test_shutdown_answers_requests_in_flight_and_refuses_others(broker: FakeBrok
         listener = ListenerThread(Path(folder), broker.lane)
         with Bare(listener, "alice") as one:
             one.send([7, 5, "hold", 0, [["x", "UINT8", [1], b"a"]]])
-            peer, infer, frames = broker.parked.get(timeout=20)
+            peer, infer, frames = broker.next_parked()
             listener.begin_to_stop()
             while not listener.do(lambda: listener.listener.stopping):
                 pass
@@ -185,5 +186,5 @@ def test_several_listeners_can_share_a_port(broker: FakeBroker, tmp_path: Path) 
         with ExitStack() as clients:
             for _ in range(4):
                 url, keys_of_alice = f"tcp://[::1]:{port}", endpoints[0].keys("alice")
-                assert clients.enter_context(shmserve.Client(url, **keys_of_alice, timeout=20)).live()
+                assert clients.enter_context(shmserve.Client(url, **keys_of_alice, timeout=PATIENCE_S)).live()
             assert sum(listener.listener.peers for listener in endpoints) == 4

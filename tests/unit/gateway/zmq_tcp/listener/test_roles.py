@@ -13,6 +13,7 @@ from shmserve.protocol.messages import Cancel
 from tests.support.broker.fake_broker import FakeBroker, echo
 from tests.support.clients.client_faces import FACES
 from tests.support.gateway.zmq_listener import ListenerThread
+from tests.support.patience import PATIENCE_S
 
 
 def test_a_client_has_the_roles_of_its_key(listener: ListenerThread, broker: FakeBroker) -> None:
@@ -52,7 +53,7 @@ def test_r25_what_only_operators_may_see(listener: ListenerThread, broker: FakeB
 )
 def test_a_rejected_key_has_its_reason(listener: ListenerThread, face: str, wrong: dict[str, str], text: str) -> None:
     keys = listener.keys("alice") | {name: listener.folder / file for name, file in wrong.items()}
-    with FACES[face](listener.url, **keys, timeout=20) as client, pytest.raises(shmserve.Denied, match=text):
+    with FACES[face](listener.url, **keys, timeout=PATIENCE_S) as client, pytest.raises(shmserve.Denied, match=text):
         client.infer("echo", {"x": np.array(1)})
 
 
@@ -72,7 +73,7 @@ def test_a_client_without_keys_is_refused(
             shmserve.Client(url, **keys)
     monkeypatch.setenv("SHMSERVE_SERVER_KEY", str(right["server_key"]))
     monkeypatch.setenv("SHMSERVE_KEY_FILE", str(right["key_file"]))
-    with shmserve.Client(listener.url, timeout=20) as client:
+    with shmserve.Client(listener.url, timeout=PATIENCE_S) as client:
         assert client.live()
 
 
@@ -98,7 +99,7 @@ def test_a_reused_identity_receives_no_messages_of_its_former_client(
 ) -> None:
     alice = bare("alice", identity=b"mine")
     alice.send([7, 5, "hold", 0, [["x", "UINT8", [1], b"a"]]])
-    peer, infer, frames = broker.parked.get(timeout=20)
+    peer, infer, frames = broker.next_parked()
     alice.close()
     assert broker.wait_for(Cancel).request == infer.request
     bob = bare("bob", identity=b"mine")
