@@ -307,13 +307,6 @@ class Arena:
             for segment in segments:
                 self._announce(segment)
 
-    def check(self) -> None:
-        """Raises Internal if the bookkeeping of the arena or of a segment is inconsistent."""
-        for segment in self._segments.values():
-            segment.blocks.check()
-        if self.committed != sum(segment.size for segment in self._segments.values()):
-            raise Internal(f"the arena counts {self.committed} committed bytes, unlike its segments")
-
     def close(self) -> None:
         """Gives up all segments. Arrays stay valid, because their pages stay mapped. Idempotent."""
         self._closed = True

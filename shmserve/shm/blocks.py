@@ -171,31 +171,3 @@ class Blocks:
         room = end - ((start + self._mask) & ~self._mask)
         if room > self._mask:
             del self._fits[bisect_left(self._fits, (room, start))]
-
-    # ------------------------------------------------------------------------------------ checking
-
-    def check(self) -> None:
-        """Raises Internal unless live, recent and free blocks tile [0, size) and the bookkeeping is consistent."""
-        recent = [(offset, size, "recent") for size, stack in self._recent.items() for offset in stack]
-        spans = [(offset, size, "live") for offset, size in self._live.items()] + recent
-        spans += [(start, end - start, "free") for start, end in self._free.items()]
-        spans.sort()
-        at, before = 0, ""
-        for start, size, kind in spans:
-            if start != at or size <= 0:
-                raise Internal(f"{kind} span at {start} of {size} bytes does not begin at the end of the last, {at}")
-            if kind == before == "free":
-                raise Internal(f"two free extents meet at {start}")
-            at, before = start + size, kind
-        mask = self._mask
-        rooms = sorted((end - ((start + mask) & ~mask), start) for start, end in self._free.items())
-        agree = (
-            at == self.size
-            and self.used == sum(self._live.values())
-            and self._recent_count == len(recent)
-            and self._ends == {end: start for start, end in self._free.items()}
-            and self._fits == [fit for fit in rooms if fit[0] > mask]
-            and self._pieces <= self._live.keys()
-        )
-        if not agree:
-            raise Internal(f"the blocks are inconsistent: they end at {at} of {self.size}, {self.used} used")
