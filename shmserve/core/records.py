@@ -504,8 +504,6 @@ class Instance(Struct, eq=False):
     quarantined: bool = False
     """It crashes while other instances of its version succeed. It gets one request at a time until it completes a
     batch."""
-    restarts: int = 0
-    """Total restarts, counted once it has been READY."""
     retry_at: int = 0
     reason: str = ""
     spawned: int = 0

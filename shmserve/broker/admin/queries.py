@@ -373,7 +373,7 @@ class Control:
             "pid": pid,
             "memory_bytes": self._memory_of(pid) if pid else 0,
             "cpu_seconds": used.cpu_seconds,
-            "restarts": instance.restarts,
+            "restarts": version.statistics.restarts.get(instance.spec.name, 0),
             "in_flight": activity.running(instance),
             "busy_seconds": round(activity.busy_ns(version, instance, now) / 1e9, 3),
             "batch_rows": running.rows if running is not None else 0,
@@ -569,7 +569,7 @@ def _mark(version: Version, now: int) -> list[object] | None:
         if one.running is not None or one.waiting is not None or one.lease or one.streams or one.retry_at > now:
             return None
         flags = (one.quarantined, one.held, one.loaded, one.sleeping, one.retiring, one.joining)
-        mark += (one, one.peer, one.state, one.reason, one.restarts, one.replaces, *flags)
+        mark += (one, one.peer, one.state, one.reason, one.replaces, *flags)
     return mark
 
 

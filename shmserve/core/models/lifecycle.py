@@ -140,7 +140,7 @@ class Lifecycle:
             retirement.remove_stopped(version, instance)
         elif version.state is not _V.UNLOADING and (instance.held or self._state.loading.forbids(instance.spec)):
             if instance.loaded and not instance.sleeping:
-                self._count_restart(version, instance)
+                self._state.observers.restarted(version, instance)
             unhealthy.ended(self._state, version, instance, now)
         elif instance.sleeping:
             about = load_results.about(version, instance)
@@ -260,7 +260,7 @@ class Lifecycle:
     def _crashed(self, version: Version, instance: Instance, reason: str, explained: bool, now: int) -> None:
         """Schedules a restart: immediately, then with increasing back-off. After the crash limit the instance counts as
         broken."""
-        self._count_restart(version, instance)
+        self._state.observers.restarted(version, instance)
         if not explained:
             if not instance.crashes:
                 instance.batches_at_first_crash = version.statistics.execution_count
@@ -287,7 +287,7 @@ class Lifecycle:
 
     def _not_restarted(self, version: Version, instance: Instance, reason: str, now: int) -> None:
         """Handles an instance that was READY before and could not load again."""
-        self._count_restart(version, instance)
+        self._state.observers.restarted(version, instance)
         instance.deaths += 1
         instance.lost = True
         self._await_restart(version, instance, reason, now)
@@ -299,10 +299,6 @@ class Lifecycle:
         until = instance.running.began if instance.running is not None else now
         if instance.ready_since and until - instance.ready_since >= self._state.limits.backoff_max_ns:
             instance.deaths = instance.crashes = 0
-
-    def _count_restart(self, version: Version, instance: Instance) -> None:
-        instance.restarts += 1
-        self._state.observers.restarted(version, instance)
 
     def _await_restart(self, version: Version, instance: Instance, reason: str, now: int) -> None:
         limits = self._state.limits

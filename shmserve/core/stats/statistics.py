@@ -138,7 +138,7 @@ class Statistics(Struct):
     cache_miss_ns: int = 0
     """Cache lookup and insertion time of the misses."""
     restarts: dict[str, int] = {}
-    """Instance name -> number of restarts."""
+    """Instance name -> number of restarts, counted once it has been READY."""
     scaled_up: int = 0
     """Instances added because requests waited too long."""
     scaled_down: int = 0

@@ -92,6 +92,8 @@ def test_the_last_output_of_a_crashed_worker_is_logged_and_reported(server: Serv
     named = {"model": "frail", "version": "1"}
     assert seen("shmserve_instance_restarts_total", **named, model_instance=instance["name"]) == 2
     assert seen("nv_inference_request_failure", **named, reason="BACKEND") == 1
+    client.restart("frail")
+    assert instance_of(client, "frail")["restarts"] == 2, "a restart of the model resets no counter"
 
 
 FAILING_CONFIG = config_text("python", "x:FP32:[1]", "y:FP32:[1]", "instance_group { count: 2 kind: KIND_CPU }")
