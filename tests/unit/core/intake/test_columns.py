@@ -129,6 +129,14 @@ def test_an_irregular_batch_is_refused_as_a_whole(name: str) -> None:
     assert isinstance(client.answers[1], Reply)
 
 
+def test_a_request_with_a_wrong_number_of_bytes_is_refused_alone() -> None:
+    world, client = serving()
+    send(world, client, replace(columns(3), data=((bytes(4),), (bytes(3),), (bytes(4),))))
+    world.finish_all()
+    assert [isinstance(client.answers[number], Reply) for number in (1, 2, 3)] == [True, False, True]
+    assert client.answers[2].code == "INVALID_ARG"
+
+
 def test_a_batch_has_a_limit_of_requests() -> None:
     world, client = serving()
     world.turn([(client.peer, InferBatch("m", 0, columns(BATCH_REQUESTS + 1)))])

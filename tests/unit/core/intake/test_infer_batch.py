@@ -480,7 +480,7 @@ class Pair:
 
 
 @pytest.mark.hypothesis
-@settings(max_examples=examples(300, quick=100))
+@settings(max_examples=examples(300, quick=40))
 @given(
     st.lists(st.sampled_from(sorted(MODELS)), min_size=1, max_size=3, unique=True),
     st.sampled_from(TIGHT),

@@ -153,7 +153,7 @@ def test_errors_of_one_message_beyond_the_limit_disconnect_once() -> None:
 
 
 def test_timers_of_answered_requests_are_removed() -> None:
-    """A timer keeps its request: 12,000 of them would keep 8 MB."""
+    """A timer keeps its request: 7,000 of them would keep 6 MB."""
     world = World(checks=False)
     world.deploy(plain(max_batch=100))
     client = world.connect("a")
@@ -170,7 +170,7 @@ def test_timers_of_answered_requests_are_removed() -> None:
         client.order.clear()
 
     tracemalloc.start()
-    for _ in range(120):
+    for _ in range(70):
         ask()
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
