@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from msgspec import Struct
@@ -80,22 +80,14 @@ class Runner(ABC, Generic[B]):
             self._hidden.forget(sequences)
 
     def _run_in_parts(self, work_items: Sequence[Work], hidden: HiddenTensors) -> Ran:
-        taken = computed = clock()
-        first = 0
-        again: tuple[int, ...] = ()
-        by_request = {work.request: failed(work, error) for work, error in hidden.begin(work_items)}
-        for part in hidden.parts():
-            results, (_, ready, computed, _), more = self._run(part)
-            rows = rows_of(results)
-            if len(part) == len(work_items) and not (hidden.slots and part[0].slot >= 0):
-                hidden.end()  # the whole batch at once, in its order
-                return results, (taken, ready, computed, clock()), more
-            first = first or ready
-            again += more
-            by_request.update((row.request, row) for row in rows)
+        taken = clock()
+        failures = hidden.begin(work_items)
+        parts = (
+            (rows, ready, computed, again) for rows, (_, ready, computed, _), again in map(self._run, hidden.parts())
+        )
+        ran = _joined(work_items, taken, failures, parts)
         hidden.end()
-        rows = [by_request[work.request] for work in work_items if work.request in by_request]
-        return rows, (taken, first or taken, computed, clock()), again
+        return ran
 
     def row(self, work: Work, response: Response) -> Row:
         """Converts a response to a Row: places the outputs where their reader can map them."""
@@ -143,14 +135,8 @@ class StackedRunner(Runner[StackedBackend]):
         if len(groups) == 1 and not failures:
             results, ready, computed = self._run_group(groups[0])
             return results, (taken, ready, computed, clock()), ()
-        by_request = {work_items[index].request: failed(work_items[index], error) for index, error in failures}
-        ready = computed = clock()
-        first = 0
-        for group in groups:
-            results, ready, computed = self._run_group(group)
-            first = first or ready
-            by_request.update((row.request, row) for row in rows_of(results))
-        return [by_request[work.request] for work in work_items], (taken, first or ready, computed, clock()), ()
+        unreadable = [(work_items[index], error) for index, error in failures]
+        return _joined(work_items, taken, unreadable, ((*self._run_group(group), ()) for group in groups))
 
     def _run_group(self, group: GatherGroup) -> tuple[list[Row] | Columns, int, int]:
         """Returns the results, when the inputs were ready, and when the outputs were computed."""
@@ -165,15 +151,13 @@ class StackedRunner(Runner[StackedBackend]):
                 hidden.before(group)
             self._backend.execute(group, results)
             computed = clock()
-            if hidden is None and type(group.work_items) is WorkColumns:
-                return results.in_columns(), group.ready or computed, computed
-            rows, ran = results.rows(), True
+            answers, ran = results.answers(), True
         except Exception as error:
             computed = clock()
-            rows, ran = self._abandon(group.work_items, results, error), False
+            answers, ran = self._abandon(group.work_items, results, error), False
         if hidden is not None:
-            hidden.after(group, rows, ran)
-        return rows, group.ready or computed, computed
+            hidden.after(group, rows_of(answers), ran)
+        return answers, group.ready or computed, computed
 
     def _results(self, group: GatherGroup) -> Results:
         if group.lengths:
@@ -230,7 +214,7 @@ class OverlappingRunner(StackedRunner):
             try:
                 batch.computation.finish()
                 computed = clock()
-                rows = results.in_columns() if type(group.work_items) is WorkColumns else results.rows()
+                rows = results.answers()
             except Exception as error:
                 rows = self._abandon(group.work_items, results, error)
         assert rows is not None
@@ -305,10 +289,8 @@ class SeparateRunner(Runner[SeparateBackend]):
                 results.abandon()
                 pairs = zip(work_items, responses, strict=True)
                 rows = [self.row(work, response) for work, response in pairs if response is not None]
-            elif type(work_items) is WorkColumns and parameters is None:
-                rows = results.in_columns()
             else:
-                rows = results.rows(parameters)
+                rows = results.answers(parameters)
         except Exception as error:
             computed = clock()
             rows = self._abandon(work_items, results, error)
@@ -345,3 +327,22 @@ def runner_of(
 
 def failed(work: Work, error: ServeError) -> Row:
     return Row(work.request, (), Failure(error.code, public(str(error))))
+
+
+def _joined(
+    work_items: Sequence[Work],
+    taken: int,
+    failures: Iterable[tuple[Work, ServeError]],
+    runs: Iterable[tuple[list[Row] | Columns, int, int, tuple[int, ...]]],
+) -> Ran:
+    """Returns the rows of a batch whose requests run in several calls, in the order of the batch. `runs`: results, when
+    inputs were ready and outputs computed, and requests to run again."""
+    by_request = {work.request: failed(work, error) for work, error in failures}
+    computed, first = clock(), 0
+    again: tuple[int, ...] = ()
+    for results, ready, end, more in runs:
+        first, computed = first or ready, end
+        again += more
+        by_request.update((row.request, row) for row in rows_of(results))
+    rows = [by_request[work.request] for work in work_items if work.request in by_request]
+    return rows, (taken, first or computed, computed, clock()), again

@@ -319,10 +319,14 @@ class Results:
             ]
         return [self._row(position, columns, parameters) for position in range(len(work_items))]
 
-    def in_columns(self) -> Columns | list[Row]:
-        """Returns the results in columns if all outputs are inside the message, otherwise as `rows`."""
+    def answers(self, parameters: dict[str, Value] | None = None) -> Columns | list[Row]:
+        """Returns the results in columns if the requests came in columns and all outputs are inside the message,
+        otherwise as `rows`."""
+        work_items = self._work_items
+        if type(work_items) is not WorkColumns or parameters is not None:
+            return self.rows(parameters)
         columns = self._finished()
-        if not columns or self._failures or self._incomplete or len(self._work_items) > PACKET_MESSAGES:
+        if not columns or self._failures or self._incomplete or len(work_items) > PACKET_MESSAGES:
             return self.rows()
         forms: list[TensorForm] = []
         blobs: list[list[bytes]] = []
@@ -331,10 +335,8 @@ class Results:
                 return self.rows()
             forms.append(column.form)
             blobs.append(column.blobs)
-        work_items = self._work_items
-        requests = work_items.requests if type(work_items) is WorkColumns else [work.request for work in work_items]
         each: Any = zip(*blobs, strict=True)
-        return Columns(tuple(forms), tuple(requests), tuple(shares_of(work_items)), tuple(each))
+        return Columns(tuple(forms), tuple(work_items.requests), tuple(work_items.rows), tuple(each))
 
     def _finished(self) -> list[Sequence[Tensor | None]]:
         columns: list[Sequence[Tensor | None]] = []
