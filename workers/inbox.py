@@ -6,7 +6,6 @@ Invariant: each received descriptor is closed exactly once, whatever else its pa
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -64,38 +63,27 @@ class WorkerInbox:
         self._outbox.flush()
 
     def handle(self, orders: list[Any], descriptors: list[int]) -> None:
-        if descriptors:
-            remaining = deque(descriptors)
-            try:
-                self._handle_each(orders, remaining)
-            finally:
-                for descriptor in remaining:
-                    os.close(descriptor)
-            return
+        """Takes ownership of the descriptors."""
         handlers = self._handlers
-        for order in orders:
-            handler = handlers.get(order.__class__)
-            if handler is None:
-                self._rare(order, None)
-            else:
-                handler(order)
+        try:
+            for order in orders:
+                handler = handlers.get(order.__class__)
+                if handler is None:
+                    self._rare(order, descriptors)
+                else:
+                    handler(order)
+            if descriptors:
+                raise ProtocolError(f"{len(descriptors)} descriptor(s) belong to no message")
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
-    def _handle_each(self, orders: list[Any], descriptors: deque[int]) -> None:
-        for order in orders:
-            handler = self._handlers.get(order.__class__)
-            if handler is not None:
-                handler(order)
-            elif isinstance(order, Lend) and self._lend is not None and len(descriptors) >= 2:
-                self._lend(order, [descriptors.popleft(), descriptors.popleft()])
-            elif not carries_descriptor(order):
-                self._rare(order, None)
-            else:
-                self._rare(order, descriptors.popleft() if descriptors else None)
-        if descriptors:
-            raise ProtocolError(f"{len(descriptors)} descriptor(s) belong to no message")
-
-    def _rare(self, order: Any, descriptor: int | None) -> None:
-        """Handles Map, and orders that have no handler."""
+    def _rare(self, order: Any, descriptors: list[int]) -> None:
+        """Handles orders that carry descriptors, which it removes, and orders that have no handler."""
+        if isinstance(order, Lend) and self._lend is not None and len(descriptors) >= 2:
+            self._lend(order, [descriptors.pop(0), descriptors.pop(0)])
+            return
+        descriptor = descriptors.pop(0) if descriptors and carries_descriptor(order) else None
         if isinstance(order, Map):
             self._map(order, descriptor)
             return
