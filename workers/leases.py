@@ -117,6 +117,7 @@ class LeaseHolder:
             self._ending = True
             return
         if self._lease is not None:
+            self._outbox.flush()
             self._serve(self._lease)
         self._end()
 

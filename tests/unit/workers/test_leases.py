@@ -21,6 +21,7 @@ from shmserve.protocol.messages import (
     Handle,
     Infer,
     Options,
+    Pong,
     Reply,
     Tensor,
     TensorForm,
@@ -288,7 +289,15 @@ def test_orders_of_the_broker_take_precedence_over_requests(lent: Lent) -> None:
 
 
 def test_a_revoked_lease_answers_what_has_arrived(lent: Lent) -> None:
+    run = lent.runner.run_batch
+
+    def run_batch(work_items: Sequence[Any]) -> Any:
+        assert _reports(lent.broker.recv(PACKET_BYTES)) == [Pong(7)], "sent before a model runs, for whatever time"
+        return run(work_items)
+
+    lent.runner.run_batch = run_batch  # type: ignore[method-assign]
     lent.client.send(packet(infer()))
+    lent.outbox.add(Pong(7))
     lent.holder.revoke(Revoke(5))
     assert type(_answers(lent.client.recv(PACKET_BYTES))[0]) is Reply
     assert lent.client.recv(PACKET_BYTES) == b""
