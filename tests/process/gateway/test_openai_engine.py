@@ -32,8 +32,8 @@ from shmserve.tools.load.plan import (
 from tests.process.models.language import llm_oracle
 from tests.support.cases import cases
 from tests.support.gateway.language_models import openai_client, picture, post
-from tests.support.model_files import parameters
 from tests.support.optional import optional
+from tests.support.shared_server import SharedServer
 from tests.support.workers.models import gguf_models
 
 pytestmark = [
@@ -54,27 +54,20 @@ SAMPLING: dict[str, Any] = {"model": "text", "temperature": 0, "max_tokens": 24}
 @pytest.fixture(scope="module")
 def expected(repository: Path) -> list[str]:
     """The texts of PROMPTS and RENDERED."""
-    (repository / "text" / "1").mkdir(parents=True)
-    settings = parameters(slots="4", context_length="512", threads="1")
-    (repository / "text" / "config.pbtxt").write_text(f'backend: "llamacpp"\n{settings}')
-    file = gguf_models.write(repository / "text" / "1" / "model.gguf", context=1 << 17)
+    own = {"context_length": "512", "threads": "1"}
+    file = gguf_models.served(repository, "text", network={"context": 1 << 17}, slots="4", **own)
     for pooling in (*POOLINGS, "rank"):
-        (repository / pooling / "1").mkdir(parents=True)
-        settings = parameters(pooling=pooling, slots="2", context_length="512", threads="1")
-        (repository / pooling / "config.pbtxt").write_text(f'backend: "llamacpp"\n{settings}')
-        gguf_models.write(repository / pooling / "1" / "model.gguf", context=1 << 17, scores=pooling == "rank")
-    (repository / "eyes" / "1").mkdir(parents=True)
-    settings = parameters(mmproj="eyes.gguf", context_length="512", threads="1")
-    (repository / "eyes" / "config.pbtxt").write_text(f'backend: "llamacpp"\n{settings}')
-    gguf_models.write(repository / "eyes" / "1" / "model.gguf", top_k=1)
-    gguf_models.write_projector(repository / "eyes" / "1" / "eyes.gguf")
+        network = {"context": 1 << 17, "scores": pooling == "rank"}
+        gguf_models.served(repository, pooling, network=network, pooling=pooling, slots="2", **own)
+    eyes = gguf_models.served(repository, "eyes", network={"context": 2048, "top_k": 1}, mmproj="eyes.gguf", **own)
+    gguf_models.write_projector(eyes.with_name("eyes.gguf"))
     given = [{"prompt": prompt, "max_tokens": 24, "temperature": 0} for prompt in (*PROMPTS, RENDERED)]
     return list(llm_oracle.texts(file, given))
 
 
 @pytest.fixture(scope="module")
-def server(repository: Path, expected: list[str]) -> Iterator[Server]:
-    with Server(repository, "--exit-on-error", "true", gateway=True) as running:
+def server(shared_server: SharedServer, repository: Path, expected: list[str]) -> Iterator[Server]:
+    with shared_server.serving(repository) as running:
         yield running
 
 

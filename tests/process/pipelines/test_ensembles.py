@@ -22,6 +22,7 @@ from tests.support.ensemble_models import ADD, BATCHES, ensemble, model, numbers
 from tests.support.launch import descriptors_of, workers_of
 from tests.support.living import states, unload_all, until
 from tests.support.model_files import python_model
+from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
@@ -230,12 +231,12 @@ def write_page(root: Path, old: str = "", new: str = "") -> Path:
     return root / "models"
 
 
-def test_the_example_of_the_page(tmp_path: Path) -> None:
+def test_the_example_of_the_page(shared_server: SharedServer, tmp_path: Path) -> None:
     models = write_page(tmp_path)
     assert len(list(models.iterdir())) == 3
     assert main.main(["check", str(models)]) == 0
     (program,) = [block for block in pages.blocks(PAGE) if 'client.infer("page",' in block]
-    with Server(models, "--exit-on-error", "true") as server:
+    with shared_server.serving(models) as server:
         printed = pages.run_program(server, program)
     (expected,) = re.findall(r"# (\[\[.*\])", program)
     assert printed.strip() == expected

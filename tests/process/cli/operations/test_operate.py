@@ -9,19 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.testing import Server
 from tests.support.commands import run
 from tests.support.living import identity
+from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
 
-def test_misspelled_model_names_are_reported_by_each_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelled_model_names_are_reported_by_each_command(
+    shared_server: SharedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     identity(tmp_path, "mlp")
     monkeypatch.delenv("SHMSERVE_URL", raising=False)
     unknown = "Request for unknown model: 'mpl' is not found"
-    with Server(tmp_path, "--model-control-mode", "explicit") as server:
+    with shared_server.serving(tmp_path) as server:
         monkeypatch.setenv("SHMSERVE_RUNTIME_DIR", str(server.runtime_dir))
+        for _ in range(2):  # models of the repository may already be unloaded
+            assert run("unload", "mlp")[0] == 0
         for words, text in (
             ("logs mpl", unknown),  # first: operations on any name leave records about it
             ("load mpl", "failed to load 'mpl', failed to poll from model repository: no model repository has it"),
@@ -38,5 +42,3 @@ def test_misspelled_model_names_are_reported_by_each_command(tmp_path: Path, mon
         ):
             error = f"shmserve {words.split()[0]}: {text}; did you mean 'mlp'?\n"
             assert run(*words.split()) == (1, "", error)
-        for _ in range(2):  # models of the repository may already be unloaded
-            assert run("unload", "mlp")[0] == 0

@@ -16,8 +16,8 @@ from tests.process.models.language import llm_oracle
 from tests.process.models.language.test_engines import counted, tensors, text_of
 from tests.support.gateway.language_models import openai_client
 from tests.support.living import until
-from tests.support.model_files import parameters
 from tests.support.optional import optional
+from tests.support.shared_server import SharedServer
 from tests.support.workers.models import gguf_models
 
 pytestmark = [
@@ -28,32 +28,23 @@ pytestmark = [
 openai = optional("openai")
 
 
-def broken(folder: Path, data: bytes | None = None, config: str = "", **own: str) -> None:
-    (folder / "1").mkdir(parents=True)
-    file = gguf_models.write(folder / "1" / "model.gguf", context=512)
-    if data is not None:
-        file.write_bytes(data if data else file.read_bytes()[: file.stat().st_size // 2])
-    (folder / "config.pbtxt").write_text('backend: "llamacpp"\n' + config + parameters(**own))
-
-
 def test_invalid_model_files_and_settings_are_reported(tmp_path: Path) -> None:
     wrong_type = 'input [ { name: "text_input" data_type: TYPE_UINT8 dims: [ 1 ] } ]\n'
-    broken(tmp_path / "garbage", b"garbage" * 99)
-    broken(tmp_path / "half", b"")
-    template = gguf_models.TEMPLATE.encode()
-    file = gguf_models.write(tmp_path / "model.gguf").read_bytes()
-    broken(tmp_path / "template", file.replace(template, template.replace(b"endfor", b"endfur")))
-    (tmp_path / "model.gguf").unlink()
-    broken(tmp_path / "slots", slots="999")
-    broken(tmp_path / "context", context_length="513")
-    broken(tmp_path / "cache", cache_type="f17")
-    broken(tmp_path / "batch", config="max_batch_size: 4\n")
-    broken(tmp_path / "plain", config="model_transaction_policy { decoupled: false }\n")
-    broken(tmp_path / "input", config=wrong_type)
-    broken(tmp_path / "kept", prompt_cache_mb="1", adapters="a=model.gguf")
-    broken(tmp_path / "adapter", adapters="a=b.gguf")
-    broken(tmp_path / "draft", draft_model="b.gguf")
-    broken(tmp_path / "defaults", sampling_parameters=r"{\"top_p\": 2}")
+    file = gguf_models.served(tmp_path, "garbage")
+    network = file.read_bytes()
+    file.write_bytes(b"garbage" * 99)
+    gguf_models.served(tmp_path, "half").write_bytes(network[: len(network) // 2])
+    gguf_models.served(tmp_path, "template", network={"template": gguf_models.TEMPLATE.replace("endfor", "endfur")})
+    gguf_models.served(tmp_path, "slots", slots="999")
+    gguf_models.served(tmp_path, "context", context_length="513")
+    gguf_models.served(tmp_path, "cache", cache_type="f17")
+    gguf_models.served(tmp_path, "batch", "max_batch_size: 4\n")
+    gguf_models.served(tmp_path, "plain", "model_transaction_policy { decoupled: false }\n")
+    gguf_models.served(tmp_path, "input", wrong_type)
+    gguf_models.served(tmp_path, "kept", prompt_cache_mb="1", adapters="a=model.gguf")
+    gguf_models.served(tmp_path, "adapter", adapters="a=b.gguf")
+    gguf_models.served(tmp_path, "draft", draft_model="b.gguf")
+    gguf_models.served(tmp_path, "defaults", sampling_parameters=r"{\"top_p\": 2}")
     with Server(tmp_path) as server, server.client() as client:
         reasons = {entry["name"]: entry["reason"] for entry in client.models()}
     words = {
@@ -75,16 +66,12 @@ def test_invalid_model_files_and_settings_are_reported(tmp_path: Path) -> None:
     assert reasons.keys() == words.keys()
 
 
-def test_grammars_samplers_and_draft_models(tmp_path: Path) -> None:
+def test_grammars_samplers_and_draft_models(shared_server: SharedServer, tmp_path: Path) -> None:
     """A draft model changes no text. Its own is another one, as its weights are."""
-    version = tmp_path / "m" / "1"
-    version.mkdir(parents=True)
-    file = gguf_models.write(version / "model.gguf", context=512)
-    gguf_models.write(version / "draft.gguf", context=512, seed=1)
-    given = parameters(grammars="true", draft_model="draft.gguf", slots="2")
-    (tmp_path / "m" / "config.pbtxt").write_text(f'backend: "llamacpp"\n{given}')
+    file = gguf_models.served(tmp_path, "m", grammars="true", draft_model="draft.gguf", slots="2")
+    gguf_models.write(file.with_name("draft.gguf"), context=512, seed=1)
     (expected,) = llm_oracle.texts(file, [{"prompt": "hello", "max_tokens": 40, "temperature": 0}])
-    with Server(tmp_path) as server, server.client() as client:
+    with shared_server.serving(tmp_path) as server, server.client() as client:
 
         def complete(**sampling: object) -> str:
             (found,) = client.stream("m", tensors({"text_input": "hello"}), parameters={"temperature": 0, **sampling})
@@ -98,26 +85,19 @@ def test_grammars_samplers_and_draft_models(tmp_path: Path) -> None:
             complete(structured_outputs='{"grammar": "root := x"}')
 
 
-def test_prompts_that_have_left_their_slot_are_kept(tmp_path: Path) -> None:
-    version = tmp_path / "m" / "1"
-    version.mkdir(parents=True)
-    gguf_models.write(version / "model.gguf", context=2048)
-    (tmp_path / "m" / "config.pbtxt").write_text(f'backend: "llamacpp"\n{parameters(slots="1", prompt_cache_mb="16")}')
+def test_prompts_that_have_left_their_slot_are_kept(shared_server: SharedServer, tmp_path: Path) -> None:
+    gguf_models.served(tmp_path, "keeps", network={"context": 2048}, slots="1", prompt_cache_mb="16")
     first, second = "The first conversation. " * 20, "Another one. " * 20
-    with Server(tmp_path) as server, server.client() as client:
+    with shared_server.serving(tmp_path) as server, server.client() as client:
         for prompt in (first, second, first):
-            list(client.stream("m", tensors({"text_input": prompt})))
-        hits = 'llm_prefix_cache_hits_total{model="m",version="1"}'
+            list(client.stream("keeps", tensors({"text_input": prompt})))
+        hits = 'llm_prefix_cache_hits_total{model="keeps",version="1"}'
         until(client, lambda: counted(client)[hits] >= len(first) - 1)
 
 
-def test_requests_are_refused_by_the_tokens_that_wait(tmp_path: Path) -> None:
-    version = tmp_path / "m" / "1"
-    version.mkdir(parents=True)
-    gguf_models.write(version / "model.gguf", context=4096)
-    given = parameters(slots="1", max_queue_tokens="1000")
-    (tmp_path / "m" / "config.pbtxt").write_text(f'backend: "llamacpp"\n{given}')
-    with Server(tmp_path) as server, server.client() as client:
+def test_requests_are_refused_by_the_tokens_that_wait(shared_server: SharedServer, tmp_path: Path) -> None:
+    gguf_models.served(tmp_path, "m", network={"context": 4096}, slots="1", max_queue_tokens="1000")
+    with shared_server.serving(tmp_path) as server, server.client() as client:
 
         def waiting() -> int:
             return int(client.statistics("m")["model_stats"][0].get("language", {}).get("waiting_tokens", 0))
@@ -140,13 +120,11 @@ def test_requests_are_refused_by_the_tokens_that_wait(tmp_path: Path) -> None:
         assert waiting() == 0
 
 
-def test_texts_are_filled_in(tmp_path: Path) -> None:
+def test_texts_are_filled_in(shared_server: SharedServer, tmp_path: Path) -> None:
     """The special tokens can also be written out."""
     for name, fills in ("m", True), ("none", False):
-        (tmp_path / name / "1").mkdir(parents=True)
-        gguf_models.write(tmp_path / name / "1" / "model.gguf", context=512, fills=fills)
-        (tmp_path / name / "config.pbtxt").write_text('backend: "llamacpp"\n')
-    with Server(tmp_path, gateway=True) as server, openai_client(server.endpoints["http"]) as client:
+        gguf_models.served(tmp_path, name, network={"fills": fills})
+    with shared_server.serving(tmp_path) as server, openai_client(server.endpoints["http"]) as client:
         given: dict[str, Any] = {"max_tokens": 9, "temperature": 0}
 
         def filled(prompt: str | list[int], suffix: str) -> str:
@@ -171,14 +149,12 @@ def test_a_gguf_file_is_served_without_a_repository(tmp_path: Path) -> None:
     assert text_of(found) == "hello" + expected
 
 
-def test_what_a_model_thinks_is_not_its_answer(tmp_path: Path) -> None:
+def test_what_a_model_thinks_is_not_its_answer(shared_server: SharedServer, tmp_path: Path) -> None:
     """The engine knows the tags from the template, which begins the thinking here. This model never ends it."""
-    (tmp_path / "m" / "1").mkdir(parents=True)
-    gguf_models.write(tmp_path / "m" / "1" / "model.gguf", context=512, template=gguf_models.THINKING)
-    (tmp_path / "m" / "config.pbtxt").write_text('backend: "llamacpp"\n')
+    gguf_models.served(tmp_path, "m", network={"template": gguf_models.THINKING})
     given: dict[str, Any] = {"model": "m", "temperature": 0, "max_tokens": 20}
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Why?"}], **given}
-    with Server(tmp_path, gateway=True) as server, openai_client(server.endpoints["http"]) as client:
+    with shared_server.serving(tmp_path) as server, openai_client(server.endpoints["http"]) as client:
         expected = client.completions.create(prompt="user: Why?\nassistant:<think>", **given).choices[0].text
         message = client.chat.completions.create(**asked).choices[0].message
         assert (message.content, message.reasoning_content) == ("", expected)

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.model_files import parameters
+
 CHARACTERS = [chr(code) for code in range(0x20, 0x7F)]
 SPECIAL = ["<unk>", "<s>", "</s>"]
 FILLING = ["<fim_pre>", "<fim_suf>", "<fim_mid>"]
@@ -82,6 +84,14 @@ def write(
         for name, (down, up) in _adapter().items():
             tensors[name] = tensors[name] + up @ down
     return _write(path, settings, tensors)
+
+
+def served(root: Path, name: str, config: str = "", *, network: dict[str, Any] | None = None, **own: str) -> Path:
+    """A model in a repository: its configuration, its parameters, and what is special about its network."""
+    version = root / name / "1"
+    version.mkdir(parents=True)
+    (root / name / "config.pbtxt").write_text('backend: "llamacpp"\n' + config + parameters(**own))
+    return write(version / "model.gguf", **{"context": 512} | (network or {}))
 
 
 def write_adapter(path: Path) -> Path:
