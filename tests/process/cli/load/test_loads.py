@@ -42,7 +42,7 @@ def test_a_closed_loop_over_each_transport(
     assert not point.errors
     assert not point.failed
     assert (point.rows, point.cost.processes) == (2, 2)
-    assert 3 * 2 <= point.latency.count == sum(window.good for window in point.windows[slice(*point.used)])
+    assert point.latency.count == sum(window.good for window in point.windows[slice(*point.used)])
     assert point.latency.count <= served.requests("id") - before
     server = point.server
     assert server is not None
@@ -104,13 +104,13 @@ def test_a_stream_load_measures_first_and_later_responses_and_counts_failures(ki
 @pytest.mark.parametrize("kind", ["lane", "http", "grpc"])
 def test_a_sequence_load_sends_start_and_end_flags(kind: str, served: BenchServer) -> None:
     """The model refuses requests without a sequence, and those of a sequence that has not been started."""
-    loads = (ClosedLoop(3), OpenLoop(100.0))
+    before, loads = served.requests("sequence"), (ClosedLoop(3), OpenLoop(100.0))
     plan = LoadPlan(
         model="sequence", endpoint=served.endpoints[kind], loads=loads, sequences=Sequences(3, 4), settings=QUICK
     )
     for point in measure(plan).points:
-        assert not point.errors
-        assert point.latency.count >= 3
+        assert not (point.errors or point.failed)
+    assert served.requests("sequence") > before
     without = one_point(replace(plan, sequences=None, loads=(ClosedLoop(1),)))
     assert not without.latency.count
     assert without.failed
