@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import tempfile
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ class Runtime:
         except TypeError as error:
             raise InvalidRequest(f"vLLM does not accept an argument of the model: {error}") from error
         self._numbers = count(1)
+        self._guard = _start_guard()
         self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
         os.environ.setdefault("VLLM_RPC_BASE_PATH", self._sockets.name)
         self.coroutines = Coroutines(uvloop.new_event_loop())
@@ -70,6 +72,19 @@ class Runtime:
         self.coroutines.close()
         self.engine.shutdown()
         self._sockets.cleanup()
+
+
+def _start_guard() -> subprocess.Popen[bytes] | None:
+    """Starts a process that kills the processes of the engine when this one has ended.
+
+    The broker kills the group of a worker that ends. If the broker is killed, however, only the worker ends with it, and
+    nothing else would end the engine, which keeps its memory."""
+    if os.getpgrp() != os.getpid():  # the group of a command in a terminal, which contains other processes
+        return None
+    guard = subprocess.Popen(["/bin/sh", "-c", "read end; kill -s KILL 0"], stdin=subprocess.PIPE)
+    assert guard.stdin is not None
+    os.register_at_fork(after_in_child=guard.stdin.close)
+    return guard
 
 
 @contextmanager

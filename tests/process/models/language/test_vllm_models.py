@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 
 from shmserve.errors import ServeError
+from shmserve.system.procfs import descendants
 from shmserve.testing import Server
 from tests import ROOT
 from tests.process.models.language.vllm_others import IMAGE, Answers, Asked
 from tests.support.gateway.language_models import openai_client, picture, post
+from tests.support.launch import await_end
 from tests.support.model_files import parameters
 from tests.support.optional import optional
 
@@ -174,3 +176,13 @@ def test_scores(client: Any, model: str, networks: tuple[Path, Answers]) -> None
 def test_a_model_without_scores_is_refused(server: Server) -> None:
     with server.client() as native, pytest.raises(ServeError, match="vLLM computes no scores: its tasks are"):
         native.load("vectors-rank", timeout=280)
+
+
+@of_model("rank")
+def test_the_engine_ends_when_the_server_is_killed(server: Server, model: str) -> None:
+    """The last test: nothing is left that could end the engine's own processes."""
+    processes = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in descendants(server.pid)}
+    assert [name for name in processes.values() if name.startswith("VLLM")], model
+    server.kill()
+    for pid in processes:
+        await_end(pid)
