@@ -77,8 +77,8 @@ class Runtime:
 def _start_guard() -> subprocess.Popen[bytes] | None:
     """Starts a process that kills the processes of the engine when this one has ended.
 
-    The broker kills the group of a worker that ends. If the broker is killed, however, only the worker ends with it, and
-    nothing else would end the engine, which keeps its memory."""
+    The broker kills the group of a worker that ends. If the broker is killed, however, only the worker ends with it,
+    and nothing else would end the engine, which keeps its memory."""
     if os.getpgrp() != os.getpid():  # the group of a command in a terminal, which contains other processes
         return None
     guard = subprocess.Popen(["/bin/sh", "-c", "read end; kill -s KILL 0"], stdin=subprocess.PIPE)

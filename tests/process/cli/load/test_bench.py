@@ -139,7 +139,8 @@ def test_tls_with_a_private_ca_and_client_certificates(scheme: str, secure: tupl
         LoadPlan(model="talker", endpoint=good, stream=True, inputs=RequestInputs(texts=("count=5",)), settings=QUICK),
     ):
         point = one_point(plan)
-        assert not (point.errors or point.failed)
+        assert not point.errors
+        assert not point.failed
         assert point.usage is not None
         assert "gateway" in point.usage.server, "the server is found by the port"
     plain = Endpoint(url=(good.url or "").replace("s:", ":"))

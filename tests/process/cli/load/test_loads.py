@@ -109,7 +109,8 @@ def test_a_sequence_load_sends_start_and_end_flags(kind: str, served: BenchServe
         model="sequence", endpoint=served.endpoints[kind], loads=loads, sequences=Sequences(3, 4), settings=QUICK
     )
     for point in measure(plan).points:
-        assert not (point.errors or point.failed)
+        assert not point.errors
+        assert not point.failed
     assert served.requests("sequence") > before
     without = one_point(replace(plan, sequences=None, loads=(ClosedLoop(1),)))
     assert not without.latency.count
