@@ -25,9 +25,18 @@ from typing import Any
 
 from shmserve.clients.future import PENDING, Future
 from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
-from shmserve.session import Incoming, StreamTicket, Ticket
-from shmserve.transport.address import no_server
-from shmserve.transport.link import CLOSED, INTERRUPTED, MAX_PAUSE_S, PAUSE_S, ServerLink, SessionLink, open_link
+from shmserve.session import Incoming, Session, StreamTicket, Ticket
+from shmserve.transport.address import Address, no_server
+from shmserve.transport.link import (
+    CLIENT_SESSION,
+    CLOSED,
+    INTERRUPTED,
+    MAX_PAUSE_S,
+    PAUSE_S,
+    ServerLink,
+    SessionLink,
+    open_link,
+)
 
 LINGER_S = 5.0
 """Idle time after which the reader thread ends."""
@@ -62,8 +71,15 @@ class _ReaderThread(threading.Thread):
 class SharedLink(SessionLink):
     """The link behind a client's futures. It implements `ResponseReader`."""
 
-    def _start(self) -> None:
-        super()._start()
+    def __init__(
+        self,
+        address: Address,
+        name: str,
+        reconnect_timeout: float,
+        memory_bytes: int,
+        make_session: Callable[..., Session] = CLIENT_SESSION,
+    ) -> None:
+        super().__init__(address, name, reconnect_timeout, memory_bytes, make_session)
         self.lock = threading.RLock()
         self.outbox = self.session.outbox
         self.uncollected = 0
@@ -564,8 +580,10 @@ class SharedLink(SessionLink):
 
     def forked(self) -> None:
         """Called without the lock."""
-        link, session = self._link, self.session
-        self._start()
+        link, session, closed = self._link, self.session, self.closed
+        arguments = self.address, self._name, self._reconnect_timeout, self._memory_bytes, self._make_session
+        SharedLink.__init__(self, *arguments)
+        self.closed = closed
         if link is not None:
             link.abandon()
         for ticket in session.tickets.values():

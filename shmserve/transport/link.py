@@ -127,11 +127,6 @@ class SessionLink(ABC):
         self._reconnect_timeout = reconnect_timeout
         self._memory_bytes = memory_bytes
         self._make_session = make_session
-        self._start()
-        _all.add(self)
-
-    def _start(self) -> None:
-        """Also called in a forked child, which must not use or release anything of the parent."""
         self.session = self._make_session(
             self.address.memory,
             memory_bytes=self._memory_bytes,
@@ -142,6 +137,7 @@ class SessionLink(ABC):
         self._link: ServerLink | None = None
         self._unsent: list[Packet] = []
         self._was_connected = False
+        _all.add(self)
 
     def open_lease(self, lease: int, fd: int) -> None:
         link = self._link
@@ -194,7 +190,8 @@ class SessionLink(ABC):
 
     @abstractmethod
     def forked(self) -> None:
-        """Resets in a forked child. Threads, link and memory belong to the parent; the first call opens a new link."""
+        """Constructs the object again in a forked child, which must not use or release anything of the parent: threads,
+        link and memory belong to it. The first call opens a new link."""
 
     def __del__(self) -> None:
         link = getattr(self, "_link", None)

@@ -53,9 +53,6 @@ class LoopLink(SessionLink):
         self._busy_poll_ns = busy_poll_ns
         self._polling: LoopPolling | None = None
         super().__init__(address, name, reconnect_timeout, memory_bytes, make_session)
-
-    def _start(self) -> None:
-        super()._start()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watched: list[int] = []
         self._writing = False
@@ -380,8 +377,18 @@ class LoopLink(SessionLink):
         self.session.close()
 
     def forked(self) -> None:
-        link, session = self._link, self.session
-        self._start()
+        link, session, closed = self._link, self.session, self.closed
+        LoopLink.__init__(
+            self,
+            self.address,
+            self._name,
+            self._reconnect_timeout,
+            self._memory_bytes,
+            make_session=self._make_session,
+            hold_bytes=self._hold_bytes,
+            busy_poll_ns=self._busy_poll_ns,
+        )
+        self.closed = closed
         if link is not None:
             link.abandon()
         session.queries.close()
