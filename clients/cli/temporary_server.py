@@ -38,24 +38,27 @@ class TemporaryServer:
     """A server for the repositories. `options` are those of `shmserve serve`."""
 
     def __init__(self, repositories: Sequence[Path], options: Sequence[str] = ()) -> None:
-        self._repositories = repositories
-        self._options = options
-        self._started = False
         self._ready = False
-
-    def __enter__(self) -> TemporaryServer:
+        started = False
         try:
             with _delayed_signals():  # a signal in between would leave a process or a folder that nothing refers to
                 self._folder = tempfile.TemporaryDirectory(prefix="shmserve-check-", dir=temporary_dir(LONGEST))
+                self._runtime_dir, self._log_file = (
+                    Path(self._folder.name, "run"),
+                    Path(self._folder.name, "server.log"),
+                )
                 try:
-                    self._start()
+                    self._server = self._start(repositories, options)
                 except BaseException:
                     self._folder.cleanup()
                     raise
+                started = True
         except (KeyboardInterrupt, SystemExit):
-            if self._started:  # otherwise the signal arrived before signals were delayed
+            if started:  # otherwise the signal arrived before signals were delayed
                 self.__exit__()
             raise
+
+    def __enter__(self) -> TemporaryServer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,18 +94,14 @@ class TemporaryServer:
 
     # ------------------------------------------------------------------------------------------------- start and stop
 
-    def _start(self) -> None:
-        folder = Path(self._folder.name)
-        self._runtime_dir = folder / "run"
-        self._log_file = folder / "server.log"
+    def _start(self, repositories: Sequence[Path], options: Sequence[str]) -> ServerProcess:
         arguments = ["--runtime-dir", str(self._runtime_dir), "--no-gateway"]
-        for repository in self._repositories:
+        for repository in repositories:
             arguments += ["--model-repository", str(repository.resolve())]
         arguments += ["--strict-readiness", "false", "--exit-on-error", "false", "--exit-timeout-secs", "0"]
-        arguments += self._options
+        arguments += options
         # In a new session: Ctrl-C is handled by this process, which stops the server.
-        self._server = ServerProcess(arguments, self._log_file, _environment(), new_session=True)
-        self._started = True
+        return ServerProcess(arguments, self._log_file, _environment(), new_session=True)
 
     def _stop(self) -> None:
         self._server.process.terminate()
