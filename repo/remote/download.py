@@ -15,7 +15,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from shmserve.repo.remote.cache import RemoteCache
@@ -170,28 +170,29 @@ class _PieceFile:
     """The partial file and its journal."""
 
     def __init__(self, path: Path, journal: Path, size: int, piece_bytes: int) -> None:
-        self._path = path
-        self._journal_path = journal
         self._size = size
         self._piece_bytes = piece_bytes
         self._guard = threading.Lock()
         self._done: set[int] = set()
+        with ExitStack() as opened:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            opened.callback(os.close, self._file)
+            if os.fstat(self._file).st_size != size:
+                os.ftruncate(self._file, size)
+            self._resume(journal)
+            self._journal = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            opened.callback(os.close, self._journal)
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> _PieceFile:
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if os.fstat(self._file).st_size != self._size:
-            os.ftruncate(self._file, self._size)
-        self._resume()
-        self._journal = os.open(self._journal_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._journal)
-        os.close(self._file)
+        self._opened.close()
 
-    def _resume(self) -> None:
+    def _resume(self, journal: Path) -> None:
         with suppress(FileNotFoundError):
-            for line in self._journal_path.read_text(errors="replace").split("\n")[:-1]:
+            for line in journal.read_text(errors="replace").split("\n")[:-1]:
                 number, _, crc = line.partition(" ")
                 if number.isdigit() and int(number) < self._count and f"{self._crc(int(number)):08x}" == crc:
                     self._done.add(int(number))
