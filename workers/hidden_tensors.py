@@ -18,7 +18,7 @@ import numpy as np
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError
 from shmserve.protocol.worker_messages import Row, Work
-from shmserve.workers.backends.base import SeparateBackend, StackedBackend
+from shmserve.workers.backends.base import SeparateModel, StackedModel
 from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.sequence_inputs import (
     NULL,
@@ -35,7 +35,7 @@ from shmserve.workers.model_calls.answer import Response
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
-    from shmserve.workers.backends.base import Backend
+    from shmserve.workers.backends.base import BackendModel
     from shmserve.workers.batch.gather import Gather, GatherGroup
     from shmserve.workers.batch.scatter import Scatter
     from shmserve.workers.batch.specs import Spec
@@ -50,14 +50,14 @@ class HiddenTensors:
     and `after` around each group; for a model that runs requests one by one it calls `read`, `without_states` and
     `answered` instead of these two."""
 
-    def __init__(self, config: ModelConfig, folder: Path, backend: Backend, controls: bool = True) -> None:
+    def __init__(self, config: ModelConfig, folder: Path, model: BackendModel, controls: bool = True) -> None:
         """`controls` false: requests contain the controls as inputs, as warm-up samples do."""
         self.sequences = config.sequence_batching is not None
-        self.states = States(config, folder, backend.text, backend.strict)
+        self.states = States(config, folder, model.text, model.strict)
         self.cuts = cuts_of(config)
-        self.stacked = isinstance(backend, StackedBackend)
-        self.slots = self.stacked or (isinstance(backend, SeparateBackend) and backend.takes_slots)
-        self.fresh = isinstance(backend, StackedBackend) and backend.fresh
+        self.stacked = isinstance(model, StackedModel)
+        self.slots = self.stacked or (isinstance(model, SeparateModel) and model.takes_slots)
+        self.fresh = isinstance(model, StackedModel) and model.fresh
         outputs = [spec.name for spec in model_outputs_of(config)]
         self.declared = len(config.output)
         self.state_names = {spec.name: index for index, spec in enumerate(self.states.outputs)}
@@ -66,7 +66,7 @@ class HiddenTensors:
         """The new states of the running group."""
         self._output_names = frozenset(outputs[: self.declared])
         self._sequence_options = BatchSequences(config)
-        self._controls = Controls(config, backend.text) if controls else None
+        self._controls = Controls(config, model.text) if controls else None
         self._batch_inputs = BatchInputs(config)
         self._members: dict[int, SequenceRequest] = {}  # by request, of the running batch
         self._turns: list[list[Work]] = []
@@ -378,9 +378,9 @@ def cuts_of(config: ModelConfig) -> dict[int, Spec]:
 
 
 def hidden_tensors_of(
-    config: ModelConfig, folder: Path, backend: Backend, controls: bool = True
+    config: ModelConfig, folder: Path, model: BackendModel, controls: bool = True
 ) -> HiddenTensors | None:
     """Returns None if the model has none."""
     if config.sequence_batching is None and not (config.batch_input or config.batch_output):
         return None
-    return HiddenTensors(config, folder, backend, controls)
+    return HiddenTensors(config, folder, model, controls)

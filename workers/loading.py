@@ -19,7 +19,7 @@ from shmserve.repo.config.schema import ModelConfig, decode_config
 from shmserve.repo.files.companions import read_labels
 from shmserve.repo.storage.snapshot import Look, changed
 from shmserve.shm.mapped import DeviceSegments, Mapped
-from shmserve.workers.backends.base import Backend, Context
+from shmserve.workers.backends.base import Backend, BackendModel, Context
 from shmserve.workers.backends.registry import kind_of
 from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
@@ -47,15 +47,21 @@ THREADS = "SHMSERVE_THREADS"
 
 
 class LoadedModel(Struct):
-    """A loaded model. Closing its backend finalizes it and may raise the model's own exceptions."""
-
     config: ModelConfig
     backend: Backend
+    model: BackendModel
     arenas: Arenas
     mapped: Mapped
     runner: Runner[Any]
     inbox: WorkerInbox | None = None
     """None without a link."""
+
+    def close(self) -> None:
+        """Finalizes the model. May raise the model's own exceptions."""
+        try:
+            self.model.close()
+        finally:
+            self.backend.close()
 
 
 def load(
@@ -96,20 +102,21 @@ def load(
         config = backend.fitted(config)
         inputs, outputs = inputs_of(config), outputs_of(config)
         labels = [read_labels(folder, entry.label_filename) if entry.label_filename else () for entry in config.output]
-        backend.load(config)
-        gather = Gather(order.model, inputs, mapped, backend.text, backend.on_device, backend.stored)
-        hidden = hidden_tensors_of(config, folder, backend)
+        model = backend.load(config)
+        undo.callback(model.close)
+        gather = Gather(order.model, inputs, mapped, model.text, model.on_device, model.stored)
+        hidden = hidden_tensors_of(config, folder, model)
         if config.model_warmup:
             from shmserve.workers.warmup import warm_up  # few models need it
 
-            warm_up(config, order.instance, folder, backend, gather, limit, trace)
+            warm_up(config, order.instance, folder, model, gather, limit, trace)
         _check_unchanged(pins)
         undo.pop_all()
-    if backend.probes and outbox is not None:
+    if model.probes and outbox is not None:
         outbox.add(Probed(0, True))
-    scatter = Scatter(order.model, outputs, arenas, mapped, labels, backend.calls, backend.strict)
-    runner = runner_of(order.instance, order.model_dir, backend, gather, scatter, trace, hidden)
-    return LoadedModel(config, backend, arenas, mapped, runner, inbox)
+    scatter = Scatter(order.model, outputs, arenas, mapped, labels, context.calls, model.strict)
+    runner = runner_of(order.instance, order.model_dir, model, gather, scatter, trace, hidden)
+    return LoadedModel(config, backend, model, arenas, mapped, runner, inbox)
 
 
 def _open_device(mapped: Mapped) -> DeviceSegments:

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 class Loop:
     """Runs until Stop. Raises ConnectionLost if the link is lost, ProtocolError if the broker violates the protocol."""
 
-    def __init__(self, link: BrokerLink, outbox: Outbox, model: LoadedModel) -> None:
-        inbox, runner, backend, mapped = model.inbox, model.runner, model.backend, model.mapped
+    def __init__(self, link: BrokerLink, outbox: Outbox, loaded: LoadedModel) -> None:
+        inbox, runner, mapped = loaded.inbox, loaded.runner, loaded.mapped
         assert inbox is not None
         self._receive = link.receive
         self._inbox = inbox
@@ -54,22 +54,22 @@ class Loop:
         self._run_batch = runner.run_batch
         self._overlap: Overlap | None = None
         if isinstance(runner, OverlappingRunner):
-            self._overlap = Overlap(link.fileno(), runner, self._waiting, inbox.read, model.config.max_batch_size)
+            self._overlap = Overlap(link.fileno(), runner, self._waiting, inbox.read, loaded.config.max_batch_size)
             self._start, self._run_batch = self._overlap.start, self._overlap.run_batch
         self._stopping = False
-        self._streams = backend.streams
+        self._streams = loaded.model.streams
         if self._streams is not None:
             self._streams.connect(self._send_response, outbox.add, runner.row, runner.discard, outbox.flush)
-        self._calls = backend.calls
-        self._prober = backend.probe
+        self._calls = loaded.backend.context.calls
+        self._prober = loaded.model.probe
         self._comparisons = Comparisons(mapped, runner.discard)
-        self._leases = LeaseHolder(link, outbox, runner, mapped, backend.streams)
+        self._leases = LeaseHolder(link, outbox, runner, mapped, self._streams)
         inbox.add_lend(self._leases.lend)
         inbox.add(
             {
                 Execute: self._waiting.add,
                 Expect: self._comparisons.expect,
-                Return: lambda order: model.arenas.free(order.handles),
+                Return: lambda order: loaded.arenas.free(order.handles),
                 Withdraw: self._withdraw,
                 Ping: lambda order: outbox.add(Pong(order.number)),
                 More: self._widen_window,

@@ -220,13 +220,13 @@ def _serve(link: BrokerLink, priority: LoadPriority) -> Exit:
     return Exit.STOPPED if finalized else Exit.FINALIZE_FAILED
 
 
-def _report_loaded(model: LoadedModel, outbox: Outbox) -> None:
+def _report_loaded(loaded: LoadedModel, outbox: Outbox) -> None:
     from shmserve.repo.config.schema import encode_config
 
     descriptor = os.memfd_create("shmserve-config", os.MFD_CLOEXEC)
     try:
-        os.pwrite(descriptor, encode_config(model.config), 0)
-        outbox.add(Loaded(model.backend.slots), descriptor)
+        os.pwrite(descriptor, encode_config(loaded.config), 0)
+        outbox.add(Loaded(loaded.model.slots), descriptor)
         outbox.flush()
     finally:
         os.close(descriptor)
@@ -235,7 +235,7 @@ def _report_loaded(model: LoadedModel, outbox: Outbox) -> None:
 def _finalize(model: LoadedModel, stopped: bool) -> bool:
     """`stopped`: the worker received Stop, so the broker is alive and will free the memory that callers still hold."""
     try:
-        model.backend.close()
+        model.close()
     except Exception as error:
         log_traceback("the model failed while it was finalized", error)
         return False

@@ -21,7 +21,7 @@ from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Columns, Failure
 from shmserve.protocol.work_items import WorkColumns
 from shmserve.protocol.worker_messages import Row, Work, rows_of
-from shmserve.workers.backends.base import OverlappingBackend, SeparateBackend, StackedBackend
+from shmserve.workers.backends.base import OverlappingModel, SeparateModel, StackedModel
 from shmserve.workers.batch.padding import PaddedResults
 from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.sequence_inputs import NULL
@@ -29,7 +29,7 @@ from shmserve.workers.model_calls.answer import Request, Response, Trace, failur
 from shmserve.workers.process.log import log_traceback, public
 
 if TYPE_CHECKING:
-    from shmserve.workers.backends.base import Backend, Computation
+    from shmserve.workers.backends.base import BackendModel, Computation
     from shmserve.workers.batch.gather import Gather, GatherGroup
     from shmserve.workers.batch.scatter import Scatter
     from shmserve.workers.hidden_tensors import HiddenTensors
@@ -39,7 +39,7 @@ Times = tuple[int, int, int, int]
 Ran = tuple["list[Row] | Columns", Times, tuple[int, ...]]
 """The results of the answered requests, the times, and the ids of the requests to run again."""
 clock = time.monotonic_ns
-B = TypeVar("B", StackedBackend, SeparateBackend)
+B = TypeVar("B", StackedModel, SeparateModel)
 
 
 class Runner(ABC, Generic[B]):
@@ -49,7 +49,7 @@ class Runner(ABC, Generic[B]):
         self,
         instance: str,
         model_dir: str,
-        backend: B,
+        model: B,
         gather: Gather,
         scatter: Scatter,
         trace: Trace = log_traceback,
@@ -61,7 +61,7 @@ class Runner(ABC, Generic[B]):
         self._gather = gather
         self._scatter = scatter
         self._hidden = hidden
-        self._backend: B = backend
+        self._model: B = model
 
     @abstractmethod
     def _run(self, work_items: Sequence[Work]) -> Ran:
@@ -125,7 +125,7 @@ class Runner(ABC, Generic[B]):
         return [Row(work.request, (), failure) for work in work_items]
 
 
-class StackedRunner(Runner[StackedBackend]):
+class StackedRunner(Runner[StackedModel]):
     """Calls the backend with one array per input."""
 
     def _run(self, work_items: Sequence[Work]) -> Ran:
@@ -149,7 +149,7 @@ class StackedRunner(Runner[StackedBackend]):
         try:
             if hidden is not None:
                 hidden.before(group)
-            self._backend.execute(group, results)
+            self._model.execute(group, results)
             computed = clock()
             answers, ran = results.answers(), True
         except Exception as error:
@@ -184,7 +184,7 @@ class OverlappingRunner(StackedRunner):
     is counted for two batches, and each phase begins after the one before.
     """
 
-    _backend: OverlappingBackend
+    _model: OverlappingModel
 
     _finished = 0
     """When the last batch was finished."""
@@ -197,7 +197,7 @@ class OverlappingRunner(StackedRunner):
             return BegunBatch(work_items, taken)
         group, results = groups[0], self._results(groups[0])
         try:
-            return BegunBatch(work_items, taken, (group, results), self._backend.begin(group, results))
+            return BegunBatch(work_items, taken, (group, results), self._model.begin(group, results))
         except Exception as error:
             rows = self._abandon(work_items, results, error)
             return BegunBatch(work_items, taken, (group, results), None, rows)
@@ -224,13 +224,13 @@ class OverlappingRunner(StackedRunner):
         return rows, (taken, ready, max(computed or self._finished, ready), self._finished), ()
 
 
-class SeparateRunner(Runner[SeparateBackend]):
+class SeparateRunner(Runner[SeparateModel]):
     """Calls the backend with the requests, each of which has its own arrays and response; or with all together if they
     are alike."""
 
     def _run(self, work_items: Sequence[Work]) -> Ran:
         taken = clock()
-        group = self._alike(work_items) if self._backend.takes_alike else None
+        group = self._alike(work_items) if self._model.takes_alike else None
         if group is not None:
             return self._run_alike(work_items, group, taken)
         gather, hidden = self._gather, self._hidden
@@ -252,9 +252,9 @@ class SeparateRunner(Runner[SeparateBackend]):
         again: list[int] = []
         if requests:
             try:
-                responses = self._backend.execute(requests)
+                responses = self._model.execute(requests)
             except Exception as error:
-                responses = self._backend.failed(requests, Response(error=self._failure(error)))
+                responses = self._model.failed(requests, Response(error=self._failure(error)))
         computed = clock()
         for index, response in zip(runnable, responses, strict=True):
             if work_items[index].request == NULL:
@@ -283,7 +283,7 @@ class SeparateRunner(Runner[SeparateBackend]):
         results = Results(self._scatter, work_items, group.rows)
         rows: list[Row] | Columns
         try:
-            responses, parameters = self._backend.execute_alike(group, results, self.outputs_of)
+            responses, parameters = self._model.execute_alike(group, results, self.outputs_of)
             computed = clock()
             if responses is not None:
                 results.abandon()
@@ -313,16 +313,16 @@ class SeparateRunner(Runner[SeparateBackend]):
 def runner_of(
     instance: str,
     model_dir: str,
-    backend: Backend,
+    model: BackendModel,
     gather: Gather,
     scatter: Scatter,
     trace: Trace = log_traceback,
     hidden: HiddenTensors | None = None,
 ) -> Runner[Any]:
-    kind: type[Runner[Any]] = StackedRunner if isinstance(backend, StackedBackend) else SeparateRunner
-    if isinstance(backend, OverlappingBackend) and backend.overlaps and hidden is None:
+    kind: type[Runner[Any]] = StackedRunner if isinstance(model, StackedModel) else SeparateRunner
+    if isinstance(model, OverlappingModel) and model.overlaps and hidden is None:
         kind = OverlappingRunner
-    return kind(instance, model_dir, backend, gather, scatter, trace, hidden)
+    return kind(instance, model_dir, model, gather, scatter, trace, hidden)
 
 
 def failed(work: Work, error: ServeError) -> Row:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shmserve.repo.config.schema import ModelConfig, ModelWarmup, ModelWarmupInput
-    from shmserve.workers.backends.base import Backend
+    from shmserve.workers.backends.base import BackendModel
     from shmserve.workers.batch.specs import Spec
     from shmserve.workers.model_calls.answer import Trace
     from shmserve.workers.runner import Runner
@@ -44,16 +44,16 @@ RANDOM_BELOW = 100
 
 
 def warm_up(
-    config: ModelConfig, instance: str, folder: Path, backend: Backend, gather: Gather, limit: int, trace: Trace
+    config: ModelConfig, instance: str, folder: Path, model: BackendModel, gather: Gather, limit: int, trace: Trace
 ) -> None:
     """Runs all samples. Raises a ServeError that names the failed sample and the reason."""
     mapped = Mapped()
     arenas = Arenas(0, None, mapped, limit)
-    scatter = Scatter(config.name, outputs_of(config), arenas, mapped, strict=backend.strict)
-    hidden = hidden_tensors_of(config, folder, backend, controls=False)
+    scatter = Scatter(config.name, outputs_of(config), arenas, mapped, strict=model.strict)
+    hidden = hidden_tensors_of(config, folder, model, controls=False)
     if hidden is not None:  # samples provide the sequence controls as inputs
-        gather = Gather(config.name, (*inputs_of(config), *controls_of(config)), mapped, backend.text)
-    runner = runner_of(instance, str(folder), backend, gather, scatter, trace, hidden)
+        gather = Gather(config.name, (*inputs_of(config), *controls_of(config)), mapped, model.text)
+    runner = runner_of(instance, str(folder), model, gather, scatter, trace, hidden)
     try:
         for number, sample in enumerate(config.model_warmup):
             name = title(sample, number)

@@ -1,14 +1,15 @@
 """The interface of a backend.
 
-A backend derives from StackedBackend or SeparateBackend. It handles arrays and configurations, and never messages,
-links or segments.
+A backend derives from Backend, and the models that it loads from StackedModel or SeparateModel. Both handle arrays and
+configurations, and never messages, links or segments.
 """
 
 from __future__ import annotations
 
 import os
-from abc import ABCMeta, abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -101,9 +102,47 @@ class Context(Struct, frozen=True):
     def auto_complete(self) -> bool:
         return self.settings.get("disable-auto-complete-config", "false") != "true"
 
+    def failure_of(self, error: Exception) -> Failure:
+        """Returns the error for callers when the model has failed outside `execute`; the log gets the traceback."""
+        return failure_of(error, self.instance, str(self.folder), log_traceback)
 
-class Backend:
-    """One instance of one model version. Called in one thread: `complete`, `load`, batches, `close`, in this order."""
+
+class Backend(ABC):
+    """Loads one instance of one model version. Called in one thread: `complete`, `fitted`, `load`, batches of the
+    model, `close` of the model, `close`, in this order."""
+
+    asks = False
+    """Whether its models can make calls to the server: then its context has `calls`."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.resources = ExitStack()
+        """What the backend holds besides the model."""
+
+    @classmethod
+    def chosen(cls, config: ModelConfig) -> type[Backend]:
+        """Returns the class for a model of this configuration, for backends with several."""
+        return cls
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        """Returns the configuration, completed from the model file. Called only if auto-completion is enabled."""
+        return config
+
+    def fitted(self, config: ModelConfig) -> ModelConfig:
+        """Returns the configuration as the engine needs it; callers still see the original."""
+        return config
+
+    @abstractmethod
+    def load(self, config: ModelConfig) -> BackendModel:
+        """Loads the model. An exception is reported as the reason why the model is not served."""
+
+    def close(self) -> None:
+        """Releases `resources`. Called once, also after `load` failed."""
+        self.resources.close()
+
+
+class BackendModel:
+    """A loaded model, which is complete when it has been constructed."""
 
     text = False
     """Whether elements of BYTES inputs are str instead of bytes."""
@@ -117,44 +156,17 @@ class Backend:
     """Whether outputs must match the configuration."""
     probes = False
     """Whether the model reports its own readiness, through `probe`."""
-    asks = False
-    """Whether its models can make calls to the server: then its context has `calls`."""
-
     slots = 0
-    """How many requests the engine of a loaded model answers at once; 0: it does not form batches itself."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self.calls = context.calls
-
-    @classmethod
-    def chosen(cls, config: ModelConfig) -> type[Backend]:
-        """Returns the class for a model of this configuration, for backends with several."""
-        return cls
-
-    def complete(self, config: ModelConfig) -> ModelConfig:
-        """Returns the configuration, completed from the model file. Called only if auto-completion is enabled."""
-        return config
-
-    def fitted(self, config: ModelConfig) -> ModelConfig:
-        """Returns the configuration as the engine needs it; callers still see the original. Called before `load`."""
-        return config
-
-    def load(self, config: ModelConfig) -> None:
-        """Loads the model. An exception is reported as the reason why the model is not served."""
+    """How many requests the engine answers at once; 0: it does not form batches itself."""
 
     def probe(self, report: Callable[[bool], None]) -> None:
         """Calls `report` with whether the model is ready, now or later, in any thread."""
 
     def close(self) -> None:
-        """Releases the model. Called once, also after `load` failed."""
-
-    def _failure_of(self, error: Exception) -> Failure:
-        """Returns the error for callers when the model has failed outside `execute`; the log gets the traceback."""
-        return failure_of(error, self.context.instance, str(self.context.folder), log_traceback)
+        """Releases the model. Called once."""
 
 
-class StackedBackend(Backend, metaclass=ABCMeta):
+class StackedModel(BackendModel, ABC):
     """Gets one array per input for a whole batch and returns one array per output, as listed by `specs.model_inputs_of`
     and `model_outputs_of`."""
 
@@ -179,12 +191,12 @@ class Computation(Protocol):
         """Waits for the end of the batch and fills in its outputs. Called once; an exception fails the batch."""
 
 
-class OverlappingBackend(StackedBackend):
+class OverlappingModel(StackedModel):
     """Queues batches on a device, so that the copies of one batch and the computation of another overlap. There are at
     most two batches on the device, and they end in the order in which they began."""
 
     overlaps = False
-    """Whether a second batch may begin before the first has ended. Set by `load`."""
+    """Whether a second batch may begin before the first has ended."""
 
     @abstractmethod
     def begin(self, inputs: GatherGroup, outputs: Results) -> Computation:
@@ -203,11 +215,11 @@ class AlikeResults(NamedTuple):
     parameters: dict[str, Value] | None = None
 
 
-class SeparateBackend(Backend, metaclass=ABCMeta):
+class SeparateModel(BackendModel, ABC):
     """Gets the requests of a batch one by one and answers each."""
 
     takes_slots = False
-    """Whether it gets a null request for each empty slot of the sequences in a batch, as StackedBackends do."""
+    """Whether it gets a null request for each empty slot of the sequences in a batch, as StackedModels do."""
     takes_alike = False
     """Whether it can also get requests that are alike together, which costs less for each of them."""
 

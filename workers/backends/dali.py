@@ -22,7 +22,7 @@ from shmserve.errors import InvalidRequest, ModelFailed, NotFound, Unsupported
 from shmserve.protocol.messages import Failure
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.repo.files.python_file import import_file
-from shmserve.workers.backends.base import Context, SeparateBackend
+from shmserve.workers.backends.base import Backend, Context, SeparateModel
 from shmserve.workers.backends.model_facts import completed, none_missing, none_optional, unexpected
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import Spec, outputs_of, request_inputs_of
@@ -61,11 +61,10 @@ class DescribedPipeline(NamedTuple):
     on_gpu: str
 
 
-class Dali(SeparateBackend):
+class Dali(Backend):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._serialized = b""
-        self._pipeline: Any = None
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
@@ -78,95 +77,23 @@ class Dali(SeparateBackend):
             return config
         return replace(config, input=tuple(replace(entry, allow_ragged_batch=True) for entry in config.input))
 
-    def load(self, config: ModelConfig) -> None:
+    def load(self, config: ModelConfig) -> DaliModel:
         parameters = Parameters(config)
-        self._inputs = request_inputs_of(config)
-        self._outputs = outputs_of(config)
         described = self._described(config)
-        _match(config.name, described, self._inputs, self._outputs)
+        _match(config.name, described, request_inputs_of(config), outputs_of(config))
         if parameters.text(_SPLIT):
             raise Unsupported(
                 f"parameter {_SPLIT} of model '{config.name}' is not supported: an output has as many rows as the "
                 "request. Return the frames of a sample in one row"
             )
-        self._device = self._device_of(config)
-        if self._device is None and described.on_gpu:
+        device = self._device_of(config)
+        if device is None and described.on_gpu:
             raise Unsupported(
                 f"operator {described.on_gpu} of model '{config.name}' runs on a GPU, and instance "
                 f"'{self.context.instance}' on the CPU: set KIND_GPU in instance_group, or device='cpu' in the pipeline"
             )
-        self._batch = max(config.max_batch_size, 1)
-        self._threads = parameters.whole("num_threads", 0) or self.context.engine_threads
-        self._start()
-
-    def close(self) -> None:
-        self._pipeline = None
-
-    # ------------------------------------------------------------------------------------ batches
-
-    def execute(self, requests: list[Request]) -> list[Response | None]:
-        rows = [max(request.work.rows, 1) for request in requests]
-        if len(requests) > 1 and sum(rows) > self._batch:  # they have no batch dimension
-            return [self._alone(request) for request in requests]
-        try:
-            outputs = self._run([list(self._samples(index, requests)) for index in range(len(self._inputs))])
-        except ModelFailed:
-            raise
-        except Exception as error:  # some inputs may have been fed, and would be read by the next run
-            self._start()
-            if len(requests) == 1:
-                raise ModelFailed(_reason(error)) from error
-            return [self._alone(request) for request in requests]
-        responses: list[Response | None] = []
-        first = 0
-        for count in rows:
-            responses.append(self._response(outputs, first, first + count))
-            first += count
-        return responses
-
-    def _alone(self, request: Request) -> Response | None:
-        """Runs one request alone. The next run does not overwrite its response."""
-        try:
-            (response,) = self.execute([request])
-        except ModelFailed as error:
-            return Response(error=self._failure_of(error))
-        if response is not None:
-            response.outputs = [(name, array.copy()) for name, array in response.outputs]
-        return response
-
-    def _samples(self, index: int, requests: Sequence[Request]) -> Iterator[Array]:
-        spec = self._inputs[index]
-        for request in requests:
-            array = request.arrays[index]
-            assert array is not None
-            for sample in array if spec.batched else (array,):
-                yield sample if spec.item else _encoded(sample)
-
-    def _run(self, samples: list[list[Array]]) -> list[Any]:
-        """Runs the pipeline. Its outputs are valid until the next run."""
-        results = self._pipeline.run(**{spec.name: sample for spec, sample in zip(self._inputs, samples, strict=True)})
-        count = len(samples[0])
-        outputs = [output if self._device is None else output.as_cpu() for output in results]
-        for spec, output in zip(self._outputs, outputs, strict=True):
-            if len(output) != count:
-                raise ModelFailed(f"output '{spec.name}' has {len(output)} samples for a batch of {count}")
-        return [np.asarray(output.as_tensor()) if output.is_dense_tensor() else output for output in outputs]
-
-    def _response(self, outputs: Sequence[Any], first: int, last: int) -> Response:
-        computed = []
-        for spec, output in zip(self._outputs, outputs, strict=True):
-            if isinstance(output, np.ndarray):
-                array = output[first:last]
-            else:
-                samples = [np.asarray(output[row]) for row in range(first, last)]
-                shapes = sorted({sample.shape for sample in samples})
-                if len(shapes) > 1:
-                    return Response(error=_uneven(spec.name, shapes))
-                array = np.stack(samples)
-            computed.append((spec.name, array if spec.batched else array[0]))
-        return Response(computed)
-
-    # ------------------------------------------------------------------------------------ loading
+        threads = parameters.whole("num_threads", 0) or self.context.engine_threads
+        return DaliModel(self.context, config, self._serialized, device, threads)
 
     def _described(self, config: ModelConfig) -> DescribedPipeline:
         serialized = self._read(config)
@@ -203,8 +130,89 @@ class Dali(SeparateBackend):
         kind, number = device_of(config, self.context.instance)
         return visible_number(number) if kind == "GPU" else None
 
-    def _start(self) -> None:
-        self._pipeline = None  # frees the memory of the old pipeline first
+
+class DaliModel(SeparateModel):
+    """`device`: the number of the GPU; None for the CPU."""
+
+    def __init__(
+        self, context: Context, config: ModelConfig, serialized: bytes, device: int | None, threads: int
+    ) -> None:
+        self._context = context
+        self._inputs = request_inputs_of(config)
+        self._outputs = outputs_of(config)
+        self._batch = max(config.max_batch_size, 1)
+        self._serialized = serialized
+        self._device = device
+        self._threads = threads
+        self._pipeline = self._built()
+
+    def close(self) -> None:
+        self._pipeline = None
+
+    def execute(self, requests: list[Request]) -> list[Response | None]:
+        rows = [max(request.work.rows, 1) for request in requests]
+        if len(requests) > 1 and sum(rows) > self._batch:  # they have no batch dimension
+            return [self._alone(request) for request in requests]
+        try:
+            outputs = self._run([list(self._samples(index, requests)) for index in range(len(self._inputs))])
+        except ModelFailed:
+            raise
+        except Exception as error:  # some inputs may have been fed, and would be read by the next run
+            self._pipeline = None  # frees its memory first
+            self._pipeline = self._built()
+            if len(requests) == 1:
+                raise ModelFailed(_reason(error)) from error
+            return [self._alone(request) for request in requests]
+        responses: list[Response | None] = []
+        first = 0
+        for count in rows:
+            responses.append(self._response(outputs, first, first + count))
+            first += count
+        return responses
+
+    def _alone(self, request: Request) -> Response | None:
+        """Runs one request alone. The next run does not overwrite its response."""
+        try:
+            (response,) = self.execute([request])
+        except ModelFailed as error:
+            return Response(error=self._context.failure_of(error))
+        if response is not None:
+            response.outputs = [(name, array.copy()) for name, array in response.outputs]
+        return response
+
+    def _samples(self, index: int, requests: Sequence[Request]) -> Iterator[Array]:
+        spec = self._inputs[index]
+        for request in requests:
+            array = request.arrays[index]
+            assert array is not None
+            for sample in array if spec.batched else (array,):
+                yield sample if spec.item else _encoded(sample)
+
+    def _run(self, samples: list[list[Array]]) -> list[Any]:
+        """Runs the pipeline. Its outputs are valid until the next run."""
+        results = self._pipeline.run(**{spec.name: sample for spec, sample in zip(self._inputs, samples, strict=True)})
+        count = len(samples[0])
+        outputs = [output if self._device is None else output.as_cpu() for output in results]
+        for spec, output in zip(self._outputs, outputs, strict=True):
+            if len(output) != count:
+                raise ModelFailed(f"output '{spec.name}' has {len(output)} samples for a batch of {count}")
+        return [np.asarray(output.as_tensor()) if output.is_dense_tensor() else output for output in outputs]
+
+    def _response(self, outputs: Sequence[Any], first: int, last: int) -> Response:
+        computed = []
+        for spec, output in zip(self._outputs, outputs, strict=True):
+            if isinstance(output, np.ndarray):
+                array = output[first:last]
+            else:
+                samples = [np.asarray(output[row]) for row in range(first, last)]
+                shapes = sorted({sample.shape for sample in samples})
+                if len(shapes) > 1:
+                    return Response(error=_uneven(spec.name, shapes))
+                array = np.stack(samples)
+            computed.append((spec.name, array if spec.batched else array[0]))
+        return Response(computed)
+
+    def _built(self) -> Any:
         pipeline = dali.Pipeline.deserialize(
             serialized_pipeline=self._serialized,
             batch_size=self._batch,
@@ -214,7 +222,7 @@ class Dali(SeparateBackend):
             exec_async=False,
         )
         pipeline.build()
-        self._pipeline = pipeline
+        return pipeline
 
 
 def described(serialized: bytes) -> DescribedPipeline:

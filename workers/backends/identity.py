@@ -19,7 +19,7 @@ from msgspec import structs
 
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.repo.config.schema import BatchOutput
-from shmserve.workers.backends.base import StackedBackend
+from shmserve.workers.backends.base import Backend, StackedModel
 from shmserve.workers.batch.specs import outputs_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shmserve.workers.batch.results import Results
 
 
-class Identity(StackedBackend):
+class Identity(Backend):
     def fitted(self, config: ModelConfig) -> ModelConfig:
         """An output that repeats a ragged input gets that input's shapes, also without `batch_output`."""
         cut = {name for entry in config.batch_output for name in entry.target_name}
@@ -39,7 +39,12 @@ class Identity(StackedBackend):
                 ragged.append(BatchOutput(target_name=(output.name,), source_input=(source.name,)))
         return structs.replace(config, batch_output=(*config.batch_output, *ragged)) if ragged else config
 
-    def load(self, config: ModelConfig) -> None:
+    def load(self, config: ModelConfig) -> IdentityModel:
+        return IdentityModel(config)
+
+
+class IdentityModel(StackedModel):
+    def __init__(self, config: ModelConfig) -> None:
         parameters = {key: value.string_value for key, value in config.parameters.items()}
         self._delay_s = _number(parameters, "delay_us") / 1e6 + _number(parameters, "execute_delay_ms") / 1e3
         self._fail = parameters.get("fail", "")

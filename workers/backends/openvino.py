@@ -10,14 +10,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from shmserve.dtypes import BY_NAME
 from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
 from shmserve.repo.config.complete import TensorFacts
-from shmserve.workers.backends.base import Context, StackedBackend
+from shmserve.workers.backends.base import Backend, Context, StackedModel
 from shmserve.workers.backends.model_facts import completed, match, none_missing, none_optional, unexpected
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
@@ -46,42 +46,95 @@ DTYPES = {"boolean": "BOOL"} | {
 _HINTS = ("LATENCY", "THROUGHPUT", "CUMULATIVE_THROUGHPUT", "UNDEFINED")
 
 
-class OpenVino(StackedBackend):
+class OpenNetwork(NamedTuple):
+    core: Any
+    network: Any
+
+
+class OpenVino(Backend):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._model: Any = None
-        self._request: Any = None
-        self._core: Any = None
+        self._opened: OpenNetwork | None = None
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
             return config
-        model = self._read(config, Parameters(config))
+        model = self._open(config, Parameters(config)).network
         default = self.context.default_max_batch("openvino")
         return completed(config, _facts(model.inputs, False), _facts(model.outputs, False), default)
 
-    def load(self, config: ModelConfig) -> None:
+    def load(self, config: ModelConfig) -> OpenVinoModel:
         parameters = Parameters(config)
-        self._inputs = model_inputs_of(config)
-        self._outputs = model_outputs_of(config)
-        model = self._read(config, parameters)
-        _match_inputs(config.name, self._inputs, model.inputs)
+        inputs, outputs = model_inputs_of(config), model_outputs_of(config)
+        core, network = self._open(config, parameters)
+        _match_inputs(config.name, inputs, network.inputs)
         if parameters.flag("RESHAPE_IO_LAYERS", False):
-            _reshape(config.name, model, {spec.name: [-1] * spec.batched + [*spec.shape] for spec in self._inputs})
-        self._batch, self._pads = _batch(config, model, self._inputs, self._outputs, parameters)
-        match(config.name, "input", self._inputs, _facts(model.inputs), batch=self._batch)
-        match(config.name, "output", self._outputs, _facts(model.outputs), batch=self._batch)
-        device = _device(config, self.context.instance, parameters, self._core.available_devices)
-        compiled = self._core.compile_model(model, device, self._options(parameters))
-        self._input_ports = _places(self._inputs, model.inputs)
-        self._output_ports = _places(self._outputs, model.outputs)
-        self._request = compiled.create_infer_request()
-        self._model = None
+            _reshape(config.name, network, {spec.name: [-1] * spec.batched + [*spec.shape] for spec in inputs})
+        batch, pads = _batch(config, network, inputs, outputs, parameters)
+        match(config.name, "input", inputs, _facts(network.inputs), batch=batch)
+        match(config.name, "output", outputs, _facts(network.outputs), batch=batch)
+        device = _device(config, self.context.instance, parameters, core.available_devices)
+        compiled = core.compile_model(network, device, self._options(parameters))
+        ports = _places(inputs, network.inputs), _places(outputs, network.outputs)
+        self._opened = None  # frees the network: the compiled one is a copy
+        return OpenVinoModel(compiled.create_infer_request(), ports, outputs, batch, pads)
+
+    def _open(self, config: ModelConfig, parameters: Parameters) -> OpenNetwork:
+        if self._opened is None:
+            path = self.context.model_file(config, "model.xml", exists=Path.exists)  # some formats are directories
+            core = ov.Core()
+            extension = parameters.text("CPU_EXTENSION_PATH")
+            if extension:
+                core.add_extension(extension)
+            self._opened = OpenNetwork(core, core.read_model(os.fspath(path)))
+        return self._opened
+
+    def _options(self, parameters: Parameters) -> dict[str, str]:
+        threads = parameters.whole("INFERENCE_NUM_THREADS", 0) or self.context.engine_threads
+        options = {"INFERENCE_NUM_THREADS": str(threads)}
+        if not parameters.text("TARGET_DEVICE", "CPU").startswith("CPU"):
+            options = {}
+        else:
+            # With pinning, the threads of several instances would be pinned to the same cores.
+            options["ENABLE_CPU_PINNING"] = "NO"
+            # Results must not depend on whether this CPU supports the narrower type.
+            options["INFERENCE_PRECISION_HINT"] = "bf16" if parameters.flag("HINT_BF16", False) else "f32"
+        compiling = parameters.whole("COMPILATION_NUM_THREADS", 0)
+        if compiling:
+            options["COMPILATION_NUM_THREADS"] = str(compiling)
+        hint = parameters.text("PERFORMANCE_HINT").upper()
+        if hint and hint not in _HINTS:
+            raise parameters.wrong("PERFORMANCE_HINT", f"one of {', '.join(_HINTS)}")
+        if hint:
+            options["PERFORMANCE_HINT"] = hint
+        streams = parameters.text("NUM_STREAMS").upper()
+        if streams not in ("", "AUTO", "NUMA"):
+            parameters.whole("NUM_STREAMS", 0)
+        if streams or not hint:
+            options["NUM_STREAMS"] = streams or "1"  # an instance runs one batch at a time
+        return options
+
+
+class OpenVinoModel(StackedModel):
+    """`ports`: the index and element type of each input and output in the model. `batch`: the number of rows that the
+    model computes; -1: any. `pads`: whether smaller batches are padded to it."""
+
+    def __init__(
+        self,
+        request: Any,
+        ports: tuple[list[tuple[int, Any]], list[tuple[int, Any]]],
+        outputs: Sequence[Spec],
+        batch: int,
+        pads: bool,
+    ) -> None:
+        self._request = request
+        self._input_ports, self._output_ports = ports
+        self._outputs = outputs
+        self._batch = batch
+        self._pads = pads
 
     def close(self) -> None:
-        self._request = self._model = self._core = None
-
-    # ------------------------------------------------------------------------------------ batches
+        self._request = None
 
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         request = self._request
@@ -137,43 +190,6 @@ class OpenVino(StackedBackend):
                 "ENABLE_BATCH_PADDING to YES, or leave SKIP_OV_DYNAMIC_BATCHSIZE out"
             )
         return self._batch
-
-    # ------------------------------------------------------------------------------------ loading
-
-    def _read(self, config: ModelConfig, parameters: Parameters) -> Any:
-        if self._model is None:
-            path = self.context.model_file(config, "model.xml", exists=Path.exists)  # some formats are directories
-            self._core = ov.Core()
-            extension = parameters.text("CPU_EXTENSION_PATH")
-            if extension:
-                self._core.add_extension(extension)
-            self._model = self._core.read_model(os.fspath(path))
-        return self._model
-
-    def _options(self, parameters: Parameters) -> dict[str, str]:
-        threads = parameters.whole("INFERENCE_NUM_THREADS", 0) or self.context.engine_threads
-        options = {"INFERENCE_NUM_THREADS": str(threads)}
-        if not parameters.text("TARGET_DEVICE", "CPU").startswith("CPU"):
-            options = {}
-        else:
-            # With pinning, the threads of several instances would be pinned to the same cores.
-            options["ENABLE_CPU_PINNING"] = "NO"
-            # Results must not depend on whether this CPU supports the narrower type.
-            options["INFERENCE_PRECISION_HINT"] = "bf16" if parameters.flag("HINT_BF16", False) else "f32"
-        compiling = parameters.whole("COMPILATION_NUM_THREADS", 0)
-        if compiling:
-            options["COMPILATION_NUM_THREADS"] = str(compiling)
-        hint = parameters.text("PERFORMANCE_HINT").upper()
-        if hint and hint not in _HINTS:
-            raise parameters.wrong("PERFORMANCE_HINT", f"one of {', '.join(_HINTS)}")
-        if hint:
-            options["PERFORMANCE_HINT"] = hint
-        streams = parameters.text("NUM_STREAMS").upper()
-        if streams not in ("", "AUTO", "NUMA"):
-            parameters.whole("NUM_STREAMS", 0)
-        if streams or not hint:
-            options["NUM_STREAMS"] = streams or "1"  # an instance runs one batch at a time
-        return options
 
 
 def _names(port: Any) -> list[str]:

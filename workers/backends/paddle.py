@@ -21,7 +21,7 @@ from shmserve.dtypes import BY_NAME
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.repo.rules.optimization import paddle_problems
-from shmserve.workers.backends.base import Context, StackedBackend
+from shmserve.workers.backends.base import Backend, StackedModel
 from shmserve.workers.backends.model_facts import completed, match, none_optional
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
@@ -69,13 +69,7 @@ _OF_TRITON = {"use_fp16": "enable_mkldnn_bfloat16"}
 _Facts = tuple[list[TensorFacts], list[TensorFacts]]
 
 
-class Paddle(StackedBackend):
-    fresh = True
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._predictor: Any = None
-
+class Paddle(Backend):
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
             return config
@@ -83,7 +77,7 @@ class Paddle(StackedBackend):
         default = self.context.default_max_batch("paddle")
         return completed(config, inputs, outputs, default)
 
-    def load(self, config: ModelConfig) -> None:
+    def load(self, config: ModelConfig) -> PaddleModel:
         parameters = Parameters(config, _of_accelerators(config))
         require_cpu(config, self.context.instance, "models of PaddlePaddle")
         path = self._file(config)
@@ -95,29 +89,13 @@ class Paddle(StackedBackend):
         missing = [fact.name for index, fact in enumerate(inputs) if index not in input_order]
         if missing:
             raise InvalidRequest(f"unable to load model '{config.name}': it also has the input '{missing[0]}'")
-        self._predictor = self._create(config.name, path, parameters)
-        self._clears = parameters.flag("clear_intermediate_tensors", False)
-        self._sources = [self._predictor.get_input_handle(inputs[index].name) for index in input_order]
-        self._targets = [self._predictor.get_output_handle(outputs[index].name) for index in output_order]
-
-    def close(self) -> None:
-        self._sources = self._targets = []
-        self._predictor = None
-
-    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
-        for index, handle in enumerate(self._sources):
-            array = inputs.array(index)
-            assert array is not None
-            handle.copy_from_cpu(np.ascontiguousarray(array))
-        inputs.computing()
-        self._predictor.run()
-        for index, handle in enumerate(self._targets):
-            if outputs.needed(index):
-                outputs.put(index, handle.copy_to_cpu())
-        if self._clears:
-            self._predictor.clear_intermediate_tensor()
-
-    # ------------------------------------------------------------------------------------ loading
+        predictor = self._create(config.name, path, parameters)
+        return PaddleModel(
+            predictor,
+            [predictor.get_input_handle(inputs[index].name) for index in input_order],
+            [predictor.get_output_handle(outputs[index].name) for index in output_order],
+            parameters.flag("clear_intermediate_tensors", False),
+        )
 
     def _file(self, config: ModelConfig) -> Path:
         return self.context.model_file(config, "model.pdmodel")
@@ -144,6 +122,29 @@ class Paddle(StackedBackend):
             return inference.create_predictor(options)
         except (RuntimeError, ValueError) as error:
             raise InvalidRequest(f"unable to load model '{model}': {_reason(error)}") from error
+
+
+class PaddleModel(StackedModel):
+    fresh = True
+
+    def __init__(self, predictor: Any, sources: list[Any], targets: list[Any], clears: bool) -> None:
+        self._predictor = predictor
+        self._sources = sources
+        self._targets = targets
+        self._clears = clears
+
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
+        for index, handle in enumerate(self._sources):
+            array = inputs.array(index)
+            assert array is not None
+            handle.copy_from_cpu(np.ascontiguousarray(array))
+        inputs.computing()
+        self._predictor.run()
+        for index, handle in enumerate(self._targets):
+            if outputs.needed(index):
+                outputs.put(index, handle.copy_to_cpu())
+        if self._clears:
+            self._predictor.clear_intermediate_tensor()
 
 
 def _of_accelerators(config: ModelConfig) -> dict[str, str]:

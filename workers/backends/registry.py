@@ -16,7 +16,7 @@ from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.extras import install_command, outdated
 from shmserve.repo.backends import DIRECTORY, FILE, GROUP, MODEL, NATIVE, in_directory, is_built_in, library_of
 from shmserve.repo.files.python_file import import_file
-from shmserve.workers.backends.base import Backend, Context, SeparateBackend, StackedBackend
+from shmserve.workers.backends.base import Backend, Context
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -85,8 +85,8 @@ def _from_entry_point(name: str, directory: str) -> type[Backend]:
     for point in points:
         if point.name == name:
             kind = point.load()
-            if not (isinstance(kind, type) and issubclass(kind, (StackedBackend, SeparateBackend))):
-                raise InvalidRequest(f"backend '{name}' is not a StackedBackend or SeparateBackend")
+            if not (isinstance(kind, type) and issubclass(kind, Backend)):
+                raise InvalidRequest(f"backend '{name}' is not a subclass of Backend")
             return kind
     known = ", ".join(sorted({*BACKENDS, *(point.name for point in points), *in_directory(directory)}))
     what = f"unknown backend '{name}'" if name else "the configuration names no backend"
@@ -110,16 +110,14 @@ def backend_in(module: ModuleType, name: str) -> type[Backend]:
         value
         for value in vars(module).values()
         # The module is compared first, because list[int] is a type in Python 3.10, which issubclass refuses.
-        if isinstance(value, type)
-        and value.__module__ == module.__name__
-        and issubclass(value, (StackedBackend, SeparateBackend))
+        if isinstance(value, type) and value.__module__ == module.__name__ and issubclass(value, Backend)
     ]
     last = [kind for kind in kinds if not any(kind in other.__mro__[1:] for other in kinds)]
     if len(last) != 1:
         names = f": {', '.join(kind.__name__ for kind in last)}" if last else ""
         raise InvalidRequest(
-            f"{FILE} of backend '{name}' must have one class that derives from StackedBackend or SeparateBackend; it "
-            f"has {len(last) or 'none'}{names}"
+            f"{FILE} of backend '{name}' must have one class that derives from Backend; it has "
+            f"{len(last) or 'none'}{names}"
         )
     return last[0]
 
@@ -129,10 +127,6 @@ def _python_based(folder: Path) -> type[Backend]:
     from shmserve.workers.backends.python.backend import Python
 
     class PythonBased(Python):
-        @classmethod
-        def chosen(cls, config: ModelConfig) -> type[Backend]:
-            kind = Python.chosen(config)
-            subclass: type[Backend] = type(kind.__name__, (kind,), {"source": folder / MODEL})
-            return subclass
+        source = folder / MODEL
 
     return PythonBased

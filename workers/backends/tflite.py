@@ -7,7 +7,7 @@ where it will be read. No array over the engine's memory is kept while the engin
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from ai_edge_litert.interpreter import Interpreter
 
 from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
 from shmserve.repo.config.complete import TensorFacts, with_scalars
-from shmserve.workers.backends.base import Context, StackedBackend
+from shmserve.workers.backends.base import Backend, Context, StackedModel
 from shmserve.workers.backends.model_facts import completed, match, none_missing, none_optional
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of
@@ -45,116 +45,130 @@ class TflitePort(NamedTuple):
     dims: tuple[int, ...]
 
 
-class TfLite(StackedBackend):
+Ports = Mapping[str, TflitePort]
+
+
+class OpenTfLite(NamedTuple):
+    """The engine with the model, and its inputs and outputs by the names of its signature if it has one."""
+
+    engine: Any
+    inputs: Ports
+    outputs: Ports
+
+
+class TfLite(Backend):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._engine: Any = None
-        self._shapes: list[tuple[int, ...]] = []
-        """The shapes for which the engine has allocated memory. Empty: for none."""
+        self._opened: OpenTfLite | None = None
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
             return config
         default = self.context.default_max_batch(NAME)
-        inputs, outputs = self._open(config)
+        _, inputs, outputs = self._open(config)
         return completed(config, _facts(inputs), _facts(outputs), default)
 
     def fitted(self, config: ModelConfig) -> ModelConfig:
-        inputs, outputs = self._open(config)
+        _, inputs, outputs = self._open(config)
         return with_scalars(config, _facts(inputs), _facts(outputs))
 
-    def load(self, config: ModelConfig) -> None:
-        inputs, outputs = self._open(config)
-        self._inputs, self._outputs = model_inputs_of(config), model_outputs_of(config)
-        none_optional(config.name, self._inputs, "a model of LiteRT")
-        none_missing(config.name, self._inputs, _facts(inputs))
+    def load(self, config: ModelConfig) -> TfLiteModel:
+        engine, inputs, outputs = self._open(config)
+        sources, targets = model_inputs_of(config), model_outputs_of(config)
+        none_optional(config.name, sources, "a model of LiteRT")
+        none_missing(config.name, sources, _facts(inputs))
         if config.max_batch_size > 0 and any(port.dims[:1] == (1,) for port in inputs.values()):
-            inputs, outputs = self._batched(config, inputs, outputs)
-        match(config.name, "input", self._inputs, _facts(inputs), flat=(-1,))
-        match(config.name, "output", self._outputs, _facts(outputs))
-        self._in = [inputs[spec.name].place for spec in self._inputs]
-        self._out = [outputs[spec.name].place for spec in self._outputs]
+            batched = {spec.name for spec in sources if spec.batched and not spec.flat}
+            _check_batched(config, engine, batched, inputs, outputs)
+            inputs, outputs = _dynamic(inputs), _dynamic(outputs)
+        match(config.name, "input", sources, _facts(inputs), flat=(-1,))
+        match(config.name, "output", targets, _facts(outputs))
+        return TfLiteModel(
+            engine,
+            [(inputs[spec.name].place, spec.item > 0) for spec in sources],
+            [(outputs[spec.name].place, spec.item > 0) for spec in targets],
+        )
 
-    def close(self) -> None:
-        self._engine = None
-
-    # ------------------------------------------------------------------------------------ batches
-
-    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
-        engine = self._engine
-        shapes = [inputs.shape(index) or () for index in range(len(self._in))]
-        try:
-            if shapes != self._shapes:
-                self._resize(dict(zip(self._in, shapes, strict=True)))
-                self._shapes = shapes
-            for index, spec in enumerate(self._inputs):
-                if spec.item:
-                    inputs.copy(index, engine.tensor(self._in[index])())
-                else:
-                    engine.set_tensor(self._in[index], inputs.array(index))
-            inputs.computing()
-            engine.invoke()
-        except (RuntimeError, ValueError) as error:
-            self._shapes = []
-            raise ModelFailed(_text(error)) from error
-        for index, spec in enumerate(self._outputs):
-            if outputs.needed(index):
-                place = self._out[index]
-                outputs.put(index, engine.tensor(place)() if spec.item else engine.get_tensor(place))
-
-    def _resize(self, shapes: Mapping[int, tuple[int, ...]]) -> None:
-        self._shapes = []
-        for place, shape in shapes.items():
-            self._engine.resize_tensor_input(place, shape)
-        self._engine.allocate_tensors()
-
-    # ------------------------------------------------------------------------------------ loading
-
-    def _open(self, config: ModelConfig) -> tuple[dict[str, TflitePort], dict[str, TflitePort]]:
-        """Returns the inputs and outputs of the model, by the names of its signature if it has one."""
-        if self._engine is None:
+    def _open(self, config: ModelConfig) -> OpenTfLite:
+        if self._opened is None:
             require_cpu(config, self.context.instance, "models of LiteRT")
             parameters = Parameters(config)
             path = self.context.model_file(config, "model.tflite")
             threads = parameters.whole(THREADS, 0) or self.context.engine_threads
             try:
-                self._engine = Interpreter(model_path=os.fspath(path), num_threads=threads)
+                engine = Interpreter(model_path=os.fspath(path), num_threads=threads)
             except (RuntimeError, ValueError) as error:
                 raise InvalidRequest(f"{path.name} is not a model that LiteRT can run: {_text(error)}") from error
-            self._ports = _ports_of(self._engine, parameters)
-        return self._ports
+            self._opened = OpenTfLite(engine, *_ports_of(engine, parameters))
+        return self._opened
 
-    def _batched(
-        self, config: ModelConfig, inputs: Mapping[str, TflitePort], outputs: Mapping[str, TflitePort]
-    ) -> tuple[dict[str, TflitePort], dict[str, TflitePort]]:
-        """Makes a first dimension of 1, which most models have, dynamic: it is the batch dimension if all outputs grow
-        with it."""
-        rows = max(2, config.max_batch_size)
-        batched = {spec.name for spec in self._inputs if spec.batched and not spec.flat}
-        shapes = {
-            port.place: tuple(max(1, dim) for dim in ((rows, *port.dims[1:]) if name in batched else port.dims))
-            for name, port in inputs.items()
-        }
-        failed = (
-            f"unable to load model '{config.name}': max_batch_size is {config.max_batch_size}, and the first dimension "
-            "of the model is 1 and cannot be changed"
-        )
+
+class TfLiteModel(StackedModel):
+    """`inputs`, `outputs`: for each tensor, its index in the model and whether its elements have a fixed size."""
+
+    def __init__(self, engine: Any, inputs: list[tuple[int, bool]], outputs: list[tuple[int, bool]]) -> None:
+        self._engine = engine
+        self._inputs = inputs
+        self._outputs = outputs
+        self._shapes: list[tuple[int, ...]] = []
+        """The shapes for which the engine has allocated memory. Empty: for none."""
+
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
+        engine = self._engine
+        shapes = [inputs.shape(index) or () for index in range(len(self._inputs))]
         try:
-            self._resize(shapes)
+            if shapes != self._shapes:
+                self._shapes = []
+                _resize(engine, {place: shape for (place, _), shape in zip(self._inputs, shapes, strict=True)})
+                self._shapes = shapes
+            for index, (place, fixed) in enumerate(self._inputs):
+                if fixed:
+                    inputs.copy(index, engine.tensor(place)())
+                else:
+                    engine.set_tensor(place, inputs.array(index))
+            inputs.computing()
+            engine.invoke()
         except (RuntimeError, ValueError) as error:
-            raise InvalidRequest(f"{failed}: {_text(error)}. Set max_batch_size: 0") from error
-        now = {port["index"]: tuple(port["shape"]) for port in self._engine.get_output_details()}
-        for name, port in outputs.items():
-            if port.dims[:1] == (1,) and now.get(port.place, ())[:1] != (rows,):
-                raise InvalidRequest(f"{failed}: output '{name}' does not grow with the inputs. Set max_batch_size: 0")
-        return _dynamic(inputs), _dynamic(outputs)
+            self._shapes = []
+            raise ModelFailed(_text(error)) from error
+        for index, (place, fixed) in enumerate(self._outputs):
+            if outputs.needed(index):
+                outputs.put(index, engine.tensor(place)() if fixed else engine.get_tensor(place))
+
+
+def _resize(engine: Any, shapes: Mapping[int, tuple[int, ...]]) -> None:
+    for place, shape in shapes.items():
+        engine.resize_tensor_input(place, shape)
+    engine.allocate_tensors()
+
+
+def _check_batched(config: ModelConfig, engine: Any, batched: Set[str], inputs: Ports, outputs: Ports) -> None:
+    """Checks that a first dimension of 1, which most models have, can be the batch dimension: all outputs grow with
+    it."""
+    rows = max(2, config.max_batch_size)
+    shapes = {
+        port.place: tuple(max(1, dim) for dim in ((rows, *port.dims[1:]) if name in batched else port.dims))
+        for name, port in inputs.items()
+    }
+    failed = (
+        f"unable to load model '{config.name}': max_batch_size is {config.max_batch_size}, and the first dimension "
+        "of the model is 1 and cannot be changed"
+    )
+    try:
+        _resize(engine, shapes)
+    except (RuntimeError, ValueError) as error:
+        raise InvalidRequest(f"{failed}: {_text(error)}. Set max_batch_size: 0") from error
+    now = {port["index"]: tuple(port["shape"]) for port in engine.get_output_details()}
+    for name, port in outputs.items():
+        if port.dims[:1] == (1,) and now.get(port.place, ())[:1] != (rows,):
+            raise InvalidRequest(f"{failed}: output '{name}' does not grow with the inputs. Set max_batch_size: 0")
 
 
 def _text(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _ports_of(engine: Any, parameters: Parameters) -> tuple[dict[str, TflitePort], dict[str, TflitePort]]:
+def _ports_of(engine: Any, parameters: Parameters) -> tuple[Ports, Ports]:
     wanted = parameters.text(SIGNATURE)
     signatures = engine.get_signature_list()
     plain = {detail["name"]: detail for detail in engine.get_input_details()}
@@ -175,7 +189,7 @@ def _ports_of(engine: Any, parameters: Parameters) -> tuple[dict[str, TflitePort
     return _ports(inputs), _ports(outputs)
 
 
-def _ports(details: Mapping[str, Any]) -> dict[str, TflitePort]:
+def _ports(details: Mapping[str, Any]) -> Ports:
     ports = {}
     for name in sorted(details):
         detail = details[name]
@@ -189,9 +203,9 @@ def _ports(details: Mapping[str, Any]) -> dict[str, TflitePort]:
     return ports
 
 
-def _dynamic(ports: Mapping[str, TflitePort]) -> dict[str, TflitePort]:
+def _dynamic(ports: Ports) -> Ports:
     return {name: port._replace(dims=(-1, *port.dims[1:])) if port.dims else port for name, port in ports.items()}
 
 
-def _facts(ports: Mapping[str, TflitePort]) -> list[TensorFacts]:
+def _facts(ports: Ports) -> list[TensorFacts]:
     return [TensorFacts(name, port.dtype, port.dims) for name, port in ports.items()]

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import treelite
@@ -18,7 +18,7 @@ from treelite import gtil
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.config.complete import TREE_FILES, TREE_ROWS, TensorFacts
-from shmserve.workers.backends.base import Context, StackedBackend
+from shmserve.workers.backends.base import Backend, Context, StackedModel
 from shmserve.workers.backends.model_facts import completed, none_optional
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
@@ -38,117 +38,77 @@ _PICKLES = "allow-pickle"
 """The --backend-config key that permits loading files that can contain code."""
 
 
-class Trees(StackedBackend):
-    fresh = True
+class TreeFile(NamedTuple):
+    """A model as read from its file."""
 
+    kind: str
+    path: Path
+    model: Any
+    features: int
+    targets: int
+    classes: int
+    output_format: OutputFormat
+
+    @property
+    def width(self) -> int:
+        return self.output_format.width if self.output_format.raw else self.targets
+
+
+class Trees(Backend):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._model: Any = None
-        self._library: Callable[[Array], Array] | None = None
+        self._read_file: TreeFile | None = None
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
             return config
-        parameters = Parameters(config)
-        self._read(config, parameters)
-        width = self._output_format.width if self._output_format.raw else self._targets
-        inputs = [TensorFacts(_INPUT, "FP32", (-1, self._features))]
-        outputs = [TensorFacts(_OUTPUT, "FP32", (-1, width))]
+        file = self._read(config, Parameters(config))
+        inputs = [TensorFacts(_INPUT, "FP32", (-1, file.features))]
+        outputs = [TensorFacts(_OUTPUT, "FP32", (-1, file.width))]
         return completed(config, inputs, outputs, self.context.default_max_batch("fil", TREE_ROWS))
 
-    def load(self, config: ModelConfig) -> None:
+    def load(self, config: ModelConfig) -> TreeModel:
         parameters = Parameters(config)
         require_cpu(config, self.context.instance, "tree models")
-        self._read(config, parameters)
-        source, target = self._one("input", model_inputs_of(config)), self._one("output", model_outputs_of(config))
+        file = self._read(config, parameters)
+        source, target = _one("input", model_inputs_of(config)), _one("output", model_outputs_of(config))
         none_optional(config.name, [source], "a tree model")
-        if source.shape[-1:] not in ((self._features,), (-1,)):
+        if source.shape[-1:] not in ((file.features,), (-1,)):
             raise InvalidRequest(
                 f"unable to load model '{config.name}': input '{source.name}' has {_last(source)} features in the "
-                f"configuration and {self._features} in the model"
+                f"configuration and {file.features} in the model"
             )
-        self._batched, self._output = source.batched, target
-        width = self._output_format.width if self._output_format.raw else self._targets
-        self._both = self._output_format.raw and self._output_format.binary and _last(target) == 2
-        if _last(target) not in (-1, width) and not self._both and not (width == 1 and not target.shape):
+        both = file.output_format.raw and file.output_format.binary and _last(target) == 2
+        if _last(target) not in (-1, file.width) and not both and not (file.width == 1 and not target.shape):
             raise InvalidRequest(
                 f"unable to load model '{config.name}': output '{target.name}' has {_last(target)} values in the "
-                f"configuration and {width} in the model; see the parameters is_classifier and predict_proba"
+                f"configuration and {file.width} in the model; see the parameters is_classifier and predict_proba"
             )
         predictor = parameters.text("predictor", "treelite")
         if predictor not in ("treelite", "library"):
             raise parameters.wrong("predictor", "treelite or library")
         wanted = 0 if parameters.text("cpu_nthread") == "-1" else parameters.whole("cpu_nthread", 0)
-        self._threads = wanted or self.context.engine_threads
-        if predictor == "library":
-            self._library = _library(config, self._kind, self._path, self._threads)
-            self._model = None
-        else:
-            self._threads = self._usable_threads(self._threads)
+        threads = wanted or self.context.engine_threads
+        predict = _library(config, file, threads) if predictor == "library" else _treelite(file, threads)
+        self._read_file = None
+        return TreeModel(file, predict, source.batched, bool(target.shape), both)
 
-    def close(self) -> None:
-        self._model = self._library = None
-
-    # ------------------------------------------------------------------------------------ batches
-
-    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
-        array = inputs.array(0)
-        assert array is not None
-        if array.shape[-1:] != (self._features,):
-            raise InvalidRequest(f"the model has {self._features} features; the input's shape is {list(array.shape)}")
-        inputs.computing()
-        if not outputs.needed(0):
-            return
-        rows = array.reshape(-1, self._features)
-        predicted = self._output_format.of(self._predict(rows))
-        if self._both:
-            predicted = np.concatenate([1 - predicted, predicted], axis=1)
-        if not self._output.shape:
-            shape: tuple[int, ...] = (len(rows),) if self._batched else ()
-        else:
-            shape = (*array.shape[:-1], predicted.shape[1])
-        outputs.place(0, shape)[...] = predicted.reshape(shape)
-
-    def _usable_threads(self, threads: int) -> int:
-        """The number of threads to request. The engine refuses more than OpenMP would start (as limited by
-        OMP_NUM_THREADS): then OpenMP decides."""
-        row = np.zeros((1, self._features), np.float32)
-        try:
-            gtil.predict(self._model, row, nthread=threads)
-        except treelite.TreeliteError:
-            threads = -1
-            gtil.predict(self._model, row, nthread=threads)
-        return threads
-
-    def _predict(self, rows: Array) -> Array:
-        """Returns predictions of shape (rows, targets, classes)."""
-        if not len(rows):
-            return np.empty((0, self._targets, self._classes), np.float32)
-        if self._library is not None:
-            return self._library(rows).reshape(len(rows), self._targets, self._classes)
-        predicted: Array = gtil.predict(self._model, rows, nthread=self._threads)
-        return predicted
-
-    # ------------------------------------------------------------------------------------ loading
-
-    def _read(self, config: ModelConfig, parameters: Parameters) -> None:
-        if self._model is not None:
-            return
-        kind, path = self._kind, self._path = self._file(config, parameters)
-        try:
-            self._model = self._loaded(kind, path, parameters)
-        except (treelite.TreeliteError, ValueError) as error:
-            raise InvalidRequest(
-                f"unable to load model '{config.name}': '{path.name}' is not a model of type {kind} that Treelite can "
-                f"read; see parameter model_type: {_reason(error)}"
-            ) from error
-        header = self._model.get_header_accessor()
-        self._features = int(self._model.num_feature)
-        self._targets = int(header.get_field("num_target")[0])
-        self._classes = int(max(header.get_field("num_class")))
-        self._output_format = OutputFormat(
-            self._targets, self._classes, int(header.get_field("task_type")[0]) in _CLASSIFIERS, parameters
-        )
+    def _read(self, config: ModelConfig, parameters: Parameters) -> TreeFile:
+        if self._read_file is None:
+            kind, path = self._file(config, parameters)
+            try:
+                model = self._loaded(kind, path, parameters)
+            except (treelite.TreeliteError, ValueError) as error:
+                raise InvalidRequest(
+                    f"unable to load model '{config.name}': '{path.name}' is not a model of type {kind} that Treelite "
+                    f"can read; see parameter model_type: {_reason(error)}"
+                ) from error
+            header = model.get_header_accessor()
+            targets, classes = int(header.get_field("num_target")[0]), int(max(header.get_field("num_class")))
+            classifier = int(header.get_field("task_type")[0]) in _CLASSIFIERS
+            output_format = OutputFormat(targets, classes, classifier, parameters)
+            self._read_file = TreeFile(kind, path, model, int(model.num_feature), targets, classes, output_format)
+        return self._read_file
 
     def _file(self, config: ModelConfig, parameters: Parameters) -> tuple[str, Path]:
         """Returns the type of the model and its file. Without a type in the configuration, the name decides."""
@@ -195,16 +155,53 @@ class Trees(StackedBackend):
             ) from error
         return treelite.sklearn.import_model(joblib.load(path))
 
-    def _one(self, kind: str, specs: tuple[Spec, ...]) -> Spec:
-        if any(spec.name == "treeshap_output" for spec in specs):
-            raise Unsupported("output 'treeshap_output': explanations of predictions are not supported")
-        if len(specs) != 1:
-            names = ", ".join(f"'{spec.name}'" for spec in specs)
-            raise InvalidRequest(f"a tree model has one {kind}; the configuration has {len(specs)}: {names}")
-        (spec,) = specs
-        if spec.dtype not in _FLOATS:
-            raise InvalidRequest(f"{kind} '{spec.name}' is {spec.dtype}; a tree model has {' or '.join(_FLOATS)}")
-        return spec
+
+class TreeModel(StackedModel):
+    """`predict` returns the predictions for rows. `both`: the output has the probabilities of both classes."""
+
+    fresh = True
+
+    def __init__(
+        self, file: TreeFile, predict: Callable[[Array], Array], batched: bool, has_dims: bool, both: bool
+    ) -> None:
+        self._features = file.features
+        self._counts = file.targets, file.classes
+        self._output_format = file.output_format
+        self._predict = predict
+        self._batched = batched
+        self._has_dims = has_dims
+        self._both = both
+
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
+        array = inputs.array(0)
+        assert array is not None
+        if array.shape[-1:] != (self._features,):
+            raise InvalidRequest(f"the model has {self._features} features; the input's shape is {list(array.shape)}")
+        inputs.computing()
+        if not outputs.needed(0):
+            return
+        rows = array.reshape(-1, self._features)
+        values = self._predict(rows) if len(rows) else np.empty(0, np.float32)
+        predicted = self._output_format.of(values.reshape(len(rows), *self._counts))
+        if self._both:
+            predicted = np.concatenate([1 - predicted, predicted], axis=1)
+        if self._has_dims:
+            shape = (*array.shape[:-1], predicted.shape[1])
+        else:
+            shape = (len(rows),) if self._batched else ()
+        outputs.place(0, shape)[...] = predicted.reshape(shape)
+
+
+def _one(kind: str, specs: tuple[Spec, ...]) -> Spec:
+    if any(spec.name == "treeshap_output" for spec in specs):
+        raise Unsupported("output 'treeshap_output': explanations of predictions are not supported")
+    if len(specs) != 1:
+        names = ", ".join(f"'{spec.name}'" for spec in specs)
+        raise InvalidRequest(f"a tree model has one {kind}; the configuration has {len(specs)}: {names}")
+    (spec,) = specs
+    if spec.dtype not in _FLOATS:
+        raise InvalidRequest(f"{kind} '{spec.name}' is {spec.dtype}; a tree model has {' or '.join(_FLOATS)}")
+    return spec
 
 
 class OutputFormat:
@@ -231,8 +228,21 @@ class OutputFormat:
         return chosen
 
 
-def _library(config: ModelConfig, kind: str, path: Path, threads: int) -> Callable[[Array], Array]:
+def _treelite(file: TreeFile, threads: int) -> Callable[[Array], Array]:
+    """Returns a function that predicts with Treelite. It refuses more threads than OpenMP would start (as limited by
+    OMP_NUM_THREADS): then OpenMP decides."""
+    row = np.zeros((1, file.features), np.float32)
+    try:
+        gtil.predict(file.model, row, nthread=threads)
+    except treelite.TreeliteError:
+        threads = -1
+        gtil.predict(file.model, row, nthread=threads)
+    return lambda rows: np.asarray(gtil.predict(file.model, rows, nthread=threads))
+
+
+def _library(config: ModelConfig, file: TreeFile, threads: int) -> Callable[[Array], Array]:
     """Returns a function that predicts with the library that created the model."""
+    kind, path = file.kind, file.path
     try:
         if kind.startswith("xgboost"):
             return _xgboost(path, threads)

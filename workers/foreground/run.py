@@ -276,7 +276,7 @@ def _loaded(order: RunOrder, chosen: Chosen, terminal: Terminal) -> Iterator[Loa
         yield model
     finally:
         try:
-            model.backend.close()
+            model.close()
         except Exception as error:
             text = terminal.failure(error)
             raise RunFailed(f"model '{config.name}' failed while it was finalized: {text}") from None
@@ -364,7 +364,7 @@ def _repeat(
 ) -> tuple[list[dict[str, Array]], list[float]]:
     """Returns the responses of the last run, nearly always one, and the duration of each run."""
     sent: list[Row] = []
-    streams = model.backend.streams
+    streams = model.model.streams
     reports: list[Unread | Prefilled] = []  # no process reads them
     if streams is not None:
         streams.connect(sent.append, reports.append, model.runner.row, model.runner.discard, lambda: None)

@@ -44,6 +44,10 @@ CANCELLED = Failure(Cancelled.code, "the request was cancelled while the model a
 _STOPPED = Failure(Unavailable.code, "the model is being unloaded; its answer ends here")
 
 
+def _unconnected(*_: object) -> Any:
+    raise RuntimeError("there is no link to the server")
+
+
 class OpenResponses:
     """Created by the main thread, which holds the turn from then on, except while the model runs in it."""
 
@@ -71,8 +75,14 @@ class OpenResponses:
         self._forked = False
         self.listening = False
         """Whether there is a link on which replies can arrive."""
+        self._read: Callable[[], object] = _unconnected
         self._deferred: deque[Any] = deque()
         self._ended: Callable[[], None] = lambda: None
+        self._send_response: Callable[[Row], None] = _unconnected
+        self._add_report: Callable[[Unread | Prefilled], None] = _unconnected
+        self._row: Callable[[Work, Response], Row] = _unconnected
+        self._discard: Callable[[Row], None] = _unconnected
+        self._flush: Callable[[], None] = _unconnected
 
     def listen(
         self, descriptor: int, read: Callable[[], object], deferred: deque[Any], ended: Callable[[], None]

@@ -160,18 +160,14 @@ def test_names_of_installed_backends(
         assert text in capsys.readouterr().err
 
 
-ONE = (
-    "from shmserve.workers.backends import StackedBackend, SeparateBackend\n"
-    "Rows = list[int]\n"
-    "class One(StackedBackend): pass\n"
-)
+ONE = "from shmserve.workers.backends import Backend\nRows = list[int]\nclass One(Backend): pass\n"
 
 
 @cases(
     (ONE, "One"),
     (ONE + "class Two(One): pass\n", "Two"),
-    (ONE + "class Two(SeparateBackend): pass\n", "it has 2: One, Two"),
-    ("from shmserve.workers.backends import StackedBackend\n", "it has none"),
+    (ONE + "class Two(Backend): pass\n", "it has 2: One, Two"),
+    ("from shmserve.workers.backends import Backend\n", "it has none"),
     ("class One: pass\n", "it has none"),
     ids=["one", "derived", "two", "imported", "other"],
 )

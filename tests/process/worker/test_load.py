@@ -11,7 +11,7 @@ import pytest
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.backends import GROUP
 from shmserve.repo.config.schema import ModelConfig
-from shmserve.workers.backends import StackedBackend, registry
+from shmserve.workers.backends import Backend, registry
 from shmserve.workers.process.exit_codes import Exit
 from tests.support.cases import cases
 from tests.support.workers.in_process import load_failure
@@ -144,7 +144,7 @@ class Point:
         return self._found
 
 
-class Other(StackedBackend):
+class Other(Backend):
     """A backend from another package."""
 
 
@@ -152,15 +152,15 @@ def test_backends_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [Point("other", Other), Point("wrong", np.ndarray)]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points if group == GROUP else [])
     assert registry.find("other") is Other
-    with pytest.raises(InvalidRequest, match="'wrong' is not a StackedBackend"):
+    with pytest.raises(InvalidRequest, match="'wrong' is not a subclass of Backend"):
         registry.find("wrong")
     with pytest.raises(Unsupported, match=r"known are: dali, fil, identity, .*openvino, other, .*python, .*wrong"):
         registry.find("another")
 
 
-def test_a_backend_without_execute_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_without_load_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Point("other", Other)])
     found = load_failure(config("other", X, Y), tmp_path)
     assert found.code == "MODEL_FAILED"
     assert "Can't instantiate abstract class Other" in found.text
-    assert "execute" in found.text
+    assert "load" in found.text

@@ -17,7 +17,7 @@ from shmserve.repo.config.schema import ModelConfig
 from shmserve.shm.arena import Arena, Segment
 from shmserve.shm.extents import memfd
 from shmserve.shm.mapped import Mapped
-from shmserve.workers.backends.base import Backend, Context
+from shmserve.workers.backends.base import BackendModel, Context
 from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.batch.specs import inputs_of, outputs_of
@@ -108,9 +108,9 @@ class Parts(Memory):
         self.gather = Gather("m", inputs_of(config), self.mapped, text)
         self.scatter = Scatter("m", outputs_of(config), self.arenas, self.mapped, labels)
 
-    def runner(self, backend: Backend, folder: Path = CONTEXT.folder) -> Runner[Any]:
-        hidden = hidden_tensors_of(self.config, folder, backend)
-        return runner_of("m_0", "", backend, self.gather, self.scatter, lambda *_: None, hidden)
+    def runner(self, model: BackendModel, folder: Path = CONTEXT.folder) -> Runner[Any]:
+        hidden = hidden_tensors_of(self.config, folder, model)
+        return runner_of("m_0", "", model, self.gather, self.scatter, lambda *_: None, hidden)
 
     def __enter__(self) -> Parts:
         return self

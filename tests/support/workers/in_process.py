@@ -36,7 +36,7 @@ def loaded(given: ModelConfig, folder: Path, settings: dict[str, str] | None = N
         try:
             yield model
         finally:
-            model.backend.close()
+            model.close()
             model.arenas.close()
             model.mapped.close()
     finally:

@@ -31,7 +31,8 @@ from shmserve.protocol.worker_messages import (
     rows_of,
 )
 from shmserve.workers import overlap
-from shmserve.workers.backends.base import OverlappingBackend
+from shmserve.workers.backends.base import OverlappingModel
+from shmserve.workers.backends.identity import Identity
 from shmserve.workers.inbox import WorkerInbox
 from shmserve.workers.link import BrokerLink
 from shmserve.workers.loading import LoadedModel
@@ -66,14 +67,13 @@ class Batch:
             self.outputs.put(0, array + 1)
 
 
-class Device(OverlappingBackend):
+class Device(OverlappingModel):
     """`plan`: what to do at a moment, such as ("begin", 2); the result is that of `computed`. `events`: the moments,
     without queries; begins have the rows of the batch."""
 
     overlaps = True
 
     def __init__(self) -> None:
-        super().__init__(CONTEXT)
         self.plan: dict[tuple[str, int], list[Callable[[], Any]]] = {}
         self.events: list[tuple[Any, ...]] = []
         self.failing: set[int] = set()
@@ -141,7 +141,9 @@ class Broker:
         outbox = Outbox(self.link)
         inbox = WorkerInbox(WORKER, self.link, outbox, self.parts.mapped, self.parts.arenas)
         parts = self.parts
-        model = LoadedModel(parts.config, self.device, parts.arenas, parts.mapped, self.runner, inbox)
+        model = LoadedModel(
+            parts.config, Identity(CONTEXT), self.device, parts.arenas, parts.mapped, self.runner, inbox
+        )
         Loop(self.link, outbox, model).run(list(orders), [])
         reports: list[Any] = []
         self.sock.setblocking(False)

@@ -8,9 +8,9 @@ bounded by the context length, and the slot is free once the text has ended.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.config.schema import ModelInput, ModelOutput, ModelTransactionPolicy
-from shmserve.workers.backends.base import Context, SeparateBackend
+from shmserve.workers.backends.base import Backend, Context, SeparateModel
 from shmserve.workers.backends.language import replies, requests
 from shmserve.workers.backends.language.conversions import TASK, Detokenization, Tokenization, conversion_of
 from shmserve.workers.backends.language.metrics import LanguageMetrics
@@ -72,23 +72,8 @@ _Start = Callable[[int, "ResponseSender"], object]
 """Starts a request that occupies this number of slots."""
 
 
-class LanguageBackend(SeparateBackend, ABC):
+class LanguageBackend(Backend):
     asks = True  # so that orders are received while `execute` waits
-    strict = False  # outputs that are not requested are absent
-    streams: OpenResponses
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._engine: Engine | None = None
-        self._metrics: LanguageMetrics | None = None
-        self._free = 0
-        """Number of free slots. Guarded by the turn."""
-        self._threads: set[threading.Thread] = set()
-        """Threads that run a request; an engine with a loop ends its own coroutines. Guarded by the turn."""
-        self._begun: list[Coroutine[Any, Any, None]] = []
-        """Requests of the batch that the loop of the engine gets together, so that they share its first step."""
-        self._full = False
-        """A request waits for slots. Guarded by the turn."""
 
     def inputs_of(self, config: ModelConfig) -> tuple[ModelInput, ...]:
         return INPUTS
@@ -109,36 +94,59 @@ class LanguageBackend(SeparateBackend, ABC):
             model_transaction_policy=config.model_transaction_policy or ModelTransactionPolicy(decoupled=True),
         )
 
-    def load(self, config: ModelConfig) -> None:
+    def load(self, config: ModelConfig) -> LanguageInstance:
         _check(config, self.inputs_of(config), self.outputs_of(config))
+        streams = OpenResponses(decoupled=True)
+        if self.context.calls is not None:
+            self.context.calls.connect(streams)
+        with ExitStack() as undo:
+            undo.callback(streams.close)
+            undo.callback(streams.stop, False)
+            engine, defaults = self.start(config)
+            undo.callback(engine.close)
+            instance = LanguageInstance(self.context, config, streams, engine, defaults)
+            undo.pop_all()
+        return instance
+
+
+class LanguageInstance(SeparateModel):
+    strict = False  # outputs that are not requested are absent
+    streams: OpenResponses
+
+    def __init__(
+        self, context: Context, config: ModelConfig, streams: OpenResponses, engine: Engine, defaults: Defaults
+    ) -> None:
+        self.streams = streams
+        self.slots = engine.limits.slots
+        self._context = context
+        self._engine = engine
+        self._defaults = defaults
         self._names = [spec.name for spec in request_inputs_of(config)]
         self._outputs = frozenset(entry.name for entry in config.output)
-        self.streams = OpenResponses(decoupled=True)
-        if self.calls is not None:
-            self.calls.connect(self.streams)
-        self._engine, self._defaults = self.start(config)
-        self._free = self.slots = self._engine.limits.slots
-        if self.calls is not None:
-            self._metrics = self._metrics_of(config.name, self.calls.count)
+        self._metrics = self._metrics_of(config.name, context.calls.count) if context.calls is not None else None
+        self._free = self.slots
+        """Number of free slots. Guarded by the turn."""
+        self._threads: set[threading.Thread] = set()
+        """Threads that run a request; an engine with a loop ends its own coroutines. Guarded by the turn."""
+        self._begun: list[Coroutine[Any, Any, None]] = []
+        """Requests of the batch that the loop of the engine gets together, so that they share its first step."""
+        self._full = False
+        """A request waits for slots. Guarded by the turn."""
 
     def _metrics_of(self, model: str, count: Count) -> LanguageMetrics:
-        assert self._engine is not None
+        context = self._context
         self.streams.turn.release()
         try:
-            return LanguageMetrics(count, model, self.context.version, self.context.instance, self._engine.limits)
+            return LanguageMetrics(count, model, context.version, context.instance, self._engine.limits)
         finally:
             self.streams.turn.acquire()
 
     def close(self) -> None:
-        streams: OpenResponses | None = self.streams  # None: the model was not loaded
-        if streams is None:
-            return
-        streams.stop(False)
+        self.streams.stop(False)
         for thread in list(self._threads):
             thread.join()
-        if self._engine is not None:
-            self._engine.close()
-        streams.close()
+        self._engine.close()
+        self.streams.close()
 
     # ------------------------------------------------------------------------------------ batches
 
@@ -161,7 +169,7 @@ class LanguageBackend(SeparateBackend, ABC):
             start, count = self._plan(inputs, parameters)
             self._take_slots(count, stream)
         except Exception as error:
-            host.fail(stream, self._failure_of(error))
+            host.fail(stream, self._context.failure_of(error))
             return stream
         if stream.over or stream.cancelled:
             self._free += count
@@ -171,7 +179,7 @@ class LanguageBackend(SeparateBackend, ABC):
             start(count, stream)
         except RuntimeError as error:  # the thread limit was reached
             self._free += count
-            host.fail(stream, self._failure_of(error))
+            host.fail(stream, self._context.failure_of(error))
         return stream
 
     def _plan(self, inputs: dict[str, Any], parameters: Mapping[str, Any]) -> tuple[_Start, int]:
@@ -180,7 +188,6 @@ class LanguageBackend(SeparateBackend, ABC):
         if conversion is not None:
             return partial(self._start_thread, partial(self._convert, conversion)), 1
         engine = self._engine
-        assert engine is not None
         generation = generation_of(inputs, parameters, self._defaults, engine.limits.slots)
         run = engine.prepared(generation)
         if engine.coroutines is None:
@@ -199,7 +206,7 @@ class LanguageBackend(SeparateBackend, ABC):
 
     def _start_begun(self) -> None:
         begun, self._begun = self._begun, []
-        coroutines = self._engine.coroutines if self._engine is not None else None
+        coroutines = self._engine.coroutines
         if begun and coroutines is not None:
             coroutines.start_all(begun)
 
@@ -232,7 +239,7 @@ class LanguageBackend(SeparateBackend, ABC):
         host = self.streams
         try:
             if error is not None:
-                host.fail_all([stream], self._failure_of(error))
+                host.fail_all([stream], self._context.failure_of(error))
             elif not stream.final and not stream.over:
                 host.send_soon(stream, None, True, None)
         finally:
@@ -261,7 +268,6 @@ class LanguageBackend(SeparateBackend, ABC):
         replying.ended(CANCELLED.code if stream.cancelled else "" if replying.error is None else "error")
 
     def _convert(self, conversion: Tokenization | Detokenization, stream: ResponseSender) -> Exception | None:
-        assert self._engine is not None
         try:
             outputs = conversion.outputs(self._engine)
             response = Response([pair for pair in outputs if pair[0] in self._outputs])

@@ -5,7 +5,7 @@ A batch runs in the slots of the engine, which computes their texts together.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import repeat
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from shmserve.errors import InvalidRequest
 from shmserve.repo.config.complete import TensorFacts, complete_from_model
 from shmserve.repo.config.schema import ModelInput
-from shmserve.workers.backends.base import Context, SeparateBackend
+from shmserve.workers.backends.base import Backend, Context, SeparateModel
 from shmserve.workers.backends.language.requests import PROMPT
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.model_calls.answer import Request, Response
@@ -54,14 +54,7 @@ class EncodingEngine(Protocol):
     def close(self) -> None: ...
 
 
-class Encoder(SeparateBackend, ABC):
-    strict = False
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._engine: EncodingEngine | None = None
-        self._threads: ThreadPoolExecutor | None = None
-
+class Encoder(Backend):
     @abstractmethod
     def start(self, config: ModelConfig) -> EncodingEngine:
         """Loads the model in an engine. Raises if it cannot be loaded."""
@@ -75,7 +68,7 @@ class Encoder(SeparateBackend, ABC):
             return completed
         return replace(completed, input=(*completed.input, LIMIT))
 
-    def load(self, config: ModelConfig) -> None:
+    def load(self, config: ModelConfig) -> EncoderModel:
         names, output = _tensors(config)
         given = [entry.name for entry in config.input]
         others = {entry.name for entry in config.output} - {output.name, _TOKENS.name}
@@ -85,18 +78,31 @@ class Encoder(SeparateBackend, ABC):
                 f"unable to load model '{config.name}': with this {POOLING}, its inputs are {', '.join(names)} and its "
                 f"outputs {output.name} and {_TOKENS.name}"
             )
-        self._order = [given.index(name) for name in names]
-        self._limit = given.index(LIMIT.name) if LIMIT.name in given else None
+        order = [given.index(name) for name in names]
+        limit = given.index(LIMIT.name) if LIMIT.name in given else None
+        return EncoderModel(self.context, self.start(config), order, limit, output)
+
+
+class EncoderModel(SeparateModel):
+    """`order`: the indices of the inputs that are the arguments of the engine. `limit`: that of LIMIT, if the model has
+    it."""
+
+    strict = False
+
+    def __init__(
+        self, context: Context, engine: EncodingEngine, order: list[int], limit: int | None, output: TensorFacts
+    ) -> None:
+        self._context = context
+        self._engine = engine
+        self._order = order
+        self._limit = limit
         self._output = output.name
-        self._engine = engine = self.start(config)
         self._compute: Callable[..., tuple[Any, int]] = engine.score if output is _SCORE else engine.embedding
         self._threads = ThreadPoolExecutor(engine.limits.slots, "text")
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown()
-        if self._engine is not None:
-            self._engine.close()
+        self._threads.shutdown()
+        self._engine.close()
 
     def execute(self, requests: list[Request]) -> list[Response | None]:
         started = [self._start(request) for request in requests]
@@ -104,7 +110,6 @@ class Encoder(SeparateBackend, ABC):
 
     def _start(self, request: Request) -> list[Future[tuple[Any, int]]]:
         """Starts each row of a request."""
-        assert self._threads is not None
         columns = [request.arrays[index] for index in self._order]
         rows = zip(*[column.reshape(-1).tolist() for column in columns if column is not None], strict=True)
         given = None if self._limit is None else request.arrays[self._limit]
@@ -123,7 +128,7 @@ class Encoder(SeparateBackend, ABC):
         try:
             values, counts = zip(*[future.result() for future in futures], strict=True)
         except Exception as error:
-            return Response(error=self._failure_of(error))
+            return Response(error=self._context.failure_of(error))
         tokens = np.array(counts, np.uint32).reshape(-1, 1)
         return Response([(self._output, np.stack(values)), (_TOKENS.name, tokens)])
 

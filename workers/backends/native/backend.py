@@ -24,7 +24,7 @@ from shmserve.protocol.messages import Failure
 from shmserve.protocol.work_items import shares_of
 from shmserve.repo.backends import DIRECTORY, VERBOSE, library_of
 from shmserve.repo.config.schema import as_triton_json, from_triton_json
-from shmserve.workers.backends.base import AlikeResults, Context, SeparateBackend
+from shmserve.workers.backends.base import AlikeResults, Backend, Context, SeparateModel
 from shmserve.workers.backends.native.library import NativeLibrary
 from shmserve.workers.backends.native.memory import MemoryManager
 from shmserve.workers.backends.native.records import (
@@ -102,133 +102,166 @@ class _AlikeRequests:
         return answer
 
 
-class Native(SeparateBackend):
-    asks = True
-    stored = True
-    strict = False
-    streams: OpenResponses
+class _RunningRequests:
+    """The requests that the backend has."""
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._library: NativeLibrary | None = None
+    def __init__(self, streams: OpenResponses) -> None:
+        self._streams = streams
+        self.answers: dict[int, _Answer] = {}
+        """By token: the requests that have not ended."""
+        self.alike: _AlikeRequests | None = None
+
+    def answer_of(self, token: int) -> _Answer | None:
+        """Returns a request that has not ended."""
+        answer, alike = self.answers.get(token), self.alike
+        if answer is not None or alike is None or token not in alike.tokens:
+            return answer
+        return self.answers.setdefault(token, alike.answer(token))
+
+    def work_items(self) -> list[Work]:
+        """Empty during warm-up, whose requests the server does not know."""
+        if not self._streams.connected:
+            return []
+        alike = self.alike
+        return [*(answer.request.work for answer in list(self.answers.values())), *(alike.work_items if alike else ())]
+
+
+class _InitializedBackend:
+    """The library of the backend, and the parts of it that have been initialized."""
+
+    def __init__(self, context: Context, config: ModelConfig, completes: bool) -> None:
+        path = library_of(config, context.version_folder, context.settings.get(DIRECTORY, ""))
+        assert path is not None  # found before this backend was chosen
+        self._instance = context.instance
         self._initialized: list[str] = []
         """The parts of the backend that have to be finalized."""
-        self._answers: dict[int, _Answer] = {}
-        """By token: the requests that have not ended."""
-        self._alike: _AlikeRequests | None = None
-        self._tokens = 0
-        self._probes = ReadinessCalls(self._is_ready)
-        self._placed: dict[int, ResponseOutputs] = {}
-        """By number: the outputs of responses that were not sent yet. Guarded by the turn."""
-        self._order = threading.Lock()
-        """Held while events are taken and handled, so that they are handled in order. Taken before the turn."""
-
-    # ------------------------------------------------------------------------------------ life
-
-    def complete(self, config: ModelConfig) -> ModelConfig:
-        library = self._initialize(config, completes=True)
-        return from_triton_json(msgspec.json.decode(library.host.host_config()))
-
-    def load(self, config: ModelConfig) -> None:
-        library = self._library or self._initialize(config, completes=False)
-        library.host.host_set_config(_json_of(config))
-        self.streams.set_decoupled(config.decoupled)
-        inputs, outputs = request_inputs_of(config), model_outputs_of(config)
-        library.set_tensors(
-            self.streams.decoupled,
-            [(spec.name, spec.dtype) for spec in inputs],
-            [(spec.name, spec.dtype) for spec in outputs],
-        )
-        sequences = config.sequence_batching
-        library.set_states(sequences.state if sequences is not None else ())
-        self._iterative = sequences is not None and sequences.iterative_sequence
-        self.takes_alike = self.takes_slots = not self.streams.decoupled
-        self._inputs = len(inputs)
-        self._declared = len(config.output)
-        self._outputs = outputs
-        self._output_names = [spec.name for spec in outputs]
-        self._writer = RequestWriter(self._output_names)
-        instance = self.context.instance
-        group = group_of(config, instance)
-        library.set_instance(instance, device_of(config, instance), group[0] if group is not None else None)
-        self._start(library, "ModelInstance", library.host.host_instance())
-        self.probes = library.has("ModelInstanceReady")
-
-    def probe(self, report: Callable[[bool], None]) -> None:
-        self._probes.add(report)
-
-    def _is_ready(self) -> bool:
-        assert self._library is not None
-        try:
-            self._library.call("ModelInstanceReady", self._library.host.host_instance())
-        except ServeError:
-            return False
-        return True
-
-    def _initialize(self, config: ModelConfig, completes: bool) -> NativeLibrary:
-        context = self.context
-        path = library_of(config, context.version_folder, context.settings.get(DIRECTORY, ""))
-        assert path is not None  # found before this class was chosen
-        library = self._library = NativeLibrary(path)
+        self.library = library = NativeLibrary(path)
         self.streams = OpenResponses(decoupled=False)
         if library.may_have_threads:
             self.streams.share()
-        if self.calls is not None:
-            self.calls.connect(self.streams)
-        self._server = ServerCalls(library.host, self.calls, self._work_items)
-        self.on_device = device_of(config, context.instance).kind == "GPU"
-        self._memory = MemoryManager(library.host, self.streams.turn, context, self.on_device)
-        library.set_callbacks(
-            notify=self._notified,
-            place=self._place,
-            cancelled=self._is_cancelled,
-            **self._memory.callbacks,
-            **self._server.callbacks,
-        )
+        if context.calls is not None:
+            context.calls.connect(self.streams)
+        self.requests = _RunningRequests(self.streams)
+        self.on_gpu = device_of(config, context.instance).kind == "GPU"
+        self._server = ServerCalls(library.host, context.calls, self.requests.work_items)
+        self._memory = MemoryManager(library.host, self.streams.turn, context, self.on_gpu)
+        library.set_callbacks(**self._memory.callbacks, **self._server.callbacks)
         host, backend = library.host, config.backend
         host.host_set_verbose(VERBOSE in context.settings)
         host.host_set_backend(backend.encode(), str(path.parent).encode(), _settings_json(context, backend))
         folder = str(context.folder).encode()
         host.host_set_model(context.model.encode(), context.version, folder, completes, _json_of(config))
-        self._start(library, "", host.host_backend())
-        self._start(library, "Model", host.host_model())
-        return library
 
-    def _start(self, library: NativeLibrary, part: str, subject: int) -> None:
+    def start(self, part: str, subject: int) -> None:
         self.streams.turn.release()
         try:
-            library.call(f"{part}Initialize", subject)
+            self.library.call(f"{part}Initialize", subject)
         finally:
             self.streams.turn.acquire()
         self._initialized.append(part)
 
     def close(self) -> None:
-        library = self._library
-        if library is None:
-            return
+        host = self.library.host
         self.streams.stop(False)
         self._server.close()
-        subjects = {"": library.host.host_backend, "Model": library.host.host_model}
+        subjects = {"": host.host_backend, "Model": host.host_model}
         deadline = threading.Timer(FINALIZE_S, self._abandon_finalization)
         deadline.daemon = True
         deadline.start()
         try:
             while self._initialized:
                 part = self._initialized.pop()
-                library.call(f"{part}Finalize", subjects.get(part, library.host.host_instance)())
+                self.library.call(f"{part}Finalize", subjects.get(part, host.host_instance)())
         finally:
             deadline.cancel()
             self._memory.close()
             self.streams.close()
 
     def _abandon_finalization(self) -> None:
-        log_message(f"the backend of instance '{self.context.instance}' was not finalized within {FINALIZE_S:g} s")
+        log_message(f"the backend of instance '{self._instance}' was not finalized within {FINALIZE_S:g} s")
         exit_process(Exit.FINALIZE_FAILED)
+
+
+class Native(Backend):
+    asks = True
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._opened: _InitializedBackend | None = None
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        opened = self._opened = self._initialize(config, completes=True)
+        return from_triton_json(msgspec.json.decode(opened.library.host.host_config()))
+
+    def load(self, config: ModelConfig) -> NativeModel:
+        opened = self._opened or self._initialize(config, completes=False)
+        return NativeModel(self.context, config, opened)
+
+    def _initialize(self, config: ModelConfig, completes: bool) -> _InitializedBackend:
+        opened = _InitializedBackend(self.context, config, completes)
+        self.resources.callback(opened.close)
+        opened.start("", opened.library.host.host_backend())
+        opened.start("Model", opened.library.host.host_model())
+        return opened
+
+
+class NativeModel(SeparateModel):
+    """An instance of the backend. The backend finalizes it."""
+
+    stored = True
+    strict = False
+    streams: OpenResponses
+
+    def __init__(self, context: Context, config: ModelConfig, opened: _InitializedBackend) -> None:
+        library = self._library = opened.library
+        streams = self.streams = opened.streams
+        library.host.host_set_config(_json_of(config))
+        streams.set_decoupled(config.decoupled)
+        inputs, outputs = request_inputs_of(config), model_outputs_of(config)
+        library.set_tensors(
+            streams.decoupled,
+            [(spec.name, spec.dtype) for spec in inputs],
+            [(spec.name, spec.dtype) for spec in outputs],
+        )
+        sequences = config.sequence_batching
+        library.set_states(sequences.state if sequences is not None else ())
+        self._context = context
+        self._iterative = sequences is not None and sequences.iterative_sequence
+        self.on_device = opened.on_gpu
+        self.takes_alike = self.takes_slots = not streams.decoupled
+        self._inputs = len(inputs)
+        self._declared = len(config.output)
+        self._outputs = outputs
+        self._output_names = [spec.name for spec in outputs]
+        self._writer = RequestWriter(self._output_names)
+        self._requests = opened.requests
+        self._answers = opened.requests.answers
+        self._tokens = 0
+        self._placed: dict[int, ResponseOutputs] = {}
+        """By number: the outputs of responses that were not sent yet. Guarded by the turn."""
+        self._order = threading.Lock()
+        """Held while events are taken and handled, so that they are handled in order. Taken before the turn."""
+        self._probes = ReadinessCalls(self._is_ready)
+        self.probes = library.has("ModelInstanceReady")
+        library.set_callbacks(notify=self._notified, place=self._place, cancelled=self._is_cancelled)
+        instance = context.instance
+        group = group_of(config, instance)
+        library.set_instance(instance, device_of(config, instance), group[0] if group is not None else None)
+        opened.start("ModelInstance", library.host.host_instance())
+
+    def probe(self, report: Callable[[bool], None]) -> None:
+        self._probes.add(report)
+
+    def _is_ready(self) -> bool:
+        try:
+            self._library.call("ModelInstanceReady", self._library.host.host_instance())
+        except ServeError:
+            return False
+        return True
 
     # ------------------------------------------------------------------------------------ batches
 
     def execute(self, requests: list[Request]) -> list[Response | None]:
-        assert self._library is not None
         streams = self.streams
         answers = {self._tokens + index: _Answer(request) for index, request in enumerate(requests, 1)}
         self._tokens += len(requests)
@@ -255,12 +288,11 @@ class Native(SeparateBackend):
     def execute_alike(
         self, inputs: GatherGroup, outputs: Results, outputs_of: Callable[[Work], ResponseOutputs]
     ) -> AlikeResults:
-        assert self._library is not None
         host, streams = self._library.host, self.streams
         kept: list[Any] = []
         work_items, rows = inputs.work_items, array("Q", shares_of(inputs.work_items))
         words = alike_words(inputs, self._inputs, kept)
-        alike = self._alike = _AlikeRequests(self._tokens + 1, work_items, outputs_of, kept)
+        alike = self._requests.alike = _AlikeRequests(self._tokens + 1, work_items, outputs_of, kept)
         self._tokens += len(work_items)
         batch = alike.first, len(work_items), rows.buffer_info()[0]
         inputs.computing()
@@ -284,12 +316,11 @@ class Native(SeparateBackend):
                 return AlikeResults(None, response.parameters or None)
             return AlikeResults(self._responses_alike(alike, error))
         finally:
-            self._alike = None
+            self._requests.alike = None
             streams.withdrawn.clear()
 
     def _collect(self, response: SentResponse, inputs: GatherGroup, outputs: Results) -> bool:
         """Collects the outputs of responses like this one. False: they do not match the configuration."""
-        assert self._library is not None
         shapes = {output.index: (inputs.rows, *output.shape[1:]) for output in response.outputs}
         if len(shapes) < len(response.outputs) or len(shapes) != self._declared:
             return False
@@ -303,7 +334,7 @@ class Native(SeparateBackend):
 
     def _responses_alike(self, alike: _AlikeRequests, error: int | None) -> list[Response | None]:
         """Returns a response for each request of a batch whose responses are not alike."""
-        answers = {token: self._answer_of(token) for token in alike.tokens}
+        answers = {token: self._requests.answer_of(token) for token in alike.tokens}
         known = {token: answer for token, answer in answers.items() if answer is not None}
         self.streams.turn.release()
         try:
@@ -314,19 +345,11 @@ class Native(SeparateBackend):
 
     def _settle(self, answers: dict[int, _Answer], error: int | None) -> None:
         """Handles what a batch has left behind. Waits for the end of its requests, unless the model is decoupled."""
-        assert self._library is not None
         self._handle_events()
         if error:
             self._fail(answers, self._library.taken_error(error))
         if not self.streams.decoupled and not all(answer.ended for answer in answers.values()):
             self.streams.wait_for(lambda: all(answer.ended for answer in answers.values()), even_if_lost=True)
-
-    def _answer_of(self, token: int) -> _Answer | None:
-        """Returns a request that has not ended."""
-        answer, alike = self._answers.get(token), self._alike
-        if answer is not None or alike is None or token not in alike.tokens:
-            return answer
-        return self._answers.setdefault(token, alike.answer(token))
 
     def _responses_of(self, answers: dict[int, _Answer]) -> list[Response | None]:
         for token in answers:
@@ -345,7 +368,7 @@ class Native(SeparateBackend):
             try:
                 response.outputs = response.outputs + [(state.name, state.array()) for state in answer.states]
             except ServeError as error:
-                return self._unsent(response, self._failure_of(error))
+                return self._unsent(response, self._context.failure_of(error))
         return response
 
     def _run_again(self, token: int, answer: _Answer) -> Response | None:
@@ -362,7 +385,7 @@ class Native(SeparateBackend):
 
     def _fail(self, answers: dict[int, _Answer], error: ServeError) -> None:
         """Fails the requests that the backend did not take from a failed batch."""
-        failure = self._failure_of(error)
+        failure = self._context.failure_of(error)
         for token, answer in answers.items():
             if answer.ended:
                 continue
@@ -376,13 +399,12 @@ class Native(SeparateBackend):
 
     def _handle_events(self) -> None:
         """Handles what the backend has done so far."""
-        assert self._library is not None
         host, count = self._library.host, c_uint64()
         with self._order:
             reader = WordReader(host.host_take(byref(count)), count.value)
             while reader.more:
                 kind, token, flags = reader.event()
-                answer = self._answer_of(token)
+                answer = self._requests.answer_of(token)
                 if kind == NativeEvent.SENT:
                     self._sent(answer, reader.response(), bool(flags & FINAL))
                 elif kind == NativeEvent.STATE:
@@ -421,11 +443,13 @@ class Native(SeparateBackend):
         placed = self._taken(sent.number)
         response = self._response(sent, placed)
         if answer is None:
-            log_message(f"model instance '{self.context.instance}' answered a request that had been answered", "error")
+            log_message(f"model instance '{self._context.instance}' answered a request that had been answered", "error")
             self._abandon(response)
         elif answer.stream is None:
             if answer.response is not None:  # as in Triton, the first one counts
-                log_message(f"model instance '{self.context.instance}' answered a request twice: {SENT_TWICE}", "error")
+                log_message(
+                    f"model instance '{self._context.instance}' answered a request twice: {SENT_TWICE}", "error"
+                )
                 self._abandon(response)
             answer.response = answer.response or response
             answer.final = answer.final or final
@@ -464,7 +488,7 @@ class Native(SeparateBackend):
 
     def _response(self, sent: SentResponse, placed: ResponseOutputs | None) -> Response:
         if sent.error:
-            text = public(sent.text, str(self.context.folder))
+            text = public(sent.text, str(self._context.folder))
             return Response(error=Failure(triton_code(sent.error - 1), text), placed=placed)
         try:
             for output in sent.outputs:
@@ -473,14 +497,14 @@ class Native(SeparateBackend):
                     raise ModelFailed(f"unexpected output '{output.name}': the outputs of the model are {known}")
             outputs = [(output.name, output.array()) for output in sent.outputs if output.data is not None]
         except ServeError as error:
-            return Response(error=self._failure_of(error), placed=placed)
+            return Response(error=self._context.failure_of(error), placed=placed)
         return Response(outputs, None, sent.parameters or None, False, placed)
 
     def _place(self, number: int, token: int, output: int, rank: int, dims: Any, size: int, memory: Any) -> int:
         """Returns where the backend is to write an output; 0: anywhere. `memory`: the kind that it prefers, then that
         of the result."""
         preferred, memory[0] = memory[0], CPU
-        answer, spec = self._answer_of(token), self._outputs[output]
+        answer, spec = self._requests.answer_of(token), self._outputs[output]
         shape = tuple(dims[:rank])
         if (
             answer is None
@@ -500,20 +524,13 @@ class Native(SeparateBackend):
             return 0 if array is None else int(array.__array_interface__["data"][0])
 
     def _is_cancelled(self, token: int) -> int:
-        answer = self._answer_of(token)
+        answer = self._requests.answer_of(token)
         return answer is not None and self.streams.is_cancelled(answer.request.work.request, answer.stream)
-
-    def _work_items(self) -> list[Work]:
-        """The requests that the backend has. Empty during warm-up, whose requests the server does not know."""
-        if not self.streams.connected:
-            return []
-        alike = self._alike
-        return [*(answer.request.work for answer in list(self._answers.values())), *(alike.work_items if alike else ())]
 
     # ------------------------------------------------------------------------------------ errors
 
     def _named(self, what: str) -> Failure:
-        return Failure(ModelFailed.code, failure_text(self.context.instance, what))
+        return Failure(ModelFailed.code, failure_text(self._context.instance, what))
 
 
 def _json_of(config: ModelConfig) -> bytes:

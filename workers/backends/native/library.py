@@ -116,12 +116,12 @@ class NativeLibrary:
             raise InvalidRequest(f"'{path.name}' cannot be loaded: {error}") from None
         execute = ctypes.cast(getattr(self._backend, EXECUTE), c_void_p)
         self.host.host_set_execute(execute)
-        self._callbacks: list[Any] = []
+        self._callbacks: dict[str, Any] = {}
 
     def set_callbacks(self, **callbacks: Any) -> None:
-        """Sets the functions that the shim calls, by their name in `host.h`."""
-        self._callbacks = [kind(callbacks[name]) for name, kind in _CALLBACKS.items()]
-        self.host.host_set_callbacks(ctypes.byref(_Callbacks(*self._callbacks)))
+        """Sets functions that the shim calls, by their name in `host.h`. The others stay."""
+        self._callbacks |= {name: _CALLBACKS[name](function) for name, function in callbacks.items()}
+        self.host.host_set_callbacks(ctypes.byref(_Callbacks(**self._callbacks)))
 
     def has(self, function: str) -> bool:
         return hasattr(self._backend, f"TRITONBACKEND_{function}")

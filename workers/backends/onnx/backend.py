@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import onnxruntime as ort
 
 from shmserve.errors import ModelFailed, ServeError, Unavailable, Unsupported
 from shmserve.repo.config.complete import with_scalars
-from shmserve.workers.backends.base import Context, GpuTensor, StackedBackend
+from shmserve.workers.backends.base import Backend, Context, GpuTensor, StackedModel
 from shmserve.workers.backends.model_facts import completed, match, none_missing
 from shmserve.workers.backends.onnx.facts import engine_text, facts_of
 from shmserve.workers.backends.onnx.graphs import OnnxGraphs
 from shmserve.workers.backends.onnx.options import SessionPlan, plan
 from shmserve.workers.backends.onnx.providers import lost
 from shmserve.workers.backends.onnx.run import Binding, OutputTarget, needs_own_binding, runner_of
-from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of
+from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
 from shmserve.workers.process.device import device_of, visible_number
 from shmserve.workers.process.log import log_message
 
@@ -37,72 +38,85 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _FILE = "model.onnx"
 
 
-class Onnx(StackedBackend):
-    text = True
-    fresh = True
+class OpenSession(NamedTuple):
+    session: Any
+    plan: SessionPlan
+    run_options: Any
 
+
+class Onnx(Backend):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._session: Any = None
-        self._graphs: OnnxGraphs | None = None
-        self._binding: Binding | None = None
-        self._near: DeviceInputs | None = None
+        self._opened: OpenSession | None = None
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
             return config
-        session = self._open(config)
+        session = self._open(config).session
         needed = [entry.name for entry in config.output] or None
         inputs, outputs = facts_of(session.get_inputs()), facts_of(session.get_outputs(), needed)
         return completed(config, inputs, outputs, self.context.default_max_batch("onnxruntime"))
 
     def fitted(self, config: ModelConfig) -> ModelConfig:
-        session = self._open(config)
+        session = self._open(config).session
         return with_scalars(config, facts_of(session.get_inputs()), facts_of(session.get_outputs(), ()))
 
-    def load(self, config: ModelConfig) -> None:
-        session = self._open(config)
+    def load(self, config: ModelConfig) -> OnnxModel:
+        opened = self._open(config)
+        session = opened.session
+        inputs, outputs = model_inputs_of(config), model_outputs_of(config)
+        optional = facts_of(session.get_overridable_initializers(), ())
+        needed = facts_of(session.get_inputs())
+        match(config.name, "input", inputs, needed, optional=optional, flat=(-1,))
+        none_missing(config.name, inputs, needed)
+        match(config.name, "output", outputs, facts_of(session.get_outputs(), [spec.name for spec in outputs]))
+        plan = opened.plan
+        on_gpu = not plan.on_host and not plan.captures and _can_bind(inputs, outputs)
+        return OnnxModel(config, opened, device_inputs(self.context, config.name, plan) if on_gpu else None)
+
+    def _setting(self, key: str) -> str:
+        return self.context.setting("onnxruntime", key)
+
+    def planned(self, config: ModelConfig) -> SessionPlan:
+        kind, device = device_of(config, self.context.instance)
+        providers, threads = ort.get_available_providers(), self.context.engine_threads
+        return plan(config, f"KIND_{kind}", visible_number(device), providers, threads, self._setting)
+
+    def _open(self, config: ModelConfig) -> OpenSession:
+        if self._opened is None:
+            path = self.context.model_file(config, _FILE, exists=_is_model)
+            path = path / _FILE if path.is_dir() else path
+            session_plan = self.planned(config)
+            for note in session_plan.notes:
+                log_message(f"model '{config.name}': {note}")
+            session = _start(config.name, path, session_plan, self.context.operator_libraries(config))
+            self._opened = OpenSession(session, session_plan, _run_options(session_plan))
+        return self._opened
+
+
+class OnnxModel(StackedModel):
+    text = True
+    fresh = True
+
+    def __init__(self, config: ModelConfig, opened: OpenSession, near: DeviceInputs | None) -> None:
+        self._session, self._plan, self._options = opened
         self._inputs = model_inputs_of(config)
         self._outputs = model_outputs_of(config)
         self._names = [spec.name for spec in self._outputs]
-        optional = facts_of(session.get_overridable_initializers(), ())
-        needed = facts_of(session.get_inputs())
-        match(config.name, "input", self._inputs, needed, optional=optional, flat=(-1,))
-        none_missing(config.name, self._inputs, needed)
-        match(config.name, "output", self._outputs, facts_of(session.get_outputs(), self._names))
-        self._run = runner_of(session).run
-        self._must_bind = any(spec.dtype == "BF16" for spec in (*self._inputs, *self._outputs))
-        self._can_bind = self._must_bind or all(spec.item for spec in self._inputs)
-        self._binding = Binding(session, self._plan.on_host)
-        self._near = None
-        if not self._plan.on_host and not self._plan.captures and self._can_bind:
-            self.on_device, self._near = True, self._device_inputs(config.name)
+        self._run = runner_of(self._session).run
+        self._must_bind = _must_bind(self._inputs, self._outputs)
+        self._can_bind = _can_bind(self._inputs, self._outputs)
+        self._binding = Binding(self._session, self._plan.on_host)
+        self.on_device = near is not None
+        self._near = near
+        self._graphs: OnnxGraphs | None = None
         if self._plan.captures:
-            self._graphs = OnnxGraphs(config.name, session, ("cuda", self._plan.device), self._inputs, self._outputs)
-
-    def _device_inputs(self, model: str) -> DeviceInputs:
-        """Returns the inputs on the GPU. Large ones on the host are copied there too, if this process can do that."""
-        # Without a GPU, these modules are not imported.
-        from shmserve.workers.backends.device_buffers import pinned_limit
-        from shmserve.workers.backends.device_inputs import DeviceInputs
-        from shmserve.workers.gpu import api
-
-        if self._plan.device != 0:
-            return DeviceInputs()  # the process sees several GPUs, and uses another than its first one
-        try:
-            cuda = api.open_device()
-        except (Unavailable, Unsupported) as error:  # CuPy is missing, or needs a newer driver than ONNX Runtime
-            log_message(f"model '{model}': ONNX Runtime copies the tensors to the GPU: {error}")
-            return DeviceInputs()
-        return DeviceInputs(cuda, pinned_limit(self.context.settings))
+            device = ("cuda", self._plan.device)
+            self._graphs = OnnxGraphs(config.name, self._session, device, self._inputs, self._outputs)
 
     def close(self) -> None:
-        self._session = self._run = self._binding = self._graphs = None
-        near, self._near = self._near, None
-        if near is not None:
-            near.close()
-
-    # ------------------------------------------------------------------------------------ a batch
+        if self._near is not None:
+            self._near.close()
 
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         if self._near is None:
@@ -155,7 +169,6 @@ class Onnx(StackedBackend):
         wanted: list[int],
         places: list[Array | GpuTensor | None],
     ) -> None:
-        assert self._binding is not None
         bound_inputs = [(spec, array) for spec, array in zip(self._inputs, arrays, strict=True) if array is not None]
         targets = [OutputTarget(self._outputs[index], place) for index, place in zip(wanted, places, strict=True)]
         binding = self._binding
@@ -180,49 +193,52 @@ class Onnx(StackedBackend):
             self._near.pin(array)
         return array
 
-    # ------------------------------------------------------------------------------------ the session
 
-    def _setting(self, key: str) -> str:
-        return self.context.setting("onnxruntime", key)
+def _must_bind(inputs: Sequence[Spec], outputs: Sequence[Spec]) -> bool:
+    return any(spec.dtype == "BF16" for spec in (*inputs, *outputs))
 
-    def planned(self, config: ModelConfig) -> SessionPlan:
-        kind, device = device_of(config, self.context.instance)
-        providers, threads = ort.get_available_providers(), self.context.engine_threads
-        return plan(config, f"KIND_{kind}", visible_number(device), providers, threads, self._setting)
 
-    def _open(self, config: ModelConfig) -> Any:
-        if self._session is None:
-            path = self.context.model_file(config, _FILE, exists=_is_model)
-            path = path / _FILE if path.is_dir() else path
-            self._plan = session_plan = self.planned(config)
-            for note in session_plan.notes:
-                log_message(f"model '{config.name}': {note}")
-            self._options = _run_options(session_plan)
-            self._session = self._start(config.name, path, session_plan, self.context.operator_libraries(config))
-        return self._session
+def _can_bind(inputs: Sequence[Spec], outputs: Sequence[Spec]) -> bool:
+    return _must_bind(inputs, outputs) or all(spec.item for spec in inputs)
 
-    def _start(self, model: str, path: Path, session_plan: SessionPlan, libraries: list[Path]) -> Any:
-        try:
-            options = _session_options(session_plan)
-            for library in libraries:
-                options.register_custom_ops_library(os.fspath(library))
-            data = _unreachable(path.parent)
-            if data:
-                sizes = [len(mapped) for mapped in data.values()]
-                options.add_external_initializers_from_files_in_memory([*data], [*data.values()], sizes)
-            # Without this, a provider that does not start is silently replaced by another.
-            session = ort.InferenceSession(
-                os.fspath(path), options, providers=list(session_plan.providers), enable_fallback=0
-            )
-        except Exception as error:
-            raise ModelFailed(
-                f"unable to load model '{model}': {type(error).__name__}: {engine_text(error)}"
-            ) from error
-        running = session.get_providers()
-        for name in session_plan.required:
-            if name not in running:
-                raise lost(model, name)
-        return session
+
+def device_inputs(context: Context, model: str, plan: SessionPlan) -> DeviceInputs:
+    """Returns the inputs on the GPU. Large ones on the host are copied there too, if this process can do that."""
+    # Without a GPU, these modules are not imported.
+    from shmserve.workers.backends.device_buffers import pinned_limit
+    from shmserve.workers.backends.device_inputs import DeviceInputs
+    from shmserve.workers.gpu import api
+
+    if plan.device != 0:
+        return DeviceInputs()  # the process sees several GPUs, and uses another than its first one
+    try:
+        cuda = api.open_device()
+    except (Unavailable, Unsupported) as error:  # CuPy is missing, or needs a newer driver than ONNX Runtime
+        log_message(f"model '{model}': ONNX Runtime copies the tensors to the GPU: {error}")
+        return DeviceInputs()
+    return DeviceInputs(cuda, pinned_limit(context.settings))
+
+
+def _start(model: str, path: Path, session_plan: SessionPlan, libraries: list[Path]) -> Any:
+    try:
+        options = _session_options(session_plan)
+        for library in libraries:
+            options.register_custom_ops_library(os.fspath(library))
+        data = _unreachable(path.parent)
+        if data:
+            sizes = [len(mapped) for mapped in data.values()]
+            options.add_external_initializers_from_files_in_memory([*data], [*data.values()], sizes)
+        # Without this, a provider that does not start is silently replaced by another.
+        session = ort.InferenceSession(
+            os.fspath(path), options, providers=list(session_plan.providers), enable_fallback=0
+        )
+    except Exception as error:
+        raise ModelFailed(f"unable to load model '{model}': {type(error).__name__}: {engine_text(error)}") from error
+    running = session.get_providers()
+    for name in session_plan.required:
+        if name not in running:
+            raise lost(model, name)
+    return session
 
 
 def _is_model(path: Path) -> bool:

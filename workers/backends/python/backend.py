@@ -12,15 +12,17 @@ import threading
 from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmserve.errors import ModelFailed
+from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.protocol.messages import Failure
+from shmserve.repo.config.schema import as_triton_json, from_triton_json
 from shmserve.repo.parameters import HOST_INPUTS, SEND_WAITS, STACKED
-from shmserve.workers.backends.base import Backend, SeparateBackend
-from shmserve.workers.backends.python import pb_utils
-from shmserve.workers.backends.python.model import PythonModel
-from shmserve.workers.backends.python.model_file import has_generator
+from shmserve.workers.backends.base import Backend, Context, SeparateModel
+from shmserve.workers.backends.python import pb_metrics, pb_requests, pb_utils
+from shmserve.workers.backends.python.model import PythonHost, PythonModel, check_execute
+from shmserve.workers.backends.python.model_file import PythonModelFile, has_generator
 from shmserve.workers.backends.python.pb_requests import mark_device_inputs, request_from
 from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.batch.specs import request_inputs_of
@@ -38,29 +40,53 @@ if TYPE_CHECKING:
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
-class Python(PythonModel, SeparateBackend):
-    @classmethod
-    def chosen(cls, config: ModelConfig) -> type[Backend]:
-        if not STACKED.read(config):
-            return cls
-        from shmserve.workers.backends.python.stacked import StackedPython  # few models need it
+class Python(Backend):
+    asks = True
+    source: Path | None = None
+    """The model.py of a backend that runs all its models with it; None: the model has its own."""
 
-        return StackedPython
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._file = PythonModelFile(context, self.source)
+        self.resources.callback(pb_metrics.keep)
+        pb_requests.bind(PythonHost(context))
 
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        function = getattr(self._file.kind(config), "auto_complete_config", None)
+        if function is None:
+            return config
+        completed = function(pb_utils.ModelConfig(as_triton_json(config)))
+        if not isinstance(completed, pb_utils.ModelConfig):
+            raise InvalidRequest(
+                f"auto_complete_config of model '{config.name}' must return the model configuration object that it "
+                f"was given, not {type(completed).__name__}"
+            )
+        return from_triton_json(completed.as_dict())
+
+    def load(self, config: ModelConfig) -> PythonModel:
+        kind: type[PythonModel] = SeparatePython
+        if STACKED.read(config):
+            from shmserve.workers.backends.python.stacked import StackedPython  # few models need it
+
+            kind = StackedPython
+        return kind(self.context, config, self._file.kind(config), self._file.arguments(config))
+
+
+class SeparatePython(PythonModel, SeparateModel):
     _running: Sequence[Request] = ()
 
-    def _prepare(self, config: ModelConfig, kind: Any) -> None:
-        self._send_waits = SEND_WAITS.read(config)
-        self._generator = has_generator(kind, config.name, self.streams.decoupled)
+    def __init__(self, context: Context, config: ModelConfig, kind: Any, arguments: dict[str, str]) -> None:
+        self._generator = has_generator(kind, config.name, config.decoupled)
         if not self._generator:
-            self._check_execute(config, kind)
+            check_execute(config, kind)
+        self._send_waits = SEND_WAITS.read(config)
         self._inputs = [spec.name for spec in request_inputs_of(config)]
         self._outputs = [entry.name for entry in config.output]
         sequences = config.sequence_batching
-        self._again = Response(again=True)
-        if sequences is None or not sequences.iterative_sequence:
-            self._again = Response(error=NOT_ITERATIVE)
-        self.on_device = not HOST_INPUTS.read(config) and device_of(config, self.context.instance).kind == "GPU"
+        iterative = sequences is not None and sequences.iterative_sequence
+        self._again = Response(again=True) if iterative else Response(error=NOT_ITERATIVE)
+        self.on_device = not HOST_INPUTS.read(config) and device_of(config, context.instance).kind == "GPU"
+        super().__init__(context, config, kind, arguments)
 
     # ------------------------------------------------------------------------------------ batches
 
@@ -208,7 +234,7 @@ class Python(PythonModel, SeparateBackend):
         except asyncio.CancelledError:
             self.streams.fail_all([stream], CANCELLED)
         except Exception as error:
-            self.streams.fail_all([stream], self._failure_of(error))
+            self.streams.fail_all([stream], self.context.failure_of(error))
 
     async def _follow(self, coroutine: Coroutine[Any, Any, Any], streams: list[ResponseSender]) -> None:
         """Runs a batch of a model whose execute is a coroutine."""
@@ -217,7 +243,7 @@ class Python(PythonModel, SeparateBackend):
         except asyncio.CancelledError:
             self.streams.fail_all(streams, CANCELLED)
         except Exception as error:
-            self.streams.fail_all(streams, self._failure_of(error))
+            self.streams.fail_all(streams, self.context.failure_of(error))
 
     # ------------------------------------------------------------------------------------ requests and senders
 

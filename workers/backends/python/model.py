@@ -10,17 +10,14 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.repo.backends import LANE_ADDRESS
-from shmserve.repo.config.schema import as_triton_json, from_triton_json
 from shmserve.repo.parameters import STRICT_OUTPUTS
-from shmserve.workers.backends.base import Backend, Context
-from shmserve.workers.backends.python import pb_calls, pb_metrics, pb_requests, pb_utils
+from shmserve.workers.backends.base import BackendModel, Context
+from shmserve.workers.backends.python import pb_calls, pb_requests, pb_utils
 from shmserve.workers.backends.python.forked_calls import ForkedHost
-from shmserve.workers.backends.python.model_file import PythonModelFile
 from shmserve.workers.batch.specs import model_outputs_of
 from shmserve.workers.model_calls.coroutines import Coroutines
 from shmserve.workers.model_calls.probes import ReadinessCalls
@@ -36,83 +33,92 @@ if TYPE_CHECKING:
     from shmserve.workers.model_calls.pending import Pending
 
 
-class PythonModel(Backend, ABC):
-    asks = True
+class PythonHost:
+    """The interface of a model file to its process while it is imported and completes the configuration."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.calls = context.calls
+
+    def server(self) -> OutgoingCalls:
+        """Returns the interface for calls. Raises TritonModelException."""
+        raise pb_utils.TritonModelException("there is no server that the model could ask, or not at this time")
+
+    def count(self, subject: Subject) -> memoryview[float]:
+        """Returns the memory of a new metric, which the server reads."""
+        if self.calls is None:
+            return memoryview(bytearray(8 * subject.count)).cast("d")  # without a server the metrics are not read
+        try:
+            return self.server().count(subject)
+        except ServeError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def model_dir(self) -> str:
+        return str(self.context.version_folder)
+
+    def forked(self) -> None:
+        if address := self.context.settings.get(LANE_ADDRESS, ""):
+            pb_requests.bind(ForkedHost(self, address))
+
+    def call(self, _request: pb_utils.InferenceRequest, _decoupled: bool) -> Any:
+        self.server()
+
+    async def call_soon(self, _request: pb_utils.InferenceRequest, _decoupled: bool) -> Any:
+        self.server()
+
+
+class PythonModel(PythonHost, BackendModel, ABC):
     streams: OpenResponses
-    """Set by `load`, and kept after `close` for threads of the model that outlive it."""
-    source: Path | None = None
-    """The model.py of a backend that runs all its models with it; None: the model has its own."""
+    """Kept after `close` for threads of the model that outlive it."""
     _running: Sequence[object] = ()
     """The batch that the model is executing."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, config: ModelConfig, kind: Any, arguments: dict[str, str]) -> None:
+        """`kind`: the class of the model; `arguments`: those of its `initialize`."""
         super().__init__(context)
-        self._file = PythonModelFile(context, self.source)
-        self._model: Any = None
-        self._coroutines: Coroutines | None = None
-        self._probes = ReadinessCalls(self._is_ready)
-        self._closed = False
-
-    def complete(self, config: ModelConfig) -> ModelConfig:
-        pb_requests.bind(self)
-        function = getattr(self._file.kind(config), "auto_complete_config", None)
-        if function is None:
-            return config
-        completed = function(pb_utils.ModelConfig(as_triton_json(config)))
-        if not isinstance(completed, pb_utils.ModelConfig):
-            raise InvalidRequest(
-                f"auto_complete_config of model '{config.name}' must return the model configuration object that it "
-                f"was given, not {type(completed).__name__}"
-            )
-        return from_triton_json(completed.as_dict())
-
-    def load(self, config: ModelConfig) -> None:
-        pb_requests.bind(self)
-        kind = self._file.kind(config)
         self.streams = OpenResponses(config.decoupled)
         self.strict = STRICT_OUTPUTS.read(config)
+        self.probes = callable(getattr(kind, "is_ready", None))
         self._integers = {
             spec.name: spec.numpy
             for spec in model_outputs_of(config)
             if self.strict and spec.item and spec.numpy.kind in "iu" and spec.dtype != "BF16"
         }
-        self._instance = self.context.instance
-        self.probes = callable(getattr(kind, "is_ready", None))
-        self._prepare(config, kind)
+        self._instance = context.instance
+        self._coroutines: Coroutines | None = None
+        self._probes = ReadinessCalls(self._is_ready)
+        self._closed = False
+        self._model: Any = None
+        pb_requests.bind(self)
         if self.calls is not None:
             self.calls.connect(self.streams)
+        try:
+            self._model = self._initialized(kind, arguments)
+        except BaseException:
+            self.close()
+            raise
+
+    def _initialized(self, kind: Any, arguments: dict[str, str]) -> Any:
         model = kind()
         if callable(getattr(model, "initialize", None)):
             self.streams.turn.release()
             try:
-                model.initialize(self._file.arguments(config))
+                model.initialize(arguments)
             finally:
                 self.streams.turn.acquire()
-        self._model = model
-
-    @abstractmethod
-    def _prepare(self, config: ModelConfig, kind: Any) -> None:
-        """Checks the model's class against the configuration. Raises if they do not match."""
-
-    def _check_execute(self, config: ModelConfig, kind: Any) -> None:
-        if not callable(getattr(kind, "execute", None)):
-            raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")
+        return model
 
     def close(self) -> None:
-        pb_metrics.keep()
         model, self._model = self._model, None
         self._closed = True
-        streams: OpenResponses | None = self.streams  # None: the model was not loaded
-        if streams is not None:
-            streams.stop(False)
+        self.streams.stop(False)
         try:
             if self._coroutines is not None:
                 self._coroutines.close()
-            if model is not None and callable(getattr(model, "finalize", None)):
+            if callable(getattr(model, "finalize", None)):
                 model.finalize()
         finally:
-            if streams is not None:
-                streams.close()
+            self.streams.close()
 
     # ------------------------------------------------------------------------------------ readiness
 
@@ -179,29 +185,11 @@ class PythonModel(Backend, ABC):
     # ------------------------------------------------------------------------------------ calls to the server
 
     def server(self) -> OutgoingCalls:
-        """Returns the interface for calls. Raises TritonModelException without a server, before `load` or after
-        `close`."""
-        if self.calls is None or self.streams is None or self._closed:
-            raise pb_utils.TritonModelException("there is no server that the model could ask, or not at this time")
-        return self.calls
-
-    def count(self, subject: Subject) -> memoryview[float]:
-        """Returns the memory of a new metric, which the server reads."""
-        if self.calls is None:
-            return memoryview(bytearray(8 * subject.count)).cast("d")  # without a server the metrics are not read
-        try:
-            return self.server().count(subject)
-        except ServeError as error:
-            raise pb_utils.TritonModelException(str(error)) from None
-
-    def model_dir(self) -> str:
-        return str(self.context.version_folder)
+        return super().server() if self.calls is None or self._closed else self.calls
 
     def forked(self) -> None:
-        if self.streams is not None:
-            self.streams.forked()
-        if address := self.context.settings.get(LANE_ADDRESS, ""):
-            pb_requests.bind(ForkedHost(self, address))
+        self.streams.forked()
+        super().forked()
 
     def call(self, request: pb_utils.InferenceRequest, decoupled: bool) -> Any:
         calls, pending = self._begin_call(request, decoupled)
@@ -222,3 +210,8 @@ class PythonModel(Backend, ABC):
     def _here(self) -> bool:
         """Whether this thread runs the event loop of the model's coroutines."""
         return self._coroutines is not None and self._coroutines.is_current_thread
+
+
+def check_execute(config: ModelConfig, kind: Any) -> None:
+    if not callable(getattr(kind, "execute", None)):
+        raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")

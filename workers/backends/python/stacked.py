@@ -11,30 +11,32 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest, ModelFailed
-from shmserve.workers.backends.base import StackedBackend
+from shmserve.workers.backends.base import StackedModel
 from shmserve.workers.backends.python import pb_utils
-from shmserve.workers.backends.python.model import PythonModel
+from shmserve.workers.backends.python.model import PythonModel, check_execute
 from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of
 
 if TYPE_CHECKING:
     from shmserve.protocol.worker_messages import Work
     from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.backends.base import Context
     from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.results import Results
 
 
-class StackedPython(PythonModel, StackedBackend):
+class StackedPython(PythonModel, StackedModel):
     _running: Sequence[Work] = ()
 
-    def _prepare(self, config: ModelConfig, kind: Any) -> None:
-        if self.streams.decoupled:
+    def __init__(self, context: Context, config: ModelConfig, kind: Any, arguments: dict[str, str]) -> None:
+        if config.decoupled:
             raise InvalidRequest(
                 f"model '{config.name}' is decoupled and has the parameter 'stacked': a batch as one array can be "
                 "answered once only"
             )
-        self._check_execute(config, kind)
+        check_execute(config, kind)
         self._inputs = [spec.name for spec in model_inputs_of(config)]
         self._outputs = {spec.name: index for index, spec in enumerate(model_outputs_of(config))}
+        super().__init__(context, config, kind, arguments)
 
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         arrays = {name: array for index, name in enumerate(self._inputs) if (array := inputs.array(index)) is not None}

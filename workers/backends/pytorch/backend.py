@@ -7,16 +7,17 @@ will be read. Only inputs that a program may write to or keep are copied. On a G
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from shmserve.dtypes import TO_CONFIG
 from shmserve.errors import Internal, InvalidRequest, ModelFailed, Unavailable, Unsupported
-from shmserve.workers.backends.base import Context, OverlappingBackend
+from shmserve.workers.backends.base import Backend, Context, OverlappingModel
 from shmserve.workers.backends.model_facts import completed, match
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.backends.pytorch import device
@@ -37,22 +38,20 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _BITS16 = np.dtype(np.int16)
 
 
-class Torch(OverlappingBackend):
-    text = True
+class OpenProgram(NamedTuple):
+    program: Program
+    device: torch.device
 
+
+class Torch(Backend):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._program: Program | None = None
-        self._modes = ExitStack()
-        self._near: DeviceInputs | None = None
-        """Reads and writes tensors on the GPU if batches are not queued there."""
-        self._batches: GpuBatches | None = None
-        """Queues batches on the GPU."""
+        self._opened: OpenProgram | None = None
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
             return config
-        facts = self._open(config).facts()
+        facts = self._open(config).program.facts()
         if facts is None:
             raise InvalidRequest(
                 f"model '{config.name}' needs input and output in its config.pbtxt: a TorchScript file does not "
@@ -61,13 +60,46 @@ class Torch(OverlappingBackend):
         inputs, outputs = ([fact for fact in side if fact is not None] for side in facts)
         return completed(config, inputs, outputs)
 
-    def load(self, config: ModelConfig) -> None:
+    def load(self, config: ModelConfig) -> TorchModel:
+        opened = self._open(config)
+        return TorchModel(self.context, config, *opened, on_gpu=opened.device.type == "cuda")
+
+    def _open(self, config: ModelConfig) -> OpenProgram:
+        if self._opened is None:
+            path = self.context.model_file(config, "model.pt")
+            device = _device(config, self.context.instance)
+            self._set_threads(Parameters(config))
+            for library in self.context.operator_libraries(config):
+                _load(config.name, library)
+            self._opened = OpenProgram(open_program(path, device), device)
+        return self._opened
+
+    def _set_threads(self, parameters: Parameters) -> None:
+        """Called before any computation: the pools cannot be resized afterwards."""
+        torch.set_num_threads(parameters.whole("INTRA_OP_THREAD_COUNT", 0) or self.context.engine_threads)
+        between = parameters.whole("INTER_OP_THREAD_COUNT", 0)
+        if between:
+            torch.set_num_interop_threads(between)
+        if parameters.text("ENABLE_JIT_EXECUTOR"):
+            torch._C._jit_set_profiling_executor(parameters.flag("ENABLE_JIT_EXECUTOR", True))
+        if parameters.text("ENABLE_JIT_PROFILING"):
+            torch._C._jit_set_profiling_mode(parameters.flag("ENABLE_JIT_PROFILING", True))
+        for ineffective in ("ENABLE_NVFUSER", "ENABLE_WEIGHT_SHARING"):
+            parameters.flag(ineffective, False)
+
+
+class TorchModel(OverlappingModel):
+    text = True
+
+    def __init__(
+        self, context: Context, config: ModelConfig, program: Program, place: torch.device, on_gpu: bool
+    ) -> None:
         parameters = Parameters(config)
+        self._device = place
         self._inputs = model_inputs_of(config)
         self._outputs = model_outputs_of(config)
-        program = self._open(config)
         self._leaves = arrange(config.name, program, self._inputs)
-        self._match(config.name, program)
+        _match(config.name, program, self._leaves, self._inputs)
         self._pick = picker(config.name, program, self._outputs)
         self._call = program.call
         self._names = [spec.name for spec in self._inputs] if program.whole_dict else None
@@ -77,13 +109,16 @@ class Torch(OverlappingBackend):
             for place, leaf in enumerate(self._leaves)
             if leaf is not None and (self._names is not None or changed[place])
         }
-        self._clean = self._device.type == "cuda" and parameters.flag("ENABLE_CACHE_CLEANING", False)
-        self._set_modes(parameters)
-        if self._device.type == "cuda":
-            self.on_device = True
-            self._set_up(config)
+        self.on_device = on_gpu
+        self._clean = on_gpu and parameters.flag("ENABLE_CACHE_CLEANING", False)
+        with _modes(parameters) as modes:
+            self._near, self._batches = self._on_gpu(context, config) if on_gpu else (None, None)
+            self._modes = modes.pop_all()
+        if self._batches is not None:
+            self.overlaps = self._batches.overlaps
 
-    def _set_up(self, config: ModelConfig) -> None:
+    def _on_gpu(self, context: Context, config: ModelConfig) -> tuple[DeviceInputs | None, GpuBatches | None]:
+        """Returns what reads and writes tensors on the GPU: one at a time, or in queued batches."""
         # Without a GPU, these modules are not imported.
         from shmserve.workers.backends.device_inputs import DeviceInputs
         from shmserve.workers.backends.device_pipeline import options_of
@@ -98,13 +133,12 @@ class Torch(OverlappingBackend):
                 why = str(error)
         if why:
             log_message(f"model '{config.name}': batches do not overlap and run without CUDA graphs: {why}")
-            self._near = DeviceInputs()
-            return
-        options, specs = options_of(config, self.context), (self._inputs, self._outputs)
-        self._batches = GpuBatches(
-            cuda, config, self.context.instance, options, self._device, specs, self._compute, self._array, self._copied
+            return DeviceInputs(), None
+        options, specs = options_of(config, context), (self._inputs, self._outputs)
+        compute, array = self._compute, self._array
+        return None, GpuBatches(
+            cuda, config, context.instance, options, self._device, specs, compute, array, self._copied
         )
-        self.overlaps = self._batches.overlaps
 
     def _not_queued(self) -> str:
         strings = [spec.name for spec in (*self._inputs, *self._outputs) if not spec.item]
@@ -117,16 +151,11 @@ class Torch(OverlappingBackend):
         return ""
 
     def close(self) -> None:
-        batches, self._batches = self._batches, None
-        if batches is not None:
-            batches.close()
+        if self._batches is not None:
+            self._batches.close()
         self._modes.close()
-        self._program = None
-        near, self._near = self._near, None
-        if near is not None:
-            near.close()
-
-    # ------------------------------------------------------------------------------------ batches
+        if self._near is not None:
+            self._near.close()
 
     def begin(self, inputs: GatherGroup, outputs: Results) -> Computation:
         assert self._batches is not None
@@ -225,55 +254,34 @@ class Torch(OverlappingBackend):
         array: Array = value.resolve_conj().resolve_neg().numpy()
         return array
 
-    # ------------------------------------------------------------------------------------ loading
 
-    def _open(self, config: ModelConfig) -> Program:
-        if self._program is None:
-            path = self.context.model_file(config, "model.pt")
-            self._device = _device(config, self.context.instance)
-            self._set_threads(Parameters(config))
-            for library in self.context.operator_libraries(config):
-                _load(config.name, library)
-            self._program = open_program(path, self._device)
-        return self._program
+def _match(model: str, program: Program, leaves: Sequence[int | None], inputs: Sequence[Spec]) -> None:
+    """Checks the inputs of the configuration against the file, if the file describes them."""
+    facts = program.facts()
+    for fact, leaf in zip(facts[0], leaves, strict=True) if facts is not None else ():
+        if fact is not None and leaf is not None:
+            spec = inputs[leaf]
+            match(model, "input", [spec], [fact._replace(name=spec.name)])
 
-    def _match(self, model: str, program: Program) -> None:
-        """Checks the inputs of the configuration against the file, if the file describes them."""
-        facts = program.facts()
-        for fact, leaf in zip(facts[0], self._leaves, strict=True) if facts is not None else ():
-            if fact is not None and leaf is not None:
-                spec = self._inputs[leaf]
-                match(model, "input", [spec], [fact._replace(name=spec.name)])
 
-    def _set_threads(self, parameters: Parameters) -> None:
-        """Called before any computation: the pools cannot be resized afterwards."""
-        torch.set_num_threads(parameters.whole("INTRA_OP_THREAD_COUNT", 0) or self.context.engine_threads)
-        between = parameters.whole("INTER_OP_THREAD_COUNT", 0)
-        if between:
-            torch.set_num_interop_threads(between)
-        if parameters.text("ENABLE_JIT_EXECUTOR"):
-            torch._C._jit_set_profiling_executor(parameters.flag("ENABLE_JIT_EXECUTOR", True))
-        if parameters.text("ENABLE_JIT_PROFILING"):
-            torch._C._jit_set_profiling_mode(parameters.flag("ENABLE_JIT_PROFILING", True))
-        for ineffective in ("ENABLE_NVFUSER", "ENABLE_WEIGHT_SHARING"):
-            parameters.flag(ineffective, False)
-
-    def _set_modes(self, parameters: Parameters) -> None:
-        """Sets the modes for all computation of this thread, until `close`."""
-        with warnings.catch_warnings():
-            # Use up the warning about tensors over read-only memory, which is issued once per process. It does not
-            # apply: inputs that may be written to are copied (`_copied`).
-            warnings.simplefilter("ignore", UserWarning)
-            fixed = np.zeros(1, np.uint8)
-            fixed.flags.writeable = False
-            torch.from_numpy(fixed)
-        torch.backends.cudnn.enabled = not parameters.flag("DISABLE_CUDNN", False)
-        if parameters.flag("DISABLE_OPTIMIZED_EXECUTION", False):
-            self._modes.enter_context(torch.jit.optimized_execution(False))
-        if parameters.flag("INFERENCE_MODE", True):
-            self._modes.enter_context(torch.inference_mode())
-        else:
-            self._modes.enter_context(torch.no_grad())
+def _modes(parameters: Parameters) -> ExitStack:
+    """Sets the modes for all computation of this thread, until the result is closed."""
+    with warnings.catch_warnings():
+        # Use up the warning about tensors over read-only memory, which is issued once per process. It does not
+        # apply: inputs that may be written to are copied (`_copied`).
+        warnings.simplefilter("ignore", UserWarning)
+        fixed = np.zeros(1, np.uint8)
+        fixed.flags.writeable = False
+        torch.from_numpy(fixed)
+    modes = ExitStack()
+    torch.backends.cudnn.enabled = not parameters.flag("DISABLE_CUDNN", False)
+    if parameters.flag("DISABLE_OPTIMIZED_EXECUTION", False):
+        modes.enter_context(torch.jit.optimized_execution(False))
+    if parameters.flag("INFERENCE_MODE", True):
+        modes.enter_context(torch.inference_mode())
+    else:
+        modes.enter_context(torch.no_grad())
+    return modes
 
 
 def _load(model: str, library: Path) -> None:

@@ -121,10 +121,9 @@ def _changed(graph: Any, aliases: Any, value: Any) -> bool:
 class _Tree(Program):
     """A program whose arguments and results are trees: ARGS[0], KWARGS[scale], ARGS[1][mask]; RESULT, RESULT[0]."""
 
-    _module: Any
-
-    def _shape(self, arguments: Any, results: Any, named: Sequence[str] = ()) -> None:
+    def __init__(self, module: Any, arguments: Any, results: Any, named: Sequence[str] = ()) -> None:
         """`arguments`, `results`: the specs of the trees. `named`: the file's name of each argument, if it has one."""
+        self._module = module
         self._spec = arguments
         paths = _paths(arguments)
         names = [_argument_names(path, place) for place, path in enumerate(paths)]
@@ -153,10 +152,10 @@ class Exported(_Tree):
 
             program = move_to_device_pass(program, device)
         self._program = program
-        self._module = program.module()
         taken = [spec.arg for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
         self._constants = [getattr(argument, "value", None) for argument in taken]
-        self._shape(program.call_spec.in_spec, program.call_spec.out_spec, [argument.name for argument in taken])
+        specs = program.call_spec
+        super().__init__(program.module(), specs.in_spec, specs.out_spec, [argument.name for argument in taken])
         written = _written(program)
         self.arguments = [
             argument._replace(changed=written is None or entry.name in written, optional=hasattr(entry, "value"))
@@ -229,9 +228,9 @@ class CompiledProgram(_Tree):
     def __init__(self, path: Path, device: torch.device) -> None:
         from torch._inductor import aoti_load_package
 
-        self._module = aoti_load_package(str(path), run_single_threaded=True, device_index=device.index or -1)
-        arguments, results = self._module.loader.get_call_spec()
-        self._shape(pytree.treespec_loads(arguments), pytree.treespec_loads(results))
+        module = aoti_load_package(str(path), run_single_threaded=True, device_index=device.index or -1)
+        arguments, results = module.loader.get_call_spec()
+        super().__init__(module, pytree.treespec_loads(arguments), pytree.treespec_loads(results))
         # A compiled program may write to any of its inputs.
         self.arguments = [argument._replace(changed=True) for argument in self.arguments]
 

@@ -6,7 +6,7 @@ copied once, to where they will be read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.repo.config.complete import TensorFacts, with_scalars
-from shmserve.workers.backends.base import Context, StackedBackend
+from shmserve.workers.backends.base import Backend, Context, StackedModel
 from shmserve.workers.backends.model_facts import completed, match, none_missing
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.backends.tensorflow.engine import config_pb2, engine_text, tf
@@ -27,7 +27,7 @@ from shmserve.workers.backends.tensorflow.files import (
     listed,
 )
 from shmserve.workers.backends.tensorflow.sessions import NAME, opened
-from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of
+from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -41,12 +41,10 @@ _RUNS = 64
 """Maximum number of prepared combinations of inputs and outputs."""
 
 
-class TensorFlow(StackedBackend):
+class TensorFlow(Backend):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._program: Program | None = None
-        self._session: Any = None
-        self._runs: dict[tuple[tuple[int, ...], tuple[int, ...]], Run] = {}
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
@@ -69,28 +67,48 @@ class TensorFlow(StackedBackend):
         inputs = declared(model_inputs_of(config), program.inputs, program.find_input)
         return with_scalars(config, inputs, declared(model_outputs_of(config), program.outputs, program.find_output))
 
-    def load(self, config: ModelConfig) -> None:
+    def load(self, config: ModelConfig) -> TensorFlowModel:
         program = self._read(config)
-        self._inputs, self._outputs = model_inputs_of(config), model_outputs_of(config)
-        self._match(config.name, program)
-        self._feeds = [port.place for spec in self._inputs if (port := program.find_input(spec.name)) is not None]
-        self._fetches = [port.place for spec in self._outputs if (port := program.find_output(spec.name)) is not None]
-        self._copies = keeps_tensors(program.graph, self._fetches)
-        self._session = opened(self.context, config, program)
+        inputs, outputs = model_inputs_of(config), model_outputs_of(config)
+        _match(config.name, program, inputs, outputs)
+        feeds = [port.place for spec in inputs if (port := program.find_input(spec.name)) is not None]
+        fetches = [port.place for spec in outputs if (port := program.find_output(spec.name)) is not None]
         self._program = None
+        copies = keeps_tensors(program.graph, fetches)
+        return TensorFlowModel(opened(self.context, config, program), outputs, feeds, fetches, copies)
+
+    def _read(self, config: ModelConfig) -> Program:
+        if self._program is None:
+            files = [name for name in _FILES if (self.context.version_folder / name).exists()]
+            path = self.context.model_file(config, (files or _FILES)[0], exists=Path.exists)
+            for library in self.context.operator_libraries(config):
+                _load(config.name, library)
+            self._program = SavedModel(path, Parameters(config)) if path.is_dir() else FrozenGraph(path)
+        return self._program
+
+
+class TensorFlowModel(StackedModel):
+    """`feeds`, `fetches`: the names of the inputs and outputs in the graph. `copies`: whether the graph keeps tensors
+    and must not get the memory of callers."""
+
+    def __init__(
+        self, session: Any, outputs: Sequence[Spec], feeds: list[str], fetches: list[str], copies: bool
+    ) -> None:
+        self._session = session
+        self._outputs = outputs
+        self._feeds = feeds
+        self._fetches = fetches
+        self._copies = copies
+        self._runs: dict[tuple[tuple[int, ...], tuple[int, ...]], Run] = {}
 
     def close(self) -> None:
-        session, self._session = self._session, None
-        self._runs, self._program = {}, None
-        if session is not None:
-            session.close()
-
-    # ------------------------------------------------------------------------------------ batches
+        self._runs.clear()
+        self._session.close()
 
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         arrays: list[Array] = []
         fed: list[int] = []
-        for index in range(len(self._inputs)):
+        for index in range(len(self._feeds)):
             array = inputs.array(index)
             if array is not None:
                 arrays.append(array.copy() if self._copies else array)
@@ -124,33 +142,23 @@ class TensorFlow(StackedBackend):
             run = self._runs[fed, wanted] = self._session._make_callable_from_options(options)
         return run
 
-    # ------------------------------------------------------------------------------------ loading
 
-    def _read(self, config: ModelConfig) -> Program:
-        if self._program is None:
-            files = [name for name in _FILES if (self.context.version_folder / name).exists()]
-            path = self.context.model_file(config, (files or _FILES)[0], exists=Path.exists)
-            for library in self.context.operator_libraries(config):
-                _load(config.name, library)
-            self._program = SavedModel(path, Parameters(config)) if path.is_dir() else FrozenGraph(path)
-        return self._program
-
-    def _match(self, model: str, program: Program) -> None:
-        """Raises unless the tensors of the configuration are those of the model."""
-        inputs = declared(self._inputs, program.inputs, program.find_input)
-        names = {fact.name for fact in inputs if (port := program.find_input(fact.name)) is not None and port.optional}
-        optional = [fact for fact in inputs if fact.name in names]
-        required = [fact for fact in inputs if fact.name not in names]
-        match(model, "input", self._inputs, required, optional=optional, flat=(-1,))
-        for spec in self._inputs:
-            if spec.optional and spec.name not in names:
-                raise InvalidRequest(
-                    f"unable to load model '{model}': input '{spec.name}' is optional, and the graph has no value for "
-                    "it: only a PlaceholderWithDefault can be optional"
-                )
-        match(model, "output", self._outputs, declared(self._outputs, program.outputs, program.find_output))
-        needed = program.needed([spec.name for spec in self._outputs], [spec.name for spec in self._inputs])
-        none_missing(model, self._inputs, [TensorFacts(name, "", ()) for name in needed])
+def _match(model: str, program: Program, sources: Sequence[Spec], targets: Sequence[Spec]) -> None:
+    """Raises unless the tensors of the configuration are those of the model."""
+    inputs = declared(sources, program.inputs, program.find_input)
+    names = {fact.name for fact in inputs if (port := program.find_input(fact.name)) is not None and port.optional}
+    optional = [fact for fact in inputs if fact.name in names]
+    required = [fact for fact in inputs if fact.name not in names]
+    match(model, "input", sources, required, optional=optional, flat=(-1,))
+    for spec in sources:
+        if spec.optional and spec.name not in names:
+            raise InvalidRequest(
+                f"unable to load model '{model}': input '{spec.name}' is optional, and the graph has no value for "
+                "it: only a PlaceholderWithDefault can be optional"
+            )
+    match(model, "output", targets, declared(targets, program.outputs, program.find_output))
+    needed = program.needed([spec.name for spec in targets], [spec.name for spec in sources])
+    none_missing(model, sources, [TensorFacts(name, "", ()) for name in needed])
 
 
 def _load(model: str, library: Path) -> None:

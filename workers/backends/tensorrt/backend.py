@@ -10,6 +10,7 @@ run; then, and if shapes depend on values, batches do not overlap.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
 from shmserve.repo.config.schema import parameter
-from shmserve.workers.backends.base import Context, OverlappingBackend
+from shmserve.workers.backends.base import Backend, Context, OverlappingModel
 from shmserve.workers.backends.cuda_graphs import CudaGraph, CudaGraphs, requested_graphs
 from shmserve.workers.backends.device_pipeline import DeviceBatch, NoComputation, Pipeline, options_of
 from shmserve.workers.backends.model_facts import completed
@@ -39,6 +40,7 @@ from shmserve.workers.gpu.api import tensorrt
 from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
+    from shmserve.gpu.interface import GpuDevice
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.backends.base import Computation
     from shmserve.workers.backends.device_pipeline import DeviceSlot
@@ -51,21 +53,13 @@ STRATEGY = "execution_context_allocation_strategy"
 _STRATEGIES = ("STATIC", "ON_PROFILE_CHANGE")
 
 
-class TensorRT(OverlappingBackend):
-    on_device = True
-
+class TensorRT(Backend):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._cuda = api.open_device()
         self._trt = tensorrt()
         self._logger = logger_of(self._trt, log_message)
         self._engine: LoadedEngine | None = None
-        self._profiles: list[Profile] = []
-        self._graphs: dict[int, CudaGraphs] = {}
-        """By the number of the slot, as a graph always uses the same buffers."""
-        self._allocators: dict[int, Any] = {}
-        self._host: dict[int, HostValues] = {}
-        self._pipeline: Pipeline | None = None
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
@@ -73,22 +67,60 @@ class TensorRT(OverlappingBackend):
         engine = self._open(config)
         return completed(config, engine.inputs, engine.outputs, largest_batch(config, engine))
 
-    def load(self, config: ModelConfig) -> None:
+    def load(self, config: ModelConfig) -> TensorRTModel:
         engine = self._open(config)
-        self._inputs = model_inputs_of(config)
-        self._outputs = model_outputs_of(config)
-        match(config, engine, self._inputs, self._outputs)
+        match(config, engine, model_inputs_of(config), model_outputs_of(config))
         numbers = profiles_of(config, self.context.instance)
         check_profiles(config.name, engine, numbers)
         check_batch(config, engine, numbers)
+        return TensorRTModel(self.context, config, engine, numbers, self._cuda, self._logger)
+
+    def _open(self, config: ModelConfig) -> LoadedEngine:
+        if self._engine is None:
+            self._engine = open_engine(config, self.context, self._trt, self._logger, self._cuda.capability)
+        return self._engine
+
+
+class TensorRTModel(OverlappingModel):
+    """`numbers`: those of the optimization profiles that the instance uses."""
+
+    on_device = True
+
+    def __init__(
+        self,
+        context: Context,
+        config: ModelConfig,
+        engine: LoadedEngine,
+        numbers: Sequence[int],
+        cuda: GpuDevice,
+        logger: Any,
+    ) -> None:
+        self._cuda = cuda
+        self._trt = tensorrt()
+        self._logger = logger
+        self._engine = engine
         self._model = config.name
-        pipeline = self._pipeline = Pipeline(self._cuda, self.context.instance, options_of(config, self.context))
-        strategy = self._strategy(config)
-        self._profiles = [
-            Profile(engine, number, strategy, pipeline.compute, self._inputs, self._outputs) for number in numbers
+        self._inputs = model_inputs_of(config)
+        self._outputs = model_outputs_of(config)
+        self._profiles: list[Profile] = []
+        self._graphs: dict[int, CudaGraphs] = {}
+        """By the number of the slot, as a graph always uses the same buffers."""
+        self._allocators: dict[int, Any] = {}
+        self._host: dict[int, HostValues] = {}
+        self._pipeline = Pipeline(cuda, context.instance, options_of(config, context))
+        try:
+            self._prepare(config, numbers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, config: ModelConfig, numbers: Sequence[int]) -> None:
+        pipeline, strategy = self._pipeline, self._strategy(config)
+        self._profiles += [
+            Profile(self._engine, number, strategy, pipeline.compute, self._inputs, self._outputs) for number in numbers
         ]
         sizes = self._sizes(config)
-        self._bind_allocators(engine)
+        self._bind_allocators()
 
         def prepare(slot: DeviceSlot) -> None:
             slot.allocate(*sizes)
@@ -100,26 +132,15 @@ class TensorRT(OverlappingBackend):
 
     def close(self) -> None:
         """Releases resources in the order of their references. Not needed when the process ends."""
-        pipeline, self._pipeline = self._pipeline, None
-        if pipeline is not None:
-            pipeline.settle()
-        self._profiles = []
+        self._pipeline.settle()
+        self._profiles.clear()
         for allocator in self._allocators.values():
             allocator.close()
         for graphs in self._graphs.values():
             for graph in graphs.take_all():
                 self._cuda.destroy_graph(graph)
-        if pipeline is not None:
-            pipeline.close()
-        self._allocators, self._graphs = {}, {}
-        self._engine = None
-
-    # ------------------------------------------------------------------------------------ at load
-
-    def _open(self, config: ModelConfig) -> LoadedEngine:
-        if self._engine is None:
-            self._engine = open_engine(config, self.context, self._trt, self._logger, self._cuda.capability)
-        return self._engine
+        self._pipeline.close()
+        self._allocators.clear()
 
     def _strategy(self, config: ModelConfig) -> Any:
         name = parameter(config, STRATEGY) or _STRATEGIES[0]
@@ -131,8 +152,7 @@ class TensorRT(OverlappingBackend):
         """Returns the bytes of the inputs and outputs of the largest batch of any profile; 0 for those that have no
         buffer. Makes the memory of those."""
         engine = self._engine
-        assert engine is not None
-        self._host = {
+        self._host |= {
             index: HostValues(spec, tuple(max(dim, 1) for dim in spec.shape))
             for index, spec in enumerate(self._inputs)
             if spec.name in engine.on_host
@@ -158,17 +178,17 @@ class TensorRT(OverlappingBackend):
                 raise Unsupported(
                     f"output '{spec.name}' of model '{config.name}' is a shape tensor, which is not supported"
                 )
-        self._allocators = {index: allocator_of(self._trt, self._cuda) for index in sorted(unknown)}
+        self._allocators |= {index: allocator_of(self._trt, self._cuda) for index in sorted(unknown)}
         return (
             [0 if index in self._host else size for index, size in enumerate(in_bytes)],
             [0 if index in unknown else size for index, size in enumerate(out_bytes)],
         )
 
-    def _bind_allocators(self, engine: LoadedEngine) -> None:
+    def _bind_allocators(self) -> None:
         """Provides memory for outputs of unknown shape, and for those that the configuration leaves out, because the
         engine writes them too."""
         configured = {spec.name: index for index, spec in enumerate(self._outputs)}
-        for number, fact in enumerate(engine.outputs):
+        for number, fact in enumerate(self._engine.outputs):
             index = configured.get(fact.name)
             if index is None:
                 index = -1 - number
@@ -191,17 +211,14 @@ class TensorRT(OverlappingBackend):
 
     def _capture(self, config: ModelConfig, slot: DeviceSlot) -> None:
         """Captures graphs. A run of the same shapes comes first, because the library initialises on first use."""
-        engine, cuda, pipeline = self._engine, self._cuda, self._pipeline
-        assert engine is not None
-        assert pipeline is not None
-        stream = pipeline.compute
+        cuda, stream = self._cuda, self._pipeline.compute
         graphs = self._graphs[slot.number] = CudaGraphs()
         if config.optimization is None or config.optimization.cuda is None or not config.optimization.cuda.graphs:
             return
         if self._allocators or self._host:
             log_message(f"model '{config.name}': no CUDA graphs, as shapes or memory depend on values", "warning")
             return
-        for request in requested_graphs(config, self._inputs, ProfileShapes(engine, self._profiles[0].number)):
+        for request in requested_graphs(config, self._inputs, ProfileShapes(self._engine, self._profiles[0].number)):
             profile = self._choose(request.shapes)
             self._bind(profile, slot, {}, {})
             outputs = tuple(profile.prepare(request.shapes))
@@ -231,11 +248,9 @@ class TensorRT(OverlappingBackend):
             inputs.computing()
             return NoComputation()
         self._choose(shapes)  # raises, with nothing to wait for
-        pipeline = self._pipeline
-        assert pipeline is not None
-        with pipeline.batch() as slot:
-            staged = self._queue(pipeline, slot, inputs, outputs, shapes, wanted)
-            return DeviceBatch(pipeline, slot, outputs, staged, inputs)
+        with self._pipeline.batch() as slot:
+            staged = self._queue(slot, inputs, outputs, shapes, wanted)
+            return DeviceBatch(self._pipeline, slot, outputs, staged, inputs)
 
     def _shapes(self, inputs: GatherGroup) -> tuple[Shape, ...]:
         shapes = []
@@ -255,7 +270,6 @@ class TensorRT(OverlappingBackend):
 
     def _queue(
         self,
-        pipeline: Pipeline,
         slot: DeviceSlot,
         inputs: GatherGroup,
         outputs: Results,
@@ -263,7 +277,7 @@ class TensorRT(OverlappingBackend):
         wanted: list[int],
     ) -> list[tuple[int, Array]]:
         """Queues a batch. Returns the outputs that are copied to staging."""
-        cuda, rows = self._cuda, inputs.rows
+        cuda, pipeline, rows = self._cuda, self._pipeline, inputs.rows
         for index, values in self._host.items():
             value = inputs.array(index)
             if value is None or value.nbytes > values.bytes:

@@ -26,16 +26,18 @@ class VllmEncoder:
 
     def __init__(self, settings: Settings) -> None:
         """Raises what vLLM raises if the model cannot be loaded, and Unsupported if it does not do what is wanted."""
-        scores = settings.pooling == RANK
         self._runtime = Runtime(settings.arguments)
         self.limits = self._runtime.limits
+        self._parameters = PoolingParams(task="embed", use_activation=settings.normalize)
+        self._template = settings.chat_template or None
         try:
-            self._prepare(scores, settings)
+            self._pairs = self._pairs_of(settings.pooling == RANK)
         except BaseException:
             self.close()
             raise
 
-    def _prepare(self, scores: bool, settings: Settings) -> None:
+    def _pairs_of(self, scores: bool) -> Any:
+        """Returns what renders pairs of texts to be scored. Checks that the model can do what is wanted."""
         engine = self._runtime.engine
         tasks = self._runtime.run(engine.get_supported_tasks())
         if _TASKS[scores] not in tasks:
@@ -44,14 +46,12 @@ class VllmEncoder:
                 f"{', '.join(tasks)}, and not {_TASKS[scores]}"
             )
         if not scores:
-            self._parameters = PoolingParams(task="embed", use_activation=settings.normalize)
-            return
+            return None
         labels = engine.model_config.hf_config.num_labels
         if labels != 1:
             raise Unsupported(f"a model that scores pairs has 1 output, and not {labels}")
-        self._template = settings.chat_template or None
         processors = init_pooling_io_processors(tasks, engine.vllm_config, engine.renderer, ChatTemplateConfig())
-        self._pairs = processors["cross-encoder"]
+        return processors["cross-encoder"]
 
     def embedding(self, text: str, limit: int | None = None) -> tuple[Vector, int]:
         options = None if limit is None else {LIMIT.name: limit if limit > 0 else -1}

@@ -198,9 +198,7 @@ def test_inputs_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return from_numpy(array)
 
     monkeypatch.setattr("torch.from_numpy", watched)
-    model = backend(tmp_path, given)
-    with Parts(given) as parts, closing(model):
-        model.load(given)
+    with Parts(given) as parts, closing(backend(tmp_path, given).load(given)) as model:
         tensors = [parts.tensor(name, np.ones(4000, to_numpy(dtype)), [0]) for name, (dtype, _) in dims.items()]
         ((group,), _) = parts.gather.groups([work(1, *tensors, rows=0)])
         results = Results(parts.scatter, group.work_items, group.rows)
@@ -304,8 +302,8 @@ def test_unsupported_models_are_refused(make: Any, kind: type[ServeError], text:
     if make is on_a_gpu and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     given = make(tmp_path)
-    with closing(backend(tmp_path, given)) as model, pytest.raises(kind, match=text):
-        model.load(given)
+    with pytest.raises(kind, match=text):
+        backend(tmp_path, given).load(given)
 
 
 def test_a_torchscript_model_needs_configured_inputs(tmp_path: Path) -> None:

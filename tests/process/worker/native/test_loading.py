@@ -40,7 +40,7 @@ path = Path(sys.argv[1])
 order = Load(1, path.name, 1, f"{path.name}_0_0", str(path), {})
 model = load(order, encode_config(scan_model(path).config), None)
 with patch.object(backend, "FINALIZE_S", 0.1):
-    model.backend.close()
+    model.close()
 """
 
 

@@ -67,7 +67,7 @@ def adder(folder: Path, width: int = 4, low: int = 1, best: int = 4, high: int =
 
 
 class Instance(Memory):
-    """A loaded backend that runs requests as a worker does."""
+    """A loaded model that runs requests as a worker does."""
 
     def __init__(
         self,
@@ -90,19 +90,19 @@ class Instance(Memory):
             self.backend = backend(context)
             try:
                 self.config = self.backend.complete(config)
-                self.backend.load(self.config)
+                self.model = self.backend.load(self.config)
             except BaseException:
                 self.backend.close()
                 raise
         except BaseException:
             super().close()
             raise
-        on_device, stored = self.backend.on_device, self.backend.stored
+        on_device, stored = self.model.on_device, self.model.stored
         gather = Gather("m", inputs_of(self.config), self.mapped, on_device=on_device, stored=stored)
-        scatter = Scatter("m", outputs_of(self.config), self.arenas, self.mapped, strict=self.backend.strict)
+        scatter = Scatter("m", outputs_of(self.config), self.arenas, self.mapped, strict=self.model.strict)
         self.failures: list[BaseException] = []
         self.runner: Any = runner_of(
-            name, str(folder), self.backend, gather, scatter, lambda _, error: self.failures.append(error)
+            name, str(folder), self.model, gather, scatter, lambda _, error: self.failures.append(error)
         )
 
     def work(self, *, shared: bool | None = None, outputs: Any = None, **arrays: Array) -> Work:
@@ -140,6 +140,7 @@ class Instance(Memory):
         return data[0].segment in self.mapped.on_device
 
     def close(self) -> None:
+        self.model.close()
         self.backend.close()
         super().close()
 

@@ -209,11 +209,11 @@ def test_a_context_outlives_the_batches_that_use_it(gpu: Gpu, tmp_path: Path) ->
         batch = instance.runner.begin([instance.work(x=array) for array in rows(1, width=40_000)])
         states = gpu.state.streams.values()
         pending: list[bool] = []
-        for profile in instance.backend._profiles:  # noqa: SLF001 - nobody else has the contexts
+        for profile in instance.model._profiles:  # noqa: SLF001 - nobody else has the contexts
             weakref.finalize(profile.context, lambda: pending.append(any(stream.waiting for stream in states)))
         del profile
         assert any(stream.waiting for stream in states)
-        instance.backend.close()
+        instance.model.close()
         gc.collect()
         assert pending == [False]
         del batch

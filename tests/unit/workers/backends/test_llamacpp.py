@@ -274,16 +274,16 @@ class LoopEngine(InstantEngine):
 
 
 def loaded(kind: type[InstantEngine], slots: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """A backend with this engine, and a function that makes its requests."""
+    """A model with this engine, and a function that makes its requests."""
     pytest.importorskip("xllamacpp")
     from shmserve.workers.backends.llamacpp import backend
 
     monkeypatch.setattr(backend, "Engine", kind)
     (folder / "1").mkdir()
     gguf_models.write(folder / "1" / "model.gguf")
-    made = backend.LlamaCpp(Context("m", 1, "m_0", folder, folder / "1", {}))
-    config = made.complete(parse(f'name: "m" backend: "llamacpp" {parameters(slots=str(slots))}'))
-    made.load(config)
+    loader = backend.LlamaCpp(Context("m", 1, "m_0", folder, folder / "1", {}))
+    config = loader.complete(parse(f'name: "m" backend: "llamacpp" {parameters(slots=str(slots))}'))
+    made = loader.load(config)
     arrays = [np.array([b"a"], object), *[None] * (len(config.input) - 1)]
     return made, lambda number: Request(Work(number, 0, (), None, ""), arrays, Mock())
 

@@ -66,8 +66,7 @@ class Watched:
         patch.setattr(Binding, "run", watched_bound)
         watched_runner = lambda session: SimpleNamespace(run=partial(watched_run, runner_of(session).run))  # noqa: E731
         patch.setattr(backend, "runner_of", watched_runner)
-        self.backend = Onnx(context(folder))
-        self.backend.load(model)
+        self.model = Onnx(context(folder)).load(model)
 
     def run(self, arrays: Sequence[Array], places: Sequence[Handle] = ()) -> tuple[list[Row], list[int]]:
         """The rows of one batch, and the addresses of its inputs."""
@@ -81,7 +80,7 @@ class Watched:
         (group,), failures = self.parts.gather.groups(work_items)
         assert not failures
         results = Results(self.parts.scatter, group.work_items, group.rows)
-        self.backend.execute(group, results)
+        self.model.execute(group, results)
         return results.rows(), addresses
 
     def address(self, tensor: Tensor) -> int:
@@ -108,7 +107,7 @@ def watched(folder: Path, width: int = WIDTH) -> Iterator[Watched]:
     with Parts(model) as parts, pytest.MonkeyPatch.context() as patch:
         engine = Watched(folder, model, parts, patch)
         yield engine
-        engine.backend.close()
+        engine.model.close()
 
 
 def arrays_of(*rows: int) -> list[Array]:
@@ -190,8 +189,7 @@ def test_the_engine_does_not_copy_its_input(tmp_path: Path, count: int) -> None:
     graph = Graph().input("x", "FP32", [-1]).output("y", "FP32", [count])
     graph.weight("at", np.arange(5, 5 + count)).node("Gather", ["x", "at"], ["y"]).save(tmp_path)
     model = config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (count,))})
-    loaded = Onnx(context(tmp_path))
-    loaded.load(model)
+    loaded = Onnx(context(tmp_path)).load(model)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     memory = mmap.mmap(-1, 1 << 40, flags=flags)
     x = np.ndarray((1 << 38,), np.float32, memory)
@@ -379,8 +377,7 @@ def test_options_reach_the_engine(tmp_path: Path, sessions: list[Any]) -> None:
         "session.set_denormal_as_zero": "1",
     }
     model = config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=2, parameters=parameters)
-    loaded = Onnx(context(tmp_path))
-    loaded.load(model)
+    loaded = Onnx(context(tmp_path)).load(model)
     options = sessions[0].get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (2, 3)
     assert options.execution_mode == ort.ExecutionMode.ORT_PARALLEL
@@ -395,10 +392,8 @@ def test_options_reach_the_engine(tmp_path: Path, sessions: list[Any]) -> None:
 def test_a_file_that_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "model.onnx").write_bytes(b"no model")
-    loaded = Onnx(context(tmp_path))
     with pytest.raises(ModelFailed, match="unable to load model 'm': "):
-        loaded.load(config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}))
-    loaded.close()
+        Onnx(context(tmp_path)).load(config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}))
 
 
 def test_a_provider_that_does_not_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,11 +413,9 @@ def test_a_provider_that_does_not_start_is_an_error(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1234")
     model = on_gpu(config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}), 3)
-    loaded = Onnx(context(tmp_path))
     with pytest.raises(Unsupported, match=r"CUDAExecutionProvider did not start\. It needs the libraries of CUDA"):
-        loaded.load(model)
+        Onnx(context(tmp_path)).load(model)
     assert arguments == {"providers": [(CUDA, {"device_id": "0"}), (CPU, {})], "enable_fallback": 0}
-    loaded.close()
 
 
 def test_prepacked_weights_are_mapped(tmp_path: Path, sessions: list[Any]) -> None:
@@ -430,8 +423,9 @@ def test_prepacked_weights_are_mapped(tmp_path: Path, sessions: list[Any]) -> No
     make(tmp_path / "plain" / "model.onnx", 2, external=True)
     prepack(tmp_path / "plain" / "model.onnx", tmp_path / "packed" / "1" / "model.onnx")
     width = {"x": ("FP32", (-1, 1024))}, {"y": ("FP32", (-1, 1024))}
-    loaded = Onnx(Context("m", 1, "m_0_0", tmp_path / "packed", tmp_path / "packed" / "1", {}, 1))
-    loaded.load(config("onnxruntime", *width))
+    loaded = Onnx(Context("m", 1, "m_0_0", tmp_path / "packed", tmp_path / "packed" / "1", {}, 1)).load(
+        config("onnxruntime", *width)
+    )
     x = np.random.default_rng(5).standard_normal((4, 1024)).astype(np.float32)
     (expected,) = engine(tmp_path / "plain" / "model.onnx").run(None, {"x": x})
     (found,) = sessions[0].run(["y"], {"x": x}, None)

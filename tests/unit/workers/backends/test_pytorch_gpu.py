@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from shmserve.protocol.worker_messages import StepOptions, rows_of
 from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from shmserve.workers.backends.device_inputs import DeviceInputs
 from shmserve.workers.batch.specs import inputs_of
 from shmserve.workers.runner import OverlappingRunner, StackedRunner
 from tests.support.cases import cases
@@ -119,13 +118,11 @@ def load(folder: Path, given: ModelConfig) -> Instance:
 
 
 def gpu_backend() -> Any:
-    from shmserve.workers.backends.pytorch.backend import Torch
+    from shmserve.workers.backends.pytorch.backend import Torch, TorchModel
 
     class TorchHere(Torch):
-        def load(self, config: ModelConfig) -> None:
-            super().load(config)
-            self.on_device = True
-            self._set_up(config)
+        def load(self, config: ModelConfig) -> TorchModel:
+            return TorchModel(self.context, config, *self._open(config), on_gpu=True)
 
     return TorchHere
 
@@ -313,20 +310,13 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def torch_pair(settled: list[Any], pair: Pair, tmp_path: Path) -> Pair:
     """The producer (x + 1), followed by PyTorch: y = 3 x, and z, for which the model writes to x."""
-    from shmserve.workers.backends.pytorch.backend import Torch
-
-    class TorchHere(Torch):
-        def load(self, config: ModelConfig) -> None:
-            super().load(config)
-            self.on_device, self._near = True, DeviceInputs()
-
     (tmp_path / "torch").mkdir()
     torch_forward(tmp_path / "torch", "x", "y = 3 * x", "x.add_(1)", "return y, x")
     row = ("FP32", (WIDTH,))
     outputs = {"y__0": row, "z__1": row}
-    threads = {"INTRA_OP_THREAD_COUNT": "1"}
-    consumer = config("pytorch", {"x": row}, outputs, max_batch=8, parameters=threads)
-    pair.replace_consumer(TorchHere, tmp_path / "torch", consumer)
+    parameters = {"INTRA_OP_THREAD_COUNT": "1", "ENABLE_CACHE_CLEANING": "true"}  # so that batches are not queued
+    consumer = config("pytorch", {"x": row}, outputs, max_batch=8, parameters=parameters)
+    pair.replace_consumer(gpu_backend(), tmp_path / "torch", consumer)
     return pair
 
 

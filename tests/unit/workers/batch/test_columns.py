@@ -20,21 +20,20 @@ from shmserve.protocol.work_items import WorkColumns
 from shmserve.protocol.worker_messages import Done, Work, WorkerReport, rows_of
 from shmserve.repo.config.schema import BatchOutput, ModelConfig, ModelTensorReshape
 from shmserve.shm.strings import encode_bytes
-from shmserve.workers.backends.base import StackedBackend
+from shmserve.workers.backends.base import StackedModel
 from shmserve.workers.batch.gather import GatherGroup
 from shmserve.workers.batch.results import InlineColumn, Results
 from shmserve.workers.batch.specs import outputs_of
-from tests.support.workers.batch_parts import CONTEXT, Array, Parts
+from tests.support.workers.batch_parts import Array, Parts
 from tests.support.workers.worker_harness import config
 
 Function = Callable[[list[Array | None]], Sequence[Array | None]]
 
 
-class Applied(StackedBackend):
+class Applied(StackedModel):
     """Outputs are a function of the inputs. `placed`: written to the memory that the runner provides."""
 
     def __init__(self, function: Function, placed: bool, config: ModelConfig) -> None:
-        super().__init__(CONTEXT)
         self.function = function
         self.count = len(config.input)
         self.placed = placed

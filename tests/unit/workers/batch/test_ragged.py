@@ -16,11 +16,11 @@ from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import INLINE_BYTES, Tensor, Wanted
 from shmserve.protocol.worker_messages import Work
 from shmserve.repo.config.schema import BatchInput, BatchOutput, ModelConfig
-from shmserve.workers.backends.base import StackedBackend
+from shmserve.workers.backends.base import StackedModel
 from shmserve.workers.batch.gather import GatherGroup
 from shmserve.workers.batch.results import Results
 from shmserve.workers.hidden_tensors import hidden_tensors_of
-from tests.support.workers.batch_parts import CONTEXT, Array, Parts
+from tests.support.workers.batch_parts import Array, Parts
 from tests.support.workers.worker_harness import assert_failed, config
 
 KINDS = (
@@ -47,11 +47,10 @@ def ragged(dtype: str = "TYPE_INT32") -> ModelConfig:
     )
 
 
-class Doubling(StackedBackend):
+class Doubling(StackedModel):
     """y = 2 x, z = plain. `lost`: the number of elements of y that are missing."""
 
     def __init__(self, placed: bool, lost: int = 0) -> None:
-        super().__init__(CONTEXT)
         self.placed = placed
         self.lost = lost
         self.batches: list[list[Array]] = []
@@ -71,7 +70,7 @@ class Doubling(StackedBackend):
         outputs.put(1, plain)
 
 
-def run(parts: Parts, backend: StackedBackend, work_items: Sequence[Work]) -> list[Any]:
+def run(parts: Parts, backend: StackedModel, work_items: Sequence[Work]) -> list[Any]:
     rows, _, _ = parts.runner(backend).run(work_items)
     return rows
 
@@ -145,7 +144,7 @@ def test_a_ragged_input_may_be_left_out() -> None:
     plain_config = ragged()
     optional = replace(plain_config.input[0], optional=True)
 
-    class Recording(StackedBackend):
+    class Recording(StackedModel):
         seen: list[Any] = []
 
         def execute(self, inputs: GatherGroup, outputs: Results) -> None:
@@ -157,7 +156,7 @@ def test_a_ragged_input_may_be_left_out() -> None:
             assert plain is not None
             outputs.put(1, plain)
 
-    backend = Recording(CONTEXT)
+    backend = Recording()
     with Parts(replace(plain_config, input=(optional, plain_config.input[1]))) as parts:
         x = parts.tensor("x", np.ones((1, 1, 3), np.float32))
         plain = Tensor("plain", "INT16", (1, 2), bytes(4))
@@ -182,7 +181,7 @@ def test_requests_without_inline_get_all_outputs_in_shared_memory(
     """`inline` None: every other request."""
     x_only = {"x": ("FP32", (-1,))}
 
-    class Same(StackedBackend):
+    class Same(StackedModel):
         def execute(self, inputs: GatherGroup, outputs: Results) -> None:
             x = inputs.array(0)
             assert x is not None
@@ -198,7 +197,7 @@ def test_requests_without_inline_get_all_outputs_in_shared_memory(
             xs.append(x)
             wanted = number % 2 == 0 if inline is None else inline
             work_items.append(Work(number, rows, (parts.tensor("x", x, [0]),), None, "internal", inline=wanted))
-        found = run(parts, Same(CONTEXT), work_items)
+        found = run(parts, Same(), work_items)
         for row, work, x in zip(found, work_items, xs, strict=True):
             assert isinstance(row.outputs[0].data, bytes) == (work.inline and x.nbytes <= INLINE_BYTES)
             assert (read(parts, row.outputs[0]) == x).all()

@@ -25,7 +25,7 @@ from shmserve.repo.config.schema import (
     ModelSequenceBatchingInitialState,
     ModelSequenceBatchingState,
 )
-from shmserve.workers.backends.base import Backend, SeparateBackend, StackedBackend
+from shmserve.workers.backends.base import BackendModel, SeparateModel, StackedModel
 from shmserve.workers.batch import sequence_inputs
 from shmserve.workers.batch.gather import GatherGroup
 from shmserve.workers.batch.results import Results
@@ -33,7 +33,7 @@ from shmserve.workers.hidden_tensors import hidden_tensors_of
 from shmserve.workers.model_calls.answer import Request, Response
 from shmserve.workers.runner import Runner
 from tests.support.cases import cases
-from tests.support.workers.batch_parts import CONTEXT, Array, Parts
+from tests.support.workers.batch_parts import Array, Parts
 from tests.support.workers.sequence_parts import control
 from tests.support.workers.sequence_parts import step as step_of
 from tests.support.workers.worker_harness import assert_failed, work
@@ -65,11 +65,10 @@ def config_of(
     )
 
 
-class Stacked(StackedBackend):
+class Stacked(StackedModel):
     """y = x + the first number of its state; the state grows by (sum of x, 1). Records its inputs."""
 
     def __init__(self) -> None:
-        super().__init__(CONTEXT)
         self.seen: list[list[Array]] = []
         self.target: Array | None = None
 
@@ -95,7 +94,7 @@ class Stacked(StackedBackend):
 
 
 @contextmanager
-def runner_for(config: ModelConfig, backend: Backend, folder: Path = Path()) -> Iterator[Runner[Any]]:
+def runner_for(config: ModelConfig, backend: BackendModel, folder: Path = Path()) -> Iterator[Runner[Any]]:
     with Parts(config, text=backend.text) as parts:
         yield parts.runner(backend, folder)
         assert parts.arenas.used == 0
@@ -300,11 +299,10 @@ def test_wrong_initial_states_are_refused(change: dict[str, Any], text: str, tmp
         hidden_tensors_of(config, tmp_path, Stacked())
 
 
-class Growing(StackedBackend):
+class Growing(StackedModel):
     """Each state has the inputs so far, as strings, one more with each step."""
 
     def __init__(self) -> None:
-        super().__init__(CONTEXT)
         self.sizes: list[tuple[int, ...]] = []
 
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
@@ -330,11 +328,10 @@ def test_sequences_with_states_of_different_shapes_run_apart() -> None:
     assert backend.sizes == [(1, 1), (1, 2), (2, 1), (1, 3), (2, 2)]
 
 
-class Separate(SeparateBackend):
+class Separate(SeparateModel):
     """The same model; an input of 99 runs again until it has run three times."""
 
     def __init__(self) -> None:
-        super().__init__(CONTEXT)
         self.seen: list[list[Any]] = []
 
     def execute(self, requests: list[Request]) -> list[Response | None]:

@@ -99,7 +99,7 @@ def test_an_instance_has_the_limit_of_its_gpu(tmp_path: Path, given: str, expect
         order = Load(7, "m", 1, instance, str(tmp_path), {GPU_SETTING: given})
         loaded = load(order, msgspec.json.encode(model), memory.outbox)
         found.append(loaded.arenas.near_limit)
-        loaded.backend.close()
+        loaded.close()
         loaded.arenas.close()
         memory.close()
     assert found == expected

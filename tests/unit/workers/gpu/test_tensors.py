@@ -19,7 +19,7 @@ from shmserve.shm.mapped import Mapped, OnDevice
 from shmserve.workers.backends.device_inputs import DeviceInputs
 from shmserve.workers.backends.identity import Identity
 from shmserve.workers.backends.onnx import run
-from shmserve.workers.backends.onnx.backend import Onnx
+from shmserve.workers.backends.onnx.backend import Onnx, OnnxModel, device_inputs
 from shmserve.workers.backends.python.backend import Python
 from shmserve.workers.gpu.shared import memory_of
 from tests.support.workers.gpu.device_pair import (
@@ -116,11 +116,11 @@ def test_a_backend_that_cannot_read_the_gpu_gets_a_copy(pair: Pair, tmp_path: Pa
 class OnnxHere(Onnx):
     """ONNX Runtime computes on the host, whose memory serves as device memory of the fake."""
 
-    def load(self, config: ModelConfig) -> None:
-        super().load(config)
-        self.on_device = True
-        self.use(DeviceInputs())
+    def load(self, config: ModelConfig) -> OnnxModel:
+        return OnnxModelHere(config, self._open(config), DeviceInputs())
 
+
+class OnnxModelHere(OnnxModel):
     def use(self, near: DeviceInputs) -> None:
         self._near = near
 
@@ -163,7 +163,7 @@ def test_onnx_runtime_gets_large_inputs_on_the_gpu(onnx_pair: Pair, shares: tupl
     """They are copied directly from callers' memory, which is pinned, as is that of outputs."""
     pair, given = onnx_pair, arrays(*shares)
     consumer, registered = pair.consumer, pair.runtime.state.registered
-    consumer.backend.use(DeviceInputs(memory_of(consumer.mapped).cuda))
+    consumer.model.use(DeviceInputs(memory_of(consumer.mapped).cuda))
     pinned: set[int] = set()
     for _ in range(2):
         pair.copies()
@@ -184,10 +184,9 @@ def test_onnx_runtime_runs_on_a_gpu_that_cupy_cannot_use(
     def refuse() -> None:
         raise Unavailable("no GPU can be used here: the driver is too old")
 
-    backend = onnx_pair.consumer.backend
     monkeypatch.setattr("shmserve.workers.gpu.api.open_device", refuse)
-    monkeypatch.setattr(backend, "_plan", SimpleNamespace(device=0))
-    backend._device_inputs("m").close()  # noqa: SLF001 - load() would need a session on a GPU
+    plan: Any = SimpleNamespace(device=0)
+    device_inputs(onnx_pair.consumer.backend.context, "m", plan).close()
     assert "ONNX Runtime copies the tensors to the GPU: no GPU can be used here" in capfd.readouterr().err
 
 
@@ -212,7 +211,7 @@ def test_inputs_are_released_after_their_copies(onnx_pair: Pair, second: str, mo
     pair, consumer = onnx_pair, onnx_pair.consumer
     device: Any = memory_of(consumer.mapped).cuda
     near = DeviceInputs(device)
-    consumer.backend.use(near)
+    consumer.model.use(near)
     locate = near.locate
 
     def then_fail(group: Any, index: int, spec: Any) -> Any:
