@@ -12,6 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.errors import ModelFailed
@@ -229,26 +230,36 @@ class Choice:
         return len(self.texts[-1])
 
 
+class ResponseOptions(Struct, frozen=True):
+    """What all formats of choices need to know of a response."""
+
+    id: str
+    model: str
+    created: int = 0
+    top: int | None = None
+    """Number of alternatives to each token that were requested. None: no log probabilities."""
+    shows_usage: bool = True
+    """Whether a stream ends with the number of tokens."""
+    continuous: bool = False
+    """Whether each chunk has the number of tokens so far."""
+
+
 class ChoicesFormat(ABC):
-    """A StreamFormat for choices. `top`: number of alternatives to each token that were requested; None: no log
-    probabilities."""
+    """A StreamFormat for choices."""
 
     object = chunk_object = ""
     kind = JSON
     shows_stop = True
 
-    def __init__(
-        self, response_id: str, created: int, model: str, top: int | None, shows_usage: bool, continuous: bool = False
-    ) -> None:
-        """`continuous`: each chunk has the number of tokens so far."""
-        self.id = response_id
-        self.top = top
-        self.shows_usage = shows_usage
-        self._common = {"id": response_id, "created": created, "model": model}
-        common = _encode({"id": response_id, "object": self.chunk_object, "created": created, "model": model})
+    def __init__(self, options: ResponseOptions) -> None:
+        self.id = options.id
+        self.top = options.top
+        self.shows_usage = options.shows_usage
+        self._common = {"id": options.id, "created": options.created, "model": options.model}
+        common = _encode({"id": options.id, "object": self.chunk_object} | self._common)
         self._start = b"data: " + common[:-1] + b',"choices":['
-        self._continuous = continuous
-        self._end = b'],"usage":null}\n\n' if shows_usage else b"]}\n\n"
+        self._continuous = options.continuous
+        self._end = b'],"usage":null}\n\n' if options.shows_usage else b"]}\n\n"
 
     def add(self, choice: Choice, delta: Delta) -> int:
         size = choice.add_text(delta.text)
@@ -342,17 +353,8 @@ class CompletionFormat(ChoicesFormat):
 
     object = chunk_object = "text_completion"
 
-    def __init__(
-        self,
-        response_id: str,
-        created: int,
-        model: str,
-        top: int | None,
-        shows_usage: bool,
-        continuous: bool = False,
-        empty: bool = False,
-    ) -> None:
-        super().__init__(response_id, created, model, top, shows_usage, continuous)
+    def __init__(self, options: ResponseOptions, empty: bool = False) -> None:
+        super().__init__(options)
         self._empty = empty
 
     def add(self, choice: Choice, delta: Delta) -> int:
@@ -417,19 +419,9 @@ class CompletionFormat(ChoicesFormat):
 class ChatFormat(ChoicesFormat):
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        response_id: str,
-        created: int,
-        model: str,
-        top: int | None,
-        shows_usage: bool,
-        continuous: bool = False,
-        reading: Reading = PLAIN,
-        of_functions: bool = False,
-    ) -> None:
+    def __init__(self, options: ResponseOptions, reading: Reading = PLAIN, of_functions: bool = False) -> None:
         """`of_functions`: the request has functions instead of tools, so that the message has one call."""
-        super().__init__(response_id, created, model, top, shows_usage, continuous)
+        super().__init__(options)
         self._reading = reading
         self._of_functions = of_functions
 

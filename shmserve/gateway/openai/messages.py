@@ -15,7 +15,7 @@ from shmserve.gateway.kserve.generate import named_event
 from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import ChatRequest
 from shmserve.gateway.openai.errors import BadParameter, anthropic_body
-from shmserve.gateway.openai.formats import ChatFormat, Choice
+from shmserve.gateway.openai.formats import ChatFormat, Choice, ResponseOptions
 from shmserve.gateway.openai.reading import Reading
 from shmserve.gateway.openai.texts import Delta, Usage
 
@@ -184,7 +184,7 @@ class MessagesFormat(ChatFormat):
     """A message, or the events of its stream. It has one choice."""
 
     def __init__(self, response_id: str, model: str, shows_thinking: bool, reading: Reading) -> None:
-        super().__init__(response_id, 0, model, None, True, reading=reading)
+        super().__init__(ResponseOptions(response_id, model), reading)
         self._document = {"id": response_id, "type": "message", "role": "assistant", "model": model}
         self._shows_thinking = shows_thinking
         self._blocks = 0

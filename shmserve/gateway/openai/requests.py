@@ -25,7 +25,7 @@ from shmserve.gateway.openai import bodies, images, inputs, messages, models, re
 from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling, TextsRequest
 from shmserve.gateway.openai.embeddings import Embeddings
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, Echo
+from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, Echo, ResponseOptions
 from shmserve.gateway.openai.generation import Generation, ResponseFormat, StreamFormat
 from shmserve.gateway.openai.inputs import SamplingInputs
 from shmserve.gateway.openai.messages import MessagesFormat
@@ -201,14 +201,7 @@ class OpenAiRequests:
                 "n", f"{len(prompts)} prompts with {request.n} choices each; the limit is {bodies.CHOICES} choices"
             )
         response_id = f"cmpl-{_PROCESS}{next(self._ids):08x}"
-        response = CompletionFormat(
-            response_id,
-            int(time.time()),
-            request.model,
-            request.logprobs,
-            *_shows_usage(request),
-            request.max_tokens == 0,
-        )
+        response = CompletionFormat(_options(request, response_id, request.logprobs), request.max_tokens == 0)
         before = [Echo(text) if request.echo else None for text in prompts.texts] or [None] * len(prompts)
         self._generate(
             exchange, model, request, prompts.tensors(), prompts.bytes, before, response, request.logprobs, response_id
@@ -273,9 +266,7 @@ class OpenAiRequests:
 
     def _chat_format(self, request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
         top = (request.top_logprobs or 0) if request.logprobs else None
-        now = int(time.time())
-        of_functions = request.functions is not None
-        return ChatFormat(f"chatcmpl-{number}", now, request.model, top, *_shows_usage(request), reading, of_functions)
+        return ChatFormat(_options(request, f"chatcmpl-{number}", top), reading, request.functions is not None)
 
     def _messages_format(self, shows_thinking: bool, request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
         return MessagesFormat(f"msg_{number}", request.model, shows_thinking, reading)
@@ -419,11 +410,11 @@ def _hold(exchange: Exchange, requests: int, size: int, echoed: int) -> None:
         ) from None
 
 
-def _shows_usage(request: Sampling) -> tuple[bool, bool]:
-    """Whether a stream ends with the number of tokens, and whether each of its chunks has them."""
+def _options(request: CompletionRequest | ChatRequest, response_id: str, top: int | None) -> ResponseOptions:
     options = request.stream_options
-    shown = options is not None and bool(options.include_usage)
-    return shown, shown and options is not None and bool(options.continuous_usage_stats)
+    shows_usage = options is not None and bool(options.include_usage)
+    continuous = shows_usage and options is not None and bool(options.continuous_usage_stats)
+    return ResponseOptions(response_id, request.model, int(time.time()), top, shows_usage, continuous)
 
 
 def _listed(answer: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from shmserve.gateway.kserve.generate import named_event
 from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import ChatRequest
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.formats import ChatFormat, Choice
+from shmserve.gateway.openai.formats import ChatFormat, Choice, ResponseOptions
 from shmserve.gateway.openai.reading import Reading
 from shmserve.gateway.openai.texts import Delta, Usage
 
@@ -239,7 +239,7 @@ class ResponsesFormat(ChatFormat):
     """A response, or the events of its stream. It has one choice."""
 
     def __init__(self, response_id: str, created: int, request: ResponsesRequest, reading: Reading) -> None:
-        super().__init__(response_id, created, request.model, None, True, reading=reading)
+        super().__init__(ResponseOptions(response_id, request.model, created), reading)
         self._number = 0
         self._items: list[dict[str, Any]] = []
         """The items that have begun."""

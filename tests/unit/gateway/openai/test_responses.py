@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest, ModelFailed, Unavailable
@@ -26,6 +27,7 @@ from shmserve.gateway.openai.formats import (
     Choice,
     CompletionFormat,
     Echo,
+    ResponseOptions,
     ToolCalls,
     chat_logprobs,
     completion_logprobs,
@@ -38,6 +40,8 @@ from shmserve.protocol.messages import Part, Tensor
 from tests.support.cases import cases
 from tests.support.gateway.openai_caller import OpenAiCaller
 from tests.support.hypothesis_profiles import examples
+
+OPTIONS = ResponseOptions("id", "m", 5, shows_usage=False)
 
 
 def strings(*values: bytes) -> bytes:
@@ -192,7 +196,7 @@ TEXTS = st.text(max_size=6)
 def test_the_chunks_add_up_to_the_whole_response(
     kind: type[ChatFormat | CompletionFormat], texts: list[str], model: str, shows_usage: bool
 ) -> None:
-    found = kind("id", 5, model, None, shows_usage)
+    found = kind(replace(OPTIONS, model=model, shows_usage=shows_usage))
     streamed, whole, data = Choice(), Choice(), b""
     deltas = [*[Delta(text) for text in texts[:-1]], Delta(texts[-1], "length")]
     for delta in deltas:
@@ -215,7 +219,7 @@ def test_the_chunks_add_up_to_the_whole_response(
 
 
 def test_text_beside_tool_calls() -> None:
-    found, choice = ChatFormat("id", 5, "m", None, False), Choice()
+    found, choice = ChatFormat(OPTIONS), Choice()
     chunks = documents(found.chunk(0, choice, Delta("a", "stop", tool_calls=[{"id": "1", "function": {"name": "f"}}])))
     (last,) = chunks[-1]["choices"]
     assert (last["delta"]["content"], last["finish_reason"]) == ("a", "tool_calls")
@@ -227,7 +231,7 @@ def test_text_beside_tool_calls() -> None:
 @pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
 def test_log_probabilities_of_a_whole_response(kind: type[ChatFormat | CompletionFormat]) -> None:
     """They are encoded as they arrive. The result equals that of all tokens at once."""
-    found, choice = kind("id", 5, "m", 1, False), Choice()
+    found, choice = kind(replace(OPTIONS, top=1)), Choice()
     entries = [{"5": {"logprob": -1.0 - index, "decoded_token": word}} for index, word in enumerate(("a", "bc", "d"))]
     for some in (entries[:2], entries[2:]):
         assert found.add(choice, Delta("x", logprobs=some)) > 0
@@ -238,7 +242,7 @@ def test_log_probabilities_of_a_whole_response(kind: type[ChatFormat | Completio
 
 
 def test_log_probabilities_of_a_prompt_and_its_text() -> None:
-    found, choice = CompletionFormat("id", 5, "m", 2, False), Choice(Echo("Why so?"))
+    found, choice = CompletionFormat(replace(OPTIONS, top=2)), Choice(Echo("Why so?"))
     likely = {"8": {"logprob": -1.0, "rank": 1, "decoded_token": "?"}}
     prompt = [None, {"7": {"logprob": -2.0, "rank": 2, "decoded_token": " so"}, **likely}, likely]
     text = [{"5": {"logprob": -3.0, "rank": 1, "decoded_token": "Yes"}}]
@@ -256,7 +260,7 @@ def test_log_probabilities_of_a_prompt_and_its_text() -> None:
 
 
 def test_choices_share_the_json_of_their_prompt() -> None:
-    found, echo = CompletionFormat("id", 5, "m", None, False), Echo("é" * 1000)
+    found, echo = CompletionFormat(OPTIONS), Echo("é" * 1000)
     parts = found.whole([Choice(echo) for _ in range(100)], Usage())
     assert sum(part is echo.json for part in parts) == 100
     assert {choice["text"] for choice in json.loads(b"".join(parts))["choices"]} == {"é" * 1000}
@@ -264,7 +268,7 @@ def test_choices_share_the_json_of_their_prompt() -> None:
 
 @pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
 def test_chunks_have_the_tokens_so_far(kind: type[ChatFormat | CompletionFormat]) -> None:
-    found, choice = kind("id", 5, "m", None, True, True), Choice()
+    found, choice = kind(replace(OPTIONS, shows_usage=True, continuous=True)), Choice()
     data = found.chunk(0, choice, Delta("a"))
     choice.usage = Usage(5, 2, cached=4)
     data += found.chunk(0, choice, Delta("b", "stop", stop="c"))
@@ -275,14 +279,14 @@ def test_chunks_have_the_tokens_so_far(kind: type[ChatFormat | CompletionFormat]
 
 
 def test_unknown_usage_is_omitted() -> None:
-    found = ChatFormat("id", 5, "m", None, True)
+    found = ChatFormat(replace(OPTIONS, shows_usage=True))
     assert "usage" not in json.loads(b"".join(found.whole([Choice()], Usage(1, None))))
     assert documents(found.end([Choice()], Usage()).removesuffix(DONE))[0]["usage"] is None
 
 
 def generation(client: OpenAiCaller, prompts: int, as_events: bool = True, echoes: Sequence[Echo | None] = ()) -> None:
     connection: Any = client
-    response = CompletionFormat("id", 5, "m", None, False)
+    response = CompletionFormat(OPTIONS)
     made = Generation(connection, connection, "m", response, response if as_events else None)
     made.begin(iter([RequestPlan((), 0, RequestOptions())] * prompts), list(echoes) or [None] * prompts, 1)
 
