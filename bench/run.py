@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -50,10 +51,9 @@ def take(names: list[str], setting: Setting) -> list[table.Row]:
         except Exception as error:
             traceback.print_exc()
             result = [table.failed_row(name, error)]
-        rows += result
         noise = others.cores()
-        for row in result:
-            row.others = noise
+        result = [replace(row, others=noise) for row in result]
+        rows += result
         print(f" {perf_counter() - started:.0f} s, others used {noise:.2f} cores meanwhile", file=sys.stderr)
         print(table.plain(result), file=sys.stderr, flush=True)
     return rows

@@ -13,7 +13,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -140,7 +140,7 @@ class EndpointMeasures:
         except Exception as error:
             traceback.print_exc()
             row = table.failed_row(text, error)
-        row.others = others.cores()
+        row = replace(row, others=others.cores())
         print("  ".join(cell for cell in table.cells(row) if cell), file=sys.stderr, flush=True)
         return row
 

@@ -15,6 +15,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -99,8 +100,7 @@ def take(name: str, setting: GpuSetting, remaining_s: float) -> list[table.Row]:
         traceback.print_exc()
         rows = [table.failed_row(name, error)]
     noise = others.cores()
-    for row in rows:
-        row.others = noise
+    rows = [replace(row, others=noise) for row in rows]
     print(f"{name}: {perf_counter() - began:.0f} s\n{table.plain(rows)}", flush=True)
     return rows
 

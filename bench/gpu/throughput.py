@@ -20,8 +20,6 @@ FLIGHTS = (1, 4, 16, 64)
 BATCHES = (1, 4, 8, 16, 32, 64)
 LARGEST = 64
 TENSORS = ["INPUT__0", "OUTPUT__0"]
-
-
 GRAPHS = "optimization { cuda { graphs: true } }"
 KINDS = {"batched": "dynamic batching", "alone": "no batching", "graphs": "CUDA graphs"}
 """Model -> what it shows."""
@@ -70,16 +68,17 @@ def resnet(setting: GpuSetting) -> list[Row]:
         in_turn(1, parties)  # engines optimise a program during its first runs
         results = {name: median(values) for name, values in in_turn(setting.rounds, parties).items()}
     batches = ", ".join(f"{batch}: {rate:,.0f}/s" for batch, rate in rates.items())
-    rows = []
+    rows: list[Row] = []
     for name, rate in results.items():
         model, _, number = name.partition(" ")
         if model == "bare":
             continue
         title = f"ResNet-50 size, {number} in flight, {KINDS[model]}"
         beside = f"{rate:,.0f}/s, {shown[name]}; bare {results['bare']:,.0f}/s at batch {best}, {shown['bare']}"
+        if not rows:
+            beside += f"; bare by batch {batches}"
         goal = 0.97 if name == f"batched {max(FLIGHTS)}" else None
         rows.append(Row(title, rate / results["bare"], "of bare", at_least=goal, beside=beside))
-    rows[0].beside += f"; bare by batch {batches}"
     return rows
 
 

@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("numpy", "onnxruntime", "pyzmq", "msgspec", "uvloop")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Row:
     """One line of the table. `bound` is the limit for `value`, if there is one."""
 
