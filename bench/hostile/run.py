@@ -26,7 +26,8 @@ MIB = 1 << 20
 @dataclass
 class Hostile:
     sent: int = 0
-    right: int = 0
+    answered: int = 0
+    """Correct answers to the honest client during the attack."""
     harm: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
@@ -37,7 +38,7 @@ class Hostile:
 
     def text(self) -> str:
         counts = ", ".join(f"{key} {count:,}" for key, count in self.counts.most_common())
-        words = f"{self.sent:,} hostile packets ({counts}); honest client right {self.right:,} times"
+        words = f"{self.sent:,} hostile packets ({counts}); the honest client got {self.answered:,} correct answers"
         return "; ".join([words, *self.examples[:5]])
 
 
@@ -99,7 +100,7 @@ def compare(server: BenchServer, before: BrokerSnapshot, seconds: float = SETTLE
 def run_hostile(repository: Path, count: int, seconds: float) -> Hostile:
     write_repository(repository)
     result = Hostile()
-    # otherwise the client would soon be disconnected permanently
+    # Otherwise the client would soon be disconnected permanently.
     with serving(repository, "--limit", "client_errors=0") as server:
         broker = server.broker_pid()
         paths = {"lane": server.runtime_dir / "lane.sock", "zmq": server.runtime_dir / "broker.sock"}
@@ -127,7 +128,7 @@ def run_hostile(repository: Path, count: int, seconds: float) -> Hostile:
             result.add_harm(f"{link}: an error text reveals too much: {text}")
     for text in worse:
         result.add_harm(text)
-    result.right = beside["right"]
+    result.answered = beside["right"]
     wrong = beside["wrong"] + after["wrong"]
     if wrong:
         result.add_harm(f"honest client: {(beside['examples'] + after['examples'])[0]}", wrong)
