@@ -91,7 +91,7 @@ class Repositories:
         return self._files.source(folder) if self._files is not None else None
 
     def unread_files(self) -> list[str]:
-        """Why single files cannot be read of which no model is known."""
+        """The reasons why single files without a known model cannot be read."""
         return self._files.unread() if self._files is not None else []
 
     # ------------------------------------------------------------------------------------ names
