@@ -84,7 +84,8 @@ def pins_read_only(runtime: Any, device: int) -> bool:
 
 
 def capability_of(runtime: Any, device: int) -> str:
-    """CuPy does not export the numbers of these attributes, which differ between CUDA and HIP."""
+    """The compute capability, such as 9.0."""
+    # CuPy does not export the numbers of these attributes, which differ between CUDA and HIP.
     properties = runtime.getDeviceProperties(device)
     return f"{properties['major']}.{properties['minor']}"
 

@@ -32,7 +32,7 @@ class ForcedCalls(Struct, frozen=True):
 
 
 def forced_calls(tools: Any, tool_choice: Any, parallel: bool | None) -> ForcedCalls | None:
-    """None: the model decides whether it calls a tool. Raises InvalidRequest."""
+    """Returns what the text must contain; None if the model decides whether it calls a tool. Raises InvalidRequest."""
     functions = _functions(tools)
     if tool_choice is None or tool_choice in ("none", "auto"):
         return None
@@ -63,20 +63,20 @@ def _named(tool_choice: Any) -> str:
 
 def _functions(tools: Any) -> dict[str, dict[str, Any]]:
     """Name -> the schema of its arguments."""
-    found: dict[str, dict[str, Any]] = {}
+    schemas: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(tools or ()):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or not name:
             raise InvalidRequest(f"'tools[{number}]' is not a function with a name")
-        if name in found:
+        if name in schemas:
             raise InvalidRequest(f"'tools' has the function '{name[:64]}' twice")
         assert isinstance(function, dict)
         parameters = function.get(ARGUMENTS)
         if parameters is not None and not isinstance(parameters, dict):
             raise InvalidRequest(f"'tools[{number}].function.parameters' is not an object")
-        found[name] = parameters or _NOTHING
-    return found
+        schemas[name] = parameters or _NOTHING
+    return schemas
 
 
 def _several(functions: dict[str, dict[str, Any]], several: bool) -> ForcedCalls:
@@ -123,7 +123,7 @@ class CallReader:
         self._call: list[str] = []
         """The current call, with `null` for its arguments."""
         self._arguments: list[str] = []
-        """What has not been returned of its arguments."""
+        """The part of its arguments that was not returned yet."""
         self._index = 0
         self._begun = False
         """The first piece of the current call has been returned."""

@@ -14,7 +14,7 @@ from shmserve.shm.counters import COUNTER, GAUGE, HISTOGRAM, Subject, observe, s
 from shmserve.workers.backends.python import pb_requests
 from shmserve.workers.backends.python.pb_tensor import TritonModelException
 
-_OURS = ("nv_", "shmserve_", "process_")
+_RESERVED = ("nv_", "shmserve_", "process_")
 """Prefixes of metric names that are reserved for the server."""
 _KINDS = (COUNTER, GAUGE, HISTOGRAM)
 _lock = threading.Lock()
@@ -99,8 +99,9 @@ class MetricFamily:
     COUNTER, GAUGE, HISTOGRAM = range(3)
 
     def __init__(self, name: str, description: str, kind: int) -> None:
-        if name.startswith(_OURS):
-            raise TritonModelException(f"metric family '{name}': names that begin with {_OURS} are the server's")
+        if name.startswith(_RESERVED):
+            prefixes = ", ".join(_RESERVED)
+            raise TritonModelException(f"metric family '{name}': names that begin with {prefixes} are the server's")
         if kind not in range(len(_KINDS)):
             raise TritonModelException(f"metric family '{name}' has the unknown kind {kind}")
         _checked(Subject(name, "", _KINDS[kind]))

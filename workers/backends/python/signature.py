@@ -117,7 +117,7 @@ class _Reader:
         return fields
 
     def _record(self, parameters: dict[str, RecordField]) -> tuple[tuple[str, Any] | None, dict[str, RecordField]]:
-        """The only parameter, with its class, and the fields of the class; None, and the parameters, if they are the
+        """The only parameter with its class, and the fields of the class; or None and the parameters, if these are the
         inputs."""
         if len(parameters) == 1:
             ((name, parameter),) = parameters.items()
@@ -151,7 +151,7 @@ class _Reader:
         return "", [self._result(OUTPUT, hint)]
 
     def _fields(self, hint: Any) -> dict[str, RecordField]:
-        """Empty: the hint is no class with fields."""
+        """The fields of a class; empty if the hint is not a class with fields."""
         try:
             fields = fields_of(hint)
         except Exception as error:  # a hint may be any expression
