@@ -186,3 +186,52 @@ def test_hypothesis_tests_use_the_shared_profile() -> None:
                 if fixed or given.keys() - {"max_examples", "stateful_step_count", "suppress_health_check"}:
                     found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
     assert not found, "write max_examples=examples(60), and nothing that tests/support/hypothesis_profiles.py sets"
+
+
+def family(kind: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
+    """The class and its bases; empty if another project defines one of them, with attributes of its own."""
+    found = [kind]
+    for base in (ast.unparse(base).partition("[")[0] for base in kind.bases):
+        known = classes.get(base.rpartition(".")[2], kind)
+        inherited = family(known, classes) if known is not kind else []
+        if not inherited and base not in ("ABC", "Generic", "Protocol"):
+            return []
+        found += inherited
+    return found
+
+
+@cache
+def own_attributes(method: ast.AST) -> tuple[set[str], set[str]]:
+    """The attributes of its object that a method assigns, and those that it reads, such as methods that it calls."""
+    own = [
+        node
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    ]
+    assigned = {node.attr for node in own if isinstance(node.ctx, ast.Store)}
+    return assigned, {node.attr for node in own} - assigned
+
+
+def late_attributes(kind: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
+    """Attributes that no constructor creates, no method that it calls, and no declaration in the class. The constructor
+    of a Python model is `initialize`."""
+    members = [member for each in family(kind, classes) for member in each.body]
+    methods = [each for each in members if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    known = {each.name for each in methods if each.decorator_list}
+    known |= {ast.unparse(each.target) for each in members if isinstance(each, ast.AnnAssign)}
+    known |= {ast.unparse(target) for each in members if isinstance(each, ast.Assign) for target in each.targets}
+    called, more = set[str](), {"__init__", "__new__", "initialize"}
+    while more:
+        called |= more
+        used = [own_attributes(each) for each in methods if each.name in more]
+        known.update(*(assigned for assigned, _ in used))
+        more = set[str]().union(*(read for _, read in used)) - called
+    return set[str]().union(*(own_attributes(each)[0] for each in methods)) - known
+
+
+def test_objects_are_complete_when_they_are_constructed() -> None:
+    parsed = [(name, ast.parse(text)) for name, text in code() if name.startswith((*PACKAGES, "bench"))]
+    nodes = [(name, node) for name, tree in parsed for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = {node.name: node for _, node in reversed(nodes)}
+    found = [(name, kind.name, late) for name, kind in nodes if (late := late_attributes(kind, classes))]
+    assert not found, "create these attributes in the constructor, or return another object that has them"
