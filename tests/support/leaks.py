@@ -286,34 +286,30 @@ def _reap_orphans() -> None:
             os.waitpid(pid, 0)
 
 
-def _wait(things: list[Thing], seconds: float) -> None:
-    """Waits until all these threads and processes have ended, or until the next one takes longer than `seconds`."""
+def _wait(things: list[Thing], seconds: float) -> set[tuple[Any, ...]]:
+    """Waits until one of these threads and processes has ended. Returns those for which it is no use to wait again."""
     poll = select.poll()
-    opened = []
+    opened: dict[int, tuple[Any, ...]] = {}
+    over: set[tuple[Any, ...]] = set()
     for thing in things:
         try:
-            if thing.sort == "process":
-                opened.append(os.pidfd_open(thing.key[1]))
-            elif thing.sort == "thread":
-                opened.append(os.pidfd_open(int(thing.key[1]), PIDFD_THREAD))
+            flags = PIDFD_THREAD if thing.sort == "thread" else 0
+            descriptor = os.pidfd_open(int(thing.key[1]), flags)
         except ProcessLookupError:
-            continue  # ended in the meantime
+            over.add(thing.key)  # ended in the meantime
         except OSError:  # a kernel before 6.9 has no pidfd for a thread
             for thread in threading.enumerate():
                 if thread.native_id == int(thing.key[1]):
                     thread.join(seconds)
-    waiting = set(opened)
-    for descriptor in opened:
-        poll.register(descriptor, select.POLLIN)
-    while waiting:
-        ready = poll.poll(seconds * 1000)
-        for descriptor, _ in ready:
-            poll.unregister(descriptor)
-            waiting.discard(descriptor)
-        if not ready:
-            break
+            over.add(thing.key)
+        else:
+            opened[descriptor] = thing.key
+            poll.register(descriptor, select.POLLIN)
+    if opened and not over:
+        over.update(opened[descriptor] for descriptor, _ in poll.poll(seconds * 1000))
     for descriptor in opened:
         os.close(descriptor)
+    return over
 
 
 def _settled(before: Things, seconds: float) -> tuple[list[Thing], Things]:
@@ -323,21 +319,22 @@ def _settled(before: Things, seconds: float) -> tuple[list[Thing], Things]:
         return [], now
     gc.collect()
     left, now = _look(before)
-    waited_for: set[tuple[Any, ...]] = set()
+    over: set[tuple[Any, ...]] = set()
     end = monotonic() + seconds
-    while left:
-        ending = [one for one in left if one.sort in ("thread", "process") and one.key not in waited_for]
-        if ending:
-            _wait(ending, seconds)
-            waited_for.update(one.key for one in ending)
-            _reap_orphans()
-        elif any(_is_ending(thing) for thing in left) or _are_closing(left, now):
+    while left and monotonic() < end:
+        # A server's new process replaces another one, which may be the one that still ends.
+        kinds = {thing.kind for thing in left if thing.sort == "process"}
+        ending = [thing for thing in left if thing.sort == "thread"]
+        ending += [thing for thing in now.values() if thing.sort == "process" and thing.kind in kinds]
+        if any(map(_is_ending, ending)) or _are_closing(left, now):
             select.select((), (), (), 0.02)  # there is no event when a process has waited for its child, or gRPC closes
         else:
-            break
+            ended = _wait([thing for thing in ending if thing.key not in over], end - monotonic())
+            if not ended:
+                break
+            over |= ended
+            _reap_orphans()
         left, now = _look(before)  # perhaps with threads and processes that those that ended have started
-        if monotonic() > end:
-            break
     return left, now
 
 
@@ -374,7 +371,9 @@ def _clear(left: list[Thing]) -> None:
                 continue
         elif thing.sort == "shm":
             (SHM / thing.key[1]).unlink(missing_ok=True)
-    _wait([thing for thing in left if thing.sort == "process"], KILL_S)
+    for thing in left:
+        if thing.sort == "process":
+            _wait([thing], KILL_S)
     _reap_orphans()
 
 

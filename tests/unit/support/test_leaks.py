@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import ROOT
+from tests.support.patience import PATIENCE_S
 
 CONFTEST = """
     pytest_plugins = ("tests.support.leaks",)
@@ -98,6 +99,42 @@ LEAKY = """
         threading.Thread(target=act, daemon=True).start()
         named.wait()
 """
+SERVER = """
+    import subprocess, sys
+
+    workers = []
+    for line in sys.stdin:
+        if line == "start\\n":
+            workers.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+            print(flush=True)
+        else:
+            workers.pop(0).communicate(b"end")
+"""
+REPLACED = """
+    import select, subprocess, sys
+    import pytest
+
+    @pytest.fixture(scope="module")
+    def server():
+        pipe = subprocess.PIPE
+        with subprocess.Popen([sys.executable, "server.py"], stdin=pipe, stdout=pipe, text=True, bufsize=1) as server:
+            server.stdin.write("start\\n")
+            server.stdout.readline()
+            yield server
+            server.stdin.write("end\\n")
+
+    def test_a_worker_that_is_replaced_ends_during_the_check(server):
+        server.stdin.write("start\\n")
+        server.stdout.readline()
+        wait = select.poll
+
+        def poll():
+            select.poll = wait
+            server.stdin.write("end\\n")
+            return wait()
+
+        select.poll = poll
+"""
 LEFT = (
     "memfd:kept", "thread 'still-here'", "-c import signal; signal.pause()", "never waited for", "-test-leaks",
     "mapping of /memfd:mapped", "-> socket:[", "test_pure.py left behind:", "memfd:leaked",
@@ -117,3 +154,13 @@ def test_a_leak_is_an_error_of_the_test_that_left_it(
     assert [piece for piece in LEFT if piece not in text] == []
     assert "test_honest left behind" not in text
     assert "by_grpc left behind" not in text
+
+
+def test_the_process_that_a_new_one_replaces_is_waited_for(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(server=SERVER, test_replaced=REPLACED)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-o", "leaks_wait=3600", timeout=PATIENCE_S)
+    result.assert_outcomes(passed=1)
