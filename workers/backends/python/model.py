@@ -16,7 +16,7 @@ from shmserve.errors import InvalidRequest, ServeError
 from shmserve.repo.backends import LANE_ADDRESS
 from shmserve.repo.parameters import STRICT_OUTPUTS
 from shmserve.workers.backends.base import BackendModel, Context
-from shmserve.workers.backends.python import pb_calls, pb_requests, pb_utils
+from shmserve.workers.backends.python import pb_calls, pb_metrics, pb_requests, pb_utils
 from shmserve.workers.backends.python.forked_calls import ForkedHost
 from shmserve.workers.batch.specs import model_outputs_of
 from shmserve.workers.model_calls.coroutines import Coroutines
@@ -111,6 +111,7 @@ class PythonModel(PythonHost, BackendModel, ABC):
     def close(self) -> None:
         model, self._model = self._model, None
         self._closed = True
+        pb_metrics.keep()  # before the objects of the model are deleted
         self.streams.stop(False)
         try:
             if self._coroutines is not None:
