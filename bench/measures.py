@@ -115,8 +115,8 @@ def lone(setting: Setting) -> list[Row]:
             trip = min(trips)
             named = [f"{way} {size} B {micros(t)}" for (_, way, size), t in zip(ways, trips, strict=True)]
             times = f"{micros(whole)} whole, bare {micros(alone)}, over it {micros(whole - alone)}"
-            beside, name = f"{times}; {', '.join(named)}", f"one request, {name}, over bare"
-            rows.append(Row(name, (whole - alone) / trip, "relay trips", at_most=at_most, beside=beside))
+            measure, beside = f"one request, {name}, over bare", f"{times}; {', '.join(named)}"
+            rows.append(Row(measure, (whole - alone) / trip, "relay trips", at_most=at_most, beside=beside))
     return rows
 
 

@@ -62,13 +62,11 @@ def by_size() -> list[SimulatedRow]:
 
 
 def by_delay() -> list[SimulatedRow]:
-    """Queues delays, with batches of up to 16 rows."""
+    """Queue delays, with batches of up to 16 rows."""
     return [measured(16, delay, rate) for delay in DELAYS_MS for rate in SLOW_RATES]
 
 
 EXPERIMENTS = {"size": by_size, "delay": by_delay}
-
-
 RESULTS = Path(__file__).with_name("results.json")
 PLOTS = Path(__file__).parents[2] / "docs" / "figures"
 RATE = Axis("requests a second", lambda value: f"{value:,.0f}", log=True)
@@ -82,7 +80,7 @@ def saved() -> dict[str, list[dict[str, Any]]]:
 def plots(results: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
     """File name -> SVG."""
     size, delay = results["size"], results["delay"]
-    matches = {
+    figures = {
         "batch-size-p99": lines(
             "p99 by rate",
             RATE,
@@ -108,7 +106,7 @@ def plots(results: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
             series(delay, lambda row: f"{row['delay_ms']} ms", "rate", "busy"),
         ),
     }
-    return {name: standalone(svg) for name, svg in matches.items()}
+    return {name: standalone(svg) for name, svg in figures.items()}
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""`python -m bench.endpoints.language_agreement --vllm PYTHON`: does `shmserve bench` measure a language model as
-`vllm bench serve` does?
+"""`python -m bench.endpoints.language_agreement --vllm PYTHON`: checks that `shmserve bench` measures a language model
+as `vllm bench serve` does.
 
 Both take turns at an OpenAI API whose tokens come at fixed times, so that the speed of the machine does not matter. The
 medians of all turns are compared. `vllm bench serve` runs until its last text has ended, so that its requests per

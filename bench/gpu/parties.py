@@ -27,14 +27,13 @@ def copies(size: int, place: str) -> Handler:
     runtime: Any = importlib.import_module("cupy.cuda.runtime")
     runtime.setDevice(0)
     target, stream = runtime.malloc(size), runtime.streamCreateWithFlags(runtime.streamNonBlocking)
-    source, kind = runtime.malloc(size) if place == "device" else 0, runtime.memcpyDeviceToDevice
-    mapping = None
-    if place != "device":
-        kind = runtime.memcpyHostToDevice
-        mapping = _memfd(size)
-        source = runtime.hostAlloc(size, 0) if place == "pinned" else mapping[1]
-        if place == "registered":
-            runtime.hostRegister(source, size, PORTABLE)
+    mapping, memory = _memfd(size)
+    if place == "device":
+        source, kind = runtime.malloc(size), runtime.memcpyDeviceToDevice
+    else:
+        source, kind = runtime.hostAlloc(size, 0) if place == "pinned" else memory, runtime.memcpyHostToDevice
+    if place == "registered":
+        runtime.hostRegister(source, size, PORTABLE)
     copy, wait = runtime.memcpyAsync, runtime.streamSynchronize
 
     def once() -> None:
@@ -42,7 +41,7 @@ def copies(size: int, place: str) -> Handler:
         wait(stream)
 
     def handle(seconds: float) -> Answer:
-        assert mapping is None or mapping[0].size() == size
+        assert mapping.size() == size
         return summary(durations(once, seconds))
 
     return handle

@@ -52,7 +52,7 @@ def chart(cells: list[Cell], caption: str) -> str:
 
 
 def ranked(panel: ChartPanel, cells: list[Cell]) -> list[Ranked]:
-    """The best server first. A server that failed has no bar, nor has the relay, which is none."""
+    """The best server first. A server that failed has no bar, nor has the relay, which is not a server."""
     shown = (
         cell for cell in cells if cell.server in TITLES and (cell.model, cell.flight) == (panel.model, panel.flight)
     )

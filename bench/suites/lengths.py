@@ -43,8 +43,6 @@ BATCH_COSTS = ("16", "128")
 NEAR = 1e-5
 FIXED_US = 2000
 WAYS = ("as they are", "padded by the server", f"padded to {LONGEST} by the caller")
-
-
 INPUTS = {"input_ids": ("INT64", [-1]), "attention_mask": ("INT64", [-1])}
 PADDING = {"padding": "input_ids attention_mask"}
 
@@ -69,7 +67,7 @@ def minilm(setting: Setting) -> list[Row]:
         Child("bench.suites.lengths:caller", url=server.lane, path=str(path)) as caller,
         Child("bench.suites.lengths:loop", path=str(path)) as loop,
     ):
-        parties = {f"batch cost {cost}": partial(_rate, caller, seconds, f"cost{cost}", 0) for cost in BATCH_COSTS}
+        parties = {f"batch cost {cost}": partial(_rate, caller, seconds, f"cost{cost}", False) for cost in BATCH_COSTS}
         loops = {f"loop, batches of {size}": partial(_loop_rate, loop, seconds, size) for size in LOOP_BATCHES}
         rates = {name: median(values) for name, values in in_turn(setting.rounds, parties | loops).items()}
     beside = ", ".join(f"{name} {rate:,.4g}/s" for name, rate in rates.items())
@@ -106,7 +104,7 @@ def lengths(setting: Setting) -> list[Row]:
 
 
 def _parties(caller: Child, seconds: float, prefix: str) -> list[Callable[[], float]]:
-    ways = ((f"{prefix}plain", 0), (f"{prefix}padding", 0), (f"{prefix}plain", 1))
+    ways = ((f"{prefix}plain", False), (f"{prefix}padding", False), (f"{prefix}plain", True))
     return [partial(_rate, caller, seconds, *way) for way in ways]
 
 
@@ -124,8 +122,8 @@ def _range(result: list[float]) -> str:
     return f"{min(result):,.4g} to {max(result):,.4g}"
 
 
-def _rate(caller: Child, seconds: float, model: str, whole: int) -> float:
-    return float(caller.ask(seconds=seconds, model=model, whole=bool(whole), check=False)["per_s"])
+def _rate(caller: Child, seconds: float, model: str, whole: bool) -> float:
+    return float(caller.ask(seconds=seconds, model=model, whole=whole, check=False)["per_s"])
 
 
 # ------------------------------------------------------------------------------------------------ the processes
@@ -148,7 +146,7 @@ def _padded(feed: Feed, length: int) -> Feed:
 
 
 def loop(path: str) -> Handler:
-    """Runs the engine on 32 requests after another: sorted by length, in batches that are padded to their longest."""
+    """Runs the engine on 32 requests at a time: sorted by length, in batches that are padded to their longest."""
     import numpy as np
 
     run, feeds = session(path).run, _feeds()
@@ -193,9 +191,11 @@ def caller(url: str, path: str) -> Handler:
             result = await client.submit(model, feeds[which], outputs=None if check else names[:1])
             done += 1
             if check:
-                for name, right in zip(("text", "tokens"), engine.run(["text", "tokens"], alone[which]), strict=True):
-                    assert result[name].shape == right.shape
-                    worst = max(worst, float(np.abs(result[name] - right).max()))
+                for name, expected in zip(
+                    ("text", "tokens"), engine.run(["text", "tokens"], alone[which]), strict=True
+                ):
+                    assert result[name].shape == expected.shape
+                    worst = max(worst, float(np.abs(result[name] - expected).max()))
         return {"done": done, "worst": worst}
 
     async def load(seconds: float, model: str, feeds: Any, check: bool) -> Answer:
