@@ -26,6 +26,7 @@ from shmserve.repo.rules.ensembles import StepModel, check_graph
 from shmserve.repo.rules.fields import completion_warnings, unknown_policies
 from shmserve.repo.storage.layout import (
     ERROR,
+    MODEL_DIRECTORY,
     WARNING,
     LayoutFinding,
     inspect_model,
@@ -324,8 +325,7 @@ def repository_findings(root: Path) -> list[CheckFinding]:
         else:
             seen = inspect_root(root)
             if not model_names([root]):
-                hint = "a model is a directory: NAME/config.pbtxt and NAME/1/"
-                seen.append(LayoutFinding(WARNING, "", "it contains no models", hint))
+                seen.append(LayoutFinding(WARNING, "", "it contains no models", MODEL_DIRECTORY))
     except (OSError, InvalidRequest) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         seen.append(LayoutFinding(ERROR, "", f"{_UNREADABLE}{why}", "the server's user must be able to read it"))

@@ -170,7 +170,7 @@ def _next(reader: _TokenReader, opened: list[_Open]) -> OutlineBlock | None:
         _field(reader, token, opened)
     elif token.text not in (",", ";"):
         raise OutlineError(
-            token, f"found {_named(token)}, expected a field name{_or_closer(here)}{_rather(token, here.fields)}"
+            token, f"found {_named(token)}, expected a field name{_or_closer(here)}{_suggestion(token, here.fields)}"
         )
     if len(opened) > DEPTH:
         raise OutlineError(token, f"nested deeper than {DEPTH} levels", final=True)
@@ -201,7 +201,7 @@ def _trail(opened: list[_Open]) -> tuple[tuple[str, int], ...]:
     return tuple(trail)
 
 
-def _rather(token: Token, fields: list[Field]) -> str:
+def _suggestion(token: Token, fields: list[Field]) -> str:
     """A suggestion for a symbol or value in the place of a field name."""
     last = fields[-1].values[-1] if fields and fields[-1].values else None
     if not isinstance(last, Token):

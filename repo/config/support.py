@@ -29,8 +29,6 @@ class Support(NamedTuple):
 
 NOT_SUPPORTED = "not supported: "
 """Prefix of the note in the problem of a refused field."""
-
-
 TABLE: dict[str, Support] = {}
 """`Message.field` -> its support. Nested messages are written `Outer.Inner.field`."""
 

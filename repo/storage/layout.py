@@ -34,6 +34,8 @@ from shmserve.repo.storage.model_functions import CLASS, parse_source, read_sour
 ERROR, WARNING = "error", "warning"
 ENTRIES = 10_000
 """Maximum number of files and directories inspected per model."""
+MODEL_DIRECTORY = "a model is a directory: NAME/config.pbtxt and NAME/1/"
+"""A hint for repositories with other entries, or without models."""
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _ENGINE_FILES = frozenset(engine.file for engine in ENGINES)
@@ -70,8 +72,7 @@ def inspect_root(root: Path) -> list[LayoutFinding]:
             text = f"broken link: {_target(entry.path)}"
             findings.append(LayoutFinding(ERROR, name, text, "fix the link, or remove it"))
         elif not name.upper().startswith(("README", "LICENSE")):
-            hint = "a model is a directory: NAME/config.pbtxt and NAME/1/"
-            findings.append(LayoutFinding(WARNING, name, "not a directory, ignored", hint))
+            findings.append(LayoutFinding(WARNING, name, "not a directory, ignored", MODEL_DIRECTORY))
     return findings
 
 
@@ -199,13 +200,13 @@ def _walk(folder: Path, selected: Collection[int]) -> Iterator[LayoutFinding]:
             if _dangles(entry):
                 text = f"broken link: {_target(entry.path)}"
                 yield LayoutFinding(severity, name, text, "fix the link, or remove it")
-            elif os.path.isdir(entry.path):
-                if not os.access(entry.path, os.R_OK | os.X_OK, effective_ids=True):
-                    yield LayoutFinding(severity, name, "cannot be read: Permission denied", _permit(entry, "rx"))
-                elif here == folder or not entry.is_symlink():
-                    waiting.append(Path(entry.path))
-            elif not os.access(entry.path, os.R_OK, effective_ids=True):
-                yield LayoutFinding(severity, name, "cannot be read: Permission denied", _permit(entry, "r"))
+                continue
+            is_dir = os.path.isdir(entry.path)
+            if not os.access(entry.path, os.R_OK | os.X_OK if is_dir else os.R_OK, effective_ids=True):
+                hint = _permit(entry, "rx" if is_dir else "r")
+                yield LayoutFinding(severity, name, "cannot be read: Permission denied", hint)
+            elif is_dir and (here == folder or not entry.is_symlink()):
+                waiting.append(Path(entry.path))
 
 
 def _permit(entry: os.DirEntry[str], rights: str) -> str:
@@ -235,7 +236,7 @@ def _model_file(folder: Path, version: int, config: ModelConfig, warnings_only: 
     with path.open("rb") as file:
         start = file.read(256)
     if not start:
-        yield LayoutFinding(ERROR, name, "an empty file", "copy the model again")
+        yield LayoutFinding(ERROR, name, "is empty", "copy the model again")
     elif start.startswith(_POINTER):
         yield LayoutFinding(
             ERROR,
@@ -252,7 +253,7 @@ def _model_file(folder: Path, version: int, config: ModelConfig, warnings_only: 
             yield from _source(name, source, FUNCTION.is_set(config))
         if path.stat().st_mode & stat.S_IWOTH:
             hint = "the server runs it: chmod o-w"
-            yield LayoutFinding(WARNING, name, "it is writable by every user of this machine", hint)
+            yield LayoutFinding(WARNING, name, "is writable by every user of this machine", hint)
 
 
 def _gguf(path: Path, name: str, config: ModelConfig) -> Iterator[LayoutFinding]:
@@ -401,7 +402,8 @@ def _labels(folder: Path, config: ModelConfig) -> Iterator[LayoutFinding]:
 
 
 def _classes(output: ModelOutput) -> tuple[int, int | None]:
-    """Minimum and maximum number of classes, i.e. elements of the output per row. Maximum None: unlimited."""
+    """The minimum and maximum number of classes, which are the elements of the output per row. The maximum is None if
+    it is unlimited."""
     minimum = 1
     for dim in output.dims:
         minimum *= max(dim, 1)

@@ -179,7 +179,7 @@ def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "chmod u+rx" in found[1].hint
     monkeypatch.undo()
     (model(tmp_path, "open", PYTHON, {"1/model.py": SOURCE}) / "1" / "model.py").chmod(0o666)
-    assert lines(run(tmp_path)) == ["warning: open/1/model.py: it is writable by every user of this machine"]
+    assert lines(run(tmp_path)) == ["warning: open/1/model.py: is writable by every user of this machine"]
 
 
 @cases(
