@@ -38,8 +38,8 @@ from shmserve.shm.extents import memfd
 from shmserve.shm.strings import decode_bytes, encode_bytes
 from shmserve.workers.model_calls.pending import (
     Array,
+    CallInput,
     CallResponse,
-    GivenTensors,
     HandleReturner,
     Pending,
     check,
@@ -106,7 +106,7 @@ class OutgoingCalls:
         self,
         model: str,
         version: int,
-        inputs: Sequence[GivenTensors],
+        inputs: Sequence[CallInput],
         names: Sequence[str],
         options: Options | None,
         held: bool,
@@ -154,7 +154,7 @@ class OutgoingCalls:
         return Pending(self._numbers)
 
     def _prepared(
-        self, inputs: Sequence[GivenTensors], running: Sequence[Work]
+        self, inputs: Sequence[CallInput], running: Sequence[Work]
     ) -> tuple[Work | None, tuple[Tensor, ...], Pending]:
         places = [self._place(each.array) for each in inputs]
         parent = self._parent(inputs, places, running)
@@ -172,7 +172,7 @@ class OutgoingCalls:
         return parent, tuple(tensors), pending
 
     def _parent(
-        self, inputs: Sequence[GivenTensors], places: Sequence[Handle | None], running: Sequence[Work]
+        self, inputs: Sequence[CallInput], places: Sequence[Handle | None], running: Sequence[Work]
     ) -> Work | None:
         """Returns the request that the call is made for. None if it is unknown and the reply's audience
         depends on it."""
@@ -205,7 +205,7 @@ class OutgoingCalls:
         return Handle(base.segment, base.offset + address - self._mapped.address(base), array.nbytes)
 
     def _tensor(
-        self, tensors: GivenTensors, place: Handle | None, parent: Work | None, pending: Pending, room: int
+        self, tensors: CallInput, place: Handle | None, parent: Work | None, pending: Pending, room: int
     ) -> Tensor:
         array, shape = tensors.array, tensors.array.shape
         try:

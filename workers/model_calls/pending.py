@@ -29,7 +29,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _codec = codec.Codec(WorkerReport)
 
 
-class GivenTensors(Struct):
+class CallInput(Struct):
     """An input of a call. `work`: the request that the array came with, if known."""
 
     name: str

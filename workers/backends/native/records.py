@@ -20,7 +20,7 @@ from shmserve.shm.strings import decode_bytes, encode_bytes
 from shmserve.workers.batch.gather import StoredInput
 from shmserve.workers.model_calls.answer import triton_number
 from shmserve.workers.model_calls.calls import WINDOW
-from shmserve.workers.model_calls.pending import CallResponse, GivenTensors
+from shmserve.workers.model_calls.pending import CallInput, CallResponse
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Value
@@ -174,7 +174,7 @@ class NativeCall(Struct):
 
     model: str
     version: int
-    inputs: list[GivenTensors]
+    inputs: list[CallInput]
     outputs: list[str]
     options: Options
 
@@ -262,16 +262,16 @@ class WordReader:
         )
         return NativeCall(model, max(version, 0), inputs, outputs, options)
 
-    def _input(self) -> GivenTensors:
+    def _input(self) -> CallInput:
         """Returns an input, as a view if it is in one part: the backend keeps it until it gets its request back."""
         name, dtype = self.text(), BY_NUMBER[self.word()]
         shape = tuple(self.word() for _ in range(self.word()))
         chunks = [(ctypes.c_char * size).from_address(place) for place, size in self._pairs() if size]
         data: Any = chunks[0] if len(chunks) == 1 else b"".join(chunk.raw for chunk in chunks)
         if dtype == "BYTES":
-            return GivenTensors(name, decode_bytes(bytes(data), shape, f"input '{name}'"))
+            return CallInput(name, decode_bytes(bytes(data), shape, f"input '{name}'"))
         try:
-            return GivenTensors(name, np.frombuffer(data, to_numpy(dtype)).reshape(shape))
+            return CallInput(name, np.frombuffer(data, to_numpy(dtype)).reshape(shape))
         except (KeyError, ValueError) as error:
             raise InvalidRequest(
                 f"input '{name}' cannot be {dtype or 'of an invalid type'} {list(shape)}: {error}"

@@ -21,7 +21,7 @@ from shmserve.workers.backends.python.pb_tensor import Tensor, TritonModelExcept
 from shmserve.workers.model_calls import queries
 from shmserve.workers.model_calls.answer import triton_number
 from shmserve.workers.model_calls.calls import WINDOW
-from shmserve.workers.model_calls.pending import GivenTensors
+from shmserve.workers.model_calls.pending import CallInput
 
 if TYPE_CHECKING:
     from shmserve.protocol.worker_messages import Work
@@ -113,7 +113,7 @@ def begin(
         sequence_end=bool(flags & 2),
         window=WINDOW if decoupled else 0,
     )
-    inputs = [GivenTensors(tensor._name, tensor._array, getattr(tensor, "_work", None)) for tensor in request._inputs]
+    inputs = [CallInput(tensor._name, tensor._array, getattr(tensor, "_work", None)) for tensor in request._inputs]
     if options == _PLAIN:
         options = None
     version = max(request._version, 0)

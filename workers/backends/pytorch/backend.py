@@ -187,7 +187,7 @@ class TorchModel(OverlappingModel):
         finally:
             device.settle(self._device)
         if self._clean:
-            torch.cuda.empty_cache()
+            device.free_cached()
 
     def _compute(self, tensors: list[Any]) -> list[Any]:
         """Runs the model. Returns its results in the order of the configuration."""
