@@ -15,8 +15,8 @@ KEYS = ("url", "resource", *CHOICES, *_NUMBERS)
 
 
 class OtelSettings(Struct, frozen=True):
-    """`spans`: whose names they have. `bsp_schedule_delay` is in ms. An empty `url` means OTEL_EXPORTER_OTLP_ENDPOINT,
-    or a collector on this machine."""
+    """`spans`: the product whose names the spans have. `bsp_schedule_delay` is in ms. An empty `url` means
+    OTEL_EXPORTER_OTLP_ENDPOINT, or a collector on this machine."""
 
     url: str = ""
     protocol: str = "http"

@@ -69,8 +69,8 @@ class Recordings:
     def _start(self, models: list[str]) -> dict[str, Any]:
         if self._recording is not None:
             raise Unavailable(
-                f"another recording is running; it ends when its client stops it, or {EXPIRES_S:g} s after that has "
-                "read it last. Try again then"
+                f"another recording is running; it ends when its client stops it, or {EXPIRES_S:g} s after its client "
+                "has last read it. Try again then"
             )
         for name in models:
             if name not in self._state.models:

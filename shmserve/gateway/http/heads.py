@@ -34,8 +34,6 @@ _FRAMING = frozenset(
     (b"host", b"content-length", b"transfer-encoding", b"inference-header-content-length", b"content-encoding")
 )
 """Headers that may occur only once: of several, a proxy could use a different one than the gateway does."""
-
-
 _NO_ROUTE = Route(Action.NONE)
 _NO_OPENAI_ROUTE = Route(Action.NONE, kind=OPENAI)
 _OPENAI_PREFIX = "/v1/"
@@ -86,7 +84,7 @@ class HttpHead(Struct):
 
 
 NO_HEAD = HttpHead(Route(Action.NONE), keep_alive=False)
-"""Of a request whose head cannot be read."""
+"""The head of a request that cannot be read."""
 
 
 class BadHead(Exception):

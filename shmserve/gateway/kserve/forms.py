@@ -33,6 +33,7 @@ class Form(Struct, frozen=True):
 
 
 def form_of(body: Buffer) -> SlicedWork[Form]:
+    """Parses the body. Raises InvalidRequest."""
     view = memoryview(body)
     boundary = bytes(view[: _BOUNDARY_BYTES + 2]).partition(b"\r\n")[0]
     if not boundary.startswith(b"--") or not 3 <= len(boundary) <= _BOUNDARY_BYTES:

@@ -36,10 +36,11 @@ _PASSED = (
     "stop",
     "chat_template_kwargs",
 )
-"""Fields that are those of the chat."""
+"""Fields that the chat gets unchanged."""
 _REASONING = "reasoning_text"
 _ENCRYPTED = "reasoning.encrypted_content"
-"""What clients ask for to continue without state. They need not: the reasoning is returned as text."""
+"""What clients request so that they can continue without a state on the server. It has no effect, as the reasoning is
+returned as text."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -55,7 +56,7 @@ class TextOptions(Struct, forbid_unknown_fields=True):
 
 
 class InputRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the tokens of the input follow from."""
+    """The fields that determine the tokens of the input."""
 
     model: str
     input: str | list[dict[str, Any]]
@@ -166,14 +167,14 @@ def _messages(conversation: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 message = _message(where, item)
                 messages.append({**message, **before} if message["role"] == "assistant" else message)
             case "function_call":
-                call = {"name": item.get("name"), "arguments": item.get("arguments")}
-                if not all(isinstance(value, str) for value in (*call.values(), item.get("call_id"))):
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                if not all(isinstance(value, str) for value in (*function.values(), item.get("call_id"))):
                     raise BadParameter(where, f"'{where}' needs the strings 'call_id', 'name' and 'arguments'")
-                calls = {"id": item["call_id"], "type": "function", "function": call}
+                call = {"id": item["call_id"], "type": "function", "function": function}
                 if messages and messages[-1]["role"] == "assistant" and "tool_calls" in messages[-1]:
-                    messages[-1]["tool_calls"].append(calls)
+                    messages[-1]["tool_calls"].append(call)
                 else:
-                    messages.append({"role": "assistant", "content": None, **before, "tool_calls": [calls]})
+                    messages.append({"role": "assistant", "content": None, **before, "tool_calls": [call]})
             case "function_call_output":
                 content = bodies.text_parts(f"{where}.output", item.get("output"), _TEXTS)
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})

@@ -87,9 +87,8 @@ class ClientCuda:
 
 
 def _keep(address: int) -> None:
-    """Do not free exported memory: other processes may have it open, and there is no way to detect that they have
-    closed it.
-    """
+    """Does not free exported memory: other processes may have it open, and there is no way to detect that they have
+    closed it."""
 
 
 def _failure(error: Exception) -> Exception:

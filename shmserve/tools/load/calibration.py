@@ -29,8 +29,8 @@ END_S = 20.0
 
 
 def calibrate(plan: LoadPlan) -> EchoResult:
-    """The limit of one generator process for the requests of this plan; over tcp, https and grpcs, without encryption.
-    Raises the same errors as `measure` if the plan's server does not answer.
+    """The limit of one generator process for the requests of this plan. Connections that the plan encrypts are not
+    encrypted here. Raises the same errors as `measure` if the plan's server does not answer.
     """
     return asyncio.run(_calibrate(plan))
 

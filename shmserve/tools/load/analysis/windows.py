@@ -26,8 +26,6 @@ PARTS = 5
 Array = NDArray[np.int64]
 GeneratorUse = dict[int, tuple[int, int]]
 """Generator process -> its CPU time so far, and the time of that reading, in ns."""
-
-
 _NONE = np.empty(0, np.int64)
 
 
@@ -53,8 +51,8 @@ class ResponseColumns(Struct):
 
     @property
     def between_tokens(self) -> Array:
-        """Of each successful response of a language model: the mean time between its tokens after the first, 0 if there
-        is only one."""
+        """The mean time between the tokens after the first, for each successful response of a language model; 0 if it
+        has only one."""
         spent = np.where(self.first > 0, self.latency - self.first, 0) // np.maximum(1, self.output - 1)
         result: Array = np.where(self.output > 1, spent, 0)[self.code == 0]
         return result
