@@ -245,8 +245,7 @@ class ServerProcess:
             lambda: operations.refresh_from_disk(control.on_disk),
         )
         options = merged_traces(settings.trace_config)
-        samples = state.observers.traces
-        traces = TraceSettings(options, samples.samples, state.models.keys)
+        traces = TraceSettings(options, state.observers.traces, state.models.keys)
         path = Path(options["trace_file"]).absolute() if "trace_file" in options else None
         trace_file = TraceFile(loop, path, lambda model: traces.of(model).log_frequency or 0, memory.read)
         recordings = Recordings(loop, state)

@@ -58,7 +58,7 @@ class Recordings:
                 "another"
             )
         if order.do == "stop":
-            self._state.observers.recording = None  # remaining records can still be read
+            self._state.observers.stop_recording()
         answer = recording.take(PAGE)
         if order.do == "stop" and not answer["more"]:
             self._end()
@@ -76,7 +76,7 @@ class Recordings:
             if name not in self._state.models:
                 raise NotFound(f"Request for unknown model: '{name}' is not found")
         self._number += 1
-        self._recording = self._state.observers.recording = Recording(models, UNREAD)
+        self._recording = self._state.observers.record(models, UNREAD)
         self._expect_reader()
         log_record("info", f"recording {self._number} of requests and batches has started")
         return self._about()
@@ -91,5 +91,6 @@ class Recordings:
 
     def _end(self) -> None:
         self._timer.cancel()
-        self._timer = self._recording = self._state.observers.recording = None
+        self._timer = self._recording = None
+        self._state.observers.stop_recording()
         log_record("info", f"recording {self._number} of requests and batches has ended")

@@ -17,7 +17,7 @@ from shmserve.broker.observability.log_settings import setting_names
 from shmserve.broker.observability.logs import log_record
 from shmserve.broker.observability.trace_tensors import Read, activities
 from shmserve.core.effects import Traced
-from shmserve.core.owners.trace import PER_SECOND, PerSecond, Sample
+from shmserve.core.owners.trace import PER_SECOND, PerSecond, Sample, Traces
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.otel import settings as otel
 from shmserve.otel.settings import OtelSettings
@@ -57,12 +57,10 @@ DEFAULTS = TraceSetting(OFF, 1000, -1, 0)
 
 
 class TraceSettings:
-    """Keeps `samples`, the core's table, in line with the settings. `known` returns the names of models."""
+    """Tells `traces`, in the core, what to sample. `known` returns the names of models."""
 
-    def __init__(
-        self, given: Mapping[str, Any], samples: dict[str, Sample], known: Callable[[], Collection[str]]
-    ) -> None:
-        self._samples = samples
+    def __init__(self, given: Mapping[str, Any], traces: Traces, known: Callable[[], Collection[str]]) -> None:
+        self._traces = traces
         self._model_names = known
         self._file = str(given.get("trace_file", ""))
         self._mode = str(given.get("trace_mode", TRITON))
@@ -85,7 +83,8 @@ class TraceSettings:
         if model:
             self._find(model)
         now = self.of(model)
-        sample = self._samples.get(model) or self._samples.get("")
+        samples = self._traces.samples
+        sample = samples.get(model) or samples.get("")
         return {
             "trace_level": list(now.trace_level or OFF),
             "trace_rate": str(now.trace_rate),
@@ -131,21 +130,21 @@ class TraceSettings:
         effective = {model: self.of(model) for model in ("", *self._models)}
         if all(setting.trace_level == OFF for setting in effective.values()):
             effective.clear()
-        for model in self._samples.keys() - effective.keys():
-            del self._samples[model]
+        samples = {model: sample for model, sample in self._traces.samples.items() if model in effective}
         for model, setting in effective.items():
-            if model not in self._samples or self._sampled.get(model) != setting:
+            if self._sampled.get(model) != setting:
                 count = 0 if setting.trace_level == OFF else setting.trace_count
                 assert count is not None
                 assert setting.trace_rate is not None
                 level = setting.trace_level or OFF
-                self._samples[model] = Sample(
+                samples[model] = Sample(
                     setting.trace_rate,
                     count,
                     timestamps="TIMESTAMPS" in level,
                     tensors="TENSORS" in level and self._mode == TRITON,
                 )
         self._sampled = effective
+        self._traces.change_sampling(samples)
 
 
 class TraceFile:

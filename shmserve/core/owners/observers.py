@@ -6,7 +6,7 @@ that a batch costs one call, and while nothing is traced or recorded, an event c
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from shmserve.core.owners.trace import PARAMETER, Traces
 from shmserve.core.records import Batch, Instance, Lease, Request, Version
 from shmserve.core.service.form import Reason
 from shmserve.core.service.padding import rounded
-from shmserve.core.stats.journeys import SAMPLED_NS, STEPS, Journey
+from shmserve.core.stats.journeys import STEPS, Journey
 from shmserve.core.stats.statistics import RESPONSES, FailureKind, ResponseCount, limit_in
 from shmserve.errors import ModelFailed, ServeError, Unavailable
 from shmserve.protocol.messages import Tensor
@@ -55,6 +55,15 @@ class Observers:
         """Whether further requests may be traced or recorded."""
         return bool(self.traces.samples) or self.recording is not None
 
+    def record(self, models: Iterable[str], limit: int) -> Recording:
+        """Records what these models do, until `stop_recording`; empty: all models."""
+        self.recording = Recording(models, limit)
+        return self.recording
+
+    def stop_recording(self) -> None:
+        """Records no more. What has been recorded can still be read."""
+        self.recording = None
+
     # ------------------------------------------------------------------------------------ the way in
 
     def admitted(self, version: Version, requests: Sequence[Request]) -> None:
@@ -68,8 +77,7 @@ class Observers:
     def run_begun(self, request: Request) -> None:
         """A request to an ensemble is followed if one is due."""
         journeys, now = request.version.statistics.journeys, self._turn.now
-        if now >= journeys.sample_at and len(self._followed) < FOLLOWED:
-            journeys.sample_at = now + SAMPLED_NS
+        if len(self._followed) < FOLLOWED and journeys.follows(now):
             self._followed[request.number] = {}
 
     def child_admitted(self, request: Request, parent: Request | None) -> None:

@@ -1,6 +1,6 @@
 """A recording of all requests and batches, for a timeline (`shmserve trace`).
 
-Invariant: while `State.recording` is None, nothing is recorded and no request costs more. A recording holds at most
+Invariant: while `Observers.recording` is None, nothing is recorded and no request costs more. A recording holds at most
 `limit` requests that have not been read; further ones are only counted.
 """
 

@@ -6,7 +6,7 @@ Invariant: while `active` and `samples` are empty, the core calls nothing in thi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -91,13 +91,18 @@ class Traces:
         self.active: dict[int, _ActiveTrace] = {}
         """Request number -> its trace, until the request is answered."""
         self.samples: dict[str, Sample] = {}
-        """Model -> its sample; "" is the default for the others. Empty: sampling is off."""
+        """Model -> its sample; "" is the default for the others. Empty: sampling is off. Always the same table."""
         self.contexts_per_second = contexts_per_second
         self.contexts_over_limit = 0
         """How many requests with such a context exceeded the limit."""
         self._contexts = PerSecond()
         self._by_id = PerSecond()
         self._numbers = 0
+
+    def change_sampling(self, samples: Mapping[str, Sample]) -> None:
+        """Samples like this from now on. A sample that is already in the table continues."""
+        self.samples.clear()
+        self.samples.update(samples)
 
     @property
     def with_tensors(self) -> bool:

@@ -60,6 +60,13 @@ class Journeys(Struct):
     sample_at: int = 0
     """For ensembles: when the next run is to be followed."""
 
+    def follows(self, now: int) -> bool:
+        """True if a run that begins now is to be followed, as the first one in SAMPLED_NS."""
+        due = now >= self.sample_at
+        if due:
+            self.sample_at = now + SAMPLED_NS
+        return due
+
     def is_slow(self, arrived: int, now: int) -> bool:
         return now - arrived > self.floor or now >= self.until
 

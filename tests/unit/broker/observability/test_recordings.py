@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from shmserve.broker.observability.recordings import EXPIRES_S, PAGE, Recordings
-from shmserve.core.owners.recording import Recording
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
 from shmserve.protocol.messages import Infer
 from tests.support.core.fakes.tensors import one_input
@@ -92,7 +91,7 @@ def test_a_recording_is_limited_and_ends_if_it_is_not_read() -> None:
     with pytest.raises(NotFound, match=f"not read for {EXPIRES_S:g} s"):
         world.do("read", number)
     world.do("start")
-    world.core.state.observers.recording = recording = Recording((), 3)
+    recording = world.core.state.observers.record((), 3)
     world.serve(5)
     for expected in ([1, 2, 3], [6]):
         answer = recording.take(10)

@@ -18,7 +18,7 @@ from shmserve.broker.observability.log_settings import LogSettings
 from shmserve.broker.observability.trace_tensors import ELEMENTS, STRING_BYTES, activities
 from shmserve.broker.observability.traces import TraceFile, TraceSettings, config, lines, merged, otel_settings
 from shmserve.core.effects import Log, Traced
-from shmserve.core.owners.trace import PER_SECOND, Sample
+from shmserve.core.owners.trace import PER_SECOND, Sample, Traces
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
 from shmserve.otel.settings import OtelSettings
@@ -95,8 +95,8 @@ def test_a_body_that_is_not_an_object_is_refused(body: bytes) -> None:
         tracing().change("", body)
 
 
-def tracing(samples: dict[str, Sample] | None = None, **given: Any) -> TraceSettings:
-    return TraceSettings(given, {} if samples is None else samples, lambda: {"a", "b"})
+def tracing(traces: Traces | None = None, **given: Any) -> TraceSettings:
+    return TraceSettings(given, traces or Traces(), lambda: {"a", "b"})
 
 
 def changed(settings: TraceSettings, model: str = "", **changes: Any) -> dict[str, Any]:
@@ -104,8 +104,8 @@ def changed(settings: TraceSettings, model: str = "", **changes: Any) -> dict[st
 
 
 def test_trace_settings_are_inherited_from_the_server_and_the_flags() -> None:
-    samples: dict[str, Sample] = {}
-    settings = tracing(samples)
+    samples = (traces := Traces()).samples
+    settings = tracing(traces)
     assert settings.document("") == settings.document("a") == changed(settings) == OFF
     assert changed(settings, trace_rate="3", trace_count=5) == OFF | {"trace_rate": "3", "trace_count": "5"}
     assert samples == {}
@@ -116,7 +116,7 @@ def test_trace_settings_are_inherited_from_the_server_and_the_flags() -> None:
     for attempt in (settings.document, partial(changed, settings, trace_rate=1)):
         with pytest.raises(InvalidRequest, match=r"^Request for unknown model : c$"):
             attempt("c")
-    settings = tracing(samples, trace_level=("TIMESTAMPS",), trace_rate=7, trace_file="/some/where/t.json")
+    settings = tracing(traces, trace_level=("TIMESTAMPS",), trace_rate=7, trace_file="/some/where/t.json")
     assert settings.document("a") == OFF | {"trace_level": ["TIMESTAMPS"], "trace_rate": "7", "trace_file": "t.json"}
     changed(settings, "a", trace_count=["9"], log_frequency="2")
     assert samples == {"": Sample(7), "a": Sample(7, 9)}
@@ -196,8 +196,8 @@ def test_trace_levels_of_several_flags_are_combined() -> None:
     values = [config(text) for text in ("level=TIMESTAMPS", "rate=2", "level=TENSORS", "rate=3", "level=OFF")]
     assert merged(values) == {"trace_level": ("TIMESTAMPS", "TENSORS"), "trace_rate": 3}
     assert merged([config("level=OFF")]) == {"trace_level": ("OFF",)}
-    samples: dict[str, Sample] = {}
-    settings = tracing(samples, **merged(values))
+    samples = (traces := Traces()).samples
+    settings = tracing(traces, **merged(values))
     assert settings.document("")["trace_level"] == ["TIMESTAMPS", "TENSORS"]
     assert samples == {"": Sample(3, -1, timestamps=True, tensors=True)}
     changed(settings, trace_level=["TENSORS"])
@@ -293,8 +293,8 @@ def test_flags_of_the_mode_opentelemetry() -> None:
     assert otel_settings(values) == OtelSettings(
         url="http://h/v1/traces", resource={"a": "1", "b": "2"}, bsp_max_queue_size=9
     )
-    samples: dict[str, Sample] = {}
-    settings = tracing(samples, **merged(values))
+    samples = (traces := Traces()).samples
+    settings = tracing(traces, **merged(values))
     assert samples == {"": Sample(100)}, "the level need not be given"
     assert settings.document("")["trace_mode"] == "opentelemetry"
     assert changed(settings, trace_mode="opentelemetry", trace_rate=5)["trace_rate"] == "5"
@@ -369,7 +369,7 @@ class Sampled(Recorded):
     def __init__(self, policy: ModelPolicy) -> None:
         super().__init__()
         self.deploy(policy, large="y")
-        self.core.state.observers.traces.samples[""] = Sample(1, tensors=True)
+        self.core.state.observers.traces.change_sampling({"": Sample(1, tensors=True)})
         self.client = self.connect("c")
 
 

@@ -131,7 +131,7 @@ def test_leases_end_if_they_would_hide_requests_from_tracing(what: str) -> None:
     if what == "log":
         state.tracing = True
     else:
-        state.observers.traces.samples["m"] = Sample(1, tensors=what == "tensors")
+        state.observers.traces.change_sampling({"m": Sample(1, tensors=what == "tensors")})
     if what == "caller":
         (instance,) = world.version.instances
         instance.caller = CallingWorker(instance.peer, INTERNAL, "worker", state.ledger)
@@ -146,7 +146,7 @@ def test_leased_requests_are_included_in_trace_sampling() -> None:
     """Every third request: those that came to the broker count, as do those that it sees in the log."""
     world = Lent()
     state = world.core.state
-    state.observers.traces.samples["m"] = Sample(3, 9)
+    state.observers.traces.change_sampling({"m": (sample := Sample(3, 9))})
     world.alone()
     world.effects.clear()
     began = world.now
@@ -168,7 +168,7 @@ def test_leased_requests_are_included_in_trace_sampling() -> None:
         taken, ready, computed, placed = traced.times
         assert traced.arrived <= taken <= ready <= computed <= placed == traced.answered
     assert [traced.number for traced in traces] == [seen // 3 + 1, seen // 3 + 2]
-    assert state.observers.traces.samples["m"].remaining == 9 - (seen + 6) // 3
+    assert sample.remaining == 9 - (seen + 6) // 3
 
 
 def test_each_leased_request_is_recorded_as_a_batch() -> None:

@@ -373,7 +373,7 @@ def test_a_form_may_be_evicted_while_requests_of_it_wait() -> None:
 def test_a_sampled_request_leaves_the_others_in_their_columns() -> None:
     """Its response is sent alone, and its trace has the batch."""
     world, client = serving()
-    world.core.state.observers.traces.samples["m"] = Sample(3)
+    world.core.state.observers.traces.change_sampling({"m": Sample(3)})
     send(world, client, columns(6))
     worker = world.worker("m_0")
     assert worker.running is not None

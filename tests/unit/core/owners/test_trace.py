@@ -92,11 +92,11 @@ def test_traces_per_second_and_the_length_of_ids_are_limited() -> None:
 
 def test_a_model_has_its_own_sample_beside_the_records_of_callers() -> None:
     world = Logged()
-    samples = world.core.state.observers.traces.samples
-    samples["other"] = Sample(1)
+    traces = world.core.state.observers.traces
+    traces.change_sampling({"other": Sample(1)})
     world.turn([infer(world.client, 1)])
     assert not world.core.state.observers.traces.active
-    samples["m"] = Sample(1)
+    traces.change_sampling({"m": Sample(1)})
     world.turn([infer(world.client, 2, timeout_us=1000, trace_id="why")])
     world.advance(world.now + 2 * MS)
     (sample,) = world.of(Traced)
@@ -104,7 +104,7 @@ def test_a_model_has_its_own_sample_beside_the_records_of_callers() -> None:
     assert sample.log.text.startswith("trace why: DEADLINE_EXCEEDED, ")
     assert sample.times == ()
     assert not world.traced()  # the record is removed together with the sample
-    samples.clear()
+    traces.change_sampling({})
     world.worker("m_0").finish(world.now)
     world.turn([infer(world.client, 3)])
     assert not world.core.state.observers.traces.active
@@ -117,8 +117,7 @@ def test_steps_and_calls_are_traced_with_the_request_that_they_are_for() -> None
     world.deploy(replace(POLICY, name="e", batching=None, steps=(step("m"),)))
     world.deploy(replace(POLICY, name="f", batching=None, steps=(step("e"),)))
     world.deploy(replace(POLICY, name="n"))
-    samples = world.core.state.observers.traces.samples
-    samples["f"] = Sample(1, 1)
+    world.core.state.observers.traces.change_sampling({"f": Sample(1, 1)})
     world.turn([infer(world.client, 2, model="f")])
     calling = world.worker("m_0")
     (parent,) = (request.number for request in world.core.state.requests.values() if request.version.model == "m")
@@ -155,7 +154,7 @@ PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 def test_contexts_are_ignored_without_a_limit_for_them() -> None:
     world = Logged()
-    world.core.state.observers.traces.samples[""] = Sample(3)
+    world.core.state.observers.traces.change_sampling({"": Sample(3)})
     world.turn([infer(world.client, 1, traceparent=PARENT)])
     assert not world.core.state.observers.traces.active
 
@@ -164,7 +163,7 @@ def test_a_request_with_a_sampled_context_is_traced_regardless_of_the_rate() -> 
     world = Logged(contexts_per_second=100)
     world.deploy(replace(POLICY, name="e", batching=None, steps=(step("m"),)))
     traces = world.core.state.observers.traces
-    traces.samples[""] = Sample(3)
+    traces.change_sampling({"": Sample(3)})
     world.turn([infer(world.client, 1)])
     world.turn([infer(world.client, 2, model="e", traceparent=PARENT, tracestate="a=1")])
     world.turn([infer(world.client, 3, traceparent=PARENT[:-1] + "0")])
@@ -184,7 +183,7 @@ def test_a_request_with_a_sampled_context_is_traced_regardless_of_the_rate() -> 
 def test_contexts_are_limited_per_second_and_by_the_count() -> None:
     world = Logged(contexts_per_second=2)
     traces = world.core.state.observers.traces
-    traces.samples["m"] = Sample(0, 4)
+    traces.change_sampling({"m": Sample(0, 4)})
     world.turn([infer(world.client, number, traceparent=PARENT) for number in (1, 2, 3)])
     assert (len(traces.active), traces.contexts_over_limit) == (2, 1)
     world.now += 1000 * MS

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from shmserve.core import events
 from shmserve.core.limits import Limits
-from shmserve.core.owners.recording import Recording
 from shmserve.core.state import State
 from shmserve.protocol.messages import Cancel, Fail, FailHeld, Handle, Infer, Map, More, Options, Wanted
 from shmserve.protocol.worker_messages import Prefilled, Unread
@@ -50,7 +49,7 @@ class EverythingMachine(OperatedMachine):
     def begin(self, names: list[str], limited: bool) -> None:
         self.world = self.new_world(ALL_LIMITS, limited)
         self.names = with_members(names)
-        self.world.core.state.observers.recording = Recording((), 10**6)
+        self.world.core.state.observers.record((), 10**6)
         self.world.turn([(0, events.OwnSegment(Map(BROKER_SEGMENT, 1 << 40)))])
         for name in self.names:
             served = MODELS[name]
