@@ -22,6 +22,12 @@ ANY_GPU = -1
 """In `Limits.gpu_budgets`: each GPU that has no entry."""
 
 
+def pause_ns(deaths: int, second: int, limit: int) -> int:
+    """Back-off before a restart after consecutive deaths: none after the first, then `second`, doubled each time up to
+    `limit`."""
+    return min(second << (deaths - 2), limit) if deaths > 1 else 0
+
+
 class Limits(Struct, frozen=True):
     connections: int = 4096
     uid_connections: int = 1024

@@ -15,7 +15,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from shmserve.core.effects import Send
-from shmserve.core.ledger import Ledger
+from shmserve.core.ledger import INTERNAL, Ledger
 from shmserve.core.limits import Limits
 from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, QueuePolicy, SequencePolicy
 from shmserve.core.service.form import BatchRules, Reason
@@ -37,6 +37,7 @@ from shmserve.protocol.messages import (
     FailHeld,
     Failure,
     Handle,
+    Hello,
     Infer,
     Options,
     Part,
@@ -48,6 +49,7 @@ from shmserve.protocol.messages import (
     WantedOutputs,
     tensors_of,
 )
+from shmserve.protocol.roles import NO_ROLES
 from shmserve.protocol.worker_messages import Call, StepOptions
 
 _AT_WORK = (RequestState.SENT, RequestState.LINGERING)
@@ -382,6 +384,20 @@ class ClientState(Struct, eq=False):
     callers: Callers = field(default_factory=lambda: Callers("", False, count(-1, -1)))
     """Those for whom the clients of its user speak."""
 
+    def said_hello(self, message: Hello) -> None:
+        """It has said what it is and what it can do, and gets its roles."""
+        self.outputs, self.name, self.roles = message.outputs, message.name, self.granted
+        self.leases = message.leases and self.plane == "lane"
+        self.keeps = message.keeps and self.plane == "lane"
+        if self.outputs == "frames":
+            self.audience = INTERNAL
+        elif self.outputs == "posix":
+            self.audience = f"posix:{self.audience}"
+
+    def shut_out(self) -> None:
+        """It is about to be disconnected, and may do nothing more."""
+        self.disconnecting, self.roles = True, NO_ROLES
+
     def payer(self, name: str) -> Payer:
         """Who pays for a request that names this caller; "": the client itself."""
         return self.callers[name] if name else self
@@ -558,6 +574,10 @@ class Instance(Struct, eq=False):
     def explain(self, reason: str) -> None:
         """The only writer of `reason`."""
         self.reason = reason
+
+    def forgive(self) -> None:
+        """It works again, or its GPU does: earlier crashes and failed restarts do not count any more."""
+        self.deaths = self.crashes = 0
 
     @property
     def title(self) -> str:
@@ -854,6 +874,30 @@ class SleepState(Struct):
     users: dict[str, float] = {}
     """Batches since it woke, by user. Earlier ones count less (`models.shares`)."""
 
+    def follow(self, policy: ModelPolicy, limits: Limits) -> None:
+        self.stays_loaded = policy.stays_loaded
+        idle_ns = limits.idle_unload_ns if policy.idle_unload_ns is None else policy.idle_unload_ns
+        self.idle_ns = 0 if policy.stays_loaded else idle_ns
+
+    def measured(self, host: int, gpu: int, host_peak: int, ready: bool) -> None:
+        """The memory of an instance was measured."""
+        self.host_peak, self.gpu_peak = max(self.host_peak, host_peak), max(self.gpu_peak, gpu)
+        if ready:
+            self.host, self.gpu = max(self.host, host), max(self.gpu, gpu)
+
+    def loaded(self, took_ns: int) -> None:
+        """An instance has loaded, which took so long."""
+        self.load_ns = (3 * self.load_ns + took_ns) // 4 if self.load_ns else took_ns
+
+    def inherit(self, before: SleepState) -> None:
+        """A new generation is as popular as the one whose statistics it continues."""
+        self.uses, self.counted, self.load_ns = before.uses, before.counted, before.load_ns
+
+    def count_uses(self, executed: int) -> None:
+        """`executed`: the batches that its instances have ever run."""
+        self.uses += executed - self.counted
+        self.counted = executed
+
     def used_by(self, user: str, count: int) -> None:
         """Counts batches for a user."""
         users = self.users
@@ -880,6 +924,27 @@ class Lending(Struct, eq=False):
     alone: int = 0
     """The consecutive requests of both that were alone."""
     needed: int = ALONE
+
+    def was_alone(self, client: ClientState, payer: Payer) -> None:
+        """A request of the client was alone."""
+        if client is self.client and payer is self.payer:
+            self.alone += 1
+        else:
+            self.client, self.payer, self.alone = client, payer, 0
+
+    def was_not_alone(self) -> None:
+        """Requests came together, or could not have been sent over a lease."""
+        self.client, self.alone = None, 0
+
+    def take_turn(self) -> tuple[ClientState | None, Payer | None]:
+        """The client that may get a lease, and who pays. If it does not get one, it has to send as many again."""
+        self.alone = 0
+        return self.client, self.payer
+
+    def ended(self, served: int) -> None:
+        """A lease over which this many requests were served has ended."""
+        if served >= MAX_ALONE:
+            self.needed = ALONE
 
     def ended_by_others(self) -> None:
         self.alone = 0
@@ -1061,13 +1126,10 @@ class Version:
     def apply_policy(self, policy: ModelPolicy, limits: Limits, decoupled: bool = False) -> None:
         """The policy is known when the first worker has loaded the model. `decoupled`: a step of this ensemble is."""
         self.policy = policy
-        limit_ns, crashes, idle_ns = policy.execution_limit_ns, policy.crash_limit, policy.idle_unload_ns
+        limit_ns, crashes = policy.execution_limit_ns, policy.crash_limit
         self.limit_ns = limits.execution_ns if limit_ns is None else limit_ns
         self.crash_limit = limits.crashes if crashes is None else crashes
-        self.sleep_state.stays_loaded = policy.stays_loaded
-        self.sleep_state.idle_ns = limits.idle_unload_ns if idle_ns is None else idle_ns
-        if policy.stays_loaded:
-            self.sleep_state.idle_ns = 0
+        self.sleep_state.follow(policy, limits)
         self.service = Service(policy, limits.cache_bytes > 0, decoupled)
         first = FirstResponses.of(policy.first_response_ms) if limits.first_responses else None
         self.statistics.collect(limits.summaries, first, policy.decoupled)

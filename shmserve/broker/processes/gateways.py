@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from shmserve.broker.observability.metric_definitions import Page
 from shmserve.broker.processes import children
-from shmserve.core.models.lifecycle import pause_ns
+from shmserve.core.limits import pause_ns
 from shmserve.paths import python
 
 log = logging.getLogger("shmserve")

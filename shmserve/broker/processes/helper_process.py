@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from shmserve.broker.observability.logs import log_record
 from shmserve.broker.processes import children
-from shmserve.core.models.lifecycle import pause_ns
+from shmserve.core.limits import pause_ns
 from shmserve.paths import python
 
 PAUSES_NS = 1_000_000_000, 60_000_000_000

@@ -14,7 +14,6 @@ from shmserve.core.effects import ReadLease, StartLease
 from shmserve.core.events import LeaseRead
 from shmserve.core.records import ClientState, Instance, Lease, Lending, Request, Version
 from shmserve.core.service.form import Reason
-from shmserve.core.service.lending import ALONE, MAX_ALONE
 from shmserve.core.state import State
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats.callers import Caller
@@ -32,25 +31,22 @@ def count_alone(state: State, version: Version, lending: Lending, requests: list
     """Counts a client's consecutive requests that were each alone. Called with each batch that is sent to an idle
     instance."""
     request = requests[0]
-    client = request.client
-    several = len(requests) > 1 or len(client.requests) > 1 or version.service.queue.count > 0
-    if several or not client.leases or not _plain(state, lending, request):
-        lending.client = None
-    elif client is lending.client and request.payer is lending.payer:
-        lending.alone += 1
-        return
+    client, segments = request.client, request.segments
+    if (
+        len(requests) > 1
+        or len(client.requests) > 1
+        or version.service.queue.count > 0
+        or not client.leases
+        or request.outputs is not None
+        or request.options is not None
+        or request.suspect is not None
+        or request.rows > lending.rows
+        or (segments and not all(_is_lendable(state, client, number) for number in segments))
+    ):
+        if lending.client is not None:
+            lending.was_not_alone()
     else:
-        lending.client, lending.payer = client, request.payer
-    lending.alone = 0
-
-
-def _plain(state: State, lending: Lending, request: Request) -> bool:
-    """True if the request could be sent over a lease."""
-    special = request.outputs is not None or request.options is not None or request.suspect
-    if special or request.rows > lending.rows:
-        return False
-    segments = request.segments
-    return not segments or all(_is_lendable(state, request.client, number) for number in segments)
+        lending.was_alone(client, request.payer)
 
 
 def _is_lendable(state: State, client: ClientState, segment: int) -> bool:
@@ -64,8 +60,7 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance) -
 
     The execution limit timer of its last batch still runs, so the lease needs none of its own.
     """
-    client, payer = lending.client, lending.payer
-    lending.alone = 0
+    client, payer = lending.take_turn()
     if client is None or payer is None or client.gone or client.disconnecting or client.requests or client.steps:
         return
     if state.limiter is not None or version.suspects or instance.quarantined:
@@ -232,8 +227,8 @@ def _check_hang(state: State, version: Version, instance: Instance, since: int, 
 def _remove(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
     del state.leases[lease.number]
     lending = lease.version.service.lending
-    if lending is not None and lease.served >= MAX_ALONE:
-        lending.needed = ALONE
+    if lending is not None:
+        lending.ended(lease.served)
     error = lease.error if event.running else None
     if error is not None and event.since != lease.recorded:
         state.observers.failed(lease.version, min(event.since, now), error.code, error.text, FailureKind.BACKEND)

@@ -82,7 +82,7 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
 
 def _recovered(state: State, version: Version, instance: Instance) -> None:
     """Resets the crash counters of an instance whose batch succeeded."""
-    instance.deaths = instance.crashes = 0
+    instance.forgive()
     if instance.quarantined:
         instance.quarantined = False
         text = f"instance '{instance.spec.name}' of {version.label} completed a batch and leaves quarantine"
@@ -116,7 +116,7 @@ def _run_waiting(state: State, version: Version, instance: Instance, number: int
     instance.waiting = batch.split(through)
     instance.running = batch
     if service.lending is not None:  # its requests arrived while others ran
-        service.lending.client = None
+        service.lending.was_not_alone()
     batch.began = now
     move(batch, BatchState.RUNNING)
     if not instance.watched:

@@ -10,7 +10,6 @@ from shmserve.core.events import Closed, Garbled, Opened
 from shmserve.core.exit import exit
 from shmserve.core.intake.queries import QueryQueue
 from shmserve.core.intake.quotas import SECOND, Quotas
-from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import ClientState
 from shmserve.core.state import State
 from shmserve.errors import ConnectionLost, Internal, ProtocolError, ServeError, Unavailable
@@ -81,14 +80,7 @@ class Connections:
             text = f"outputs '{message.outputs}' are not possible over this kind of link; use {allowed}"
             self.disconnect(client, ProtocolError(text))
         else:
-            client.outputs = message.outputs
-            client.roles = client.granted
-            client.name = message.name
-            client.leases = message.leases and client.plane == "lane"
-            client.keeps = message.keeps and client.plane == "lane"
-            client.audience = {"memfd": "", "posix": "posix:", "frames": INTERNAL}[message.outputs] + (
-                client.audience if message.outputs != "frames" else ""
-            )
+            client.said_hello(message)
             limits = self._state.limits
             known = {
                 "packet_bytes": PACKET_BYTES,
@@ -127,9 +119,8 @@ class Connections:
         """Reports the error to the client and disconnects it."""
         if not isinstance(error, (Unavailable, ConnectionLost, Internal)):
             self._quotas.count_disconnect(client, self._state.now)
-        client.disconnecting = True
+        client.shut_out()
         self._queries.gone(client.number)
-        client.roles = roles.NO_ROLES
         self._log_client("info", client, f"disconnected: {error.message}")
         self._state.send(client.number, Goodbye(error.code, error.message))
         self._state.effects.append(Close(client.number))

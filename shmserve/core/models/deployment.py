@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from shmserve.core.effects import Settled
 from shmserve.core.events import Deploy, Refuse, Restart, SetService, SetTraffic, Target, Unload
-from shmserve.core.models import loading, memory, retirement, sizes, value
+from shmserve.core.models import loading, memory, retirement, sizes
 from shmserve.core.owners.model import Departure, FailedChange, Model, Operation, Unloading
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.records import Instance, Version
@@ -99,7 +99,7 @@ def _aim(state: State, model: Model, operation: Operation, target: Target, fresh
     _set_scaling(state, version, target)
     if current is not None and current.reason != UNLOADED:
         version.statistics = current.statistics
-        value.inherit(version, current)
+        version.sleep_state.inherit(current.sleep_state)
     if target.policy is not None:
         version.apply_policy(target.policy, state.limits)
         state.ensembles[version] = None

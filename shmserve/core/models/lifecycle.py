@@ -9,7 +9,8 @@ from shmserve.core.events import Compiled, Drain, Exited, Garbled
 from shmserve.core.exit import exit, responses
 from shmserve.core.intake import waiting
 from shmserve.core.intake.queries import QueryQueue
-from shmserve.core.models import deployment, load_results, loading, retirement, sleep, unhealthy, value
+from shmserve.core.limits import pause_ns
+from shmserve.core.models import deployment, load_results, loading, retirement, sleep, unhealthy
 from shmserve.core.records import Batch, Instance, Request, Version
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
@@ -19,12 +20,6 @@ from shmserve.protocol.messages import Failure, Map, Unmap
 from shmserve.protocol.worker_messages import LoadFailed, Stop
 
 _I, _V = InstanceState, VersionState
-
-
-def pause_ns(deaths: int, second: int, limit: int) -> int:
-    """Back-off before a restart after consecutive deaths: none after the first, then `second`, doubled each time up to
-    `limit`."""
-    return min(second << (deaths - 2), limit) if deaths > 1 else 0
 
 
 class Lifecycle:
@@ -42,7 +37,7 @@ class Lifecycle:
         instance.move(_I.READY)
         instance.loaded = True
         instance.ready_since = now
-        value.has_loaded(version, instance, now)
+        version.sleep_state.loaded(now - instance.spawned)
         if instance.sleeping:
             sleep.has_woken(self._state, version, instance, now)
         if version.policy is None:
@@ -298,7 +293,7 @@ class Lifecycle:
         """Resets the crash counters if the instance had been up long enough before the batch in which it died."""
         until = instance.running.began if instance.running is not None else now
         if instance.ready_since and until - instance.ready_since >= self._state.limits.backoff_max_ns:
-            instance.deaths = instance.crashes = 0
+            instance.forgive()
 
     def _await_restart(self, version: Version, instance: Instance, reason: str, now: int) -> None:
         limits = self._state.limits

@@ -112,14 +112,9 @@ def measured(state: State, peer: int, event: Measured, now: int) -> None:
     if known is None:
         return
     version, instance = known
-    sleep_state = version.sleep_state
     state.memory.changed = True
     instance.memory = (event.host, event.gpu)
-    sleep_state.host_peak = max(sleep_state.host_peak, event.peak)
-    sleep_state.gpu_peak = max(sleep_state.gpu_peak, event.gpu)
-    if instance.state is _I.READY:
-        sleep_state.host = max(sleep_state.host, event.host)
-        sleep_state.gpu = max(sleep_state.gpu, event.gpu)
+    version.sleep_state.measured(event.host, event.gpu, event.peak, instance.state is _I.READY)
 
 
 # ------------------------------------------------------------------------------------ waiting for memory

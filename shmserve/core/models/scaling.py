@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from shmserve.core.batching import leases
 from shmserve.core.models import loading, retirement, sizes
-from shmserve.core.models.lifecycle import pause_ns
 from shmserve.core.policy import InstanceSpec, ScaledGroup
 from shmserve.core.records import Instance, Version
 from shmserve.core.service.scaler import SLOW_WINDOW_NS, SUSTAINED, WINDOW_NS, Measured, Reading, Scaler
@@ -32,7 +31,6 @@ def notice(state: State, version: Version, scaler: Scaler, now: int) -> None:
     if version.idle and not version.waits and scaler.last is not None and not (prompts is not None and prompts.total):
         return
     scaler.begin(_read(version, now))
-    scaler.watched = True
     state.set_timer(now + WINDOW_NS, Timer.SCALE, version)
 
 
@@ -43,7 +41,7 @@ def measure(state: State, version: Version, now: int) -> None:
         return
     scaler.watched = False
     if version.state is not VersionState.READY or version.asleep or state.draining:
-        scaler.last = None
+        scaler.stop()
         return
     before, reading = scaler.last, _read(version, now)
     policy = version.policy
@@ -66,15 +64,13 @@ def measure(state: State, version: Version, now: int) -> None:
 
 def joined(state: State, now: int) -> None:
     """At the end of a turn: instances that were added are READY, or could not load."""
-    limits = state.limits
     for version, instance in state.changes.joined:
         scaler, failed = version.scaler, instance.state is _I.FAILED
-        if scaler is not None:
-            scaler.failures = scaler.failures + 1 if failed else 0
-            scaler.short = 0
-            if failed:
-                scaler.retry_at = now + pause_ns(scaler.failures + 1, limits.backoff_ns, limits.backoff_max_ns)
-                instance.retry_at = scaler.retry_at
+        if scaler is not None and failed:
+            scaler.did_not_join(now, state.limits)
+            instance.retry_at = scaler.retry_at
+        elif scaler is not None:
+            scaler.joined()
         ready, wanted = version.counts
         text = f"instance '{instance.spec.name}' of {version.label} was added (READY {ready}/{wanted})"
         if failed:

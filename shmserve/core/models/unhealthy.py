@@ -58,7 +58,7 @@ def resume(state: State, version: Version, instance: Instance) -> None:
     if not instance.held or instance.peer or state.draining or version.state is _V.LOADING:
         return
     instance.held = False
-    instance.deaths = instance.crashes = 0
+    instance.forgive()
     if instance.state is _I.BACKOFF:
         loading.start_again(state, version, instance)
     elif instance.state is _I.ASLEEP:

@@ -10,7 +10,7 @@ is used no more has at most `IDLE_USES` uses in the time since the last one.
 
 from __future__ import annotations
 
-from shmserve.core.records import Instance, Version
+from shmserve.core.records import Version
 from shmserve.core.state import State
 
 EVICTIONS = 8
@@ -19,26 +19,12 @@ SHORTEST_LOAD_NS = 1_000_000
 """Shorter loads cost the same: starting the process takes longer."""
 
 
-def has_loaded(version: Version, instance: Instance, now: int) -> None:
-    sleep_state, took = version.sleep_state, now - instance.spawned
-    sleep_state.load_ns = (3 * sleep_state.load_ns + took) // 4 if sleep_state.load_ns else took
-
-
-def inherit(version: Version, current: Version) -> None:
-    """A new generation is as popular as the one whose statistics it continues."""
-    sleep_state, before = version.sleep_state, current.sleep_state
-    sleep_state.uses, sleep_state.counted, sleep_state.load_ns = before.uses, before.counted, before.load_ns
-
-
 def count_uses(state: State) -> None:
     """Counts the batches that versions in memory have completed since the last call."""
     if not state.memory.uses_since:
         state.memory.uses_since = min((version.began for version in state.memory.holders.values()), default=0)
     for version in state.memory.holders.values():
-        sleep_state, done = version.sleep_state, version.statistics.execution_count
-        if sleep_state.counted != done:
-            sleep_state.uses += done - sleep_state.counted
-            sleep_state.counted = done
+        version.sleep_state.count_uses(version.statistics.execution_count)
 
 
 def of_version(state: State, version: Version, last_used: int, now: int) -> float:

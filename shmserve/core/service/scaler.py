@@ -9,6 +9,7 @@ from math import sqrt
 
 from msgspec import Struct
 
+from shmserve.core.limits import Limits, pause_ns
 from shmserve.core.policy import ScalingPolicy
 
 WINDOW_NS = 250_000_000
@@ -96,6 +97,11 @@ class Scaler(Struct):
     def begin(self, reading: Reading) -> None:
         """Begins the first window."""
         self.last, self.last_wait_ns, self.short, self.calm_since = reading, 0, 0, 0
+        self.watched = True
+
+    def stop(self) -> None:
+        """The version is not measured until the next `begin`, because it does not serve."""
+        self.watched, self.last = False, None
 
     def measure(self, now: Reading, delay_ns: int) -> Measured:
         """Evaluates a window. `delay_ns`: how long requests are queued on purpose, to form larger batches."""
@@ -133,6 +139,15 @@ class Scaler(Struct):
     @property
     def down_ns(self) -> int:
         return self.policy.down_ns * self.patience
+
+    def joined(self) -> None:
+        """An added instance is READY."""
+        self.failures = self.short = 0
+
+    def did_not_join(self, now: int, limits: Limits) -> None:
+        """An added instance could not load."""
+        self.failures, self.short = self.failures + 1, 0
+        self.retry_at = now + pause_ns(self.failures + 1, limits.backoff_ns, limits.backoff_max_ns)
 
     def has_grown(self, now: int) -> None:
         soon = self.shrunk_at and now - self.shrunk_at < 2 * self.down_ns

@@ -10,7 +10,7 @@ import pytest
 from shmserve.broker import startup
 from shmserve.broker.config import settings
 from shmserve.broker.processes.gateways import PAUSES_NS, GatewaySettings
-from shmserve.core.models.lifecycle import pause_ns
+from shmserve.core.limits import pause_ns
 from shmserve.extras import install_command
 from shmserve.gateway import options as gateway_flags
 from shmserve.settings.flag import Flag
