@@ -7,13 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.openai.formats import ToolCalls
 from shmserve.llm.tool_choice import forced_calls
 from tests.support.cases import cases
+from tests.support.hypothesis_profiles import examples
 from tests.support.optional import optional
 
 jsonschema = optional("jsonschema")
@@ -97,6 +98,7 @@ def pieces_of(reader: Any, text: str, cuts: list[int]) -> list[dict[str, Any]]:
     return [one["function"] for one in calls.whole()]
 
 
+@settings(max_examples=examples(quick=30))
 @given(
     st.lists(st.tuples(st.sampled_from(["weather", "now"]), ARGUMENTS), min_size=1, max_size=4),
     st.lists(st.integers(0, 300)),
@@ -114,6 +116,7 @@ def test_calls_are_found_wherever_the_text_is_cut(
     assert [{"name": one["name"], "parameters": json.loads(one["arguments"])} for one in found] == wanted
 
 
+@settings(max_examples=examples(quick=30))
 @given(ARGUMENTS, st.lists(st.integers(0, 300)))
 def test_the_text_for_a_named_function_has_its_arguments(arguments: Any, cuts: list[int]) -> None:
     forced = forced_calls(TOOLS, named("weather"), None)

@@ -104,6 +104,7 @@ tags = st.sampled_from([kind.__struct_config__.tag for kinds in KINDS.values() f
 tagged = st.builds(lambda tag, fields: [tag, *fields], tags | st.integers(-3, 130), st.lists(trees, max_size=9))
 
 
+@settings(max_examples=examples(quick=30))
 @given(unions, st.one_of(trees, st.lists(tagged, max_size=4), st.lists(tagged | trees, max_size=4)))
 def test_any_structure(union: str, tree: Any) -> None:
     found = decode(union, msgpack.packb(tree))
@@ -133,7 +134,7 @@ def mutated(draw: DrawFn) -> tuple[str, bytes]:
     return union, bytes(packet)
 
 
-@settings(max_examples=examples(600))
+@settings(max_examples=examples(600, quick=200))
 @given(mutated())
 def test_mutated_packets(case: tuple[str, bytes]) -> None:
     decode(*case)
