@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.dtypes import from_numpy, to_numpy
-from shmserve.errors import Cancelled, InvalidRequest, ServeError, Unavailable
+from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.protocol.messages import (
     FIELD_BYTES,
     INLINE_BYTES,
@@ -44,7 +44,6 @@ from shmserve.workers.model_calls.pending import (
     Pending,
     check,
     returner_of,
-    wake,
     within,
 )
 from shmserve.workers.output_arenas import INTERNAL, Arenas
@@ -120,8 +119,7 @@ class OutgoingCalls:
         wanted = tuple([Wanted(name) for name in names]) or None
         with self._streams.turn:
             self._streams.check()
-            parent, tensors, pending = self._prepared(inputs, running)
-            pending.window = options.window if options is not None else 0
+            parent, tensors, pending = self._prepared(inputs, running, options.window if options is not None else 0)
             number = parent.request if parent is not None else 0
             call = Call(pending.number, number, model, version, tensors, wanted, 0, options, held)
             self._send(pending, [call])
@@ -130,7 +128,7 @@ class OutgoingCalls:
     def ask(self, what: str, model: str, version: int = 0, body: bytes = b"") -> Pending:
         with self._streams.turn:
             self._streams.check()
-            pending = self._new()
+            pending = self._new(0)
             pieces = [body[start : start + FIELD_BYTES] for start in range(0, len(body), FIELD_BYTES)] or [b""]
             asks = [Ask(pending.number, "", "", 0, piece, True) for piece in pieces]
             asks[0].what, asks[0].model, asks[0].version = what, model, version
@@ -149,16 +147,16 @@ class OutgoingCalls:
             raise
         self._open[pending.number] = pending
 
-    def _new(self) -> Pending:
+    def _new(self, window: int) -> Pending:
         self._numbers += 1
-        return Pending(self._numbers)
+        return Pending(self._numbers, window)
 
     def _prepared(
-        self, inputs: Sequence[CallInput], running: Sequence[Work]
+        self, inputs: Sequence[CallInput], running: Sequence[Work], window: int
     ) -> tuple[Work | None, tuple[Tensor, ...], Pending]:
         places = [self._place(each.array) for each in inputs]
         parent = self._parent(inputs, places, running)
-        pending = self._new()
+        pending = self._new(window)
         room = MESSAGE_BYTES
         tensors: list[Tensor] = []
         try:
@@ -241,12 +239,11 @@ class OutgoingCalls:
         with self._streams.turn:
             if not pending.answers:
                 return None
-            pending.taken += 1
-            if pending.window and not pending.over and 2 * pending.taken >= pending.window:
-                self._outbox.add(More(pending.number, pending.taken))
+            response, more = pending.take()
+            if more:
+                self._outbox.add(More(pending.number, more))
                 self._outbox.flush()
-                pending.taken = 0
-            return pending.answers.popleft()
+            return response
 
     async def wait_soon(self, pending: Pending, ready: Callable[[], bool], coroutines: bool) -> None:
         """Waits until `ready()`. `coroutines`: in the worker's event loop, while the main thread reads the link."""
@@ -273,7 +270,7 @@ class OutgoingCalls:
 
     def _wake_all(self) -> None:
         for pending in self._open.values():
-            wake(pending)
+            pending.wake()
 
     def _read_for_others(self) -> None:
         """Reads the link for coroutines on the model's own event loop: the thread that would read it may be running
@@ -290,10 +287,7 @@ class OutgoingCalls:
                 return
             self._outbox.add(Cancel(pending.number))
             self._outbox.flush()
-            pending.abandoned = pending.over = True
-            pending.answers.clear()
-            pending.answers.append(CallResponse(code=Cancelled.code, text="the call was cancelled"))
-            wake(pending)
+            pending.cancelled()
 
     def count(self, subject: Subject) -> memoryview[float]:
         """Returns the memory of a new metric, which the server reads."""
@@ -308,8 +302,7 @@ class OutgoingCalls:
 
     def forget(self, pending: Pending) -> None:
         """Drops a call whose replies no code will take. Called by finalizers."""
-        pending.abandoned = True
-        pending.answers.clear()
+        pending.forgotten()
         if not pending.over:
             self.defer(Cancel(pending.number))
 
@@ -323,9 +316,7 @@ class OutgoingCalls:
                 if isinstance(tensor.data, tuple):
                     self._outbox.deferred.extend(tensor.data)
             return
-        pending.answers.append(self._response(message))  # even without outputs: Triton models count the last response
-        pending.over = last
-        wake(pending)
+        pending.answered(self._response(message), last)  # even without outputs: Triton models count the last response
 
     def _failed(self, message: Fail | FailHeld) -> None:
         pending = self._open.pop(message.request, None)
@@ -335,10 +326,7 @@ class OutgoingCalls:
             self._held[message.request] = pending
         else:
             self._free(pending)
-        if not pending.abandoned:
-            pending.answers.append(CallResponse(code=message.code, text=message.text))
-        pending.over = True
-        wake(pending)
+        pending.answered(CallResponse(code=message.code, text=message.text), True)
 
     def _released(self, message: Released) -> None:
         pending = self._held.pop(message.request, None)
@@ -349,11 +337,9 @@ class OutgoingCalls:
         pending = self._open.get(message.request)
         if pending is None:
             return
-        pending.body += message.body
         if not message.more:
             self._ended(message.request)
-            pending.over = True
-            wake(pending)
+        pending.answered_query(message.body, not message.more)
 
     def _ended(self, number: int) -> Pending | None:
         pending = self._open.pop(number, None)
@@ -362,9 +348,7 @@ class OutgoingCalls:
         return pending
 
     def _free(self, pending: Pending) -> None:
-        self._arenas.free(pending.blocks)
-        pending.blocks = []
-        pending.kept = []
+        self._arenas.free(pending.release())
 
     def _response(self, message: Reply | Part) -> CallResponse:
         """Creates all arrays at once, so that no handle is lost if one of them fails."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct, field
 
-from shmserve.errors import InvalidRequest
+from shmserve.errors import Cancelled, InvalidRequest
 from shmserve.protocol import codec
 from shmserve.protocol.messages import PACKET_BYTES, Ask, Handle
 from shmserve.protocol.worker_messages import Call, WorkerReport
@@ -79,6 +79,50 @@ class Pending(Struct, eq=False):
     def ready(self) -> bool:
         return self.over or bool(self.answers)
 
+    def answered(self, response: CallResponse, last: bool) -> None:
+        """A reply has arrived."""
+        if not self.abandoned:
+            self.answers.append(response)
+        self.over = last
+        self.wake()
+
+    def answered_query(self, body: bytes, last: bool) -> None:
+        """A part of the answer to a query has arrived."""
+        self.body += body
+        if last:
+            self.over = True
+            self.wake()
+
+    def cancelled(self) -> None:
+        """The model has cancelled it, which is its last reply."""
+        self.forgotten()
+        self.over = True
+        self.answers.append(CallResponse(code=Cancelled.code, text="the call was cancelled"))
+        self.wake()
+
+    def forgotten(self) -> None:
+        """No code will take its replies."""
+        self.abandoned = True
+        self.answers.clear()
+
+    def take(self) -> tuple[CallResponse, int]:
+        """The next reply, of which there is one. And how many more are accepted, once that is half of the window."""
+        self.taken += 1
+        more = self.taken if self.window and not self.over and 2 * self.taken >= self.window else 0
+        self.taken -= more
+        return self.answers.popleft(), more
+
+    def release(self) -> list[Handle]:
+        """Its inputs are not read any more. Returns the blocks that have been allocated for them."""
+        blocks, self.blocks, self.kept = self.blocks, [], []
+        return blocks
+
+    def wake(self) -> None:
+        waiters, self.waiters = self.waiters, []
+        for future in waiters:
+            with suppress(RuntimeError):  # the waiter's loop has been closed
+                settle_soon(future)
+
 
 def check(message: Call | Ask) -> None:
     """Validates a message before it is sent: the broker would disconnect this worker if it could not decode it."""
@@ -108,10 +152,3 @@ def within(place: Handle, work: Work) -> bool:
         if isinstance(tensor.data, tuple)
         for part in tensor.data
     )
-
-
-def wake(pending: Pending) -> None:
-    waiters, pending.waiters = pending.waiters, []
-    for future in waiters:
-        with suppress(RuntimeError):  # the waiter's loop has been closed
-            settle_soon(future)

@@ -57,6 +57,14 @@ class ResponseSender(Struct, eq=False):
         if self.work.options is not None and self.work.options.window:
             self.room = self.work.options.window
 
+    def answered_by(self, abort: Callable[[], object], together: tuple[ResponseSender, ...] = ()) -> None:
+        """Code has begun to answer this request and those in `together`, until `answer_ended` or its last response."""
+        self.abort, self.answered_with = abort, together
+
+    def answer_ended(self) -> None:
+        """The code that answered the request has ended."""
+        self.abort, self.answered_with = None, ()
+
     @property
     def dropped(self) -> bool:
         """Whether further responses are dropped."""

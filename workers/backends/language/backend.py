@@ -297,7 +297,7 @@ class _Replying:
         self._reply.ended(reason.lower())
 
     def abort_with(self, abort: Callable[[], object]) -> None:
-        self._stream.abort = abort
+        self._stream.answered_by(abort)
         if self._stream.dropped:
             abort()
 

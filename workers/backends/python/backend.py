@@ -213,14 +213,14 @@ class SeparatePython(PythonModel, SeparateModel):
 
         def started(task: asyncio.Task[None]) -> None:
             for stream in task_streams:
-                stream.answered_with, stream.abort = task_streams, partial(loop.loop.call_soon_threadsafe, task.cancel)
+                stream.answered_by(partial(loop.loop.call_soon_threadsafe, task.cancel), task_streams)
             task.add_done_callback(ended)
             if all(stream.cancelled for stream in task_streams):
                 loop.loop.call_soon(task.cancel)  # only after it has started, so that it can fail its streams
 
         def ended(task: asyncio.Task[None]) -> None:
             for stream in task_streams:
-                stream.answered_with, stream.abort = (), None
+                stream.answer_ended()
 
         loop.start(coroutine, started)
 
