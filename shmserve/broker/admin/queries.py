@@ -19,7 +19,7 @@ from shmserve.core.owners import activity
 from shmserve.core.owners.model import Model
 from shmserve.core.records import Instance, Version
 from shmserve.core.states import UNLOADED, InstanceState, VersionState
-from shmserve.core.stats.statistics import Statistics
+from shmserve.core.stats.statistics import COUNTERS, Statistics
 from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError
 from shmserve.llm.figures import with_queue
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail
@@ -504,8 +504,7 @@ class Control:
             "name": plain(version.model),
             "version": str(version.number),
             "last_inference": last_ns // 1_000_000,
-            "inference_count": counted.inference_count,
-            "execution_count": counted.execution_count,
+            **{counter.field: getattr(counted, counter.field) for counter in COUNTERS},
             "inference_stats": {
                 "success": _duration(counted.success_count, counted.success_ns),
                 "fail": _duration(counted.fail_count, counted.fail_ns),

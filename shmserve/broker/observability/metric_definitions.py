@@ -1,7 +1,7 @@
 """The server's metrics: names, types, labels and help texts, and the Prometheus text format.
 
-Invariant: each metric is a row of FAMILIES, from which the tables of docs/metrics.md are generated. Metrics that begin
-with nv_ have Triton's names and meaning.
+Invariant: each metric is a row of FAMILIES, which includes the COUNTERS of the core. The tables of docs/metrics.md are
+generated from it. Metrics that begin with nv_ have Triton's names and meaning.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from shmserve.broker.observability.logs import printable
+from shmserve.core.stats.statistics import COUNTERS
 from shmserve.protocol.namespaces import SEPARATOR, namespace_of, plain
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -93,8 +94,7 @@ FAMILIES = (
     ),
     *_rows(
         BATCHES,
-        ("nv_inference_count", "counter", VERSION, "rows computed; a request without a batch dimension counts as one"),
-        ("nv_inference_exec_count", "counter", VERSION, "batches run"),
+        *((counter.metric, "counter", VERSION, counter.help) for counter in COUNTERS),
         ("shmserve_batch_duration_seconds", "histogram", VERSION, "execution time of batches"),
         ("shmserve_batch_rows", "histogram", VERSION, "rows per batch"),
         ("shmserve_batches_total", "counter", (*VERSION, "reason"), "batches run, by the reason each was formed"),

@@ -25,7 +25,7 @@ from shmserve.core.records import Instance, Version
 from shmserve.core.service.scaler import Scaler
 from shmserve.core.state import WORKERS_FROM, State
 from shmserve.core.states import UNLOADED, InstanceState, VersionState
-from shmserve.core.stats.statistics import FailureKind, Statistics
+from shmserve.core.stats.statistics import COUNTERS, FailureKind, Statistics
 from shmserve.protocol.messages import OWNER_SHIFT
 from shmserve.settings.flag import nearest_name
 from shmserve.shm.arena import Arena
@@ -367,8 +367,8 @@ class Metrics:
 def _counts(page: Page, counted: Statistics, max_batch: int, named: str) -> None:
     add = page.add
     add("nv_inference_request_success", counted.success_count, named)
-    add("nv_inference_count", counted.inference_count, named)
-    add("nv_inference_exec_count", counted.execution_count, named)
+    for counter in COUNTERS:
+        add(counter.metric, getattr(counted, counter.field), named)
     for reason, count in counted.reasons.items():
         add("shmserve_batches_total", count, f'{named},reason="{reason.value}"')
     if counted.elements:

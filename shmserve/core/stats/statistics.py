@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 from msgspec import Struct, field
 
@@ -116,6 +117,22 @@ class Loads(Struct):
     done: int = 0
     failed: int = 0
     done_ns: int = 0
+
+
+class Counter(NamedTuple):
+    """A field of `Statistics` that is also a metric, and in the statistics of a version under its own name."""
+
+    field: str
+    metric: str
+    help: str
+
+
+COUNTERS = (
+    Counter(
+        "inference_count", "nv_inference_count", "rows computed; a request without a batch dimension counts as one"
+    ),
+    Counter("execution_count", "nv_inference_exec_count", "batches run"),
+)
 
 
 class Statistics(Struct):
