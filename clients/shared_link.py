@@ -25,18 +25,9 @@ from typing import Any
 
 from shmserve.clients.future import PENDING, Future
 from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
-from shmserve.session import Incoming, Session, StreamTicket, Ticket
+from shmserve.session import Incoming, StreamTicket, Ticket
 from shmserve.transport.address import Address, no_server
-from shmserve.transport.link import (
-    CLIENT_SESSION,
-    CLOSED,
-    INTERRUPTED,
-    MAX_PAUSE_S,
-    PAUSE_S,
-    ServerLink,
-    SessionLink,
-    open_link,
-)
+from shmserve.transport.link import CLOSED, INTERRUPTED, MAX_PAUSE_S, PAUSE_S, ServerLink, SessionLink, open_link
 
 LINGER_S = 5.0
 """Idle time after which the reader thread ends."""
@@ -71,15 +62,8 @@ class _ReaderThread(threading.Thread):
 class SharedLink(SessionLink):
     """The link behind a client's futures. It implements `ResponseReader`."""
 
-    def __init__(
-        self,
-        address: Address,
-        name: str,
-        reconnect_timeout: float,
-        memory_bytes: int,
-        make_session: Callable[..., Session] = CLIENT_SESSION,
-    ) -> None:
-        super().__init__(address, name, reconnect_timeout, memory_bytes, make_session)
+    def __init__(self, address: Address, name: str, reconnect_timeout: float, memory_bytes: int) -> None:
+        super().__init__(address, name, reconnect_timeout, memory_bytes)
         self.lock = threading.RLock()
         self.outbox = self.session.outbox
         self.uncollected = 0
@@ -581,8 +565,7 @@ class SharedLink(SessionLink):
     def forked(self) -> None:
         """Called without the lock."""
         link, session, closed = self._link, self.session, self.closed
-        arguments = self.address, self._name, self._reconnect_timeout, self._memory_bytes, self._make_session
-        SharedLink.__init__(self, *arguments)
+        SharedLink.__init__(self, self.address, self._name, self._reconnect_timeout, self._memory_bytes)
         self.closed = closed
         if link is not None:
             link.abandon()

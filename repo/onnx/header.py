@@ -109,8 +109,7 @@ class _HeaderReader:
         if not graphs:
             raise NotOnnx("not an ONNX file: it has no graph")
         for graph in graphs:  # protobuf merges repeated graphs
-            self._expect(graph, _BYTES)
-            for field in self._fields(graph.start, graph.end):
+            for field in self._inside(graph):
                 if field.number in (_GRAPH_INPUT, _GRAPH_OUTPUT):
                     (inputs if field.number == _GRAPH_INPUT else outputs).append(self._declared(field))
                 elif field.number == _GRAPH_INITIALIZER:
@@ -165,7 +164,7 @@ class _HeaderReader:
         return next((self._text(inner) for inner in self._inside(field) if inner.number == number), "")
 
     def _text(self, field: _Field) -> str:
-        self._expect(field, _BYTES)
+        self._check(field)
         if field.end - field.start > MESSAGE_BYTES:
             raise TooLarge
         self._file.seek(field.start)
@@ -174,11 +173,12 @@ class _HeaderReader:
     # ------------------------------------------------------------------------------------ protobuf
 
     def _inside(self, field: _Field) -> Iterator[_Field]:
-        self._expect(field, _BYTES)
+        self._check(field)
         return self._fields(field.start, field.end)
 
-    def _expect(self, field: _Field, kind: int) -> None:
-        if field.kind != kind:
+    def _check(self, field: _Field) -> None:
+        """Raises NotOnnx unless the field is a text or a message."""
+        if field.kind != _BYTES:
             raise NotOnnx(f"not an ONNX file: field {field.number} has wire type {field.kind}")
 
     def _fields(self, at: int, end: int) -> Iterator[_Field]:

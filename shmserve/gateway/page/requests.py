@@ -65,10 +65,10 @@ class PageFile(Struct, frozen=True):
 
 
 class PageFiles:
-    def __init__(self, folder: Path = FOLDER) -> None:
+    def __init__(self) -> None:
         self._files = {
-            path.relative_to(folder).as_posix(): _read(path)
-            for path in sorted(folder.rglob("*"))
+            path.relative_to(FOLDER).as_posix(): _read(path)
+            for path in sorted(FOLDER.rglob("*"))
             if path.is_file() and path.suffix in _KINDS
         }
 

@@ -171,7 +171,7 @@ def _values(snapshot: ServerSnapshot, view: View) -> Row:
         ),
         "models": f"{sum(one['state'] in SERVING for one in listed)}/{len(listed)}",
         "instances": _instances(listed),
-        "queue_seconds": _weighted(view.models, "queue_seconds"),
+        "queue_seconds": _queue_seconds(view.models),
         **percentiles(_merged(snapshot.times.values())),
     }
 
@@ -217,7 +217,7 @@ def _model(name: str, rows: list[Row], known: Sequence[ServerSnapshot]) -> Row:
             for key in ("requests_per_s", "failed_per_s", "queued", "in_flight", "memory_bytes", "gpu_memory_bytes")
         },
         **{one.key: sum_known(row[one.key] for row in rows) for one in _SUMMED},
-        "queue_seconds": _weighted(rows, "queue_seconds"),
+        "queue_seconds": _queue_seconds(rows),
         "mean_batch": (sum_known(row["rows_per_s"] for row in rows) or 0.0) / batches if batches else None,
         "busy": sum(row["busy"] * row["ready"] for row in rows if row["busy"] is not None) / ready if ready else None,
         "reason": "; ".join(f"{server}: {reason}" for reason, server in reasons.items()),
@@ -253,17 +253,17 @@ def _total(servers: Sequence[Row], known: Sequence[ServerSnapshot]) -> Row:
             for key in ("requests_per_s", "failed_per_s", "queued", "in_flight")
         },
         "generated_tokens_per_s": sum_known(row["generated_tokens_per_s"] for row in models),
-        "queue_seconds": _weighted(models, "queue_seconds"),
+        "queue_seconds": _queue_seconds(models),
         **percentiles(_merged(counts for snapshot in known for counts in snapshot.times.values())),
     }
 
 
-def _weighted(rows: Iterable[Row], key: str) -> float | None:
+def _queue_seconds(rows: Iterable[Row]) -> float | None:
     """The mean over successful requests."""
     pairs = [
-        (row[key], row["requests_per_s"] - row["failed_per_s"])
+        (row["queue_seconds"], row["requests_per_s"] - row["failed_per_s"])
         for row in rows
-        if row[key] is not None and row["requests_per_s"] is not None
+        if row["queue_seconds"] is not None and row["requests_per_s"] is not None
     ]
     requests = sum(weight for _, weight in pairs)
     return sum(value * weight for value, weight in pairs) / requests if requests else None
