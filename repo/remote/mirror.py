@@ -1,7 +1,7 @@
 """Mirrors one remote repository: downloads what has changed of a model, and publishes it once it is complete.
 
 Invariant: a model is published only if all its objects were the same after the download as before, with the sizes and
-digests that the store tells. Until then, and whenever the store fails, what was published before stays.
+digests that the store reports. Until then, and whenever the store fails, what was published before stays.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class Mirror:
         }
         errors = [error for future in futures.values() if (error := future.exception()) is not None]
         if errors:
-            # One that will not pass by itself tells more than that something changed.
+            # An error that persists says more than that something has changed.
             raise next((error for error in errors if not isinstance(error, Changed)), errors[0])
         fetched = {path: future.result() for path, future in futures.items()}
         blobs = kept | fetched

@@ -77,7 +77,7 @@ def functions_in(path: Path) -> list[FunctionModel]:
 
 
 def _modules(tree: ast.Module, folder: Path) -> set[str]:
-    """Invariant: at most MODULES files are read, none of them outside of `folder`."""
+    """The files in the folder that the module imports, also indirectly. At most MODULES are read."""
     names: set[str] = set()
     trees = [tree]
     while trees and len(names) < MODULES:

@@ -92,7 +92,7 @@ def mean_inside(likely: np.ndarray, box: np.ndarray) -> float:
 
 
 def grown(box: np.ndarray) -> np.ndarray:
-    """Expand a box: the network marks only the middle of a line; its border is outside by a multiple of area /
+    """Expands a box: the network marks only the middle of a line; its border is outside by a multiple of area /
     circumference.
     """
     following = np.roll(box, -1, axis=0).astype(np.float64)
