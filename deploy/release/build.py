@@ -36,8 +36,9 @@ def build(target: Path, root: Path = ROOT) -> list[Path]:
         sdist.write_bytes(normalized(raw, epoch))
         with sdist.open("rb") as file:
             (unpacked,) = _unpack(file, place / "unpacked").iterdir()
-        wheel = target / (made := _backend(unpacked, place / "wheel", "--wheel", epoch)).name
-        wheel.write_bytes(made.read_bytes())
+        built = _backend(unpacked, place / "wheel", "--wheel", epoch)
+        wheel = target / built.name
+        wheel.write_bytes(built.read_bytes())
     return [sdist, wheel, platform_wheel(wheel, target)]
 
 
@@ -63,7 +64,7 @@ def write_sums(target: Path) -> None:
 
 
 def _unpack(file: io.BufferedIOBase, folder: Path) -> Path:
-    """Extract with the modes of umask 022, because a wheel gets the modes of the files that it is built from."""
+    """Extracts with the modes of umask 022, because a wheel gets the modes of the files that it is built from."""
     before = os.umask(0o022)
     try:
         with tarfile.open(fileobj=file, mode="r:*") as archive:
@@ -84,8 +85,8 @@ def _backend(source: Path, target: Path, kind: str, epoch: int) -> Path:
     )
     if done.returncode:
         sys.exit(f"{done.stdout}\npython -m build {kind} failed with status {done.returncode}")
-    (made,) = target.iterdir()
-    return made
+    (file,) = target.iterdir()
+    return file
 
 
 def _output(folder: Path, *command: str) -> str:

@@ -45,7 +45,7 @@ def connect(address: Address) -> Lane:
         sock.connect(address.path)
     except OSError as error:
         sock.close()
-        if error.errno == errno.EPERM or error.errno == errno.EACCES:
+        if error.errno in (errno.EPERM, errno.EACCES):
             raise no_server(
                 address, "permission denied on its socket; the server grants access to a group with --socket-group"
             ) from error

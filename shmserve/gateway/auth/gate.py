@@ -32,7 +32,7 @@ class Guard:
         self.tls = self.read_tls()
 
     def renew(self, context: ssl.SSLContext | None, holders: tokens.Tokens | None) -> None:
-        """For new connections and requests."""
+        """Replaces certificates and tokens for new connections and requests."""
         self.tls = context
         self.access.renew(holders)
 

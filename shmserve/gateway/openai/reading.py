@@ -9,7 +9,7 @@ from shmserve.gateway.openai.models import LanguageModel
 from shmserve.llm.tool_choice import ForcedCalls
 
 REASONING_TAGS = "reasoning_tags"
-"""Model parameter."""
+"""The parameter of a model that has the tags."""
 
 
 class Reading(Struct, frozen=True):

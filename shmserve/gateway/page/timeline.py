@@ -51,7 +51,7 @@ class Timeline:
 
 
 def _changes(before: Document, after: Document) -> Iterator[tuple[str, bool]]:
-    """Each with whether it is bad news."""
+    """Yields the text of each change, and whether it is bad news."""
     if state_of(before) != (state := state_of(after)):
         reason = after.get("reason", "")
         yield f"{state}: {reason}" if reason and state != NOT_LOADED else state, state in ("UNAVAILABLE", "DEGRADED")

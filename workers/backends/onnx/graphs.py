@@ -1,7 +1,7 @@
 """CUDA graphs: runs that the engine has recorded.
 
 Invariant: a recorded run uses the addresses from its recording, so each shape has its own tensors on the device, which
-never move; inputs are copied into them. After the first MOST_SHAPES shapes, further ones run without graphs.
+never move; inputs are copied into them. After the first MAX_SHAPES shapes, further ones run without graphs.
 """
 
 from __future__ import annotations
