@@ -313,6 +313,11 @@ class Batch(Struct, eq=False):
     def details(self) -> str:
         return f"{self.rows} rows"
 
+    def leave(self, request: Request) -> None:
+        """The request goes on without the batch."""
+        self.remaining -= 1
+        request.batch = None
+
     def end(self) -> None:
         """Breaks the reference cycle between requests and batch; the GC does not track requests."""
         move(self, BatchState.ENDED)
@@ -1226,6 +1231,12 @@ class Version:
         """Bytes inside the messages of queued requests."""
         checked = self.service.queue.bytes if self.service.sequence_slots is None else self.service.sequence_slots.bytes
         return checked + self.unchecked.bytes
+
+    def suspect(self, request: Request, instance: Instance) -> None:
+        """The request may be why the instance's worker has died. It runs once more, alone."""
+        request.suspect = instance
+        instance.unexplained = True
+        self.suspects.append(request)
 
     def drop(self, request: Request) -> None:
         """Removes a queued request."""

@@ -355,12 +355,10 @@ def recall(state: State, instance: Instance, batch: Batch) -> None:
 def take_out(state: State, version: Version, instance: Instance, batch: Batch, request: Request) -> None:
     """Removes a request from a batch that waits at a worker and will not run it."""
     batch.rows -= request.cost
-    batch.remaining -= 1
+    batch.leave(request)
     if request.state is _LINGERING:
-        request.batch = None
         exit.released(state, request)
     else:
-        request.take_back()
         put_back(state, version, request)
     if not batch.remaining:
         batch.end()
@@ -368,7 +366,9 @@ def take_out(state: State, version: Version, instance: Instance, batch: Batch, r
 
 
 def put_back(state: State, version: Version, request: Request) -> None:
-    """Queues the request again in its version or, after a restart, in the next generation."""
+    """Queues a request that its worker does not have any more, in its version or, after a restart, in the next
+    generation."""
+    request.take_back()
     target = version.requeue_target
     if target is not version:
         request.version = target

@@ -248,9 +248,7 @@ def queue_lease_suspect(state: State, version: Version, request: Request) -> boo
     instance = state.lease_suspects.pop((request.client.number, request.client_number), None)
     if instance is None or instance not in version.instances:
         return False
-    request.suspect = instance
-    instance.unexplained = True
-    version.suspects.append(request)
+    version.suspect(request, instance)
     return True
 
 

@@ -94,8 +94,7 @@ def _again(state: State, version: Version, batch: Batch, numbers: tuple[int, ...
     for number in numbers:
         request = state.requests.get(number)
         if request is not None and request.batch is batch:
-            batch.remaining -= 1
-            request.batch = None
+            batch.leave(request)
             if request.state is _SENT:
                 assert request.sequence is not None
                 request.sequence.run_again(request)

@@ -120,8 +120,7 @@ def batch_done(state: State, instance: Instance, batch: Batch, taken: int) -> No
         if request.state is _SENT:
             request.move(_OPEN)
             state.observers.answered_in_batch(request, taken)
-        request.batch = None
-        batch.remaining -= 1
+        batch.leave(request)
         instance.streams[request.number] = request
 
 

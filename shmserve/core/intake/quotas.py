@@ -102,10 +102,9 @@ class Quotas:
     # ------------------------------------------------------------------------------------ requests
 
     def check_queue(self, payer: Payer, version: Version, inline: int) -> None:
-        """Raises if the payer may not have another request in flight with this many bytes inside its message."""
+        """Raises if the payer may not have another request in flight with this many bytes inside its message. Called if
+        there are at least `busy` requests."""
         total = len(self._state.requests)
-        if total < self.busy:
-            return
         limits, used = self._limits, payer.in_flight
         waits, waiting = version.waits, version.waiting_bytes
         if total >= limits.requests and self._has_share(used, limits.requests):

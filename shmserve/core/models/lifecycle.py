@@ -103,8 +103,7 @@ class Lifecycle:
         lost = self._state.ledger.worker_died(event.peer)
         if lost:
             self._lose_tensors(lost, instance)
-        del self._state.memory.holders[instance]
-        self._state.memory.changed = True
+        self._state.memory.free(instance)
         self._handle_exit(version, instance, event, explained, now)
         version.settle_sleep()
         loading.load_over(self._state, instance)
@@ -176,7 +175,8 @@ class Lifecycle:
         explained = False
         for request in running.requests() if running is not None else ():
             if again and self._may_retry(version, request):
-                self._suspect(version, instance, request)
+                request.take_back()
+                version.suspect(request, instance)
             else:
                 first = request.suspect
                 if first is not None:
@@ -184,7 +184,6 @@ class Lifecycle:
                 exit.fail(self._state, request, "MODEL_FAILED", _lost(version, instance, request, alone, reason))
         for request in waiting.requests() if waiting is not None else ():  # not started yet
             if request.state is RequestState.SENT:
-                request.take_back()
                 dispatch.put_back(self._state, version, request)
             else:
                 exit.fail(self._state, request, "", "")
@@ -206,7 +205,6 @@ class Lifecycle:
                 request.take_back()
                 version.suspects.append(request)
             elif self._may_retry(version, request):
-                request.take_back()
                 dispatch.put_back(self._state, version, request)
 
     def _lose_lease(self, version: Version, instance: Instance, reason: str) -> None:
@@ -245,12 +243,6 @@ class Lifecycle:
         if request.sequence is not None or request.parts:
             return False
         return version.policy is not None and version.policy.retry
-
-    def _suspect(self, version: Version, instance: Instance, request: Request) -> None:
-        request.take_back()
-        request.suspect = instance
-        instance.unexplained = True
-        version.suspects.append(request)
 
     def _crashed(self, version: Version, instance: Instance, reason: str, explained: bool, now: int) -> None:
         """Schedules a restart: immediately, then with increasing back-off. After the crash limit the instance counts as
@@ -354,7 +346,7 @@ class Lifecycle:
                 for instance in version.instances:
                     if instance.state in (_I.BACKOFF, _I.WAITING) and not instance.sleeping:
                         instance.move(_I.STOPPED)
-                        self._state.memory.holders.pop(instance, None)
+                        self._state.memory.free(instance)
                 if version.state is _V.LOADING:
                     waiting.fail(self._state, version, STOPPING)
                 self._no_more(version)

@@ -61,8 +61,7 @@ def cannot_fit(state: State, version: Version, reason: str, now: int) -> None:
 
 def _has_failed(state: State, instance: Instance) -> None:
     instance.move(_I.FAILED)
-    if state.memory.holders.pop(instance, None) is not None:  # it was to be tried again
-        state.memory.changed = True
+    state.memory.free(instance)
 
 
 def give_up(state: State, version: Version, instance: Instance, reason: str) -> None:

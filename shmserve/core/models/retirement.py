@@ -48,8 +48,7 @@ def stop(state: State, version: Version, instance: Instance, hurry: bool = True)
     state.deadlock_possible = True
     if instance.state in (_I.WAITING, _I.BACKOFF, _I.ASLEEP):
         instance.move(_I.STOPPED)
-        state.memory.holders.pop(instance, None)
-        state.memory.changed = True
+        state.memory.free(instance)
         remove_stopped(version, instance)
     elif instance.state is _I.GOING_TO_SLEEP:
         instance.move(_I.STOPPING)

@@ -148,7 +148,7 @@ def put_to_sleep(state: State, version: Version) -> None:
         if instance.state is _I.BACKOFF:
             instance.lost = False
             instance.move(_I.ASLEEP)
-            state.memory.holders.pop(instance, None)
+            state.memory.free(instance)
             continue
         if instance in version.idle:
             version.idle.remove(instance)
@@ -162,8 +162,7 @@ def put_to_sleep(state: State, version: Version) -> None:
 def back_to_sleep(state: State, version: Version, instance: Instance) -> None:
     """Puts an instance that waits to load, but is no longer needed, back to sleep."""
     state.loading.queue.remove((version, instance))
-    state.memory.holders.pop(instance, None)
-    state.memory.changed = True
+    state.memory.free(instance)
     instance.move(_I.ASLEEP)
     version.settle_sleep()
     if version.asleep:
@@ -292,7 +291,7 @@ def hold(state: State, version: Version, instance: Instance, reason: str) -> Non
         instance.move(_I.ASLEEP)
     instance.explain(reason)
     instance.held, instance.load_error = True, ""
-    state.memory.holders.pop(instance, None)
+    state.memory.free(instance)
     version.settle_sleep()
     if version.asleep:
         version.sleep_state.woken = 0

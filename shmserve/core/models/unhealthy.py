@@ -45,8 +45,7 @@ def hold(state: State, version: Version, instance: Instance, reason: str) -> Non
     instance.held = instance.lost = True
     instance.explain(reason)
     instance.load_error, instance.retry_at = "", 0
-    state.memory.holders.pop(instance, None)
-    state.memory.changed = True
+    state.memory.free(instance)
     if retirement.settle_lost(state, version):
         state.log_version("error", f"{version.label} is UNAVAILABLE: {version.reason}", version, instance)
     state.to_dispatch[version] = None

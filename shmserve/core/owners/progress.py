@@ -71,3 +71,8 @@ class Memory(Struct, eq=False):
     """Since when `SleepState.uses` have been counted."""
     short_since: int = 0
     """Since when instances have exceeded the memory budget; 0: they do not."""
+
+    def free(self, instance: Instance) -> None:
+        """The instance has no process, and does not wait for one. Others may get its memory."""
+        self.holders.pop(instance, None)
+        self.changed = True
