@@ -161,8 +161,6 @@ class Feed:
         self._threshold = threshold
         self._stream = stream
         self._staging = Staging(cuda, staged)
-        self.direct_bytes = 0
-        """Bytes that were copied without a host copy first."""
 
     def address_on_device(self, group: GatherGroup, index: int) -> int:
         """Returns the address of an input that is one aligned piece on the device; else 0."""
@@ -196,7 +194,6 @@ class Feed:
                     self._send(target, buffer, begin, offset)
                 self._pinned.ensure(piece)
                 self._cuda.copy(target + offset, address_of(piece), length, self._cuda.to_device, self._stream)
-                self.direct_bytes += length
                 begin = offset + length
             elif length:
                 if buffer is None:
