@@ -198,6 +198,11 @@ class Request(Struct, eq=False, gc=False):
     def move(self, finish: RequestState) -> None:
         move(self, finish)
 
+    def taken_over(self, by: Version) -> None:
+        """Another generation runs it, or another version for which it waits."""
+        self.version = by
+        self.miss = None  # its key contains the generation
+
     def drop_prompt(self) -> None:
         """Its prompt does not wait any more."""
         if self.prompt is not None:
@@ -398,6 +403,12 @@ class ClientState(Struct, eq=False):
             self.audience = INTERNAL
         elif self.outputs == "posix":
             self.audience = f"posix:{self.audience}"
+
+    def sent(self, request: Request) -> None:
+        """It has sent the request, which is in flight now."""
+        self.requests[request.client_number] = request
+        self.bytes += request.inline
+        self.input_bytes += request.input_bytes
 
     def shut_out(self) -> None:
         """It is about to be disconnected, and may do nothing more."""

@@ -207,7 +207,7 @@ class State:
         elif default is not None:
             for request in version.unchecked.take(version.unchecked.count):
                 named = request.unchecked is not None and request.unchecked.version
-                request.version = version if named else default
+                request.taken_over(version if named else default)
                 request.version.unchecked.add(request)
             if default.unchecked.count:
                 self.loaded_versions[default] = None

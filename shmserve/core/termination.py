@@ -28,6 +28,12 @@ def kill_for_protocol_error(state: State, version: Version, instance: Instance, 
     kill(state, version, instance, f"it violated the protocol: unexpected {what}")
 
 
+def expect_end(state: State, instance: Instance, after_ns: int) -> None:
+    """The process ends within this time, or `handover.overdue` ends it."""
+    instance.due = state.now + after_ns
+    state.set_timer(instance.due, Timer.OVERDUE, instance)
+
+
 def watch(state: State, version: Version, instance: Instance, since: int) -> None:
     """Sets the execution limit timer of an instance that runs a request since then; there is at most one."""
     if version.limit_ns and not instance.watched:

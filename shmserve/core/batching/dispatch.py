@@ -371,8 +371,7 @@ def put_back(state: State, version: Version, request: Request) -> None:
     request.take_back()
     target = version.requeue_target
     if target is not version:
-        request.version = target
-        request.miss = None  # its key contains the generation
+        request.taken_over(target)
         target.service.move_in_order(request, version.service)
         exit.respond_in_order(state, version)
     target.service.queue.put_back(request)

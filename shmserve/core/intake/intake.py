@@ -547,8 +547,7 @@ class Intake:
             length,
         )
         state.requests[number] = request
-        client.requests[number] = request
-        client.bytes += inline
+        client.sent(request)
         target.service.queue.add(request)
         state.to_dispatch[target] = None
 

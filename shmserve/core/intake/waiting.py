@@ -70,7 +70,7 @@ def size_of(message: Infer | Call) -> tuple[int, bool]:
 def add(state: State, request: Request) -> None:
     """Lets a new request wait, at most until its own timeout."""
     options = request.options
-    _charge(request)
+    request.client.sent(request)
     state.requests[request.number] = request
     if request.deadline:
         state.set_timer(request.deadline, Timer.DEADLINE, request)
@@ -82,16 +82,9 @@ def add(state: State, request: Request) -> None:
 
 def wait_again(request: Request, version: Version) -> None:
     """Lets a request wait for another version. `check` has taken it out of the queue of the previous one."""
-    request.version = version
-    _charge(request)
+    request.taken_over(version)
+    request.client.sent(request)
     version.unchecked.add(request)
-
-
-def _charge(request: Request) -> None:
-    client = request.client
-    client.requests[request.client_number] = request
-    client.bytes += request.inline
-    client.input_bytes += request.input_bytes
 
 
 def check(state: State, admit: Callable[[Request, int], None], now: int) -> None:
@@ -125,7 +118,7 @@ def _check(state: State, request: Request, admit: Callable[[Request, int], None]
     try:
         admit(request, now)
     except ServeError as error:
-        _charge(request)
+        client.sent(request)
         exit.deliver(state, request, Fail(request.client_number, error.code, error.message))
 
 

@@ -13,7 +13,7 @@ from shmserve.core.exit import exit
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, RequestState
-from shmserve.core.termination import kill
+from shmserve.core.termination import expect_end, kill
 
 RECALL_NS = 1_000_000_000
 """How long a worker has to report the requests that it has not started. Much longer than a message takes."""
@@ -46,8 +46,7 @@ def _replace(state: State, old: Version, new: Version, now: int) -> None:
         new.suspects.extend(old.suspects)
         old.suspects.clear()
         for request in moved:
-            request.version = new
-            request.miss = None  # its key contains the generation
+            request.taken_over(new)
         new.service.split_order(before, new)
         exit.respond_in_order(state, old)
         state.to_dispatch[new] = None
@@ -57,8 +56,7 @@ def _replace(state: State, old: Version, new: Version, now: int) -> None:
 
 
 def _limit(state: State, version: Version, instance: Instance, now: int) -> None:
-    instance.due = now + state.limits.exit_ns
-    state.set_timer(instance.due, Timer.OVERDUE, instance)
+    expect_end(state, instance, state.limits.exit_ns)
     if instance.waiting is not None and (instance.retiring or version.successor is not None):
         dispatch.recall(state, instance, instance.waiting)
         state.set_timer(now + RECALL_NS, Timer.RECALL, instance)
@@ -89,8 +87,7 @@ def overdue(state: State, version: Version, instance: Instance, now: int) -> Non
     running = instance.running
     old = instance.streams or (running is not None and running.began <= instance.due - limit_ns)
     if not old and not instance.lease and instance.state is not InstanceState.STOPPING:
-        instance.due = now + max(limit_ns, RECALL_NS)
-        state.set_timer(instance.due, Timer.OVERDUE, instance)
+        expect_end(state, instance, max(limit_ns, RECALL_NS))
         return
     text = (
         f"{version.label}: instance '{instance.spec.name}' was restarted while it ran this request, which did not "

@@ -8,6 +8,7 @@ from shmserve.core.owners.model import Model
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import UNLOADED, InstanceState, VersionState
+from shmserve.core.termination import expect_end
 from shmserve.protocol.worker_messages import Stop
 
 _I, _V = InstanceState, VersionState
@@ -64,8 +65,7 @@ def stop(state: State, version: Version, instance: Instance, hurry: bool = True)
         instance.move(_I.STOPPING)
         state.send(instance.peer, Stop())
         if instance.due:  # it was replaced by a restart, and stayed for its sequences or streams
-            instance.due = state.now + state.limits.exit_ns
-            state.set_timer(instance.due, Timer.OVERDUE, instance)
+            expect_end(state, instance, state.limits.exit_ns)
     elif instance.state is _I.STARTING:
         instance.move(_I.STOPPING)
         state.effects.append(Kill(instance.peer, "it is no longer needed"))

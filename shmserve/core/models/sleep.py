@@ -19,6 +19,7 @@ from shmserve.core.models import loading, retirement
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, VersionState
+from shmserve.core.termination import expect_end
 from shmserve.protocol.worker_messages import Stop
 
 _I, _V = InstanceState, VersionState
@@ -153,8 +154,7 @@ def put_to_sleep(state: State, version: Version) -> None:
         if instance in version.idle:
             version.idle.remove(instance)
         instance.move(_I.GOING_TO_SLEEP, "")
-        instance.due = state.now + state.limits.exit_ns
-        state.set_timer(instance.due, Timer.OVERDUE, instance)
+        expect_end(state, instance, state.limits.exit_ns)
         state.send(instance.peer, Stop())
     version.settle_sleep()
 
