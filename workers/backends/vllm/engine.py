@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -105,29 +105,18 @@ class VllmEngine:
         with suppress(asyncio.CancelledError), translated_errors():
             if prompt is None:
                 prompt = await asyncio.to_thread(self._prompt, generation)
-            await self._generate(prompt, parameters, adapter, calls, listener)
-
-    async def _generate(
-        self,
-        prompt: Any,
-        parameters: SamplingParams,
-        adapter: LoRARequest | None,
-        calls: CallReaders | None,
-        listener: Listener,
-    ) -> None:
-        if IMAGES in prompt:  # computed in another thread than that of the loop, which serves all requests
-            prompt = await self._runtime.engine.renderer.process_for_engine_async(prompt, time.time())
-        outputs = self._runtime.engine.generate(prompt, parameters, self._runtime.number(), lora_request=adapter)
-        try:
-            async for output in outputs:
-                self._announce(listener)
-                steps = [_step(one, output, calls) for one in output.outputs]
-                if steps and output.prompt_logprobs:
-                    steps[0].prompt_scores = [one and _all_described(one) for one in output.prompt_logprobs]
-                if listener.step(steps):
-                    break
-        finally:
-            await outputs.aclose()
+            if IMAGES in prompt:  # computed in another thread than that of the loop, which serves all requests
+                prompt = await self._runtime.engine.renderer.process_for_engine_async(prompt, time.time())
+            number = self._runtime.number()
+            outputs = self._runtime.engine.generate(prompt, parameters, number, lora_request=adapter)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    self._announce(listener)
+                    steps = [_step(one, output, calls) for one in output.outputs]
+                    if steps and output.prompt_logprobs:
+                        steps[0].prompt_scores = [one and _all_described(one) for one in output.prompt_logprobs]
+                    if listener.step(steps):
+                        break
 
     def _announce(self, listener: Listener) -> None:
         """A step of the engine resumes the coroutines of all its texts in one round of the loop."""
