@@ -163,6 +163,11 @@ def decoded(vector: str) -> Any:
     return np.frombuffer(base64.b64decode(vector), "<f4")
 
 
+def test_a_model_without_scores_is_refused(server: Server) -> None:
+    with server.client() as native, pytest.raises(ServeError, match="vLLM computes no scores: its tasks are"):
+        native.load("vectors-rank", timeout=280)
+
+
 @of_model("rank")
 def test_scores(client: Any, model: str, networks: tuple[Path, Answers]) -> None:
     scores = networks[1]["scores"]
@@ -171,11 +176,6 @@ def test_scores(client: Any, model: str, networks: tuple[Path, Answers]) -> None
     found = post(client, "/v1/score", model=model, text_1="Why?", text_2=list(DOCUMENTS))
     assert [one["score"] for one in found["data"]] == pytest.approx(scores, abs=1e-5)
     assert found["usage"]["prompt_tokens"] == sum(len("Why?") + len(document) + 3 for document in DOCUMENTS)
-
-
-def test_a_model_without_scores_is_refused(server: Server) -> None:
-    with server.client() as native, pytest.raises(ServeError, match="vLLM computes no scores: its tasks are"):
-        native.load("vectors-rank", timeout=280)
 
 
 @of_model("rank")
