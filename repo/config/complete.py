@@ -42,8 +42,7 @@ TREE_FILES = {
 """Parameter model_type of tree models (backend "fil") -> the file."""
 TREE_ROWS = 8192
 """max_batch_size of a tree model whose configuration gives none. A row takes microseconds, so small batches would only
-refuse requests with many rows.
-"""
+refuse requests with many rows."""
 ENGINES = (
     BackendFile("onnxruntime", "onnxruntime_onnx", "model.onnx"),
     BackendFile("python", "", "model.py"),
@@ -218,7 +217,7 @@ def _version_policy(policy: schema.ModelVersionPolicy | None) -> schema.ModelVer
 
 
 def _engine(config: ModelConfig, files: Collection[str], backends: Collection[str]) -> ModelConfig:
-    """Derive backend, platform and default_model_filename from each other, the files, and the model's name."""
+    """Derives backend, platform and default_model_filename from each other, the files, and the model's name."""
     if config.platform:
         engine = next((known for known in ENGINES if known.platform == config.platform), None)
     elif config.backend:
@@ -286,7 +285,7 @@ def _instance_group(
 
 
 def _pinned(optimization: schema.ModelOptimizationPolicy | None) -> schema.ModelOptimizationPolicy:
-    """Enable pinned staging unless it was turned off."""
+    """Enables pinned staging unless it was turned off."""
     policy = optimization or schema.ModelOptimizationPolicy()
     on = schema.ModelOptimizationPolicyPinnedMemoryBuffer(enable=True)
     return replace(

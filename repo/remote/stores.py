@@ -296,7 +296,7 @@ def _code(error: BaseException | None) -> str:
 
 
 def _digests(info: Mapping[str, Any]) -> dict[str, str]:
-    """Of an entry of Google Cloud Storage, Azure or Hugging Face."""
+    """The digests of an entry of Google Cloud Storage, Azure or Hugging Face."""
     if info.get("md5Hash"):
         return _md5(info["md5Hash"])
     settings = info.get("content_settings")

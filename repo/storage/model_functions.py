@@ -35,7 +35,7 @@ class FunctionModel(NamedTuple):
 
 
 def read_source(path: Path) -> bytes | None:
-    """None: the file has more than SOURCE_BYTES. Raises OSError."""
+    """Returns the file; None if it has more than SOURCE_BYTES. Raises OSError."""
     with path.open("rb") as file:
         source = file.read(SOURCE_BYTES + 1)
     return source if len(source) <= SOURCE_BYTES else None
