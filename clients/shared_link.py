@@ -487,7 +487,7 @@ class SharedLink(SessionLink):
             self._end_call()
 
     def _read_until_callbacks(self, reader: _ReaderThread) -> bool:
-        """False: the reader thread is not needed any more."""
+        """Returns False if the reader thread is not needed any more."""
         while not self.closed:
             if not self._needing_reader:
                 if not self._park(reader):

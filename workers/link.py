@@ -46,7 +46,7 @@ class BrokerLink:
         self._polling = PollBudget(busy_poll_ns) if busy_poll_ns else None
 
     def fileno(self) -> int:
-        """For callers that poll several descriptors."""
+        """The descriptor, for callers that poll several."""
         return self._sock.fileno()
 
     def receive(self) -> tuple[list[Any], list[int]]:

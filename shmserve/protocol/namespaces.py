@@ -12,7 +12,7 @@ SEPARATOR = "/"
 
 
 def namespace(repository: Path) -> str:
-    """The namespace of its models."""
+    """The namespace of the models in a repository."""
     return repository.absolute().name
 
 

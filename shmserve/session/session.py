@@ -130,7 +130,7 @@ class Session:
         self.outbox = SessionOutbox(self.memory, self._tickets)
         """Queued messages, which `take` packs."""
         self.urgent = False
-        """Call `take` soon, even if no user calls anything: for example for a Pong, or for returns after Reclaim."""
+        """Whether to call `take` soon, even if no user calls anything, as for a Pong, or for returns after Reclaim."""
         self.queries = SessionQueries(self.tickets, self.outbox)
         self._operations_to_send = self.queries.to_send
         self._leases = SessionLeases(self._tickets, self.memory, lease_sockets)

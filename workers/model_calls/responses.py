@@ -116,7 +116,7 @@ class OpenResponses:
         return self._decoupled
 
     def set_decoupled(self, decoupled: bool) -> None:
-        """For a backend that needs this object before the configuration is complete."""
+        """Called by a backend that needs this object before the configuration is complete."""
         self._decoupled = decoupled
 
     @property
@@ -397,7 +397,7 @@ class OpenResponses:
         return stream.over
 
     def _begin_to_send(self, stream: ResponseSender, response: Response | None, final: bool) -> bool:
-        """False: there is nothing to send now. Raises StreamClosed if the model breaks the protocol."""
+        """Returns False if there is nothing to send now. Raises StreamClosed if the model breaks the protocol."""
         if self._nothing_to_send(stream, response):
             return False
         if self._decoupled:
@@ -411,7 +411,7 @@ class OpenResponses:
         return False
 
     def _sent_at_once(self, stream: ResponseSender, response: Response | None, final: bool, sent_at: int) -> bool:
-        """False: the response has to be queued, because the caller accepts no more, or behind others."""
+        """Returns False if the response has to be queued, because the caller accepts no more, or behind others."""
         free = response is None or response.error is not None
         if stream.dropped or ((stream.room or free) and not stream.kept):
             self._send(stream, response, final, sent_at)

@@ -80,7 +80,7 @@ def _without_contents(head: bytes, start: int, end: int) -> tuple[bytes, memoryv
 
 
 def _fields(data: Buffer, at: int, end: int, limit: int) -> Iterator[tuple[int, int, int, int]]:
-    """For each field: its tag, its start, and the start and end of its value."""
+    """Yields the tag and the start of each field, and the start and end of its value."""
     for _ in range(limit):
         if at == end:
             return

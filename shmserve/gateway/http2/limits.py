@@ -68,7 +68,7 @@ class Http2Limits(ConnectionLimits, frozen=True):
     """Idle time before a keepalive ping is sent."""
     keepalive_timeout_s: float = 20.0
     pings_without_calls: bool = False
-    """Send and accept keepalive pings without calls in flight."""
+    """Whether keepalive pings are sent and accepted without calls in flight."""
     ping_interval_s: float = 300.0
     """Minimum interval between two pings of the client if no data was sent in between; a shorter interval is a
     strike."""

@@ -546,7 +546,7 @@ class Http2Streams:
         """The connection accepts no more input. The owner closes it once its output is sent."""
         self.open: dict[int, Http2Stream] = {}
         self.initial_window = frames.DEFAULT_WINDOW
-        """Of responses on a new stream."""
+        """The window for responses on a new stream."""
         self.greeted = False
         self.last = 0
         """The highest stream id that the client opened."""

@@ -107,7 +107,7 @@ class RequestOptions(Struct):
     sequence_end: bool = False
     parameters: dict[str, Value] | None = None
     binary: bool = False
-    """Send the outputs that the request does not list as binary data."""
+    """Whether outputs that the request does not list are sent as binary data."""
 
 
 class RequestPlan(Struct):

@@ -37,8 +37,6 @@ FLUSH_S = 0.5
 gateways beyond the exit timeout."""
 TURNS = 4
 """Number of turns of the slow clock in the shortest time that it measures."""
-
-
 CHECK_S = 0.001
 """Time after which the check of timeouts lets other work have its turn."""
 

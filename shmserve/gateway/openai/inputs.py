@@ -83,7 +83,7 @@ class Prompts:
 
 
 def chat_tensors(model: LanguageModel, request: ChatRequest) -> list[InputPlan]:
-    """For a model that applies its own chat template."""
+    """The inputs of a model that applies its own chat template."""
     return [text_tensor(model, PROMPT, b""), text_tensor(model, MESSAGES, _encode(_chat_document(model, request)))]
 
 

@@ -90,7 +90,7 @@ class TokenizeFormat:
 
 
 class CountFormat:
-    """As the endpoints of Anthropic and OpenAI answer. `more`: fields besides the number."""
+    """The answer of the endpoints of Anthropic and OpenAI. `more`: fields besides the number."""
 
     kind = JSON
 

@@ -127,5 +127,5 @@ def _curves(values: NDArray[np.float32]) -> Curves:
 
 
 def _values(series: NDArray[np.float32]) -> list[float | None]:
-    """With four significant digits."""
+    """The values with four significant digits; None where there is none."""
     return [None if value != value else float(f"{value:.4g}") for value in series.tolist()]

@@ -118,7 +118,7 @@ def bar(share: float, width: int) -> Line:
 
 
 def joined(parts: Sequence[Line], width: int, gap: str = "   ") -> Line:
-    """As many of the parts as fit, in order."""
+    """Joins as many of the parts as fit, in order."""
     line: Line = []
     for part in parts:
         more = [(gap, "plain"), *part] if line else part

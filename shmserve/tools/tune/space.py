@@ -254,6 +254,6 @@ def check_tunable(config: ModelConfig, step: bool = False) -> None:
             "has instance groups with different counts, and `tune` sets one count for all: give them the same",
         ),
     )
-    for result, text in reasons:
-        if result:
+    for applies, text in reasons:
+        if applies:
             raise Unsupported(f"model '{config.name}' {text}")

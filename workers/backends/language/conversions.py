@@ -46,7 +46,7 @@ class Detokenization(Struct):
 
 
 def conversion_of(inputs: Mapping[str, Any]) -> Tokenization | Detokenization | None:
-    """None: the request is for a generation."""
+    """Returns the conversion; None if the request is for a generation."""
     if inputs.get(TASK) is None:
         return None
     messages, tokens = inputs.get(MESSAGES), inputs.get(TOKENS)

@@ -78,21 +78,21 @@ def _filled(generation: Generation, filling: Sequence[int]) -> list[int | str]:
 
 
 def engine_parameters(sampling: Sampling, defaults: Defaults) -> dict[str, Any]:
-    found: dict[str, Any] = dict(_NEUTRAL)
+    parameters: dict[str, Any] = dict(_NEUTRAL)
     for name, engine_name in _ENGINE_NAMES.items():
         value = getattr(sampling, name)
         if value is not UNSET:
-            found[engine_name] = value
+            parameters[engine_name] = value
     if sampling.top_k is not UNSET:
-        found["top_k"] = max(0, sampling.top_k)
-    found["max_tokens"] = sampling.max_tokens or -1
+        parameters["top_k"] = max(0, sampling.top_k)
+    parameters["max_tokens"] = sampling.max_tokens or -1
     if stops := stops_in(sampling):
-        found["stop"] = stops
+        parameters["stop"] = stops
     if sampling.seed is not UNSET and sampling.seed is not None:
-        found["seed"] = sampling.seed & 0x7FFFFFFF
+        parameters["seed"] = sampling.seed & 0x7FFFFFFF
     if biases := biases_in(sampling):
-        found["logit_bias"] = [list(bias) for bias in biases.items()]
-    return found | _structured(sampling, defaults)
+        parameters["logit_bias"] = [list(bias) for bias in biases.items()]
+    return parameters | _structured(sampling, defaults)
 
 
 def _structured(sampling: Sampling, defaults: Defaults) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class ValueCodec(NamedTuple):
 
 
 def codec_of(hint: Any) -> ValueCodec | None:
-    """None: the type needs no codec, or has none."""
+    """Returns the codec of a type; None if it needs no codec, or has none."""
     if hint is str:
         return TEXT
     if inspect.isclass(hint):

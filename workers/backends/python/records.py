@@ -17,7 +17,8 @@ class RecordField(NamedTuple):
 
 
 def fields_of(hint: Any) -> dict[str, RecordField] | None:
-    """None: the hint is not such a class. Raises NameError and others if the hints of its fields cannot be read."""
+    """Returns the fields of a record; None if the hint is not such a class. Raises NameError and others if the hints of
+    its fields cannot be read."""
     if not inspect.isclass(hint) or typing.get_args(hint):  # Python 3.10 takes list[int] for a class
         return None
     required = _required(hint)

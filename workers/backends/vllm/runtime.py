@@ -100,6 +100,6 @@ def translated_errors() -> Iterator[None]:
 
 
 async def _started(arguments: AsyncEngineArgs) -> AsyncLLM:
-    """With the defaults of vLLM's own server, which depend on the context."""
+    """Starts the engine with the defaults of vLLM's own server, which depend on the context."""
     context = UsageContext.OPENAI_API_SERVER
     return await asyncio.to_thread(AsyncLLM.from_engine_args, arguments, usage_context=context)
