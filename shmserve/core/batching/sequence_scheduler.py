@@ -107,9 +107,10 @@ def _refuse(state: State, key: Key, sequence: Sequence | None) -> None:
 
 def put(state: State, version: Version, number: int, request: Request, now: int) -> None:
     """Appends a validated request that is already in the tables."""
-    sent = request.options
+    slots, sent = version.service.sequence_slots, request.options
+    assert slots is not None
     own = sent is None or not sent.sequence
-    options = _with_id(version, request) if sent is None or own else sent
+    options = _with_id(slots, request) if sent is None or own else sent
     user = _owner(request.client, options)
     sequence = _find(state, version.model, number, options.sequence, user)
     while sequence is not None and (sequence.version is not version or sequence.over or sequence.broken):
@@ -117,29 +118,27 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
         sequence = _find(state, version.model, number, options.sequence, user)
     if sequence is None:
         key = (version.model, number, options.sequence, user)
-        worker_id = _worker_id(version, options.sequence, user, request)
+        worker_id = _worker_id(slots, options.sequence, user, request)
         sequence = state.sequences[key] = Sequence(key, worker_id, version, now, own=own)
-        sequence.sequence_slots.enter(sequence)
+        slots.enter(sequence)
         state.lost_sequences.pop(key, None)
-        state.set_timer(now + sequence.sequence_slots.policy.idle_ns, Timer.IDLE, sequence)
+        state.set_timer(now + slots.policy.idle_ns, Timer.IDLE, sequence)
         if options.queue_timeout_us:
             state.set_timer(now + options.queue_timeout_us * 1000, Timer.BACKLOG, sequence)
     same = sequence.worker_id == options.sequence
     request.options = options if same else replace(options, sequence=sequence.worker_id)
     request.sequence, request.special = sequence, True
     sequence.requests.append(request)
-    sequence.sequence_slots.waiting(request)
+    slots.waiting(request)
     sequence.over = options.sequence_end
     sequence.active = now
     state.to_dispatch[version] = None
 
 
-def _with_id(version: Version, request: Request) -> Options:
+def _with_id(slots: SequenceSlots, request: Request) -> Options:
     """For iterative models: a request without a sequence id becomes an implicit sequence."""
-    service = version.service
-    assert service.sequence_slots is not None
-    control = service.sequence_slots.policy.id_control
-    key = _unused_id(version, control is not None and control.dtype == "BYTES", request)
+    control = slots.policy.id_control
+    key = _unused_id(slots, control is not None and control.dtype == "BYTES", request)
     options = Options() if request.options is None else replace(request.options)
     options.sequence, options.sequence_start, options.sequence_end = key, True, True
     return options
@@ -315,23 +314,19 @@ def _owner(client: ClientState, options: Options) -> str:
     return f"{client.user} {options.caller}" if options.caller else client.user
 
 
-def _worker_id(version: Version, wanted: int | str, user: str, request: Request) -> int | str:
+def _worker_id(slots: SequenceSlots, wanted: int | str, user: str, request: Request) -> int | str:
     """Returns an id that is unique across users, because workers and models keep state by this id."""
-    service = version.service
-    assert service.sequence_slots is not None
-    other = service.sequence_slots.latest.get(wanted)
+    other = slots.latest.get(wanted)
     if other is None or other.user == user:
         return wanted
-    return _unused_id(version, isinstance(wanted, str), request)
+    return _unused_id(slots, isinstance(wanted, str), request)
 
 
-def _unused_id(version: Version, text: bool, request: Request) -> int | str:
-    service = version.service
-    assert service.sequence_slots is not None
+def _unused_id(slots: SequenceSlots, text: bool, request: Request) -> int | str:
     own = request.number
     while True:
         own = _OWN_IDS + own % _OWN_IDS
         key = f"request {own}" if text else own
-        if key not in service.sequence_slots.latest:
+        if key not in slots.latest:
             return key
         own += 1
