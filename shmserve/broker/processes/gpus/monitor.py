@@ -30,6 +30,8 @@ STUCK_S = 30.0
 """A GPU is out of service if the driver has not answered a query about it for this time."""
 SLICE_MS = 500
 """Longest wait for errors before the thread checks whether it must stop."""
+MAX_PENDING = 64
+"""How many Xids are read before the library is closed."""
 JOIN_TIMEOUT_S = 2.0
 _TIMEOUT = 10  # NVML_ERROR_TIMEOUT
 _XID_EVENT = 8  # nvmlEventTypeXidCriticalError
@@ -304,7 +306,18 @@ class GpuMonitor:
             self._asked = None
         self._used = used
         if any(watched.health.has_failed for watched in self._watched):
+            self._take_pending()
             self._close_library()
+
+    def _take_pending(self) -> None:
+        """Handles the Xids that arrived during the sampling, which the library forgets when it is closed."""
+        for _ in range(MAX_PENDING if self._events is not None else 0):
+            try:
+                event = self._nvml.nvmlEventSetWait_v2(self._events, 1)
+            except self._nvml.NVMLError:
+                return  # there are no others, or a GPU was lost
+            if event.eventType == _XID_EVENT:
+                self._happened(event.device, int(event.eventData))
 
     def _observe(self, watched: _Watched) -> None:
         state = read_state(self._nvml, watched.uuid)

@@ -148,8 +148,8 @@ class Driver:
         place.write_text(json.dumps({f"GPU-{name}": state for name, state in states.items()}))
         place.rename(self._states)
 
-    def xid(self, name: str, number: int) -> None:
-        os.write(self._fifo, f"GPU-{name} {number}\n".encode())
+    def xid(self, name: str, *numbers: int) -> None:
+        os.write(self._fifo, "".join(f"GPU-{name} {number}\n" for number in numbers).encode())
 
     def next(self) -> tuple[int, str]:
         return self._reports.get(timeout=PATIENCE_S)
@@ -191,6 +191,14 @@ def test_a_fatal_xid_takes_one_gpu_out_until_it_has_recovered(driver: Driver, mo
     driver.set()
     assert driver.next() == (0, "")
     assert made.out_of_service() == {}
+
+
+def test_an_xid_that_arrives_while_the_states_are_read_is_reported(driver: Driver) -> None:
+    driver.watch(ONE, TWO)
+    driver.set(aa11={"lost": 15})
+    driver.xid("aa11", xids.RECOVERY_ACTION_CHANGED, 79)
+    assert driver.next()[1].startswith("GPU 0 is out of service: the driver has lost it")
+    assert driver.next() == (0, f"GPU 0 is out of service: {FALLEN}")
 
 
 def test_xids_of_applications_are_logged_and_counted(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
