@@ -13,7 +13,7 @@ from shmserve.core.intake.intake import Intake
 from shmserve.core.intake.quotas import Quotas
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.models import memory
-from shmserve.core.owners.run import FITTED, Run, StepPosition, plans_of
+from shmserve.core.owners.run import FITTED, Run, StepPosition
 from shmserve.core.records import Request, Version
 from shmserve.core.service import graph
 from shmserve.core.service.graph import FittedInputs, StepInput, StepPlan
@@ -43,11 +43,7 @@ class Steps:
             if member.service.decoupled and not run.members[index].service.decoupled:
                 text = f"'{member.model}' of a step is decoupled, unlike its replacement"
                 raise Unavailable(f"{text}; the request cannot continue")
-            run.members[index] = member
-            run.plans = plans_of(run.graph, run.wanted, run.needed, run.members)
-            if member not in run.held:  # in addition to those held by name
-                run.held[member] = member
-                member.users += 1
+            run.follow(index, member)
 
     def submit(
         self, run: Run, position: StepPosition, given: list[tuple[StepInput, Tensor]], in_shared_memory: bool, now: int

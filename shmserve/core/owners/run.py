@@ -185,6 +185,14 @@ class Run(Struct, eq=False):
         client.bytes -= request.inline
         self.runs.to_advance[self] = None
 
+    def follow(self, index: int, member: Version) -> None:
+        """The step continues a sequence in this generation, which is held in addition to those held by name."""
+        self.members[index] = member
+        self.plans = plans_of(self.graph, self.wanted, self.needed, self.members)
+        if member not in self.held:
+            self.held[member] = member
+            member.users += 1
+
     # ------------------------------------------------------------------------------------ failure
 
     def fail(self, code: str, text: str) -> None:
