@@ -281,7 +281,7 @@ class ZmqTcpListener:
                 peer.take_out()
         for peer in list(self._stuck):
             while peer.unsent and self._try(peer, peer.unsent[0]):
-                peer.unsent_bytes -= sum(map(len, peer.unsent.pop(0)))
+                peer.first_sent()
             if not peer.unsent:
                 self._stuck.pop(peer, None)
         if self.stopping and not any(peer.tickets for peer in self._peers.values()):
@@ -293,8 +293,7 @@ class ZmqTcpListener:
         parts: list[Buffer] = [packet, *frames]
         if not peer.unsent and self._try(peer, parts):
             return
-        peer.unsent.append([bytes(part) for part in parts])  # the reply's shared memory is returned
-        peer.unsent_bytes += sum(map(len, parts))
+        peer.keep(parts)
         self._stuck[peer] = None
         behind, limit = peer.unsent_bytes, self.limits.unsent_bytes
         if behind > limit and len(peer.unsent) > 1:

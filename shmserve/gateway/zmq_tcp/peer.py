@@ -514,6 +514,16 @@ class Peer:
     def revoked(self) -> None:
         self.goodbye(Denied(f"the key of this client has no roles; roles are set in {GIVEN_BY}"))
 
+    def keep(self, parts: Sequence[Buffer]) -> None:
+        """Queues a message that the connection does not take yet. It is copied, as the reply's shared memory is
+        returned."""
+        self.unsent.append([bytes(part) for part in parts])
+        self.unsent_bytes += sum(map(len, parts))
+
+    def first_sent(self) -> None:
+        """The first queued message has been sent."""
+        self.unsent_bytes -= sum(map(len, self.unsent.pop(0)))
+
     def end(self) -> None:
         """Cancels the requests of the client; operations continue."""
         self.gone = True
