@@ -18,10 +18,12 @@ from shmserve.core.effects import Kill
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.core.states import InstanceState
 from shmserve.core.stats.statistics import Statistics
+from shmserve.protocol.messages import Infer
 from shmserve.protocol.worker_messages import Done, LeaseOver
+from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.machine import MS, not_a_rule, run_machine
-from tests.unit.core.state_machines.test_machine import FIXED, LIMITS
+from tests.unit.core.state_machines.test_machine import FIXED, LIMITS, PAYERS
 from tests.unit.core.state_machines.test_machine_operations import Operated, OperatedMachine
 
 Y = (TensorSpec("y", "FP32", (1,)), TensorSpec("w", "FP32", (1,)))
@@ -67,6 +69,8 @@ class LentWorld(Operated):
 
 class LeaseMachine(OperatedMachine):
     world: LentWorld
+    served = 0
+    """Number of requests over leases, in all examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +99,12 @@ class LeaseMachine(OperatedMachine):
             self.send([(client.peer, self.world.own_segment(client, 4096))], False)
 
     # ------------------------------------------------------------------------------------ leases
+
+    def _simple(self, client: FakeClient, name: str, rows: int) -> tuple[int, Infer]:
+        """Each client speaks for one caller: requests for several callers in turn lead to no lease."""
+        peer, message = super()._simple(client, name, rows)
+        message.payer = PAYERS[client.peer % len(PAYERS)]
+        return peer, message
 
     @precondition(lambda self: any(not client.open for client in self.clients))
     @rule(which=st.integers(0, 9), which_model=st.integers(0, 5), count=st.integers(NEEDED, NEEDED + 2))
@@ -216,7 +226,9 @@ class LeaseMachine(OperatedMachine):
         assert not world.leases
         assert not any(client.unsent for client in self.clients)
         counted = sum(statistics.execution_count for statistics in world.statistics.values())
-        assert counted == world.batches + sum(worker.leased for worker in world.all_workers)
+        leased = sum(worker.leased for worker in world.all_workers)
+        assert counted == world.batches + leased
+        LeaseMachine.served += leased
 
 
 def _is_asked(worker: FakeWorker) -> bool:
@@ -225,4 +237,6 @@ def _is_asked(worker: FakeWorker) -> bool:
 
 @pytest.mark.hypothesis
 def test_the_ledger_balances_with_leases() -> None:
+    LeaseMachine.served = 0
     run_machine(LeaseMachine, 200)
+    assert LeaseMachine.served
