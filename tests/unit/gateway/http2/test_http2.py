@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from shmserve.gateway.http2 import limits
 from shmserve.gateway.http2.connection import LAST_CALLS_S, Http2Connection
 from shmserve.gateway.http2.limits import Http2Limits
 from shmserve.gateway.http2.listener import DEADLINE_S, RpcListener
@@ -273,7 +274,10 @@ def events(pieces: list[bytes]) -> list[list[Any]]:
 def test_events_do_not_depend_on_the_borders_of_pieces(cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(LONG)]
     expected = [[b"padded", "half closed"], [b"one", b"two", b"x" * 3000, "half closed"]]
-    assert events([LONG[a:b] for a, b in pairwise(places)]) == expected
+    for direct in limits.DIRECT_BYTES, 500:  # parts of the largest message are read into its buffer
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(limits, "DIRECT_BYTES", direct)
+            assert events([LONG[a:b] for a, b in pairwise(places)]) == expected
 
 
 def test_deadlines_are_kept_in_any_order() -> None:
