@@ -1,8 +1,9 @@
-"""The worker's lease: a socket to a client that sends one request at a time, which the worker answers directly.
+"""The worker's lease: a socket to a client that sends one packet of requests at a time. The worker runs it as a batch,
+and answers it directly.
 
-Invariant: a request is recorded in the lease's log before its response is sent, and a request that is not recorded as
-running was not run. Anything that the worker does not accept ends the lease; the client then sends the request to the
-broker.
+Invariant: requests are recorded in the lease's log before their responses are sent, and requests that are not recorded
+as running were not run. Anything that the worker does not accept ends the lease; the client then sends the requests to
+the broker.
 """
 
 from __future__ import annotations
@@ -18,9 +19,21 @@ from typing import TYPE_CHECKING, Any
 from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import ProtocolError
 from shmserve.protocol.codec import Codec, encode_of_model
-from shmserve.protocol.messages import OWNER_SHIFT, PACKET_BYTES, ClientMessage, Fail, Infer, Reply, Tensor
+from shmserve.protocol.messages import (
+    BATCH_REQUESTS,
+    OWNER_SHIFT,
+    PACKET_BYTES,
+    ClientMessage,
+    Columns,
+    Fail,
+    Infer,
+    Reply,
+    ReplyBatch,
+    Tensor,
+)
 from shmserve.protocol.worker_messages import LeaseLogged, LeaseOver, Lend, Revoke, Row, Work, rows_of
 from shmserve.shm.lease_log import RECORDS, LeaseLog
+from shmserve.workers.batch.sequence_inputs import NULL
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
@@ -33,9 +46,12 @@ _SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _NO_WAIT = int(socket.MSG_DONTWAIT)
 _FORMS = 256
 """Memoized input shapes; beyond that, the cache is cleared."""
+_FIRST = NULL - 1
+"""The number of the first work item of a batch; the others have those below. Calls of the model cannot refer to them,
+because the broker does not know the requests."""
 _TOO_LARGE = "the model returned outputs that differ from its configuration and do not fit into a message"
 
-_decode = Codec(ClientMessage, 1).decode
+_decode = Codec(ClientMessage, BATCH_REQUESTS).decode
 
 
 class _HeldLease:
@@ -147,7 +163,7 @@ class LeaseHolder:
         return None
 
     def _serve(self, lease: _HeldLease) -> None:
-        """Answers the next request, if one has arrived. Ends the lease if the client has left or sent anything else."""
+        """Answers the next packet, if one has arrived. Ends the lease if the client has left or sent anything else."""
         try:
             size = lease.sock.recv_into(self._buffer, 0, _NO_WAIT)
         except BlockingIOError:
@@ -159,26 +175,27 @@ class LeaseHolder:
             messages = _decode(self._view[:size]) if size else []  # type: ignore[arg-type]  # it accepts any buffer
         except ProtocolError:
             messages = []
-        rows = self._check(lease, messages[0]) if len(messages) == 1 and type(messages[0]) is Infer else None
+        rows = self._check_all(lease, messages)
         if rows is None:
             self._end()
         else:
-            self._run(lease, messages[0], rows, arrived)
+            self._run(lease, messages, rows, arrived)
 
-    def _run(self, lease: _HeldLease, request: Infer, rows: int, arrived: int) -> None:
-        """Runs a request. Its Work has no number, because calls of the model can refer only to numbers of the
-        broker."""
-        log = lease.log
-        log.begin(request.request, arrived)
+    def _run(self, lease: _HeldLease, requests: list[Infer], rows: int, arrived: int) -> None:
+        """Runs requests with `rows` each."""
+        log, count = lease.log, len(requests)
+        log.begin(requests[0].request, requests[-1].request, arrived)
         self._running = True
-        results, times, _ = self._runner.run_batch((Work(0, rows, request.inputs, None, ""),))
+        work_items = [Work(_FIRST - index, rows, one.inputs, None, "") for index, one in enumerate(requests)]
+        results, times, _ = self._runner.run_batch(work_items)
         self._running = False
-        answer = self._answer(lease, request.request, rows_of(results))
+        answers = self._answers(lease, requests, results)
         if self._streams is not None:
             self._streams.read()
-        unread = log.end(arrived, times, rows, type(answer) is Fail)
+        failed = sum([type(answer) is Fail for answer in answers])
+        unread = log.end(arrived, times, rows, failed, count)
         try:
-            lease.sock.send(encode_of_model([answer]), _SEND)
+            lease.sock.send(encode_of_model(answers), _SEND)
         except OSError:  # the client has disconnected, or does not read its responses
             self._ending = True
         log.answered()
@@ -188,16 +205,47 @@ class LeaseHolder:
         if self._ending or unread >= RECORDS:
             self._end()
 
-    def _answer(self, lease: _HeldLease, number: int, rows: Sequence[Row]) -> Reply | Fail:
-        if not rows:
+    def _answers(
+        self, lease: _HeldLease, requests: list[Infer], results: Sequence[Row] | Columns
+    ) -> list[Reply | Fail | ReplyBatch]:
+        if len(requests) == 1:
+            rows = rows_of(results)
+            return [self._answer(lease, requests[0].request, rows[0] if rows else None)]
+        if isinstance(results, Columns):
+            results.requests = tuple([requests[_FIRST - number].request for number in results.requests])
+            return [ReplyBatch(lease.order.version, results)]
+        rows_by_number = {row.request: row for row in results}
+        return [self._answer(lease, one.request, rows_by_number.get(_FIRST - at)) for at, one in enumerate(requests)]
+
+    def _answer(self, lease: _HeldLease, number: int, row: Row | None) -> Reply | Fail:
+        if row is None:
             return Fail(number, "INTERNAL", "the model sent no response to this request")
-        row = rows[0]
         if row.error is not None:
             return Fail(number, row.error.code, row.error.text)
         if any(type(tensor.data) is not bytes for tensor in row.outputs):
             self._runner.discard(row)
             return Fail(number, "MODEL_FAILED", _TOO_LARGE)
         return Reply(number, lease.order.version, row.outputs, row.parameters)
+
+    def _check_all(self, lease: _HeldLease, messages: list[Any]) -> int | None:
+        """Returns the rows of each of the requests, which may run over the lease as a batch; None for any others."""
+        if {type(message) for message in messages} != {Infer}:
+            return None
+        rows = self._check(lease, messages[0])
+        if rows is None or len(messages) == 1:
+            return rows
+        batch = lease.order.batch
+        form = [(tensor.name, tensor.dtype, tensor.shape) for tensor in messages[0].inputs]
+        size = sum(self._known[tuple(form)][1])
+        if rows * len(messages) > batch or size * len(messages) > lease.order.input_bytes:
+            return None
+        numbers = {message.request for message in messages}
+        if len(numbers) != len(messages) or max(numbers) != messages[-1].request or min(numbers) != messages[0].request:
+            return None
+        for message in messages[1:]:
+            if self._check(lease, message) is None or form != [(t.name, t.dtype, t.shape) for t in message.inputs]:
+                return None
+        return rows
 
     def _check(self, lease: _HeldLease, request: Infer) -> int | None:
         """Returns the rows of a request that may run over the lease; None for any other."""

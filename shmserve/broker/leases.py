@@ -11,7 +11,7 @@ from typing import Any
 from shmserve.broker.link import SEND_BUFFER, PeerLink
 from shmserve.core.effects import ReadLease, StartLease
 from shmserve.core.events import LeaseRead
-from shmserve.protocol.worker_messages import LeasedRequest, LeaseOver
+from shmserve.protocol.worker_messages import LeasedBatch, LeaseOver
 from shmserve.shm import lease_log
 from shmserve.shm.lease_log import LeaseLog
 
@@ -70,10 +70,10 @@ class Leases:
         return [self._read(number, log, worker) for number, (log, worker) in self._logs.items()]
 
     def _read(self, number: int, log: LeaseLog, worker: int) -> LeaseRead:
-        running, since = log.running()
-        return LeaseRead(number, self._take(log, worker), running, since)
+        running = log.running()
+        return LeaseRead(number, self._take(log, worker), *running)
 
-    def _take(self, log: LeaseLog, worker: int) -> list[LeasedRequest]:
+    def _take(self, log: LeaseLog, worker: int) -> list[LeasedBatch]:
         try:
             return log.take()
         except ValueError as error:

@@ -286,6 +286,8 @@ class Core:
                         self._advance_and_dispatch(now)
                 if state.leases:
                     leases.revoke_unfit(state)
+                if state.offers:
+                    leases.withdraw_unfit(state)
                 if state.ledger.returned:
                     state.ledger.flush()
                 if self._queries.waiting:

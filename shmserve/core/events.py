@@ -10,7 +10,7 @@ from msgspec import Struct
 from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, ScalingPolicy
 from shmserve.core.traffic import Traffic
 from shmserve.protocol.messages import Handle, Infer, Map
-from shmserve.protocol.worker_messages import LeasedRequest
+from shmserve.protocol.worker_messages import LeasedBatch
 
 
 class Opened(Struct):
@@ -160,12 +160,14 @@ class Compiled(Struct):
 
 
 class LeaseRead(Struct):
-    """New entries in the log of a lease. `running`: the request that the worker is running since `since`, 0 for none.
-    It may already be in `requests`; the client may then not have the response yet."""
+    """New entries in the log of a lease. `running`: the first of the requests that the worker is running since `since`,
+    0 for none; `last`: the last of them. They may already be in `batches`; the client may then not have the responses
+    yet."""
 
     lease: int
-    requests: list[LeasedRequest]
+    batches: list[LeasedBatch]
     running: int = 0
+    last: int = 0
     since: int = 0
     final: bool = False
     """The worker has ended the lease."""

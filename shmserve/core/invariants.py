@@ -208,8 +208,13 @@ def _pinned(run: Run, handles: Iterable[Handle]) -> list[Handle]:
 
 
 def _check_leases(state: State) -> None:
-    lent = Counter((lease.client.number, lease.version.model) for lease in state.leases.values())
+    leases = (*state.leases.values(), *state.offers.values())
+    lent = Counter((lease.client.number, lease.version.model) for lease in leases)
     assert not lent or max(lent.values()) == 1, f"two leases of one model and client: {lent}"
+    for number, offer in state.offers.items():
+        lending = offer.version.service.lending
+        assert lending is not None, "the offer of a model that cannot be lent"
+        assert lending.offered == offer.number == number, f"{offer.version.label} has two offers"
     for number, lease in state.leases.items():
         assert lease.number == number, lease.instance.details()
         if lease.instance.lease == number:

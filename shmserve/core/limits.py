@@ -143,9 +143,7 @@ NAMED = (
         PACKET_BYTES,
     ),
     # Each costs the broker a page of memory, and a check in each turn.
-    Limit(
-        "leases", "instances lent to clients that send one request at a time, which then bypass the broker; 0: none", 0
-    ),
+    Limit("leases", "instances lent to clients, which then bypass the broker; 0: none", 0),
     # Enough to report a bug in a client, and a flood of invalid messages costs the others little.
     Limit(
         "client_errors",

@@ -387,6 +387,8 @@ class ClientState(Struct, eq=False):
     denied: bool = False
     leases: bool = False
     """It accepts leases."""
+    offers: bool = False
+    """It accepts offers of leases, and leases with several requests in flight."""
     keeps: bool = False
     """It accepts ReplyHeld."""
     error_level: int = 0
@@ -398,6 +400,7 @@ class ClientState(Struct, eq=False):
         """It has said what it is and what it can do, and gets its roles."""
         self.outputs, self.name, self.roles = message.outputs, message.name, self.granted
         self.leases = message.leases and self.plane == "lane"
+        self.offers = message.offers and self.leases
         self.keeps = message.keeps and self.plane == "lane"
         if self.outputs == "frames":
             self.audience = INTERNAL
@@ -929,33 +932,48 @@ class SleepState(Struct):
 
 class Lending(Struct, eq=False):
     """To which client the instances of a version may be lent. `inputs` and `rows`: which requests a worker may run
-    without the core."""
+    without the core; `batch`: how many rows of several requests in one batch, 0: only one request."""
 
     inputs: tuple[TensorForm, ...]
     rows: int
+    batch: int
     client: ClientState | None = None
-    """The client of the last request that was alone."""
+    """The client of the last batch, if it could have been sent over a lease."""
     payer: Payer | None = None
-    """Who paid for this request."""
+    """Who paid for its requests."""
     alone: int = 0
     """The consecutive requests of both that were alone."""
+    together: int = 0
+    """The consecutive batches of both."""
     needed: int = ALONE
+    offered: int = 0
+    """The lease that was offered to this client, 0: none."""
 
-    def was_alone(self, client: ClientState, payer: Payer) -> None:
-        """A request of the client was alone."""
-        if client is self.client and payer is self.payer:
-            self.alone += 1
-        else:
-            self.client, self.payer, self.alone = client, payer, 0
+    def came(self, client: ClientState, payer: Payer, alone: bool) -> None:
+        """A batch came of requests that could have been sent over a lease; `alone`: of one, the client's only one."""
+        if client is not self.client or payer is not self.payer:
+            self.client, self.payer, self.alone, self.together = client, payer, 0, 0
+            return
+        self.alone = self.alone + 1 if alone else 0
+        self.together += 1
 
-    def was_not_alone(self) -> None:
-        """Requests came together, or could not have been sent over a lease."""
-        self.client, self.alone = None, 0
+    def start_again(self) -> None:
+        """Requests came that could not have been sent over a lease."""
+        self.client, self.alone, self.together = None, 0, 0
 
-    def take_turn(self) -> tuple[ClientState | None, Payer | None]:
-        """The client that may get a lease, and who pays. If it does not get one, it has to send as many again."""
-        self.alone = 0
-        return self.client, self.payer
+    def take_turn(self) -> ClientState | None:
+        """The client that may get a lease. If it does not get one, it has to send as many requests again."""
+        self.alone = self.together = 0
+        return self.client
+
+    def offer(self, lease: int) -> None:
+        """Its client was offered this lease. 0: there is no offer any more."""
+        self.offered, self.alone, self.together = lease, 0, 0
+
+    def drain(self) -> int:
+        """A batch came after the offer. Returns how many came."""
+        self.together += 1
+        return self.together
 
     def ended(self, served: int) -> None:
         """A lease over which this many requests were served has ended."""
@@ -963,7 +981,7 @@ class Lending(Struct, eq=False):
             self.needed = ALONE
 
     def ended_by_others(self) -> None:
-        self.alone = 0
+        self.alone = self.together = 0
         self.needed = min(2 * self.needed, MAX_ALONE)
 
 
@@ -1004,7 +1022,8 @@ class Service:
         self.cached = caches and policy.cached and self.order is None and not (self.decoupled or sequence)
         self.plain = self.prefetch and self.graph is None and not (ordered or self.cached or self.prompts is not None)
         """No priorities, queue policy, preserved order, cache or prompts: requests are queued on the fast path."""
-        terms = terms_of(policy) if self.plain else None
+        batches = self.batch_rules is not None and not (self.batch_rules.delay_ns or self.batch_rules.prefers)
+        terms = terms_of(policy, batches) if self.plain else None
         self.lending = Lending(*terms) if terms is not None else None
         """None: its instances cannot be lent to clients."""
 
@@ -1296,7 +1315,7 @@ class Version:
 
 
 class Lease(Struct, eq=False):
-    """An idle instance, lent to a client that sends one request at a time. The core sends nothing else to the instance
+    """An idle instance, lent to a client that uses the version alone. The core sends nothing else to the instance
     until the worker has ended the lease."""
 
     number: int

@@ -103,8 +103,11 @@ class State:
         self.loaded_versions: dict[Version, None] = {}
         """Versions that are no longer loading, and the requests that waited for that have not been checked."""
         self.leases: dict[int, Lease] = {}
-        self.lease_suspects: dict[tuple[int, int], Instance] = {}
-        """(client, request number) of a leased request whose worker died -> its instance. A suspect if sent again."""
+        self.offers: dict[int, Lease] = {}
+        """Leases that begin once their versions have no requests."""
+        self.lease_suspects: dict[tuple[int, int], tuple[int, Instance]] = {}
+        """(client, number) of the first of the leased requests that a worker was running when it died -> the number of
+        the last, and the worker's instance. They are suspects if sent again."""
         self.cache = Cache(limits.cache_bytes, self.ledger, self.outputs)
         self.limiter = Limiter(limits.resources) if limits.rate_limit else None
         self.effects: list[Effect] = []

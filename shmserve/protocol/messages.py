@@ -198,7 +198,8 @@ class More(Struct, array_like=True, tag=11, gc=False):
 class Hello(Struct, array_like=True, tag=6, gc=False):
     """First message of a connection. `outputs`: how large outputs are returned: memfd (lane), posix, or frames.
     `leases`: on a lane, the client accepts Lease. `keeps`: it accepts ReplyHeld, and does not change
-    inputs in its nameless segments before Released."""
+    inputs in its nameless segments before Released. `offers`: it accepts a Lease that is an offer, and several requests
+    in flight over a lease."""
 
     protocol: int
     pid: Id
@@ -206,6 +207,7 @@ class Hello(Struct, array_like=True, tag=6, gc=False):
     outputs: Annotated[str, Meta(max_length=16)]
     leases: bool = False
     keeps: bool = False
+    offers: bool = False
 
 
 class Infer(Struct, array_like=True, tag=7, gc=False):
@@ -375,7 +377,14 @@ class Lease(Struct, array_like=True, tag=42, gc=False):
     version 0) as the only Infer of a packet over this socket: with this `payer`, with a number above 0, without wanted
     outputs and options, with up to `rows` as axis 0 of its inputs (0: the model has no batch dimension), and with
     inputs inside the message, or each as one handle to a segment without a name that the client announced before it
-    got the lease. The worker answers there with Reply or Fail."""
+    got the lease. The worker answers there with Reply or Fail.
+
+    `batch` above 0: other requests may be in flight, but over this lease only those of one packet, which may have up to
+    BATCH_REQUESTS of them with inputs of the same names, types and shapes, and up to `batch` rows in all. The worker
+    runs them as a batch and answers them with one packet, which may also contain ReplyBatch.
+
+    `offer`: no socket is attached. The client sends no more requests that it could send over this lease, until it gets
+    a Lease or LeaseEnd of the same number. The lease begins once the model has no requests."""
 
     lease: Id
     model: Name
@@ -383,6 +392,8 @@ class Lease(Struct, array_like=True, tag=42, gc=False):
     rows: Id
     default: bool
     payer: Name = ""
+    batch: Id = 0
+    offer: bool = False
 
     def allows(self, request: Infer) -> bool:
         """Whether this request may be sent over the lease. The caller checks the model, version and segments."""
@@ -398,8 +409,8 @@ class Lease(Struct, array_like=True, tag=42, gc=False):
 
 
 class LeaseEnd(Struct, array_like=True, tag=43, gc=False):
-    """The worker has closed the socket of this lease. A request that it left unanswered failed with `error`. Without an
-    error, the request was not run or may be run again: send it to the broker."""
+    """The worker has closed the socket of this lease, or its offer is withdrawn. Requests that it left unanswered
+    failed with `error`. Without an error, they were not run or may be run again: send them to the broker."""
 
     lease: Id
     error: Failure | None = None

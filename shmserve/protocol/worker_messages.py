@@ -152,8 +152,9 @@ class Lend(Struct, array_like=True, tag=70, gc=False):
     Only requests for this model and version (`default`: also as version 0) may be run. Their inputs must have these
     forms, in which a dim of -1 is any size, and up to `rows` as axis 0 (0: the model has no batch dimension, and `dims`
     are whole shapes). Inputs are inside the message, or each is one handle to memory of the client, whose segments the
-    worker has received by Map; `owner` is the client's number. The inputs of a request have up to `input_bytes`. Any
-    other packet ends the lease."""
+    worker has received by Map; `owner` is the client's number. The inputs of a packet have up to `input_bytes`. A
+    packet has one request or, with `batch` above 0, up to BATCH_REQUESTS with inputs of the same names, types and
+    shapes, and up to `batch` rows in all. Any other packet ends the lease."""
 
     lease: Id
     model: Name
@@ -163,6 +164,7 @@ class Lend(Struct, array_like=True, tag=70, gc=False):
     rows: Id
     owner: Id
     input_bytes: Id = 2**63 - 1
+    batch: Id = 0
 
 
 class Revoke(Struct, array_like=True, tag=71, gc=False):
@@ -327,9 +329,10 @@ class Probed(Struct, array_like=True, tag=105, gc=False):
     ready: bool
 
 
-LeasedRequest = tuple[int, int, int, int, int, int, int]
-"""A request in the log of a lease: when it arrived, was taken, had its inputs ready, had its outputs computed, and had
-them placed, in ns of the monotonic clock; then its rows, and 1 if it failed, else 0."""
+LeasedBatch = tuple[int, int, int, int, int, int, int, int]
+"""The requests of a packet in the log of a lease: when they arrived, were taken, had their inputs ready, had their
+outputs computed, and had them placed, in ns of the monotonic clock; then the rows of each, how many of them failed, and
+how many there were."""
 
 
 class LeaseLogged(Struct, array_like=True, tag=106, gc=False):

@@ -60,6 +60,10 @@ class SessionOutbox:
         self.messages.append(message)
         self.size += 64
 
+    def put_first(self, messages: list[Any]) -> None:
+        self.messages[:0] = messages
+        self.size += 64 * len(messages)
+
     def clear(self) -> None:
         self.messages = []
         self.size = 0

@@ -43,6 +43,7 @@ from shmserve.protocol.messages import (
     Fail,
     FailBatch,
     FailHeld,
+    Failure,
     Goodbye,
     Hello,
     Infer,
@@ -436,7 +437,7 @@ class Session:
                     return
                 if type(message) is Map and message.name is None:
                     self.memory.mapped.add(message.segment, message.size, fd=remaining.pop(0))
-                elif type(message) is Lease:
+                elif type(message) is Lease and not message.offer:
                     self._leases.add(message, remaining.pop(0))
         finally:
             for descriptor in remaining:
@@ -560,24 +561,43 @@ class Session:
         return 0
 
     def _on_lease(self, message: Lease) -> int:
-        if (message.model, message.version) not in self._leased_models:
+        if message.offer:
+            self._leases.add(message, None)
+        elif (message.model, message.version) not in self._leased_models:
             raise ProtocolError(f"the server sent lease {message.lease} without a descriptor")
+        self.urgent |= self._leases.waiting
         return 0
 
+    def lease_answered(self) -> bool:
+        """Called by the link when the worker of a lease has answered. Returns whether requests wait for the lease."""
+        self._leases.answered()
+        return self._leases.waiting
+
     def _on_lease_end(self, message: LeaseEnd) -> int:
-        number = self._leases.remove(message.lease)
+        sent, waiting = self._leases.remove(message.lease)
         sockets = self._leases.sockets
         settled = sum(map(self.receive, sockets.close_lease(message.lease))) if sockets is not None else 0
-        ticket = self.tickets.get(number)
-        if ticket is None:
-            return settled
-        if message.error is not None or ticket.message is None:
-            code, text = (message.error.code, message.error.text) if message.error is not None else ("CANCELLED", "")
+        again = []
+        for number in sent:
+            ticket = self.tickets.get(number)
+            if ticket is None:
+                continue
+            if message.error is None and ticket.message is not None:
+                again.append(ticket.message)
+                continue
+            error = message.error if message.error is not None else Failure("CANCELLED", "")
             self._remove(ticket)
-            ticket.fail(from_wire(code, text))
-            return settled + 1
-        self.outbox.queue(ticket.message)
-        self.urgent = True
+            ticket.fail(from_wire(error.code, error.text))
+            settled += 1
+        for request in waiting:
+            ticket = self.tickets.get(request.request)
+            if ticket is not None and ticket.message is not None:
+                again.append(request)
+            elif ticket is not None:
+                self._remove(ticket)
+        if again:
+            self.outbox.put_first(again)
+            self.urgent = True
         return settled
 
     def _on_reclaim(self, message: Reclaim) -> int:
@@ -611,8 +631,9 @@ class Session:
         """The first packet of a connection. Send nothing else until `connected` is true."""
         self.connected = False
         self.goodbye = None
-        leases = self._leases.sockets is not None
-        return Packet(codec.encode([Hello(PROTOCOL, pid, name[:128], self.memory.kind, leases, self._keeps)]))
+        sockets = self._leases.sockets
+        leases, offers = sockets is not None, sockets is not None and sockets.offers
+        return Packet(codec.encode([Hello(PROTOCOL, pid, name[:128], self.memory.kind, leases, self._keeps, offers)]))
 
     def _on_welcome(self, message: Welcome) -> int:
         if message.protocol != PROTOCOL:

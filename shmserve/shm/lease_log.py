@@ -1,8 +1,9 @@
 """The log of a lease: a page in which a worker records the requests that a client sent to it directly. The broker reads
 it during the lease and once after its end, even if the worker has died.
 
-The page contains 64-bit integers: the number of the running request (0: none), its arrival time, the total counts of
-records written and read, and, from `_HEAD` on, a ring of records. Invariant: each word is written by one side only.
+The page contains 64-bit integers: the numbers of the first and the last of the running requests (0: none), their
+arrival time, the total counts of records written and read, and, from `_HEAD` on, a ring of records, each of the
+requests of one packet. Invariant: each word is written by one side only.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import fcntl
 import mmap
 import os
 
-from shmserve.protocol.worker_messages import LeasedRequest
+from shmserve.protocol.messages import BATCH_REQUESTS
+from shmserve.protocol.worker_messages import LeasedBatch
 
-_RUNNING, _SINCE, _WRITTEN, _READ = range(4)
+_RUNNING, _SINCE, _WRITTEN, _READ, _LAST = range(5)
 _HEAD = _FIELDS = 8
 RECORDS = 255
 PAGE_BYTES = (_HEAD + RECORDS * _FIELDS) * 8
@@ -45,14 +47,15 @@ class LeaseLog:
 
     # ------------------------------------------------------------------------------------ the worker
 
-    def begin(self, number: int, arrived: int) -> None:
-        """Records that the worker starts to run this request."""
+    def begin(self, first: int, last: int, arrived: int) -> None:
+        """Records that the worker starts to run the requests with these and no numbers between."""
         words = self._words
         words[_SINCE] = arrived
-        words[_RUNNING] = number
+        words[_LAST] = last
+        words[_RUNNING] = first
 
-    def end(self, arrived: int, times: tuple[int, int, int, int], rows: int, failed: bool) -> int:
-        """Adds a record of the running request. Returns the number of unread records; at RECORDS, the log is full."""
+    def end(self, arrived: int, times: tuple[int, int, int, int], rows: int, failed: int, count: int = 1) -> int:
+        """Adds a record of the running requests. Returns the number of unread records; at RECORDS, the log is full."""
         words = self._words
         written = words[_WRITTEN]
         at = _HEAD + written % RECORDS * _FIELDS
@@ -60,31 +63,35 @@ class LeaseLog:
         words[at + 1], words[at + 2], words[at + 3], words[at + 4] = times
         words[at + 5] = rows
         words[at + 6] = failed
+        words[at + 7] = count
         words[_WRITTEN] = written + 1
         return written + 1 - words[_READ]
 
     def answered(self) -> None:
-        """Records that the client has the response of the recorded request."""
+        """Records that the client has the responses of the recorded requests."""
         self._words[_RUNNING] = 0
 
     # ------------------------------------------------------------------------------------ the broker
 
-    def running(self) -> tuple[int, int]:
-        """The number and arrival time of the running request, which may already have a record. Number 0: none."""
-        return self._words[_RUNNING], self._words[_SINCE]
+    def running(self) -> tuple[int, int, int]:
+        """The first and last number and the arrival time of the running requests, which may already have a record.
+        Number 0: none."""
+        return self._words[_RUNNING], self._words[_LAST], self._words[_SINCE]
 
-    def take(self) -> list[LeasedRequest]:
+    def take(self) -> list[LeasedBatch]:
         """The records since the last call. Raises ValueError if the log is invalid."""
         words = self._words
         read, written = words[_READ], words[_WRITTEN]
         if not 0 <= written - read <= RECORDS:
             raise ValueError(f"{written} records written and {read} read, in a log of {RECORDS}")
-        taken: list[LeasedRequest] = []
+        taken: list[LeasedBatch] = []
         for number in range(read, written):
             at = _HEAD + number % RECORDS * _FIELDS
-            arrived, start, ready, computed, placed, rows, failed = words[at : at + 7].tolist()
+            arrived, start, ready, computed, placed, rows, failed, count = words[at : at + 8].tolist()
             if not 0 < arrived <= start <= ready <= computed <= placed or not 0 <= rows <= 1 << 31:
                 raise ValueError(f"record {number} has the times {arrived} to {placed} and {rows} rows")
-            taken.append((arrived, start, ready, computed, placed, rows, failed))
+            if not 0 <= failed <= count or not 0 < count <= BATCH_REQUESTS:
+                raise ValueError(f"record {number} has {count} requests, of which {failed} failed")
+            taken.append((arrived, start, ready, computed, placed, rows, failed, count))
         words[_READ] = written
         return taken

@@ -110,6 +110,9 @@ class SessionLink(ABC):
     """A session, and the link that carries its packets: one after another, as the server may restart. `make_session`
     gets the arguments of a Session that depend on the link."""
 
+    TAKES_OFFERS = False
+    """Whether it tells the session when the worker of a lease has answered."""
+
     def __init__(
         self,
         address: Address,
@@ -204,6 +207,7 @@ class _LeaseSockets:
 
     def __init__(self, owner: SessionLink) -> None:
         self._owner = weakref.ref(owner)
+        self.offers = owner.TAKES_OFFERS
 
     def open_lease(self, lease: int, fd: int) -> None:
         owner = self._owner()

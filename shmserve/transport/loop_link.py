@@ -38,6 +38,8 @@ class LoopLink(SessionLink):
 
     `busy_poll_ns`: maximum time for which the loop polls for an answer instead of sleeping."""
 
+    TAKES_OFFERS = True
+
     def __init__(
         self,
         address: Address,
@@ -220,7 +222,10 @@ class LoopLink(SessionLink):
             if link is None:
                 return
             try:
+                awaited = link.awaits_lease
                 incoming = link.receive(0)
+                if awaited and not link.awaits_lease and session.lease_answered():
+                    self._send()  # before the answers are processed, so that the worker need not wait for that
                 if incoming is None:
                     break
                 session.receive(*incoming)

@@ -20,7 +20,9 @@ TABLE = {
         ("queue delay one nanosecond late", "    if age >= delay:", "    if age > delay:"),
     ],
     "shmserve/core/batching/leases.py": [
-        ("a lease lasts while others wait", "        _is_needed(version)\n        or lease", "        lease"),
+        ("a lease lasts while others wait", "if not _is_needed(version) and not _forbidden", "if not _forbidden"),
+        ("a client is not told of a withdrawn offer",
+         "    if not lease.client.gone:\n        state.send(lease.client.number, LeaseEnd(lease.number))\n", ""),
         ("work behind a running batch does not end leases",
          "return version.waits > 0 or any(instance.waiting is not None for instance in version.instances)",
          "return version.waits > 0"),
@@ -221,7 +223,8 @@ TABLE = {
         ("a tensor more than allowed is sent", "if len(tensors) > TENSORS:", "if len(tensors) > TENSORS + 1:"),
     ],
     "shmserve/session/leases.py": [
-        ("a lease's packet has no limit", "if len(data) > PACKET_BYTES:", "if False:"),
+        ("a lease's packet has no limit", "return data if len(data) <= PACKET_BYTES else None", "return data"),
+        ("requests that have waited for a lease are lost", "return ended.sent, ended.waiting", "return ended.sent, []"),
     ],
     "shmserve/session/queries.py": [
         ("withdrawn questions stay", "self.withdraw(number)", "pass"),

@@ -120,7 +120,7 @@ class OutgoingCalls:
         with self._streams.turn:
             self._streams.check()
             parent, tensors, pending = self._prepared(inputs, running, options.window if options is not None else 0)
-            number = parent.request if parent is not None else 0
+            number = max(parent.request, 0) if parent is not None else 0  # below 0: the broker does not know it
             call = Call(pending.number, number, model, version, tensors, wanted, 0, options, held)
             self._send(pending, [call])
             return pending

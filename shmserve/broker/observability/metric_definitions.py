@@ -138,7 +138,7 @@ FAMILIES = (
         ("shmserve_out_of_service", "gauge", (),
          "1 if an operator has taken the server out of service (shmserve drain)"),
         ("shmserve_clients", "gauge", ("plane",), "connections, by kind"),
-        ("shmserve_leases", "gauge", (), "instances lent to clients that send one request at a time"),
+        ("shmserve_leases", "gauge", (), "instances lent to clients, which then bypass the broker"),
         ("shmserve_model_state", "gauge", (*VERSION, "state"),
          "1 for the current state, 0 for the others; not for versions that were unloaded"),
         ("shmserve_model_share_percent", "gauge", VERSION,

@@ -221,7 +221,7 @@ def start(state: State, version: Version, instance: Instance, batch: Batch, requ
     instance.running = batch
     move(batch, BatchState.RUNNING)
     if service.lending is not None:
-        leases.count_alone(state, version, service.lending, requests)
+        leases.count(state, version, service.lending, requests)
     if not instance.watched:
         watch(state, version, instance, now)
     _send(state, instance, batch, requests, 0)

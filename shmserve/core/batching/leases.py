@@ -1,19 +1,22 @@
-"""Leases: an idle instance is lent to a client that sends one request at a time, which then bypasses the broker.
+"""Leases: an idle instance is lent to a client that sends one request at a time, or all requests of the version. Its
+requests then bypass the broker.
 
-    lent -> (revoked) -> ended by the worker -> log read, client notified
+    (offered) -> lent -> (revoked) -> ended by the worker -> log read, client notified
 
-The core lends an instance after `Lending.needed` consecutive requests that were alone, and revokes the lease as soon as
-it needs the instance. Client, worker and core can end a lease; it is over when the worker has reported LeaseOver or
-died. Then its log is read for the last time, and only after that is the client notified (LeaseEnd), with the error of a
-request that died with the worker.
+The core lends an instance after `Lending.needed` consecutive batches of one client, and revokes the lease as soon as
+it needs the instance. A client with several requests in flight is offered the lease: it holds further requests, and the
+lease begins when all others have been answered. Client, worker and core can end a lease; it is over when the worker has
+reported LeaseOver or died. Then its log is read for the last time, and only after that is the client notified
+(LeaseEnd), with the error of the requests that died with the worker.
 """
 
 from __future__ import annotations
 
 from shmserve.core.effects import ReadLease, StartLease
 from shmserve.core.events import LeaseRead
-from shmserve.core.records import ClientState, Instance, Lease, Lending, Request, Version
+from shmserve.core.records import Batch, ClientState, Instance, Lease, Lending, Request, Version
 from shmserve.core.service.form import Reason
+from shmserve.core.service.lending import SHORT_NS
 from shmserve.core.state import State
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats.callers import Caller
@@ -25,28 +28,54 @@ from shmserve.protocol.worker_messages import LeaseLogged, LeaseOver, Lend, Revo
 
 CLIENT_LEASES = 4
 """Limit of leases per client."""
+DRAINING = 16
+"""Number of batches within which all requests of a client that was offered a lease must have run."""
 
 
-def count_alone(state: State, version: Version, lending: Lending, requests: list[Request]) -> None:
-    """Counts a client's consecutive requests that were each alone. Called with each batch that is sent to an idle
-    instance."""
+def count(state: State, version: Version, lending: Lending, requests: list[Request]) -> None:
+    """Counts a client's consecutive batches. Called with each batch that is sent to an idle instance."""
     request = requests[0]
-    client, segments = request.client, request.segments
-    if (
-        len(requests) > 1
-        or len(client.requests) > 1
-        or version.service.queue.count > 0
-        or not client.leases
-        or request.outputs is not None
-        or request.options is not None
-        or request.suspect is not None
-        or request.rows > lending.rows
-        or (segments and not all(_is_lendable(state, client, number) for number in segments))
-    ):
+    client, payer = request.client, request.payer
+    if lending.offered:
+        if lending.drain() > DRAINING:
+            withdraw(state, state.offers[lending.offered])
+        return
+    alone = len(requests) == 1 and len(client.requests) == 1 and not version.service.queue.count
+    if not client.leases or not (_plain(state, lending, request) if alone else _agree(state, lending, requests)):
         if lending.client is not None:
-            lending.was_not_alone()
+            lending.start_again()
+        return
+    lending.came(client, payer, alone)
+    if not alone and lending.together >= lending.needed:
+        _offer(state, version, lending)
+
+
+def count_waiting(state: State, version: Version, lending: Lending, batch: Batch) -> None:
+    """The same, called with each batch that has waited at its instance: its requests arrived while others ran."""
+    if lending.batch > 1:
+        count(state, version, lending, batch.requests())
     else:
-        lending.was_alone(client, request.payer)
+        lending.start_again()
+
+
+def _agree(state: State, lending: Lending, requests: list[Request]) -> bool:
+    """True if the requests of a batch could have been sent over a lease with several requests in flight."""
+    version, client, payer = requests[0].version, requests[0].client, requests[0].payer
+    if not client.offers or lending.batch < 2 or version.service_ns > SHORT_NS or len(version.instances) > 1:
+        return False
+    for request in requests:
+        if request.client is not client or request.payer is not payer or not _plain(state, lending, request):
+            return False
+    return True
+
+
+def _plain(state: State, lending: Lending, request: Request) -> bool:
+    """True if the request could be sent over a lease."""
+    special = request.outputs is not None or request.options is not None or request.suspect
+    if special or request.rows > lending.rows:
+        return False
+    segments = request.segments
+    return not segments or all(_is_lendable(state, request.client, number) for number in segments)
 
 
 def _is_lendable(state: State, client: ClientState, segment: int) -> bool:
@@ -55,27 +84,52 @@ def _is_lendable(state: State, client: ClientState, segment: int) -> bool:
     return segment in client.segments and state.ledger.segments[segment].announcement.name is None
 
 
+def _offer(state: State, version: Version, lending: Lending) -> None:
+    """Offers the client a lease of the only instance, if nothing forbids it."""
+    lease = _possible(state, version, lending, version.instances[0])
+    lending.offer(lease.number if lease is not None else 0)
+    if lease is not None:
+        state.offers[lease.number] = lease
+        state.send(lease.client.number, _message(lease, lending, True))
+
+
+def withdraw(state: State, lease: Lease) -> None:
+    """Ends an offer: the client sends its requests to the broker again."""
+    del state.offers[lease.number]
+    lending = lease.version.service.lending
+    if lending is not None and lending.offered == lease.number:
+        lending.offer(0)
+        lending.ended_by_others()
+    if not lease.client.gone:
+        state.send(lease.client.number, LeaseEnd(lease.number))
+
+
+def withdraw_unfit(state: State) -> None:
+    """At the end of each turn."""
+    for lease in list(state.offers.values()):
+        lending = lease.version.service.lending
+        if lending is None or lending.offered != lease.number or _forbidden(state, lease):
+            withdraw(state, lease)
+
+
 def lend(state: State, version: Version, lending: Lending, instance: Instance) -> None:
-    """Lends an instance that has become idle to the client whose requests were alone, if nothing forbids it.
+    """Lends an instance that has become idle to the client of its last batches, if nothing forbids it.
 
     The execution limit timer of its last batch still runs, so the lease needs none of its own.
     """
-    client, payer = lending.take_turn()
-    if client is None or payer is None or client.gone or client.disconnecting or client.requests or client.steps:
+    if lending.offered:
+        if state.offers[lending.offered].instance is not instance or _is_needed(version):
+            return  # until no requests of the version are left
+        lease: Lease | None = state.offers.pop(lending.offered)
+        lending.offer(0)
+    else:
+        client = lending.take_turn()
+        if client is None or client.requests or client.steps or _is_needed(version):
+            return
+        lease = _possible(state, version, lending, instance)
+    if lease is None:
         return
-    if state.limiter is not None or version.suspects or instance.quarantined:
-        return
-    if len(state.leases) >= state.limits.leases:
-        return
-    known = [lease.version.model for lease in state.leases.values() if lease.client is client]
-    if len(known) >= CLIENT_LEASES or version.model in known:  # a client identifies its leases by model
-        return
-    if version.model in state.splits or version.model in state.shadows:  # the next request may be for another version
-        return
-    default = state.ready.get(version.model) is version
-    lease = Lease(state.next_number(), client, payer, version, instance, default)
-    if _unfit(state, lease):
-        return
+    client = lease.client
     state.leases[lease.number] = lease
     instance.lease = lease.number
     version.idle.remove(instance)
@@ -88,26 +142,48 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance) -
         StartLease(
             client.number,
             instance.peer,
-            messages.Lease(
-                lease.number,
-                version.model,
-                version.number,
-                lending.rows,
-                default,
-                payer.name if type(payer) is Caller else "",
-            ),
+            _message(lease, lending, False),
             Lend(
                 lease.number,
                 version.model,
                 version.number,
-                default,
+                lease.default,
                 lending.inputs,
                 lending.rows,
                 client.number,
                 state.limits.client_input_bytes,
+                _batch(lease, lending),
             ),
         )
     )
+
+
+def _possible(state: State, version: Version, lending: Lending, instance: Instance) -> Lease | None:
+    client, payer = lending.client, lending.payer
+    if client is None or payer is None or state.limiter is not None or version.suspects or instance.quarantined:
+        return None
+    if len(state.leases) + len(state.offers) >= state.limits.leases:
+        return None
+    leases = (*state.leases.values(), *state.offers.values())
+    known = [lease.version.model for lease in leases if lease.client is client]
+    if len(known) >= CLIENT_LEASES or version.model in known:  # a client identifies its leases by model
+        return None
+    if version.model in state.splits or version.model in state.shadows:  # the next request may be for another version
+        return None
+    default = state.ready.get(version.model) is version
+    lease = Lease(state.next_number(), client, payer, version, instance, default)
+    return None if _forbidden(state, lease) else lease
+
+
+def _message(lease: Lease, lending: Lending, offer: bool) -> messages.Lease:
+    version, payer = lease.version, lease.payer
+    name = payer.name if type(payer) is Caller else ""
+    about = (lease.number, version.model, version.number, lending.rows, lease.default, name)
+    return messages.Lease(*about, _batch(lease, lending), offer)
+
+
+def _batch(lease: Lease, lending: Lending) -> int:
+    return lending.batch if lease.client.offers and len(lease.version.instances) == 1 else 0
 
 
 def revoke_unfit(state: State) -> None:
@@ -115,7 +191,9 @@ def revoke_unfit(state: State) -> None:
     ended_by_others: set[Lending] = set()
     for lease in state.leases.values():
         version, instance = lease.version, lease.instance
-        if lease.revoked or instance.lease != lease.number or not _unfit(state, lease):
+        if lease.revoked or instance.lease != lease.number:
+            continue
+        if not _is_needed(version) and not _forbidden(state, lease):
             continue
         lease.revoked = True
         if version.service.lending is not None and _is_needed(version):
@@ -126,11 +204,10 @@ def revoke_unfit(state: State) -> None:
         lending.ended_by_others()
 
 
-def _unfit(state: State, lease: Lease) -> bool:
+def _forbidden(state: State, lease: Lease) -> bool:
     version, instance = lease.version, lease.instance
     return (
-        _is_needed(version)
-        or lease.client.gone
+        lease.client.gone
         or lease.client.disconnecting
         or not instance.usable
         or instance.retiring
@@ -235,9 +312,9 @@ def _remove(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
     if lease.client.gone:
         return
     if event.running and lease.error is None and not lease.instance.held:
-        # The worker died while running this request, which the client may send again: a worker that ends a lease by
+        # The worker died while running these requests, which the client may send again: a worker that ends a lease by
         # itself runs nothing.
-        state.lease_suspects[lease.client.number, event.running] = lease.instance
+        state.lease_suspects[lease.client.number, event.running] = (event.last, lease.instance)
         if len(state.lease_suspects) > state.limits.leases:  # by now, clients no longer resend the older ones
             del state.lease_suspects[next(iter(state.lease_suspects))]
     state.send(lease.client.number, LeaseEnd(lease.number, error))
@@ -245,28 +322,34 @@ def _remove(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
 
 def queue_lease_suspect(state: State, version: Version, request: Request) -> bool:
     """Queues a request to run alone if it was running over a lease when the worker died. False: it was not."""
-    instance = state.lease_suspects.pop((request.client.number, request.client_number), None)
-    if instance is None or instance not in version.instances:
+    client, number = request.client.number, request.client_number
+    for key, (last, instance) in list(state.lease_suspects.items()):
+        if key[0] == client and number >= last:
+            del state.lease_suspects[key]  # a client sends them again in their order
+        if key[0] == client and key[1] <= number <= last and instance in version.instances:
+            break
+    else:
         return False
     version.suspect(request, instance)
     return True
 
 
 def count_logged(state: State, reading: LeaseRead) -> None:
-    """Counts leased requests in the statistics of their version, each as a separate batch."""
-    lease, requests = state.leases.get(reading.lease), reading.requests
+    """Counts leased requests in the statistics of their version, those of each packet as a batch."""
+    lease, batches = state.leases.get(reading.lease), reading.batches
     if lease is None:
         return
-    if requests:
-        lease.served += len(requests)
-        lease.recorded = requests[-1][0]
+    served = sum(batch[-1] for batch in batches)
+    if batches:
+        lease.served += served
+        lease.recorded = batches[-1][0]
     if lease.instance.lease == lease.number:
         runs = reading.running and reading.since != lease.recorded
         lease.instance.leased_since = max(reading.since, lease.resumed) if runs else 0
     reason = Reason.IDLE if lease.version.service.batch_rules is not None else Reason.SINGLE
-    if requests:
+    if batches:
         if state.memory.limited:
-            lease.version.sleep_state.used_by(lease.payer.user, len(requests))
-        lease.payer.enter(len(requests))
-        lease.payer.leave(len(requests), sum(placed - arrived for arrived, _, _, _, placed, _, _ in requests))
-        state.observers.leased(lease, requests, reason)
+            lease.version.sleep_state.used_by(lease.payer.user, served)
+        lease.payer.enter(served)
+        lease.payer.leave(served, sum((placed - arrived) * n for arrived, _, _, _, placed, _, _, n in batches))
+        state.observers.leased(lease, batches, reason)

@@ -21,7 +21,7 @@ from shmserve.core.stats.journeys import STEPS, Journey
 from shmserve.core.stats.statistics import RESPONSES, FailureKind, ResponseCount, limit_in
 from shmserve.errors import ModelFailed, ServeError, Unavailable
 from shmserve.protocol.messages import Tensor
-from shmserve.protocol.worker_messages import LeasedRequest, Row
+from shmserve.protocol.worker_messages import LeasedBatch, Row
 
 FOLLOWED = 64
 """Maximum number of requests to ensembles in flight that are followed."""
@@ -137,27 +137,27 @@ class Observers:
             answered += len(batch.early)
         statistics.ran(max(batch.rows, batch.slots), answered, batch.reason, times, self._turn.now)
 
-    def leased(self, lease: Lease, requests: Sequence[LeasedRequest], reason: Reason) -> None:
-        """Leased requests were answered, each in a batch of its own."""
+    def leased(self, lease: Lease, batches: Sequence[LeasedBatch], reason: Reason) -> None:
+        """Leased requests were answered, those of each packet in a batch."""
         version, statistics = lease.version, lease.version.statistics
-        for arrived, taken, ready, computed, placed, rows, failed in requests:
-            cost = max(rows, 1)
-            if failed:
+        for arrived, taken, ready, computed, placed, rows, failed, count in batches:
+            cost, good = max(rows, 1), count - failed
+            for _ in range(failed):
                 statistics.failed(FailureKind.BACKEND, ModelFailed.code, "", placed - arrived, placed)
-            else:
-                self.answered(version, [arrived], cost, taken, placed)
+            if good:
+                self.answered(version, [arrived] * good, cost * good, taken, placed)
             times = (taken, ready, computed, placed)
-            statistics.ran(cost, 0 if failed else 1, reason, times, placed)
+            statistics.ran(cost * count, good, reason, times, placed)
             journeys = statistics.journeys
             if journeys.is_slow(arrived, placed):
-                about = (lease.instance.spec.name, cost, reason.value, times)
+                about = (lease.instance.spec.name, cost * count, reason.value, times)
                 code = ModelFailed.code if failed else ""
                 journey = Journey(version.model, version.number, arrived, placed, rows, "", code, "", *about)
                 journeys.add_slow(journey, placed)
         if self.recording is not None:
-            self.recording.leased(lease, requests, reason, iter(self._turn.next_number, 0))
+            self.recording.leased(lease, batches, reason, iter(self._turn.next_number, 0))
         if self.traces.samples:
-            self._turn.effects += self.traces.sample_leased(lease, requests, reason)
+            self._turn.effects += self.traces.sample_leased(lease, batches, reason)
 
     # ------------------------------------------------------------------------------------ successes
 

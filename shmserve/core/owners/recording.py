@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from shmserve.core.records import Batch, CallingWorker, ClientState, Instance, Lease, Request, Version
 from shmserve.core.service.form import Reason
 from shmserve.core.states import RequestState
 from shmserve.protocol.recorded import RecordedBatch, RecordedEnd, RecordedRequest
-from shmserve.protocol.worker_messages import LeasedRequest
+from shmserve.protocol.worker_messages import LeasedBatch
 
 
 class Recording:
@@ -39,19 +40,22 @@ class Recording:
             about = (version.model, version.number, instance.spec.name, number, batch.reason.value, batch.rows)
             self._add(RecordedBatch(*about, batch.times, now, 0, recorded), len(recorded))
 
-    def leased(self, lease: Lease, records: Sequence[LeasedRequest], reason: Reason, numbers: Iterable[int]) -> None:
+    def leased(self, lease: Lease, batches: Sequence[LeasedBatch], reason: Reason, numbers: Iterable[int]) -> None:
         """Records leased requests. `numbers`: new request numbers for them."""
-        version = lease.version
-        for (arrived, taken, ready, computed, placed, rows, failed), number in zip(records, numbers, strict=False):
-            if not self._wants(version, 1):
+        version, client = lease.version, lease.client
+        for arrived, taken, ready, computed, placed, rows, failed, count in batches:
+            if not self._wants(version, count):
                 continue
-            request = RecordedRequest(number, lease.client.number, 0, "", 0, rows, arrived)
-            self._name(lease.client)
-            times = (taken, ready, computed, placed)
-            about = (version.model, version.number, lease.instance.spec.name, number, reason.value, max(rows, 1))
-            self._add(RecordedBatch(*about, times, placed, lease.number, [request]), 1)
-            if failed and self._wants(version, 1):
-                self._add(RecordedEnd(version.model, version.number, "batch", "INTERNAL", placed, request), 1)
+            requests = [
+                RecordedRequest(number, client.number, 0, "", 0, rows, arrived) for number in islice(numbers, count)
+            ]
+            self._name(client)
+            times, name = (taken, ready, computed, placed), lease.instance.spec.name
+            about = (version.model, version.number, name, requests[0].number, reason.value, max(rows, 1) * count)
+            self._add(RecordedBatch(*about, times, placed, lease.number, requests), count)
+            for request in requests[:failed]:
+                if self._wants(version, 1):
+                    self._add(RecordedEnd(version.model, version.number, "batch", "INTERNAL", placed, request), 1)
 
     def ended(self, request: Request, code: str, now: int) -> None:
         """Records the end of a request, unless it succeeded in a batch: the record of the batch covers that."""

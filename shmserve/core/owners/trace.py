@@ -18,7 +18,7 @@ from shmserve.core.service.form import Reason
 from shmserve.core.states import RequestState
 from shmserve.protocol.messages import Tensor
 from shmserve.protocol.trace_context import TRACE_PARENT, TRACE_STATE, TraceContext, parsed
-from shmserve.protocol.worker_messages import LeasedRequest
+from shmserve.protocol.worker_messages import LeasedBatch
 
 PARAMETER = "trace_id"
 ID_LENGTH = 128
@@ -141,15 +141,17 @@ class Traces:
         trace = _ActiveTrace("", sample, request.version.model, number, root=number, context=context)
         self._begin(request, trace)
 
-    def sample_leased(self, lease: Lease, records: Sequence[LeasedRequest], reason: Reason) -> list[Traced]:
+    def sample_leased(self, lease: Lease, batches: Sequence[LeasedBatch], reason: Reason) -> list[Traced]:
         """Like `sample_due`, for leased requests that have been answered."""
         sample = self._sample_of(lease.version)
         if sample is None:
             return []
-        return [self._of_leased(lease, records[index], sample, reason) for index in sample.take(len(records))]
+        requests = [(batch, number) for batch in batches for number in range(batch[-1])]
+        return [self._of_leased(lease, *requests[index], sample, reason) for index in sample.take(len(requests))]
 
-    def _of_leased(self, lease: Lease, record: LeasedRequest, sample: Sample, reason: Reason) -> Traced:
-        arrived, taken, ready, computed, placed, rows, failed = record
+    def _of_leased(self, lease: Lease, batch: LeasedBatch, number: int, sample: Sample, reason: Reason) -> Traced:
+        """`number`: which request of the batch; the log counts those that failed, and these are taken as the first."""
+        arrived, taken, ready, computed, placed, rows, failed, count = batch
         version = lease.version
         fields: dict[str, Any] = {
             "trace_id": "",
@@ -157,16 +159,16 @@ class Traces:
             "version": version.number,
             "client": lease.client.number,
             "rows": rows,
-            "code": "INTERNAL" if failed else "OK",
+            "code": "INTERNAL" if number < failed else "OK",
             "answered_us": (placed - arrived) // 1000,
             "lease": lease.number,
             "instance": lease.instance.spec.name,
-            "batch_rows": max(rows, 1),
+            "batch_rows": max(rows, 1) * count,
             "reason": reason.value,
         }
         times = (taken, ready, computed, placed)
         fields |= _durations(arrived, times)
-        number = self._next_number()
+        root = self._next_number()
         return Traced(
             fields,
             arrived,
@@ -174,9 +176,9 @@ class Traces:
             placed,
             None,
             timestamps=sample.timestamps,
-            number=number,
+            number=root,
             model=version.model,
-            root=number,
+            root=root,
         )
 
     def _sample_of(self, version: Version) -> Sample | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shmserve.core.events import LeaseRead
 from shmserve.protocol.messages import Fail, Infer, Lease, Reply
-from shmserve.protocol.worker_messages import LeasedRequest
+from shmserve.protocol.worker_messages import LeasedBatch
 from shmserve.sim.world import World
 
 RECORDS = 255
@@ -44,7 +44,7 @@ class SimLease:
         self._world = world
         self._wake_worker = wake_worker
         self._notify_client = notify_client
-        self._records: list[LeasedRequest] = []
+        self._records: list[LeasedBatch] = []
         self.number = message.lease
         self.message = message
         self.opened = opened
@@ -85,7 +85,7 @@ class SimLease:
     def answer(self, answer: Reply | Fail, rows: int, began: int) -> int:
         """Records the running request and answers it. Returns the number of unread records."""
         now = self._world.now
-        self._records.append((self.since, began, began, now, now, rows, int(type(answer) is Fail)))
+        self._records.append((self.since, began, began, now, now, rows, int(type(answer) is Fail), 1))
         self.running = 0
         self._world.at(now + self._world.plan.link_ns, self._answered, answer)
         return len(self._records)
@@ -101,4 +101,4 @@ class SimLease:
 
     def read(self, final: bool) -> LeaseRead:
         records, self._records = self._records, []
-        return LeaseRead(self.number, records, self.running, self.since, final)
+        return LeaseRead(self.number, records, self.running, self.running, self.since, final)

@@ -13,6 +13,8 @@ from math import prod
 from time import monotonic_ns
 from typing import Any
 
+from msgspec.structs import replace
+
 from bench.hostile.packets import PacketGenerator
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
@@ -35,7 +37,7 @@ from shmserve.shm.lease_log import LeaseLog
 from shmserve.shm.mapped import Mapped
 from shmserve.workers.leases import LeaseHolder
 
-ROWS = 4
+ROWS, BATCH = 4, 6
 CLIENT = 3
 OWN, OTHERS = CLIENT << OWNER_SHIFT | 1, (CLIENT + 1) << OWNER_SHIFT | 1
 PAGE = 4096
@@ -74,10 +76,23 @@ class _Runner:
     """Asserts that it runs nothing that Lend does not allow."""
 
     def __init__(self) -> None:
-        self.ran = 0
+        self.ran = self.batches = 0
 
-    def run_batch(self, work_items: tuple[Work, ...]) -> Any:
-        (work,) = work_items
+    def run_batch(self, work_items: list[Work]) -> Any:
+        assert len({work.request for work in work_items}) == len(work_items)
+        assert len(work_items) == 1 or sum(work.rows for work in work_items) <= BATCH
+        shapes = {tuple((tensor.name, tensor.shape) for tensor in work.inputs) for work in work_items}
+        assert len(shapes) == 1
+        for work in work_items:
+            self._verify(work)
+        self.ran += len(work_items)
+        self.batches += 1
+        now = monotonic_ns()
+        rows = [Row(work.request, (Tensor("y", "FP32", (1,), bytes(4)),)) for work in work_items]
+        return rows, (now, now, now, now), None
+
+    def _verify(self, work: Work) -> None:
+        assert work.request < 0
         assert 0 < work.rows <= ROWS
         assert sorted(tensor.name for tensor in work.inputs) == sorted(SIZES)
         for tensor in work.inputs:
@@ -93,9 +108,6 @@ class _Runner:
             else:
                 assert isinstance(tensor.data, bytes)
                 assert len(tensor.data) == size
-        self.ran += 1
-        now = monotonic_ns()
-        return (Row(work.request, (Tensor("y", "FP32", (1,), bytes(4)),)),), (now, now, now, now), None
 
 
 def _memory() -> Mapped:
@@ -118,9 +130,9 @@ def run(data: bytes) -> None:
     fd = lease_log.create()
     log = LeaseLog(fd)
     _outbox.clear()
-    _runner.ran = 0
+    _runner.ran = _runner.batches = 0
     try:
-        holder.lend(Lend(1, "m", 1, True, FORMS, ROWS, CLIENT), [worker.detach(), fd])
+        holder.lend(Lend(1, "m", 1, True, FORMS, ROWS, CLIENT, batch=BATCH), [worker.detach(), fd])
         size = int.from_bytes(data[:2], "little")
         for packet in (data[2 : 2 + size], data[2 + size :]):
             if holder.active and packet:
@@ -130,8 +142,8 @@ def run(data: bytes) -> None:
                 holder.receive()
                 _verify(holder, client, _runner.ran - before)
         records = log.take()
-        assert len(records) == _runner.ran
-        assert not any(failed for *_, failed in records)
+        assert (len(records), sum(count for *_, count in records)) == (_runner.batches, _runner.ran)
+        assert not any(failed for *_, failed, _ in records)
         assert log.running()[0] == 0
         assert _outbox == ([] if holder.active else [LeaseOver(1)])
         client.close()
@@ -154,11 +166,10 @@ def _verify(holder: Any, client: socket.socket, ran: int) -> None:
         assert answer == b"" or answer is None
         assert not holder.active
         return
-    assert ran == 1
     assert answer
-    (message,) = _decode(answer)
-    assert isinstance(message, (Reply, Fail))
-    assert message.request > 0
+    answers = _decode(answer)
+    assert len(answers) == ran == len({message.request for message in answers})
+    assert all(isinstance(message, (Reply, Fail)) and message.request > 0 for message in answers)
 
 
 def beginnings() -> Iterator[bytes]:
@@ -184,7 +195,8 @@ def beginnings() -> Iterator[bytes]:
         packet = codec.encode([request])
         yield len(first).to_bytes(2, "little") + first + packet
         yield len(packet).to_bytes(2, "little") + packet + first
-    yield len(first).to_bytes(2, "little") + first + codec.encode([good, good])
+    for others in ([good], [replace(good, request=6)], [replace(good, request=6 + number) for number in range(3)]):
+        yield len(first).to_bytes(2, "little") + first + codec.encode([good, *others])
     hostile = PacketGenerator(2, "m", "x")
     for _ in range(50):
         packet = hostile.packet()[:1000]

@@ -310,14 +310,14 @@ class World:
 
     def connect(
         self, name: str, plane: str = "lane", outputs: str = "", audience: str = "uid:1000", roles: int = ALL_ROLES,
-        leases: bool = False, keeps: bool = False,
+        leases: bool = False, keeps: bool = False, offers: bool = False,
     ) -> FakeClient:  # fmt: skip
         self._last_client += 1
         peer = self._last_client
         client = FakeClient(peer, name, plane, outputs or OUTPUTS[plane])
         self.clients[peer] = client
         client.takes_leases = leases
-        hello = Hello(1, 4000 + peer, name, client.outputs, leases, keeps)
+        hello = Hello(1, 4000 + peer, name, client.outputs, leases, keeps, offers)
         self.turn([(0, events.Opened(peer, audience, plane, roles)), (peer, hello)])
         return client
 

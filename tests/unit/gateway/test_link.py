@@ -42,6 +42,7 @@ class Server:
     """The server's end of the link. `arrived`: what the loop does when a packet has arrived."""
 
     arrived: Callable[[], None]
+    awaits_lease = False
 
     def __init__(self) -> None:
         self.sent: list[list[Any]] = []

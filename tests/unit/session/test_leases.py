@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from shmserve.errors import DeadlineExceeded, ModelFailed, ProtocolError
 from shmserve.protocol import codec
@@ -38,6 +39,8 @@ LEASE = Lease(5, "m", 2, 4, True)
 
 
 class Sockets:
+    offers = True
+
     def __init__(self) -> None:
         self.arrived: dict[int, deque[bytes]] = {}
 
@@ -46,7 +49,7 @@ class Sockets:
         self.arrived[lease] = deque()
 
     def close_lease(self, lease: int) -> list[bytes]:
-        return list(self.arrived.pop(lease))
+        return list(self.arrived.pop(lease, ()))
 
 
 class Client:
@@ -54,7 +57,7 @@ class Client:
         self.sockets = Sockets()
         self.session = Session(memory, lease_sockets=self.sockets)
         (hello,) = decode(self.session.hello(7, "test").data)
-        assert hello == Hello(PROTOCOL, 7, "test", memory, True)
+        assert hello == Hello(PROTOCOL, 7, "test", memory, True, False, True)
         self.welcome()
 
     def welcome(self) -> None:
@@ -272,3 +275,124 @@ def test_a_lost_connection_ends_all_leases(client: Client) -> None:
 def test_a_lease_without_a_descriptor_is_a_protocol_error(without: Client) -> None:
     with pytest.raises(ProtocolError, match="lease 5 without a descriptor"):
         feed(without.session, LEASE)
+
+
+# ------------------------------------------------------------------------------------ several requests in flight
+
+SEVERAL = Lease(5, "m", 2, 4, True, batch=8)
+
+
+def offered(client: Client) -> Client:
+    feed(client.session, replace(SEVERAL, offer=True))
+    return client
+
+
+def numbers(packets: list[Packet]) -> list[tuple[int, list[int]]]:
+    """The lease of each packet, and the numbers of its requests."""
+    found = [(packet.lease, [one.request for one in decode(packet.data) if type(one) is Infer]) for packet in packets]
+    return [(lease, requests) for lease, requests in found if requests]
+
+
+def answer(client: Client, *requests: int) -> bool:
+    """The worker answers a packet. Returns whether the link sends the next one at once."""
+    waiting = client.session.lease_answered()
+    feed(client.session, *(Reply(number, 2, ()) for number in requests))
+    return waiting
+
+
+def test_requests_wait_for_a_lease_that_was_offered(without: Client) -> None:
+    client = without
+    assert numbers(client.ask()[1]) == [(0, [1])]
+    offered(client)
+    assert [numbers(client.ask()[1]) for _ in range(2)] == [[], []]
+    assert numbers(client.ask(outputs=["y"])[1]) == [(0, [4])], "only the broker can answer it"
+    feed(client.session, Reply(1, 2, ()))
+    assert numbers(client.session.take()) == []
+    client.lend(SEVERAL)
+    assert client.session.urgent
+    assert numbers(client.session.take()) == [(5, [2, 3])]
+    assert numbers(client.ask()[1]) == numbers(client.ask()[1]) == [], "one packet at a time"
+    assert answer(client, 2, 3)
+    assert numbers(client.session.take()) == [(5, [5, 6])]
+    assert not answer(client, 5, 6)
+    assert numbers(client.ask()[1]) == [(5, [7])]
+
+
+def test_a_packet_is_one_batch(without: Client) -> None:
+    """Of up to `batch` rows, with inputs of the same shape, and not larger than a packet."""
+    client = offered(without)
+    for rows, length in ((2, 3), (2, 3), (2, 3), (2, 3), (2, 3), (1, 3), (1, 4), *([(1, 900)] * 60)):
+        client.ask({"x": np.ones((rows, length), np.float32)})
+    client.lend(replace(SEVERAL, batch=8))
+    for chosen in ([1, 2, 3, 4], [5], [6], [7], list(range(8, 16))):
+        assert numbers(client.session.take()) == [(5, chosen)]
+        answer(client, *chosen)
+    feed(client.session, LeaseEnd(5))
+    client.session.take()
+    offered(client)
+    for _ in range(60):
+        client.ask({"x": np.ones((1, 1000), np.float32)})
+    client.lend(replace(SEVERAL, batch=100))
+    ((lease, chosen),) = numbers(client.session.take())
+    assert (lease, len(chosen)) == (5, 30), "60 do not fit"
+
+
+def test_requests_pass_through_the_broker_once_a_lease_has_ended(without: Client) -> None:
+    client = offered(without)
+    client.lend(SEVERAL)
+    tickets = [client.ask()[0] for _ in range(4)]
+    assert client.session.cancel(tickets[3])
+    client.sockets.arrived[5].append(codec.encode([Reply(1, 2, ())]))
+    feed(client.session, LeaseEnd(5))
+    assert tickets[0].ends == 1
+    assert numbers(client.session.take()) == [(0, [2, 3])]
+    assert list(client.session.tickets) == [2, 3], "nobody waits for the last one, and its inputs are free"
+
+
+def test_an_offer_that_ends_lets_requests_pass(without: Client) -> None:
+    client = offered(without)
+    client.ask()
+    client.ask()
+    feed(client.session, LeaseEnd(5))
+    assert client.session.urgent
+    assert numbers(client.session.take()) == [(0, [1, 2])]
+
+
+def test_the_error_of_a_lease_is_that_of_all_requests_of_its_packet(without: Client) -> None:
+    client = offered(without)
+    sent = [client.ask()[0] for _ in range(2)]
+    client.lend(SEVERAL)
+    client.session.take()
+    waiting, _ = client.ask()
+    assert feed(client.session, LeaseEnd(5, Failure("MODEL_FAILED", "it ended"))) == 2
+    assert [str(ticket.error) for ticket in sent] == ["it ended"] * 2
+    assert waiting.error is None
+    assert numbers(client.session.take()) == [(0, [3])]
+
+
+def test_cancelled_requests_are_not_sent_over_a_lease(without: Client) -> None:
+    client = offered(without)
+    ticket, _ = client.ask()
+    client.ask()
+    assert client.session.cancel(ticket)
+    client.lend(SEVERAL)
+    assert numbers(client.session.take()) == [(5, [2])]
+    assert list(client.session.tickets) == [2]
+
+
+def test_requests_beside_an_operation_pass_through_the_broker(without: Client) -> None:
+    client = offered(without)
+    client.ask()
+    client.lend(SEVERAL)
+    client.session.ask(RecordingTicket(), "load", 100.0)
+    assert numbers(client.ask()[1]) == [(0, [1, 3])]
+
+
+def test_only_one_lease_has_requests_in_flight(without: Client) -> None:
+    """While the worker of one does not answer, it does not delay requests to other models."""
+    client = offered(without)
+    client.lend(SEVERAL)
+    client.lend(Lease(6, "n", 1, 4, True, batch=8))
+    assert numbers(client.ask()[1]) == [(5, [1])]
+    client.session.infer(RecordingTicket(), "n", ROW, 100.0)
+    assert numbers(client.session.take()) == [(0, [2])]

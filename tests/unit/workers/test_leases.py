@@ -9,6 +9,7 @@ from time import monotonic_ns
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
@@ -16,6 +17,7 @@ from shmserve.protocol.messages import (
     PACKET_BYTES,
     BrokerMessage,
     Cancel,
+    Columns,
     Fail,
     Failure,
     Handle,
@@ -23,6 +25,7 @@ from shmserve.protocol.messages import (
     Options,
     Pong,
     Reply,
+    ReplyBatch,
     Tensor,
     TensorForm,
     Wanted,
@@ -35,6 +38,7 @@ from shmserve.shm.mapped import Mapped
 from shmserve.workers.leases import LeaseHolder
 from shmserve.workers.link import BrokerLink
 from shmserve.workers.outbox import Outbox
+from tests.support.cases import cases
 
 CLIENT = 3
 OWN, OTHERS = CLIENT << OWNER_SHIFT | 1, (CLIENT + 1) << OWNER_SHIFT | 1
@@ -77,7 +81,12 @@ class Lent:
     """A worker with a lease, its broker and its client."""
 
     def __init__(
-        self, rows: int = 4, streams: Streams | None = None, default: bool = True, send_buffer: int = 0
+        self,
+        rows: int = 4,
+        streams: Streams | None = None,
+        default: bool = True,
+        send_buffer: int = 0,
+        batch: int = 0,
     ) -> None:
         self.broker, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.broker.setblocking(False)
@@ -96,7 +105,7 @@ class Lent:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         page = lease_log.create()
         self.log = LeaseLog(page)
-        self.holder.lend(Lend(5, "m", 2, default, FORMS, rows, CLIENT), [end.detach(), page])
+        self.holder.lend(Lend(5, "m", 2, default, FORMS, rows, CLIENT, batch=batch), [end.detach(), page])
 
     def serve(self) -> None:
         """Serves one packet; receive() would wait for more."""
@@ -155,9 +164,9 @@ def test_a_request_is_answered_and_recorded(lent: Lent, rows: int, length: int) 
     request = infer(9, rows, length)
     assert serve_one(lent, packet(request)) == Reply(9, 2, lent.runner.answer[0].outputs)
     (work,) = lent.runner.ran
-    assert (work.request, work.rows, work.inputs) == (0, rows, request.inputs)
+    assert (work.request, work.rows, work.inputs) == (-2, rows, request.inputs)
     (record,) = lent.log.take()
-    assert record[1:] == (*lent.runner.times, rows, 0)
+    assert record[1:] == (*lent.runner.times, rows, 0, 1)
     assert lent.log.running()[0] == 0
 
 
@@ -347,3 +356,80 @@ def test_a_model_with_threads_cannot_be_leased() -> None:
         assert ours.recv(1) == b""
     assert lent.reports() == [LeaseOver(6, True)]
     lent.close()
+
+
+# ------------------------------------------------------------------------------------ several requests in flight
+
+
+@pytest.fixture
+def several() -> Iterator[Lent]:
+    made = Lent(batch=8)
+    yield made
+    made.close()
+
+
+def serve_all(lent: Lent, *messages: Any) -> list[Any]:
+    lent.client.send(packet(*messages))
+    lent.serve()
+    found = lent.client.recv(PACKET_BYTES)
+    return list(_answers(found)) if found else []
+
+
+OUTPUT = (Tensor("y", "FP32", (2, 1), bytes(8)),)
+
+
+def test_a_packet_is_run_as_a_batch_and_has_one_record(several: Lent) -> None:
+    """Its second request fails, and the model does not answer the third. Their order is that of the requests."""
+    several.runner.answer = [Row(-3, (), Failure("MODEL_FAILED", "no")), Row(-2, OUTPUT)]
+    requests = [infer(number, 2) for number in (7, 8, 11)]
+    missing = Fail(11, "INTERNAL", "the model sent no response to this request")
+    assert serve_all(several, *requests) == [Reply(7, 2, OUTPUT), Fail(8, "MODEL_FAILED", "no"), missing]
+    assert [(work.request, work.rows, work.inputs) for work in several.runner.ran] == [
+        (-2 - index, 2, request.inputs) for index, request in enumerate(requests)
+    ]
+    (record,) = several.log.take()
+    assert record[1:] == (*several.runner.times, 2, 2, 3)
+
+
+def test_the_results_of_a_packet_may_be_columns(several: Lent) -> None:
+    columns = Columns((TensorForm("y", "FP32", (1,)),), (-2, -3), (1, 1), ((bytes(4),), (bytes(4),)))
+    several.runner.answer = columns  # type: ignore[assignment]
+    assert serve_all(several, infer(7), infer(9)) == [ReplyBatch(2, replace(columns, requests=(7, 9)))]
+
+
+def test_the_log_shows_which_requests_are_running(several: Lent, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    run_batch = several.runner.run_batch
+
+    def run(work_items: Sequence[Any]) -> Any:
+        seen.append(several.log.running()[:2])
+        return run_batch(work_items)
+
+    monkeypatch.setattr(several.runner, "run_batch", run)
+    serve_all(several, infer(7), infer(8), infer(11))
+    assert seen == [(7, 11)]
+    assert several.log.running()[0] == 0
+
+
+@cases(
+    [infer(1, 3), infer(2, 3), infer(3, 3)],
+    [infer(1), infer(2, length=3)],
+    [infer(1), infer(2, 2)],
+    [infer(1), infer(1)],
+    [infer(2), infer(1)],
+    [infer(1), infer(3), infer(2)],
+    [infer(1), infer(2, model="n")],
+    [infer(1), infer(2, outputs=())],
+    [infer(1), Cancel(2)],
+    [],
+    ids=["rows", "shape", "sizes", "twice", "order", "last", "model", "outputs", "other", "none"],
+)
+def test_other_packets_end_the_lease(messages: list[Any], several: Lent) -> None:
+    assert serve_all(several, *messages) == []
+    assert several.runner.ran == []
+    assert not several.holder.active
+
+
+def test_a_lease_for_one_request_takes_no_more(lent: Lent) -> None:
+    assert serve_all(lent, infer(1), infer(2)) == []
+    assert lent.runner.ran == []

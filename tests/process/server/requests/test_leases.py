@@ -259,3 +259,79 @@ def test_a_forked_child_has_no_lease(leases: Leases) -> None:
                 os._exit(0 if ok else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert client.infer("m", inputs(6))["y"][0, 0] == 12
+
+
+# ------------------------------------------------------------------------------------ several requests in flight
+
+CALLERS, EACH = 8, 150
+
+
+def together(leases: Leases, ask: Callable[[shmserve.AsyncClient, int], Any]) -> None:
+    """Runs CALLERS coroutines of one client, which each ask EACH times, and then until the client has a lease."""
+
+    async def main() -> None:
+        async with shmserve.AsyncClient(leases.server.url) as client:
+
+            async def call(first: int) -> None:
+                for number in range(first, 100_000 * CALLERS, CALLERS):
+                    if number >= EACH * CALLERS and "m" in models(client):
+                        return
+                    await ask(client, number)
+                raise AssertionError("the client got no lease")
+
+            await asyncio.gather(*map(call, range(CALLERS)))
+
+    asyncio.run(main())
+
+
+async def ask_doubled(client: shmserve.AsyncClient, number: int, rows: int = 1) -> None:
+    found = (await client.infer("m", inputs(number % 1000 + 3.0, rows)))["y"]
+    assert found.tolist() == [[2 * (number % 1000 + 3.0)] * 2] * rows
+
+
+def test_requests_in_flight_at_the_same_time_share_a_lease(leases: Leases) -> None:
+    """Most are run in batches, and all are counted once."""
+    before, sent = leases.counts(), []
+
+    async def ask(client: shmserve.AsyncClient, number: int) -> None:
+        sent.append(rows := 1 + number % 3)
+        await ask_doubled(client, number, rows)
+
+    together(leases, ask)
+    success, rows, batches, failed = (new - old for new, old in zip(leases.counts(), before, strict=True))
+    assert (success, rows, failed) == (len(sent), sum(sent), 0)
+    assert batches < success
+
+
+def test_a_worker_that_dies_with_a_batch_of_leased_requests_costs_only_the_one_that_killed_it(leases: Leases) -> None:
+    failures: list[BaseException] = []
+    sent = 0
+
+    async def ask(client: shmserve.AsyncClient, number: int) -> None:
+        nonlocal sent
+        sent += 1
+        if "m" not in models(client) or failures or number % CALLERS != 3:
+            await ask_doubled(client, number)
+            return
+        try:
+            await client.infer("m", inputs(DIE))
+        except shmserve.ModelFailed as error:
+            failures.append(error)
+
+    before = leases.counts()
+    together(leases, ask)
+    (failure,) = failures
+    assert "ended while it ran this request alone (signal SIGKILL" in str(failure)
+    assert leases.counts()[0] == before[0] + sent - 1
+
+
+def test_a_lease_of_several_requests_ends_for_others(leases: Leases) -> None:
+    """Both are answered, and requests that have waited for the lease are not lost."""
+
+    async def ask(client: shmserve.AsyncClient, number: int) -> None:
+        await ask_doubled(client, number)
+        if "m" in models(client) and number % 50 == 0:
+            with leases.server.client() as other:
+                assert other.infer("m", inputs(7))["y"][0, 0] == 14
+
+    together(leases, ask)

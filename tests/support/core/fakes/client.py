@@ -48,6 +48,8 @@ class FakeClient:
         self.errors: list[Fail] = []
         self.leases: dict[int, FakeLease] = {}
         self.takes_leases = False
+        self.offers: dict[int, Lease] = {}
+        """Leases that it was offered and did not get yet."""
         self.lent: list[Lease] = []
         """All leases that the client received."""
         self.leased: dict[int, Infer] = {}
@@ -108,6 +110,9 @@ class FakeClient:
             self.welcomed = True
         elif isinstance(message, Goodbye):
             self.ended = True
+        elif isinstance(message, Lease):
+            assert message.offer, "a lease without a socket"
+            self.offers[message.lease] = message
         elif isinstance(message, LeaseEnd):
             self._lease_ended(message)
         else:
@@ -117,6 +122,7 @@ class FakeClient:
 
     def lends(self, message: Lease, lease: FakeLease) -> None:
         assert not any(known.model == lease.model for known in self.leases.values()), "a second lease of one model"
+        self.offers.pop(message.lease, None)
         self.leases[message.lease] = lease
         self.lent.append(message)
 
@@ -132,6 +138,7 @@ class FakeClient:
                 self._answered(answer.request, answer)
 
     def _lease_ended(self, message: LeaseEnd) -> None:
+        self.offers.pop(message.lease, None)
         lease = self.leases.pop(message.lease, None)
         if lease is None:  # its socket pair could not be created
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shmserve.core.events import LeaseRead
 from shmserve.protocol.messages import Fail, Infer, Reply
-from shmserve.protocol.worker_messages import LeasedRequest, Row
+from shmserve.protocol.worker_messages import LeasedBatch, Row
 
 RECORDS = 8
 """Capacity of the log of a fake worker: small, so that it is full now and then."""
@@ -19,10 +19,10 @@ class FakeLease:
         """Sent by the worker, not yet read by the client."""
         self.client_open = self.worker_open = True
         # The log
-        self.records: list[LeasedRequest] = []
+        self.records: list[LeasedBatch] = []
         """Written, not yet read by the broker."""
         self.running: Infer | None = None
-        self.since = 0
+        self.since = self.last = 0
 
     # ------------------------------------------------------------------------------------ the client
 
@@ -43,7 +43,7 @@ class FakeLease:
     def record(self, row: Row, rows: int, taken: int, now: int) -> None:
         """The running request is done; its answer follows."""
         assert self.running is not None
-        self.records.append((self.since, taken, taken, now, now, rows, int(row.error is not None)))
+        self.records.append((self.since, taken, taken, now, now, rows, int(row.error is not None), 1))
 
     def answer(self, row: Row) -> None:
         request, self.running = self.running, None
@@ -60,4 +60,4 @@ class FakeLease:
     def read(self, final: bool) -> LeaseRead:
         records, self.records = self.records, []
         running = self.running.request if self.running is not None else 0
-        return LeaseRead(self.number, records, running, self.since if running else 0, final)
+        return LeaseRead(self.number, records, running, max(self.last, running), self.since if running else 0, final)

@@ -87,7 +87,7 @@ def test_log_reads_in_the_middle_of_a_turn_are_counted() -> None:
     world.serve()
     world.core.count_leased(lease.read(False))
     assert world.statistics.success_count == ALONE + 2
-    world.core.count_leased(events.LeaseRead(lease.number + 1, [(1, 1, 1, 1, 1, 1, 0)]))
+    world.core.count_leased(events.LeaseRead(lease.number + 1, [(1, 1, 1, 1, 1, 1, 0, 1)]))
     assert world.statistics.success_count == ALONE + 2
 
 
@@ -110,16 +110,16 @@ def wide(size: int) -> ModelPolicy:
     ModelPolicy("m", 1, 8, X, Y, None, steps=(step("other"),)),
 )
 def test_models_that_need_the_core_are_not_leased(policy: ModelPolicy) -> None:
-    assert terms_of(policy) is None
+    assert terms_of(policy, True) is None
 
 
 def test_the_rows_of_leased_requests_are_limited_by_the_output_size() -> None:
-    assert terms_of(wide(INLINE_BYTES // 12)) == ((TensorForm("x", "FP32", (1,)),), 3)
+    assert terms_of(wide(INLINE_BYTES // 12), False) == ((TensorForm("x", "FP32", (1,)),), 3, 0)
     outputs = tuple(TensorSpec(f"y{number}", "FP32", (512,)) for number in range(17))
-    assert terms_of(ModelPolicy("m", 1, 8, X, outputs, BATCHES)) == ((TensorForm("x", "FP32", (1,)),), 1), (
+    assert terms_of(ModelPolicy("m", 1, 8, X, outputs, BATCHES), True) == ((TensorForm("x", "FP32", (1,)),), 1, 1), (
         "all of them together"
     )
-    assert terms_of(ModelPolicy("m", 1, 8, X, 2 * outputs, BATCHES)) is None
+    assert terms_of(ModelPolicy("m", 1, 8, X, 2 * outputs, BATCHES), True) is None
 
 
 @pytest.mark.parametrize("what", ["tensors", "caller", "log"])
@@ -244,7 +244,7 @@ def test_a_recorded_request_does_not_exceed_the_execution_limit() -> None:
     world.now += 100 * MS
     holder.run_leased(world.now, 99 * MS, answer=False)
     record = lease.records.pop()
-    world.turn([(0, LeaseRead(lease.number, [record], 1, record[0]))])
+    world.turn([(0, LeaseRead(lease.number, [record], 1, 1, record[0]))])
     world.advance(began + 300 * MS)
     assert not holder.dead
 
@@ -256,7 +256,7 @@ def test_log_reads_of_ended_leases_are_ignored() -> None:
     world.gone(world.client)
     world.client.leases.clear()
     before = world.statistics.success_count
-    world.turn([(0, LeaseRead(number, [(1, 1, 1, 1, 1, 1, 0)], 1, 1, True))])
+    world.turn([(0, LeaseRead(number, [(1, 1, 1, 1, 1, 1, 0, 1)], 1, 1, 1, True))])
     world.turn([(world.worker("m_0").peer, LeaseOver(number)), (world.worker("m_0").peer, LeaseLogged(number))])
     assert world.statistics.success_count == before
     assert world.is_over()
