@@ -117,7 +117,8 @@ class Lifecycle:
         if instance.state is _I.STARTING and not load_error:
             load_error = f"its worker process ended while loading: {event.reason}"
         instance.last_words = "\n".join(text for text in (event.detail, version.traceback) if text)
-        if version.state is _V.UNLOADING:  # it ends, or its GPU has recovered and it may finish the version's work
+        finishes = version.state is _V.UNLOADING and not instance.sleeping
+        if finishes:  # it ends, or its GPU has recovered and it may finish the version's work
             instance.held = False
         if instance.asleep_soon and not instance.retiring:
             sleep.fell_asleep(self._state, version, instance, event.reason)
@@ -132,7 +133,7 @@ class Lifecycle:
                 self._state.log("error", text, **load_results.about(version, instance))
             instance.move(_I.STOPPED)
             retirement.remove_stopped(version, instance)
-        elif version.state is not _V.UNLOADING and (instance.held or self._state.loading.forbids(instance.spec)):
+        elif not finishes and (instance.held or self._state.loading.forbids(instance.spec)):
             if instance.loaded and not instance.sleeping:
                 self._state.observers.restarted(version, instance)
             unhealthy.ended(self._state, version, instance, now)
