@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Protocol
 
 from msgspec import Struct
@@ -368,6 +369,9 @@ class Ledger:
                 assert place in clients[number].holds, f"client {number} lacks its hold {place}"
         for number, segment in self.segments.items():
             assert segment.blocks == sorted(counted.get(number, [])), f"segment {number} miscounts its holds"
+            for offset, following in pairwise(segment.blocks):
+                end = offset + self.holds[number, offset].handle.size
+                assert end <= following, f"blocks of segment {number} overlap: one ends at {end}, after {following}"
             assert segment.uses >= 0
             assert not segment.orphan or segment.blocks or segment.uses, f"orphan segment {number} outlived its holds"
         for client in clients.values():
