@@ -130,7 +130,7 @@ class CoreMachine(WorldMachine):
         super().__init__()
         self.world: Slow = Slow()
         self.names = NAMES
-        self.offsets = 0
+        self.next_offset = 0
         self.all_clients: list[FakeClient] = []
         self.blocks: list[Handle] = []
         self.deadlines: dict[tuple[int, int], int] = {}
@@ -303,8 +303,8 @@ class CoreMachine(WorldMachine):
 
     def _data(self, client: FakeClient, where: str, size: int) -> Any:
         if where == "frame":
-            self.offsets += 64
-            return (Handle(BROKER_SEGMENT, self.offsets, size),)
+            offset, self.next_offset = self.next_offset, self.next_offset + max(64, size)
+            return (Handle(BROKER_SEGMENT, offset, size),)
         if where == "own" and client.own:
             return (Handle(min(client.own), 128, size),)
         if where == "held" and client.holds:
