@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from shmserve.core import events, states
@@ -86,6 +86,10 @@ class World:
     def tell_start(self, worker: FakeWorker) -> None:
         """Called when an open batch has started at the worker."""
 
+    def delivered(self, happened: list[tuple[int, Any]]) -> Iterable[tuple[int, Any]]:
+        """The events of a turn. The core takes them one by one."""
+        return happened
+
     # ------------------------------------------------------------------------------------ turns and time
 
     def turn(self, happened: list[tuple[int, Any]]) -> None:
@@ -96,7 +100,7 @@ class World:
     def _handle(self, happened: list[tuple[int, Any]]) -> None:
         states.history = self.history if self.checks else None
         self.history.turn = f"{self.now}: {', '.join(type(event).__name__ for _, event in happened)}"
-        self._carry_out(self.core.handle(happened, self.now))
+        self._carry_out(self.core.handle(self.delivered(happened), self.now))
         for _, event in happened:
             if isinstance(event, events.Exited):
                 del self.workers[event.peer]

@@ -7,6 +7,7 @@ fails with its worker. The statistics count exactly the batches and leased reque
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -54,11 +55,14 @@ class LentWorld(Operated):
         super()._spawn(effect)
         self.all_workers.append(self.workers[effect.peer])
 
-    def _handle(self, happened: list[tuple[int, Any]]) -> None:
+    def delivered(self, happened: list[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
         known = self.core.state.instances
         for peer, event in happened:
             if isinstance(event, Done) and peer in known and known[peer][1].state is not InstanceState.KILLED:
                 self.batches += 1
+            yield peer, event
+
+    def _handle(self, happened: list[tuple[int, Any]]) -> None:
         super()._handle(happened)
         for model in self.core.state.models.values():
             for version in model.generations():
