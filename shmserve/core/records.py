@@ -1328,6 +1328,8 @@ class Lease(Struct, eq=False):
     """The lease also serves requests that name no version."""
     revoked: bool = False
     served: int = 0
+    slow: bool = False
+    """Its batches take long: they would do better with the next one waiting at the instance."""
     recorded: int = 0
     """When the last request in its log arrived."""
     resumed: int = 0

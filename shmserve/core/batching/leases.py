@@ -60,13 +60,21 @@ def count_waiting(state: State, version: Version, lending: Lending, batch: Batch
 
 def _agree(state: State, lending: Lending, requests: list[Request]) -> bool:
     """True if the requests of a batch could have been sent over a lease with several requests in flight."""
-    version, client, payer = requests[0].version, requests[0].client, requests[0].payer
-    if not client.offers or lending.batch < 2 or version.service_ns > SHORT_NS or len(version.instances) > 1:
+    client, payer = requests[0].client, requests[0].payer
+    if not _may_be_shared(requests[0].version, client, lending):
         return False
     for request in requests:
         if request.client is not client or request.payer is not payer or not _plain(state, lending, request):
             return False
     return True
+
+
+def _may_be_shared(version: Version, client: ClientState, lending: Lending) -> bool:
+    """True if a lease may have several requests in flight. The core, which does not see them, neither lets them run
+    beside each other nor starts instances for them."""
+    if not client.offers or lending.batch < 2 or version.service_ns > SHORT_NS:
+        return False
+    return len(version.instances) == 1 and version.scaler is None
 
 
 def _plain(state: State, lending: Lending, request: Request) -> bool:
@@ -183,7 +191,7 @@ def _message(lease: Lease, lending: Lending, offer: bool) -> messages.Lease:
 
 
 def _batch(lease: Lease, lending: Lending) -> int:
-    return lending.batch if lease.client.offers and len(lease.version.instances) == 1 else 0
+    return lending.batch if _may_be_shared(lease.version, lease.client, lending) else 0
 
 
 def revoke_unfit(state: State) -> None:
@@ -209,6 +217,7 @@ def _forbidden(state: State, lease: Lease) -> bool:
     return (
         lease.client.gone
         or lease.client.disconnecting
+        or lease.slow
         or not instance.usable
         or instance.retiring
         or version.state is not VersionState.READY
@@ -343,6 +352,8 @@ def count_logged(state: State, reading: LeaseRead) -> None:
     if batches:
         lease.served += served
         lease.recorded = batches[-1][0]
+        taken = [placed - start for _, start, _, _, placed, _, _, requests in batches if requests > 1]
+        lease.slow = sum(taken) > SHORT_NS * len(taken)
     if lease.instance.lease == lease.number:
         runs = reading.running and reading.since != lease.recorded
         lease.instance.leased_since = max(reading.since, lease.resumed) if runs else 0

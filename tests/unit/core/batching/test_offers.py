@@ -17,6 +17,7 @@ from shmserve.protocol.worker_messages import LeaseLogged
 from tests.support.cases import cases
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.lent import MS, Lent, model
+from tests.support.core.policies import scaling_of
 
 
 class Busy(Lent):
@@ -89,6 +90,34 @@ def test_some_models_are_lent_only_to_one_request_at_a_time(batching: BatchPolic
         world.advance(world.now)
         world.finish_running(took)
     assert (world.started(), world.several.offers) == ([], {})
+
+
+def test_a_lease_ends_when_its_batches_take_long() -> None:
+    """Those of single requests do not count: the instance has nothing else to do."""
+    world = Busy()
+    world.offer()
+    world.finish_running()
+    (lease,) = world.several.leases.values()
+    now, took = world.now, 2 * SHORT_NS
+    lease.records.append((now, now, now, now + took, now + took, 1, 0, 1))
+    world.now += took
+    world.turn([(world.worker("m_0").peer, LeaseLogged(lease.number))])
+    assert list(world.several.leases) == [lease.number]
+    lease.records.append((now, now, now, now + took, now + took, 1, 0, 2))
+    world.turn([(world.worker("m_0").peer, LeaseLogged(lease.number))])
+    world.settle()
+    assert world.several.leases == {}
+
+
+def test_a_model_that_is_scaled_is_lent_only_to_one_request_at_a_time() -> None:
+    """The core would not see how many requests wait."""
+    world = Busy()
+    world.scalings["m"] = scaling_of("m", "1-4")
+    world.deploy(model(version=2), 1)
+    world.run(2 * ALONE)
+    assert (world.started(), world.several.offers) == ([], {})
+    world.alone(client=world.several)
+    assert [effect.of_client.batch for effect in world.started()] == [0]
 
 
 def test_only_requests_of_one_caller_count() -> None:
