@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shmserve.workers.outbox import Outbox
     from shmserve.workers.runner import Runner
 
+_Form = tuple[tuple[str, str, tuple[int, ...]], ...]
 _SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _NO_WAIT = int(socket.MSG_DONTWAIT)
 _FORMS = 256
@@ -91,7 +92,7 @@ class LeaseHolder:
         self._view = memoryview(self._buffer)
         self._poll = select.poll()
         self._poll.register(link.fileno(), select.POLLIN)
-        self._known: dict[tuple[tuple[str, str, tuple[int, ...]], ...], tuple[int, list[int]]] = {}
+        self._known: dict[_Form, tuple[int, list[int]]] = {}
         """Names, types and shapes of inputs -> rows, and bytes of each input."""
 
     @property
@@ -175,7 +176,7 @@ class LeaseHolder:
             messages = _decode(self._view[:size]) if size else []  # type: ignore[arg-type]  # it accepts any buffer
         except ProtocolError:
             messages = []
-        rows = self._check_all(lease, messages)
+        rows = self._check(lease, messages)
         if rows is None:
             self._end()
         else:
@@ -227,48 +228,48 @@ class LeaseHolder:
             return Fail(number, "MODEL_FAILED", _TOO_LARGE)
         return Reply(number, lease.order.version, row.outputs, row.parameters)
 
-    def _check_all(self, lease: _HeldLease, messages: list[Any]) -> int | None:
+    def _check(self, lease: _HeldLease, messages: list[Any]) -> int | None:
         """Returns the rows of each of the requests, which may run over the lease as a batch; None for any others."""
-        if {type(message) for message in messages} != {Infer}:
+        first = messages[0] if messages else None
+        if type(first) is not Infer:
             return None
-        rows = self._check(lease, messages[0])
-        if rows is None or len(messages) == 1:
-            return rows
-        batch = lease.order.batch
-        form = [(tensor.name, tensor.dtype, tensor.shape) for tensor in messages[0].inputs]
-        size = sum(self._known[tuple(form)][1])
-        if rows * len(messages) > batch or size * len(messages) > lease.order.input_bytes:
+        key = _key(first)
+        known = self._form(lease, key, first.inputs)
+        if known is None:
             return None
-        numbers = {message.request for message in messages}
-        if len(numbers) != len(messages) or max(numbers) != messages[-1].request or min(numbers) != messages[0].request:
+        rows, sizes = known
+        count = len(messages)
+        if count > 1 and (rows * count > lease.order.batch or sum(sizes) * count > lease.order.input_bytes):
             return None
-        for message in messages[1:]:
-            if self._check(lease, message) is None or form != [(t.name, t.dtype, t.shape) for t in message.inputs]:
+        last = 0
+        for message in messages:
+            if message is not first and (type(message) is not Infer or _key(message) != key):
                 return None
+            if message.request <= last or not self._allows(lease, message, sizes):
+                return None
+            last = message.request
         return rows
 
-    def _check(self, lease: _HeldLease, request: Infer) -> int | None:
-        """Returns the rows of a request that may run over the lease; None for any other."""
-        inputs = request.inputs
-        if request.outputs is not None or request.options is not None or not request.request:
-            return None
-        if request.model != lease.order.model or request.version not in lease.versions:
-            return None
-        key = tuple([(tensor.name, tensor.dtype, tensor.shape) for tensor in inputs])
+    def _form(self, lease: _HeldLease, key: _Form, inputs: tuple[Tensor, ...]) -> tuple[int, list[int]] | None:
         known = self._known.get(key)
         if known is None:
             known = _check_form(lease.order, inputs)
-            if known is None:
-                return None
-            if len(self._known) >= _FORMS:
-                self._known.clear()
-            self._known[key] = known
-        rows, sizes = known
-        for tensor, size in zip(inputs, sizes, strict=True):
+            if known is not None:
+                if len(self._known) >= _FORMS:
+                    self._known.clear()
+                self._known[key] = known
+        return known
+
+    def _allows(self, lease: _HeldLease, request: Infer, sizes: list[int]) -> bool:
+        if request.outputs is not None or request.options is not None:
+            return False
+        if request.model != lease.order.model or request.version not in lease.versions:
+            return False
+        for tensor, size in zip(request.inputs, sizes, strict=True):
             data = tensor.data
             if (type(data) is not bytes or len(data) != size) and not self._may_read(lease, data, size):
-                return None
-        return rows
+                return False
+        return True
 
     def _may_read(self, lease: _HeldLease, data: Any, size: int) -> bool:
         """True if it is a single handle to `size` bytes of the client's own memory."""
@@ -276,6 +277,10 @@ class LeaseHolder:
             return False
         handle = data[0]
         return handle.size == size and handle.segment >> OWNER_SHIFT == lease.order.owner and self._mapped.has(handle)
+
+
+def _key(request: Infer) -> _Form:
+    return tuple([(tensor.name, tensor.dtype, tensor.shape) for tensor in request.inputs])
 
 
 def _check_form(lease: Lend, inputs: tuple[Tensor, ...]) -> tuple[int, list[int]] | None:
