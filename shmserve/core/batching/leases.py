@@ -22,6 +22,7 @@ from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats.callers import Caller
 from shmserve.core.stats.statistics import FailureKind
 from shmserve.core.termination import kill_hung, watch
+from shmserve.histogram import quantile
 from shmserve.protocol import messages
 from shmserve.protocol.messages import Failure, LeaseEnd
 from shmserve.protocol.worker_messages import LeaseLogged, LeaseOver, Lend, Revoke
@@ -72,9 +73,11 @@ def _agree(state: State, lending: Lending, requests: list[Request]) -> bool:
 def _may_be_shared(version: Version, client: ClientState, lending: Lending) -> bool:
     """True if a lease may have several requests in flight. The core, which does not see them, neither lets them run
     beside each other nor starts instances for them."""
-    if not client.offers or lending.batch < 2 or version.service_ns > SHORT_NS:
-        return False
-    return len(version.instances) == 1 and version.scaler is None
+    return client.offers and lending.batch > 1 and len(version.instances) == 1 and version.scaler is None
+
+
+def _is_short(version: Version) -> bool:
+    return quantile(version.statistics.batch_times, 0.5) <= SHORT_NS
 
 
 def _plain(state: State, lending: Lending, request: Request) -> bool:
@@ -94,7 +97,9 @@ def _is_lendable(state: State, client: ClientState, segment: int) -> bool:
 
 def _offer(state: State, version: Version, lending: Lending) -> None:
     """Offers the client a lease of the only instance, if nothing forbids it."""
-    lease = _possible(state, version, lending, version.instances[0])
+    lease = None
+    if _is_short(version):
+        lease = _possible(state, version, lending, version.instances[0])
     lending.offer(lease.number if lease is not None else 0)
     if lease is not None:
         state.offers[lease.number] = lease
@@ -191,7 +196,7 @@ def _message(lease: Lease, lending: Lending, offer: bool) -> messages.Lease:
 
 
 def _batch(lease: Lease, lending: Lending) -> int:
-    return lending.batch if _may_be_shared(lease.version, lease.client, lending) else 0
+    return lending.batch if _may_be_shared(lease.version, lease.client, lending) and _is_short(lease.version) else 0
 
 
 def revoke_unfit(state: State) -> None:
@@ -352,8 +357,8 @@ def count_logged(state: State, reading: LeaseRead) -> None:
     if batches:
         lease.served += served
         lease.recorded = batches[-1][0]
-        taken = [placed - start for _, start, _, _, placed, _, _, requests in batches if requests > 1]
-        lease.slow = sum(taken) > SHORT_NS * len(taken)
+        taken = sorted([placed - start for _, start, _, _, placed, _, _, requests in batches if requests > 1])
+        lease.slow = bool(taken) and taken[len(taken) // 2] > SHORT_NS
     if lease.instance.lease == lease.number:
         runs = reading.running and reading.since != lease.recorded
         lease.instance.leased_since = max(reading.since, lease.resumed) if runs else 0

@@ -12,8 +12,9 @@ from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, TensorForm
 ALONE = 16
 """Consecutive batches of a client, one request at a time or of all its requests, before it gets a lease."""
 SHORT_NS = 500_000
-"""Maximum mean time of a batch for leases with several requests in flight. While a packet of a lease is on its way, the
-instance is idle, which costs more than the broker's work if batches take long."""
+"""Maximum time of a batch for leases with several requests in flight: the median, which others on the machine hardly
+change. While a packet of a lease is on its way, the instance is idle, which costs more than the broker's work if
+batches take long."""
 MAX_ALONE = 256
 """Upper limit of `Lending.needed`, which doubles when a lease is ended because others need the instance: granting and
 ending a lease costs about as much as two requests."""
