@@ -73,9 +73,7 @@ class SessionLeases:
     @property
     def waiting(self) -> bool:
         """Whether a lease can take requests that wait for it."""
-        return self._answering is None and any(
-            leased.waiting and not leased.message.offer for leased in self._by_number.values()
-        )
+        return self._ready() is not None
 
     def answered(self) -> None:
         """The worker has answered the last packet, or closed the socket."""
@@ -95,11 +93,14 @@ class SessionLeases:
                     self._give_back(outbox)
                     return None
                 self._take_over(outbox, {one.request: of for one, of in zip(requests, leases, strict=True) if of})
-        if self._answering is None:
-            for leased in self._by_number.values():
-                if leased.waiting and not leased.message.offer:
-                    return self._next(leased, outbox, grace_s)
-        return None
+        leased = self._ready()
+        return self._next(leased, outbox, grace_s) if leased is not None else None
+
+    def _ready(self) -> _Leased | None:
+        """A lease that can take requests that wait for it."""
+        if self._answering is not None:
+            return None
+        return next((one for one in self._by_number.values() if one.waiting and not one.message.offer), None)
 
     def _lease_of(self, message: Infer) -> _Leased | None:
         leased = self.by_model.get((message.model, message.version))
@@ -158,10 +159,7 @@ class SessionLeases:
         chosen: list[Infer] = []
         form, limit = None, 0
         for index, message in enumerate(leased.waiting):
-            ticket = self._tickets.pending.get(message.request)
-            if ticket is None or ticket.message is None:
-                if ticket is not None:
-                    self._tickets.remove(ticket)
+            if not self._is_wanted(message):
                 continue
             own = [(tensor.name, tensor.dtype, tensor.shape) for tensor in message.inputs]
             if form is None:
@@ -209,7 +207,14 @@ class SessionLeases:
         if self._answering is ended:
             self._answering = None
         self._unanswered = frozenset(ended.sent)
-        return ended.sent, ended.waiting
+        return ended.sent, [message for message in ended.waiting if self._is_wanted(message)]
+
+    def _is_wanted(self, message: Infer) -> bool:
+        """False: the request was cancelled, and ends here."""
+        ticket = self._tickets.pending.get(message.request)
+        if ticket is not None and ticket.message is None:
+            self._tickets.remove(ticket)
+        return ticket is not None and ticket.message is not None
 
     def clear(self) -> None:
         self._answering = None

@@ -577,7 +577,7 @@ class Session:
         sent, waiting = self._leases.remove(message.lease)
         sockets = self._leases.sockets
         settled = sum(map(self.receive, sockets.close_lease(message.lease))) if sockets is not None else 0
-        again = []
+        again: list[Infer | Ask] = []
         for number in sent:
             ticket = self.tickets.get(number)
             if ticket is None:
@@ -589,12 +589,7 @@ class Session:
             self._remove(ticket)
             ticket.fail(from_wire(error.code, error.text))
             settled += 1
-        for request in waiting:
-            ticket = self.tickets.get(request.request)
-            if ticket is not None and ticket.message is not None:
-                again.append(request)
-            elif ticket is not None:
-                self._remove(ticket)
+        again += waiting
         if again:
             self.outbox.put_first(again)
             self.urgent = True

@@ -224,7 +224,7 @@ TABLE = {
     ],
     "shmserve/session/leases.py": [
         ("a lease's packet has no limit", "return data if len(data) <= PACKET_BYTES else None", "return data"),
-        ("requests that have waited for a lease are lost", "return ended.sent, ended.waiting", "return ended.sent, []"),
+        ("requests that have waited for a lease are lost", "for message in ended.waiting if", "for message in () if"),
     ],
     "shmserve/session/queries.py": [
         ("withdrawn questions stay", "self.withdraw(number)", "pass"),
