@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests import ROOT
@@ -141,14 +143,22 @@ LEFT = (
 )  # fmt: skip
 
 
-def test_a_leak_is_an_error_of_the_test_that_left_it(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tests without processes are checked by module."""
+@pytest.fixture
+def checked(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+    """Runs files of tests with the leak check."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makeconftest(CONFTEST)
-    pytester.makepyfile(test_leaky=LEAKY, test_pure=PURE)
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-o", "leaks_wait=0.5")
+
+    def run(wait: float, timeout: float | None = None, **files: str) -> pytest.RunResult:
+        pytester.makepyfile(**files)
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", "-o", f"leaks_wait={wait}", timeout=timeout)
+
+    return run
+
+
+def test_a_leak_is_an_error_of_the_test_that_left_it(checked: Callable[..., pytest.RunResult]) -> None:
+    """Tests without processes are checked by module."""
+    result = checked(0.5, test_leaky=LEAKY, test_pure=PURE)
     result.assert_outcomes(passed=12, errors=8)
     text = result.stdout.str()
     assert [piece for piece in LEFT if piece not in text] == []
@@ -156,11 +166,5 @@ def test_a_leak_is_an_error_of_the_test_that_left_it(
     assert "by_grpc left behind" not in text
 
 
-def test_the_process_that_a_new_one_replaces_is_waited_for(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    pytester.makeconftest(CONFTEST)
-    pytester.makepyfile(server=SERVER, test_replaced=REPLACED)
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-o", "leaks_wait=3600", timeout=PATIENCE_S)
-    result.assert_outcomes(passed=1)
+def test_the_process_that_a_new_one_replaces_is_waited_for(checked: Callable[..., pytest.RunResult]) -> None:
+    checked(3600, PATIENCE_S, server=SERVER, test_replaced=REPLACED).assert_outcomes(passed=1)
