@@ -7,6 +7,9 @@ engine's own server (llama-server or `vllm serve`), the lane, `generate_stream` 
 `--ways`. Prints the medians over the rounds of the time to the first token, the time between tokens, the tokens per
 second, and the processor time per token of all processes, each compared with the first way. The engine has `--threads`
 threads, and the same arguments and variables in each way, except that `vllm serve (defaults)` has its own variables.
+
+All of it is repeated `--starts` times with new processes, which start in the opposite order each time: two processes
+of the same engine differ by up to 10 % for as long as they live, by where their memory happens to lie.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
@@ -38,6 +42,8 @@ from shmserve.workers.backends.vllm.backend import prepare_environment
 
 Times = list[list[float]]
 """For each stream: when it was sent, and when each of its tokens arrived."""
+Results = dict[tuple[int, str], list[tuple[float, ...]]]
+"""For each number of streams and way: what each round measured."""
 WORDS = ("the", "of", "and", "to", "a", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with")
 SLOTS, CONTEXT = 32, 512
 LOOK_S, IDLE_S = 0.3, 0.05
@@ -209,33 +215,46 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--words", type=int, default=32, help="length of the prompts")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--starts", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.model is None:
         parser.error("give a model, or install the sample `chat` with `make samples`")
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        version = Path(folder) / "models" / "m" / "1"
+    results: Results = {}
+    for number in range(arguments.starts):
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            measure(start(stack, arguments, Path(folder), reverse=number % 2 == 1), arguments, results)
+    show(results, arguments.streams)
+
+
+def start(stack: ExitStack, arguments: argparse.Namespace, folder: Path, reverse: bool) -> dict[str, Way]:
+    @cache
+    def server() -> Server:
+        version = folder / "models" / "m" / "1"
         version.mkdir(parents=True)
         write_model(version, arguments.model.resolve(), arguments.threads)
-        server = stack.enter_context(Server(version.parent.parent, *VARIABLES, gateway=True, start_timeout=START_S))
-        makers: dict[str, Callable[[], Way]] = {
-            "bare": lambda: Way(0, bare, model=str(arguments.model), threads=arguments.threads),
-            "llama-server": lambda: Way(0, llama_server, model=str(arguments.model), threads=arguments.threads),
+        models = version.parent.parent
+        return stack.enter_context(Server(models, *VARIABLES, gateway=True, start_timeout=START_S))
+
+    makers: dict[str, Callable[[], Way]] = {
+        "bare": lambda: Way(0, bare, model=str(arguments.model), threads=arguments.threads),
+        "llama-server": lambda: Way(0, llama_server, model=str(arguments.model), threads=arguments.threads),
+    }
+    if arguments.model.is_dir():
+        makers = {
+            "vllm serve": lambda: vllm_serve(stack, arguments.model, folder, arguments.threads),
+            "vllm serve (defaults)": lambda: vllm_serve(stack, arguments.model, folder, 0),
         }
-        if arguments.model.is_dir():
-            makers = {
-                "vllm serve": lambda: vllm_serve(stack, arguments.model, Path(folder), arguments.threads),
-                "vllm serve (defaults)": lambda: vllm_serve(stack, arguments.model, Path(folder), 0),
-            }
-        makers |= {
-            "lane": lambda: Way(server.pid, lane, url=server.url),
-            "HTTP": lambda: Way(server.pid, http, address=server.endpoints["http"], openai=""),
-            "OpenAI": lambda: Way(server.pid, http, address=server.endpoints["http"], openai="m"),
-        }
-        ways = {name: makers[name]() for name in arguments.ways or makers}
-        for way in ways.values():
-            stack.enter_context(way.child)
-        measure(ways, arguments)
+    makers |= {
+        "lane": lambda: Way(server().pid, lane, url=server().url),
+        "HTTP": lambda: Way(server().pid, http, address=server().endpoints["http"], openai=""),
+        "OpenAI": lambda: Way(server().pid, http, address=server().endpoints["http"], openai="m"),
+    }
+    names = arguments.ways or list(makers)
+    ways = {name: makers[name]() for name in (names[::-1] if reverse else names)}
+    for way in ways.values():
+        stack.enter_context(way.child)
+    return {name: ways[name] for name in names}
 
 
 def vllm_serve(stack: ExitStack, model: Path, work: Path, threads: int) -> Way:
@@ -277,13 +296,10 @@ def await_idle(ways: Collection[Way]) -> None:
         threading.Event().wait(LOOK_S)
 
 
-def measure(ways: dict[str, Way], arguments: argparse.Namespace) -> None:
+def measure(ways: dict[str, Way], arguments: argparse.Namespace, results: Results) -> None:
     for way in ways.values():
         way.run(prompts(1, arguments.words, 0), 4)
-    print("| streams | | first token, ms | between tokens, ms | tokens/s | processor ms/token |")
-    print("| ---: | --- | ---: | ---: | ---: | ---: |")
     for streams in arguments.streams:
-        results: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
         for number in range(arguments.rounds):
             names = list(ways) if number % 2 else list(ways)[::-1]
             for name in names:
@@ -294,15 +310,23 @@ def measure(ways: dict[str, Way], arguments: argparse.Namespace) -> None:
                 count = streams * arguments.tokens
                 rate = count / (perf_counter() - began)
                 used = (ways[name].busy_seconds() - busy) / count * 1e3
-                results[name].append((*summary(times, arguments.tokens), rate, used))
-        first = next(iter(results.values()))
-        for name, rounds in results.items():
+                results.setdefault((streams, name), []).append((*summary(times, arguments.tokens), rate, used))
+        print(f"measured {streams} streams", file=sys.stderr)
+
+
+def show(results: Results, counts: list[int]) -> None:
+    print("| streams | | first token, ms | between tokens, ms | tokens/s | processor ms/token |")
+    print("| ---: | --- | ---: | ---: | ---: | ---: |")
+    for streams in counts:
+        of = {name: rounds for (count, name), rounds in results.items() if count == streams}
+        first = next(iter(of.values()))
+        for name, rounds in of.items():
             cells = [f"{median(values):.2f}" for values in zip(*rounds, strict=True)]
             if rounds is not first:
                 pairs = list(zip(rounds, first, strict=True))
                 ratios = [median(one[index] / max(base[index], 1e-3) for one, base in pairs) - 1 for index in range(4)]
                 cells = [f"{cell} ({ratio:+.0%})" for cell, ratio in zip(cells, ratios, strict=True)]
-            print(f"| {streams} | {name} | {' | '.join(cells)} |", flush=True)
+            print(f"| {streams} | {name} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":
