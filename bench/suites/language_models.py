@@ -42,8 +42,8 @@ from shmserve.workers.backends.vllm.backend import prepare_environment
 
 Times = list[list[float]]
 """For each stream: when it was sent, and when each of its tokens arrived."""
-Results = dict[tuple[int, str], list[tuple[float, ...]]]
-"""For each number of streams and way: what each round measured."""
+Results = dict[int, dict[str, list[tuple[float, ...]]]]
+"""For each number of streams and each way: what each round measured."""
 WORDS = ("the", "of", "and", "to", "a", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with")
 SLOTS, CONTEXT = 32, 512
 LOOK_S, IDLE_S = 0.3, 0.05
@@ -224,7 +224,7 @@ def main() -> None:
     for number in range(arguments.starts):
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             measure(start(stack, arguments, Path(folder), reverse=number % 2 == 1), arguments, results)
-    show(results, arguments.streams)
+    show(results)
 
 
 def start(stack: ExitStack, arguments: argparse.Namespace, folder: Path, reverse: bool) -> dict[str, Way]:
@@ -300,6 +300,7 @@ def measure(ways: dict[str, Way], arguments: argparse.Namespace, results: Result
     for way in ways.values():
         way.run(prompts(1, arguments.words, 0), 4)
     for streams in arguments.streams:
+        of = results.setdefault(streams, {name: [] for name in ways})
         for number in range(arguments.rounds):
             names = list(ways) if number % 2 else list(ways)[::-1]
             for name in names:
@@ -310,15 +311,14 @@ def measure(ways: dict[str, Way], arguments: argparse.Namespace, results: Result
                 count = streams * arguments.tokens
                 rate = count / (perf_counter() - began)
                 used = (ways[name].busy_seconds() - busy) / count * 1e3
-                results.setdefault((streams, name), []).append((*summary(times, arguments.tokens), rate, used))
+                of[name].append((*summary(times, arguments.tokens), rate, used))
         print(f"measured {streams} streams", file=sys.stderr)
 
 
-def show(results: Results, counts: list[int]) -> None:
+def show(results: Results) -> None:
     print("| streams | | first token, ms | between tokens, ms | tokens/s | processor ms/token |")
     print("| ---: | --- | ---: | ---: | ---: | ---: |")
-    for streams in counts:
-        of = {name: rounds for (count, name), rounds in results.items() if count == streams}
+    for streams, of in results.items():
         first = next(iter(of.values()))
         for name, rounds in of.items():
             cells = [f"{median(values):.2f}" for values in zip(*rounds, strict=True)]
