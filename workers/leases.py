@@ -223,9 +223,10 @@ class LeaseHolder:
             return Fail(number, "INTERNAL", "the model sent no response to this request")
         if row.error is not None:
             return Fail(number, row.error.code, row.error.text)
-        if any(type(tensor.data) is not bytes for tensor in row.outputs):
-            self._runner.discard(row)
-            return Fail(number, "MODEL_FAILED", _TOO_LARGE)
+        for tensor in row.outputs:
+            if type(tensor.data) is not bytes:
+                self._runner.discard(row)
+                return Fail(number, "MODEL_FAILED", _TOO_LARGE)
         return Reply(number, lease.order.version, row.outputs, row.parameters)
 
     def _check(self, lease: _HeldLease, messages: list[Any]) -> int | None:

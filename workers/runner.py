@@ -239,11 +239,12 @@ class SeparateRunner(Runner[SeparateModel]):
         rows: list[Row | None] = [None] * len(work_items)
         requests: list[Request] = []
         runnable: list[int] = []
+        outputs_of = self.outputs_of
         length = gather.longest(work_items)
         for index, work in enumerate(work_items):
             try:
                 arrays = gather.read(work, length) if hidden is None else hidden.read(gather, work, length)
-                requests.append(Request(work, arrays, self.outputs_of))
+                requests.append(Request(work, arrays, outputs_of))
                 runnable.append(index)
             except ServeError as error:
                 rows[index] = failed(work, error)

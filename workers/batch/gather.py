@@ -203,7 +203,7 @@ class Gather:
         """Returns the inputs of a request as one array each, None for an absent one. `length`: the length to pad to."""
         arrays: list[Array | None] = []
         inputs = self._pieces_of(work)
-        own = self._length(inputs)
+        own = self._length(inputs) if self._pads else 0
         for pieces, spec in zip(inputs, self.specs, strict=True):
             if not pieces:
                 arrays.append(None)
@@ -428,6 +428,11 @@ class InputReader:
                     f"shape {list(tensor.shape)}, {work.rows} rows"
                 )
             inputs[index] = self._parts(self._specs[index], tensor)
+        if [] in inputs:
+            self._check_missing(work, inputs)
+        return inputs
+
+    def _check_missing(self, work: Work, inputs: list[list[Array]]) -> None:
         missing = [
             spec.name for spec, parts in zip(self._specs, inputs, strict=True) if not parts and not spec.optional
         ]
@@ -436,7 +441,6 @@ class InputReader:
                 f"expected {sum(not spec.optional for spec in self._specs)} inputs but got {len(work.inputs)} inputs "
                 f"for model '{self._model}'. Missing required input(s) {missing}"
             )
-        return inputs
 
     def _parts(self, spec: Spec, tensor: Tensor) -> list[Array]:
         shape, data = tensor.shape, tensor.data

@@ -33,7 +33,7 @@ class OutputChecks:
     def check(self, spec: Spec, array: Array, rows: int, requests: int) -> Spec:
         """Returns the spec of an output as the model produced it. Raises ModelFailed if it must not differ from the
         configuration, cannot be sent, or cannot be split between the requests."""
-        actual = self._typed(spec, array)
+        actual = spec if _has_type(spec, array) else self._typed(spec, array)
         shape = array.shape
         if not (spec.fits(shape) and (not spec.batched or shape[0] == rows)):
             if self.strict or len(shape) > DIMS or (requests > 1 and shape[:1] != (rows,)):
@@ -45,14 +45,12 @@ class OutputChecks:
 
     def check_flat(self, spec: Spec, array: Array) -> Spec:
         """Like `check`, for an output of any shape."""
-        actual = self._typed(spec, array)
+        actual = spec if _has_type(spec, array) else self._typed(spec, array)
         if actual is not spec:
             self._log(spec, actual.dtype, "", "")
         return actual
 
     def _typed(self, spec: Spec, array: Array) -> Spec:
-        if _has_type(spec, array):
-            return spec
         dtype = "" if self.strict or not isinstance(array, np.ndarray) else wire_name(array.dtype)
         if dtype not in ITEM_BYTES:
             check_type(self._model, spec, array)

@@ -79,9 +79,10 @@ class Results:
         self._work_items = work_items
         self._rows = rows
         self._one_row_each = rows == len(work_items)
-        self._columns: list[Sequence[Tensor | None] | None] = [None] * len(scatter.specs)
+        count = len(scatter.specs)
+        self._columns: list[Sequence[Tensor | None] | None] = [None] * count
         """Output -> what each request gets of it."""
-        self._ready: list[Array | None] = [None] * len(scatter.specs)
+        self._ready: list[Array | None] = [None] * count
         """Output -> the array that `place` has returned."""
         self._blocks: dict[int, Block] = {}
         """Output -> the block of an arena that is its array."""
@@ -250,7 +251,7 @@ class Results:
         spec = self._scatter.checks.check(self._scatter.specs[index], array, self._rows, len(self._work_items))
         if spec.item and array.dtype != spec.numpy:  # in another byte order
             array = array.astype(spec.numpy)
-        if self.needed(index):
+        if self._places is None or self.needed(index):
             self._columns[index] = self._split(index, spec, array)
 
     def put_named(self, name: str, array: Any) -> None:

@@ -33,7 +33,6 @@ from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_message, public
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Value
     from shmserve.protocol.worker_messages import Work
     from shmserve.repo.config.schema import ModelConfig
 
@@ -108,7 +107,7 @@ class SeparatePython(PythonModel, SeparateModel):
                     f"number of requests ({len(requests)})"
                 )
             for request, response in zip(received, responses, strict=True):
-                if response is not None and getattr(request, "_again", False):
+                if request._again and response is not None:
                     raise ModelFailed(
                         "Expected a None object in the execute function return list for reschduled request, found "
                         f"type '{type(response)}'."
@@ -143,7 +142,7 @@ class SeparatePython(PythonModel, SeparateModel):
         while received:
             request, response = received.pop(0), responses.pop(0)
             sender = getattr(request, "_sender", None)
-            again = response is None and getattr(request, "_again", False)
+            again = response is None and request._again
             if sender is None:
                 answers.append(self._again if again else self._converted(response))
                 continue
@@ -186,7 +185,7 @@ class SeparatePython(PythonModel, SeparateModel):
             self._start(self._follow(result, streams), streams)
             return streams, []
         self._check_none(result)
-        return streams, [getattr(request, "_again", False) for request in requests]
+        return streams, [request._again for request in requests]
 
     def _decoupled_answers(
         self, requests: list[Request], streams: list[ResponseSender], again: list[bool]
@@ -296,8 +295,8 @@ class SeparatePython(PythonModel, SeparateModel):
             code = triton_code(error._code)
             text = public(error._message, str(self.context.folder))
             return Response(error=Failure(code, text))
-        wanted: dict[str, Value] | None = response._parameters or None
-        return Response([(tensor._name, self._output_of(tensor)) for tensor in response._tensors], None, wanted)
+        outputs = [(tensor._name, self._output_of(tensor)) for tensor in response._tensors]
+        return Response(outputs, None, response._parameters or None)
 
     def _output_of(self, tensor: pb_utils.Tensor) -> Any:
         """Returns the value of an output: the device piece if it is on a GPU and of the right type. No conversion
@@ -305,7 +304,7 @@ class SeparatePython(PythonModel, SeparateModel):
         name = tensor._name
         if isinstance(tensor, DeviceTensor) and self._integers.get(name, tensor.piece.dtype) == tensor.piece.dtype:
             return tensor.piece
-        return self._as_declared(name, tensor._array)
+        return self._as_declared(name, tensor._array) if self._integers else tensor._array
 
     def _check_none(self, result: Any) -> None:
         if result is not None:

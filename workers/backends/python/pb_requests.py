@@ -77,11 +77,11 @@ class InferenceRequest:
 
     __slots__ = ("_again", "_flags", "_host", "_inputs", "_model", "_names", "_options", "_sender", "_version", "_work")
 
-    # Set only for received requests; the last two only when needed.
+    # Set only for received requests; the last one only when needed.
     _host: ModelHost
     _work: Work
-    _sender: InferenceResponseSender
     _again: bool
+    _sender: InferenceResponseSender
 
     def __init__(
         self,
@@ -233,6 +233,7 @@ def request_from(
     request = InferenceRequest.__new__(InferenceRequest)
     request._host = host
     request._work = work
+    request._again = False
     options = work.options or _NO_OPTIONS
     request._model = model
     request._version = version

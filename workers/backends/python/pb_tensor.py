@@ -71,7 +71,7 @@ class Tensor:
     def __init__(self, name: str, numpy_array: Array) -> None:
         if not isinstance(numpy_array, np.ndarray):
             raise TypeError(f"Tensor '{name}' needs a numpy array, not {type(numpy_array).__name__}")
-        self._name = _named(name)
+        self._name = name if type(name) is str and name else _named(name)
         self._array = numpy_array
 
     def name(self) -> str:

@@ -128,7 +128,10 @@ def get_model_dir() -> str:
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
-    return next((tensor for tensor in inference_request._inputs if tensor._name == name), None)
+    for tensor in inference_request._inputs:  # a generator would cost as much as the rest of the call
+        if tensor._name == name:
+            return tensor
+    return None
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
