@@ -11,9 +11,9 @@ from msgspec import Struct
 
 from shmserve.protocol import codec
 from shmserve.protocol.messages import BATCH_REQUESTS, PACKET_BYTES, Ask, Infer, Lease
-from shmserve.protocol.roles import OPERATIONS
 from shmserve.session.memory import SessionMemory
 from shmserve.session.outbox import UNWRITABLE, Packet, SessionOutbox
+from shmserve.session.queries import SessionQueries
 from shmserve.session.tickets import Tickets
 
 
@@ -39,10 +39,13 @@ class _Leased(Struct, eq=False):
 
 
 class SessionLeases:
-    __slots__ = ("_answering", "_by_number", "_memory", "_tickets", "_unanswered", "by_model", "sockets")
+    __slots__ = ("_answering", "_by_number", "_memory", "_queries", "_tickets", "_unanswered", "by_model", "sockets")
 
-    def __init__(self, tickets: Tickets, memory: SessionMemory, sockets: LeaseSockets | None) -> None:
+    def __init__(
+        self, tickets: Tickets, queries: SessionQueries, memory: SessionMemory, sockets: LeaseSockets | None
+    ) -> None:
         self._tickets = tickets
+        self._queries = queries
         self._memory = memory
         self.sockets = sockets
         """None: the link does not support leases."""
@@ -89,7 +92,7 @@ class SessionLeases:
             if len(requests) == 1 and leases[0] is not None and self._may_send_alone(leases[0], requests[0].request):
                 return self._alone(leases[0], requests[0], outbox, grace_s)
             if any(leased is not None and leased.message.batch for leased in leases):
-                if self._operation_in_flight():
+                if self._queries.operating:  # it changes what a request means
                     self._give_back(outbox)
                     return None
                 self._take_over(outbox, {one.request: of for one, of in zip(requests, leases, strict=True) if of})
@@ -185,15 +188,10 @@ class SessionLeases:
     def _is_alone(self, number: int) -> bool:
         """True if only questions are in flight beside the request. An operation changes what the request means, and a
         ticket without a message may be a cancelled request."""
-        for ticket in self._tickets.pending.values():
-            message = ticket.message
-            if ticket.number != number and (type(message) is not Ask or message.what in OPERATIONS):
-                return False
-        return True
-
-    def _operation_in_flight(self) -> bool:
-        messages = [ticket.message for ticket in self._tickets.pending.values()]
-        return any(type(message) is Ask and message.what in OPERATIONS for message in messages)
+        if self._queries.operating:
+            return False
+        tickets = self._tickets.pending.values()
+        return all(type(ticket.message) is Ask for ticket in tickets if ticket.number != number)
 
     def remove(self, lease: int) -> tuple[list[int], list[Infer]]:
         """Returns the last requests sent over the lease, and those that have waited for it. If unanswered, the former

@@ -54,6 +54,11 @@ class SessionQueries:
         self._unanswered = 0
         """Number of unanswered pings."""
 
+    @property
+    def operating(self) -> bool:
+        """Whether an operation is in flight."""
+        return bool(self._operations)
+
     # ------------------------------------------------------------------------------------ sending
 
     def put(self, ask: Ask, body: Body | None) -> None:

@@ -134,7 +134,7 @@ class Session:
         """Whether to call `take` soon, even if no user calls anything, as for a Pong, or for returns after Reclaim."""
         self.queries = SessionQueries(self.tickets, self.outbox)
         self._operations_to_send = self.queries.to_send
-        self._leases = SessionLeases(self._tickets, self.memory, lease_sockets)
+        self._leases = SessionLeases(self._tickets, self.queries, self.memory, lease_sockets)
         self._leased_models = self._leases.by_model
         self._encode = encode
         self._current_context = trace_context

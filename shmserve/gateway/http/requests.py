@@ -103,10 +103,10 @@ class _Inference(PendingInference):
         self._targets[output].write(self._plan.places[output], parts)
 
     def take(self, answer: Reply | Held) -> None:
-        exchange, outputs = self._exchange, large_as_json(self._plan, answer)
+        outputs = large_as_json(self._plan, answer) if type(answer) is Held else []
         if outputs:
-            work = pieces_in_slices(outputs, exchange.hold)
-            exchange.work(work, lambda pieces: self._send(answer, pieces), self.failed)
+            work = pieces_in_slices(outputs, self._exchange.hold)
+            self._exchange.work(work, lambda pieces: self._send(answer, pieces), self.failed)
         else:
             self._send(answer)
 

@@ -115,14 +115,11 @@ def _parts(answer: Reply | Held) -> tuple[Reply | Part, list[list[Buffer]] | Non
     return answer, None
 
 
-def large_as_json(plan: RequestPlan, answer: Reply | Held) -> list[tuple[Tensor, list[Buffer]]]:
+def large_as_json(plan: RequestPlan, answer: Held) -> list[tuple[Tensor, list[Buffer]]]:
     """The outputs to be sent as JSON, if they are large in total. Those that a message contains never are."""
-    reply, buffers = _parts(answer)
-    if buffers is None:
-        return []
     outputs = [
         (tensor, parts)
-        for tensor, parts in zip(reply.outputs, buffers, strict=True)
+        for tensor, parts in zip(answer.reply.outputs, answer.buffers, strict=True)
         if not (plan.is_binary(tensor.name) or tensor.name in plan.places)
     ]
     return outputs if sum([size_of(parts) for _, parts in outputs]) > SLICE_BYTES else []

@@ -131,12 +131,14 @@ class BudgetAccount:
         self.unsent = self.held
 
     def sent(self) -> None:
-        self.give(self.unsent)
-        self.unsent = 0
+        if self.unsent:
+            self.give(self.unsent)
+            self.unsent = 0
 
     def used(self) -> None:
         """Releases everything except the response."""
-        self.give(self.held - self.unsent)
+        if self.held != self.unsent:
+            self.give(self.held - self.unsent)
 
     def _check(self, size: int) -> None:
         budget, address = self._budget, self._address
