@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shmserve.errors import ConnectionLost, ProtocolError
 from shmserve.protocol.worker_messages import Load, Loaded, LoadFailed
-from shmserve.system.process import NAME, NO_NEW_PRIVS, PDEATHSIG, keep_freed_memory, prctl
+from shmserve.system.process import MODEL_HEAP_BYTES, NAME, NO_NEW_PRIVS, PDEATHSIG, keep_freed_memory, prctl
 from shmserve.workers.link import BrokerLink
 from shmserve.workers.process.exit_codes import Exit, exit_process
 from shmserve.workers.process.load_priority import LoadPriority
@@ -42,7 +42,6 @@ def main(
     arguments = arguments or parser.parse_args(words)
     parent = os.getppid()
     prepare(arguments.name)
-    keep_freed_memory()
     if os.getppid() != parent:
         return Exit.LINK_LOST  # the broker died before PDEATHSIG was set
     priority = LoadPriority(arguments.load_nice, arguments.normal_nice)
@@ -209,6 +208,7 @@ def _serve(link: BrokerLink, priority: LoadPriority) -> Exit:
     stopped = False
     try:
         priority.restore()
+        keep_freed_memory(MODEL_HEAP_BYTES)  # not earlier: what loading has used need not be kept
         _report_loaded(model, outbox)
         gc.collect()
         gc.freeze()

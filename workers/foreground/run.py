@@ -34,7 +34,7 @@ from shmserve.repo.gpus import VISIBLE, discover
 from shmserve.repo.rules.fields import completion_warnings, verify_completed
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes, encode_bytes
-from shmserve.system.process import keep_freed_memory
+from shmserve.system.process import MODEL_HEAP_BYTES, keep_freed_memory
 from shmserve.terminal import inputs, output
 from shmserve.terminal.errors import Failed, Misuse
 from shmserve.terminal.tables import duration_text, shape_text, table
@@ -107,7 +107,7 @@ def resume(arguments: list[str]) -> NoReturn:
 def run(order: RunOrder, chosen: Chosen | None = None) -> int:
     """Runs an order and returns the exit code. `chosen`: the model, if this is already its own interpreter."""
     faulthandler.enable()
-    keep_freed_memory()
+    keep_freed_memory(MODEL_HEAP_BYTES)
     terminal = Terminal(order.json, order.pdb)
     try:
         return _run(order, chosen, terminal)

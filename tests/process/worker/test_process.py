@@ -69,6 +69,24 @@ class TritonPythonModel:
 """
 
 
+TEMPORARY_ARRAYS = """\
+import resource
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for size in (1_200_000, 20_000_000):
+            np.ones(size, np.uint8)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        y = np.full((1, 2), faults, np.float32)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", y)]) for _ in requests]
+"""
+
+
 def reporter(folder: Path) -> ModelConfig:
     python_model(folder, REPORTER)
     return config("python", *XY, max_batch=4)
@@ -104,6 +122,13 @@ def test_cores_privileges_name_and_descriptors_of_a_worker(tmp_path: Path) -> No
         assert worker.stop() == Exit.STOPPED
         for line in ("loading", "on stdout", "info: finalized"):
             assert line in worker.said()
+
+
+def test_large_temporary_arrays_of_a_model_reuse_their_memory(tmp_path: Path) -> None:
+    python_model(tmp_path, TEMPORARY_ARRAYS)
+    with running(config("python", *XY, max_batch=4), tmp_path) as worker:
+        faults = [float(worker.value(worker.run(work(number, X))[0])[0, 0]) for number in range(1, 5)]
+    assert max(faults[1:]) < 100 < faults[0], faults
 
 
 def test_sigterm_and_sigint_are_ignored(shared: WorkerProcess) -> None:
