@@ -153,6 +153,7 @@ class Lane:
                 return self._view[:size], [], []
             if size == 0:
                 self._leased = None  # LeaseEnd arrives over the lane
+                return None
         if wait is None:
             if self._limit is not None:
                 self._set_limit(None)

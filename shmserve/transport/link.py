@@ -50,8 +50,8 @@ class ServerLink(Protocol):
         """False if the link is full. Raises ConnectionLost when it has ended."""
 
     def receive(self, wait: float | None) -> Incoming | None:
-        """The next packet; None if nothing came within about `wait` seconds (None: no limit). Raises ConnectionLost
-        when the link has ended.
+        """The next packet; None if nothing came within about `wait` seconds (None: no limit), or if the lease ended
+        over which an answer was expected. Raises ConnectionLost when the link has ended.
         """
 
     def receive_or_event(self, wait: float | None, to_send: bool) -> Incoming | None:

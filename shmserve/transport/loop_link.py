@@ -224,10 +224,10 @@ class LoopLink(SessionLink):
             try:
                 awaited = link.awaits_lease
                 incoming = link.receive(0)
-                if awaited and not link.awaits_lease and session.lease_answered():
-                    self._send()  # before the answers are processed, so that the worker need not wait for that
                 if incoming is None:
                     break
+                if awaited and not link.awaits_lease and session.lease_answered():
+                    self._send()  # before the answers are processed, so that the worker need not wait for that
                 session.receive(*incoming)
             except ServeError as error:
                 self._lose(error)

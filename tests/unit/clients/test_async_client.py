@@ -6,6 +6,7 @@ import asyncio
 import gc
 import inspect
 import os
+import socket
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 import uvloop
 
 import shmserve
-from shmserve.protocol.messages import Bye, Cancel, Infer
+from shmserve.protocol.messages import Bye, Cancel, Infer, Lease, LeaseEnd
 from tests.support.broker.fake_broker import FakeBroker
 from tests.support.clients.client_faces import FACES
+from tests.support.patience import PATIENCE_S
 
 assert FACES, "its import makes the pipe of uvloop before any test is watched"
 X = np.arange(4, dtype=np.float32)
@@ -86,6 +88,35 @@ def test_requests_of_one_turn_share_a_packet(run: Run, broker: FakeBroker) -> No
     run(main())
     counts = [sum(isinstance(message, Infer) for message in packet) for packet in broker.packets]
     assert [count for count in counts if count] == [20]
+
+
+def test_a_packet_that_a_lease_leaves_unanswered_is_sent_again(run: Run, broker: FakeBroker) -> None:
+    """Also if more requests wait for the lease, whose worker closed it at that moment."""
+    theirs, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    async def main() -> None:
+        async with shmserve.AsyncClient(broker.lane) as client:
+            await client.live()
+            (peer,) = broker.peers.values()
+            lease = Lease(5, "echo", 1, rows=8, default=True, batch=8)
+            broker.do(lambda: peer.send(lease, descriptors=(theirs.fileno(),)))
+            await client.live()
+            first = client.submit("echo", {"x": X})
+            await asyncio.get_running_loop().sock_recv(worker, 1)
+            second = client.submit("echo", {"x": X})
+            await client.live()
+            worker.close()
+            await client.live()
+            broker.do(lambda: peer.send(LeaseEnd(5)))
+            results = await asyncio.wait_for(asyncio.gather(first, second), PATIENCE_S)
+            assert [result["x"].tolist() for result in results] == [X.tolist()] * 2
+
+    worker.setblocking(False)
+    try:
+        run(main())
+    finally:
+        theirs.close()
+        worker.close()
 
 
 def test_a_client_continues_in_a_new_loop_after_its_own_was_closed(url: str) -> None:
