@@ -154,8 +154,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     option("--servers", nargs="+", default=[], metavar="NAME", choices=[server.name for server in SERVERS])
     option("--pythons", nargs="+", default=[], metavar="PATH", help="also shmserve in these environments")
     option("--only", nargs="+", default=[], metavar="MODEL", choices=[workload.name for workload in WORKLOADS])
-    option("--seconds", type=float, default=2.0, help="length of one turn (default 2)")
-    option("--rounds", type=int, default=5, help="turns of each server (default 5)")
+    option("--seconds", type=float, default=1.2, help="length of one turn (default 1.2)")
+    option("--rounds", type=int, default=7, help="turns of each server (default 7)")
     option("--wrk", default=WRK, metavar="PATH", help="(default: the one in PATH)")
     option("--save", action="store_true", help="keep the result in bench/results")
     return parser.parse_args(argv)
@@ -171,7 +171,7 @@ def main(argv: list[str]) -> int:
     servers = [*installed(chosen.servers), *map(on_python, chosen.pythons)]
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         cells = list(measured(servers, chosen, tool, Path(folder)))
-    versions = [server.versions() for server in servers]
+    versions = dict.fromkeys(server.versions() for server in servers)
     print(report.markdown(cells))
     if chosen.save:
         turns = f"{chosen.rounds} of {chosen.seconds:g} s each, in turn"

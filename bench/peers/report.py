@@ -42,17 +42,21 @@ class Cell:
         return f"{self.per_s:,.0f}, {milliseconds(self.p50_us)} ({milliseconds(self.p99_us)})"
 
 
+RELAY = "relay"
+
+
 def milliseconds(us: float) -> str:
     return f"{us / 1000:.3g}"
 
 
 def markdown(cells: Sequence[Cell]) -> str:
-    """Requests per second, and the median and 99th percentile of latency. The best of each row is bold."""
+    """Requests per second, and the median and 99th percentile of latency. The best server of each row is bold; the
+    relay is a floor, not a server."""
     names = list(dict.fromkeys(cell.server for cell in cells))
     rows = []
     for model, flight in dict.fromkeys((cell.model, cell.flight) for cell in cells):
         results = {cell.server: cell for cell in cells if (cell.model, cell.flight) == (model, flight)}
-        best = max((cell.per_s or 0 for cell in results.values()), default=0)
+        best = max((cell.per_s or 0 for name, cell in results.items() if name != RELAY), default=0)
         texts = [results[name].text() if name in results else "-" for name in names]
         bold = [bool(best) and name in results and results[name].per_s == best for name in names]
         marked = [f"**{text}**" if is_best else text for text, is_best in zip(texts, bold, strict=True)]

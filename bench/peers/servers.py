@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bench.endpoints import servers as endpoints
 from bench.lib.wrk import Post
+from bench.peers.report import RELAY
 from bench.peers.running import Running, running
 from bench.peers.workloads import APPS, PeerWorkload, json_post, kserve_post, network, raw_post, repository
 
@@ -139,7 +140,7 @@ SERVERS = (
     PeerServer("litserve", _app("litserve_app.py", "{port}"), raw_post("/predict"), ("litserve", *ENGINE)),
     PeerServer("bentoml", _bentoml, json_post("/infer"), ("bentoml", *ENGINE)),
     PeerServer("ray", _app("ray_app.py", "{port}"), raw_post("/"), ("ray[serve]", *ENGINE)),
-    PeerServer("relay", _app("relay_app.py", "{port}"), kserve_post, only=("identity", "mlp"), one_for_all=True),
+    PeerServer(RELAY, _app("relay_app.py", "{port}"), kserve_post, only=("identity", "mlp"), one_for_all=True),
 )
 
 
