@@ -142,7 +142,9 @@ def _messages(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
     for block in content:
-        kind = block.get("type") if isinstance(block, dict) else block
+        if not isinstance(block, dict):
+            raise BadParameter(f"{where}.content", f"'{where}.content' has a block that is not an object")
+        kind = block.get("type")
         if kind == "text" or (kind == _IMAGE and role == "user"):
             parts.append(block)
         elif kind == "thinking" and role == "assistant" and isinstance(block.get("thinking"), str):
@@ -154,7 +156,8 @@ def _messages(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
             answer = bodies.text_parts(f"{where}.content", block.get("content") or "", _TEXTS)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": answer})
         else:
-            raise BadParameter(f"{where}.content", f"a block of the type {str(kind)[:40]!r} is not supported there")
+            text = f"'{where}.content' of the role '{role}' has an unsupported block of the type {str(kind)[:40]!r}"
+            raise BadParameter(f"{where}.content", text)
     said = bodies.text_parts(f"{where}.content", parts, _TEXTS, _IMAGE)
     more = {"reasoning_content": "".join(thoughts)} if thoughts else {}
     if calls:
@@ -172,7 +175,7 @@ def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_choice(choice: dict[str, Any]) -> Any:
-    kind = choice.get("type", "auto")
+    kind = str(choice.get("type", "auto"))
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if kind not in _CHOICES:

@@ -323,10 +323,19 @@ def result(content: Any) -> list[dict[str, Any]]:
     (result(5), "is neither a string nor a list"),
     (result([{"type": "image"}]), "a part of the type 'image'; only texts are supported"),
     ([{"type": "text", "text": 5}], "only texts and images are supported"),
+    (["tool_result"], "a block that is not an object"),
+    ([{"type": "tool_use"}], "of the role 'user' has an unsupported block of the type 'tool_use'"),
 )
 def test_contents_that_are_no_texts(content: Any, text: str) -> None:
     body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
     with pytest.raises(BadParameter, match=text):
+        messages.request_of(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("kind", ["some", [], {}, None])
+def test_unknown_types_of_tool_choice_are_refused(kind: Any) -> None:
+    body = {"model": "m", "max_tokens": 1, "messages": USER, "tool_choice": {"type": kind}}
+    with pytest.raises(BadParameter, match="must be 'auto', 'any', 'tool' or 'none'"):
         messages.request_of(json.dumps(body).encode())
 
 
