@@ -253,9 +253,9 @@ def arguments_of(route: Route, body: bytes) -> Arguments:
             values = _read(_Unload, body).parameters
             return Arguments(unload_dependents=values.unload_dependents, force=values.force)
         case Action.MEMORY_REGISTER if route.kind == "system":
-            return Arguments(order=_read(Registration, body or b"{}"))
+            return Arguments(order=_read(Registration, body))
         case Action.MEMORY_REGISTER:
-            query = _read(_DeviceOrder, body or b"{}")
+            query = _read(_DeviceOrder, body)
             return Arguments(order=DeviceOrder(handle_of(query.raw_handle.b64), query.device_id, query.byte_size))
         case Action.SET_TRACE | Action.SET_LOG:
             if len(body) > _SETTINGS_BYTES:
@@ -265,13 +265,12 @@ def arguments_of(route: Route, body: bytes) -> Arguments:
 
 
 def _read(kind: Any, body: bytes) -> Any:
-    if not body.strip():
-        return kind()
+    """Decodes the body. An empty one has no fields."""
     if kind is not _Load:
         _check_size(body)
     check_depth(body)
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body if body.strip() else b"{}", type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise unreadable(error) from None
 

@@ -253,6 +253,7 @@ def test_bodies_are_forwarded_to_the_broker() -> None:
     ("models", b"{" + b" " * (1 << 20) + b"}", InvalidRequest),
     ("models", b'{"other": ' + b"[" * 5000, InvalidRequest),
     ("memory_register", b'{"key": "/x", "byte_size": 1}', Unsupported),
+    ("memory_register", b" ", InvalidRequest),
     ("named_repository", b"", Unsupported),
     ("set_trace", b"[]", InvalidRequest),
     ("set_log", b'{"log_file": "' + b"x" * 20_000 + b'"}', InvalidRequest),
