@@ -89,6 +89,8 @@ COMPRESSED_BYTES = 1024
 """Responses below this size are not compressed."""
 _COMPRESSED = frozenset({INFER, Action.METRICS})
 """Actions whose responses are compressed for clients that accept it."""
+_ANTHROPIC = (Action.MESSAGES, Action.COUNT_TOKENS)
+"""Actions of Anthropic's clients, which expect errors in another form."""
 _scratch = memoryview(bytearray(256 * 1024))
 """Receive buffer shared by all connections: each copies its bytes out before the next one reads."""
 _little = _scratch[: 4 * 1024]
@@ -102,7 +104,7 @@ _VIEWED_BYTES = 16 * 1024
 
 
 class RequestHandler(Protocol):
-    """Receives requests from connections. A ServeError raised by either method becomes the response."""
+    """Receives requests from connections. An exception raised by either method becomes the response."""
 
     def prepare(self, exchange: HttpExchange, first: Buffer) -> None:
         """Calls `HttpExchange.fill` with the buffers for the body, of which only `first` has arrived."""
@@ -216,17 +218,20 @@ class HttpExchange:
     def fail(self, error: ServeError, request_id: str = "", more: bytes = b"") -> None:
         if self._is_openai:
             status, body = openai_errors.response(error)
-            if self.head.route.action in (Action.MESSAGES, Action.COUNT_TOKENS):
-                body = openai_errors.anthropic_body(body)
         else:
             status, body = http_of(error), error_body(http_text_of(error, request_id))
         if status == 401:
             more += b"WWW-Authenticate: Bearer\r\n"
-        self.answer(status, [body], more=more)
+        self._answer_error(status, body, more)
 
     def fail_with(self, status: int, text: str, more: bytes = b"") -> None:
         """Answers with an error for which there is no class."""
-        self.answer(status, [openai_errors.body(status, text) if self._is_openai else error_body(text)], more=more)
+        self._answer_error(status, openai_errors.body(status, text) if self._is_openai else error_body(text), more)
+
+    def _answer_error(self, status: int, body: bytes, more: bytes) -> None:
+        if self.head.route.action in _ANTHROPIC:
+            body = openai_errors.anthropic_body(body)
+        self.answer(status, [body], more=more)
 
     def answer(
         self, status: int, parts: list[Buffer], kind: bytes = JSON, json_length: int | None = None, more: bytes = b""
@@ -545,8 +550,8 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         try:
             self.account.take(len(first))
             self._handler.prepare(self._request, first)
-        except ServeError as error:
-            self._refuse_for(error)
+        except Exception as error:
+            self._refuse_for(serve_error(error))
 
     def fill(self, sinks: Sequence[ReceiveBuffer], first: Buffer, then: Callable[[Buffer], None]) -> None:
         self.phase = FILL
@@ -578,11 +583,11 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         assert then is not None
         try:
             then(first)
-        except ServeError as error:
+        except Exception as error:
             if self.phase == BUSY:
-                self._request.fail(error)
+                self._request.fail(serve_error(error))
             else:
-                self._refuse_for(error)
+                self._refuse_for(serve_error(error))
 
     def complete(self, size: int) -> None:
         self.phase = BUSY
@@ -596,8 +601,8 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         if not head.encoding:
             try:
                 self._handler.begin(exchange, body)
-            except ServeError as error:
-                exchange.fail(error)
+            except Exception as error:
+                exchange.fail(serve_error(error))
             return
 
         def failed(error: ServeError) -> None:

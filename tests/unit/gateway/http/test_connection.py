@@ -75,7 +75,7 @@ def test_one_request_at_a_time_is_handled_and_the_next_are_not_read() -> None:
     assert [len(body) for _, body in answered(transport.sent)] == [3, 3, 100_000]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v2/models/m/generate", "/v1/nothing"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v2/models/m/generate", "/v1/nothing"])
 def test_a_body_that_is_too_large_or_slow_gets_an_error_in_the_form_of_its_endpoint(path: str) -> None:
     listener = http_listener(input_bytes=11)
     statuses, texts = [], []
@@ -86,7 +86,9 @@ def test_a_body_that_is_too_large_or_slow_gets_an_error_in_the_form_of_its_endpo
             listener.turn += 5
             connection.check_timeouts(3)
         ((status, body),) = answered(transport.sent)
-        error = json.loads(body)["error"]
+        document = json.loads(body)
+        error = document["error"]
+        assert ("type" in document) is (path == "/v1/messages")  # the form of Anthropic
         statuses.append(status)
         texts.append(error if path.startswith("/v2") else error["message"])
     assert statuses == [400, 408][: len(statuses)]
@@ -399,14 +401,23 @@ def test_what_waits_for_a_turn_is_bounded_and_answered_at_a_stop() -> None:
 
 def test_an_internal_error_in_one_turn_does_not_affect_other_connections() -> None:
     listener = http_listener()
-    one, transport, echo, loop = connected(listener=listener)
+    one, transport, _, loop = connected(listener=listener)
     other, heard, _, _ = connected(listener=listener)
     for connection in (one, other):
         receive(connection, ALONE * 100)
-    echo.begin = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
+    one.shares = None
     loop.run()
     assert transport.closed
     assert len(answered(heard.sent)) == 100
+
+
+def test_an_internal_error_in_a_request_is_its_response() -> None:
+    connection, transport, echo, _ = connected()
+    begin, echo.begin = echo.begin, lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
+    receive(connection, ALONE)
+    echo.begin = begin  # type: ignore[method-assign]
+    receive(connection, ALONE)
+    assert [status for status, _ in answered(transport.sent)] == [500, 404]
 
 
 @pytest.mark.parametrize("size", [1, 4 * SLICE_BYTES])
