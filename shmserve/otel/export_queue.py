@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from shmserve.otel.records import ExportStatus, SpanRecord
 from shmserve.otel.settings import OtelSettings
 
-Export = Callable[[Sequence[SpanRecord]], bool]
-"""Exports the spans of these records. False: the collector did not accept them."""
+Export = Callable[[Sequence[SpanRecord]], str]
+"""Exports the spans of these records. Returns why the collector did not accept them; "": it did."""
 
 
 class ExportQueue:
-    """`report(level, text)` is called when exports begin to fail (with an empty text), and when they succeed again."""
+    """`report(level, text)` is called when exports begin to fail, and when they succeed again."""
 
     def __init__(self, settings: OtelSettings, export: Export, report: Callable[[str, str], None]) -> None:
         self._names = settings.spans
@@ -84,7 +84,11 @@ class ExportQueue:
     def _send(self, records: Sequence[SpanRecord]) -> None:
         count = sum(record.spans(self._names) for record in records)
         status = self.status
-        if self._export(records):
+        try:
+            failure = self._export(records)
+        except Exception as error:  # of the SDK: it may be any
+            failure = str(error) or type(error).__name__
+        if not failure:
             status.exported += count
             if self._is_failing:
                 self._is_failing = False
@@ -94,7 +98,7 @@ class ExportQueue:
         if not self._is_failing:
             self._is_failing = True
             self._failing_since = status.failed + status.dropped
-            self._report("warning", "")
+            self._report("warning", f"the collector does not accept spans: {failure}; counting lost spans")
         status.failed += count
 
 

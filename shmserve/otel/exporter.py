@@ -1,6 +1,5 @@
 """The process that exports spans: `python -m shmserve.otel.exporter FD SEED SETTINGS`. It exits when the broker closes
-the socket.
-"""
+the socket."""
 
 from __future__ import annotations
 
@@ -58,12 +57,12 @@ def main(arguments: Sequence[str]) -> int:
     maker = SpanMaker(bytes.fromhex(seed), settings.resource, version(), settings.spans)
     otlp_exporter = exporter(settings)
 
-    def export(records: Sequence[SpanRecord]) -> bool:
+    def export(records: Sequence[SpanRecord]) -> str:
         errors.text = ""
-        return bool(otlp_exporter.export(maker.spans(records, now_offset())).name == "SUCCESS")
+        result = otlp_exporter.export(maker.spans(records, now_offset()))
+        return "" if result.name == "SUCCESS" else errors.text or "unknown reason"
 
     def report(level: str, text: str) -> None:
-        text = text or f"the collector does not accept spans: {errors.text or 'unknown reason'}; counting lost spans"
         print(f"{level}: {text}", file=sys.stderr, flush=True)
 
     queue = ExportQueue(settings, export, report)

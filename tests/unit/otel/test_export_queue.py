@@ -25,15 +25,18 @@ class Collecting:
     def __init__(self, **settings: Any) -> None:
         self.begun: Queue[list[int]] = Queue()
         """The numbers of the requests of each export."""
-        self.answers: Queue[bool] = Queue()
+        self.answers: Queue[str | Exception] = Queue()
         self.reports: list[tuple[str, str]] = []
         self.queue = ExportQueue(
             OtelSettings(**{"bsp_schedule_delay": 1} | settings), self._export, lambda *said: self.reports.append(said)
         )
 
-    def _export(self, records: Sequence[SpanRecord]) -> bool:
+    def _export(self, records: Sequence[SpanRecord]) -> str:
         self.begun.put([record.number for record in records])
-        return self.answers.get(timeout=PATIENCE_S)
+        answer = self.answers.get(timeout=PATIENCE_S)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def put(self, *numbers: int, like: SpanRecord = SHORT) -> None:
         self.queue.put([replace(like, number=number) for number in numbers])
@@ -53,7 +56,7 @@ def test_records_are_exported_in_order_and_in_pieces() -> None:
     made.queue.start()
     for expected in ([1], [2, 3], [4, 5, 6, 7]):  # at most 4 spans
         assert made.next() == expected
-        made.answers.put(True)
+        made.answers.put("")
     assert made.queue.close(PATIENCE_S)
     assert made.counts() == (11, 0, 0)
     assert made.begun.empty()
@@ -67,9 +70,9 @@ def test_a_collector_that_hangs_leads_to_counted_drops() -> None:
     made.put(2, 3, like=REQUEST)  # the second one does not fit
     made.put(4, 5, 6)
     assert made.counts() == (0, 0, 4)
-    made.answers.put(True)
+    made.answers.put("")
     assert made.next() == [2, 4, 5]
-    made.answers.put(True)
+    made.answers.put("")
     assert made.queue.close(PATIENCE_S)
     assert made.counts() == (6, 0, 4)
     assert made.reports == []
@@ -79,12 +82,16 @@ def test_an_outage_is_reported_once_and_so_is_its_end() -> None:
     made = Collecting(bsp_max_export_batch_size=1)
     made.queue.start()
     made.put(1, 2, 3, 4, 5)
-    for number, answer in enumerate((True, False, False, True, True), 1):
+    answers: list[str | Exception] = ["", OSError("refused"), "busy", "", ""]
+    for number, answer in enumerate(answers, 1):
         assert made.next() == [number]
         made.answers.put(answer)
     assert made.queue.close(PATIENCE_S)
     assert made.counts() == (3, 2, 0)
-    assert made.reports == [("warning", ""), ("info", "the collector accepts spans again; 2 were lost")]
+    assert made.reports == [
+        ("warning", "the collector does not accept spans: refused; counting lost spans"),
+        ("info", "the collector accepts spans again; 2 were lost"),
+    ]
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -93,9 +100,9 @@ def test_the_rest_is_exported_at_the_end_unless_the_collector_hangs(answers: boo
     made.queue.start()
     made.put(1)
     if answers:
-        made.answers.put(True)
+        made.answers.put("")
     assert made.queue.close(PATIENCE_S if answers else 0.01) is answers
     assert made.next() == [1]
-    made.answers.put(True)
+    made.answers.put("")
     assert made.queue.close(PATIENCE_S)
     assert made.counts() == (1, 0, 0)
