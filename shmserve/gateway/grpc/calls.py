@@ -10,7 +10,7 @@ from typing import Any
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable
 from shmserve.gateway.grpc.plans import RpcPlan
 from shmserve.gateway.grpc.rpcs import Rpc
-from shmserve.gateway.grpc.services import Services, code_of, rpc_error
+from shmserve.gateway.grpc.services import STOPPING, Services, code_of, rpc_error
 from shmserve.gateway.grpc.wire import ResponseEncoder, parameters_of, take_apart
 from shmserve.gateway.http2.interface import Awaits, TransportStream
 from shmserve.gateway.kserve.answers import Buffer, Held, check_room
@@ -108,11 +108,14 @@ class Unary(ABC):
             self.cancelled()
             raise RpcError(Code.UNIMPLEMENTED, "this call takes one message, but received another")
         self._begun = True
-        self.begin(data)
+        try:
+            self.begin(data)
+        except ServeError as error:
+            raise rpc_error(error) from error
 
     @abstractmethod
     def begin(self, data: Buffer) -> None:
-        """Answers the message."""
+        """Answers the message. A ServeError ends the call."""
 
     def half_closed(self) -> None:
         if not self._begun:
@@ -151,7 +154,7 @@ class InferCall(Unary):
         try:
             taken = take_apart(data)
             request_id = taken.id
-            raw = taken.raw if self._room is None or data is not self._room else services.in_room(taken.raw)
+            raw = services.in_room(taken.raw) if data is self._room else taken.raw
             self._room = None
             if len(taken.head) <= SLICE_BYTES:
                 self._ask(services.plan(taken.head), raw, request_id)
@@ -190,23 +193,18 @@ class AskCall(Unary):
 
     def begin(self, data: Buffer) -> None:
         services, rpc = self._services, self._rpc
-        try:
-            if len(data) > MAX_QUERY_BYTES and rpc.action is not Action.LOAD:
-                raise InvalidRequest(
-                    f"{rpc.request.DESCRIPTOR.name} has {len(data)} bytes; the limit is {MAX_QUERY_BYTES}"
-                )
-            route, arguments = rpc.query(read(rpc.request, bytes(data)))
-            if route.action is not rpc.action:
-                services.access.check(route.action, self._stream.metadata.get)  # the action depends on the message
-            question = query_of(route, arguments, services.sender.regions, self._payer.caller)
-            if isinstance(question, FixedDocument):
-                self._answer(question.document)
-            else:
-                ticket = PendingQuery(question, self._answer, self._fail)
-                ask(services.link, self._payer, ticket, question)
-                self._ticket = ticket
-        except ServeError as error:
-            raise rpc_error(error) from error
+        if len(data) > MAX_QUERY_BYTES and rpc.action is not Action.LOAD:
+            raise InvalidRequest(f"{rpc.request.DESCRIPTOR.name} has {len(data)} bytes; the limit is {MAX_QUERY_BYTES}")
+        route, arguments = rpc.query(read(rpc.request, bytes(data)))
+        if route.action is not rpc.action:
+            services.access.check(route.action, self._stream.metadata.get)  # the action depends on the message
+        question = query_of(route, arguments, services.sender.regions, self._payer.caller)
+        if isinstance(question, FixedDocument):
+            self._answer(question.document)
+        else:
+            ticket = PendingQuery(question, self._answer, self._fail)
+            ask(services.link, self._payer, ticket, question)
+            self._ticket = ticket
 
     def _answer(self, document: Any) -> None:
         self._stream.send([filled(self._rpc.response, self._rpc.shown(document))])
@@ -233,14 +231,10 @@ class CheckCall(Unary):
     __slots__ = ()
 
     def begin(self, data: Buffer) -> None:
-        services = self._services
-        try:
-            service = read(_HEALTH_REQUEST, bytes(data)).service
-            if service not in services.names:
-                raise NotFound(f"unknown service '{service[:80]}'")
-            self._ticket = ask_health(services, self._payer, self._answer)
-        except ServeError as error:
-            raise rpc_error(error) from error
+        service = read(_HEALTH_REQUEST, bytes(data)).service
+        if service not in self._services.names:
+            raise NotFound(f"unknown service '{service[:80]}'")
+        self._ticket = _ask_health(self._services, self._payer, self._answer)
 
     def _answer(self, health: bytes) -> None:
         self._stream.send([health])
@@ -258,11 +252,8 @@ class WatchCall(Unary):
         self._timer: Any = None
 
     def begin(self, data: Buffer) -> None:
-        try:
-            service = read(_HEALTH_REQUEST, bytes(data)).service
-        except ServeError as error:
-            raise rpc_error(error) from error
-        self._services.long_calls.add(self)
+        service = read(_HEALTH_REQUEST, bytes(data)).service
+        self._services.enter(self)
         if service in self._services.names:
             self._ask_again()
         else:
@@ -271,7 +262,7 @@ class WatchCall(Unary):
     def _ask_again(self) -> None:
         self._timer = None
         try:
-            self._ticket = ask_health(self._services, self._payer, self._answer)
+            self._ticket = _ask_health(self._services, self._payer, self._answer)
         except Unavailable:  # over its share: keep the last status until a query is accepted
             self._ask_later()
 
@@ -299,10 +290,10 @@ class WatchCall(Unary):
         """The gateway is stopping."""
         self.cancelled()
         self._send_status(NOT_SERVING)
-        self._stream.finish(Code.UNAVAILABLE, "the gateway is stopping")
+        self._stream.finish(Code.UNAVAILABLE, STOPPING)
 
 
-def ask_health(services: Services, payer: Payer, answer: Callable[[bytes], None]) -> PendingCall:
+def _ask_health(services: Services, payer: Payer, answer: Callable[[bytes], None]) -> PendingCall:
     def failed(error: ServeError) -> Any:
         return YesOrNo(False)
 

@@ -27,6 +27,8 @@ from shmserve.protocol.grpc.messages import HEALTH, INFERENCE
 from shmserve.protocol.messages import INLINE_BYTES
 from shmserve.shm.extents.base import ALIGN
 
+STOPPING = "the gateway is stopping"
+
 
 class LongCall(Protocol):
     """A call that does not end by itself."""
@@ -117,6 +119,12 @@ class Services:
         return [next(remaining, b"") if spec.follows else self.sender.local_input(spec) for spec in specs]
 
     # ------------------------------------------------------------------------------------ shutdown
+
+    def enter(self, call: LongCall) -> None:
+        """Ends the call when the gateway stops. RpcError: it is stopping already."""
+        if self.stopping:
+            raise RpcError(Code.UNAVAILABLE, STOPPING)
+        self.long_calls.add(call)
 
     def close(self) -> None:
         """Stops accepting requests and ends health watches and idle streams. Requests in flight are answered."""

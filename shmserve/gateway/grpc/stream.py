@@ -14,7 +14,7 @@ from shmserve.errors import ServeError, Unavailable
 from shmserve.gateway.auth.header_forwarding import STREAM_ERROR
 from shmserve.gateway.grpc.calls import Targets, answer_of
 from shmserve.gateway.grpc.plans import RpcPlan
-from shmserve.gateway.grpc.services import Services, code_of
+from shmserve.gateway.grpc.services import STOPPING, Services, code_of
 from shmserve.gateway.grpc.wire import IS_FINAL, NOT_FINAL, stream_error, streamed, take_apart
 from shmserve.gateway.http2.interface import Awaits, TransportStream
 from shmserve.gateway.kserve.answers import Buffer, Held
@@ -30,7 +30,7 @@ from shmserve.session import WINDOW
 
 LIVE_REQUESTS = 256
 """Maximum number of unanswered requests of one stream. Flow control holds back further ones."""
-STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+NO_NEW_REQUESTS = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _MODELS = 1024
 """Maximum number of remembered decoupled models."""
 
@@ -75,7 +75,7 @@ class StreamCall:
         self._room: memoryview | None = None
         """Memory into which the next message is read."""
         self._job: Job | None = None
-        services.long_calls.add(self)
+        services.enter(self)
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -85,22 +85,21 @@ class StreamCall:
 
     def message(self, data: Buffer) -> None:
         services = self._services
+        room, self._room = self._room, None
         ticket = _StreamRequest(self)
         self._live[ticket] = None
         try:
             taken = take_apart(data)
             ticket.request_id = taken.id
             if services.stopping:
-                raise Unavailable(STOPPING)
-            raw = taken.raw if self._room is None or data is not self._room else services.in_room(taken.raw)
-            self._room = None
+                raise Unavailable(NO_NEW_REQUESTS)
+            raw = services.in_room(taken.raw) if data is room else taken.raw
             if len(taken.head) > SLICE_BYTES:
                 self._begin_in_slices(ticket, taken.head, raw)
                 return
             self._ask(ticket, services.plan(taken.head), raw)
         except ServeError as error:
             self._refuse(ticket, error)
-        self._room = None
         if len(self._live) >= LIVE_REQUESTS and not self._paused:
             self._paused = True
             self._stream.pause()
@@ -166,7 +165,7 @@ class StreamCall:
     def stop(self) -> None:
         """Called when the gateway stops: requests in flight are answered, then the stream ends."""
         if not self._live:
-            self._finish(Code.UNAVAILABLE, "the gateway is stopping")
+            self._finish(Code.UNAVAILABLE, STOPPING)
 
     # ------------------------------------------------------------------------------------ responses
 

@@ -206,3 +206,7 @@ def test_a_watch_reports_changes() -> None:
     assert health(case.stream.sent[0]) == 3
     case.call.cancelled()
     assert not case.services.long_calls
+    case = Case("Watch", HEALTH)
+    case.services.close()
+    with pytest.raises(RpcError, match="the gateway is stopping"):
+        case.call.message(b"")

@@ -9,7 +9,8 @@ import pytest
 from shmserve.errors import NotFound, Unavailable
 from shmserve.gateway.grpc import calls as grpc_calls
 from shmserve.gateway.grpc import stream as grpc_stream
-from shmserve.protocol.grpc.codes import Code
+from shmserve.gateway.grpc.methods import Methods
+from shmserve.protocol.grpc.codes import Code, RpcError
 from shmserve.protocol.messages import Reply
 from tests.support.gateway.grpc_calls import Case, part, reply
 
@@ -162,9 +163,12 @@ def test_shutdown_ends_streams_after_their_responses() -> None:
     ends = [idle.stream.end, busy.stream.end]
     assert busy.ask(id="late") is None
     ticket.settle(reply("a"))
-    assert busy.answers() == [("", "a", True), ("late", grpc_stream.STOPPING, None)]
+    assert busy.answers() == [("", "a", True), ("late", grpc_stream.NO_NEW_REQUESTS, None)]
     stops = (Code.UNAVAILABLE, "the gateway is stopping")
     assert [*ends, busy.stream.end] == [stops, None, stops]
+    later: Any = busy.stream
+    with pytest.raises(RpcError, match="the gateway is stopping"):
+        Methods(busy.services)(later)
 
 
 def test_an_internal_error_ends_one_request(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
