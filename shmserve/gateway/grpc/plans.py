@@ -10,7 +10,6 @@ from msgspec import Struct
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.grpc import contents
 from shmserve.gateway.http2.limits import MESSAGE_BYTES
-from shmserve.gateway.kserve.json_tensors import contents_to_bytes
 from shmserve.gateway.kserve.plans import (
     InputPlan,
     RegionSlice,
@@ -131,17 +130,17 @@ def _spec(one: Any) -> InputPlan:
     if place is not None:
         return InputPlan(name, dtype, shape, place.size, None, place)
     if one.HasField("contents"):
-        data = contents_to_bytes(name, dtype, one.contents)
+        data = contents.small_to_bytes(name, dtype, one.contents)
         return InputPlan(name, dtype, shape, len(data), data)
     return InputPlan(name, dtype, shape, 0)
 
 
-def parameters_of(what: str, given: Any) -> dict[str, Value]:
+def parameters_of(what: str, fields: Any) -> dict[str, Value]:
     """Decodes a map of InferParameter."""
-    if len(given) > _PARAMETERS:
-        raise InvalidRequest(f"{what} has {len(given)} parameters; the limit is {PARAMETERS}")
+    if len(fields) > _PARAMETERS:
+        raise InvalidRequest(f"{what} has {len(fields)} parameters; the limit is {_PARAMETERS}")
     parameters: dict[str, Value] = {}
-    for name, parameter in given.items():
+    for name, parameter in fields.items():
         kind = parameter.WhichOneof("parameter_choice")
         if kind is None:
             raise InvalidRequest(f"parameter '{name[:80]}' of {what} has no value")

@@ -133,7 +133,7 @@ def _end_of_unknown(data: Buffer, at: int) -> int:
 # ---------------------------------------------------------------------------------------- responses
 
 
-def varint(number: int) -> bytes:
+def _varint(number: int) -> bytes:
     if number < 128:
         return b"%c" % number
     encoded = bytearray()
@@ -144,8 +144,8 @@ def varint(number: int) -> bytes:
     return bytes(encoded)
 
 
-def _field(number: int, data: bytes) -> bytes:
-    return b"%c%b%b" % (number << 3 | 2, varint(len(data)), data)
+def encoded_field(number: int, data: bytes) -> bytes:
+    return b"%c%b%b" % (number << 3 | 2, _varint(len(data)), data)
 
 
 def parameters_of(given: dict[str, Value]) -> bytes:
@@ -193,7 +193,7 @@ class ResponseEncoder:
         names = self._names.get((model, version))
         pieces: list[Buffer] = [self._named(model, version) if names is None else names]
         if request_id:
-            pieces.append(_field(3, request_id.encode()))
+            pieces.append(encoded_field(3, request_id.encode()))
         if more:
             pieces.append(more)
         known = self._tensors
@@ -202,7 +202,7 @@ class ResponseEncoder:
             pieces.append(self._described(tensor) if described is None else described)
         if buffers is not None:
             for parts in buffers:
-                pieces.append(b"2" + varint(sum([len(part) for part in parts])))
+                pieces.append(b"2" + _varint(sum([len(part) for part in parts])))
                 pieces += parts
             return pieces
         for tensor in outputs:
@@ -210,18 +210,18 @@ class ResponseEncoder:
             if type(data) is not bytes:
                 raise Internal("an output is neither in its message nor in shared memory")
             size = len(data)
-            pieces.append(b"2%c" % size if size < 128 else b"2" + varint(size))
+            pieces.append(b"2%c" % size if size < 128 else b"2" + _varint(size))
             pieces.append(data)
         return [b"".join(pieces)]
 
     def _named(self, model: str, version: int) -> bytes:
-        encoded = _field(1, model.encode()) + (_field(2, str(version).encode()) if version else b"")
+        encoded = encoded_field(1, model.encode()) + (encoded_field(2, str(version).encode()) if version else b"")
         self._names.put((model, version), encoded)
         return encoded
 
     def _described(self, tensor: Tensor) -> bytes:
         message = _TENSOR(name=tensor.name, datatype=tensor.dtype, shape=tensor.shape)
-        encoded = _field(5, message.SerializeToString())
+        encoded = encoded_field(5, message.SerializeToString())
         self._tensors.put((tensor.name, tensor.dtype, tensor.shape), encoded)
         return encoded
 
@@ -229,7 +229,7 @@ class ResponseEncoder:
 def streamed(answer: list[Buffer]) -> list[Buffer]:
     """Wraps a ModelInferResponse in a ModelStreamInferResponse."""
     size = sum([len(piece) for piece in answer])
-    return [b"\x12" + varint(size), *answer]
+    return [b"\x12" + _varint(size), *answer]
 
 
 def stream_error(text: str, request_id: str) -> bytes:

@@ -1,5 +1,5 @@
-"""Tensors from and to JSON, and from the typed contents of gRPC. Invariant: a number that the data type cannot
-represent is refused, never rounded to fit; only floats lose precision."""
+"""Tensors from and to JSON. Invariant: a number that the data type cannot represent is refused, never rounded to fit;
+only floats lose precision."""
 
 from __future__ import annotations
 
@@ -139,57 +139,6 @@ def _converted(name: str, dtype: str, values: list[Any]) -> bytes:
             return np.array(values, to_numpy(dtype)).tobytes()
     except (OverflowError, ValueError) as error:
         raise InvalidRequest(f"input '{name}': some of its data does not fit in {dtype} ({error})") from error
-
-
-CONTENTS = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
-"""Data type -> the field of InferTensorContents for its elements."""
-_CONTENTS = {"int_contents": "INT32", "uint_contents": "UINT32"}
-
-
-def contents_field(name: str, dtype: str) -> str:
-    """The field of InferTensorContents for the elements of an input."""
-    field = CONTENTS.get(dtype)
-    if field is None:
-        raise InvalidRequest(f"input '{name}': {dtype} data cannot be given as contents; use raw_input_contents")
-    return field
-
-
-def wrong_contents(name: str, dtype: str, other: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"input '{name}' is of {dtype}, whose elements are in {CONTENTS[dtype]}, and {other} has some"
-    )
-
-
-def contents_to_bytes(name: str, dtype: str, contents: Any) -> bytes:
-    """The elements of an InferTensorContents as the bytes of the tensor."""
-    field = contents_field(name, dtype)
-    for other in dict.fromkeys(CONTENTS.values()):
-        if other != field and len(getattr(contents, other)):
-            raise wrong_contents(name, dtype, other)
-    values = getattr(contents, field)
-    if dtype == "BYTES":
-        return bytes(strings.encode_bytes(np.array(list(values), object)))
-    array = np.fromiter(values, to_numpy(_CONTENTS.get(field, dtype)), len(values))
-    kind = to_numpy(dtype)
-    if array.dtype != kind:
-        narrow = array.astype(kind)
-        if not np.array_equal(narrow, array):
-            raise InvalidRequest(f"input '{name}': some of its data does not fit in {dtype}")
-        array = narrow
-    return array.tobytes()
 
 
 def _flat(name: str, data: Any) -> list[Any]:

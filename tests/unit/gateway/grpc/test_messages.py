@@ -25,7 +25,6 @@ from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans, plan_in_slices, plan_
 from shmserve.gateway.grpc.rpcs import RPCS
 from shmserve.gateway.grpc.services import Services, code_of
 from shmserve.gateway.grpc.wire import IS_FINAL, ResponseEncoder, stream_error, streamed, take_apart
-from shmserve.gateway.kserve.json_tensors import CONTENTS, contents_to_bytes
 from shmserve.gateway.kserve.plans import InputPlan, RegionSlice, RequestOptions, RequestPlan
 from shmserve.gateway.limits.turns import SLICE_BYTES
 from shmserve.gateway.upstream.documents import BadLoad, BrokerQuery, query_of
@@ -197,13 +196,13 @@ def test_invalid_requests_are_refused(made: Any, text: str) -> None:
         plan_of(made.SerializeToString())
 
 
-@pytest.mark.parametrize("dtype", list(CONTENTS))
+@pytest.mark.parametrize("dtype", list(contents.FIELDS))
 def test_typed_contents_are_the_bytes_of_the_tensor(dtype: str) -> None:
-    assert set(CONTENTS) == set(ITEM_BYTES) - {"FP16", "BF16"}
+    assert set(contents.FIELDS) == set(ITEM_BYTES) - {"FP16", "BF16"}
     if dtype == "BYTES":
         words = [b"", b"a", "é".encode(), b"\xff\x00"]
-        contents = message("InferTensorContents", bytes_contents=words)
-        assert contents_to_bytes("a", dtype, contents) == bytes(strings.encode_bytes(np.array(words, object)))
+        data = contents.small_to_bytes("a", dtype, message("InferTensorContents", bytes_contents=words))
+        assert data == bytes(strings.encode_bytes(np.array(words, object)))
         return
     kind = to_numpy(dtype)
     if kind.kind == "b":
@@ -212,7 +211,7 @@ def test_typed_contents_are_the_bytes_of_the_tensor(dtype: str) -> None:
         array = np.array([0, -1.5, math.inf, -math.inf, math.nan, np.finfo(kind).tiny, np.finfo(kind).max], kind)
     else:
         array = np.array([np.iinfo(kind).min, 0, 1, np.iinfo(kind).max], kind)
-    made = one_input(datatype=dtype, shape=array.shape, contents={CONTENTS[dtype]: array.tolist()})
+    made = one_input(datatype=dtype, shape=array.shape, contents={contents.FIELDS[dtype]: array.tolist()})
     plan = plan_of(made.SerializeToString())
     assert (plan.contents, plan.raw) == ("a", 0)
     assert plan.plan.inputs[0].data == array.tobytes()
