@@ -87,7 +87,7 @@ class Http2Heads:
         """Their size."""
 
     def head(self, block: bytes) -> Http2Head:
-        """Decodes the block of a new call. Broken: neither this block nor a later one can be decoded."""
+        """Decodes the block of a new call. Http2Error: neither this block nor a later one can be decoded."""
         head = self._cache.get(block)
         if head is not None:
             self.fields = self.bytes = 0

@@ -22,13 +22,14 @@ _ANSWER = Struct(f">HBBBI{len(heads.ANSWER)}sHBBBIBI")
 _DATA = Struct(">HBBBIBI")
 _LAST = Struct(f">HBBBI{len(heads.TRAILERS_OK)}s")
 _ANSWER_SIZE, _LAST_SIZE = len(heads.ANSWER), len(heads.TRAILERS_OK)
+_LAST_FLAGS = frames.END_HEADERS | frames.END_STREAM
 COMPRESSED_BYTES = 1024
 """Messages below this size are not compressed."""
 
 
 class Http2Output:
-    """The output of one connection, and its flow control. `wake` is called when
-    `out` has data for the owner of the socket."""
+    """The output of one connection, and its flow control. `wake` is called when `out` has data for the owner of the
+    socket."""
 
     def __init__(self, listener: Http2Host, wake: Callable[[], None]) -> None:
         self.listener = listener
@@ -66,7 +67,7 @@ class Http2Output:
     def push(self, sender: Sender) -> None:
         """Queues the stream, and sends as much as the windows allow."""
         self.unsent[sender] = None
-        while self.writable and sender.pump(limits.QUANTUM, resume=False):
+        while self.writable and sender.pump(resume=False):
             pass
         if not sender.queued:
             self.unsent.pop(sender, None)
@@ -82,7 +83,7 @@ class Http2Output:
                     return
                 if not sender.queued:
                     self.unsent.pop(sender, None)
-                elif sender.pump(limits.QUANTUM):
+                elif sender.pump():
                     moved = True
                     self.wake()
 
@@ -271,9 +272,9 @@ class Sender:
             if not self._begun:
                 accepted = heads.ACCEPTED if code == Code.UNIMPLEMENTED and self._head.encoding else b""
                 block = heads.ANSWER + accepted + block
-            self._end = frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, self._number, block)
+            self._end = frames.frame(frames.HEADERS, _LAST_FLAGS, self._number, block)
         else:
-            self._end = _LAST.pack(0, _LAST_SIZE, frames.HEADERS, 5, self._number, heads.TRAILERS_OK)
+            self._end = _LAST.pack(0, _LAST_SIZE, frames.HEADERS, _LAST_FLAGS, self._number, heads.TRAILERS_OK)
         if not self._queue and self._deflating is None:
             self._finish()
 
@@ -298,12 +299,12 @@ class Sender:
         self._call.end_sent()
         output.wake()
 
-    def pump(self, limit: int, resume: bool = True) -> int:
-        """Sends queued data as far as the windows allow, and returns the number of bytes. `resume`: the service has
-        seen that the stream was not writable."""
+    def pump(self, resume: bool = True) -> int:
+        """Sends queued data for one turn, as far as the windows allow, and returns the number of bytes. `resume`: the
+        service has seen that the stream was not writable."""
         output = self._output
         sent = 0
-        while self._queue and sent < limit:
+        while self._queue and sent < limits.QUANTUM:
             size = min(self._window, output.window, output.frame_bytes, self.queued)
             if size <= 0:
                 break

@@ -46,6 +46,7 @@ class Http2:
         """An incomplete header block; the next frame must be its CONTINUATION."""
         self._rest = b""
         self._set = False
+        """The client has sent SETTINGS."""
         self._stream: Http2Stream | None = None
         """Stream of the DATA frame being read. `_remaining`: bytes of its body that have not arrived; `_skip`: bytes of
         padding after them, or of an ignored frame; `_ends`: the frame ends the stream."""
@@ -139,7 +140,7 @@ class Http2:
             elif length > heads.HEAD_BYTES:
                 raise Http2Error(
                     ErrorCode.ENHANCE_YOUR_CALM,
-                    f"frame of {length} bytes; the limit for frames other than DATA is 32768",
+                    f"frame of {length} bytes; the limit for frames other than DATA is {heads.HEAD_BYTES}",
                 )
             else:
                 break
@@ -311,7 +312,7 @@ class Http2:
         stream = streams.open[number] = Http2Stream(streams, number, head, expires)
         if expires is not None:
             self._listener.expire(stream)
-        if self._heads.bytes > limits.SMALL_HEAD and not stream.hold_head(self._heads.bytes):
+        if self._heads.bytes > limits.SMALL_HEAD and not stream.hold(self._heads.bytes):
             return
         try:
             if head.wrong:
@@ -358,8 +359,10 @@ class Http2:
             self.streams.abuse.idle()
 
     def _settings(self, flags: int, number: int, payload: bytes) -> None:
-        if number or (flags & frames.ACK and not self._set):
+        if number:
             raise Http2Error(ErrorCode.PROTOCOL_ERROR, "SETTINGS on a stream other than 0")
+        if flags & frames.ACK and not self._set:
+            raise Http2Error(ErrorCode.PROTOCOL_ERROR, "the first frame acknowledges SETTINGS")
         if len(payload) % 6 or (flags & frames.ACK and payload) or len(payload) > limits.SETTINGS_BYTES:
             raise Http2Error(ErrorCode.FRAME_SIZE_ERROR, "wrong length of SETTINGS")
         self._set = True

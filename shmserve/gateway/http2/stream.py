@@ -384,7 +384,7 @@ class Http2Stream:
             self._streams.trusted_bytes -= size
         self._buffer = ReceiveBuffer(size, self._room if size >= LARGE and not flag else None, trusted)
         self._streams.watch(self)
-        if self._hold(len(first)) and self._received(self._buffer.begin, first):
+        if self.hold(len(first)) and self._received(self._buffer.begin, first):
             self._moved += len(first)
 
     def _room(self, arrived: Buffer) -> Room | None:
@@ -404,7 +404,7 @@ class Http2Stream:
     def fill(self, size: int) -> None:
         """Called when the next `size` bytes of the message have been read into `space`."""
         buffer = self._buffer
-        if buffer is None or not self._hold(size):
+        if buffer is None or not self.hold(size):
             return
         self._moved += size
         if self._received(buffer.add, size) and buffer.full:
@@ -433,7 +433,7 @@ class Http2Stream:
             self.fail(RpcError(Code.INTERNAL, "a message does not begin with a valid gRPC prefix"))
         elif not self.head.encoding:
             self.fail(RpcError(Code.INTERNAL, "a message is flagged as compressed, but the call has no grpc-encoding"))
-        elif self._hold(len(data)):
+        elif self.hold(len(data)):
             self._inflate(data)
 
     def _inflate(self, data: Buffer) -> None:
@@ -508,14 +508,11 @@ class Http2Stream:
 
     def _wait(self, data: bytes) -> None:
         assert self._waiting is not None
-        if self._hold(len(data)):
+        if self.hold(len(data)):
             self._waiting.append(data)
 
-    def hold_head(self, size: int) -> bool:
-        """Counts decoded headers, which the call keeps."""
-        return self._hold(size)
-
-    def _hold(self, size: int) -> bool:
+    def hold(self, size: int) -> bool:
+        """Counts bytes that the call keeps. False: they exceed a share, and the call has failed."""
         try:
             self._account.take(size)
         except Unavailable as error:
