@@ -35,8 +35,8 @@ from shmserve.protocol.actions import Action
 
 
 class HttpListener(Callers):
-    """The arguments of `Callers`, and the feed of the page, which ends its event streams when access is checked
-    again."""
+    """`feed`: the streams of the web page, which end when access rules have changed; None: the listener serves no
+    page. For the other arguments, see `Callers`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class HttpListener(Callers):
         limits: HttpLimits,
         heads: HttpHeads,
         budget: Budget,
-        feed: PageFeed | None = None,
+        feed: PageFeed | None,
     ) -> None:
         super().__init__(link, connect, limits, limits.read_timeout_s / TURNS, budget)
         self.limits = limits

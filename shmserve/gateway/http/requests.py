@@ -280,7 +280,7 @@ class Requests:
         extra: Callable[[], str],
         regions: Regions,
         page: PageRequests | None,
-        openai: bool = True,
+        openai: bool,
     ) -> None:
         self._link = link
         self._page = page

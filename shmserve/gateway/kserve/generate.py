@@ -41,7 +41,6 @@ VALUES = 32_768
 """Maximum number of values in a large request."""
 _SHOWN = 8
 """Number of keys that an error text names."""
-_OWN = ("id", "parameters")
 _encode = msgspec.json.Encoder().encode
 
 

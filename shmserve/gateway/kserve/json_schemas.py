@@ -25,7 +25,6 @@ _STEP = 3 * (SLICE_BYTES // 4)
 """Three bytes are four characters of base64."""
 _TEXT_WORK = 16
 """A text takes as long as this many bytes of it."""
-_encode = msgspec.json.Encoder().encode
 
 
 class JsonSchemas(Struct, frozen=True):

@@ -75,7 +75,7 @@ def text_of(error: ServeError, request_id: str = "") -> str:
     return text
 
 
-def http_text_of(error: ServeError, request_id: str = "") -> str:
+def http_text_of(error: ServeError, request_id: str) -> str:
     """The same for HTTP, which can send only one response."""
     text = text_of(error, request_id)
     return f"{NO_DECOUPLED}: {text}" if error.code == "UNSUPPORTED" and DECOUPLED in text else text

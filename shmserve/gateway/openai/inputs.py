@@ -229,7 +229,7 @@ def task_tensor(model: LanguageModel, task: str) -> InputPlan:
     return text_tensor(model, TASK, task.encode())
 
 
-def wanted_flags(model: LanguageModel, stream: bool, usage: bool, logprobs: bool, stop: bool = False) -> list[str]:
+def wanted_flags(model: LanguageModel, stream: bool, usage: bool, logprobs: bool, stop: bool) -> list[str]:
     if logprobs and "return_logprobs" not in model.inputs:
         raise BadParameter(
             "logprobs", f"model '{model.name[:80]}' returns no log probabilities: it has no input 'return_logprobs'"

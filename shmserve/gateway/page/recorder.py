@@ -27,7 +27,7 @@ SERVER = ("", "")
 
 Key = tuple[str, str]
 Curves = dict[str, list[float | None]]
-_REQUESTS, _FAILED, _QUEUE, _RUNNING = (SERIES.index(name) for name in ("requests", "failed", "queue", "running"))
+_REQUESTS, _FAILED = (SERIES.index(name) for name in ("requests", "failed"))
 _MEASURED = [SERIES.index(name) for name in ("p50", "p99", "wait")]
 _HIGHEST = [SERIES.index(name) for name in ("p99", "queue", "running")]
 """A step shows the highest of its values. The other series show their mean."""

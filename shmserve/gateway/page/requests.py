@@ -50,7 +50,7 @@ _CONFINED = (
 )
 
 
-def confinement(servers: Iterable[str] = ()) -> bytes:
+def confinement(servers: Iterable[str]) -> bytes:
     """Headers of all responses of the page. The page runs only its own code, connects to no hosts but these servers,
     and cannot be shown in a frame. Pages of other origins cannot use its files. Trusted types forbid it to parse text
     as HTML."""
