@@ -33,7 +33,6 @@ class Holder(NamedTuple):
     roles: frozenset[str]
 
 
-
 class Tokens:
     """The tokens of one version of the file."""
 

@@ -27,9 +27,9 @@ from shmserve.gateway.openai import errors as openai_errors
 from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.page.feed import PageFeed
 from shmserve.gateway.upstream.documents import error_body
-from shmserve.gateway.upstream.exchange import Watcher
+from shmserve.gateway.upstream.exchange import JSON, Watcher
 from shmserve.gateway.upstream.link import GatewayLink
-from shmserve.gateway.upstream.receive import TRUSTED_BYTES, ReceiveBuffer
+from shmserve.gateway.upstream.receive import SCRATCH, SMALL_SCRATCH, TRUSTED_BYTES, ReceiveBuffer
 from shmserve.gateway.upstream.requests import Charge, serve_error, withdraw
 from shmserve.protocol.actions import Action
 
@@ -81,8 +81,6 @@ HEAD, FILL, CHUNKS, BUSY, DRAIN = range(5)
     BUSY    the request is being processed; bytes received now belong to the next requests
     DRAIN   the last response is sent; further input is discarded, so that the client can read the response
 """
-JSON = b"application/json"
-BINARY = b"application/octet-stream"
 JOINED_BYTES = 64 * 1024
 """Responses up to this size are joined into one buffer."""
 COMPRESSED_BYTES = 1024
@@ -91,11 +89,6 @@ _COMPRESSED = frozenset({INFER, Action.METRICS})
 """Actions whose responses are compressed for clients that accept it."""
 _ANTHROPIC = (Action.MESSAGES, Action.COUNT_TOKENS)
 """Actions of Anthropic's clients, which expect errors in another form."""
-_scratch = memoryview(bytearray(256 * 1024))
-"""Receive buffer shared by all connections: each copies its bytes out before the next one reads."""
-_little = _scratch[: 4 * 1024]
-"""Receive buffer when a large body is expected: only its start is read here, the rest directly into its final
-buffer."""
 LARGE_BYTES = 64 * 1024
 """After a body of at least this size, another large one is expected."""
 _CR = ord("\r")
@@ -409,7 +402,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._sink is not None:
             return self.listener.reads.bounded(self, self._sink.space())
-        return _little if self.trusted_bytes and self.phase == HEAD else _scratch
+        return SMALL_SCRATCH if self.trusted_bytes and self.phase == HEAD else SCRATCH
 
     def buffer_updated(self, count: int) -> None:
         if self.phase == FILL:
@@ -422,7 +415,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
             return
         if self.phase == CHUNKS:
             self.listener.reads.count(self, count)
-        data = bytes(_scratch[:count])
+        data = bytes(SCRATCH[:count])
         if self._rest:
             data = self._rest + data
             self._rest = b""

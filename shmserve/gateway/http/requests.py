@@ -25,7 +25,7 @@ from shmserve.gateway.auth.actions import GENERATE, GENERATE_STREAM, INFER, PAGE
 from shmserve.gateway.auth.header_forwarding import Forward, HeaderParameters
 from shmserve.gateway.http import model_openapi, openapi
 from shmserve.gateway.http.bodies import content_length_error
-from shmserve.gateway.http.connection import BINARY, JSON, HttpConnection, HttpExchange, HttpListener
+from shmserve.gateway.http.connection import HttpConnection, HttpExchange, HttpListener
 from shmserve.gateway.http.heads import HttpHead, HttpHeads
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.routes import API_ROUTES, KSERVE_ROUTES, METRICS_ROUTES, QUERY, NoRoute
@@ -50,14 +50,8 @@ from shmserve.gateway.openai.requests import OpenAiRequests
 from shmserve.gateway.page.feed import PageFeed
 from shmserve.gateway.page.requests import PageRequests
 from shmserve.gateway.upstream.device_regions import DeviceRegion
-from shmserve.gateway.upstream.documents import (
-    BrokerQuery,
-    arguments_of,
-    error_body,
-    http_answer,
-    query_of,
-)
-from shmserve.gateway.upstream.exchange import ask_for, ask_for_config, model_request
+from shmserve.gateway.upstream.documents import BrokerQuery, arguments_of, error_body, http_answer, query_of
+from shmserve.gateway.upstream.exchange import JSON, ask_for, ask_for_config, model_request
 from shmserve.gateway.upstream.link import GatewayLink, Piece, partial_room
 from shmserve.gateway.upstream.receive import Allocate, ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Region, Regions
@@ -79,10 +73,11 @@ from shmserve.session.uploads import of_bytes
 
 SCRAPES = 20
 """Maximum number of metrics pages built per second; further requests get the last one."""
-_WHILE_IT_RAN = (ModelFailed, QueueTimeout, DeadlineExceeded)
+_LATE_ERRORS = (ModelFailed, QueueTimeout, DeadlineExceeded)
 """Errors of accepted requests. If generate_stream fails with one before any response, it is sent as an event, with its
 status."""
-TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+_BINARY = b"application/octet-stream"
+_METRICS = b"text/plain; version=0.0.4; charset=utf-8"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -113,7 +108,7 @@ class _Inference(PendingInference):
     def _send(self, answer: Reply | Held, pieces: JsonPieces | None = None) -> None:
         write = None if self._targets is None else self._write
         length, parts = response(self._model, self._plan, answer, write, pieces)
-        self._exchange.answer(200, parts, JSON if length is None else BINARY, length)
+        self._exchange.answer(200, parts, JSON if length is None else _BINARY, length)
 
     def failed(self, error: ServeError) -> None:
         self._exchange.fail(error, self._plan.options.id)
@@ -136,14 +131,14 @@ class _Scrape(PendingCall):
         return self._error is None and not self._page
 
     @property
-    def failed_to_come(self) -> bool:
+    def has_failed(self) -> bool:
         return self._error is not None
 
     def show(self, exchange: HttpExchange) -> None:
         if self._error is not None:
             exchange.fail(self._error)
         elif self._page:
-            exchange.answer(200, self._page, TEXT)
+            exchange.answer(200, self._page, _METRICS)
         else:
             self._waiting.append(exchange)
 
@@ -253,7 +248,7 @@ class _Generation(PendingStream):
         self.ended = True
         self._encoding = False
         self.parts.clear()
-        if self._as_events and (self._sent or isinstance(error, _WHILE_IT_RAN)):
+        if self._as_events and (self._sent or isinstance(error, _LATE_ERRORS)):
             if not self._sent:
                 self._exchange.begin_events(http_of(error))
             self._exchange.send_event(event(error_body(http_text_of(error, self._plan.options.id))))
@@ -270,8 +265,9 @@ def _piece(buffer: ReceiveBuffer) -> Piece:
 
 
 class Requests:
-    """The handler of all connections. `Heads` has checked the client's access; the broker checks the gateway's. `page`:
-    None if the listener has no routes for the web page. `openai`: the listener has the OpenAI-compatible endpoints."""
+    """The handler of all connections. `HttpHeads` has checked the client's access; the broker checks the gateway's.
+    `page`: None if the listener has no routes for the web page. `openai`: the listener has the OpenAI-compatible
+    endpoints."""
 
     def __init__(
         self,
@@ -426,8 +422,8 @@ class Requests:
         def fail(error: ServeError) -> None:
             exchange.answer(http_of(error), [_encode({"error": str(error), "code": error.code})])
 
-        given = of_bytes(body) if route.action.row.changes else None
-        query = BrokerQuery(what, model=route.model, version=route.version, body=given)
+        passed_on = of_bytes(body) if route.action.row.changes else None
+        query = BrokerQuery(what, model=route.model, version=route.version, body=passed_on)
         ticket = PendingQuery(query, show, fail)
         ask(self._link, exchange.payer(), ticket, query)
         exchange.wait_for(ticket)
@@ -436,7 +432,7 @@ class Requests:
         """Requests that arrive while a page is built share it. Beyond SCRAPES pages per second the last page is sent
         again."""
         scrape = self._scrape
-        if scrape is None or scrape.failed_to_come or (not scrape.pending and self._may_scrape()):
+        if scrape is None or scrape.has_failed or (not scrape.pending and self._may_scrape()):
             scrape = _Scrape(self._extra)
             ask(self._link, exchange.payer(), scrape, BrokerQuery("metrics"))
             self._scrape = scrape

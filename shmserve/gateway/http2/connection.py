@@ -10,6 +10,7 @@ from shmserve.gateway.http2.listener import RpcListener
 from shmserve.gateway.http2.protocol import Http2
 from shmserve.gateway.limits.turns import SMALL_READ_BYTES, FairReader
 from shmserve.gateway.listeners.callers import peer_address
+from shmserve.gateway.upstream.receive import SCRATCH, SMALL_SCRATCH
 from shmserve.http2.frames import ErrorCode
 from shmserve.protocol.grpc.codes import Code, RpcError
 
@@ -17,11 +18,6 @@ JOINED_BYTES = 128 * 1024
 """Output of one iteration up to this size is joined into one buffer."""
 LAST_CALLS_S = 1.0
 """Grace period at shutdown for calls in transit from clients that do not acknowledge the PING."""
-_scratch = memoryview(bytearray(256 * 1024))
-"""Receive buffer shared by all connections: each copies its bytes out before the next one reads."""
-_little = _scratch[: 4 * 1024]
-"""Receive buffer when a large message is expected: only its start is read here, the rest directly into its final
-buffer."""
 
 
 class Http2Connection(FairReader, asyncio.BufferedProtocol):
@@ -55,12 +51,12 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         core = self._core
         if core is None:
-            return _scratch
+            return SCRATCH
         space = core.space()
         self._filling = space is not None
         if space is not None:
             return self._listener.reads.bounded(self, space)
-        return _little if core.large else _scratch
+        return SMALL_SCRATCH if core.large else SCRATCH
 
     def buffer_updated(self, count: int) -> None:
         core = self._core
@@ -70,7 +66,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         if self._filling:
             core.fill(count)
         else:
-            core.feed(bytes(_scratch[:count]))
+            core.feed(bytes(SCRATCH[:count]))
             if core.more:
                 self.transport.pause_reading()
                 self._listener.backlog.put(self)

@@ -82,7 +82,6 @@ def _read(path: Path) -> PageFile:
     return PageFile(_KINDS[path.suffix], body, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
 
-_JSON = b"application/json"
 _TEXT = b"text/plain"
 _PREFLIGHT = b"Access-Control-Allow-Headers: Authorization\r\nAccess-Control-Max-Age: 600\r\n"
 TRENDS = 8
@@ -117,7 +116,7 @@ class PageRequests:
     def _send_file(self, exchange: Exchange) -> None:
         file = self._files.find(exchange.head.route.model)
         if file is None:
-            exchange.answer(404, [error_body("Not Found")], _JSON)
+            exchange.answer(404, [error_body("Not Found")])
             return
         more = b"ETag: %b\r\nCache-Control: no-cache\r\n" % file.etag.encode() + self._confined
         if file.etag in exchange.head.etags:
@@ -163,7 +162,7 @@ class PageRequests:
         return text
 
     def _send_json(self, exchange: Exchange, text: bytes) -> None:
-        exchange.answer(200, [text], _JSON, more=b"Cache-Control: no-store\r\n" + self._confined)
+        exchange.answer(200, [text], more=b"Cache-Control: no-store\r\n" + self._confined)
 
     def _ask_report(self, exchange: Exchange) -> None:
         route = exchange.head.route

@@ -23,6 +23,10 @@ FIRST_BYTES = 64 * 1024
 """Number of bytes reserved at once."""
 WINDOW_BYTES = 1024 * 1024
 """Maximum size of one read."""
+SCRATCH = memoryview(bytearray(256 * 1024))
+"""Receive buffer shared by all connections: each copies its bytes out before the next one reads."""
+SMALL_SCRATCH = SCRATCH[: 4 * 1024]
+"""The same when a large body is expected: only its start is read here, the rest directly into its final buffer."""
 TRUSTED_BYTES = 16 << 20
 """Maximum size that a connection may reserve for bodies of which nothing has arrived. It must have sent as many bytes
 before."""
