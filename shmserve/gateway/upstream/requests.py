@@ -166,36 +166,33 @@ def ask(link: GatewayLink, payer: Payer, ticket: Charge, query: BrokerQuery) -> 
     link.send_soon()
 
 
-class _Learning(Ticket):
-    """Finds out whether workers can write the outputs of a model into regions: for an ensemble they cannot."""
+_Key = tuple[str, str]
+"""Model and version."""
 
-    __slots__ = ("_key", "_known")
 
-    def __init__(self, known: dict[tuple[str, str], bool], key: tuple[str, str]) -> None:
+class _ConfigQuery(Ticket):
+    """Asks for a model's configuration. What `read` takes from it is kept in `known`."""
+
+    __slots__ = ("_key", "_known", "_read")
+
+    def __init__(self, known: BoundedCache[_Key, Any], key: _Key, read: Callable[[Any], Any]) -> None:
         self._known = known
         self._key = key
+        self._read = read
 
     def settle(self, answer: Any) -> None:
-        self._known[self._key] = "ensemble_scheduling" not in answer
+        self._known.put(self._key, self._read(answer))
 
     def fail(self, error: ServeError) -> None:
         self._known.pop(self._key, None)
 
 
-class _LearningOutputs(Ticket):
-    """Finds out which outputs a model has."""
+def _output_names(config: Any) -> list[str]:
+    return [output["name"] for output in config.get("output", ())]
 
-    __slots__ = ("_key", "_known")
 
-    def __init__(self, known: BoundedCache[tuple[str, str], list[str]], key: tuple[str, str]) -> None:
-        self._known = known
-        self._key = key
-
-    def settle(self, answer: Any) -> None:
-        self._known.put(self._key, [output["name"] for output in answer.get("output", ())])
-
-    def fail(self, error: ServeError) -> None:
-        self._known.pop(self._key, None)
+def _is_no_ensemble(config: Any) -> bool:
+    return "ensemble_scheduling" not in config
 
 
 class ModelRequest(Struct):
@@ -216,9 +213,10 @@ class RequestSender:
     def __init__(self, link: GatewayLink, regions: Regions) -> None:
         self.link = link
         self.regions = regions
-        self._model_outputs: BoundedCache[tuple[str, str], list[str]] = BoundedCache(_CACHED_MODELS)
-        """Model and version -> its outputs. Empty: not known yet, or different from the configuration."""
-        self._by_workers: BoundedCache[tuple[str, str], bool] = BoundedCache(_CACHED_MODELS)
+        self._model_outputs: BoundedCache[_Key, list[str]] = BoundedCache(_CACHED_MODELS)
+        """The outputs of models. Empty: not known yet, or different from the configuration."""
+        self._by_workers: BoundedCache[_Key, bool] = BoundedCache(_CACHED_MODELS)
+        """Whether workers can write the outputs of models into regions: for an ensemble they cannot."""
 
     def local_input(self, spec: InputPlan) -> Any:
         """The bytes of an input from the JSON or from a region, or the part of the region that workers read in
@@ -269,14 +267,18 @@ class RequestSender:
         return {**(outputs if isinstance(outputs, Mapping) else dict.fromkeys(outputs)), **parts}
 
     def _written_by_workers(self, model: str, version: str) -> bool:
-        """Whether workers can write all outputs: not those of an ensemble. The first request of a model queries its
-        configuration, for later requests."""
+        """Whether workers can write all outputs. The first request of a model queries its configuration, for later
+        requests."""
         known = self._by_workers.get((model, version))
         if known is None:
             self._by_workers.put((model, version), False)
-            ticket = _Learning(self._by_workers, (model, version))
-            self.link.session.ask(ticket, "config", NO_TIME, model, version or None)
+            self._learn(self._by_workers, (model, version), _is_no_ensemble)
         return bool(known)
+
+    def _learn(self, known: BoundedCache[_Key, Any], key: _Key, read: Callable[[Any], Any]) -> None:
+        model, version = key
+        self.link.session.ask(_ConfigQuery(known, key, read), "config", NO_TIME, model, version or None)
+        self.link.send_soon()
 
     def _wanted(self, request: ModelRequest, outputs: list[str]) -> tuple[list[str] | None, ReplyCheck | None]:
         """The outputs to request, and the check of the reply. None if they are all outputs of the model, which most
@@ -289,11 +291,10 @@ class RequestSender:
             return None, partial(self._check_outputs, request, outputs)
         return outputs, None
 
-    def _learn_outputs(self, key: tuple[str, str], ticket: PendingInference, reply: Reply) -> bool:
+    def _learn_outputs(self, key: _Key, ticket: PendingInference, reply: Reply) -> bool:
         """Called when the first request of a model has succeeded."""
         self._model_outputs.put(key, [])
-        self.link.session.ask(_LearningOutputs(self._model_outputs, key), "config", NO_TIME, key[0], key[1] or None)
-        self.link.send_soon()
+        self._learn(self._model_outputs, key, _output_names)
         return True
 
     def _check_outputs(self, request: ModelRequest, outputs: list[str], ticket: PendingInference, reply: Reply) -> bool:
