@@ -70,7 +70,7 @@ class Collection(Generic[_Value]):
         """Number of tokens of the inputs, as far as the model counts them."""
 
     def begin(self, plans: Iterator[RequestPlan | None]) -> None:
-        """`plans`: None: see `Planned`."""
+        """`plans`: those of the requests to the model, in order. For None, see `Planned`."""
         self._requests.begin(self._tickets(plans))
 
     def _tickets(self, plans: Iterator[RequestPlan | None]) -> Iterator[tuple[_Ticket, RequestPlan] | None]:

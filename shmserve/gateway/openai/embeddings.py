@@ -10,7 +10,7 @@ import numpy as np
 
 from shmserve.errors import ModelFailed
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.kserve.plans import RequestPlan
+from shmserve.gateway.kserve.plans import InputPlan, RequestPlan
 from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, SlicedWork
 from shmserve.gateway.openai.bodies import EmbeddingRequest, request_options
 from shmserve.gateway.openai.collection import Collection
@@ -26,6 +26,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Embeddings:
+    """Computes the vectors of texts, and answers."""
+
     def __init__(
         self,
         exchange: Exchange,
@@ -41,15 +43,12 @@ class Embeddings:
         self._model = model
         self._request = request
         self._texts = texts
-        limit = request.truncate_prompt_tokens
-        if limit is not None and model.limit is None:
-            text = f"model '{model.name[:80]}' does not cut texts: it has no INT32 input '{TRUNCATION}'"
-            raise BadParameter(TRUNCATION, text)
-        self._limit = (
-            ()
-            if limit is None or model.limit is None
-            else (model.limit.plan(limit.to_bytes(4, "little", signed=True)),)
-        )
+        self._limit: list[InputPlan] = []
+        if (limit := request.truncate_prompt_tokens) is not None:
+            if model.limit is None:
+                text = f"model '{model.name[:80]}' does not cut texts: it has no INT32 input '{TRUNCATION}'"
+                raise BadParameter(TRUNCATION, text)
+            self._limit.append(model.limit.plan(limit.to_bytes(4, "little", signed=True)))
 
     def begin(self) -> None:
         self._collection.begin(self._plans())

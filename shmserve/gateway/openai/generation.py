@@ -20,8 +20,6 @@ from shmserve.session import WINDOW
 
 AT_ONCE = 32
 """Maximum number of prompts of one request that are in flight at the model."""
-
-
 _END = object()
 
 
@@ -39,8 +37,15 @@ class ResponseFormat(Protocol):
 
 
 class StreamFormat(ResponseFormat, Protocol):
-    """A response that is sent as a whole or as a stream of events. `shows_usage`: the stream ends with the number of
-    tokens. `shows_stop`: the response says which text of `stop` has ended it."""
+    """A response that is sent as a whole or as a stream of events. `id` is also that of its requests to the model.
+    `top`: number of alternatives to each token; None: no log probabilities. `shows_usage`: the stream ends with the
+    number of tokens. `shows_stop`: the response says which text of `stop` has ended it."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def top(self) -> int | None: ...
 
     @property
     def shows_usage(self) -> bool: ...
@@ -74,7 +79,9 @@ class _Stream(PendingStream):
 
 
 class Generation:
-    """One request of a client. `events`: None for a response that is sent as a whole."""
+    """One request of a client. `events`: None for a response that is sent as a whole. `echoes`: for each request to the
+    model, the text that its choices begin with. `count`: number of choices of such a request. `apart`: how many times
+    each prompt is sent."""
 
     def __init__(
         self,
@@ -82,7 +89,10 @@ class Generation:
         sender: RequestSender,
         model: str,
         response: ResponseFormat,
-        events: StreamFormat | None = None,
+        events: StreamFormat | None,
+        echoes: list[Echo | None],
+        count: int = 1,
+        apart: int = 1,
     ) -> None:
         self._exchange = exchange
         self._link = sender.link
@@ -90,10 +100,11 @@ class Generation:
         self._model = model
         self._response = response
         self._events = events
-        self._count = self._apart = 1
-        self._choices: list[Choice] = []
+        self._count = count
+        self._apart = apart
+        self._choices = [Choice(echo) for echo in echoes for _ in range(count)]
         self._usages: list[Usage] = []
-        self._echo: CompletionFormat | None = None
+        self._echo = events if any(echoes) and isinstance(events, CompletionFormat) else None
         """The format of a stream whose choices begin with their prompts."""
         self._begun = False
         """The stream of events has begun."""
@@ -104,14 +115,8 @@ class Generation:
         self._uncounted = 0
         """Bytes of the response that are not counted by `hold` yet."""
 
-    def begin(self, plans: Iterator[RequestPlan | None], before: list[Echo | None], count: int, apart: int = 1) -> None:
-        """`plans`: those of the prompts, each `apart` times; None: see `Planned`. For each plan, `before` is the text
-        that its choices begin with, and `count` the number of its choices."""
-        self._count = count
-        self._apart = apart
-        if any(before) and isinstance(self._events, CompletionFormat):
-            self._echo = self._events
-        self._choices = [Choice(echo) for echo in before for _ in range(count)]
+    def begin(self, plans: Iterator[RequestPlan | None]) -> None:
+        """`plans`: those of the requests to the model, in order. For None, see `Planned`."""
         self._requests.begin(self._streams(plans), self._resume)
 
     def _streams(self, plans: Iterator[RequestPlan | None]) -> Planned[_Stream]:

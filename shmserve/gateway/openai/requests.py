@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 from shmserve.gateway.auth.actions import FORMS
@@ -50,7 +51,18 @@ _PROCESS = secrets.token_hex(12)
 _encode = msgspec.json.Encoder().encode
 
 
+class _PromptTensors(Struct):
+    """The prompts of a request: the tensors of each, their size in total, and the text that the choices of each begin
+    with."""
+
+    tensors: Iterator[list[InputPlan]]
+    size: int
+    echoes: list[Echo | None]
+
+
 class OpenAiRequests:
+    """The handler of the endpoints, for all connections."""
+
     def __init__(self, sender: RequestSender) -> None:
         self._sender = sender
         self._templates = ChatTemplates(Budget(WAITING_BYTES, sender.link.shares.bounds.share))
@@ -83,14 +95,15 @@ class OpenAiRequests:
                 proceed = partial(self._complete, exchange, completion)
             case Action.CHAT_COMPLETIONS:
                 request = chat = bodies.chat(text)
-                proceed = partial(self._chat, exchange, chat, strings, self._chat_format)
+                proceed = partial(self._chat, exchange, chat, strings, _chat_format)
             case Action.MESSAGES:
                 request, shows = messages.request_of(text)
-                proceed = partial(self._chat, exchange, request, strings, partial(self._messages_format, shows))
+                proceed = partial(self._chat, exchange, request, strings, partial(_messages_format, shows))
             case Action.RESPONSES:
-                given, request = responses.request_of(text)
-                shown = given if strings is None else responses.without_long_strings(given)
-                proceed = partial(self._chat, exchange, request, strings, partial(self._responses_format, shown))
+                shown, request = responses.request_of(text)
+                if strings is not None:
+                    shown = responses.without_long_strings(shown)
+                proceed = partial(self._chat, exchange, request, strings, partial(_responses_format, shown))
             case Action.TOKENIZE:
                 request = prompt = tokens.tokenize_request(text)
                 response: ResponseFormat = TokenizeFormat()
@@ -144,14 +157,14 @@ class OpenAiRequests:
     ) -> None:
         model = models.language_model(request.model, config)
         speech.check_model(model, request)
-        response = TranscriptionFormat(request)
-        response_id = f"trsc-{_PROCESS}{next(self._ids):08x}"
+        response = TranscriptionFormat(request, self._new_id("trsc-"))
+        exchange.work(
+            speech.speech_tensors(model, request.prompt, audio),
+            lambda tensors: self._generate(exchange, model, completion, _one_prompt(tensors), response),
+        )
 
-        def generate(tensors: list[InputPlan]) -> None:
-            size = sum([spec.size for spec in tensors])
-            self._generate(exchange, model, completion, iter([tensors]), size, [None], response, None, response_id)
-
-        exchange.work(speech.speech_tensors(model, request.prompt, audio), generate)
+    def _new_id(self, prefix: str) -> str:
+        return f"{prefix}{_PROCESS}{next(self._ids):08x}"
 
     def _ask_config(self, exchange: Exchange, name: str, then: Callable[[Any], None]) -> None:
         """A name with a colon is that of a model, or of a model and its adapter."""
@@ -200,12 +213,10 @@ class OpenAiRequests:
             raise BadParameter(
                 "n", f"{len(prompts)} prompts with {request.n} choices each; the limit is {bodies.CHOICES} choices"
             )
-        response_id = f"cmpl-{_PROCESS}{next(self._ids):08x}"
-        response = CompletionFormat(_options(request, response_id, request.logprobs), request.max_tokens == 0)
-        before = [Echo(text) if request.echo else None for text in prompts.texts] or [None] * len(prompts)
-        self._generate(
-            exchange, model, request, prompts.tensors(), prompts.bytes, before, response, request.logprobs, response_id
-        )
+        options = _options(request, self._new_id("cmpl-"), request.logprobs)
+        echoes = [Echo(text) if request.echo else None for text in prompts.texts] or [None] * len(prompts)
+        prompt_tensors = _PromptTensors(prompts.tensors(), prompts.bytes, echoes)
+        self._generate(exchange, model, request, prompt_tensors, CompletionFormat(options, request.max_tokens == 0))
 
     def _chat(
         self,
@@ -218,16 +229,12 @@ class OpenAiRequests:
         model = models.language_model(request.model, config)
         forced = bodies.demanded_calls(request)
         inputs.check_tools(model, request, forced)
-        number = f"{_PROCESS}{next(self._ids):08x}"
         free = forced is None and request.response_format is None and request.structured_outputs is None
         reading = Reading(forced, TOOL_CALLS not in model.outputs, tags_of(model) if free else None)
-        response = make_format(request, number, reading)
+        response = make_format(request, self._new_id(""), reading)
 
-        def generate(tensors: list[Any]) -> None:
-            size = sum([spec.size for spec in tensors])
-            self._generate(
-                exchange, model, request, iter([tensors]), size, [None], response, response.top, response.id, forced
-            )
+        def generate(tensors: list[InputPlan]) -> None:
+            self._generate(exchange, model, request, _one_prompt(tensors), response, forced)
 
         self._make_chat(exchange, model, request, strings, generate)
 
@@ -264,18 +271,6 @@ class OpenAiRequests:
     ) -> None:
         exchange.work(images.image_tensor(model, taken), lambda tensor: then([*prompt, tensor]))
 
-    def _chat_format(self, request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
-        top = (request.top_logprobs or 0) if request.logprobs else None
-        return ChatFormat(_options(request, f"chatcmpl-{number}", top), reading, request.functions is not None)
-
-    def _messages_format(self, shows_thinking: bool, request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
-        return MessagesFormat(f"msg_{number}", request.model, shows_thinking, reading)
-
-    def _responses_format(
-        self, given: ResponsesRequest, request: ChatRequest, number: str, reading: Reading
-    ) -> ChatFormat:
-        return ResponsesFormat(f"resp_{number}", int(time.time()), given, reading)
-
     def _render(
         self,
         exchange: Exchange,
@@ -308,26 +303,23 @@ class OpenAiRequests:
         exchange: Exchange,
         model: LanguageModel,
         request: Sampling,
-        prompts: Iterator[list[InputPlan]],
-        prompt_bytes: int,
-        before: list[Echo | None],
+        prompts: _PromptTensors,
         response: StreamFormat,
-        logprobs: int | None,
-        response_id: str,
         forced: ForcedCalls | None = None,
     ) -> None:
-        """`prompts`: the tensors of each prompt, `prompt_bytes` in total."""
         stream, shows_usage, n = bool(request.stream), response.shows_usage, request.n or 1
-        options = bodies.request_options(response_id, request)
+        options = bodies.request_options(response.id, request)
         together, apart = (n, 1) if MESSAGES in model.inputs else (1, n)
-        sampling = inputs.SamplingInputs(model, inputs.sampling_of(model, request, logprobs, forced), options, apart)
+        chosen = inputs.sampling_of(model, request, response.top, forced)
+        sampling = inputs.SamplingInputs(model, chosen, options, apart)
         shows_stop = response.shows_stop and request.stop is not None
-        names = inputs.wanted_flags(model, stream, shows_usage or not stream, logprobs is not None, shows_stop)
-        echoed = n * prompt_bytes if any(before) else 0
-        _hold(exchange, len(before) * apart, apart * prompt_bytes + len(before) * apart * sampling.bytes, echoed)
-        plans = self._plans(prompts, sampling, inputs.flag_tensors(model, names), apart)
-        generation = Generation(exchange, self._sender, model.name, response, response if stream else None)
-        generation.begin(plans, [echo for echo in before for _ in range(apart)], together, apart)
+        names = inputs.wanted_flags(model, stream, shows_usage or not stream, response.top is not None, shows_stop)
+        echoes = [echo for echo in prompts.echoes for _ in range(apart)]
+        echoed = n * prompts.size if any(echoes) else 0
+        _hold(exchange, len(echoes), apart * prompts.size + len(echoes) * sampling.bytes, echoed)
+        plans = self._plans(prompts.tensors, sampling, inputs.flag_tensors(model, names), apart)
+        events = response if stream else None
+        Generation(exchange, self._sender, model.name, response, events, echoes, together, apart).begin(plans)
 
     def _plans(
         self, prompts: Iterator[list[InputPlan]], sampling: SamplingInputs, flags: list[InputPlan], apart: int
@@ -361,14 +353,14 @@ class OpenAiRequests:
         model = models.language_model(request.model, config)
         flags = [inputs.task_tensor(model, task)]
 
-        def convert(prompt: list[InputPlan]) -> None:
-            size = sum([spec.size for spec in prompt])
-            if size > PROMPT_BYTES:
-                raise InvalidRequest(f"the prompt has {size} bytes; the limit to {task} is {PROMPT_BYTES}")
-            _hold(exchange, 1, size, 0)
+        def convert(tensors: list[InputPlan]) -> None:
+            prompt = _one_prompt(tensors)
+            if prompt.size > PROMPT_BYTES:
+                raise InvalidRequest(f"the prompt has {prompt.size} bytes; the limit to {task} is {PROMPT_BYTES}")
+            _hold(exchange, 1, prompt.size, 0)
             unset = SamplingInputs(model, {}, bodies.request_options("", request), 1)
-            generation = Generation(exchange, self._sender, model.name, response)
-            generation.begin(self._plans(iter([prompt]), unset, flags, 1), [None], 1)
+            generation = Generation(exchange, self._sender, model.name, response, None, prompt.echoes)
+            generation.begin(self._plans(prompt.tensors, unset, flags, 1))
 
         if isinstance(request, ChatRequest):
             self._make_chat(exchange, model, request, strings, convert)
@@ -390,10 +382,27 @@ class OpenAiRequests:
         model = models.score_model(request.model, config)
         pairs = request.pairs()
         _hold(exchange, len(pairs[0]), sum([len(text) for texts in pairs for text in texts]), 0)
-        common: dict[str, Any] = {"id": f"{kind}-{_PROCESS}{next(self._ids):08x}", "model": request.model}
+        common: dict[str, Any] = {"id": self._new_id(f"{kind}-"), "model": request.model}
         if kind == "score":
             common |= {"object": "list", "created": int(time.time())}
         Scores(exchange, self._sender, model, request, pairs, common).begin()
+
+
+def _one_prompt(tensors: list[InputPlan]) -> _PromptTensors:
+    return _PromptTensors(iter([tensors]), sum([spec.size for spec in tensors]), [None])
+
+
+def _chat_format(request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
+    top = (request.top_logprobs or 0) if request.logprobs else None
+    return ChatFormat(_options(request, f"chatcmpl-{number}", top), reading, request.functions is not None)
+
+
+def _messages_format(shows_thinking: bool, request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
+    return MessagesFormat(f"msg_{number}", request.model, shows_thinking, reading)
+
+
+def _responses_format(shown: ResponsesRequest, request: ChatRequest, number: str, reading: Reading) -> ChatFormat:
+    return ResponsesFormat(f"resp_{number}", int(time.time()), shown, reading)
 
 
 def _hold(exchange: Exchange, requests: int, size: int, echoed: int) -> None:

@@ -76,10 +76,12 @@ def speech_tensors(model: LanguageModel, prompt: str, audio: memoryview) -> Slic
 class TranscriptionFormat:
     """A transcription, or the events of its stream. It has one choice."""
 
+    top = None
     shows_usage = False
     shows_stop = False
 
-    def __init__(self, request: TranscriptionRequest) -> None:
+    def __init__(self, request: TranscriptionRequest, response_id: str) -> None:
+        self.id = response_id
         self._format = request.response_format
         self._language = request.language
         self._segments: list[Any] = []

@@ -89,7 +89,7 @@ class PartReader:
         self.usage = Usage()
         self._model = model
         self._count = count
-        self._cut: dict[int, codecs.IncrementalDecoder] = {}
+        self._incomplete: dict[int, codecs.IncrementalDecoder] = {}
         """Choice -> the decoder that holds the beginning of a character."""
 
     def deltas(self, part: Held) -> Iterator[tuple[int, Delta] | None]:
@@ -189,15 +189,15 @@ class PartReader:
         return more.ids if isinstance(more.ids, list) else self._list("token_ids", more.ids)
 
     def _decoded(self, index: int, raw: Buffer) -> str:
-        if index not in self._cut:
+        if index not in self._incomplete:
             try:
                 return str(raw, "utf-8")
             except UnicodeDecodeError:
-                self._cut[index] = _decoder("replace")
-        decoder = self._cut[index]
+                self._incomplete[index] = _decoder("replace")
+        decoder = self._incomplete[index]
         text = decoder.decode(raw)
         if not decoder.getstate()[0]:
-            del self._cut[index]
+            del self._incomplete[index]
         return text
 
     def _strings(self, name: str, tensor: tuple[str, Buffer]) -> list[Buffer]:
@@ -221,12 +221,12 @@ class PartReader:
         if raw in _NOT_FINISHED:
             return None
         try:
-            text = _json.decode(raw)
+            values = _json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            text = ""
-        if not (text is None or type(text) is list):
+            values = ""
+        if not (values is None or type(values) is list):
             raise ModelFailed(f"output '{name}' of model '{self._model}' is not a JSON list")
-        return text
+        return values
 
     def _numbers(self, name: str, tensor: tuple[str, Buffer]) -> list[int]:
         dtype, raw = tensor

@@ -287,8 +287,9 @@ def test_unknown_usage_is_omitted() -> None:
 def generation(client: OpenAiCaller, prompts: int, as_events: bool = True, echoes: Sequence[Echo | None] = ()) -> None:
     connection: Any = client
     response = CompletionFormat(OPTIONS)
-    made = Generation(connection, connection, "m", response, response if as_events else None)
-    made.begin(iter([RequestPlan((), 0, RequestOptions())] * prompts), list(echoes) or [None] * prompts, 1)
+    events = response if as_events else None
+    made = Generation(connection, connection, "m", response, events, list(echoes) or [None] * prompts)
+    made.begin(iter([RequestPlan((), 0, RequestOptions())] * prompts))
 
 
 def give(stream: Any, text: bytes, last: bool = False) -> None:
