@@ -6,6 +6,7 @@ has calls with `name` and `parameters`: a list, or a single one if `parallel_too
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from uuid import uuid4
 
@@ -17,6 +18,8 @@ from shmserve.errors import InvalidRequest, ModelFailed
 MODES = ("none", "auto", "required")
 NAME, ARGUMENTS = "name", "parameters"
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+_PIECES = re.compile(r'[^"\\{}\[\]]+|.')
+"""A bracket, quote or backslash, or what stands between two of them."""
 
 
 class ForcedCalls(Struct, frozen=True):
@@ -135,31 +138,31 @@ class CallReader:
             self._arguments.append(text)
             self._flush(self._function, pieces)
             return pieces
-        for character in text:
+        for piece in _PIECES.findall(text):
             before = self._depth - self._level
-            self._read(character)
+            self._read(piece)
             after = self._depth - self._level
             if max(before, after) > 1:
                 if before == 1:
                     self._call.append("null")
-                self._arguments.append(character)
+                self._arguments.append(piece)
             elif max(before, after) == 1:
-                self._call.append(character)
+                self._call.append(piece)
                 if after == 0:
                     self._end(pieces)
         if self._arguments and (name := self._name()):
             self._flush(name, pieces)
         return pieces
 
-    def _read(self, character: str) -> None:
+    def _read(self, piece: str) -> None:
         if self._quoted:
-            self._quoted = character != '"' or self._escaped
-            self._escaped = character == "\\" and not self._escaped
-        elif character == '"':
+            self._quoted = piece != '"' or self._escaped
+            self._escaped = piece == "\\" and not self._escaped
+        elif piece == '"':
             self._quoted = True
-        elif character in "{[":
+        elif piece in "{[":
             self._depth += 1
-        elif character in "}]":
+        elif piece in "}]":
             self._depth -= 1
 
     def _name(self) -> str:
