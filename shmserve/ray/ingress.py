@@ -20,7 +20,7 @@ from shmserve.errors import ConnectionLost, Denied, Internal, InvalidRequest, Se
 from shmserve.gateway.auth.actions import CHANGES, FORMS, STREAMED, TO_MODELS
 from shmserve.gateway.http.routes import NoRoute, resolve
 from shmserve.gateway.kserve.forms import form_of
-from shmserve.gateway.kserve.status import BY_CODE, http_of
+from shmserve.gateway.kserve.status import grpc_of, http_of
 from shmserve.gateway.upstream.documents import Route
 from shmserve.protocol.actions import Action
 from shmserve.protocol.grpc.messages import INFERENCE, message_class, read
@@ -252,7 +252,7 @@ def _is_passed(key: str) -> bool:
 
 
 def _code(error: ServeError) -> int:
-    status = grpc.StatusCode[BY_CODE.get(error.code, (500, "UNKNOWN"))[1]]
+    status = grpc.StatusCode[grpc_of(error)]
     return int(status.value[0])
 
 

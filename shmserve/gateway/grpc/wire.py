@@ -12,6 +12,7 @@ from typing import Any
 from shmserve.errors import Internal, InvalidRequest
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.plans import INT64_MAX
+from shmserve.gateway.kserve.status import encodable
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.upstream.link import Piece
 from shmserve.protocol.grpc.messages import message_class, unreadable
@@ -234,6 +235,6 @@ def streamed(answer: list[Buffer]) -> list[Buffer]:
 
 def stream_error(text: str, request_id: str) -> bytes:
     encoded: bytes = _STREAMED(
-        error_message=text.encode(errors="replace").decode(), infer_response={"id": request_id} if request_id else None
+        error_message=encodable(text), infer_response={"id": request_id} if request_id else None
     ).SerializeToString()
     return encoded

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shmserve.errors import ConnectionLost, ServeError
 
-BY_CODE = {
+STATUSES = {
     "INVALID_ARG": (400, "INVALID_ARGUMENT"),
     "PROTOCOL": (400, "INVALID_ARGUMENT"),
     "NOT_FOUND": (404, "NOT_FOUND"),
@@ -26,15 +26,12 @@ BY_CODE = {
     "UNKNOWN": (400, "UNKNOWN"),
 }
 """Code of an error -> HTTP status, gRPC status."""
-
 UNREACHABLE = "the server behind this gateway is unreachable, or ended before it responded"
 DECOUPLED = "has a decoupled transaction policy"
 NO_DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 NO_DECOUPLED_RPC = "ModelInfer RPC doesn't support models with decoupled transaction policy"
-
 NO_OUTPUT = "unexpected inference output"
 """The only invalid request that Triton reports without its id."""
-
 REASONS = {
     200: "OK",
     304: "Not Modified",
@@ -58,11 +55,16 @@ REASONS = {
 
 
 def http_of(error: ServeError) -> int:
-    return BY_CODE.get(error.code, (500, ""))[0]
+    return STATUSES[error.code][0]
 
 
 def grpc_of(error: ServeError) -> str:
-    return BY_CODE.get(error.code, (500, "INTERNAL"))[1]
+    return STATUSES[error.code][1]
+
+
+def encodable(text: str) -> str:
+    """The text without lone surrogates, which it has if it quotes the client."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def text_of(error: ServeError, request_id: str = "") -> str:

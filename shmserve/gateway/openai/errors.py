@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from shmserve.errors import InvalidRequest, ServeError
-from shmserve.gateway.kserve.status import http_of, text_of
+from shmserve.gateway.kserve.status import encodable, http_of, text_of
 from shmserve.gateway.limits.caller_shares import ShareExceeded
 
 KIND = "openai"
@@ -47,10 +47,8 @@ class BadParameter(InvalidRequest):
 
 def body(status: int, text: str, code: str | None = None, param: str | None = None) -> bytes:
     """The error as a JSON document."""
-    if not text.isascii():  # it may quote the client and so contain a lone surrogate
-        text = text.encode(errors="replace").decode()
     kind = _SERVER if status >= 500 else "requests" if status == 429 else _INVALID
-    document: dict[str, Any] = {"message": text, "type": kind, "param": param, "code": code}
+    document: dict[str, Any] = {"message": encodable(text), "type": kind, "param": param, "code": code}
     return _encode({"error": document})
 
 

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 from shmserve.gateway.kserve.json_scan import check_depth, unreadable
+from shmserve.gateway.kserve.status import encodable
 from shmserve.gateway.upstream.device_regions import DeviceOrder, handle_of
 from shmserve.gateway.upstream.regions import Caller, Regions, Registration
 from shmserve.protocol.actions import Action
@@ -132,16 +133,14 @@ def query_of(route: Route, arguments: Arguments, regions: Regions, caller: Calle
             return FixedDocument(None)
         case Action.NAMED_REPOSITORY:
             raise Unsupported("'repository_name' specification is not supported")
-    raise Unsupported("not supported by this gateway")
+    raise Unsupported("this gateway does not support the request")
 
 
 # ---------------------------------------------------------------------------------------- HTTP responses
 
 
 def error_body(text: str) -> bytes:
-    if not text.isascii():  # it may quote the client and so contain a lone surrogate
-        text = text.encode(errors="replace").decode()
-    return _encode({"error": text})
+    return _encode({"error": encodable(text)})
 
 
 def http_answer(document: Any) -> tuple[int, bytes]:

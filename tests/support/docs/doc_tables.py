@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from shmserve import errors
 from shmserve.broker.observability import metric_definitions
 from shmserve.core import limits
-from shmserve.gateway.kserve.status import BY_CODE
+from shmserve.gateway.kserve.status import STATUSES
 from shmserve.llm.figures import METRICS, Metric
 from shmserve.protocol.actions import Action, Row
 from shmserve.repo import parameters
@@ -200,7 +200,7 @@ def _models(row: parameters.ServerParameter[Any]) -> str:
 def _errors() -> str:
     def rows(kind: type[errors.ServeError]) -> Iterable[tuple[str, ...]]:
         if kind is not errors.ServeError:
-            http, grpc = BY_CODE[kind.code]
+            http, grpc = STATUSES[kind.code]
             yield f"`{kind.__name__}`", f"`{kind.code}`", str(http), f"`{grpc}`", str(kind.__doc__)
         for child in kind.__subclasses__():
             if child.__module__ == errors.__name__:

@@ -335,8 +335,8 @@ def test_invalid_raw_requests_are_refused(model_config: dict[str, Any], text: st
 
 
 def test_every_error_has_a_status() -> None:
-    assert set(status.BY_CODE) == {*BY_CODE, Unauthenticated.code}
-    for http, grpc in status.BY_CODE.values():
+    assert set(status.STATUSES) == {*BY_CODE, Unauthenticated.code}
+    for http, grpc in status.STATUSES.values():
         assert http in status.REASONS
         assert grpc.isupper()
 
@@ -361,4 +361,4 @@ def test_every_error_has_a_status() -> None:
 def test_status_and_text_of_errors(error: ServeError, http: int, text: str) -> None:
     assert status.http_of(error) == http
     assert status.http_text_of(error, "me") == text
-    assert status.grpc_of(error) == status.BY_CODE[error.code][1]
+    assert status.grpc_of(error) == status.STATUSES[error.code][1]

@@ -54,7 +54,7 @@ def has_query(action: Action) -> bool:
     try:
         query_of(Route(action, "m", kind="system"), Arguments(), Regions(False), ("", ""))
     except ServeError as error:  # of this gateway, or of the handler
-        return "not supported by this gateway" not in str(error)
+        return "this gateway does not support the request" not in str(error)
     return True
 
 
