@@ -30,10 +30,10 @@ class Unauthenticated(Denied):
 
 def _authorization(header: Callable[[str], str | None]) -> str | None:
     """The credentials of a request. Anthropic's clients send the token alone, in a header of their own."""
-    given = header("authorization")
-    if given is None and (key := header("x-api-key")) is not None:
+    authorization = header("authorization")
+    if authorization is None and (key := header("x-api-key")) is not None:
         return f"Bearer {key}"
-    return given
+    return authorization
 
 
 class EndpointAccess:
@@ -55,7 +55,7 @@ class EndpointAccess:
         self.browsers = browsers
 
     def renew(self, tokens: Tokens | None) -> None:
-        """The file of tokens was read again."""
+        """Applies the file of tokens, which was read again."""
         self.tokens = tokens
 
     def __str__(self) -> str:
@@ -91,10 +91,10 @@ class EndpointAccess:
             elif not roles.intersection(needs):
                 raise Unauthenticated("this request needs a token: Authorization: Bearer TOKEN")
         if not roles.intersection(needs) and not (tokens is not None and action in OPEN):
-            whose = f"this endpoint does not grant; {self._option} of the gateway sets its roles"
+            why = f"this endpoint does not grant; {self._option} of the gateway sets its roles"
             if roles is not self._roles:
-                whose = "neither this token nor this endpoint grants"
-            raise Denied(f"this request needs the role {' or '.join(needs)}, which {whose}")
+                why = "neither this token nor this endpoint grants"
+            raise Denied(f"this request needs the role {' or '.join(needs)}, which {why}")
         if OPERATE in needs and OBSERVE not in needs and header("origin") is not None:
             if tokens is None or _authorization(header) is None:
                 raise Denied("requests from web pages (with the header Origin) may not do this without a token")

@@ -25,7 +25,7 @@ from shmserve.errors import Denied
 from shmserve.gateway.auth.actions import CHANGES, PAGE, SHARED
 from shmserve.protocol.actions import Action
 
-MARKS = frozenset((b"origin", b"sec-fetch-site", b"referer", b"accept-language"))
+BROWSER_HEADERS = frozenset((b"origin", b"sec-fetch-site", b"referer", b"accept-language"))
 """Headers that identify a browser. With a GET to a server without TLS that is not named localhost, browsers send
 neither Origin nor Sec-Fetch-Site. A page can suppress Referer, but not Accept-Language."""
 SERVERS = 64

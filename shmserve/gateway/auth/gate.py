@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import logging
 import ssl
-from collections.abc import Iterator
 
 from shmserve.extras import install_command
 from shmserve.gateway.auth import restricted_apis, tls, tokens
@@ -98,8 +97,9 @@ class Guards:
             raise Failed(str(error)) from error
         self._warn_of_exposed_keys()
 
-    def _all(self) -> Iterator[Guard]:
-        yield from (self.http, self.metrics, self.rpc)
+    @property
+    def _all(self) -> tuple[Guard, ...]:
+        return self.http, self.metrics, self.rpc
 
     def _read_tokens(self) -> tokens.Tokens | None:
         if self._tokens_file is None:
@@ -113,15 +113,15 @@ class Guards:
         """Reloads certificates and tokens. If it raises Failed, nothing has changed."""
         holders = self._read_tokens()
         try:
-            contexts = [guard.read_tls() for guard in self._all()]
+            contexts = [guard.read_tls() for guard in self._all]
         except tls.BadCertificate as error:
             raise Failed(str(error)) from error
-        for guard, context in zip(self._all(), contexts, strict=True):
+        for guard, context in zip(self._all, contexts, strict=True):
             guard.renew(context, holders)
         self._warn_of_exposed_keys()
 
     def _warn_of_exposed_keys(self) -> None:
-        for text in {guard.exposed for guard in self._all()} - {None}:
+        for text in {guard.exposed for guard in self._all} - {None}:
             log.warning("%s", text)
 
 

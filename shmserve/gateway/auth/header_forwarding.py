@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from shmserve.errors import InvalidRequest
+from shmserve.gateway.kserve.plans import RESERVED_PREFIX
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.protocol.messages import NAME_LENGTH, PARAMETERS
 from shmserve.protocol.trace_context import TRACE_PARENT, TRACE_STATE, parsed
@@ -21,7 +22,6 @@ _OWN = frozenset(
     ("headers", "timeout", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output")
 )
 """Parameters with a meaning for the server: headers of these names cannot be forwarded."""
-_OWN_PREFIX = "triton_"
 STREAM_ERROR = "triton_grpc_error"
 """gRPC metadata that the server itself reads: never forwarded."""
 Value = Any
@@ -77,7 +77,7 @@ class Forward:
             and low not in self._withheld
             and self._fits(name) is not None
         )
-        if wanted and (low in _OWN or low.startswith(_OWN_PREFIX)):
+        if wanted and (low in _OWN or low.startswith(RESERVED_PREFIX)):
             raise InvalidRequest(
                 f"header '{name}' is reserved for Triton usage and cannot be forwarded to the model: do not send it, "
                 "or change the header forward pattern"
@@ -96,7 +96,7 @@ class HeaderParameters:
 
     @property
     def active(self) -> bool:
-        """False: `of` has nothing to do."""
+        """True if `of` may return headers."""
         return self._forward is not None or self._wants_context()
 
     def of(self, headers: Collection[tuple[str, str]]) -> dict[str, str] | None:

@@ -1,5 +1,5 @@
-"""The head of an HTTP request -> a Head. Invariant: a request whose body length is ambiguous is refused. The gateway
-never interprets a message that a proxy in front of it could frame differently (request smuggling).
+"""The head of an HTTP request -> an HttpHead. Invariant: a request whose body length is ambiguous is refused. The
+gateway never interprets a message that a proxy in front of it could frame differently (request smuggling).
 
 Clients repeat heads byte for byte, so parsed heads are cached.
 """
@@ -14,7 +14,7 @@ from msgspec import Struct
 from shmserve.errors import ServeError
 from shmserve.gateway.auth.access import EndpointAccess, Unauthenticated
 from shmserve.gateway.auth.actions import FORMS, PAGE, TO_MODELS, UPLOADS
-from shmserve.gateway.auth.browsers import MARKS
+from shmserve.gateway.auth.browsers import BROWSER_HEADERS
 from shmserve.gateway.auth.header_forwarding import HeaderParameters
 from shmserve.gateway.http.limits import HEAD_WORK, HEADERS, LINE_WORK
 from shmserve.gateway.http.routes import API_ROUTES, QUERY, NoRoute, RouteTable, resolve
@@ -100,7 +100,7 @@ class _Lines:
 
     def __init__(self) -> None:
         self.target = b""
-        self.headers: list[tuple[bytes, bytes]] = []
+        self.headers: Headers = []
         self.complete = False
         self.keep_alive = False
         self.parser = httptools.HttpRequestParser(self)
@@ -242,7 +242,7 @@ def _head(method: str, http: str, target: str, headers: Headers, keep_alive: boo
             seen.add(name)
         elif name.replace(b"_", b"-") in _FRAMING:  # some proxies treat `_` and `-` as equal
             raise BadHead(400, f"the request has the header {name.decode('latin-1')}")
-        elif name in MARKS:
+        elif name in BROWSER_HEADERS:
             head.by_browser = head.by_browser or not _is_of_node(name, value, headers)
         match name:
             case b"host":

@@ -26,14 +26,16 @@ from shmserve.session.encode import TopK
 from shmserve.shm.views import Array
 
 CLASSES = 1_000_000
+"""Maximum number of classes that a request may ask for."""
 Value = str | int | float | bool
 INT64_MAX = 2**63 - 1
 UINT64_MAX = 2**64 - 1
 _CACHED_PLANS = 1024
 _CACHED_BYTES = 2048
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-RESERVED = ("headers",)
-_OWN_PREFIX = "triton_"
+_RESERVED = "headers"
+RESERVED_PREFIX = "triton_"
+"""Parameters whose names begin so have a meaning for the server."""
 
 
 class _Input(Struct):
@@ -299,8 +301,8 @@ def region_slice_of(what: str, parameters: Mapping[str, Value]) -> RegionSlice |
 
 
 def options_of(request_id: str, parameters: Mapping[str, Value]) -> RequestOptions:
-    """Separate parameters for the server from those for the model. `timeout` stays with the latter, because the session
-    interprets it."""
+    """Separates parameters for the server from those for the model. `timeout` stays with the latter, because the
+    session interprets it."""
     options = RequestOptions(check_text("request id", request_id) if request_id else "")
     if not parameters:
         return options
@@ -331,7 +333,7 @@ def options_of(request_id: str, parameters: Mapping[str, Value]) -> RequestOptio
 def _parameter(name: str, value: Value) -> Value:
     if name == "timeout":
         return _count("'timeout'", value)
-    if name in RESERVED or name.startswith(_OWN_PREFIX):
+    if name == _RESERVED or name.startswith(RESERVED_PREFIX):
         raise InvalidRequest(f"parameter '{name}' is reserved for Triton usage and should not be specified")
     if type(value) is int and not -INT64_MAX - 1 <= value <= INT64_MAX:
         raise InvalidRequest(f"parameter '{name}' does not fit in 64 bits")
@@ -392,8 +394,7 @@ def _writable(what: str, text: str) -> str:
 
 def raw_plan(model: str, config: Mapping[str, Any], size: int) -> tuple[RequestPlan, bytes]:
     """The plan of a request without JSON, whose body is the data of the model's only input; and the bytes to insert
-    before the body. `config`: the model's configuration; `size`: bytes of the body.
-    """
+    before the body. `config`: the model's configuration; `size`: bytes of the body."""
     inputs = config.get("input", [])
     if len(inputs) != 1:
         raise InvalidRequest(
